@@ -1,0 +1,210 @@
+"""The registry of clauses: what is promised, in words, with where the promise comes from and what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+Kind = Literal["pre", "post", "invariant"]
+
+
+@dataclass(frozen=True)
+class Clause:
+    """One promise. `name` is what messages say; `aliases` are the ids of the documents that it comes from."""
+
+    name: str
+    aliases: tuple[str, ...]
+    kind: Kind
+    statement: str
+    source: str
+    cost: str
+    schedule: str
+
+
+_ALL = (
+    Clause(
+        "replicas-agree",
+        ("C-DP-001", "F-DP-001", "C-DDP-001", "DTEC6C-INV-001"),
+        "invariant",
+        "Every rank holds the same trainable weights, to the bit, before and after every update.",
+        "seed R3, N1, V3, V4, V18, V19",
+        "one digest of the weights on each side of the update, one gather each",
+        "every step",
+    ),
+    Clause(
+        "optimizers-agree",
+        ("C-DP-001", "DTEC6C-INV-002"),
+        "post",
+        "Every rank holds the same optimizer state and has taken the same number of updates.",
+        "seed V5; faults F13",
+        "one digest of the moments, in the gather of replicas-agree",
+        "every step",
+    ),
+    Clause(
+        "gradients-agree",
+        ("C-DP-001", "C-RING-001", "F-HET-001"),
+        "post",
+        "The reduced gradient is the same on every rank, to the bit, before anything is applied.",
+        "seed V1, N2; faults F91",
+        "one digest of the gradient, one gather",
+        "every step",
+    ),
+    Clause(
+        "finite",
+        ("F-DP-003", "FALSIFY-DDP-003"),
+        "invariant",
+        "The loss and the gradient of every micro-batch, and the reduced gradient and its norm, are finite.",
+        "seed N8, V9, V10, V29; faults F40, F41",
+        "one pass over each gradient",
+        "every step, before the update",
+    ),
+    Clause(
+        "halt-together",
+        ("F-DP-003", "FALSIFY-DDP-003", "F-DIST-GATE"),
+        "invariant",
+        "All ranks are at the same step and at the same point of it, and all of them stop at it, or none.",
+        "seed V43; reliability 22, 23",
+        "step and sequence number in every gather",
+        "every gather",
+    ),
+    Clause(
+        "samples-once",
+        ("F-DP-002", "C-DP-002", "C-SHARD-001"),
+        "invariant",
+        "The shards of the global batch are disjoint, complete and in order: every planned row is used exactly once.",
+        "seed R26, N7, V14, V27",
+        "the micro-batches that each rank used, in the first gather",
+        "every step",
+    ),
+    Clause(
+        "content-planned",
+        ("F-DP-002",),
+        "invariant",
+        "The tokens and labels that the model was given are those of the planned rows.",
+        "faults F49, F52, F53",
+        "one digest of each row, in the first gather",
+        "every step",
+    ),
+    Clause(
+        "gradient-average",
+        ("F-DP-003", "C-DP-003"),
+        "post",
+        "avg[j] = (1/N) * sum of g_i[j]; finite where all inputs are finite; NaN and Inf propagate.",
+        "seed R27, V8, V11, V12",
+        "one pass over the result",
+        "every call",
+    ),
+    Clause(
+        "clip-once",
+        ("C-CLIP-001", "FALSIFY-GA-004", "F-BATCH-003"),
+        "post",
+        "The gradient is clipped once, after the reduction; the norm after it is at most the limit.",
+        "seed V6, V7; faults F37, F38",
+        "one norm of the clipped gradient",
+        "every step",
+    ),
+    Clause(
+        "learning-rate-planned",
+        ("F-LOOP-005", "FALSIFY-LOOP-005"),
+        "pre",
+        "The optimizer's learning rate is the schedule's value for this update on every rank.",
+        "seed S29; faults F14, F61, F77",
+        "one comparison",
+        "every step",
+    ),
+    Clause(
+        "one-update",
+        ("F-BATCH-005", "V32"),
+        "post",
+        "One global batch is one optimizer update: the count of updates rises by exactly one.",
+        "seed R19, V38; faults F29, F31",
+        "one comparison",
+        "every step",
+    ),
+    Clause(
+        "base-frozen",
+        ("FALSIFY-LORA-001", "F-FREEZE-003", "F-FREEZE-008"),
+        "invariant",
+        "No frozen weight or buffer changes.",
+        "seed V35; faults F68",
+        "one digest of the base",
+        "at the start, every N steps, at every checkpoint, at the end",
+    ),
+    Clause(
+        "layout-equal",
+        ("F-HET-001", "C-DP-SYNC-001"),
+        "pre",
+        "Names, shapes, dtypes and order of the trainable tensors are the same on every rank.",
+        "seed N11, V12, V21, V24; faults F25",
+        "one digest at the start",
+        "once",
+    ),
+    Clause(
+        "start-agrees",
+        ("C-DP-001",),
+        "pre",
+        "Before step 1 all ranks agree on configuration, versions, data, base, initial weights and micro-batches.",
+        "seed V19; faults F01, F49, F52; reliability 24 to 27",
+        "digests at the start, one gather",
+        "once",
+    ),
+    Clause(
+        "loss-equivalent",
+        ("F-DP-005", "C-DP-005"),
+        "invariant",
+        "The loss equals that of one process within 1 % at step 100 and later (here: to the bit).",
+        "seed R3, N6, V2, V22",
+        "outside the run",
+        "by the falsifier",
+    ),
+    Clause(
+        "memory-budget",
+        ("F-HET-002",),
+        "invariant",
+        "The peak of live tensor bytes of a replica stays within the plan's number + 10 %.",
+        "seed N12, V23",
+        "counted allocations",
+        "by the falsifier on CPU, at the end of the run on GPU",
+    ),
+    Clause(
+        "cpu-fallback",
+        ("F-DP-004", "C-DP-004"),
+        "post",
+        "Without a usable accelerator the run goes on on the CPU, says so, and has the same loss.",
+        "seed N10, V25",
+        "one decision",
+        "once",
+    ),
+    Clause(
+        "checkpoint-whole",
+        ("F-CKPT-001", "F-CKPT-009", "C-CKPT-001"),
+        "post",
+        "A checkpoint is the whole state, written whole or not at all; what is read back is what was saved, by name.",
+        "seed V36; faults F73 to F76",
+        "digests at save and after reading back",
+        "every checkpoint",
+    ),
+    Clause(
+        "resume-exact",
+        ("F-CKPT-005", "F-DP-006"),
+        "post",
+        "A resumed run goes on from the same bits; steps that are done again carry the digests that they had.",
+        "seed V36; faults F73 to F80",
+        "one comparison",
+        "every resume, every repeated step",
+    ),
+)
+
+CLAUSES: Mapping[str, Clause] = MappingProxyType({clause.name: clause for clause in _ALL})
+"""Every clause by its name."""
+
+
+def clauses_table() -> str:
+    """The registry as a Markdown table, for the README and the docs."""
+    rows = ["| clause | kind | statement | also known as | checked |", "| --- | --- | --- | --- | --- |"]
+    rows += [
+        f"| `{c.name}` | {c.kind} | {c.statement} | {', '.join(c.aliases)} | {c.schedule} |" for c in CLAUSES.values()
+    ]
+    return "\n".join(rows)

@@ -1,0 +1,73 @@
+"""The one error for what the system, not the user, got wrong."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a clause saw when it did not hold: plain values only, equal on every rank that judged the same input.
+
+    `ranks` are the culprits where they are known (empty: not attributable), `tensor` the name of the tensor or value,
+    `step` the number of the update (1 is the first; 0: outside a step, as at start-up).
+    """
+
+    seen: str
+    step: int = 0
+    ranks: tuple[int, ...] = ()
+    tensor: str = ""
+    details: tuple[tuple[str, str], ...] = field(default=())
+
+
+class Violation(RuntimeError):
+    """A contract was broken: by a bug, by hardware, by a fault. Never by what a user typed (that is a `ValueError`).
+
+    A `RuntimeError` and not icontract's `AssertionError`, so that `except AssertionError` cannot swallow it. It
+    survives pickling, hence process boundaries, with its attributes.
+    """
+
+    def __init__(self, message: str, *, clause: str = "", finding: Finding | None = None) -> None:
+        super().__init__(message)
+        self.clause = clause
+        self.finding = finding if finding is not None else Finding(seen=message)
+
+    @classmethod
+    def of(cls, clause: str, finding: Finding) -> Violation:
+        """The violation of `clause` (a name in the registry) by what `finding` says."""
+        return cls(describe(clause, finding), clause=clause, finding=finding)
+
+    @property
+    def step(self) -> int:
+        """The update at which it was found; 0 outside a step."""
+        return self.finding.step
+
+    @property
+    def rank(self) -> int | None:
+        """The one culprit, where there is exactly one."""
+        return self.finding.ranks[0] if len(self.finding.ranks) == 1 else None
+
+    @property
+    def tensor(self) -> str:
+        """The tensor or value at which it was found; empty where it is no single one."""
+        return self.finding.tensor
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return _rebuild, (type(self), str(self), self.clause, self.finding)
+
+
+def _rebuild(kind: type[Violation], message: str, clause: str, finding: Finding) -> Violation:
+    return kind(message, clause=clause, finding=finding)
+
+
+def describe(clause: str, finding: Finding) -> str:
+    """One readable line: clause, step, rank, tensor, what was seen."""
+    parts = [f"{clause} broken"]
+    if finding.step:
+        parts.append(f"at step {finding.step}")
+    if finding.ranks:
+        noun = "rank" if len(finding.ranks) == 1 else "ranks"
+        parts.append(f"on {noun} {', '.join(map(str, finding.ranks))}")
+    if finding.tensor:
+        parts.append(f"in {finding.tensor}")
+    return f"{' '.join(parts)}: {finding.seen}"
