@@ -1,0 +1,251 @@
+"""The 64-bit digest of tensors: one value on every device, additive over shards (design, Digest; issue 2 item 5).
+
+Definition. The bytes of a tensor in row-major order are read as little-endian 64-bit words w_0, w_1, ..., the last
+one padded with zero bytes. With G = 0x9E3779B97F4A7C15 and mix the finaliser of splitmix64 (Steele, Lea and Flood,
+2014), all modulo 2^64:
+
+    word_sum(t, start) = sum over i of mix(w_i + (i + start) * G)
+    tensor_digest(t)   = mix(word_sum(t, 0) + header(byte length, dtype, shape))
+    tree_digest(tree)  = mix(sum over names of mix(tensor_digest + header(name)) + header(number of names))
+
+where header is the first 8 bytes, little-endian, of SHA-256 of a canonical text. The words are mixed before they are
+summed, so the sum is not linear in them; mix is a bijection, so a change of a single word is always seen. Any other
+change that nobody made on purpose is missed with probability about 2^-64. It is not a cryptographic digest.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+GOLDEN = 0x9E3779B97F4A7C15
+"""The odd constant that spaces positions: 2^64 divided by the golden ratio."""
+
+_MASK = (1 << 64) - 1
+_WORD = 8
+# Two buffers and the ramp of 65,536 words stay in a second-level cache; an accelerator wants fewer, larger launches.
+_CPU_WORDS = 1 << 16
+_ACCELERATOR_WORDS = 1 << 20
+
+
+def _signed(value: int) -> int:
+    """The int64 with the bits of `value` modulo 2^64."""
+    value &= _MASK
+    return value - (1 << 64) if value >> 63 else value
+
+
+_ROUNDS = ((30, _signed(0xBF58476D1CE4E5B9)), (27, _signed(0x94D049BB133111EB)))
+_LAST_SHIFT = 31
+
+
+def _xor_shifted(words: Tensor, shift: int, scratch: Tensor) -> None:
+    # torch shifts int64 arithmetically; the mask makes the shift a logical one.
+    torch.bitwise_right_shift(words, shift, out=scratch)
+    words.bitwise_xor_(scratch.bitwise_and_((1 << (64 - shift)) - 1))
+
+
+def _mix_in_place(words: Tensor, scratch: Tensor) -> None:
+    for shift, factor in _ROUNDS:
+        _xor_shifted(words, shift, scratch)
+        words.mul_(factor)
+    _xor_shifted(words, _LAST_SHIFT, scratch)
+
+
+def mix64(words: Tensor) -> Tensor:
+    """The splitmix64 finaliser of each int64 (any shape), as the bits of a uint64. A bijection; 0 stays 0.
+
+    Raises `TypeError` for another dtype.
+    """
+    if words.dtype != torch.int64:
+        msg = f"mix64 takes int64 words, not {words.dtype}"
+        raise TypeError(msg)
+    mixed = words.clone(memory_format=torch.contiguous_format)
+    _mix_in_place(mixed, torch.empty_like(mixed))
+    return mixed
+
+
+def _mix_int(value: int) -> int:
+    value &= _MASK
+    for shift, factor in _ROUNDS:
+        value = ((value ^ (value >> shift)) * factor) & _MASK
+    return value ^ (value >> _LAST_SHIFT)
+
+
+def _header(*parts: object) -> int:
+    text = "\x1f".join(map(str, ("andon-digest-1", *parts)))
+    return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:_WORD], "little")
+
+
+@functools.lru_cache(maxsize=8)
+def _ramp(device: torch.device, words: int) -> Tensor:
+    return torch.arange(words, dtype=torch.int64, device=device).mul_(_signed(GOLDEN))
+
+
+class _Summer:
+    """The running sum over one stream of words, with scratch memory of at most one chunk."""
+
+    def __init__(self, device: torch.device, total_words: int, start: int) -> None:
+        limit = _CPU_WORDS if device.type == "cpu" else _ACCELERATOR_WORDS
+        self._ramp = _ramp(device, limit)
+        self.chunk = max(1, min(limit, total_words))
+        self._mixed = torch.empty(self.chunk, dtype=torch.int64, device=device)
+        self._scratch = torch.empty_like(self._mixed)
+        self._total = torch.zeros((), dtype=torch.int64, device=device)
+        self._position = start
+
+    def add(self, words: Tensor) -> None:
+        """Take the next at most `chunk` int64 words."""
+        count = words.numel()
+        mixed, scratch = self._mixed[:count], self._scratch[:count]
+        torch.add(words, self._ramp[:count], out=mixed)
+        mixed.add_(_signed(self._position * GOLDEN))
+        _mix_in_place(mixed, scratch)
+        self._total.add_(mixed.sum())
+        self._position += count
+
+    def total(self) -> int:
+        """The sum so far, modulo 2^64."""
+        return int(self._total.item()) & _MASK
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """`tensor` without gradient and lazy views; `TypeError` for what has no row-major bytes in memory."""
+    if tensor.layout != torch.strided or tensor.device.type == "meta" or tensor.is_quantized:
+        what = "quantized" if tensor.is_quantized else f"{tensor.layout} on {tensor.device}"
+        msg = f"only dense tensors with memory have a digest, not a {what} tensor"
+        raise TypeError(msg)
+    return tensor.detach().resolve_conj().resolve_neg()
+
+
+def _row_major_bytes(tensor: Tensor) -> Tensor:
+    # A contiguous tensor of one element may have any stride, which `view` to a smaller dtype refuses.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def _pieces(tensor: Tensor, elements: int) -> Iterator[Tensor]:
+    """The row-major bytes of `tensor` as contiguous uint8 pieces; copies at most `elements` elements at a time."""
+    if tensor.numel() == 0:
+        return
+    if tensor.is_contiguous() or tensor.numel() <= elements:
+        yield _row_major_bytes(tensor.contiguous())
+        return
+    rows = max(1, elements // (tensor.numel() // tensor.shape[0]))
+    if tensor.shape[0] == 1:
+        yield from _pieces(tensor[0], elements)
+        return
+    for first in range(0, tensor.shape[0], rows):
+        yield from _pieces(tensor[first : first + rows], elements)
+
+
+def _sum_contiguous(raw: Tensor, summer: _Summer) -> None:
+    """Add contiguous bytes, in place where they are aligned to words."""
+    whole = raw.numel() - raw.numel() % _WORD
+    if raw.storage_offset() % _WORD or raw.data_ptr() % _WORD:
+        whole = 0
+    words = raw[:whole].view(torch.int64) if whole else raw
+    for first in range(0, whole // _WORD, summer.chunk):
+        summer.add(words[first : first + summer.chunk])
+    _sum_stream([raw[whole:]], summer)
+
+
+def _sum_stream(pieces: Iterable[Tensor], summer: _Summer) -> None:
+    """Add bytes that come in pieces of any size and alignment, through one aligned chunk."""
+    buffer: Tensor | None = None
+    filled = 0
+    for piece in pieces:
+        taken = 0
+        while taken < piece.numel():
+            if buffer is None:
+                buffer = torch.empty(summer.chunk * _WORD, dtype=torch.uint8, device=piece.device)
+            count = min(piece.numel() - taken, buffer.numel() - filled)
+            buffer[filled : filled + count].copy_(piece[taken : taken + count])
+            taken, filled = taken + count, filled + count
+            if filled == buffer.numel():
+                summer.add(buffer.view(torch.int64))
+                filled = 0
+    if buffer is not None and filled:
+        padded = -(-filled // _WORD) * _WORD
+        buffer[filled:padded].zero_()
+        summer.add(buffer[:padded].view(torch.int64))
+
+
+def word_sum(tensor: Tensor, start: int = 0) -> int:
+    """The sum in [0, 2^64) of the mixed words of `tensor` (any shape, dtype, stride), its first at position `start`.
+
+    Additive: the sums of consecutive shards, each started at the number of words before it, add up modulo 2^64 to the
+    sum of the whole, provided that every shard but the last is a multiple of 8 bytes. Reads the tensor once and
+    allocates a few chunks at most. Raises `TypeError` for sparse, quantized and meta tensors.
+    """
+    tensor = _plain(tensor)
+    size = tensor.numel() * tensor.element_size()
+    summer = _Summer(tensor.device, -(-size // _WORD), start)
+    if size and tensor.is_contiguous():
+        _sum_contiguous(_row_major_bytes(tensor), summer)
+    else:
+        _sum_stream(_pieces(tensor, summer.chunk), summer)
+    return summer.total()
+
+
+def seal(total: int, dtype: torch.dtype, shape: Sequence[int]) -> int:
+    """The `tensor_digest` of a tensor of `dtype` and `shape` whose `word_sum` from 0 is `total`, as of its shards."""
+    size = dtype.itemsize
+    for extent in shape:
+        size *= extent
+    return _mix_int(total + _header("tensor", size, dtype, *shape))
+
+
+def tensor_digest(tensor: Tensor) -> int:
+    """The digest in [0, 2^64) of the bits, byte length, dtype and shape of `tensor`.
+
+    The same on every device and for every stride. Bits count, not values: 0.0 and -0.0 differ, so do NaN payloads.
+    Raises `TypeError` for sparse, quantized and meta tensors.
+    """
+    return seal(word_sum(tensor), tensor.dtype, tensor.shape)
+
+
+def join(digests: Mapping[str, int]) -> int:
+    """The `tree_digest` of a tree from the `tensor_digest` of each of its names."""
+    total = sum(_mix_int(digest + _header("name", name)) for name, digest in digests.items())
+    return _mix_int(total + _header("tree", len(digests)))
+
+
+def tree_digest(tree: Mapping[str, Tensor]) -> int:
+    """The digest in [0, 2^64) of named tensors. Binds names to tensors; insertion order is irrelevant."""
+    return join({name: tensor_digest(tensor) for name, tensor in tree.items()})
+
+
+def hex64(value: int) -> str:
+    """`value` in [0, 2^64) as 16 lower-case hexadecimal digits. Raises `ValueError` outside that range."""
+    if not 0 <= value <= _MASK:
+        msg = f"{value} is not in [0, 2^64)"
+        raise ValueError(msg)
+    return f"{value:016x}"
+
+
+def row_digests(values: Tensor, lengths: Tensor) -> Tensor:
+    """The digest of the first `lengths[r]` of each row of `values`, whatever stands after them.
+
+    `values` is int64 [rows, columns], `lengths` int64 [rows]; returns int64 [rows] with the bits of
+    mix(word_sum(row) + mix(length + G)), so that rows of one content have one digest in any batch and at any padding.
+    Allocates a few times the size of `values`. Raises `TypeError` for other dtypes and `ValueError` for other shapes
+    and for lengths outside [0, columns].
+    """
+    if values.dtype != torch.int64 or lengths.dtype != torch.int64:
+        msg = f"row_digests takes int64 values and lengths, not {values.dtype} and {lengths.dtype}"
+        raise TypeError(msg)
+    if values.dim() != 2 or lengths.shape != values.shape[:1]:
+        msg = f"values must be [rows, columns] and lengths [rows], not {list(values.shape)} and {list(lengths.shape)}"
+        raise ValueError(msg)
+    columns = values.shape[1]
+    if bool(((lengths < 0) | (lengths > columns)).any()):
+        msg = f"lengths must be in [0, {columns}], got {lengths.tolist()}"
+        raise ValueError(msg)
+    positions = torch.arange(columns, dtype=torch.int64, device=values.device)
+    mixed = values + positions * _signed(GOLDEN)
+    _mix_in_place(mixed, torch.empty_like(mixed))
+    mixed.masked_fill_(positions >= lengths.unsqueeze(1), 0)
+    return mix64(mixed.sum(dim=1) + mix64(lengths + _signed(GOLDEN)))
