@@ -1,0 +1,86 @@
+"""The only collective of ours: what every rank observed, by rank, with step and sequence in every message.
+
+An observation is plain integers by name. On the wire it is one int64 vector of a length that all ranks know, with a
+header (schema, rank, step, sequence, point, digest of the names), so that a rank that skipped a step is a finding and
+not a mispairing.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+Gather = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+"""From one int64 vector for each local replica to one for each rank, in order of rank."""
+
+_HEADER = 6
+_SCHEMA = 1
+_WRAP = 1 << 64
+_SIGN = 1 << 63
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What one rank saw at one point of one step. Values are integers of 64 bits (signed or unsigned)."""
+
+    rank: int
+    step: int
+    sequence: int
+    point: str
+    values: Mapping[str, int]
+    payload: torch.Tensor | None = None
+    """Further int64 values whose number all ranks know, kept on their device until they are gathered."""
+    names_match: bool = True
+
+
+def bits_of(value: float) -> int:
+    """The 64 bits of a real, so that it can be compared exactly and travel as an integer."""
+    return int(struct.unpack("<q", struct.pack("<d", value))[0])
+
+
+def real_of(bits: int) -> float:
+    """The real whose 64 bits these are."""
+    return float(struct.unpack("<d", struct.pack("<q", signed(bits)))[0])
+
+
+def signed(value: int) -> int:
+    """A 64-bit pattern as the signed integer that torch's int64 holds."""
+    value %= _WRAP
+    return value - _WRAP if value >= _SIGN else value
+
+
+def gather_observations(local: Sequence[Observation], gather: Gather) -> tuple[Observation, ...]:
+    """Every rank's observation, by rank. Each rank passes those of its own replicas; all pass the same names.
+
+    Raises whatever `gather` raises (a peer that died, a timeout); judging is left to `judge`.
+    """
+    names = tuple(local[0].values)
+    checksum = _checksum(names)
+    vectors = gather([_encode(observation, checksum) for observation in local])
+    return tuple(_decode(vector, local[0].point, names, checksum) for vector in vectors)
+
+
+def _checksum(names: Sequence[str]) -> int:
+    return zlib.crc32("\0".join(names).encode())
+
+
+def _encode(observation: Observation, checksum: int) -> torch.Tensor:
+    point = zlib.crc32(observation.point.encode())
+    header = [_SCHEMA, observation.rank, observation.step, observation.sequence, point, checksum]
+    vector = torch.tensor(header + [signed(value) for value in observation.values.values()], dtype=torch.int64)
+    if observation.payload is None:
+        return vector
+    return torch.cat([vector.to(observation.payload.device), observation.payload.flatten()])
+
+
+def _decode(vector: torch.Tensor, point: str, names: Sequence[str], checksum: int) -> Observation:
+    end = _HEADER + len(names)
+    head: list[int] = vector[:end].tolist()
+    schema, rank, step, sequence, their_point, their_checksum = head[:_HEADER]
+    same = schema == _SCHEMA and their_checksum == checksum and their_point == zlib.crc32(point.encode())
+    values = dict(zip(names, head[_HEADER:], strict=True))
+    return Observation(rank, step, sequence, point, values, payload=vector[end:], names_match=same)

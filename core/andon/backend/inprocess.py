@@ -1,0 +1,57 @@
+"""All ranks in this process: one after another (`inline`), or each in a thread of its own (`threads`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class InlineBackend:
+    """Replicas in turn. The simplest backend, and the one to debug in."""
+
+    name = "inline"
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self.devices = tuple(devices)
+        self.world_size = len(self.devices)
+        self.ranks = tuple(range(self.world_size))
+
+    def map(self, work: Callable[[int], T]) -> list[T]:
+        """work(rank) for each rank, in order."""
+        return [work(index) for index in self.ranks]
+
+    def gather(self, local: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What each replica passed, on the first replica's device."""
+        return [tensor.to(self.devices[0]) for tensor in local]
+
+    def exchange(self, local: Sequence[torch.Tensor], rows: Sequence[int]) -> list[list[torch.Tensor]]:
+        """The transposed list of lists; on one device nothing is copied."""
+        return [[sent[index].to(device) for sent in local] for index, device in enumerate(self.devices)]
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class ThreadsBackend(InlineBackend):
+    """Replicas in threads: PyTorch's kernels release the interpreter lock, so forwards and backwards overlap."""
+
+    name = "threads"
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        super().__init__(devices)
+        self._pool = ThreadPoolExecutor(max_workers=self.world_size, thread_name_prefix="andon-replica")
+
+    def map(self, work: Callable[[int], T]) -> list[T]:
+        """work(rank) in a thread each; returns when all are done, then raises the first rank's error if any raised."""
+        futures = [self._pool.submit(work, rank) for rank in self.ranks]
+        wait(futures)
+        return [future.result() for future in futures]
+
+    def close(self) -> None:
+        """End the threads."""
+        self._pool.shutdown(wait=True, cancel_futures=True)

@@ -1,0 +1,1 @@
+"""One training step with the same bits on any number of workers. Knows no text, no transformers, no files."""

@@ -1,0 +1,136 @@
+"""The clauses that one step is held to before its gradients are reduced: who used what, and was it finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from andon.step.replica import REPORT_FIELDS, bind_to_places
+from andon.step.task import Task
+from andon_contracts.agree import Observation, real_of
+from andon_contracts.judge import in_lockstep
+from andon_contracts.policy import clause, ensure
+from andon_contracts.violation import Finding
+
+
+@dataclass(frozen=True)
+class LeafReport:
+    """What one rank says of one micro-batch; `content` is the digest of the rows as the model was given them."""
+
+    rank: int
+    index: int
+    rows: int
+    loss_sum: float
+    correct: int
+    nonfinite: bool
+    content: int
+
+
+@dataclass(frozen=True)
+class LeafPlan:
+    """What one micro-batch must be."""
+
+    index: int
+    rank: int
+    ids: tuple[int, ...]
+    content: int
+
+
+def plan_leaves(micro_batches: Sequence[tuple[int, ...]], owners: Sequence[range], task: Task) -> tuple[LeafPlan, ...]:
+    """The micro-batches of a global batch with their owners and the digests of their planned rows."""
+    rank_of = {index: rank for rank, run in enumerate(owners) for index in run}
+    ids = [row for part in micro_batches for row in part]
+    bound = bind_to_places(task.planned_content(ids), 0) if ids else torch.zeros(0, dtype=torch.int64)
+    sums = [int(part.sum()) for part in bound.split([len(part) for part in micro_batches])]
+    return tuple(
+        LeafPlan(index, rank_of[index], part, content)
+        for index, (part, content) in enumerate(zip(micro_batches, sums, strict=True))
+    )
+
+
+def padded(reports: torch.Tensor, count: int) -> torch.Tensor:
+    """Reports [n, fields] with rows of -1 up to `count`, since ranks may hold different numbers of micro-batches."""
+    missing = reports.new_full((count - reports.shape[0], len(REPORT_FIELDS)), -1)
+    return torch.cat([reports, missing])
+
+
+def reports_of(observations: Sequence[Observation]) -> tuple[LeafReport, ...]:
+    """Every rank's reports, in order of rank and micro-batch."""
+    found: list[LeafReport] = []
+    for observation in observations:
+        assert observation.payload is not None  # noqa: S101
+        for row in observation.payload.view(-1, len(REPORT_FIELDS)).tolist():
+            index, rows, loss, correct, nonfinite, content = row
+            if index >= 0:
+                found.append(
+                    LeafReport(observation.rank, index, rows, real_of(loss), correct, bool(nonfinite), content)
+                )
+    return tuple(found)
+
+
+def _explain_partition(reports: Sequence[LeafReport], plan: Sequence[LeafPlan], step: int) -> Finding:
+    used = [(report.rank, report.index, report.rows) for report in reports]
+    wanted = [(leaf.rank, leaf.index, len(leaf.ids)) for leaf in plan]
+    odd = sorted({rank for rank, _, _ in set(used) ^ set(wanted)})
+    return Finding(
+        seen=f"micro-batches (rank, index, rows) were to be {wanted}, used were {used}", step=step, ranks=tuple(odd)
+    )
+
+
+@clause("samples-once", _explain_partition)
+def leaves_partition(reports: Sequence[LeafReport], plan: Sequence[LeafPlan], step: int) -> bool:
+    """Every micro-batch of the plan was computed by its owner, once, in order, with its number of rows."""
+    return [(r.rank, r.index, r.rows) for r in reports] == [(p.rank, p.index, len(p.ids)) for p in plan]
+
+
+def _explain_content(reports: Sequence[LeafReport], plan: Sequence[LeafPlan], step: int) -> Finding:
+    odd = [(r, p) for r, p in zip(reports, plan, strict=True) if r.content != p.content]
+    ranks = tuple(sorted({report.rank for report, _ in odd}))
+    rows = [row for _, leaf in odd for row in leaf.ids]
+    return Finding(
+        seen=f"the model was not given the planned rows (micro-batch {odd[0][0].index}, among rows {rows[:8]})",
+        step=step,
+        ranks=ranks,
+        tensor=f"micro-batch {odd[0][0].index}",
+    )
+
+
+@clause("content-planned", _explain_content)
+def content_planned(reports: Sequence[LeafReport], plan: Sequence[LeafPlan], step: int) -> bool:
+    """What the model was given has the digest of the planned rows, micro-batch by micro-batch."""
+    return all(report.content == leaf.content for report, leaf in zip(reports, plan, strict=True))
+
+
+def _explain_leaves_finite(reports: Sequence[LeafReport], plan: Sequence[LeafPlan], step: int) -> Finding:
+    odd = [r for r in reports if r.nonfinite or not math.isfinite(r.loss_sum)]
+    what = "loss" if not math.isfinite(odd[0].loss_sum) else "gradient"
+    return Finding(
+        seen=f"the {what} of micro-batch {odd[0].index} is not finite (loss {odd[0].loss_sum}); "
+        f"its rows are {list(plan[odd[0].index].ids)}",
+        step=step,
+        ranks=tuple(sorted({r.rank for r in odd})),
+        tensor=f"{what} of micro-batch {odd[0].index}",
+    )
+
+
+@clause("finite", _explain_leaves_finite)
+def leaves_finite(reports: Sequence[LeafReport], plan: Sequence[LeafPlan], step: int) -> bool:
+    """Every micro-batch's loss and raw gradient are finite, before anything could hide that they are not."""
+    return all(not r.nonfinite and math.isfinite(r.loss_sum) for r in reports)
+
+
+@ensure(in_lockstep)
+def judge_presence(observations: Sequence[Observation]) -> Sequence[Observation]:
+    """All ranks speak of the same step. Raises `Violation`."""
+    return observations
+
+
+@ensure(leaves_finite)
+@ensure(content_planned)
+@ensure(leaves_partition)
+def judge_leaves(reports: Sequence[LeafReport], plan: Sequence[LeafPlan], step: int) -> Sequence[LeafReport]:
+    """Before the reduction: each planned row used once, as it is in the data, with finite results. Raises `Violation`."""
+    return reports

@@ -1,0 +1,90 @@
+"""Trainable parameters as views of one flat fp32 buffer, their gradients as views of another.
+
+One buffer makes one reduction, one digest and one optimizer call. Every tensor starts at a multiple of 16 elements
+(64 bytes), the gaps hold zeros for ever: zero gradient, zero moments, zero weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+_ALIGNMENT = 16
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one tensor lies in the flat buffer, in elements."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+def layout_of(parameters: Mapping[str, nn.Parameter]) -> tuple[tuple[Slot, ...], int]:
+    """The slots in the mapping's order, and the buffer's size in elements."""
+    slots: list[Slot] = []
+    start = 0
+    for name, parameter in parameters.items():
+        slots.append(Slot(name, tuple(parameter.shape), start, start + parameter.numel()))
+        start += -(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT
+    return tuple(slots), start
+
+
+class FlatParameters:
+    """Owns the storage of a model's trainable parameters and gradients.
+
+    `weights` [size] fp32 is a leaf parameter for the optimizer, `gradient` [size] fp32 is what backward adds into.
+    After construction the model's own parameters are views of these. Raises `ValueError` without parameters, for one
+    that is not fp32 (its updates would be rounded away: faults F44) or not on `device`.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], device: torch.device) -> None:
+        if not parameters:
+            raise ValueError("the model has no trainable parameters")
+        for name, parameter in parameters.items():
+            if parameter.dtype != torch.float32 or parameter.device != device:
+                msg = f"{name} is {parameter.dtype} on {parameter.device}; trainable weights must be fp32 on {device}"
+                raise ValueError(msg)
+        self.slots, self.size = layout_of(parameters)
+        self.weights = nn.Parameter(torch.zeros(self.size, device=device))
+        self.gradient = torch.zeros(self.size, device=device)
+        self._parameters = tuple(parameters.values())
+        with torch.no_grad():
+            for slot, parameter in zip(self.slots, self._parameters, strict=True):
+                view = self.weights.data[slot.start : slot.end].view(slot.shape)
+                view.copy_(parameter)
+                parameter.data = view
+        self.attach_gradient()
+
+    def attach_gradient(self) -> None:
+        """Make every parameter's `.grad` a view of `gradient` again (user code may have set it to None)."""
+        for slot, parameter in zip(self.slots, self._parameters, strict=True):
+            parameter.grad = self.gradient[slot.start : slot.end].view(slot.shape)
+
+    def attached(self) -> bool:
+        """Whether every parameter and gradient is still the view that it was made."""
+        weights, gradient = self.weights.data_ptr(), self.gradient.data_ptr()
+        return all(
+            parameter.data_ptr() == weights + 4 * slot.start
+            and parameter.grad is not None
+            and parameter.grad.data_ptr() == gradient + 4 * slot.start
+            for slot, parameter in zip(self.slots, self._parameters, strict=True)
+        )
+
+    def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """`flat` [size] as tensors by name."""
+        return {slot.name: flat[slot.start : slot.end].view(slot.shape) for slot in self.slots}
+
+    def weight_views(self) -> dict[str, torch.Tensor]:
+        """The weights by name, sharing storage, without a graph."""
+        return self.views(self.weights.data)
+
+    @property
+    def count(self) -> int:
+        """Trainable elements, padding not counted."""
+        return sum(slot.end - slot.start for slot in self.slots)

@@ -1,0 +1,70 @@
+"""The exact reduction: M gradients summed along one fixed tree, whatever the number of ranks.
+
+Each rank sums inside the largest subtrees of its own run and sends their roots, sliced: slice d of every root goes to
+rank d, which finishes the tree on its slice; then the slices are gathered. The traffic is that of an all-reduce, the
+collectives carry bits and never add.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from andon.backend.base import Backend
+from andon.step.plan import rank_leaves
+from andon.step.tree import Node, finish, subtree_roots
+
+Roots = Mapping[Node, torch.Tensor]
+
+
+class TreeReduction:
+    """Sums flat tensors [size] over `leaves` micro-batches. Usable alone: it knows no model and no optimizer."""
+
+    def __init__(self, leaves: int, size: int, backend: Backend) -> None:
+        """leaves: M. size: elements of the flat tensor. Raises `ValueError` if either is below 1."""
+        if leaves < 1 or size < 1:
+            msg = f"nothing to reduce: {leaves} leaves of {size} elements"
+            raise ValueError(msg)
+        self.leaves = leaves
+        self.size = size
+        self._backend = backend
+        self._width = -(-size // backend.world_size)
+        self.roots_of_rank = tuple(
+            subtree_roots((0, leaves), run.start, run.stop) for run in rank_leaves(leaves, backend.world_size)
+        )
+
+    def __call__(self, local: Sequence[Roots]) -> list[list[torch.Tensor]]:
+        """From each local replica's subtree roots to the sum over all leaves.
+
+        Returns for each local replica the pieces that end to end are the sum [size]: one piece for one rank, else a
+        slice from every rank (the last slices may be shorter or empty). Pieces are read-only.
+        """
+        if self._backend.world_size == 1:
+            return [[local[0][(0, self.leaves)]]]
+        counts = [len(roots) for roots in self.roots_of_rank]
+        sent = [self._sliced(roots, rank) for roots, rank in zip(local, self._backend.ranks, strict=True)]
+        slices = [self._finish(received) for received in self._backend.exchange(sent, counts)]
+        pieces = self._backend.gather(slices)
+        lengths = [max(0, min(self._width, self.size - rank * self._width)) for rank in range(len(pieces))]
+        whole = [piece[:length] for piece, length in zip(pieces, lengths, strict=True)]
+        return [[piece.to(device) for piece in whole] for device in self._backend.devices]
+
+    def _sliced(self, roots: Roots, rank: int) -> torch.Tensor:
+        """[world, roots of this rank, width], zero-padded behind the last element."""
+        nodes = self.roots_of_rank[rank]
+        device = self._backend.devices[self._backend.ranks.index(rank)]
+        out = torch.zeros((self._backend.world_size, len(nodes), self._width), device=device)
+        for row, node in enumerate(nodes):
+            for destination, piece in enumerate(roots[node].split(self._width)):
+                out[destination, row, : piece.numel()] = piece
+        return out
+
+    def _finish(self, received: Sequence[torch.Tensor]) -> torch.Tensor:
+        """This replica's slice [width] of the sum, along the same tree."""
+        table = {
+            node: part[row]
+            for nodes, part in zip(self.roots_of_rank, received, strict=True)
+            for row, node in enumerate(nodes)
+        }
+        return finish((0, self.leaves), table, torch.add)

@@ -1,0 +1,237 @@
+"""One model with its optimizer: gradients of its micro-batches, and the update."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from andon.step.flat import FlatParameters
+from andon.step.keyed import KeyedRandomness
+from andon.step.task import Task
+from andon.step.tree import Node, fold
+from andon_contracts.digest import mix64
+from andon_contracts.observe import digest_of, digest_of_tree, nonfinite
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """Which torch optimizer, and its hyperparameters. Weight decay applies to every trainable weight (seed S12)."""
+
+    name: str = "adamw"
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    momentum: float = 0.0
+
+    def build(self, weights: nn.Parameter) -> torch.optim.Optimizer:
+        """The optimizer of one flat parameter. Raises `ValueError` for an unknown name."""
+        if self.name == "adamw":
+            return torch.optim.AdamW(
+                [weights], lr=0.0, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay, fused=True
+            )
+        if self.name == "sgd":
+            return torch.optim.SGD([weights], lr=0.0, momentum=self.momentum, weight_decay=self.weight_decay)
+        msg = f"unknown optimizer {self.name!r}; there are adamw and sgd"
+        raise ValueError(msg)
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One micro-batch: its index among M, the place of its first row in the global batch, and its rows."""
+
+    index: int
+    first: int
+    ids: Sequence[int]
+
+
+REPORT_FIELDS = ("index", "rows", "loss_bits", "correct", "nonfinite", "content")
+"""The columns of a report: int64 each; `loss_bits` are the bits of the fp64 loss sum."""
+
+
+@dataclass(frozen=True)
+class PartialGradient:
+    """The subtree roots that one replica holds, and what each of its micro-batches gave.
+
+    reports: int64 [micro-batches, len(REPORT_FIELDS)], on the replica's device.
+    """
+
+    roots: Mapping[Node, torch.Tensor]
+    reports: torch.Tensor
+
+
+@dataclass
+class _Scratch:
+    """Buffers of the gradient's size, reused every step: at most one for each level of the tree and each root."""
+
+    like: torch.Tensor
+    free: list[torch.Tensor] = field(default_factory=list)
+
+    def copy_of(self, source: torch.Tensor) -> torch.Tensor:
+        buffer = self.free.pop() if self.free else torch.empty_like(self.like)
+        return buffer.copy_(source)
+
+    def give_back(self, buffer: torch.Tensor) -> None:
+        self.free.append(buffer)
+
+
+def bind_to_places(rows: torch.Tensor, first: int) -> torch.Tensor:
+    """Digests of rows [n] int64, bound to their places `first`, `first` + 1, ... in the global batch."""
+    places = torch.arange(first + 1, first + 1 + rows.numel(), device=rows.device, dtype=torch.int64)
+    return mix64(rows + mix64(places))
+
+
+def _refuse_running_statistics(model: nn.Module) -> None:
+    # Each rank sees other micro-batches, so these buffers would differ by rank and by world size (faults F11).
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
+            msg = f"{name} keeps running statistics of the micro-batches that its rank happened to see; freeze or replace it"
+            raise ValueError(msg)
+
+
+class Replica:
+    """A model whose trainable parameters live in one flat buffer, with the optimizer that moves it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        trainable: Mapping[str, nn.Parameter],
+        optimizer: OptimizerSpec,
+        randomness: KeyedRandomness,
+        device: torch.device,
+    ) -> None:
+        """model: already on `device`. trainable: its trainable parameters in canonical order, all fp32."""
+        self.model = model
+        self.device = device
+        self.parameters = FlatParameters(trainable, device)
+        self.optimizer = optimizer.build(self.parameters.weights)
+        self.parameters.weights.grad = self.parameters.gradient
+        self._updates = 0
+        self._randomness = randomness
+        self._scratch = _Scratch(self.parameters.gradient)
+        self._frozen = {
+            name: tensor
+            for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+            if not (isinstance(tensor, nn.Parameter) and tensor.requires_grad)
+        }
+        _refuse_running_statistics(model)
+
+    def gradients(
+        self, step: int, leaves: Sequence[Leaf], roots: Sequence[Node], task: Task, *, checked: bool
+    ) -> PartialGradient:
+        """Forward and backward of `leaves`, summed inside the subtrees `roots`, from left to right.
+
+        checked: look at each micro-batch's content and at whether its gradient is finite.
+        """
+        by_index = {leaf.index: leaf for leaf in leaves}
+        reports: list[torch.Tensor] = []
+
+        def compute(index: int) -> torch.Tensor:
+            reports.append(self._leaf(step, by_index[index], task, checked=checked))
+            return self.parameters.gradient
+
+        self.parameters.attach_gradient()
+        self.model.train()
+        sums = {node: self._keep(fold(node, compute, self._add, self._keep)) for node in roots}
+        empty = torch.empty((0, len(REPORT_FIELDS)), dtype=torch.int64, device=self.device)
+        return PartialGradient(sums, torch.stack(reports) if reports else empty)
+
+    def _leaf(self, step: int, leaf: Leaf, task: Task, *, checked: bool) -> torch.Tensor:
+        self.parameters.gradient.zero_()
+        report = torch.zeros(len(REPORT_FIELDS), dtype=torch.int64, device=self.device)
+        report[0] = leaf.index
+        if not leaf.ids:
+            return report
+        batch = task.load(leaf.ids, self.device)
+        with self._randomness.micro_batch(step, leaf.index):
+            loss = task.loss_sum(self.model, batch)
+            loss.loss_sum.backward()  # type: ignore[no-untyped-call]
+        report[1] = len(leaf.ids)
+        report[2] = loss.loss_sum.detach().double().view(torch.int64)
+        report[3] = loss.correct
+        if checked:
+            report[4] = nonfinite(self.parameters.gradient)
+            report[5] = bind_to_places(task.content(batch), leaf.first).sum()
+        return report
+
+    def _keep(self, value: torch.Tensor) -> torch.Tensor:
+        return self._scratch.copy_of(value) if value is self.parameters.gradient else value
+
+    def _add(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        left.add_(right)
+        if right is not self.parameters.gradient:
+            self._scratch.give_back(right)
+        return left
+
+    def set_gradient(self, pieces: Sequence[torch.Tensor], divisor: int) -> None:
+        """Make the gradient the sum (given in pieces, end to end) divided once by the global count of rows."""
+        start = 0
+        for piece in pieces:
+            torch.div(piece, divisor, out=self.parameters.gradient[start : start + piece.numel()])
+            start += piece.numel()
+
+    def release(self, partial: PartialGradient) -> None:
+        """Take the roots' buffers back for the next step."""
+        for buffer in partial.roots.values():
+            self._scratch.give_back(buffer)
+
+    def gradient_norm(self) -> torch.Tensor:
+        """Global L2 norm of the gradient, 0-dim fp32."""
+        return nn.utils.get_total_norm([self.parameters.gradient])
+
+    def clip(self, limit: float | None, norm: float) -> torch.Tensor:
+        """Scale the gradient to the global L2 norm `limit` if `norm` is above it (None: never); returns the new norm."""
+        if limit is not None:
+            nn.utils.clip_grads_with_norm_([self.parameters.weights], limit, torch.tensor(norm, device=self.device))
+        return self.gradient_norm()
+
+    def apply(self, rate: float) -> None:
+        """One optimizer update with learning rate `rate`."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self._updates += 1
+
+    @property
+    def updates(self) -> int:
+        """Updates taken, as the optimizer counts them; SGD keeps no count, so there it is ours."""
+        state = self.optimizer_state()
+        return int(state["step"]) if "step" in state else self._updates
+
+    def optimizer_state(self) -> dict[str, torch.Tensor]:
+        """The optimizer's tensors by name (moments, its own step count); empty before the first update of SGD."""
+        state = self.optimizer.state.get(self.parameters.weights, {})
+        return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+    def restore(self, weights: torch.Tensor, optimizer_state: Mapping[str, torch.Tensor], updates: int) -> None:
+        """Put back the flat weights, the optimizer's tensors by name, and the count of updates."""
+        self.parameters.weights.data.copy_(weights)
+        self._updates = updates
+        state = self.optimizer.state[self.parameters.weights]
+        state.clear()
+        for name, value in optimizer_state.items():
+            state[name] = value.to(self.device, copy=True)
+
+    def layout_digest(self) -> int:
+        """Digest of the names, shapes and places of the trainable tensors."""
+        text = repr([(slot.name, slot.shape, slot.start) for slot in self.parameters.slots])
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+
+    def weights_digest(self) -> int:
+        """Digest of the flat trainable weights."""
+        return digest_of(self.parameters.weights.detach())
+
+    def gradient_digest(self) -> int:
+        """Digest of the flat gradient."""
+        return digest_of(self.parameters.gradient)
+
+    def optimizer_digest(self) -> int:
+        """Digest of the optimizer's tensors with their names."""
+        return digest_of_tree(self.optimizer_state())
+
+    def base_digest(self) -> int:
+        """Digest of every frozen weight and buffer with its name."""
+        return digest_of_tree({name: tensor.detach() for name, tensor in self._frozen.items()})

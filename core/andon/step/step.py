@@ -1,0 +1,229 @@
+"""The step: plan, shard, compute, judge, reduce, judge, apply, attest. One path for every backend."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from andon.backend.base import Backend
+from andon.step.agreement import Agreement
+from andon.step.contracts import (
+    LeafPlan,
+    LeafReport,
+    judge_leaves,
+    judge_presence,
+    padded,
+    plan_leaves,
+    reports_of,
+)
+from andon.step.plan import GlobalBatch, rank_leaves
+from andon.step.reduce import TreeReduction
+from andon.step.replica import REPORT_FIELDS, Leaf, PartialGradient, Replica
+from andon.step.task import Task
+from andon.step.tree import fold
+from andon_contracts import judge
+from andon_contracts.agree import bits_of, signed
+from andon_contracts.observe import nonfinite
+from andon_contracts.policy import enforced
+
+T = TypeVar("T")
+_UNSIGNED = 1 << 64
+
+
+class RankFailed(RuntimeError):
+    """Another rank's forward or backward raised; that rank reports its own error."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one update did. Reals are exact: equal bits on every backend and world size."""
+
+    step: int
+    rows: int
+    loss: float
+    grad_norm: float
+    rate: float
+    correct: int
+    digests: Mapping[str, int]
+    """content, gradient, weights, optimizer; empty where the contracts are off."""
+    leaves: tuple[LeafReport, ...]
+    ranks: tuple[Mapping[str, int], ...]
+    """By rank: its digests, as it saw them."""
+
+
+class TrainingStep:
+    """Runs updates on all local replicas of a backend and holds each to its contract."""
+
+    def __init__(
+        self, backend: Backend, replicas: Sequence[Replica], task: Task, micro_batches: int, clip_norm: float | None
+    ) -> None:
+        """replicas: one for each local rank. micro_batches: M, the leaves of the sum; never a function of world size.
+
+        Raises `ValueError` where the number of replicas is not the backend's.
+        """
+        if len(replicas) != len(backend.ranks):
+            msg = f"{len(replicas)} replicas for {len(backend.ranks)} local ranks"
+            raise ValueError(msg)
+        self._backend = backend
+        self._replicas = tuple(replicas)
+        self._task = task
+        self._micro_batches = micro_batches
+        self._clip_norm = clip_norm
+        self._owners = rank_leaves(micro_batches, backend.world_size)
+        self._reduce = TreeReduction(micro_batches, replicas[0].parameters.size, backend)
+        self._agreement = Agreement(backend, replicas)
+        self._gradient_digests: list[int] = []
+        self._weights: int | None = None
+
+    def __call__(self, batch: GlobalBatch, rate: float, updates: int) -> StepResult:
+        """One update on `batch` with learning rate `rate`; `updates` is the count of updates after it.
+
+        Raises `Violation` on every rank alike if a clause does not hold; up to the update, nothing has changed then.
+        Raises `RankFailed` where another rank raised, and a rank's own error on that rank.
+        """
+        checked = enforced()
+        plan = self._plan(batch, checked=checked)
+        partials, reports = self._compute(batch, plan, checked=checked)
+        if checked:
+            judge_leaves(reports, plan, batch.step)
+        rows = sum(report.rows for report in reports)
+        norm = self._reduce_and_clip(batch.step, partials, rows, rate, checked=checked)
+        if rows:
+            self._each(lambda replica: replica.apply(rate))
+        ranks = self._attest(batch.step, updates) if checked else ()
+        content = sum(leaf.content for leaf in plan) % _UNSIGNED
+        digests = {"content": content, **ranks[0]} if ranks else {}
+        return StepResult(
+            step=batch.step,
+            rows=rows,
+            loss=_tree_sum([report.loss_sum for report in reports]) / max(rows, 1),
+            grad_norm=norm,
+            rate=rate,
+            correct=sum(report.correct for report in reports),
+            digests=digests,
+            leaves=reports,
+            ranks=ranks,
+        )
+
+    def _plan(self, batch: GlobalBatch, *, checked: bool) -> tuple[LeafPlan, ...]:
+        parts = batch.micro_batches(self._micro_batches)
+        if checked:
+            return plan_leaves(parts, self._owners, self._task)
+        return tuple(LeafPlan(index, 0, part, 0) for index, part in enumerate(parts))
+
+    def _each(self, work: Callable[[Replica], T]) -> list[T]:
+        return self._backend.map(lambda index: work(self._replicas[index]))
+
+    def _compute(
+        self, batch: GlobalBatch, plan: Sequence[LeafPlan], *, checked: bool
+    ) -> tuple[list[PartialGradient], tuple[LeafReport, ...]]:
+        """Forward and backward everywhere, then one gather that says for every rank what it did, or that it failed."""
+        firsts = [sum(len(leaf.ids) for leaf in plan[:index]) for index in range(len(plan))]
+
+        def work(index: int) -> PartialGradient | Exception:
+            rank = self._backend.ranks[index]
+            leaves = [Leaf(i, firsts[i], plan[i].ids) for i in self._owners[rank]]
+            try:
+                return self._replicas[index].gradients(
+                    batch.step, leaves, self._reduce.roots_of_rank[rank], self._task, checked=checked
+                )
+            except Exception as error:  # noqa: BLE001 - the other ranks must hear of it before it is raised
+                return error
+
+        done = self._backend.map(work)
+        observations = self._agreement.gather(
+            batch.step,
+            "computed",
+            [{"failed": isinstance(result, Exception)} for result in done],
+            [self._report_table(result, index) for index, result in enumerate(done)],
+        )
+        for result in done:
+            if isinstance(result, Exception):
+                raise result
+        failed = [o.rank for o in observations if o.values["failed"]]
+        if failed:
+            msg = f"rank {failed[0]} failed in the forward or backward pass of step {batch.step}"
+            raise RankFailed(msg)
+        judge_presence(observations)
+        return [result for result in done if isinstance(result, PartialGradient)], reports_of(observations)
+
+    def _report_table(self, result: PartialGradient | Exception, index: int) -> torch.Tensor:
+        most = len(self._owners[0])
+        none = torch.empty((0, len(REPORT_FIELDS)), dtype=torch.int64, device=self._backend.devices[index])
+        return padded(none if isinstance(result, Exception) else result.reports, most)
+
+    def _reduce_and_clip(
+        self, step: int, partials: Sequence[PartialGradient], rows: int, rate: float, *, checked: bool
+    ) -> float:
+        """Reduce, divide once by the count of rows, judge, clip once. Returns the norm before clipping."""
+        pieces = self._reduce([partial.roots for partial in partials])
+
+        def take(index: int) -> None:
+            self._replicas[index].set_gradient(pieces[index], max(rows, 1))
+            self._replicas[index].release(partials[index])
+
+        self._backend.map(take)
+        gradients = self._each(lambda replica: replica.gradient_digest()) if checked else []
+        norms = self._each(lambda replica: float(replica.gradient_norm()))
+        if checked:
+            self._judge_reduced(step, gradients, norms, rate)
+        clipped = self._each(lambda replica: replica.clip(self._clip_norm, norms[0]))
+        if checked:
+            judge.judge_clip(norms[0], float(clipped[0]), self._clip_norm, step)
+        self._gradient_digests = gradients
+        return norms[0]
+
+    def _judge_reduced(self, step: int, gradients: Sequence[int], norms: Sequence[float], rate: float) -> None:
+        weights = self._each(lambda replica: replica.weights_digest())
+        bad = self._each(lambda replica: int(nonfinite(replica.parameters.gradient)))
+        observed = [
+            {"gradient": g, "weights": w, "nonfinite": n, "norm": bits_of(norm), "rate": bits_of(rate)}
+            for g, w, n, norm in zip(gradients, weights, bad, norms, strict=True)
+        ]
+        observations = self._agreement.gather(step, "reduced", observed)
+        if self._weights is None:
+            self._weights = observations[0].values["weights"]
+        details = self._agreement.second_look(
+            observations, "gradient", lambda r: r.parameters.views(r.parameters.gradient)
+        )
+        details |= self._agreement.second_look(observations, "weights", lambda r: r.parameters.weight_views())
+        judge.judge_reduced(observations, details, self._weights, bits_of(rate))
+
+    def _attest(self, step: int, updates: int) -> tuple[Mapping[str, int], ...]:
+        """Digest what the update left on every rank, and agree on it."""
+        weights = self._each(lambda replica: replica.weights_digest())
+        moments = self._each(lambda replica: replica.optimizer_digest())
+        taken = self._each(lambda replica: replica.updates)
+        observed = [
+            {"weights": w, "optimizer": m, "updates": u, "gradient": g}
+            for w, m, u, g in zip(weights, moments, taken, self._gradient_digests, strict=True)
+        ]
+        observations = self._agreement.gather(step, "updated", observed)
+        details = self._agreement.second_look(observations, "weights", lambda r: r.parameters.weight_views())
+        details |= self._agreement.second_look(observations, "optimizer", lambda r: r.optimizer_state())
+        judge.judge_update(observations, details, updates)
+        self._weights = observations[0].values["weights"]
+        names = ("gradient", "weights", "optimizer")
+        return tuple({name: o.values[name] % _UNSIGNED for name in names} for o in observations)
+
+    def attest_base(self, step: int, expected: int) -> None:
+        """Every rank's frozen weights are still those of the start (digest `expected`). Raises `Violation`."""
+        observed = [{"base": digest} for digest in self._each(lambda replica: replica.base_digest())]
+        judge.judge_base(self._agreement.gather(step, "base", observed), signed(expected))
+
+    def attest_start(self, observed: Mapping[str, int]) -> None:
+        """All ranks start from the same layout, weights, base and whatever else is `observed` (name to digest)."""
+        values = [
+            {"layout": r.layout_digest(), "weights": r.weights_digest(), "base": r.base_digest(), **observed}
+            for r in self._replicas
+        ]
+        judge.judge_start(self._agreement.gather(0, "start", values))
+
+
+def _tree_sum(values: Sequence[float]) -> float:
+    """The sum of the micro-batches' losses along the same tree as their gradients."""
+    return fold((0, len(values)), values.__getitem__, operator.add, float)

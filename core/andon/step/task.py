@@ -1,0 +1,44 @@
+"""What the step asks of a task: rows to tensors, tensors to a loss sum. Any module and any loss will do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+Batch = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class LeafLoss:
+    """The loss of one micro-batch.
+
+    loss_sum: scalar, the SUM over its rows (class weights applied, divided by nothing), with its graph.
+    correct: scalar int64, rows predicted right.
+    """
+
+    loss_sum: torch.Tensor
+    correct: torch.Tensor
+
+
+class Task(Protocol):
+    """Rows and their loss. The global batch's gradient is d(sum of loss sums) / d(weights) / rows of the batch."""
+
+    def load(self, ids: Sequence[int], device: torch.device) -> Batch:
+        """The collated rows `ids` (at least one) on `device`; the first dimension of every tensor is the rows."""
+        ...
+
+    def loss_sum(self, model: nn.Module, batch: Batch) -> LeafLoss:
+        """Forward and loss of one micro-batch."""
+        ...
+
+    def content(self, batch: Batch) -> torch.Tensor:
+        """int64 [rows]: a digest of what the model is given for each row, padding aside."""
+        ...
+
+    def planned_content(self, ids: Sequence[int]) -> torch.Tensor:
+        """int64 [rows]: the digests that `content` must give for these rows."""
+        ...
