@@ -1,0 +1,1 @@
+"""Scores from integer counts, hence the same on any number of workers."""

@@ -1,0 +1,1 @@
+"""Models, adapters and the text-classification task that the step trains."""

@@ -1,0 +1,278 @@
+"""LoRA through peft, checked: each named target exists, the head trains, trainable weights are fp32.
+
+peft accepts a target that matches nothing as long as another one matches, and a head in bfloat16 beside adapters in
+fp32; both end in a model that trains worse and says nothing. Here the first is an error and the second cannot be.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from andon.model.build import head_names, seeded
+from andon.problems import InputError, Problem, ProblemList
+from andon_contracts.digest import tree_digest
+
+ALL_LINEAR = "all-linear"
+
+
+@dataclass(frozen=True)
+class AdapterSpec:
+    """Which weights train. kind: 'lora', or 'none' for every weight of the model.
+
+    r: rank. alpha: the update is scaled by alpha / r. dropout: before A, in [0, 1). targets: names of Linear modules,
+    matched as whole dotted suffixes, or 'all-linear' for every Linear outside of the head.
+    """
+
+    kind: str = "lora"
+    r: int = 16
+    alpha: float = 16.0
+    dropout: float = 0.05
+    targets: str | tuple[str, ...] = ALL_LINEAR
+
+
+def attach(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
+    """`model` with the adapter of `spec`: A drawn from `seed`, B zero, the whole head trainable, trainables fp32.
+
+    Changes `model` in place and returns what to train (a peft model, or `model` itself for kind 'none').
+    Raises `InputError` for values out of range and for each target that matches no Linear, with the nearest names.
+    """
+    _check(spec)
+    if spec.kind == "none":
+        return model.float().requires_grad_(True)
+    heads = head_names(model)
+    if not heads:
+        raise InputError(
+            [Problem("model.base", f"{type(model).__name__} has no classification head beside its backbone")]
+        )
+    _check_targets(model, spec, heads)
+    adapted = _inject(model, spec, heads, seed)
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    for name in heads:
+        _train_head(adapted.get_base_model().get_submodule(name), name)
+    return adapted
+
+
+def _check(spec: AdapterSpec) -> None:
+    found = ProblemList()
+    if spec.kind not in ("lora", "none"):
+        found.add("adapter.kind", f"{spec.kind!r} is not one of lora, none")
+    if spec.r < 1:
+        found.add("adapter.r", f"{spec.r} must be at least 1")
+    if not spec.alpha > 0:
+        found.add("adapter.alpha", f"{spec.alpha} must be above 0")
+    if not 0 <= spec.dropout < 1:
+        found.add("adapter.dropout", f"{spec.dropout} must be at least 0 and below 1")
+    if not spec.targets:
+        found.add("adapter.targets", f"no targets; name modules or say {ALL_LINEAR!r}")
+    found.raise_if_any()
+
+
+def _named(targets: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (targets,) if isinstance(targets, str) else tuple(targets)
+
+
+def _check_targets(model: nn.Module, spec: AdapterSpec, heads: Sequence[str]) -> None:
+    names = _named(spec.targets)
+    if names == (ALL_LINEAR,):
+        return
+    linear = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and name.partition(".")[0] not in heads
+    ]
+    found = ProblemList()
+    for target in names:
+        if not any(name == target or name.endswith(f".{target}") for name in linear):
+            found.add("adapter.targets", _unmatched(target, linear, heads))
+    found.raise_if_any()
+
+
+def _unmatched(target: str, linear: Iterable[str], heads: Sequence[str]) -> str:
+    if target in heads:
+        return f"{target!r} is the classification head, which is trained whole; leave it out"
+    if target == ALL_LINEAR:
+        return f"{ALL_LINEAR!r} already names every module; leave the others out"
+    suffixes = sorted({name.rpartition(".")[2] for name in linear})
+    near = difflib.get_close_matches(target, suffixes, n=1)
+    remedy = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(suffixes)}"
+    return f"{target!r} matches no Linear module; {remedy}"
+
+
+def _inject(model: nn.Module, spec: AdapterSpec, heads: Sequence[str], seed: int) -> Any:
+    from peft import LoraConfig, TaskType, get_peft_model
+
+    names = _named(spec.targets)
+    config = LoraConfig(
+        task_type=TaskType.SEQ_CLS,
+        r=spec.r,
+        lora_alpha=spec.alpha,  # type: ignore[arg-type]
+        lora_dropout=spec.dropout,
+        target_modules=ALL_LINEAR if names == (ALL_LINEAR,) else list(names),
+        modules_to_save=list(heads),
+    )
+    with seeded(seed), torch.device("cpu"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        return get_peft_model(model, config)  # type: ignore[arg-type]
+
+
+def _train_head(wrapper: Any, name: str) -> None:
+    """The head must train, and gets its input in its own type (an fp32 head behind a bfloat16 backbone)."""
+    head = wrapper.modules_to_save["default"]
+    if not all(parameter.requires_grad for parameter in head.parameters()):
+        msg = f"the classification head {name} is not trainable"
+        raise RuntimeError(msg)
+    head.register_forward_pre_hook(_in_own_type)
+
+
+def _in_own_type(head: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    own = next(head.parameters()).dtype
+    return tuple(value.to(own) if isinstance(value, torch.Tensor) else value for value in inputs)
+
+
+def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The trainable parameters in canonical order: sorted by their full name, so no registration order enters."""
+    named = ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
+    return dict(sorted(named, key=_name_of))
+
+
+def _name_of(item: tuple[str, nn.Parameter]) -> str:
+    return item[0]
+
+
+def base_digest(model: nn.Module) -> int:
+    """The 64-bit digest of everything that must not change: frozen parameters and all buffers, by name."""
+    frozen: dict[str, torch.Tensor] = {
+        name: parameter.detach() for name, parameter in model.named_parameters() if not parameter.requires_grad
+    }
+    return tree_digest(frozen | dict(model.named_buffers()))
+
+
+def export_adapter(model: nn.Module, folder: Path, base_reference: str, labels: Sequence[str]) -> None:
+    """Write what was trained: a PEFT folder, or for kind 'none' the whole model. The same bytes in every process.
+
+    folder: made if absent; atomicity is its owner's affair. base_reference: where the base will be found later, as
+    stock peft resolves it, so an absolute path (see `save_base`) or a hub id. labels: names in the order of their ids.
+    """
+    from peft import PeftModel
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    if not isinstance(model, PeftModel):
+        save_base(model, folder, labels)
+        return
+    save_file(adapter_tensors(model), folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    _write_json(folder / "adapter_config.json", _adapter_config(model, base_reference))
+    _write_labels(folder, labels)
+
+
+def adapter_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Adapter and head as peft names them in its files: copies on the CPU."""
+    from peft import get_peft_model_state_dict
+
+    state: Mapping[str, torch.Tensor] = get_peft_model_state_dict(model, save_embedding_layers=False)
+    return {name: _detached(tensor) for name, tensor in sorted(state.items())}
+
+
+def load_adapter(model: nn.Module, folder: Path) -> None:
+    """Read adapter and head of an exported folder into `model`, which has the same adapter attached.
+
+    Unlike stock peft this checks every name and shape. Raises `InputError` where one is absent, unknown or different.
+    """
+    from peft import set_peft_model_state_dict
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    file = folder / "adapter_model.safetensors"
+    try:
+        found = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise InputError([Problem(str(file), f"cannot read the adapter: {error}")]) from error
+    _check_shapes(file, found, adapter_tensors(model))
+    set_peft_model_state_dict(model, found)
+
+
+def _check_shapes(file: Path, found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
+    problems = ProblemList()
+    for name in sorted(found.keys() | wanted.keys()):
+        if name not in found:
+            problems.add(str(file), f"has no {name}")
+        elif name not in wanted:
+            problems.add(str(file), f"has {name}, which the model does not have")
+        elif found[name].shape != wanted[name].shape:
+            problems.add(str(file), f"{name} is {tuple(found[name].shape)}, the model's {tuple(wanted[name].shape)}")
+    problems.raise_if_any()
+
+
+def save_base(model: nn.Module, folder: Path, labels: Sequence[str]) -> None:
+    """Write the base model without its adapter (config.json, model.safetensors, labels.json) as transformers loads it.
+
+    What makes an adapter of the embedded model loadable by stock peft. Needed once: the base never changes.
+    """
+    from peft import PeftModel
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    tensors = {_base_name(name): _detached(value) for name, value in base.state_dict().items() if _is_base(name)}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = base.config.to_dict() | {
+        "architectures": [type(base).__name__],
+        "dtype": str(base.dtype).removeprefix("torch."),
+        "id2label": {str(index): name for index, name in enumerate(labels)},
+        "label2id": {name: index for index, name in enumerate(labels)},
+    }
+    config.pop("_name_or_path", None)
+    _write_json(folder / "config.json", config)
+    _write_labels(folder, labels)
+
+
+def read_labels(folder: Path) -> tuple[str, ...]:
+    """The label names of an exported folder, in the order of their ids. Raises `InputError` if there are none."""
+    file = folder / "labels.json"
+    try:
+        names = json.loads(file.read_text(encoding="utf-8"))["labels"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError([Problem(str(file), f"cannot read the label names: {error}")]) from error
+    return tuple(str(name) for name in names)
+
+
+def _is_base(name: str) -> bool:
+    return ".lora_" not in name and ".modules_to_save." not in name
+
+
+def _base_name(name: str) -> str:
+    return name.replace(".base_layer.", ".").replace(".original_module.", ".")
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def _adapter_config(model: Any, base_reference: str) -> dict[str, Any]:
+    """peft's own description with its sets as sorted lists: a set's order depends on the process."""
+    config = model.peft_config["default"].to_dict()
+    config |= {
+        "base_model_name_or_path": base_reference,
+        "inference_mode": True,
+        "modules_to_save": sorted(set(config["modules_to_save"])),
+    }
+    return {name: sorted(value) if isinstance(value, set) else value for name, value in config.items()}
+
+
+def _write_json(file: Path, content: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _write_labels(folder: Path, labels: Sequence[str]) -> None:
+    _write_json(folder / "labels.json", {"labels": list(labels)})

@@ -1,0 +1,243 @@
+"""A sequence classifier from transformers: the embedded small one, or a folder's or the hub's.
+
+The same `ModelSpec` gives the same bits in every process: what a checkpoint lacks (all of it for the embedded models,
+the classification head for others) is drawn from the spec's own seed, and the process-global generator is left alone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from andon.problems import InputError, Problem, ProblemList
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_ARCHITECTURES = ("decoder", "encoder")
+_OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert")
+"""Model types whose positions start behind the padding id."""
+_SEEDING = threading.Lock()
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What defines a base model. Sizes and `dropout` describe the embedded model and are unused when `base` is given.
+
+    base: None (embedded), an existing folder, or a hub id. architecture: 'decoder' (Qwen3) or 'encoder' (BERT).
+    max_length: most tokens of a row. dtype: 'float32' or 'bfloat16', of the frozen weights. vocab_size: ids that the
+    tokenizer may give. pad_id: the padding id; a decoder pools the last token that is not this one.
+    labels: one name for each class, in the order of their ids. seed: of every weight that is not loaded.
+    """
+
+    num_labels: int
+    labels: tuple[str, ...]
+    vocab_size: int
+    pad_id: int
+    base: str | None = None
+    architecture: str = "decoder"
+    hidden_size: int = 64
+    num_hidden_layers: int = 2
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 4
+    intermediate_size: int = 128
+    dropout: float = 0.1
+    max_length: int = 128
+    dtype: str = "float32"
+    seed: int = 0
+
+
+def build_base(spec: ModelSpec) -> nn.Module:
+    """The model of `spec` on the CPU, in training mode, with no adapter; identical on every call.
+
+    A folder is read without the network and without running code from it. Raises `InputError` for sizes that do not
+    fit each other, a folder or hub id that cannot be loaded or lacks weights of its backbone, a tokenizer whose ids
+    exceed the vocabulary, and rows longer than the model has positions.
+    """
+    _check(spec)
+    with seeded(spec.seed), torch.device("cpu"):
+        model = _embedded(spec) if spec.base is None else _pretrained(spec)
+    _check_fit(model.config, spec)
+    model.train()
+    return model
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Inside, the CPU generator starts from `seed`; afterwards it is as it was. One thread at a time.
+
+    Only the CPU generator is touched: `torch.manual_seed` would seed every GPU's too.
+    """
+    with _SEEDING, torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield
+
+
+def _check(spec: ModelSpec) -> None:
+    found = ProblemList()
+    if spec.dtype not in _DTYPES:
+        found.add("model.dtype", f"{spec.dtype!r} is not one of {', '.join(_DTYPES)}")
+    if spec.num_labels < 2:
+        found.add("num_labels", f"{spec.num_labels} classes; a classifier needs at least 2")
+    if len(spec.labels) != spec.num_labels:
+        found.add("labels", f"{len(spec.labels)} label names for {spec.num_labels} classes")
+    if not 0 <= spec.pad_id < spec.vocab_size:
+        found.add("pad_id", f"padding id {spec.pad_id} is outside of the {spec.vocab_size} ids of the vocabulary")
+    if spec.base is None:
+        _check_sizes(spec, found)
+    found.raise_if_any()
+
+
+def _check_sizes(spec: ModelSpec, found: ProblemList) -> None:
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+    wrong = [name for name in (*names, "max_length") if getattr(spec, name) < 1]
+    for name in wrong:
+        found.add(f"model.{name}", f"{getattr(spec, name)} must be at least 1")
+    if spec.architecture not in _ARCHITECTURES:
+        found.add("model.architecture", f"{spec.architecture!r} is not one of {', '.join(_ARCHITECTURES)}")
+    if not 0 <= spec.dropout < 1:
+        found.add("model.dropout", f"{spec.dropout} must be at least 0 and below 1")
+    if wrong:
+        return
+    heads = f"{spec.num_attention_heads} attention heads"
+    if spec.hidden_size % spec.num_attention_heads:
+        found.add("model.hidden_size", f"{spec.hidden_size} is not a multiple of the {heads}")
+    elif spec.architecture == "decoder" and (spec.hidden_size // spec.num_attention_heads) % 2:
+        found.add("model.hidden_size", f"{spec.hidden_size} over {heads} is odd; rotary positions need an even number")
+    if spec.architecture == "decoder" and spec.num_attention_heads % spec.num_key_value_heads:
+        found.add("model.num_key_value_heads", f"{spec.num_key_value_heads} does not divide the {heads}")
+
+
+def _label_names(spec: ModelSpec) -> dict[str, Any]:
+    return {
+        "num_labels": spec.num_labels,
+        "id2label": dict(enumerate(spec.labels)),
+        "label2id": {name: index for index, name in enumerate(spec.labels)},
+    }
+
+
+def _embedded(spec: ModelSpec) -> Any:
+    shared = {
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden_size,
+        "num_hidden_layers": spec.num_hidden_layers,
+        "num_attention_heads": spec.num_attention_heads,
+        "intermediate_size": spec.intermediate_size,
+        "max_position_embeddings": spec.max_length,
+        "pad_token_id": spec.pad_id,
+        "use_cache": False,
+        **_label_names(spec),
+    }
+    if spec.architecture == "encoder":
+        from transformers import BertConfig, BertForSequenceClassification
+
+        drops = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), spec.dropout)
+        model: Any = BertForSequenceClassification(BertConfig(**shared, **drops))
+    else:
+        from transformers import Qwen3Config, Qwen3ForSequenceClassification
+
+        config = Qwen3Config(
+            **shared,
+            head_dim=spec.hidden_size // spec.num_attention_heads,
+            num_key_value_heads=spec.num_key_value_heads,
+            attention_dropout=spec.dropout,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+        model = Qwen3ForSequenceClassification(config)
+    return model.to(_DTYPES[spec.dtype])
+
+
+def _pretrained(spec: ModelSpec) -> Any:
+    from safetensors import SafetensorError
+    from transformers import AutoModelForSequenceClassification
+
+    source, local = _source(str(spec.base))
+    try:
+        with _quiet_loading():
+            model, report = AutoModelForSequenceClassification.from_pretrained(
+                source,
+                dtype=_DTYPES[spec.dtype],
+                pad_token_id=spec.pad_id,
+                use_cache=False,
+                local_files_only=local,
+                trust_remote_code=False,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+                **_label_names(spec),
+            )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise InputError([Problem("model.base", f"cannot load {spec.base!r}: {error}")]) from error
+    _check_complete(model, report, spec)
+    return model
+
+
+def _source(base: str) -> tuple[str, bool]:
+    """Where to load from, and whether that is a folder."""
+    folder = Path(base).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise InputError([Problem("model.base", f"{base!r} has no config.json, so it is no transformers model")])
+        return str(folder), True
+    if folder.exists():
+        raise InputError([Problem("model.base", f"{base!r} is a file; give the model's folder")])
+    if base.startswith((".", "/", "~")) or base.count("/") > 1:
+        raise InputError([Problem("model.base", f"there is no folder {base!r}")])
+    return base, False
+
+
+@contextmanager
+def _quiet_loading() -> Iterator[None]:
+    """No progress bar, and no report on the head that is new by design (`_check_complete` looks at what is not)."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _check_complete(model: Any, report: Any, spec: ModelSpec) -> None:
+    """Transformers fills what a checkpoint lacks with noise and goes on; that is right for the head alone."""
+    absent = {str(name) for name in report["missing_keys"]}
+    absent |= {str(name[0] if isinstance(name, (tuple, list)) else name) for name in report["mismatched_keys"]}
+    heads = tuple(f"{name}." for name in head_names(model))
+    backbone = sorted(name for name in absent if not name.startswith(heads) and ".pooler." not in name)
+    if backbone:
+        shown = ", ".join(backbone[:5]) + (f" and {len(backbone) - 5} more" if len(backbone) > 5 else "")
+        raise InputError([Problem("model.base", f"{spec.base!r} lacks weights of its own backbone: {shown}")])
+
+
+def head_names(model: nn.Module) -> tuple[str, ...]:
+    """The classification head: the model's children with parameters, other than its backbone.
+
+    `score` for decoders, `classifier` for BERT, `pre_classifier` and `classifier` for DistilBERT.
+    """
+    backbone = getattr(model, "base_model_prefix", None)
+    return tuple(
+        name
+        for name, child in model.named_children()
+        if name != backbone and next(child.parameters(), None) is not None
+    )
+
+
+def _check_fit(config: Any, spec: ModelSpec) -> None:
+    found = ProblemList()
+    if spec.vocab_size > config.vocab_size:
+        found.add("model.base", f"the tokenizer has {spec.vocab_size} ids, the model's vocabulary {config.vocab_size}")
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and config.model_type in _OFFSET_POSITIONS:
+        positions -= spec.pad_id + 1
+    if positions is not None and spec.max_length > positions:
+        found.add("max_length", f"{spec.max_length} tokens are more than the model's {positions} positions")
+    found.raise_if_any()
