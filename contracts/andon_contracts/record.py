@@ -1,0 +1,257 @@
+"""The versioned schema of one ledger line, and the chain that links lines (design, One record; issue 3 item 6).
+
+A line is one JSON object with sorted keys and no spaces, ended by a line feed:
+`{"kind":K,"prev":H,"seq":n,"v":1,...}`. `seq` counts from 0. `prev` is the first 16 hexadecimal digits of SHA-256 of
+the line before, without its line feed, and zeros for the first. The chain is evidence of corruption, not of tampering:
+who rewrites a line can rewrite the rest.
+
+A line is an append-only format: a reader of version 1 refuses what it does not know, so a new field is a new version.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import types
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, get_args
+
+from andon_contracts.fields import Count, Hex16, Part, Real, json_object, read_field
+
+SCHEMA_VERSION = 1
+GENESIS = "0" * 16
+"""What the first line has for `prev`."""
+MAX_LINE = 1 << 24
+"""The longest line, in bytes, that is written or read."""
+
+_ENVELOPE = frozenset({"v", "kind", "seq", "prev"})
+
+
+@dataclass(frozen=True)
+class Plan(Part):
+    """What the run will train on: rows of the training set, size of the global batch, leaves, seed, length."""
+
+    rows: Count
+    batch_size: Count
+    micro_batches: Count
+    seed: Count
+    epochs: Count
+    steps: Count
+
+
+@dataclass(frozen=True)
+class StepDigests(Part):
+    """The digests of one step: planned content, reduced gradient before clipping, state after the update."""
+
+    content: Hex16
+    gradient: Hex16
+    weights: Hex16
+    optimizer: Hex16
+
+
+@dataclass(frozen=True)
+class RankPart(Part):
+    """What one rank did in a step: the micro-batches and rows that it computed, and what it then held."""
+
+    rank: Count
+    leaves: tuple[Count, ...]
+    ids: tuple[Count, ...]
+    weights: Hex16
+    gradient: Hex16 | None = None
+    optimizer: Hex16 | None = None
+    content: Hex16 | None = None
+
+
+@dataclass(frozen=True)
+class Start(Part):
+    """The first line of a run: what defines it and the state that it starts from."""
+
+    kind: ClassVar[str] = "start"
+    run: str
+    fingerprint: Mapping[str, str]
+    identity: str
+    plan: Plan
+    digests: Mapping[str, Hex16]
+    world: Count
+    backend: str
+
+
+@dataclass(frozen=True)
+class Step(Part):
+    """One update. `step` is its number from 1, `position` that of its first row in the epoch, `ids` its rows in order.
+
+    `loss` is the mean over the `count` rows, `grad_norm` the norm before clipping, `correct` the rows classified right.
+    """
+
+    kind: ClassVar[str] = "step"
+    step: Count
+    epoch: Count
+    position: Count
+    ids: tuple[Count, ...]
+    count: Count
+    lr: Real
+    loss: Real
+    grad_norm: Real
+    correct: Count
+    world: Count
+    backend: str
+    digests: StepDigests
+    ranks: tuple[RankPart, ...]
+
+
+@dataclass(frozen=True)
+class Evaluation(Part):
+    """Scores after `step` updates on `rows` rows; `confusion[true][predicted]` are the counts that they come from."""
+
+    kind: ClassVar[str] = "eval"
+    step: Count
+    epoch: Count
+    rows: Count
+    scores: Mapping[str, Real]
+    confusion: tuple[tuple[Count, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class Saved(Part):
+    """A checkpoint that counts: its folder's name and the digest of its tensors."""
+
+    kind: ClassVar[str] = "checkpoint"
+    step: Count
+    name: str
+    digest: Hex16
+    best: bool = False
+
+
+@dataclass(frozen=True)
+class Resume(Part):
+    """The run goes on after `step` updates, from the checkpoint `name` (None: from the start).
+
+    `torn` is the number of bytes of an unfinished last line that were cut off the ledger first.
+    """
+
+    kind: ClassVar[str] = "resume"
+    step: Count
+    identity: str
+    fingerprint: Mapping[str, str]
+    digests: Mapping[str, Hex16]
+    world: Count
+    backend: str
+    name: str | None = None
+    torn: Count = 0
+
+
+@dataclass(frozen=True)
+class Broken(Part):
+    """A violation: the clause and its finding."""
+
+    kind: ClassVar[str] = "violation"
+    clause: str
+    step: Count
+    ranks: tuple[Count, ...]
+    tensor: str
+    seen: str
+    details: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class End(Part):
+    """The run ended after `step` updates, for `reason`: finished, early-stopping, preempted, violation, failed."""
+
+    kind: ClassVar[str] = "end"
+    step: Count
+    reason: str
+    digests: Mapping[str, Hex16]
+    final_loss: Real | None = None
+    violations: Count = 0
+
+
+Record = Start | Step | Evaluation | Saved | Resume | Broken | End
+KINDS: Mapping[str, type[Record]] = types.MappingProxyType({kind.kind: kind for kind in get_args(Record)})
+"""The class of every kind of record."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A record with its place in the chain."""
+
+    seq: int
+    prev: str
+    record: Record
+
+
+def encode(record: Record, seq: int, prev: str) -> bytes:
+    """The line of `record`, line feed included. Raises `ValueError` for a record that a reader would refuse."""
+    body = record.to_json()
+    if type(record).from_json(body) != record:
+        raise ValueError(f"a {record.kind} record does not survive JSON: a field has a value of a wrong type")
+    envelope = {"v": SCHEMA_VERSION, "kind": record.kind, "seq": read_field(Count, seq, "seq"), "prev": prev}
+    read_field(Hex16, prev, "prev")
+    text = json.dumps(body | envelope, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    line = text.encode("ascii") + b"\n"
+    if len(line) > MAX_LINE:
+        raise ValueError(f"a {record.kind} record takes {len(line)} bytes, more than {MAX_LINE}")
+    return line
+
+
+def decode_line(line: bytes) -> Line:
+    """The record of `line` and its place. Raises `ValueError` for what is no line of this version, or too long."""
+    if len(line) > MAX_LINE:
+        raise ValueError(f"the line has {len(line)} bytes, more than {MAX_LINE}")
+    try:
+        data = json.loads(line.decode("ascii"), object_pairs_hook=_unique, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not a line of JSON: {error}") from None
+    found = json_object(data, "the line")
+    if found.get("v") != SCHEMA_VERSION or isinstance(found.get("v"), bool):
+        raise ValueError(f"version {found.get('v')!r} is not {SCHEMA_VERSION}")
+    kind = found.get("kind")
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise ValueError(f"unknown kind {kind!r}")
+    body = {name: value for name, value in found.items() if name not in _ENVELOPE}
+    seq, prev = read_field(Count, found.get("seq"), "seq"), read_field(Hex16, found.get("prev"), "prev")
+    return Line(seq, prev, KINDS[kind].from_json(body))
+
+
+def decode(line: bytes) -> Record:
+    """The record of `line`. Raises `ValueError` for what is no line of this version, or too long."""
+    return decode_line(line).record
+
+
+def chain(previous_line: bytes) -> str:
+    """What the line after `previous_line` has for `prev`; a line feed at its end does not count."""
+    return hashlib.sha256(previous_line.removesuffix(b"\n")).hexdigest()[:16]
+
+
+def verify_chain(lines: Iterable[bytes]) -> tuple[int, str]:
+    """Check that `lines` are whole, in sequence and linked; return their head, the count and the last line's digest.
+
+    The head of no lines is `(0, GENESIS)`. Raises `ValueError` naming the first line (from 1) that does not fit.
+    """
+    count, head = 0, GENESIS
+    for line in lines:
+        try:
+            link(decode_line(line), count, head)
+        except ValueError as error:
+            raise ValueError(f"line {count + 1}: {error}") from None
+        count, head = count + 1, chain(line)
+    return count, head
+
+
+def link(line: Line, count: int, head: str) -> None:
+    """Check that `line` follows `count` lines whose head digest is `head`. Raises `ValueError`."""
+    if line.seq != count:
+        raise ValueError(f"sequence number {line.seq} where {count} belongs")
+    if line.prev != head:
+        raise ValueError(f"it follows a line with digest {line.prev}, the line before it has {head}")
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key stands twice in one object")
+    return found
+
+
+def _no_constant(name: str) -> object:
+    raise ValueError(f"{name} is not JSON")

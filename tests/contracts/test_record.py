@@ -1,0 +1,246 @@
+"""The ledger line: records survive it to the bit, a wrong line is refused, the chain finds what changed."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import struct
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from andon_contracts.fields import Real
+from andon_contracts.record import (
+    GENESIS,
+    KINDS,
+    MAX_LINE,
+    Broken,
+    End,
+    Evaluation,
+    Plan,
+    RankPart,
+    Record,
+    Resume,
+    Saved,
+    Start,
+    Step,
+    StepDigests,
+    chain,
+    decode,
+    decode_line,
+    encode,
+    verify_chain,
+)
+
+H = ["0123456789abcdef", "f" * 16, "00000000000000a1", "1" * 16]
+STEP = Step(
+    step=3,
+    epoch=0,
+    position=64,
+    ids=(5, 9, 2),
+    count=3,
+    lr=Real.of(1e-3),
+    loss=Real.of(0.1),
+    grad_norm=Real.of(2.0),
+    correct=2,
+    world=2,
+    backend="gloo",
+    digests=StepDigests(content=H[0], gradient=H[1], weights=H[2], optimizer=H[3]),
+    ranks=(
+        RankPart(rank=0, leaves=(0, 1), ids=(5, 9), weights=H[2]),
+        RankPart(rank=1, leaves=(2,), ids=(2,), weights=H[2], gradient=H[1], optimizer=H[3]),
+    ),
+)
+RECORDS: list[Record] = [
+    Start("r1", {"torch": "2.13"}, H[0], Plan(10, 4, 2, 0, 1, 3), {"weights": H[1]}, 2, "gloo"),
+    STEP,
+    Evaluation(3, 0, 10, {"accuracy": Real.of(0.5), "auroc": Real.of(math.nan)}, ((3, 2), (1, 4))),
+    Saved(3, "step-00000003", H[2], best=True),
+    Resume(3, H[0], {"torch": "2.13"}, {"weights": H[1]}, 1, "inline", "step-00000003", torn=17),
+    Resume(0, H[0], {}, {}, 1, "inline"),
+    Broken("finite", 4, (1,), "lora_A\n\u884c\ud800", "NaN", {"loss": "nan"}),
+    End(3, "finished", {"weights": H[1]}, Real.of(-0.0), 0),
+]
+
+
+def chained(records: list[Record]) -> list[bytes]:
+    """The lines of a ledger with these records."""
+    lines: list[bytes] = []
+    for record in records:
+        lines.append(encode(record, len(lines), chain(lines[-1]) if lines else GENESIS))
+    return lines
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=range(len(RECORDS)))
+def test_every_kind_survives_its_line(record: Record) -> None:
+    """decode is the inverse of encode for each kind, strange strings and NaN included."""
+    line = encode(record, 7, H[0])
+    assert decode(line) == record
+    assert (decode_line(line).seq, decode_line(line).prev) == (7, H[0])
+
+
+def test_every_kind_is_tried() -> None:
+    """The list above leaves no kind out, and the kinds are those of the format."""
+    expected = {"start", "step", "eval", "checkpoint", "resume", "violation", "end"}
+    assert {r.kind for r in RECORDS} == set(KINDS) == expected
+
+
+def test_a_line_is_canonical_json() -> None:
+    """One line, ASCII, sorted keys, strict JSON with the envelope that the format names."""
+    line = encode(STEP, 7, H[0])
+    data = json.loads(line)
+    assert line == json.dumps(data, sort_keys=True, separators=(",", ":")).encode("ascii") + b"\n"
+    assert {name: data[name] for name in ("v", "kind", "seq", "prev")} == {
+        "v": 1,
+        "kind": "step",
+        "seq": 7,
+        "prev": H[0],
+    }
+    assert data["lr"] == {"value": 1e-3, "hex": (1e-3).hex()}
+    assert set(data["digests"]) == {"content", "gradient", "weights", "optimizer"}
+    assert data["ranks"][0] == {"rank": 0, "leaves": [0, 1], "ids": [5, 9], "weights": H[2]}
+
+
+@given(st.floats(allow_nan=True, allow_infinity=True))
+@settings(deadline=None)
+def test_reals_survive_to_the_bit(value: float) -> None:
+    """A real read back has the bits that were written, -0.0, subnormals and infinities included; JSON stays strict."""
+    text = json.dumps(Real.of(value).to_json(), allow_nan=False)
+    read = Real.from_json(json.loads(text))
+    assert read == Real.of(value)
+    if not math.isnan(value):
+        assert struct.pack("d", read.value) == struct.pack("d", value)
+
+
+def test_reals_compare_bits() -> None:
+    """0.0 and -0.0 are different reals; NaN equals NaN, so that a repeated NaN is the same record."""
+    assert Real.of(0.0) != Real.of(-0.0)
+    assert Real.of(math.nan) == Real.of(-math.nan)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"value": 1.0, "hex": (2.0).hex()},
+        {"value": None, "hex": (2.0).hex()},
+        {"value": 1.0, "hex": "nan"},
+        {"value": 1.0, "hex": "0x1p0"},
+        {"value": 10**400, "hex": (2.0).hex()},
+        {"value": True, "hex": (1.0).hex()},
+        {"value": 1.0, "hex": 1},
+        {"value": 1.0},
+        {"value": 1.0, "hex": (1.0).hex(), "more": 1},
+        {"value": 0.0, "hex": "0x1p99999"},
+        1.0,
+    ],
+)
+def test_a_real_that_contradicts_itself_is_refused(data: object) -> None:
+    """Value and hex must say the same, in the one spelling that float.hex has."""
+    with pytest.raises(ValueError, match="real must be"):
+        Real.from_json(data)
+
+
+def edited(**changes: object) -> bytes:
+    """The line of STEP with fields replaced (or removed, by None)."""
+    data = json.loads(encode(STEP, 0, GENESIS)) | changes
+    return json.dumps({name: value for name, value in data.items() if value is not None}).encode()
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (edited(v=2), "version 2"),
+        (edited(v=True), "version True"),
+        (edited(kind="stop"), "unknown kind 'stop'"),
+        (edited(kind=["step"]), "unknown kind"),
+        (edited(seq=-1), "seq must be"),
+        (edited(seq=None), "seq must be"),
+        (edited(prev="0"), "prev must be"),
+        (edited(loss=None), "loss is missing"),
+        (edited(lr=0.1), "lr must be"),
+        (edited(extra=1), "unknown field 'extra'"),
+        (edited(ids=[1, "2"]), r"ids\[1\] must be"),
+        (edited(ids=[1, True]), r"ids\[1\] must be"),
+        (edited(ids=3), "ids must be a list"),
+        (edited(count=2**63), "count must be"),
+        (edited(backend=3), "backend must be a str"),
+        (edited(digests={"content": H[0]}), "digests.gradient is missing"),
+        (edited(ranks=[{"rank": 0, "leaves": [], "ids": [], "weights": "F" * 16}]), r"ranks\[0\].weights must be"),
+        (b"{", "not a line of JSON"),
+        (b"", "not a line of JSON"),
+        (b"\xff", "not a line of JSON"),
+        (b"[]", "must be an object"),
+        (b'{"v":1,"v":1}', "twice"),
+        (b'{"v":NaN}', "NaN is not JSON"),
+        (b"[" * 100_000, "not a line of JSON"),
+        (b'{"v":' + b"9" * 5000 + b"}", "not a line of JSON"),
+        (b" " * (MAX_LINE + 1), "more than"),
+    ],
+    ids=range(26),
+)
+def test_a_wrong_line_is_refused(line: bytes, says: str) -> None:
+    """What is no line of this version is a ValueError that names the field, in a message of bounded length."""
+    with pytest.raises(ValueError, match=says) as caught:
+        decode(line)
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
+    "changes", [{"ids": [1, 2]}, {"backend": 3}, {"step": -1}, {"lr": 0.1}, {"loss": None}, {"step": 1.0}]
+)
+def test_a_wrong_record_is_not_written(changes: dict[str, object]) -> None:
+    """A record that a reader would refuse or read differently is refused by the writer."""
+    with pytest.raises(ValueError, match=r"must be|missing|does not survive"):
+        encode(replace(STEP, **changes), 0, GENESIS)  # type: ignore[arg-type]
+
+
+def test_a_line_that_is_too_long_is_not_written() -> None:
+    """The bound on a line holds for the writer too."""
+    with pytest.raises(ValueError, match="more than"):
+        encode(Broken("finite", 1, (), "", "x" * MAX_LINE), 0, GENESIS)
+
+
+def test_chain_is_the_digest_of_the_line_before() -> None:
+    """prev is SHA-256 of the exact line before, cut to 16 digits; zeros start the chain; the head is the last one."""
+    lines = chained(RECORDS)
+    assert json.loads(lines[0])["prev"] == "0" * 16
+    for before, line in itertools.pairwise(lines):
+        assert json.loads(line)["prev"] == hashlib.sha256(before[:-1]).hexdigest()[:16]
+    assert verify_chain(lines) == (len(lines), chain(lines[-1]))
+    assert verify_chain([]) == (0, GENESIS)
+
+
+@given(st.data())
+@settings(deadline=None)
+def test_a_changed_byte_breaks_the_chain(data: st.DataObject) -> None:
+    """Any byte changed in any line but the last's content is found, at that line or the next."""
+    lines = chained(RECORDS)
+    index = data.draw(st.integers(0, len(lines) - 2))
+    at = data.draw(st.integers(0, len(lines[index]) - 2))
+    new = data.draw(st.integers(0, 255).filter(lambda b: b != lines[index][at]))
+    lines[index] = lines[index][:at] + bytes([new]) + lines[index][at + 1 :]
+    with pytest.raises(ValueError, match=f"line ({index + 1}|{index + 2}): "):
+        verify_chain(lines)
+
+
+def test_lost_doubled_and_exchanged_lines_are_found() -> None:
+    """A line lost, doubled or exchanged with its neighbour is named by its number."""
+    lines = chained(RECORDS)
+    for damaged in (lines[:2] + lines[3:], lines[:3] + lines[2:], [lines[0], lines[1], lines[3], lines[2]]):
+        with pytest.raises(ValueError, match=r"line (3|4): sequence number"):
+            verify_chain(damaged)
+    other = chained([*RECORDS[:1], replace(STEP, correct=1)])
+    with pytest.raises(ValueError, match="line 3: it follows"):
+        verify_chain([*other, lines[2]])
+
+
+def test_the_record_needs_no_torch() -> None:
+    """A ledger can be read where starting torch would be too slow: the modules of the record do not ask for it."""
+    code = "import sys, andon_contracts.record; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
