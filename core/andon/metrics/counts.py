@@ -25,7 +25,7 @@ def confusion_matrix(predicted: torch.Tensor, actual: torch.Tensor, num_labels: 
 
 
 def merge(matrices: Iterable[torch.Tensor]) -> torch.Tensor:
-    """The sum of confusion matrices [classes, classes] of disjoint rows. Raises `ValueError` for none or other shapes."""
+    """The sum of confusion matrices [classes, classes] of disjoint rows. Raises `ValueError` for none or unlike."""
     total: torch.Tensor | None = None
     for matrix in matrices:
         if total is not None and matrix.shape != total.shape:

@@ -60,7 +60,8 @@ def attach(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
             parameter.data = parameter.data.float()
     for name in heads:
         _train_head(adapted.get_base_model().get_submodule(name), name)
-    return adapted
+    trained: nn.Module = adapted
+    return trained
 
 
 def _check(spec: AdapterSpec) -> None:
@@ -123,7 +124,7 @@ def _inject(model: nn.Module, spec: AdapterSpec, heads: Sequence[str], seed: int
     )
     with seeded(seed), torch.device("cpu"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-        return get_peft_model(model, config)  # type: ignore[arg-type]
+        return get_peft_model(model, config)
 
 
 def _train_head(wrapper: Any, name: str) -> None:

@@ -61,10 +61,9 @@ def build_base(spec: ModelSpec) -> nn.Module:
     """
     _check(spec)
     with seeded(spec.seed), torch.device("cpu"):
-        model = _embedded(spec) if spec.base is None else _pretrained(spec)
+        model: nn.Module = _embedded(spec) if spec.base is None else _pretrained(spec)
     _check_fit(model.config, spec)
-    model.train()
-    return model
+    return model.train()
 
 
 @contextmanager
@@ -122,7 +121,7 @@ def _label_names(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _embedded(spec: ModelSpec) -> Any:
-    shared = {
+    shared: dict[str, Any] = {
         "vocab_size": spec.vocab_size,
         "hidden_size": spec.hidden_size,
         "num_hidden_layers": spec.num_hidden_layers,
@@ -136,8 +135,9 @@ def _embedded(spec: ModelSpec) -> Any:
     if spec.architecture == "encoder":
         from transformers import BertConfig, BertForSequenceClassification
 
-        drops = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), spec.dropout)
-        model: Any = BertForSequenceClassification(BertConfig(**shared, **drops))
+        model: Any = BertForSequenceClassification(
+            BertConfig(**shared, hidden_dropout_prob=spec.dropout, attention_probs_dropout_prob=spec.dropout)
+        )
     else:
         from transformers import Qwen3Config, Qwen3ForSequenceClassification
 

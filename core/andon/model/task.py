@@ -68,7 +68,7 @@ class ClassificationTask:
         return self._lengths
 
     def load(self, ids: Sequence[int], device: torch.device) -> Batch:
-        """Rows `ids` (at least one) on `device`: input_ids and attention_mask int64 [rows, length], labels int64 [rows].
+        """Rows `ids`, one or more, on `device`: input_ids and attention_mask [rows, length], labels [rows], all int64.
 
         Padded on the right with pad_id, mask 0 there. Raises `ValueError` without ids, `IndexError` for unknown ones.
         """
@@ -102,6 +102,10 @@ class ClassificationTask:
     def planned_content(self, ids: Sequence[int]) -> torch.Tensor:
         """int64 [len(ids)] on the CPU: what `content` must give for these rows, computed when the task was made."""
         return self._table[list(ids)]
+
+    def labels_of(self, ids: Sequence[int]) -> torch.Tensor:
+        """int64 [len(ids)] on the CPU: the classes of these rows."""
+        return self._labels[list(ids)]
 
     def row_digest_table(self) -> torch.Tensor:
         """int64 [rows] on the CPU: the digest of every row, from the encoded rows and not through `load`."""

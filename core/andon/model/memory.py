@@ -1,0 +1,238 @@
+"""The plan of bytes of one replica on a CPU, and an independent count of what really lives (F-HET-002).
+
+The plan follows the step: frozen weights, one flat buffer each for the weights that train, their gradient and each
+moment, the partial sums of the fixed tree, and on top the most that any one phase needs for itself. The count knows
+nothing of this: it watches every operation and every storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from andon.step.flat import layout_of
+from andon.step.plan import rank_leaves
+from andon.step.task import Batch, Task
+from andon.step.tree import Node, fold, subtree_roots
+
+T = TypeVar("T")
+_FP32 = 4
+_DIGEST_WORDS = 1 << 16
+_MOMENTS = {"adamw": 2, "sgd": 0}
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes of live tensors that one replica needs. The last four are phases, of which the largest counts.
+
+    base: frozen weights and buffers. weights, gradient: the flat trainable buffers. moments: the optimizer's.
+    partials: buffers of the tree, kept from step to step. activations: one micro-batch, forward and backward.
+    finite: the look for NaN and Inf. digest: its chunks. reduction: what is sent, received and gathered.
+    """
+
+    base: int
+    weights: int
+    gradient: int
+    moments: int
+    partials: int
+    activations: int
+    finite: int
+    digest: int
+    reduction: int
+
+    @property
+    def total(self) -> int:
+        """What lives all the time, plus the largest phase."""
+        lasting = self.base + self.weights + self.gradient + self.moments + self.partials
+        return lasting + max(self.activations, self.finite, self.digest, self.reduction)
+
+    def as_dict(self) -> dict[str, int]:
+        """Plain values for a record, with the total."""
+        return {part.name: getattr(self, part.name) for part in fields(self)} | {"total": self.total}
+
+
+def plan_bytes(
+    model: nn.Module,
+    trainable: Mapping[str, nn.Parameter],
+    optimizer: str,
+    micro_batches: int,
+    activations: int,
+    *,
+    world_size: int = 1,
+    momentum: float = 0.0,
+) -> MemoryPlan:
+    """The plan of the rank that needs most, with `micro_batches` leaves over `world_size` ranks.
+
+    trainable: in canonical order, all fp32. optimizer: 'adamw' or 'sgd'. activations: bytes of the largest micro-batch,
+    from `activation_bytes`. Raises `ValueError` for an unknown optimizer.
+    """
+    if optimizer not in _MOMENTS:
+        msg = f"unknown optimizer {optimizer!r}; there are {', '.join(_MOMENTS)}"
+        raise ValueError(msg)
+    frozen = _storages([*(p for p in model.parameters() if not p.requires_grad), *model.buffers()])
+    size = layout_of(trainable)[1] * _FP32
+    moments = _MOMENTS[optimizer] + (optimizer == "sgd" and momentum != 0.0)
+    runs = rank_leaves(micro_batches, world_size)
+    return MemoryPlan(
+        base=sum(frozen.values()),
+        weights=size,
+        gradient=size,
+        moments=moments * size,
+        partials=size * max(kept_partials(micro_batches, run) for run in runs),
+        activations=activations,
+        finite=size + 3 * (size // _FP32),
+        digest=8 * _DIGEST_WORDS + 16 * min(_DIGEST_WORDS, max([size, *frozen.values()]) // 8),
+        reduction=_reduction_bytes(size, micro_batches, world_size),
+    )
+
+
+def kept_partials(micro_batches: int, run: range) -> int:
+    """Buffers of the gradient's size that a rank with the leaves `run` holds at once beside the gradient.
+
+    Found by walking the tree as the step does; at most ceil(log2 M) for all leaves on one rank, not M.
+    """
+    buffer, live, most = object(), 0, 0
+
+    def leaf(_: int) -> object:
+        return buffer
+
+    def keep(value: object) -> object:
+        nonlocal live, most
+        if value is not buffer:
+            return value
+        live += 1
+        most = max(most, live)
+        return object()
+
+    def add(left: object, right: object) -> object:
+        nonlocal live
+        live -= right is not buffer
+        return left
+
+    whole: Node = (0, micro_batches)
+    for root in subtree_roots(whole, run.start, run.stop):
+        keep(fold(root, leaf, add, keep))
+    return most
+
+
+def _reduction_bytes(size: int, micro_batches: int, world_size: int) -> int:
+    """Roots sent and slices received, the sum of this rank's slice, and the gathered whole."""
+    if world_size == 1:
+        return 0
+    roots = [
+        len(subtree_roots((0, micro_batches), run.start, run.stop)) for run in rank_leaves(micro_batches, world_size)
+    ]
+    width = -(-size // world_size)
+    return max(roots) * size + sum(roots) * width + 2 * width + size
+
+
+def activation_bytes(model: nn.Module, task: Task, batch: Batch) -> int:
+    """Bytes that forward and backward of `batch` add to the weights: one dry forward in training mode, no backward.
+
+    What autograd saves (weights aside, each storage once), the batch itself, and working room of four times the
+    largest saved tensor, for the gradients on their way. Draws from the CPU generator but leaves it as it was.
+    """
+    known = {tensor.untyped_storage()._cdata for tensor in [*model.parameters(), *model.buffers()]}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in known:
+            saved[storage._cdata] = storage.nbytes()
+        return tensor
+
+    training = model.training
+    model.train()
+    try:
+        with torch.random.fork_rng(devices=[]), torch.autograd.graph.saved_tensors_hooks(pack, _same):
+            loss = task.loss_sum(model, batch)
+            batch_bytes = sum(_storages(batch.values()).values())
+            held = sum(saved.values())
+            del loss
+    finally:
+        model.train(training)
+    return held + batch_bytes + 4 * max(saved.values(), default=0)
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+
+
+def _weakly(storage: torch.UntypedStorage) -> StorageWeakRef:
+    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+
+def _expired(reference: StorageWeakRef) -> bool:
+    return bool(reference.expired())  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True)
+class PeakBytes(Generic[T]):
+    """What `measure_peak_bytes` saw: the function's result and the most bytes of tensor storage live at once."""
+
+    result: T
+    peak: int
+
+
+def measure_peak_bytes(function: Callable[[], T]) -> PeakBytes[T]:
+    """Run `function` and count the storages that its operations make or touch, each once, while they live.
+
+    Of this thread only. A tensor made before and never touched inside is not seen, so make the model inside `function`
+    to count all of it. What a kernel allocates and frees inside one operation is not seen either.
+    """
+    watch = _StorageWatch()
+    with watch:
+        result = function()
+    return PeakBytes(result, watch.peak)
+
+
+class _StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Weak references to storages; the dead are swept out only when their bytes would raise the peak."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._bytes = 0
+        self.peak = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for value in tree_leaves((args, kwargs)):
+            self._see(value)
+        result = func(*args, **kwargs)
+        for value in tree_leaves(result):
+            self._see(value)
+        if self._bytes > self.peak:
+            self._sweep()
+            self.peak = max(self.peak, self._bytes)
+        return result
+
+    def _see(self, value: object) -> None:
+        if not isinstance(value, torch.Tensor) or value.device.type == "meta" or value.layout != torch.strided:
+            return
+        storage = value.untyped_storage()
+        known = self._live.get(storage._cdata)
+        size = storage.nbytes()
+        if known is None:
+            self._live[storage._cdata] = (_weakly(storage), size)
+            self._bytes += size
+        elif known[1] != size:
+            self._live[storage._cdata] = (known[0], size)
+            self._bytes += size - known[1]
+
+    def _sweep(self) -> None:
+        for pointer in [pointer for pointer, (reference, _) in self._live.items() if _expired(reference)]:
+            self._bytes -= self._live.pop(pointer)[1]
