@@ -1,0 +1,82 @@
+"""Every rank holds the same weights, optimizer state and reduced gradient after every update."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from andon_falsify.history import History, StepEvent
+from andon_falsify.verdict import Claim, Counterexample, Verdict, conclude, not_applicable
+
+CLAIM = Claim(
+    "replicas-agree",
+    1,
+    "After every update all ranks hold bitwise the same trainable weights and optimizer state, "
+    "and before it the same reduced gradient (seed C-DP-001, F-DP-001, DTEC6C-INV-002).",
+)
+
+_CAUSAL_ORDER = ("gradient", "optimizer", "weights")
+
+
+def check(history: History) -> Verdict:
+    """Compare the digests of all ranks at every update, repeated ones included.
+
+    Not applicable to a history of one rank. Unknown where a rank of the world left no digest, since what it did not
+    report cannot agree. A rank listed twice, or beyond the world, is a lie about the world size and falsifies.
+    """
+    if history.steps and all(event.world == 1 and len(event.ranks) == 1 for event in history.steps):
+        return not_applicable(CLAIM, "one rank has nothing to agree with")
+    checked, found, missing = 0, [], ""
+    for event in history.steps:
+        found += _wrong_world(event)
+        for field in _CAUSAL_ORDER:
+            digests = _digests(event, field)
+            absent = _absent(event, digests)
+            if absent:
+                missing = missing or f"step {event.number}: no {field} digest of {absent}"
+            if len(digests) > 1:
+                checked += 1
+                found += _differ(event, field, digests)
+    return conclude(CLAIM, checked, found, missing)
+
+
+def _wrong_world(event: StepEvent) -> list[Counterexample]:
+    listed = [entry.rank for entry in event.ranks]
+    size = len(set(listed)) if event.world is None else event.world
+    wrong = sorted({rank for rank in listed if listed.count(rank) > 1 or not 0 <= rank < size})
+    if not wrong:
+        return []
+    what = f"rank {wrong[0]} is listed {listed.count(wrong[0])} times in a world of {size}"
+    return [Counterexample(what, f"step {event.number}", f"ranks 0 to {size - 1} once each", f"ranks {listed}")]
+
+
+def _digests(event: StepEvent, field: str) -> dict[int, str]:
+    held = {
+        entry.rank: {"weights": entry.weights, "optimizer": entry.optimizer, "gradient": entry.gradient}[field]
+        for entry in event.ranks
+    }
+    return {rank: digest for rank, digest in held.items() if digest is not None}
+
+
+def _absent(event: StepEvent, digests: Mapping[int, str]) -> str:
+    size = len(event.ranks) if event.world is None else event.world
+    absent = [str(rank) for rank in range(size) if rank not in digests]
+    if size < 1 or not event.ranks:
+        return "any rank"
+    return f"rank {', '.join(absent)}" if absent else ""
+
+
+def _differ(event: StepEvent, field: str, digests: Mapping[int, str]) -> list[Counterexample]:
+    if len(set(digests.values())) == 1:
+        return []
+    usual = _majority(digests)
+    odd = {rank: digest for rank, digest in digests.items() if digest != usual}
+    ranks = ", ".join(map(str, odd))
+    where = f"step {event.number}, rank {ranks}" if len(odd) == 1 else f"step {event.number}, ranks {ranks}"
+    return [Counterexample(f"the {field} differs between ranks", where, usual, ", ".join(dict.fromkeys(odd.values())))]
+
+
+def _majority(digests: Mapping[int, str]) -> str:
+    """The digest of most ranks; rank 0's where two are equally frequent."""
+    counts = Counter(digests[rank] for rank in sorted(digests))
+    return counts.most_common(1)[0][0]

@@ -1,0 +1,95 @@
+"""A run that was cut short and resumed is the run that was not: the same updates, the same bits."""
+
+from __future__ import annotations
+
+from andon_falsify.history import History, StepEvent
+from andon_falsify.verdict import Claim, Counterexample, Verdict, conclude, unknown
+
+CLAIM = Claim(
+    "resume-equal",
+    1,
+    "A resumed run makes every update exactly as the uninterrupted one, on any number of workers; an update done again "
+    "carries the digests that it had (seed 5.3 D10; faults F77).",
+)
+
+
+def check(resumed: History, uninterrupted: History | None = None) -> Verdict:
+    """Compare updates done again with their first occurrence, and the trajectory with that of `uninterrupted`.
+
+    Unknown where `resumed` was never resumed, or nothing was done again and there is no other history to compare with.
+    A gap in the trajectory falsifies, and so does an end before the uninterrupted run's last update.
+    """
+    if not any(run.resumed for run in resumed.runs):
+        return unknown(CLAIM, f"{resumed.name} was never resumed")
+    checked, found = _repeated(resumed)
+    found += _gaps(resumed)
+    missing = ""
+    if uninterrupted is not None:
+        compared, differing = _against(resumed, uninterrupted)
+        checked += compared
+        found += differing
+        last, reached = max(uninterrupted.trajectory, default=0), max(resumed.trajectory, default=0)
+        if reached < last and resumed.runs[-1].finished:
+            found.append(
+                Counterexample("the resumed run ended early", f"step {reached}", f"{last} updates", str(reached))
+            )
+        elif reached < last:
+            missing = f"{resumed.name} got to step {reached} of {last}"
+    return conclude(CLAIM, checked, found, missing)
+
+
+def _repeated(history: History) -> tuple[int, list[Counterexample]]:
+    checked, found = 0, []
+    first: dict[int, StepEvent] = {}
+    for event in history.steps:
+        before = first.setdefault(event.number, event)
+        if before is not event:
+            checked += 1
+            found += _differ(event, before, "done again after a resume", history.name)
+    return checked, found
+
+
+def _gaps(history: History) -> list[Counterexample]:
+    """Each run must go on from an update that an earlier one reached."""
+    found = []
+    done = 0
+    for run in history.runs:
+        expected = done + 1
+        for event in run.steps:
+            if event.number > expected:
+                what = f"step {expected} was never done"
+                found.append(Counterexample(what, f"step {event.number}", f"step {expected}", f"step {event.number}"))
+            expected = event.number + 1
+            done = max(done, event.number)
+    return found
+
+
+def _against(resumed: History, whole: History) -> tuple[int, list[Counterexample]]:
+    """Updates compared, and the first that differs."""
+    checked = 0
+    for number, event in resumed.trajectory.items():
+        twin = whole.trajectory.get(number)
+        if twin is None:
+            continue
+        checked += 1
+        found = _differ(event, twin, "differs from the uninterrupted run", resumed.name)
+        if found:
+            return checked, found
+    return checked, []
+
+
+def _differ(event: StepEvent, twin: StepEvent, how: str, name: str) -> list[Counterexample]:
+    held, other = _state(event), _state(twin)
+    field = next((field for field in other if field in held and held[field] != other[field]), None)
+    if field is None:
+        return []
+    return [Counterexample(f"the {field} {how}", f"step {event.number} of {name}", other[field], held[field])]
+
+
+def _state(event: StepEvent) -> dict[str, str]:
+    """What must be equal, in causal order; what was not recorded is absent."""
+    state = {"rows": " ".join(map(str, event.ids))} if event.ids else {}
+    state |= {"learning rate": event.lr.hex} if event.lr is not None else {}
+    state |= {"loss": event.loss.hex} if event.loss is not None else {}
+    order = ("content", "gradient", "weights", "optimizer")
+    return state | {name: event.digests[name] for name in order if name in event.digests}

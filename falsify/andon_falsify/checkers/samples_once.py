@@ -1,0 +1,140 @@
+"""Every planned row is used exactly once: by one rank in its batch, and once an epoch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+
+from andon_falsify.history import History, RowId, StepEvent
+from andon_falsify.verdict import Claim, Counterexample, Verdict, conclude
+
+CLAIM = Claim(
+    "samples-once",
+    1,
+    "The ranks' rows of a batch are disjoint and together the batch; an epoch visits every training row exactly once; "
+    "two epochs visit them in different orders (seed F-DP-002, C-DP-002; accelerate even_batches).",
+)
+
+_SHOWN = 8
+
+
+def check(history: History, ids: Collection[RowId] | None = None, *, order_from: int = 8) -> Verdict:
+    """Check every update's split, then every epoch of the trajectory (an update done again counts once).
+
+    `ids` are the training rows; by default those of the start line, and where it lists none its number of rows.
+    An epoch is judged complete when a later one began or the history ended; an incomplete one may not repeat a row.
+    Orders are compared between complete epochs of at least `order_from` rows, since few rows can fall in the same
+    order by chance. Unknown where ranks or batches list no rows, or no epoch was complete.
+    """
+    found: list[Counterexample] = []
+    checked, missing = 0, ""
+    for event in history.steps:
+        if not event.ids or not event.ranks:
+            missing = missing or f"step {event.number} lists no rows"
+            continue
+        checked += 1
+        found += _split(event)
+    rows = tuple(ids) if ids is not None else history.plan.ids
+    size = len(rows) if rows is not None else history.plan.rows
+    epochs = _epochs(history)
+    complete = _complete(history, epochs)
+    for epoch, visits in epochs.items():
+        whole = epoch in complete
+        found += _visits(epoch, visits, rows if whole else None, size if whole else None)
+    orders = [(epoch, epochs[epoch]) for epoch in complete if len(epochs[epoch]) >= order_from]
+    found += _orders(orders)
+    if not complete:
+        missing = missing or "no epoch was complete"
+    elif size is None:
+        missing = missing or "neither the training rows nor their number are known"
+    return conclude(CLAIM, checked, found, missing)
+
+
+def _split(event: StepEvent) -> list[Counterexample]:
+    """Rows of the ranks against rows of the batch, as multisets; the count against the rows."""
+    where = f"step {event.number}"
+    found = []
+    used = Counter(row for entry in event.ranks for row in entry.ids)
+    planned = Counter(event.ids)
+    if event.count is not None and event.count != len(event.ids):
+        found.append(Counterexample("the count is not that of the batch", where, str(len(event.ids)), str(event.count)))
+    twice = Counter({row: times for row, times in used.items() if times > 1})
+    if twice:
+        holders = ", ".join(str(entry.rank) for entry in event.ranks if not twice.keys().isdisjoint(entry.ids))
+        found.append(Counterexample(f"rows used more than once, by ranks {holders}", where, "each once", _named(twice)))
+    if planned - used:
+        found.append(Counterexample("rows of the batch that no rank used", where, _named(planned - used), ""))
+    strangers = Counter({row: times for row, times in used.items() if row not in planned})
+    if strangers:
+        found.append(Counterexample("rows that are not in the batch", where, "", _named(strangers)))
+    return found
+
+
+def _epochs(history: History) -> dict[int, list[RowId]]:
+    """Visits by epoch in the order of the trajectory: what ranks used, or the batch where they do not say.
+
+    Rank order is not plan order, so the batch's own order stands wherever both name the same rows.
+    """
+    visits: dict[int, list[RowId]] = {}
+    for event in history.trajectory.values():
+        if event.epoch is None:
+            continue
+        used = [row for entry in event.ranks for row in entry.ids]
+        same = not used or Counter(used) == Counter(event.ids)
+        visits.setdefault(event.epoch, []).extend(event.ids if same else used)
+    return visits
+
+
+def _complete(history: History, epochs: Mapping[int, Sequence[RowId]]) -> tuple[int, ...]:
+    """The epochs of which every update is in the trajectory."""
+    numbers = list(history.trajectory)
+    gaps = numbers != list(range(1, len(numbers) + 1))
+    if gaps or not epochs or any(event.epoch is None for event in history.trajectory.values()):
+        return ()
+    planned = history.plan.steps
+    finished = history.runs[-1].finished if planned is None else len(numbers) >= planned
+    return tuple(epochs if finished else list(epochs)[:-1])
+
+
+def _visits(
+    epoch: int, visits: Sequence[RowId], rows: Sequence[RowId] | None, size: int | None
+) -> list[Counterexample]:
+    """Repeated rows, and in a complete epoch those missing and those that are no training rows."""
+    where = f"epoch {epoch}"
+    times = Counter(visits)
+    found = []
+    twice = Counter({row: number for row, number in times.items() if number > 1})
+    if twice:
+        what = f"{len(visits)} visits of {len(times)} rows: some were visited more than once"
+        found.append(Counterexample(what, where, "each once", _named(twice)))
+    if rows is not None:
+        if lost := set(rows) - times.keys():
+            found.append(Counterexample("rows that were never visited", where, _named(Counter(lost)), ""))
+        if strange := times.keys() - set(rows):
+            found.append(Counterexample("rows that are not for training", where, "", _named(Counter(strange))))
+    elif size is not None and len(times) != size:
+        found.append(Counterexample("another number of rows was visited", where, str(size), str(len(times))))
+    return found
+
+
+def _orders(epochs: Sequence[tuple[int, Sequence[RowId]]]) -> list[Counterexample]:
+    found = []
+    seen: dict[tuple[RowId, ...], int] = {}
+    for epoch, visits in epochs:
+        before = seen.setdefault(tuple(visits), epoch)
+        if before != epoch:
+            what = f"the rows came in the order of epoch {before}"
+            found.append(Counterexample(what, f"epoch {epoch}", "another order", "the same order"))
+    return found
+
+
+def _named(rows: Counter[RowId]) -> str:
+    """`rows 3, 5 (3 times) and 12 more`."""
+    order = sorted(rows, key=_row_key)
+    shown = [f"{row}" + (f" ({rows[row]} times)" if rows[row] > 1 else "") for row in order[:_SHOWN]]
+    rest = f" and {len(order) - _SHOWN} more" if len(order) > _SHOWN else ""
+    return f"rows {', '.join(shown)}{rest}"
+
+
+def _row_key(row: RowId) -> tuple[bool, int, str]:
+    return (isinstance(row, str), row if isinstance(row, int) else 0, str(row))

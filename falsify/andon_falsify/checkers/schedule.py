@@ -1,0 +1,81 @@
+"""The learning rate of every update is a closed form of its number: nothing else can advance or restart it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from andon_falsify.history import History
+from andon_falsify.verdict import Claim, Counterexample, Verdict, conclude, not_applicable
+
+CLAIM = Claim(
+    "schedule",
+    1,
+    "The learning rate of update t is the schedule at t, whatever the world size, the accumulation or a resume "
+    "(faults F14, F61, F77).",
+)
+
+Law = Callable[[int], float]
+"""From the number of an update (1 is the first) to its learning rate."""
+
+
+@dataclass(frozen=True)
+class WarmupCosine:
+    """Linear warm-up, then half a cosine from `peak` down to `minimum` at the last update.
+
+    With T = `total` updates, w = floor(`fraction` * T), and x = t - `shift` for update t from 1:
+        lr = peak * x / w                                                       for x <= w
+        lr = minimum + (peak - minimum) * (1 + cos(pi * (x - w) / (T - w))) / 2 for x >  w
+    `shift` 0 reaches the peak at update w and the minimum at T; 1 is the convention that counts updates already made,
+    so that a warm-up starts with a rate of 0. A `minimum` above the peak is taken as the peak.
+    """
+
+    peak: float
+    total: int
+    fraction: float = 0.1
+    minimum: float = 0.0
+    shift: int = 0
+
+    def __call__(self, step: int) -> float:
+        """The learning rate of update `step`; beyond `total` it stays at the minimum."""
+        low = min(self.minimum, self.peak)
+        warmup = math.floor(self.fraction * self.total)
+        place = step - self.shift
+        if place <= warmup:
+            return self.peak * place / warmup if warmup else self.peak
+        turn = min(1.0, (place - warmup) / (self.total - warmup)) if self.total > warmup else 1.0
+        return low + (self.peak - low) * 0.5 * (1.0 + math.cos(math.pi * turn))
+
+
+def check(history: History, law: Law | None, tolerance: float = 1e-12) -> Verdict:
+    """Compare the rate of every update, repeated ones included, with `law`.
+
+    The difference may be `tolerance` times the largest rate that the law gives to these updates. Not applicable
+    without a law; unknown where an update records no rate. A wrong rate that is another update's is named as that.
+    """
+    if law is None:
+        return not_applicable(CLAIM, "no schedule was declared")
+    expected = {number: law(number) for number in history.trajectory}
+    allowed = tolerance * max(map(abs, expected.values()), default=0.0)
+    found: list[Counterexample] = []
+    checked, missing = 0, ""
+    for event in history.steps:
+        if event.lr is None:
+            missing = missing or f"step {event.number} records no learning rate"
+            continue
+        checked += 1
+        seen, planned = event.lr.value, expected[event.number]
+        if seen is None or abs(seen - planned) > allowed:
+            what = f"the learning rate is off the schedule{_whose(seen, law, history, allowed)}"
+            found.append(Counterexample(what, f"step {event.number}", f"{planned:.9g}", str(event.lr)))
+    return conclude(CLAIM, checked, found, missing)
+
+
+def _whose(seen: float | None, law: Law, history: History, allowed: float) -> str:
+    """Which updates have that rate by the law, among four times as many as were made."""
+    if seen is None:
+        return ""
+    horizon = 4 * max(history.trajectory)
+    owners = [step for step in range(1, horizon + 1) if abs(law(step) - seen) <= allowed]
+    return f": it is that of step {' or '.join(map(str, owners))}" if 1 <= len(owners) <= 2 else ""

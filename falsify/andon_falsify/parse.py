@@ -1,0 +1,195 @@
+"""One line of a ledger to one event. What does not fit is a `LineError` with the reason, for the reader to report."""
+
+from __future__ import annotations
+
+import json
+import math
+import reprlib
+from collections.abc import Mapping
+from typing import TypeVar
+
+from andon_falsify.events import Event, Number, Plan, RankStep, RowId, StartEvent, StepEvent, whole
+
+VERSION = 1
+KINDS = frozenset({"start", "step", "eval", "checkpoint", "resume", "violation", "end"})
+
+Scalar = TypeVar("Scalar")
+
+
+class LineError(ValueError):
+    """Why a line is not an event of the schema."""
+
+
+def parse_line(text: str, line: int, digest: str) -> Event:
+    """The event that `text` (a line without its newline) states.
+
+    Raises `LineError` for text that is no JSON object, another version, an unknown kind, or a field of a wrong type.
+    """
+    fields = _object(text)
+    if fields.get("v") != VERSION:
+        msg = f"version {_quote(fields.get('v'))} is not {VERSION}"
+        raise LineError(msg)
+    kind = fields.get("kind")
+    if not isinstance(kind, str) or kind not in KINDS:
+        msg = f"kind {_quote(kind)} is none of {', '.join(sorted(KINDS))}"
+        raise LineError(msg)
+    seq, prev = whole(fields.get("seq")), _text(fields, "prev")
+    if kind == "step":
+        return _step(fields, Event(line, kind, seq, prev, digest, fields))
+    if kind == "start":
+        plan = _plan(_mapping(fields, "plan"))
+        initial = _text(_mapping(fields, "initial") or _mapping(fields, "digests"), "weights")
+        return StartEvent(line, kind, seq, prev, digest, fields, plan=plan, initial_weights=initial)
+    return Event(line, kind, seq, prev, digest, fields)
+
+
+def _object(text: str) -> Mapping[str, object]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        msg = f"not JSON: {error}"
+        raise LineError(msg) from error
+    if not isinstance(value, dict):
+        msg = f"a {type(value).__name__} where an object belongs"
+        raise LineError(msg)
+    return value
+
+
+def _step(fields: Mapping[str, object], base: Event) -> StepEvent:
+    number = whole(fields.get("step"))
+    if number is None or number < 1:
+        msg = f"a step line whose step is {_quote(fields.get('step'))}, not a number from 1"
+        raise LineError(msg)
+    return StepEvent(
+        base.line,
+        base.kind,
+        base.seq,
+        base.prev,
+        base.digest,
+        fields,
+        number=number,
+        epoch=_int(fields, "epoch"),
+        position=_int(fields, "position"),
+        ids=_ids(fields, "ids"),
+        count=_int(fields, "count"),
+        correct=_int(fields, "correct"),
+        lr=_number(fields, "lr"),
+        loss=_number(fields, "loss"),
+        grad_norm=_number(fields, "grad_norm"),
+        world=_int(fields, "world"),
+        backend=_text(fields, "backend"),
+        digests=_digests(fields),
+        ranks=tuple(_rank(entry) for entry in _list(fields, "ranks")),
+    )
+
+
+def _rank(entry: object) -> RankStep:
+    if not isinstance(entry, dict):
+        msg = f"ranks holds {_quote(entry)}, not an object"
+        raise LineError(msg)
+    rank = whole(entry.get("rank"))
+    if rank is None:
+        msg = f"an entry of ranks has rank {_quote(entry.get('rank'))}"
+        raise LineError(msg)
+    leaves = tuple(_required(whole(leaf), f"leaves holds {_quote(leaf)}") for leaf in _list(entry, "leaves"))
+    weights, optimizer, gradient = (_text(entry, name) for name in ("weights", "optimizer", "gradient"))
+    return RankStep(rank, leaves, _ids(entry, "ids"), weights, optimizer, gradient)
+
+
+def _plan(fields: Mapping[str, object]) -> Plan:
+    return Plan(
+        rows=_int(fields, "rows"),
+        ids=_ids(fields, "ids") if fields.get("ids") is not None else None,
+        batch_size=_int(fields, "batch_size"),
+        micro_batches=_int(fields, "micro_batches"),
+        seed=_int(fields, "seed"),
+        epochs=_int(fields, "epochs"),
+        steps=_int(fields, "steps"),
+    )
+
+
+def _number(fields: Mapping[str, object], name: str) -> Number | None:
+    """A float as {"value", "hex"}, or as a bare JSON number from a writer that keeps no exact form."""
+    value = fields.get(name)
+    if value is None:
+        return None
+    bare = _float(value)
+    if bare is not None:
+        return Number(bare if math.isfinite(bare) else None, bare.hex())
+    if not isinstance(value, dict):
+        msg = f"{name} is {_quote(value)}, not a number"
+        raise LineError(msg)
+    inner, exact = _float(value.get("value")), value.get("hex")
+    if not isinstance(exact, str) or (inner is None and value.get("value") is not None):
+        msg = f"{name} is {_quote(value)}, not value and hex"
+        raise LineError(msg)
+    return Number(inner if inner is not None and math.isfinite(inner) else None, exact)
+
+
+def _float(value: object) -> float | None:
+    """A JSON number as a float (infinite where an integer is too big for one), or None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def _ids(fields: Mapping[str, object], name: str) -> tuple[RowId, ...]:
+    return tuple(_row(entry, name) for entry in _list(fields, name))
+
+
+def _row(entry: object, name: str) -> RowId:
+    if isinstance(entry, str):
+        return entry
+    return _required(whole(entry), f"{name} holds {_quote(entry)}, not a row id")
+
+
+def _digests(fields: Mapping[str, object]) -> Mapping[str, str]:
+    held = _mapping(fields, "digests")
+    return {name: value for name in held if (value := _text(held, name)) is not None}
+
+
+def _int(fields: Mapping[str, object], name: str) -> int | None:
+    value = fields.get(name)
+    return None if value is None else _required(whole(value), f"{name} is {_quote(value)}, not an integer")
+
+
+def _text(fields: Mapping[str, object], name: str) -> str | None:
+    value = fields.get(name)
+    if value is None or isinstance(value, str):
+        return value or None
+    msg = f"{name} is {_quote(value)}, not text"
+    raise LineError(msg)
+
+
+def _list(fields: Mapping[str, object], name: str) -> list[object]:
+    value = fields.get(name)
+    if value is None:
+        return []
+    if isinstance(value, list):
+        return value
+    msg = f"{name} is {_quote(value)}, not a list"
+    raise LineError(msg)
+
+
+def _mapping(fields: Mapping[str, object], name: str) -> Mapping[str, object]:
+    value = fields.get(name)
+    if value is None:
+        return {}
+    if isinstance(value, dict):
+        return value
+    msg = f"{name} is {_quote(value)}, not an object"
+    raise LineError(msg)
+
+
+def _quote(value: object) -> str:
+    """A repr of bounded length: a line may be megabytes long."""
+    return reprlib.repr(value)
+
+
+def _required(value: Scalar | None, why: str) -> Scalar:
+    if value is None:
+        raise LineError(why)
+    return value
