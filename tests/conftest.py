@@ -1,0 +1,122 @@
+"""What every test starts from and must leave behind: one thread a process, no network, nothing leaked.
+
+A test that leaves an environment variable, a thread, a process group or a process behind fails, since the next test
+would otherwise run in its remains and fail, or pass, for a reason of which its author knows nothing.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import sys
+import threading
+from collections.abc import Iterator
+
+import psutil
+import pytest
+from hypothesis import HealthCheck, settings
+
+GRACE_S = 10.0
+"""How long what is ending may take to end; nothing waits that long unless it leaks."""
+
+settings.register_profile("dev", deadline=None, max_examples=25)
+settings.register_profile(
+    "ci",
+    deadline=None,
+    max_examples=50,
+    derandomize=True,
+    database=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile(
+    "deep", deadline=None, max_examples=1000, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
+
+# Libraries set these on first use, for the whole process; pytest names the running test.
+_SET_BY_OTHERS = ("PYTEST_", "COVERAGE_", "COV_CORE_", "KMP_", "TORCHINDUCTOR_", "TRITON_", "PT_", "QT_")
+# multiprocessing keeps these for the life of the process; ranks that they start are looked at all the same.
+_SERVERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
+
+
+def _environment() -> dict[str, str]:
+    return {key: value for key, value in os.environ.items() if not key.startswith(_SET_BY_OTHERS)}
+
+
+@pytest.fixture(autouse=True)
+def environment_as_found() -> Iterator[None]:
+    """Fails a test that leaves an environment variable set, changed or gone; puts it back for the next one."""
+    before = _environment()
+    yield
+    after = _environment()
+    changed = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
+    for key in changed:
+        if key in before:
+            os.environ[key] = before[key]
+        else:
+            del os.environ[key]
+    assert not changed, f"left changed in the environment: {', '.join(changed)} (use monkeypatch.setenv)"
+
+
+@pytest.fixture(autouse=True)
+def threads_as_found() -> Iterator[None]:
+    """Fails a test that leaves a thread of Python running."""
+    before = set(threading.enumerate())
+    yield
+    for thread in set(threading.enumerate()) - before:
+        thread.join(GRACE_S)
+    left = sorted(thread.name for thread in set(threading.enumerate()) - before)
+    assert not left, f"threads left running: {', '.join(left)} (close what started them)"
+
+
+def _children() -> dict[int, psutil.Process]:
+    return {child.pid: child for child in psutil.Process().children(recursive=True) if not _is_server(child)}
+
+
+def _is_server(process: psutil.Process) -> bool:
+    # A rank forked from the fork server has the server's command line, so only a child of ours can be the server.
+    try:
+        return process.ppid() == os.getpid() and any(name in " ".join(process.cmdline()) for name in _SERVERS)
+    except psutil.NoSuchProcess:
+        return True
+
+
+@pytest.fixture(autouse=True)
+def processes_as_found() -> Iterator[None]:
+    """Fails a test that leaves a process behind, a rank's own children too, and ends what was left."""
+    before = _children()
+    yield
+    started = [child for pid, child in _children().items() if pid not in before]
+    _, left = psutil.wait_procs(started, timeout=GRACE_S) if started else ([], [])
+    said = [f"{child.pid} {child.name()}" for child in left if child.is_running()]
+    for child in left:
+        child.kill()
+    psutil.wait_procs(left, timeout=GRACE_S)
+    assert not said, f"processes left running: {', '.join(said)} (wait for them, or end them by pid)"
+
+
+@pytest.fixture(autouse=True)
+def torch_as_found() -> Iterator[None]:
+    """One thread in each operation; fails a test that leaves a process group, and undoes changes of global settings."""
+    if "torch" not in sys.modules:
+        yield
+        return
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    deterministic, dtype = torch.are_deterministic_algorithms_enabled(), torch.get_default_dtype()
+    grad = torch.is_grad_enabled()
+    yield
+    torch.use_deterministic_algorithms(deterministic)
+    torch.set_default_dtype(dtype)
+    torch.set_grad_enabled(grad)
+    leaked = dist.is_available() and dist.is_initialized()
+    if leaked:
+        dist.destroy_process_group()
+    assert not leaked, "a process group was left initialised (destroy_process_group)"

@@ -1,0 +1,173 @@
+"""What is built, pinned and documented is one and the same thing."""
+
+from __future__ import annotations
+
+import configparser
+import hashlib
+import importlib
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from tests.repository.sources import PACKAGES, ROOT
+
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def declared() -> list[Requirement]:
+    """Everything that pyproject.toml asks for, of others than itself."""
+    project = PROJECT["project"]
+    lists = [project["dependencies"], *project["optional-dependencies"].values(), PROJECT["build-system"]["requires"]]
+    lists += [[each for each in group if isinstance(each, str)] for group in PROJECT["dependency-groups"].values()]
+    found = [Requirement(text) for requirements in lists for text in requirements]
+    return [each for each in dict.fromkeys(found) if each.name != project["name"]]
+
+
+def pins() -> dict[str, Requirement]:
+    """The lines of constraints.txt by their normal name."""
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    found = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    return {canonicalize_name(each.name): each for each in found}
+
+
+def pinned_version(pin: Requirement) -> str:
+    """The one version that a pin admits."""
+    (only,) = pin.specifier
+    assert only.operator == "==", f"{pin} is not one version"
+    assert "*" not in only.version, f"{pin} is not one version"
+    return only.version
+
+
+@pytest.mark.parametrize("requirement", declared(), ids=str)
+def test_every_declared_dependency_is_pinned_within_its_range(requirement: Requirement) -> None:
+    """What a user may install has been tested in one version, and constraints.txt says in which."""
+    pin = pins().get(canonicalize_name(requirement.name))
+    assert pin is not None, f"{requirement.name} has no line in constraints.txt"
+    assert requirement.specifier.contains(pinned_version(pin))
+
+
+def test_every_pin_is_one_version() -> None:
+    """constraints.txt holds exact versions and nothing else, torch among them."""
+    versions = {name: pinned_version(pin) for name, pin in pins().items()}
+    assert versions["torch"] == "2.13.0"
+
+
+def test_python_versions_agree() -> None:
+    """pyproject, mypy, ruff and the classifiers name the same oldest Python, and the tests run on no older one."""
+    floor = PROJECT["project"]["requires-python"].removeprefix(">=")
+    listed = re.findall(r"Python :: (3\.\d+)", "\n".join(PROJECT["project"]["classifiers"]))
+    assert min(listed, key=Version) == floor
+    assert PROJECT["tool"]["mypy"]["python_version"] == floor
+    assert PROJECT["tool"]["ruff"]["target-version"] == "py" + floor.replace(".", "")
+    assert sys.version_info[:2] >= tuple(map(int, floor.split(".")))
+
+
+def test_tox_takes_its_versions_from_the_project() -> None:
+    """tox.ini names groups and extras of pyproject.toml, and no environment installs past constraints.txt."""
+    tox = configparser.ConfigParser(interpolation=None)
+    tox.read(ROOT / "tox.ini", encoding="utf-8")
+    base = tox["testenv"]
+    assert base["constraints"] == "{tox_root}/constraints.txt"
+    assert set(base["extras"].split()) <= PROJECT["project"]["optional-dependencies"].keys()
+    groups = {group for section in tox.values() for group in section.get("dependency_groups", "").split()}
+    assert groups <= PROJECT["dependency-groups"].keys()
+    assert [name for name, section in tox.items() if "deps" in section] == []
+    environments = tox["tox"]["env_list"].replace(" ", "").split(",")
+    assert environments == [
+        *("lint", "types", "unit"),
+        *(f"falsify-{backend}" for backend in ("inline", "threads", "gloo", "nccl", "mixed")),
+        "coverage",
+    ]
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """Every file of a package by its path within it, with the digest of what it holds."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+
+
+def imported_from(package: str) -> Path:
+    """The folder that `import package` takes its files from."""
+    spec = importlib.util.find_spec(package)
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    (folder,) = spec.submodule_search_locations
+    return Path(folder)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_tested_files_are_those_of_the_source_tree(package: str) -> None:
+    """A stale wheel, a file that the wheel lacks or one that only the wheel has: none of them is what was tested."""
+    source = contents(ROOT / PACKAGES[package] / package)
+    assert source.keys() >= {"__init__.py", "py.typed"}
+    assert contents(imported_from(package)) == source
+
+
+@pytest.mark.skipif("TOX_ENV_NAME" not in os.environ, reason="not under tox: a checkout may be tested in place")
+@pytest.mark.parametrize("package", PACKAGES)
+def test_tox_tests_the_built_wheel(package: str) -> None:
+    """Under tox nothing is imported from the checkout's own folders."""
+    assert imported_from(package) != ROOT / PACKAGES[package] / package
+    assert imported_from(package).is_relative_to(sys.prefix)
+
+
+def readme_commands() -> list[str]:
+    """The lines of the README that make an environment and run something in it."""
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    return [line.strip() for line in lines if line.strip().startswith("python3 -m venv ")]
+
+
+def test_the_readme_gives_one_line_to_run_and_one_line_to_test() -> None:
+    """The first line installs and runs the main job; the second is the test command, the very line of .ci/run."""
+    main, test = readme_commands()[:2]
+    assert main.endswith("bin/andon train")
+    assert "-c constraints.txt" in main
+    assert test.endswith("bin/tox")
+    assert (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()[-1] == test
+
+
+def test_the_change_log_has_the_version() -> None:
+    """What is built has its entry."""
+    version = PROJECT["project"]["version"]
+    assert re.search(rf"^## {re.escape(version)}\b", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """What the `andon` command does: calls the declared entry point and exits with what it returns."""
+    module, function = PROJECT["project"]["scripts"]["andon"].split(":")
+    program = f"import sys; from {module} import {function} as main; sys.argv[0] = 'andon'; sys.exit(main())"
+    return subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)
+
+
+def test_the_command_explains_itself() -> None:
+    """`andon --help` exits with 0 and names every command."""
+    done = command("--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [name for name in ("train", "init", "check", "eval", "predict") if name not in done.stdout] == []
+
+
+def test_the_module_is_the_command() -> None:
+    """`python -m andon`, which torchrun uses, says the same as `andon`."""
+    done = subprocess.run([sys.executable, "-m", "andon", "--help"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "train" in done.stdout
+
+
+def test_the_command_refuses_what_it_does_not_know() -> None:
+    """A mistyped command is the user's mistake: exit code 2, no traceback."""
+    done = command("trian")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr + done.stdout
