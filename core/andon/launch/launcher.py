@@ -1,0 +1,151 @@
+"""Starts ranks on this machine through torch's elastic agent, and turns how they ended into one `Exit`.
+
+    warm_up()                                # as early as possible: imports run beside what the command does
+    result = launch("andon.trainer:run", payload, workers=4, run_folder=folder, timeout_s=30)
+
+Ranks are forked from a forkserver that has imported the heavy packages once and computed nothing: forking a process
+that ran torch code hangs, and spawning pays the imports once per rank. Importing this module imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import re
+import signal
+import threading
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import TypeAlias
+
+from andon.exits import Exit
+from andon.launch.rank import PREEMPTION_SIGNALS, Job
+from andon.launch.report import FirstCause, Report, clear, first_cause
+from andon.launch.supervisor import Supervisor, Wake, Watched
+
+JSON: TypeAlias = "bool | int | float | str | Sequence[JSON] | Mapping[str, JSON] | None"
+
+PRELOAD = ("torch", "torch.distributed", "transformers", "peft", "andon.launch.rank")
+"""What the forkserver imports when nothing else is said."""
+
+SINGLE_THREADED = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+"""Set to 1 in every rank: ranks share the cores, and a forkserver must have no thread when it forks."""
+
+_ENTRY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+_one_at_a_time = threading.Lock()
+
+
+@dataclass(frozen=True)
+class LaunchResult:
+    """How a launch ended.
+
+    `cause` is one line for a reader (empty on success), `exits` each rank's exit code as far as it was seen (negative:
+    minus the signal), `first` the rank that failed first with its own report where it left one.
+    """
+
+    exit: Exit
+    cause: str = ""
+    exits: Mapping[int, int] = field(default_factory=dict)
+    first: FirstCause | None = None
+
+    @property
+    def report(self) -> Report | None:
+        """What the rank that failed first had to say (all of a user's mistakes, a traceback)."""
+        return None if self.first is None else self.first.report
+
+
+def warm_up(preload: Sequence[str] = PRELOAD) -> None:
+    """Start the forkserver, which imports `preload` while this process goes on; returns at once.
+
+    Only the first call in a process decides what is imported. Until a rank has its handlers, SIGTERM, SIGINT and
+    SIGUSR1 are blocked in it, and in the forkserver for good, so that a signal to the whole process group ends ranks
+    at a step boundary instead of killing them through their parent.
+    """
+    multiprocessing.set_forkserver_preload(list(preload))
+    before = {name: os.environ.get(name) for name in SINGLE_THREADED}
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, PREEMPTION_SIGNALS)
+    try:
+        os.environ.update(dict.fromkeys(SINGLE_THREADED, "1"))
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def launch(
+    entry: str, payload: Mapping[str, JSON], *, workers: int, run_folder: Path, timeout_s: float
+) -> LaunchResult:
+    """Run `entry` ("module:function", called with the payload, returns an `Exit`) in `workers` rank processes.
+
+    Returns when all ranks have ended. Once one has failed, the others get SIGTERM, and SIGKILL within 2 s. SIGTERM,
+    SIGINT and SIGUSR1 to this process are forwarded to the ranks once (from the main thread); they have `timeout_s`
+    seconds to end at a step boundary; a second SIGINT ends them at once. One launch at a time in a process.
+
+    Raises ValueError for a malformed entry, fewer than 1 worker or a timeout that is not positive, TypeError for a
+    payload that is not JSON, RuntimeError while another launch runs in this process.
+    """
+    job = _job(entry, payload, run_folder)
+    if workers < 1 or not timeout_s > 0:
+        raise ValueError(f"at least 1 worker and a timeout above 0 s are needed, not {workers} and {timeout_s}")
+    if not _one_at_a_time.acquire(blocking=False):
+        raise RuntimeError("another launch runs in this process")
+    wake = Wake()
+    try:
+        with wake.listening():
+            return _run(job, workers, run_folder, timeout_s, wake)
+    finally:
+        wake.close()
+        _one_at_a_time.release()
+
+
+def _job(entry: str, payload: Mapping[str, JSON], run_folder: Path) -> Job:
+    if not _ENTRY.fullmatch(entry):
+        raise ValueError(f'entry must be "module:function", not {entry!r}')
+    environment = dict(os.environ)
+    # One machine: gloo would otherwise look up the host's name, and listen where others can reach it.
+    environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return Job(
+        entry=entry,
+        payload=json.dumps(payload).encode(),
+        run_folder=str(run_folder),
+        agent_pid=os.getpid(),
+        environment=environment,
+    )
+
+
+def _run(job: Job, workers: int, run_folder: Path, timeout_s: float, wake: Wake) -> LaunchResult:
+    warm_up()
+    # Imports torch; beside the forkserver, which does the same.
+    from andon.launch.agent import AgentThread
+
+    clear(run_folder)
+    agent = AgentThread(job, workers, uuid.uuid4().hex, wake.ring)
+    agent.start()
+    seen = Supervisor(agent, wake, run_folder, timeout_s).run()
+    return _result(run_folder, seen, dict(agent.exits) if agent.done else {}, agent.error, workers)
+
+
+def _result(
+    run_folder: Path, seen: Watched, exits: dict[int, int], error: BaseException | None, workers: int
+) -> LaunchResult:
+    """One exit from what the supervisor saw, what the agent read, and what the ranks reported."""
+    # An agent that was left behind has told nothing: what was killed from here is known, the rest is in the reports.
+    exits = {rank: exits.get(rank, -signal.SIGKILL if rank in seen.killed else 0) for rank in seen.died} | exits
+    first = first_cause(run_folder, exits, died=seen.died, ended=seen.killed)
+    if seen.verdict is not None:
+        return LaunchResult(*seen.verdict, exits=exits, first=first)
+    if first is not None:
+        return LaunchResult(first.exit, first.text, exits=exits, first=first)
+    if error is not None:
+        return LaunchResult(Exit.CRASHED, f"torch's elastic agent failed: {type(error).__name__}: {error}", exits=exits)
+    if len(exits) != workers:
+        return LaunchResult(Exit.RANK_LOST, f"{len(exits)} of {workers} ranks were seen to end", exits=exits)
+    return LaunchResult(Exit.OK, exits=exits)

@@ -1,0 +1,226 @@
+"""The life of one rank process: who it is, how it is guarded, and how it ends.
+
+A rank ends by `os._exit`: after a gloo error an ordinary interpreter exit is turned into SIGABRT more often than not,
+and the exit code that was chosen is lost. What it has to say is written and flushed before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from andon.exits import Exit
+from andon.launch.context import AGENT_PID, RankContext
+from andon.launch.ending import describe
+from andon.launch.orphan import die_with_parent
+from andon.launch.report import Report, path_of, write_for_torch
+
+TORCH_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+TRACEBACK = "ANDON_TRACEBACK"
+"""Set to 1 to see a traceback on stderr; the report holds it in any case."""
+
+PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+"""What asks a rank to end at its next step boundary, with a checkpoint."""
+
+_DESTROY_S = 0.5
+"""How long leaving may wait for the process group to be taken down."""
+
+_PER_RANK = frozenset(
+    {"RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"}
+    | {"WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"}
+    | {"MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
+)
+"""What torch's agent sets for each rank, beside `TORCHELASTIC_*`; the launcher's own values must not win."""
+
+
+@dataclass
+class _State:
+    """What signals and `report_to` have said to this process."""
+
+    asked_by: int = 0
+    folder: Path | None = None
+
+
+_state = _State()
+
+
+def preempted() -> signal.Signals | None:
+    """The signal that asked this rank to end; None while nobody did. Look at it at every step boundary.
+
+    Signals reach ranks at different times: agree on the answer before acting on it.
+    """
+    return signal.Signals(_state.asked_by) if _state.asked_by else None
+
+
+def report_to(run_folder: Path) -> None:
+    """Say where this rank's end report belongs (under torchrun it is known only once the configuration was read)."""
+    _state.folder = run_folder
+    with contextlib.suppress(OSError):
+        path_of(run_folder, RankContext.from_environment().rank).unlink(missing_ok=True)
+
+
+def run_rank(work: Callable[[RankContext], int], *, run_folder: Path | None = None) -> NoReturn:
+    """Be one rank of torchrun: guard, work, report, end with the code that `work` returns or its error means.
+
+    `InputError` ends with `Exit.USAGE`, `Violation` with `Exit.VIOLATION`, a lost or silent peer with
+    `Exit.RANK_LOST` or `Exit.RANK_SILENT`, any other error with `Exit.CRASHED`; one line on stderr says why.
+    """
+    report = _live(work, run_folder)
+    if report.exit != Exit.OK:
+        line = report.message if report.exit == Exit.USAGE else report.cause
+        print(f"rank {report.rank}: {line}", file=sys.stderr, flush=True)
+    _leave(report.exit)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the launcher gives each of its ranks. `payload` is JSON; not a `str`, in which torch replaces `$` macros."""
+
+    entry: str
+    payload: bytes
+    run_folder: str
+    agent_pid: int
+    environment: Mapping[str, str]
+
+
+def serve(job: Job) -> int:
+    """Be one rank of `andon.launch.launcher`; return 0 to torch's agent, end the process with any other code.
+
+    Torch's agent takes a function's return for success and waits for it, so 0 must be returned and not exited with.
+    """
+    _adopt(job.environment)
+    os.environ[AGENT_PID] = str(job.agent_pid)
+
+    def work(context: RankContext) -> int:
+        return _resolve(job.entry)(json.loads(job.payload))
+
+    report = _live(work, Path(job.run_folder))
+    if report.exit != Exit.OK:
+        _leave(report.exit)
+    # The agent now waits for the other ranks. Should one of them fail, this one need not be waited for.
+    signal.signal(signal.SIGTERM, _leave_finished)
+    return 0
+
+
+def _live(work: Callable[[RankContext], int], run_folder: Path | None) -> Report:
+    """Guard the process, do the work, write the report of how it ended."""
+    rank = 0
+    _state.folder = run_folder
+    try:
+        context = RankContext.from_environment()
+        rank = context.rank
+        die_with_parent(context.agent_pid)
+        _prepare()
+        code = Exit(work(context))
+        report = Report(rank=rank, exit=code, cause=_named(code), time=time.time())
+    except BaseException as error:  # noqa: BLE001 - whatever it is, this rank must leave a report and end
+        report = describe(error, rank)
+        if os.environ.get(TRACEBACK) == "1":
+            traceback.print_exc()
+    _record(report)
+    _take_down_group()
+    return report
+
+
+def _prepare() -> None:
+    """One thread of arithmetic, tracebacks of native crashes, signals that only set a flag."""
+    with contextlib.suppress(ValueError, OSError):  # stderr may have been closed
+        faulthandler.enable(all_threads=False)
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+    for signum in PREEMPTION_SIGNALS:
+        signal.signal(signum, _note_signal)
+    # The launcher has these blocked until now, so that none is lost, or kills, before somebody listens.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PREEMPTION_SIGNALS)
+
+
+def _note_signal(signum: int, frame: FrameType | None) -> None:
+    _state.asked_by = _state.asked_by or signum
+
+
+def _leave_finished(signum: int, frame: FrameType | None) -> None:
+    _leave(Exit.OK)
+
+
+def _named(code: Exit) -> str:
+    if code == Exit.OK:
+        return "finished"
+    asked = preempted()
+    if code == Exit.PREEMPTED and asked is not None:
+        return f"ended at a step boundary on {asked.name}"
+    return f"ended with {code.name} ({int(code)})"
+
+
+def _record(report: Report) -> None:
+    """Write the report, and torch's own form of it; a disk that takes neither must not hide the exit code."""
+    if _state.folder is not None:
+        with _on_stderr(report):
+            report.write(_state.folder)
+    torch_file = os.environ.get(TORCH_ERROR_FILE)
+    if torch_file and report.exit != Exit.OK:
+        with _on_stderr(report):
+            write_for_torch(report, Path(torch_file))
+
+
+@contextlib.contextmanager
+def _on_stderr(report: Report) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        print(f"rank {report.rank}: {report.cause} (its report could not be written: {error})", file=sys.stderr)
+
+
+def _take_down_group() -> None:
+    """Destroy the default process group where there is one, waiting for it only so long."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return
+
+    def destroy() -> None:
+        # The group may be broken already; the report has been written, and nothing can be done about it here.
+        with contextlib.suppress(RuntimeError):
+            distributed.destroy_process_group()
+
+    thread = threading.Thread(target=destroy, name="destroy-group", daemon=True)
+    thread.start()
+    thread.join(_DESTROY_S)
+
+
+def _leave(code: int) -> NoReturn:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+def _adopt(environment: Mapping[str, str]) -> None:
+    """Take the launcher's variables as they are now: the forkserver's are as old as the forkserver."""
+    ours = {name: value for name, value in os.environ.items() if _is_per_rank(name)}
+    theirs = {name: value for name, value in environment.items() if not _is_per_rank(name)}
+    os.environ.clear()
+    os.environ.update(theirs | ours)
+
+
+def _is_per_rank(name: str) -> bool:
+    return name in _PER_RANK or name.startswith("TORCHELASTIC_")
+
+
+def _resolve(entry: str) -> Callable[[object], int]:
+    module, _, name = entry.partition(":")
+    found = getattr(importlib.import_module(module), name)
+    if not callable(found):
+        raise TypeError(f"{entry} is not callable")
+    return found  # type: ignore[no-any-return]

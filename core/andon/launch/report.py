@@ -1,0 +1,176 @@
+"""Why a rank ended, in its own words, and which rank failed first.
+
+Each rank leaves one small JSON file, written whole: `RUN/reports/rank-0.json`. A launcher reads these together with the
+exit codes that it saw and names the first cause, not the ranks that fell after it (issue 5, item 1).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from andon.exits import Exit
+
+FOLDER = "reports"
+"""Where in a run folder the reports lie."""
+
+UNSEEN = 255
+"""What multiprocessing gives as exit code where the process that would have told it died too."""
+
+_SIGNAL_HINTS = {
+    signal.SIGKILL: "out of memory, or killed by hand",
+    signal.SIGSEGV: "a crash in native code",
+    signal.SIGBUS: "a crash in native code, or a full shared-memory file system",
+    signal.SIGABRT: "native code gave up",
+}
+
+
+@dataclass(frozen=True)
+class Report:
+    """One rank's end: `exit` is the code it chose, `cause` one line, `message` all that is known (a traceback, all
+    of a user's mistakes), `time` seconds since the epoch at which it failed or finished."""
+
+    rank: int
+    exit: int
+    cause: str
+    time: float
+    clause: str = ""
+    step: int = 0
+    message: str = ""
+
+    def write(self, run_folder: Path) -> None:
+        """Write it whole: a reader sees the file complete or not at all."""
+        target = path_of(run_folder, self.rank)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part = target.with_name(f".{target.name}.{os.getpid()}")
+        try:
+            part.write_text(
+                json.dumps(asdict(self), ensure_ascii=False) + "\n", encoding="utf-8", errors="backslashreplace"
+            )
+            part.replace(target)
+        finally:
+            part.unlink(missing_ok=True)
+
+    @classmethod
+    def read(cls, run_folder: Path, rank: int) -> Report | None:
+        """The report of a rank; None where it left none. ValueError where the file is none of ours."""
+        path = path_of(run_folder, rank)
+        try:
+            text = path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return None
+        try:
+            return cls(**json.loads(text))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path}: not a report of a rank: {error}") from error
+
+
+@dataclass(frozen=True)
+class FirstCause:
+    """The rank that failed first, what became of it, and the line that says so."""
+
+    rank: int
+    exit: Exit
+    text: str
+    report: Report | None = field(default=None, repr=False)
+
+
+def path_of(run_folder: Path, rank: int) -> Path:
+    """Where the report of a rank lies."""
+    return run_folder / FOLDER / f"rank-{rank}.json"
+
+
+def clear(run_folder: Path) -> None:
+    """Remove what ranks of an earlier launch have left, so that no old cause is taken for a new one."""
+    for old in sorted((run_folder / FOLDER).glob("*rank-*.json*")):
+        old.unlink(missing_ok=True)
+
+
+def first_cause(
+    run_folder: Path,
+    exits: Mapping[int, int],
+    *,
+    died: Mapping[int, float] | None = None,
+    ended: Collection[int] = (),
+) -> FirstCause | None:
+    """Which rank failed first, and why; None where no rank failed.
+
+    `exits` gives each rank's exit code as multiprocessing does (minus the signal number for a signal), `died` when a
+    rank was seen dead (seconds since the epoch), `ended` the ranks that the launcher itself killed. A rank that only
+    noticed the loss of another never wins over that other, whatever the clocks say.
+    """
+    reports = {rank: Report.read(run_folder, rank) for rank in exits}
+    failed = [rank for rank, code in exits.items() if code != 0 or _chosen(reports[rank]) != 0]
+    if not failed:
+        return None
+
+    def order(rank: int) -> tuple[int, float, int]:
+        report = reports[rank]
+        seen = report.time if report is not None else (died or {}).get(rank, float("inf"))
+        return _remoteness(exits[rank], report, rank in ended), seen, rank
+
+    first = min(failed, key=order)
+    text = f"rank {first} {_sentence(exits[first], reports[first], len(exits))}"
+    return FirstCause(first, exit_of(exits[first], reports[first]), text, reports[first])
+
+
+def exit_of(code: int, report: Report | None = None) -> Exit:
+    """What a rank's end means: its report's word first, then the exit code that was seen (negative: a signal)."""
+    if report is not None and report.exit != 0:
+        code = report.exit
+    if code < 0 or code == UNSEEN:
+        return Exit.RANK_LOST
+    try:
+        return Exit(code)
+    except ValueError:
+        return Exit.CRASHED
+
+
+def write_for_torch(report: Report, path: Path) -> None:
+    """Tell torchrun the cause in the form of its own error handler (`TORCHELASTIC_ERROR_FILE`).
+
+    Torch takes the earliest failure in whole seconds for the root cause, and the lowest rank among equals; so a rank
+    that only noticed the loss of another is dated one second later.
+    """
+    late = report.exit in _NOTICED
+    extra = {"py_callstack": report.message, "timestamp": str(int(report.time) + late)}
+    body = {"message": {"message": report.cause, "errorCode": report.exit, "extraInfo": extra}}
+    path.write_text(json.dumps(body), encoding="utf-8")
+
+
+_NOTICED = frozenset({Exit.RANK_LOST, Exit.RANK_SILENT})
+"""Exits of a rank that reports the end of another."""
+
+
+def _chosen(report: Report | None) -> int:
+    return 0 if report is None else report.exit
+
+
+def _remoteness(code: int, report: Report | None, ended: bool) -> int:
+    """How far from the root cause an end is: 0 may be one, 3 is the launcher's own doing."""
+    if report is not None and report.exit != 0:
+        return 2 if report.exit in _NOTICED else 0
+    if ended:
+        return 3
+    if code == -signal.SIGTERM:
+        return 2
+    # Gloo aborts a process on its peer's account (a size mismatch, an exit in the middle of an error).
+    return 1 if code == -signal.SIGABRT else 0
+
+
+def _sentence(code: int, report: Report | None, world: int) -> str:
+    if report is not None and report.exit != 0:
+        return f"of {world}: {report.cause}"
+    if code == UNSEEN:
+        return f"of {world} was lost together with the process that started it"
+    if code > 0:
+        return f"of {world} ended with exit code {code} and left no report"
+    try:
+        name, hint = signal.Signals(-code).name, _SIGNAL_HINTS.get(signal.Signals(-code))
+    except ValueError:
+        name, hint = f"signal {-code}", None
+    return f"of {world} was killed by {name}" + (f" ({hint})" if hint else "")

@@ -1,0 +1,219 @@
+"""Watches the ranks of one launch by a clock of its own: forwards signals, ends what does not end.
+
+Torch's agent runs in another thread; nothing here waits for it longer than `AGENT_S`.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Protocol
+
+from andon.exits import Exit
+from andon.launch.orphan import Process
+from andon.launch.rank import PREEMPTION_SIGNALS
+from andon.launch.report import Report
+
+POLL_S = 0.05
+"""Seconds between two looks at the ranks."""
+END_S = 1.5
+"""Seconds that ranks have to end once another has failed; then SIGKILL. With polling it stays under 2 s."""
+START_S = 300.0
+"""Seconds until the ranks' processes must exist: a cold disk may take a minute to import what they need."""
+AGENT_S = 2.0
+"""Seconds that torch's agent has to notice that all ranks are gone."""
+KILLED_S = 5.0
+"""Seconds after SIGKILL in which a process must be gone, unless the kernel itself holds it."""
+
+
+class Agent(Protocol):
+    """What is watched: `pids` by rank once they run, `done` when it needs no more watching."""
+
+    pids: dict[int, int]
+    done: bool
+
+
+@dataclass
+class Watched:
+    """What was seen: when each rank was first found dead (seconds since the epoch), which ranks were killed from here,
+    and `verdict`, an end that no rank could report itself."""
+
+    died: dict[int, float] = field(default_factory=dict)
+    killed: set[int] = field(default_factory=set)
+    verdict: tuple[Exit, str] | None = None
+
+
+class Wake:
+    """A pipe that ends the supervisor's sleep: the agent's thread writes 0 into it, a signal its number."""
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._read, False)
+        os.set_blocking(self._write, False)
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def ring(self) -> None:
+        """Wake the supervisor; from any thread, and harmless after `close`."""
+        with self._lock:
+            # A full pipe wakes as well as one more byte would.
+            if not self._closed:
+                with suppress(BlockingIOError):
+                    os.write(self._write, b"\0")
+
+    def close(self) -> None:
+        """Give the pipe back."""
+        with self._lock:
+            self._closed = True
+            os.close(self._read)
+            os.close(self._write)
+
+    def wait(self, seconds: float) -> list[int]:
+        """Sleep until rung or for so long; the preemption signals that came meanwhile, in their order."""
+        if not select.select([self._read], [], [], seconds)[0]:
+            return []
+        return [number for number in os.read(self._read, 4096) if number in PREEMPTION_SIGNALS]
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Have SIGTERM, SIGINT and SIGUSR1 ring instead of ending this process (possible in the main thread only)."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {signum: signal.signal(signum, _do_nothing) for signum in PREEMPTION_SIGNALS}
+        descriptor = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(descriptor)
+            for signum, handler in before.items():
+                signal.signal(signum, signal.SIG_DFL if handler is None else handler)
+
+
+def _do_nothing(signum: int, frame: FrameType | None) -> None:
+    """The wake-up descriptor has the number already."""
+
+
+class Supervisor:
+    """Stays with one agent and its ranks until all have ended, or may no longer be waited for.
+
+    timeout_s: how long a rank that was asked to end by a signal may take to its next step boundary and checkpoint.
+    """
+
+    def __init__(self, agent: Agent, wake: Wake, run_folder: Path, timeout_s: float) -> None:
+        self._agent, self._wake, self._folder, self._timeout_s = agent, wake, run_folder, timeout_s
+        self._all: tuple[int, ...] = ()
+        self._live: dict[int, Process] = {}
+        self._asked_by = 0
+        self._interrupts = 0
+        self._kill_at = float("inf")
+        self._late: tuple[Exit, str] | None = None
+        self._idle_since: float | None = None
+        self._killed_at: float | None = None
+        self._seen = Watched()
+
+    def run(self) -> Watched:
+        """Watch to the end."""
+        started = time.monotonic()
+        while not self._over(started):
+            for signum in self._wake.wait(POLL_S):
+                self._take(signum)
+            self._meet_ranks()
+            self._find_dead()
+            if time.monotonic() >= self._kill_at:
+                self._kill(self._late)
+        return self._seen
+
+    def _meet_ranks(self) -> None:
+        if self._all or not self._agent.pids:
+            return
+        self._all = tuple(self._agent.pids)
+        for rank, pid in self._agent.pids.items():
+            process = Process.of(pid)
+            if process is None:
+                self._note_death(rank)
+            else:
+                self._live[rank] = process
+        if self._asked_by:
+            self._forward(self._asked_by)
+
+    def _take(self, signum: int) -> None:
+        self._interrupts += signum == signal.SIGINT
+        if self._interrupts > 1:
+            self._kill((Exit.RANK_LOST, "all ranks were killed: a second SIGINT asked for it"))
+        if not self._asked_by:
+            self._asked_by = signum
+            if self._all:
+                self._forward(signum)
+
+    def _forward(self, signum: int) -> None:
+        for process in self._live.values():
+            process.send(signum)
+        bound = self._timeout_s + END_S
+        late = (Exit.RANK_SILENT, f"did not end within {bound:g} s of {signal.Signals(signum).name}")
+        self._end_by(time.monotonic() + bound, late)
+
+    def _end_by(self, deadline: float, late: tuple[Exit, str] | None) -> None:
+        if deadline < self._kill_at:
+            self._kill_at, self._late = deadline, late
+
+    def _find_dead(self) -> None:
+        for rank, process in list(self._live.items()):
+            if not process.alive():
+                del self._live[rank]
+                self._note_death(rank)
+
+    def _note_death(self, rank: int) -> None:
+        self._seen.died[rank] = time.time()
+        report = Report.read(self._folder, rank)
+        if report is not None and report.exit == Exit.OK:
+            return
+        at_boundary = report is not None and report.exit == Exit.PREEMPTED
+        self._end_by(time.monotonic() + END_S + (self._timeout_s if at_boundary else 0.0), None)
+
+    def _kill(self, verdict: tuple[Exit, str] | None) -> None:
+        self._kill_at = float("inf")
+        self._killed_at = self._killed_at or time.monotonic()
+        if verdict is not None and self._seen.verdict is None:
+            exit_code, text = verdict
+            self._seen.verdict = exit_code, f"{_names(self._live)} {text}" if text.startswith("did") else text
+        for rank, process in self._live.items():
+            if process.send(signal.SIGKILL):
+                self._seen.killed.add(rank)
+
+    def _over(self, started: float) -> bool:
+        now = time.monotonic()
+        if self._live:
+            if self._agent.done and self._killed_at is None:
+                self._kill(None)
+            return self._is_unkillable(now)
+        if self._agent.done:
+            return True
+        if not self._all:
+            return self._is_not_starting(now - started)
+        self._idle_since = self._idle_since or now
+        return now - self._idle_since > AGENT_S
+
+    def _is_unkillable(self, now: float) -> bool:
+        if self._killed_at is None or now - self._killed_at < KILLED_S:
+            return False
+        self._seen.verdict = Exit.RANK_LOST, f"{_names(self._live)} could not be killed: the kernel holds the process"
+        return True
+
+    def _is_not_starting(self, waited: float) -> bool:
+        if waited < START_S and self._interrupts < 2:
+            return False
+        self._seen.verdict = self._seen.verdict or (Exit.RANK_SILENT, f"no rank started within {START_S:g} s")
+        return True
+
+
+def _names(ranks: Collection[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
