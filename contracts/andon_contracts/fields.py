@@ -119,6 +119,8 @@ def _hints(part: type[Part]) -> Mapping[str, Any]:
 
 def read_field(hint: Any, value: Any, where: str) -> Any:
     """`value` from JSON as what `hint` says. Raises `ValueError` naming `where` otherwise."""
+    if hint is Any:
+        return value
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
         (hint,) = (option for option in get_args(hint) if option is not type(None))

@@ -1,0 +1,1 @@
+"""What a run leaves on disk, written whole or not at all. Knows no model."""

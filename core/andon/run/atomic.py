@@ -1,0 +1,173 @@
+"""Files that are there whole or not at all: temporary name, fsync, rename, fsync of the folder (reliability 4, 37, 39).
+
+A writer that is killed leaves at most a temporary with a recognisable name, which the owner of the folder removes.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from andon.problems import InputError, Problem
+
+_LEFTOVER = ".andon-tmp-"
+_STORAGE = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EFBIG: "the file would be larger than the limit on file sizes",
+    errno.EACCES: "no permission to write",
+    errno.EPERM: "no permission to write",
+    errno.EROFS: "the file system is read-only",
+    errno.EIO: "the disk reports an input/output error",
+    errno.ENOENT: "the folder is gone",
+    errno.ENOTDIR: "a part of the path is not a folder",
+    errno.EISDIR: "it is a folder",
+    errno.EEXIST: "something else is in its place",
+    errno.ENOTEMPTY: "something else is in its place",
+    errno.ENAMETOOLONG: "the name is too long",
+    errno.ELOOP: "it is a chain of links",
+}
+
+
+@contextmanager
+def storage(path: Path) -> Iterator[None]:
+    """Turn what the disk refuses while `path` is written into an `InputError` that names `path` and the reason."""
+    try:
+        yield
+    except OSError as error:
+        reason = _STORAGE.get(error.errno or 0)
+        if reason is None:
+            raise
+        raise InputError([Problem(str(path), f"cannot be written: {reason} ({error.strerror})")]) from error
+
+
+def temporary_beside(path: Path) -> Path:
+    """A new name in the folder of `path` that `is_leftover` recognises. Two writers never get the same."""
+    return path.with_name(f"{path.name}{_LEFTOVER}{os.getpid()}-{secrets.token_hex(4)}")
+
+
+def is_leftover(name: str) -> bool:
+    """Whether a file or folder of this name is the temporary of a writer."""
+    return _LEFTOVER in name
+
+
+def clean_leftovers(folder: Path) -> list[str]:
+    """Remove the temporaries in `folder` and return their names. Only its owner may: others' temporaries are in use."""
+    found = sorted(entry.name for entry in os.scandir(folder) if is_leftover(entry.name))
+    for name in found:
+        remove(folder / name)
+    return found
+
+
+def remove(path: Path) -> None:
+    """Remove the file, link or whole folder `path`; links are not followed."""
+    with storage(path):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make the names in `folder` survive a power cut."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_new(path: Path, data: bytes | memoryview) -> None:
+    """Create `path` with `data`, fsynced, with the permissions that the umask leaves. Not atomic: `write_whole` is."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        write_all(handle, data)
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_all(handle: int, data: bytes | memoryview) -> None:
+    """Write all of `data`; a single write may take less."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(handle, rest) :]
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Make `path` hold `data`: at any moment, also after a crash, it is the old file or the new one.
+
+    Raises `InputError` where the folder cannot be written or the disk is full; the old file is then still there.
+    """
+    with storage(path):
+        temporary = temporary_beside(path)
+        try:
+            write_new(temporary, data)
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        fsync_folder(path.parent)
+
+
+@contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """Yield a new empty folder to fill; at the end of the context its files are fsynced and it takes the name `path`.
+
+    On an error nothing of it stays, and a folder that was at `path` still is. Where there was one, a crash between the
+    two renames leaves it under a temporary name: good for what can be made again, as an export. Raises `InputError` as `write_whole`.
+    """
+    with storage(path):
+        temporary = temporary_beside(path)
+        temporary.mkdir(parents=True)
+        try:
+            yield temporary
+            for root, _, names in os.walk(temporary):
+                for name in names:
+                    _fsync_file(Path(root, name))
+                fsync_folder(Path(root))
+            _exchange(temporary, path)
+        except BaseException:
+            if temporary.exists():
+                remove(temporary)
+            raise
+
+
+def _exchange(temporary: Path, path: Path) -> None:
+    """Give the folder `temporary` the name `path`; for a moment between two renames nothing has that name."""
+    replaced = temporary_beside(path)
+    if path.exists():
+        path.rename(replaced)
+    try:
+        temporary.rename(path)
+    except BaseException:
+        if replaced.exists():
+            replaced.rename(path)
+        raise
+    fsync_folder(path.parent)
+    if replaced.exists():
+        remove(replaced)
+
+
+def _fsync_file(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def json_bytes(value: Mapping[str, object]) -> bytes:
+    """`value` as readable, strict JSON with sorted keys. Raises `ValueError` for NaN and the infinities."""
+    return (json.dumps(value, sort_keys=True, indent=2, allow_nan=False, ensure_ascii=False) + "\n").encode()
+
+
+def write_json(path: Path, value: Mapping[str, object]) -> None:
+    """`write_whole` of `json_bytes(value)`."""
+    write_whole(path, json_bytes(value))

@@ -1,0 +1,233 @@
+"""Checkpoints: the whole state, written whole or not at all, read back before they count (clause `checkpoint-whole`).
+
+A checkpoint is a folder `step-00000042` with `tensors.safetensors`, `state.json` and `manifest.json`. It is written
+under a temporary name, its manifest last, read back and compared by name, and then renamed once. While a folder of
+the same step is replaced, the old one stands beside it as `step-00000042.old-...`, which is as good as the plain name.
+Nothing in it is pickled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from andon.run.atomic import fsync_folder, json_bytes, remove, storage, temporary_beside, write_new
+from andon.run.sealed import MANIFEST, STATE, TENSORS, CheckpointError, Sealing, manifest_of, read_sealed
+from andon_contracts.digest import hex64, join, tensor_digest
+from andon_contracts.policy import clause, ensure
+from andon_contracts.record import GENESIS
+from andon_contracts.violation import Finding
+
+_NAME = re.compile(r"step-(\d{8,})(\.old-[0-9a-f]+)?")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What was read: the state after `step` updates. `digest` is the `tree_digest` of `tensors` as 16 digits.
+
+    `head` is the head that the ledger had: its number of lines and the digest of the last.
+    """
+
+    path: Path
+    step: int
+    tensors: dict[str, Tensor]
+    state: dict[str, Any]
+    digest: str
+    head: tuple[int, str]
+
+
+@dataclass(frozen=True)
+class ReadBack:
+    """What a checkpoint was found to hold after it was written: digests by name, or why it cannot be read."""
+
+    digests: Mapping[str, str]
+    fault: str = ""
+
+
+def _first_difference(saved: Mapping[str, str], result: ReadBack) -> str:
+    names = sorted(set(saved) | set(result.digests))
+    return next((name for name in names if saved.get(name) != result.digests.get(name)), "")
+
+
+def _lost_in_writing(result: ReadBack, saved: Mapping[str, str], step: int) -> Finding:
+    if result.fault:
+        return Finding(f"what was written cannot be read back: {result.fault}", step=step)
+    name = _first_difference(saved, result)
+    seen = f"saved with digest {saved.get(name, 'none')}, read back with {result.digests.get(name, 'none')}"
+    return Finding(seen, step=step, tensor=name)
+
+
+@clause("checkpoint-whole", explain=_lost_in_writing)
+def read_back_is_saved(result: ReadBack, saved: Mapping[str, str], step: int) -> bool:
+    """What is read back is what was saved, by name."""
+    return not result.fault and dict(result.digests) == dict(saved)
+
+
+@ensure(read_back_is_saved)
+def _read_back(folder: Path, step: int, saved: Mapping[str, str]) -> ReadBack:
+    try:
+        found = read_sealed(folder)
+    except CheckpointError as error:
+        return ReadBack({}, str(error))
+    if found.step != step:
+        return ReadBack({}, f"the step is {found.step}")
+    return ReadBack(_digests(found.tensors))
+
+
+def save_checkpoint(
+    folder: Path,
+    step: int,
+    tensors: Mapping[str, Tensor],
+    state: Mapping[str, Any],
+    head: tuple[int, str] = (0, GENESIS),
+) -> Path:
+    """Write the checkpoint of `step` into `folder` (the run's `checkpoints`) and return its path.
+
+    `tensors` may be on any device and of any stride; they are not changed. `state` is JSON as it comes back: string
+    keys, lists, finite numbers. `head` is the head of the ledger, which is synced before. At every moment, crashes
+    included, the folder holds the old checkpoint of this step or the new one, and nothing that counts is half-written.
+    Raises `InputError` for a disk that refuses, `Violation` where what is read back is not what was saved, and
+    `ValueError` for a state that is not strict JSON; in all cases what was there before still is.
+    """
+    saved = _digests(tensors)
+    final = folder / f"step-{step:08d}"
+    temporary = temporary_beside(final)
+    with storage(final):
+        try:
+            _write(temporary, tensors, state, Sealing(step, hex_join(saved), head))
+            _read_back(temporary, step, saved)
+            _put_in_place(temporary, final)
+        except BaseException:
+            if temporary.exists():
+                remove(temporary)
+            raise
+    return final
+
+
+def hex_join(digests: Mapping[str, str]) -> str:
+    """The `tree_digest` as 16 digits from the digests of the names, as 16 digits each."""
+    return hex64(join({name: int(digest, 16) for name, digest in digests.items()}))
+
+
+def _digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    return {name: hex64(tensor_digest(tensor)) for name, tensor in tensors.items()}
+
+
+def _write(folder: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any], sealing: Sealing) -> None:
+    from safetensors.torch import save
+
+    listed = json_bytes(state)
+    if json.loads(listed) != dict(state):
+        msg = "the state of a checkpoint must be JSON as it comes back: string keys, and lists instead of tuples"
+        raise ValueError(msg)
+    folder.mkdir()
+    files = {TENSORS: save(_separate(tensors)), STATE: listed}
+    for name, data in files.items():
+        write_new(folder / name, data)
+    write_new(folder / MANIFEST, json_bytes(manifest_of(sealing, tensors, files)))
+    fsync_folder(folder)
+
+
+def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    # The format refuses tensors that overlap in memory, as tied weights or a buffer and its views do.
+    seen: set[int] = set()
+    separate = {}
+    for name, tensor in tensors.items():
+        plain = tensor.detach().cpu().contiguous()
+        memory = plain.untyped_storage().data_ptr()
+        separate[name] = plain.clone() if memory in seen else plain
+        seen.add(memory)
+    return separate
+
+
+def _put_in_place(temporary: Path, final: Path) -> None:
+    replaced = final.with_name(f"{final.name}.old-{secrets.token_hex(4)}")
+    if final.exists():
+        final.rename(replaced)
+        try:
+            temporary.rename(final)
+        except BaseException:
+            replaced.rename(final)
+            raise
+    else:
+        temporary.rename(final)
+    fsync_folder(final.parent)
+    for other in _named(final.parent).get(_step_of(final), []):
+        if other != final:
+            _discard(other)
+
+
+def load_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint at `path`, every byte verified before it is parsed.
+
+    Raises `CheckpointError` naming the file and the fault: missing, cut, changed, exchanged, not listed, a link.
+    """
+    found = read_sealed(path)
+    if _NAME.fullmatch(path.name) and found.step != _step_of(path):
+        raise CheckpointError(f"{path / MANIFEST}: it is of step {found.step}, the folder's name says {_step_of(path)}")
+    digest = hex_join(_digests(found.tensors))
+    if digest != found.digest:
+        raise CheckpointError(f"{path / TENSORS}: the tensors have digest {digest}, the manifest says {found.digest}")
+    return Checkpoint(path, found.step, found.tensors, found.state, digest, found.head)
+
+
+def newest_valid(folder: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The valid checkpoint of the latest step in `folder`, and for each later one why it was rejected."""
+    rejected: list[str] = []
+    named = _named(folder) if folder.is_dir() else {}
+    for step in sorted(named, reverse=True):
+        for path in named[step]:
+            try:
+                return load_checkpoint(path), rejected
+            except CheckpointError as error:
+                rejected.append(str(error))
+    return None, rejected
+
+
+def prune(folder: Path, keep: int, best: int | None = None) -> list[Path]:
+    """Remove all checkpoints but the `keep` latest and the one of step `best`; return what was removed.
+
+    One that is being removed first loses its name, so that a crash leaves no half of a checkpoint. Raises `ValueError`
+    for `keep` < 1 and `InputError` for a disk that refuses.
+    """
+    if keep < 1:
+        msg = f"at least one checkpoint must stay, not {keep}"
+        raise ValueError(msg)
+    named = _named(folder)
+    going = [path for step in sorted(named)[:-keep] if step != best for path in named[step]]
+    for path in going:
+        _discard(path)
+    return going
+
+
+def _discard(path: Path) -> None:
+    with storage(path):
+        unnamed = temporary_beside(path)
+        path.rename(unnamed)
+        fsync_folder(path.parent)
+        remove(unnamed)
+
+
+def _step_of(path: Path) -> int:
+    match = _NAME.fullmatch(path.name)
+    if match is None:
+        msg = f"{path} is not named like a checkpoint"
+        raise ValueError(msg)
+    return int(match[1])
+
+
+def _named(folder: Path) -> dict[int, list[Path]]:
+    """The folders that are named like checkpoints, by step, the plain name before those that were replaced."""
+    found: dict[int, list[Path]] = {}
+    for name in sorted(entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)):
+        if _NAME.fullmatch(name):
+            found.setdefault(_step_of(Path(name)), []).append(folder / name)
+    return found

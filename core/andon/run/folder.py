@@ -1,0 +1,187 @@
+"""The run folder: its layout, whose it is, and its one writer (issue 2 item 8)."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from enum import Enum
+from pathlib import Path
+
+from andon.problems import InputError, Problem
+from andon.run.atomic import clean_leftovers, is_leftover, json_bytes, storage, write_all
+
+_LOCK = ".lock"
+_LOCK_LIMIT = 4096
+
+
+class State(Enum):
+    """What stands at the path of a run folder."""
+
+    EMPTY = "empty"
+    """Nothing, or an empty folder: a run may start here."""
+    UNFINISHED = "unfinished"
+    """A run that has not ended: it may be resumed, or is being written."""
+    FINISHED = "finished"
+    """A run that reached its end."""
+    FOREIGN = "foreign"
+    """Something that is no run: never written to."""
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Where the files of the run at `path` are. Making one touches nothing."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration."""
+        return self.path / "config.yaml"
+
+    @property
+    def environment(self) -> Path:
+        """Versions, machine and flags."""
+        return self.path / "environment.json"
+
+    @property
+    def metrics(self) -> Path:
+        """One line of JSON per logged step or evaluation."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def adapter(self) -> Path:
+        """The PEFT adapter, or the whole model where there is none."""
+        return self.path / "adapter"
+
+    @property
+    def ledger(self) -> Path:
+        """One line per step."""
+        return self.path / "ledger.jsonl"
+
+    @property
+    def provenance(self) -> Path:
+        """Commit, configuration, data and base-model digests, versions."""
+        return self.path / "provenance.json"
+
+    @property
+    def summary(self) -> Path:
+        """What the run came to; written last."""
+        return self.path / "summary.json"
+
+    @property
+    def lock(self) -> Path:
+        """The lock of the one writer; it also marks the folder as a run's."""
+        return self.path / _LOCK
+
+    def state(self) -> State:
+        """What stands here. Raises `InputError` where it cannot be read."""
+        try:
+            names = {entry.name for entry in os.scandir(self.path)}
+        except FileNotFoundError:
+            return State.EMPTY
+        except NotADirectoryError:
+            return State.FOREIGN
+        except OSError as error:
+            raise InputError([Problem(str(self.path), f"cannot be read: {error.strerror}")]) from error
+        if all(name == _LOCK or is_leftover(name) for name in names):
+            return State.EMPTY
+        if not (_is_ours(self.lock) or _starts_a_ledger(self.ledger)):
+            return State.FOREIGN
+        return State.FINISHED if _says_finished(self.summary) else State.UNFINISHED
+
+    @contextmanager
+    def open_for_writing(self) -> Iterator[RunFolder]:
+        """Own the folder for the time of the context; it is created if it is not there, and cleaned of temporaries.
+
+        The kernel releases the lock when the owner ends, however it ends. Ask for `state` inside. Raises `InputError`
+        for a folder that another live process owns (naming its pid), that holds something else, or cannot be written.
+        """
+        if self.state() is State.FOREIGN:
+            raise InputError([Problem(str(self.path), "holds something that is no run; name a new or an empty folder")])
+        with storage(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            handle = os.open(self.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        try:
+            self._lock(handle)
+            clean_leftovers(self.path)
+            with storage(self.checkpoints):
+                self.checkpoints.mkdir(exist_ok=True)
+                clean_leftovers(self.checkpoints)
+            yield self
+        finally:
+            os.close(handle)
+
+    def _lock(self, handle: int) -> None:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError([Problem(str(self.path), f"is being written by {_owner(handle)}")]) from None
+        owner = {"andon_run": 1, "pid": os.getpid(), "host": socket.gethostname(), "since": _now().isoformat()}
+        data = json_bytes(owner)
+        with storage(self.lock):
+            # Written over, then cut: at no moment is the mark of a run gone from its folder.
+            write_all(handle, data)
+            os.ftruncate(handle, len(data))
+
+
+def default_folder(base: Path = Path("runs"), now: datetime | None = None) -> Path:
+    """A path under `base` that does not exist, named by the time (UTC) to the second; later ones of a second count."""
+    stamp = (now or _now()).strftime("%Y%m%d-%H%M%S")
+    path, number = base / stamp, 1
+    while path.exists():
+        number += 1
+        path = base / f"{stamp}-{number}"
+    return path
+
+
+def _now() -> datetime:
+    return datetime.now(UTC).replace(microsecond=0)
+
+
+def _json_object(data: bytes) -> dict[str, object]:
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _head(path: Path, limit: int) -> bytes:
+    """The first `limit` bytes of a regular file; nothing where there is none."""
+    try:
+        with path.open("rb") as file:
+            return file.read(limit)
+    except OSError:
+        return b""
+
+
+def _is_ours(lock: Path) -> bool:
+    return "andon_run" in _json_object(_head(lock, _LOCK_LIMIT))
+
+
+def _starts_a_ledger(ledger: Path) -> bool:
+    first, end, _ = _head(ledger, 1 << 20).partition(b"\n")
+    start = _json_object(first)
+    return bool(end) and {"v", "kind", "seq", "prev"} <= start.keys()
+
+
+def _says_finished(summary: Path) -> bool:
+    return _json_object(_head(summary, 1 << 24)).get("finished") is True
+
+
+def _owner(handle: int) -> str:
+    found = _json_object(os.pread(handle, _LOCK_LIMIT, 0))
+    if "pid" not in found:
+        return "another process, which has just started"
+    return f"process {found['pid']} on {found.get('host')} since {found.get('since')}; wait for it or end it"

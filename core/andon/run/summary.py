@@ -1,0 +1,81 @@
+"""What a run came to, in one file that is written last (issue 2, What a user does)."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from andon.problems import InputError, Problem
+from andon.run.atomic import write_json
+from andon_contracts.fields import Count, Hex16, Part, Real
+
+
+@dataclass(frozen=True)
+class Head(Part):
+    """The head of the ledger: its number of lines and the digest of the last."""
+
+    count: Count
+    digest: Hex16
+
+
+@dataclass(frozen=True)
+class Summary(Part):
+    """The result of a run.
+
+    `steps` counts updates, `contracts` how often each clause was evaluated (all ranks together), `violations` those
+    that were broken; `final_loss` is the loss of the last update, None before the first; `eval` holds the scores on
+    rows never trained on as JSON; `wall_s` is in seconds; `reason` is that of the ledger's end record. `finished` is
+    true only for a run that reached its planned or early end: such a run is not resumed.
+    """
+
+    run: str
+    finished: bool
+    reason: str
+    steps: Count
+    world_size: Count
+    backend: str
+    weights_digest: Hex16
+    initial_weights_digest: Hex16
+    contracts: Mapping[str, Count]
+    violations: Count
+    wall_s: float
+    ledger: Head
+    fingerprint: Mapping[str, str]
+    final_loss: Real | None = None
+    eval: Mapping[str, Any] = field(default_factory=dict)
+    best_step: Count | None = None
+
+
+def write_summary(path: Path, summary: Summary) -> None:
+    """Write `summary` whole or not at all. A score that is not finite becomes null, as JSON has no word for it.
+
+    Raises `ValueError` for a field of a wrong type and `InputError` for a disk that refuses.
+    """
+    found = summary.to_json()
+    found["eval"] = _finite(summary.eval)
+    Summary.from_json(found)
+    write_json(path, found)
+
+
+def read_summary(path: Path) -> Summary:
+    """The summary at `path`. Raises `InputError` naming the file and the field that is wrong or missing."""
+    try:
+        return Summary.from_json(json.loads(path.read_bytes()))
+    except OSError as error:
+        raise InputError([Problem(str(path), f"cannot be read: {error.strerror}")]) from error
+    except (ValueError, RecursionError) as error:
+        raise InputError([Problem(str(path), f"is no summary of a run: {error}")]) from error
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, Real):
+        return _finite(value.to_json())
+    if isinstance(value, Mapping):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
