@@ -1,0 +1,125 @@
+"""A Qwen3 decoder with a classification head: rotary positions, normed grouped queries, gated feed-forward, float64.
+
+Source: Qwen3 technical report, section 2 (architecture); RMSNorm (Zhang and Sennrich 2019), RoPE (Su et al. 2021),
+SwiGLU (Shazeer 2020), LoRA (Hu et al. 2021).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from andon_falsify.reference.params import Layers, Lora, Masks, Params, join_heads, no_dropout, split_heads
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """The architecture's numbers. `pad` is the token id that pooling skips; `theta` the base of the rotary angles."""
+
+    layers: int
+    heads: int
+    key_value_heads: int
+    head_dim: int
+    pad: int
+    theta: float = 1e6
+    epsilon: float = 1e-6
+    lora: Lora | None = None
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, object], lora: Lora | None = None) -> Decoder:
+        """From the values of a `config.json`.
+
+        Raises `ValueError` for an architecture that this reference does not compute (scaled rotary angles, a sliding
+        window, another activation) and `KeyError` for a number that is missing.
+        """
+        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        if not isinstance(rope, Mapping):
+            msg = f"rope_parameters is {rope!r}, not a mapping"
+            raise ValueError(msg)
+        _demand("rope type", rope.get("rope_type", "default"), ("default",))
+        _demand("hidden_act", config.get("hidden_act", "silu"), ("silu",))
+        kinds = config.get("layer_types") or []
+        for kind in kinds if isinstance(kinds, (list, tuple)) else [kinds]:
+            _demand("layer type", kind, ("full_attention",))
+        return cls(
+            layers=int(_number(config, "num_hidden_layers")),
+            heads=int(_number(config, "num_attention_heads")),
+            key_value_heads=int(_number(config, "num_key_value_heads")),
+            head_dim=int(_number(config, "head_dim")),
+            pad=int(_number(config, "pad_token_id")),
+            theta=_number(rope if "rope_theta" in rope else config, "rope_theta"),
+            epsilon=_number(config, "rms_norm_eps"),
+            lora=lora,
+        )
+
+    def logits(self, params: Params, tokens: Tensor, attention: Tensor, masks: Masks = no_dropout) -> Tensor:
+        """The class scores of each row.
+
+        params: by canonical name. tokens: int64 [rows, length]. attention: [rows, length], 0 for padding.
+        Returns float64 [rows, classes], read at each row's last token that is not `pad`.
+        """
+        with_lora = Layers(params, self.lora, masks)
+        hidden = params["model.embed_tokens.weight"][tokens]
+        length = tokens.shape[1]
+        causal = torch.ones(length, length, dtype=torch.bool).tril()
+        allowed = causal & attention.bool()[:, None, None, :]
+        for index in range(self.layers):
+            hidden = self._layer(with_lora, hidden, allowed, f"model.layers.{index}")
+        final = _rms(hidden, params["model.norm.weight"], self.epsilon)
+        return with_lora.linear(final[torch.arange(len(tokens)), self._last(tokens)], "score")
+
+    def _last(self, tokens: Tensor) -> Tensor:
+        """int64 [rows]: the place of the last token that is not padding, 0 where all of them are."""
+        places = torch.arange(tokens.shape[1]).expand_as(tokens)
+        return torch.where(tokens == self.pad, 0, places).amax(-1)
+
+    def _layer(self, layers: Layers, hidden: Tensor, allowed: Tensor, name: str) -> Tensor:
+        params = layers.params
+        normed = _rms(hidden, params[f"{name}.input_layernorm.weight"], self.epsilon)
+        hidden = hidden + self._attention(layers, normed, allowed, f"{name}.self_attn")
+        normed = _rms(hidden, params[f"{name}.post_attention_layernorm.weight"], self.epsilon)
+        gate = layers.linear(normed, f"{name}.mlp.gate_proj")
+        gated = gate * gate.sigmoid() * layers.linear(normed, f"{name}.mlp.up_proj")
+        return hidden + layers.linear(gated, f"{name}.mlp.down_proj")
+
+    def _attention(self, layers: Layers, inputs: Tensor, allowed: Tensor, name: str) -> Tensor:
+        params = layers.params
+        query = split_heads(layers.linear(inputs, f"{name}.q_proj"), self.heads)
+        key = split_heads(layers.linear(inputs, f"{name}.k_proj"), self.key_value_heads)
+        value = split_heads(layers.linear(inputs, f"{name}.v_proj"), self.key_value_heads)
+        query = self._rotate(_rms(query, params[f"{name}.q_norm.weight"], self.epsilon))
+        key = self._rotate(_rms(key, params[f"{name}.k_norm.weight"], self.epsilon))
+        group = self.heads // self.key_value_heads
+        key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
+        return layers.linear(join_heads(layers.attend(query, key, value, allowed, name)), f"{name}.o_proj")
+
+    def _rotate(self, values: Tensor) -> Tensor:
+        """Turn the pairs (i, i + head_dim / 2) of position p by the angle p / theta^(2 i / head_dim)."""
+        half = self.head_dim // 2
+        speeds = self.theta ** (-2.0 * torch.arange(half, dtype=torch.float64) / self.head_dim)
+        angles = torch.arange(values.shape[-2], dtype=torch.float64)[:, None] * speeds
+        cosine, sine = angles.cos(), angles.sin()
+        left, right = values[..., :half], values[..., half:]
+        return torch.cat((left * cosine - right * sine, right * cosine + left * sine), dim=-1)
+
+
+def _rms(values: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """values / sqrt(mean of squares + epsilon) * weight, over the last dimension."""
+    return values * (values.square().mean(-1, keepdim=True) + epsilon).rsqrt() * weight
+
+
+def _number(config: Mapping[str, object], name: str) -> float:
+    value = config.get(name)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        msg = f"the configuration has no number {name}, but {value!r}"
+        raise KeyError(msg)
+    return value
+
+
+def _demand(what: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        msg = f"{what} {value!r}: the reference computes only {', '.join(allowed)}"
+        raise ValueError(msg)

@@ -1,0 +1,90 @@
+"""What an optimizer does to weights: clipping by the global norm, SGD, AdamW; pure functions in float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+Tensors = Mapping[str, Tensor]
+_CLIP_EPSILON = 1e-6
+"""torch.nn.utils.clip_grad_norm_ divides by norm + 1e-6, so that a gradient at the limit is scaled by a hair."""
+
+
+@dataclass(frozen=True)
+class State:
+    """What an optimizer remembers: the number of updates made and its moments by tensor (empty before the first)."""
+
+    updates: int = 0
+    first: Tensors = field(default_factory=dict)
+    second: Tensors = field(default_factory=dict)
+
+
+class Law(Protocol):
+    """One update as a pure function."""
+
+    def step(self, weights: Tensors, gradients: Tensors, state: State, lr: float) -> tuple[dict[str, Tensor], State]:
+        """The weights and the state after one update at the rate `lr`; a tensor without a gradient stays."""
+        ...
+
+
+def global_norm(gradients: Tensors) -> float:
+    """The L2 norm over all tensors together."""
+    return math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
+
+
+def clip(gradients: Tensors, limit: float | None) -> tuple[dict[str, Tensor], float]:
+    """The gradients scaled so that their norm is at most `limit` (None: as they are), and the norm before that."""
+    norm = global_norm(gradients)
+    factor = 1.0 if limit is None else min(1.0, limit / (norm + _CLIP_EPSILON))
+    return {name: gradient * factor for name, gradient in gradients.items()}, norm
+
+
+@dataclass(frozen=True)
+class Sgd:
+    """w <- w - lr * b, with b <- momentum * b + (g + weight_decay * w) and b = the first such g at first."""
+
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+
+    def step(self, weights: Tensors, gradients: Tensors, state: State, lr: float) -> tuple[dict[str, Tensor], State]:
+        """One update; see `Law`."""
+        updated, moments = dict(weights), dict(state.first)
+        for name, gradient in gradients.items():
+            moved = gradient + self.weight_decay * weights[name]
+            if self.momentum:
+                moved = self.momentum * moments[name] + moved if name in moments else moved
+                moments[name] = moved
+            updated[name] = weights[name] - lr * moved
+        return updated, State(state.updates + 1, moments, {})
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2019), epsilon outside the root as in torch.
+
+    With t updates including this one: w <- w - lr * decay * w, m <- b1 m + (1 - b1) g, v <- b2 v + (1 - b2) g^2,
+    w <- w - lr * (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + epsilon).
+    """
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    epsilon: float = 1e-8
+    weight_decay: float = 0.01
+
+    def step(self, weights: Tensors, gradients: Tensors, state: State, lr: float) -> tuple[dict[str, Tensor], State]:
+        """One update; see `Law`."""
+        count = state.updates + 1
+        fast, slow = self.betas
+        updated, first, second = dict(weights), dict(state.first), dict(state.second)
+        for name, gradient in gradients.items():
+            zero = torch.zeros_like(gradient)
+            first[name] = fast * first.get(name, zero) + (1 - fast) * gradient
+            second[name] = slow * second.get(name, zero) + (1 - slow) * gradient.square()
+            mean, spread = first[name] / (1 - fast**count), second[name] / (1 - slow**count)
+            decayed = weights[name] * (1 - lr * self.weight_decay)
+            updated[name] = decayed - lr * mean / (spread.sqrt() + self.epsilon)
+        return updated, State(count, first, second)
