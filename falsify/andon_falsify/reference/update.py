@@ -17,9 +17,10 @@ _CLIP_EPSILON = 1e-6
 
 @dataclass(frozen=True)
 class State:
-    """What an optimizer remembers: the number of updates made and its moments by tensor (empty before the first)."""
+    """What an optimizer remembers: updates made, by itself and to each tensor, and moments (none before the first)."""
 
     updates: int = 0
+    counts: Mapping[str, int] = field(default_factory=dict)
     first: Tensors = field(default_factory=dict)
     second: Tensors = field(default_factory=dict)
 
@@ -60,14 +61,14 @@ class Sgd:
                 moved = self.momentum * moments[name] + moved if name in moments else moved
                 moments[name] = moved
             updated[name] = weights[name] - lr * moved
-        return updated, State(state.updates + 1, moments, {})
+        return updated, State(state.updates + 1, state.counts, moments, {})
 
 
 @dataclass(frozen=True)
 class AdamW:
     """Adam with decoupled weight decay (Loshchilov and Hutter 2019), epsilon outside the root as in torch.
 
-    With t updates including this one: w <- w - lr * decay * w, m <- b1 m + (1 - b1) g, v <- b2 v + (1 - b2) g^2,
+    With t updates of this tensor, this one included: w <- w - lr * decay * w, m <- b1 m + (1 - b1) g, v <- b2 v + (1 - b2) g^2,
     w <- w - lr * (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + epsilon).
     """
 
@@ -77,14 +78,14 @@ class AdamW:
 
     def step(self, weights: Tensors, gradients: Tensors, state: State, lr: float) -> tuple[dict[str, Tensor], State]:
         """One update; see `Law`."""
-        count = state.updates + 1
         fast, slow = self.betas
-        updated, first, second = dict(weights), dict(state.first), dict(state.second)
+        updated, counts, first, second = dict(weights), dict(state.counts), dict(state.first), dict(state.second)
         for name, gradient in gradients.items():
             zero = torch.zeros_like(gradient)
+            counts[name] = count = counts.get(name, 0) + 1
             first[name] = fast * first.get(name, zero) + (1 - fast) * gradient
             second[name] = slow * second.get(name, zero) + (1 - slow) * gradient.square()
             mean, spread = first[name] / (1 - fast**count), second[name] / (1 - slow**count)
             decayed = weights[name] * (1 - lr * self.weight_decay)
             updated[name] = decayed - lr * mean / (spread.sqrt() + self.epsilon)
-        return updated, State(count, first, second)
+        return updated, State(state.updates + 1, counts, first, second)
