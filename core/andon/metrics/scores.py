@@ -127,7 +127,8 @@ def _mcc(right: int, rows: int, actual: Sequence[int], predicted: Sequence[int])
     covariance = right * rows - sum(a * p for a, p in zip(actual, predicted, strict=True))
     spread_actual = rows * rows - sum(count * count for count in actual)
     spread_predicted = rows * rows - sum(count * count for count in predicted)
-    return _ratio(covariance, math.sqrt(spread_actual * spread_predicted))
+    # Squared in integers, so that it is rounded once and never leaves [-1, 1].
+    return math.copysign(math.sqrt(_ratio(covariance * covariance, spread_actual * spread_predicted)), covariance)
 
 
 def _auroc_of(

@@ -159,7 +159,7 @@ def _pretrained(spec: ModelSpec) -> Any:
 
     source, local = _source(str(spec.base))
     try:
-        with _quiet_loading():
+        with quiet_loading():
             model, report = AutoModelForSequenceClassification.from_pretrained(
                 source,
                 dtype=_DTYPES[spec.dtype],
@@ -192,7 +192,7 @@ def _source(base: str) -> tuple[str, bool]:
 
 
 @contextmanager
-def _quiet_loading() -> Iterator[None]:
+def quiet_loading() -> Iterator[None]:
     """No progress bar, and no report on the head that is new by design (`_check_complete` looks at what is not)."""
     from transformers.utils import logging
 

@@ -33,8 +33,9 @@ class MemoryPlan:
     """Bytes of live tensors that one replica needs. The last four are phases, of which the largest counts.
 
     base: frozen weights and buffers. weights, gradient: the flat trainable buffers. moments: the optimizer's.
-    partials: buffers of the tree, kept from step to step. activations: one micro-batch, forward and backward.
-    finite: the look for NaN and Inf. digest: its chunks. reduction: what is sent, received and gathered.
+    partials: buffers of the tree, kept from step to step. ramp: the digest's table of positions, one a process.
+    activations: one micro-batch, forward and backward. finite: the look for NaN and Inf. digest: its chunks.
+    reduction: what is sent, received and gathered.
     """
 
     base: int
@@ -42,6 +43,7 @@ class MemoryPlan:
     gradient: int
     moments: int
     partials: int
+    ramp: int
     activations: int
     finite: int
     digest: int
@@ -50,7 +52,7 @@ class MemoryPlan:
     @property
     def total(self) -> int:
         """What lives all the time, plus the largest phase."""
-        lasting = self.base + self.weights + self.gradient + self.moments + self.partials
+        lasting = self.base + self.weights + self.gradient + self.moments + self.partials + self.ramp
         return lasting + max(self.activations, self.finite, self.digest, self.reduction)
 
     def as_dict(self) -> dict[str, int]:
@@ -86,9 +88,10 @@ def plan_bytes(
         gradient=size,
         moments=moments * size,
         partials=size * max(kept_partials(micro_batches, run) for run in runs),
+        ramp=8 * _DIGEST_WORDS,
         activations=activations,
         finite=size + 3 * (size // _FP32),
-        digest=8 * _DIGEST_WORDS + 16 * min(_DIGEST_WORDS, max([size, *frozen.values()]) // 8),
+        digest=16 * min(_DIGEST_WORDS, max([size, *frozen.values()]) // 8),
         reduction=_reduction_bytes(size, micro_batches, world_size),
     )
 
@@ -136,7 +139,7 @@ def _reduction_bytes(size: int, micro_batches: int, world_size: int) -> int:
 def activation_bytes(model: nn.Module, task: Task, batch: Batch) -> int:
     """Bytes that forward and backward of `batch` add to the weights: one dry forward in training mode, no backward.
 
-    What autograd saves (weights aside, each storage once), the batch itself, and working room of four times the
+    What autograd saves (weights aside, each storage once), the batch itself, and working room of twice the
     largest saved tensor, for the gradients on their way. Draws from the CPU generator but leaves it as it was.
     """
     known = {tensor.untyped_storage()._cdata for tensor in [*model.parameters(), *model.buffers()]}
@@ -158,7 +161,7 @@ def activation_bytes(model: nn.Module, task: Task, batch: Batch) -> int:
             del loss
     finally:
         model.train(training)
-    return held + batch_bytes + 4 * max(saved.values(), default=0)
+    return held + batch_bytes + 2 * max(saved.values(), default=0)
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:

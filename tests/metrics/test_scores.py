@@ -1,0 +1,146 @@
+"""Scores by hand, and against definitions written out over all pairs of rows."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from andon.metrics.counts import confusion_matrix
+from andon.metrics.scores import auroc, scores
+
+ROWS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=30)
+SCORED = st.lists(st.tuples(st.sampled_from([0.0, 0.125, 0.5, 0.75, 1.0]), st.integers(0, 1)), max_size=25)
+
+
+def test_two_classes_by_hand() -> None:
+    """tn 3, fp 1, fn 2, tp 4: accuracy 7/10, F1 6/9 and 8/11, mcc (12-2)/sqrt(5*6*4*5) = 10/sqrt(600)."""
+    found = scores(torch.tensor([[3, 1], [2, 4]]))
+    assert found.rows == 10
+    assert found.accuracy == 0.7
+    first, second = found.classes
+    assert (first.precision, first.recall, first.support) == (3 / 5, 3 / 4, 4)
+    assert (second.precision, second.recall, second.support) == (4 / 5, 4 / 6, 6)
+    assert (first.f1, second.f1) == (6 / 9, 8 / 11)
+    assert found.macro_f1 == pytest.approx((6 / 9 + 8 / 11) / 2, rel=1e-15)
+    assert found.mcc == pytest.approx(10 / math.sqrt(600), rel=1e-15)
+    assert found.confusion == ((3, 1), (2, 4))
+    assert found.auroc is None
+    assert found.loss is None
+
+
+def test_where_a_denominator_is_zero_the_score_is_zero() -> None:
+    """Class 1 is never predicted, class 2 never occurs nor is predicted, and all predictions are of one class."""
+    found = scores(torch.tensor([[2, 0, 0], [1, 0, 0], [0, 0, 0]]))
+    assert [(one.precision, one.recall, one.f1, one.support) for one in found.classes] == [
+        (2 / 3, 1.0, 4 / 5, 2),
+        (0.0, 0.0, 0.0, 1),
+        (0.0, 0.0, 0.0, 0),
+    ]
+    assert found.mcc == 0.0
+    assert found.macro_f1 == pytest.approx(4 / 15, rel=1e-15)
+    nothing = scores(torch.zeros(2, 2, dtype=torch.int64), [], [], [])
+    assert (nothing.rows, nothing.accuracy, nothing.mcc, nothing.auroc, nothing.loss) == (0, 0.0, 0.0, None, 0.0)
+
+
+@given(count=st.lists(st.integers(1, 10**9), min_size=2, max_size=6))
+def test_all_right_is_exactly_one(count: list[int]) -> None:
+    """No rounding takes a perfect model above or below 1."""
+    found = scores(torch.diag(torch.tensor(count)))
+    assert (found.accuracy, found.macro_f1, found.mcc) == (1.0, 1.0, 1.0)
+
+
+@given(rows=ROWS)
+def test_scores_follow_their_definitions(rows: list[tuple[int, int]]) -> None:
+    """Row by row: precision and recall as fractions of rows, mcc as Pearson's coefficient of one-hot rows."""
+    predicted = torch.tensor([one for one, _ in rows])
+    found = scores(confusion_matrix(predicted, torch.tensor([two for _, two in rows]), 4))
+    assert found.accuracy == sum(one == two for one, two in rows) / len(rows)
+    for label, one in enumerate(found.classes):
+        said = [actual == label for guess, actual in rows if guess == label]
+        there = [guess == label for guess, actual in rows if actual == label]
+        precision = sum(said) / len(said) if said else 0.0
+        recall = sum(there) / len(there) if there else 0.0
+        f1 = 2 * precision * recall / (precision + recall) if precision + recall else 0.0
+        assert (one.precision, one.recall, one.support) == (precision, recall, len(there))
+        assert one.f1 == pytest.approx(f1, rel=1e-12)
+    assert found.mcc == pytest.approx(pearson(rows), rel=1e-12, abs=1e-12)
+
+
+def pearson(rows: list[tuple[int, int]]) -> float:
+    """The correlation of one-hot predictions and labels over all rows and classes (Gorodkin's R_K)."""
+
+    def centred(column: list[int], label: int) -> list[float]:
+        share = column.count(label) / len(column)
+        return [(value == label) - share for value in column]
+
+    guesses, actuals = [one for one, _ in rows], [two for _, two in rows]
+    x = [value for label in range(4) for value in centred(guesses, label)]
+    y = [value for label in range(4) for value in centred(actuals, label)]
+    spread = sum(a * a for a in x) * sum(b * b for b in y)
+    return sum(a * b for a, b in zip(x, y, strict=True)) / math.sqrt(spread) if spread > 1e-18 else 0.0
+
+
+def test_auroc_by_hand() -> None:
+    """Positives .8 and .5 against negatives .5 and .2: 1 + 1 + 0.5 + 1 of 4 pairs."""
+    assert auroc([0.8, 0.5, 0.5, 0.2], [1, 1, 0, 0]) == 3.5 / 4
+    assert auroc([0.1, 0.9], [1, 0]) == 0.0
+    assert auroc([0.5, 0.5, 0.5], [1, 0, 0]) == 0.5
+
+
+@given(rows=SCORED)
+def test_auroc_is_the_share_of_pairs_in_order(rows: list[tuple[float, int]]) -> None:
+    """All pairs of a positive and a negative, ties for half; none of one class is no AUROC."""
+    pairs = [(p, n) for p, one in rows for n, two in rows if one == 1 and two == 0]
+    wanted = sum((p > n) + 0.5 * (p == n) for p, n in pairs) / len(pairs) if pairs else None
+    assert auroc([score for score, _ in rows], [label for _, label in rows]) == wanted
+
+
+@given(rows=st.lists(st.tuples(st.floats(0, 1), st.integers(0, 1), st.floats(0, 1e6)), max_size=30), seed=st.integers())
+def test_the_order_of_rows_changes_no_bit(rows: list[tuple[float, int, float]], seed: int) -> None:
+    """Workers hand in their rows in any order and split."""
+    mixed = list(rows)
+    random.Random(seed).shuffle(mixed)
+
+    def of(some: list[tuple[float, int, float]]) -> object:
+        guesses = torch.tensor([int(p > 0.5) for p, _, _ in some], dtype=torch.int64)
+        actual = [label for _, label, _ in some]
+        matrix = confusion_matrix(guesses, torch.tensor(actual, dtype=torch.int64), 2)
+        return scores(matrix, [p for p, _, _ in some], actual, [loss for _, _, loss in some])
+
+    assert of(mixed) == of(rows)
+
+
+def test_the_loss_is_the_mean_over_rows() -> None:
+    """(0.5 + 1.5 + 4) / 3 = 2."""
+    assert scores(torch.tensor([[1, 0], [1, 1]]), row_losses=[0.5, 1.5, 4.0]).loss == 2.0
+
+
+def test_scores_are_plain_values() -> None:
+    """They go into JSON as they are."""
+    found = scores(torch.tensor([[1, 0], [1, 1]]), [0.1, 0.9, 0.6], [0, 1, 1], [1.0, 1.0, 1.0])
+    assert json.loads(json.dumps(found.as_dict()))["confusion"] == [[1, 0], [1, 1]]
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    """Lists of other lengths would give the scores of other rows."""
+    matrix = torch.tensor([[1, 0], [1, 1]])
+    with pytest.raises(ValueError, match="2 losses for 3 rows"):
+        scores(matrix, row_losses=[1.0, 2.0])
+    with pytest.raises(ValueError, match="two classes and a label for each of 3 rows"):
+        scores(matrix, [0.1], [1])
+    with pytest.raises(ValueError, match="2 probabilities for 1 labels"):
+        auroc([0.1, 0.2], [1])
+    with pytest.raises(ValueError, match="not 0 or 1"):
+        auroc([0.1], [2])
+    with pytest.raises(ValueError, match="NaN"):
+        auroc([math.nan], [1])
+    with pytest.raises(ValueError, match="square"):
+        scores(torch.zeros(2, 3))
+    with pytest.raises(ValueError, match="negative"):
+        scores(torch.tensor([[1, -1], [0, 0]]))

@@ -1,0 +1,243 @@
+"""The adapter trains what it says, starts at zero, and is read back bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from andon.model.adapter import (
+    AdapterSpec,
+    adapter_tensors,
+    attach,
+    base_digest,
+    export_adapter,
+    load_adapter,
+    read_labels,
+    save_base,
+    trainable_parameters,
+)
+from andon.model.build import build_base, quiet_loading
+from andon.model.task import predictions
+from andon.problems import InputError
+from andon_contracts.digest import tree_digest
+from tests.model.tiny import CPU, LORA, TINY, adapted, perturbed, spec, task
+
+ARCHITECTURES = ("decoder", "encoder")
+ROWS = task([[1, 2, 3], [4, 5, 6, 7, 8], [9]], [0, 1, 2])
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    """Of the three rows, in eval mode."""
+    return predictions(model, ROWS.load([0, 1, 2], CPU))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_an_adapter_starts_as_no_change(architecture: str) -> None:
+    """B is zero and A is not, so the first forward pass is the base model's (seed S10)."""
+    model = adapted(architecture)
+    lora = {name: value for name, value in trainable_parameters(model).items() if ".lora_" in name}
+    assert all(bool(value.eq(0).all()) == (".lora_B." in name) for name, value in lora.items())
+    assert torch.equal(logits(model), logits(build_base(spec(architecture))))
+
+
+def test_the_trainable_weights_are_counted_by_hand() -> None:
+    """Per layer and target: r * (in + out); q, o: 16+16, k, v: 16+8, gate, up, down: 16+24; head: 16 * 3."""
+    per_layer = 2 * (2 * (16 + 16) + 2 * (16 + 8) + 3 * (16 + 24))
+    trainable = trainable_parameters(adapted())
+    assert sum(value.numel() for value in trainable.values()) == 2 * per_layer + 48
+    assert len(trainable) == 2 * 7 * 2 + 1
+
+
+def test_the_canonical_order_is_sorted_by_name() -> None:
+    """Flat buffers of all ranks have one layout (F-HET-001)."""
+    names = list(trainable_parameters(adapted()))
+    assert names == sorted(names)
+    assert names == list(trainable_parameters(adapted()))
+
+
+def test_a_is_drawn_from_the_given_seed_alone() -> None:
+    """Not from the process-global generator, which is left as it was."""
+    before = torch.get_rng_state()
+    first, again = adapted(), adapted()
+    other = attach(build_base(spec()), LORA, seed=4)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert tree_digest(trainable_parameters(first)) == tree_digest(trainable_parameters(again))
+    assert tree_digest(trainable_parameters(first)) != tree_digest(trainable_parameters(other))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_trainable_weight_gets_a_gradient_and_the_base_none(architecture: str, dtype: str) -> None:
+    """The seed's adapters never got one (V28). Trainables are fp32 before a bfloat16 base too, the head as well."""
+    model = perturbed(adapted(architecture, dtype))
+    before = base_digest(model)
+    ROWS.loss_sum(model, ROWS.load([0, 1, 2], CPU)).loss_sum.backward()
+    for name, parameter in trainable_parameters(model).items():
+        assert parameter.dtype == torch.float32, name
+        assert parameter.grad is not None, name
+        assert bool(parameter.grad.ne(0).any()), name
+    assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
+    assert base_digest(model) == before
+
+
+def test_the_base_digest_sees_a_frozen_weight_and_no_trainable_one() -> None:
+    """A moved adapter leaves it; one flipped frozen weight or buffer does not."""
+    model = adapted()
+    before = base_digest(model)
+    assert base_digest(perturbed(model)) == before
+    with torch.no_grad():
+        next(p for p in model.parameters() if not p.requires_grad)[0, 0] += 1
+    assert base_digest(model) != before
+
+
+def test_without_an_adapter_every_weight_trains_in_fp32() -> None:
+    """adapter none: nothing is frozen, a bfloat16 base is raised."""
+    model = adapted("encoder", "bfloat16", AdapterSpec(kind="none"))
+    assert len(trainable_parameters(model)) == len(list(model.parameters()))
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        (("q_proj", "v_prj"), "'v_prj' matches no Linear module; did you mean 'v_proj'"),
+        (("zzz",), "'zzz' matches no Linear module; there are down_proj, gate_proj"),
+        (("q_norm",), "'q_norm' matches no Linear module"),
+        (("_proj",), "'_proj' matches no Linear module"),
+        (("q_proj", "score"), "'score' is the classification head"),
+        (("all-linear", "q_proj"), "already names every module"),
+        ((), "no targets"),
+    ],
+)
+def test_a_target_that_matches_nothing_is_refused(targets: tuple[str, ...], message: str) -> None:
+    """peft adapts what matches and says nothing of the rest; here each named target must match."""
+    with pytest.raises(InputError, match=message):
+        attach(build_base(spec()), dataclasses.replace(LORA, targets=targets), seed=0)
+
+
+def test_all_wrong_targets_are_told_at_once() -> None:
+    """Not only the first."""
+    with pytest.raises(InputError) as caught:
+        attach(build_base(spec()), dataclasses.replace(LORA, targets=("q_prj", "v_prj", "k_proj")), seed=0)
+    assert len(caught.value.problems) == 2
+
+
+def test_named_targets_are_adapted_and_no_others() -> None:
+    """Whole dotted suffixes: a name alone, or with the names before it."""
+    model = attach(build_base(spec()), dataclasses.replace(LORA, targets=("q_proj", "1.mlp.up_proj")), seed=0)
+    found = {name.split(".lora_")[0] for name in trainable_parameters(model) if ".lora_" in name}
+    prefix = "base_model.model.model.layers"
+    assert found == {f"{prefix}.0.self_attn.q_proj", f"{prefix}.1.self_attn.q_proj", f"{prefix}.1.mlp.up_proj"}
+
+
+@pytest.mark.parametrize(
+    "change", [{"kind": "lorra"}, {"r": 0}, {"alpha": 0.0}, {"alpha": float("nan")}, {"dropout": 1.0}]
+)
+def test_values_out_of_range_are_refused(change: dict[str, object]) -> None:
+    """Rank 0 made the seed divide by zero (V16)."""
+    with pytest.raises(InputError, match=str(next(iter(change)))):
+        attach(build_base(spec()), dataclasses.replace(LORA, **change), seed=0)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_stock_peft_reads_the_export_bit_for_bit(architecture: str, tmp_path: Path) -> None:
+    """AutoPeftModelForSequenceClassification offline: equal logits, label names kept."""
+    from peft import AutoPeftModelForSequenceClassification
+
+    model = perturbed(adapted(architecture))
+    save_base(model, tmp_path / "base", TINY.labels)
+    export_adapter(model, tmp_path / "adapter", str(tmp_path / "base"), TINY.labels)
+    with quiet_loading():
+        loaded = AutoPeftModelForSequenceClassification.from_pretrained(tmp_path / "adapter")
+    assert torch.equal(logits(loaded), logits(model))
+    assert not torch.equal(logits(loaded), logits(adapted(architecture)))
+    assert loaded.config.id2label == dict(enumerate(TINY.labels))
+    assert read_labels(tmp_path / "adapter") == TINY.labels
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_our_own_reader_is_exact_for_every_base(architecture: str, dtype: str, tmp_path: Path) -> None:
+    """The head stays fp32 behind a bfloat16 base, which stock peft would round."""
+    model = perturbed(adapted(architecture, dtype))
+    export_adapter(model, tmp_path, "unused", TINY.labels)
+    loaded = adapted(architecture, dtype)
+    assert not torch.equal(logits(loaded), logits(model))
+    load_adapter(loaded, tmp_path)
+    assert torch.equal(logits(loaded), logits(model))
+    assert tree_digest(trainable_parameters(loaded)) == tree_digest(trainable_parameters(model))
+
+
+def test_a_model_without_an_adapter_is_exported_whole(tmp_path: Path) -> None:
+    """adapter none: the folder is the model, as transformers loads it."""
+    model = perturbed(adapted("encoder", adapter=AdapterSpec(kind="none")))
+    export_adapter(model, tmp_path, "unused", TINY.labels)
+    loaded = build_base(dataclasses.replace(spec("encoder"), base=str(tmp_path)))
+    assert torch.equal(logits(loaded), logits(model))
+
+
+def test_an_adapter_that_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
+    """Stock peft leaves what is absent as it was."""
+    model = adapted()
+    export_adapter(model, tmp_path, "unused", TINY.labels)
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    absent = sorted(tensors)[0]
+    del tensors[absent]
+    tensors["strange.lora_A.weight"] = torch.zeros(1)
+    tensors["base_model.model.score.weight"] = torch.zeros(2, 16)
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    before = tree_digest(trainable_parameters(model))
+    with pytest.raises(InputError) as caught:
+        load_adapter(model, tmp_path)
+    text = str(caught.value)
+    assert f"has no {absent}" in text
+    assert "has strange.lora_A.weight" in text
+    assert "is (2, 16), the model's (3, 16)" in text
+    assert tree_digest(trainable_parameters(model)) == before
+
+
+def test_an_absent_adapter_is_the_users_affair(tmp_path: Path) -> None:
+    """With the file's name."""
+    with pytest.raises(InputError, match=r"adapter_model\.safetensors"):
+        load_adapter(adapted(), tmp_path)
+    with pytest.raises(InputError, match=r"labels\.json"):
+        read_labels(tmp_path)
+
+
+def test_exports_of_one_state_have_the_same_bytes(tmp_path: Path) -> None:
+    """Sets are sorted, since their order depends on the process's hash seed."""
+    for place in ("a", "b"):
+        export_adapter(perturbed(adapted()), tmp_path / place, "base", TINY.labels)
+    files = sorted(path.name for path in (tmp_path / "a").iterdir())
+    assert files == ["adapter_config.json", "adapter_model.safetensors", "labels.json"]
+    for name in files:
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
+    assert config["target_modules"] == sorted(config["target_modules"])
+    assert len(config["target_modules"]) == 14
+    assert config["modules_to_save"] == ["classifier", "score"]
+    assert config["inference_mode"] is True
+
+
+def test_exported_tensors_are_copies() -> None:
+    """What is written next step does not change what was taken for a checkpoint."""
+    model = adapted()
+    taken = adapter_tensors(model)
+    before = tree_digest(taken)
+    perturbed(model)
+    assert tree_digest(taken) == before
+    assert tree_digest(adapter_tensors(model)) != before
+
+
+def test_saving_the_base_leaves_the_adapter_out(tmp_path: Path) -> None:
+    """Of an adapted model and of the plain one the same bytes come."""
+    save_base(perturbed(adapted()), tmp_path / "adapted", TINY.labels)
+    save_base(build_base(spec()), tmp_path / "plain", TINY.labels)
+    for name in ("model.safetensors", "config.json", "labels.json"):
+        assert (tmp_path / "adapted" / name).read_bytes() == (tmp_path / "plain" / name).read_bytes()

@@ -1,0 +1,186 @@
+"""The same spec gives the same bits, and what does not fit is said before anything is trained."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from andon.model.adapter import base_digest, save_base
+from andon.model.build import ModelSpec, build_base, head_names
+from andon.problems import InputError
+from andon_contracts.digest import tree_digest
+from tests.model.tiny import PAD, TINY, spec
+
+ARCHITECTURES = ("decoder", "encoder")
+
+
+def digest(model: nn.Module) -> int:
+    """Of every tensor that the model holds."""
+    return tree_digest(dict(model.named_parameters()) | dict(model.named_buffers()))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_same_spec_gives_the_same_bits(architecture: str, dtype: str) -> None:
+    """Replicas that are built apart start equal, whatever was drawn before; another seed gives another model."""
+    first = build_base(spec(architecture, dtype))
+    torch.rand(5)
+    again = build_base(spec(architecture, dtype))
+    other = build_base(dataclasses.replace(spec(architecture, dtype), seed=8))
+    assert digest(first) == digest(again)
+    assert digest(first) != digest(other)
+    assert {parameter.dtype for parameter in first.parameters()} == {getattr(torch, dtype)}
+
+
+def test_another_process_gives_the_same_bits() -> None:
+    """No part of a model depends on the process (hash seed, what was imported or drawn before)."""
+    code = (
+        "from tests.model.tiny import spec; from andon.model.build import build_base;"
+        "from andon.model.adapter import base_digest; print(base_digest(build_base(spec()).requires_grad_(False)))"
+    )
+    root = Path(__file__).parents[2]
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=root,
+        env={**__import__("os").environ, "PYTHONHASHSEED": "1", "PYTHONPATH": ":".join([str(root), *sys.path])},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert int(found.stdout) == base_digest(build_base(spec()).requires_grad_(False))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_global_generator_is_left_alone(architecture: str) -> None:
+    """Building a model draws nothing from the process-global generator."""
+    before = torch.get_rng_state()
+    build_base(spec(architecture))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_every_layer_starts_with_its_own_weights() -> None:
+    """The seed's initialisation gave every layer the same weights (seed S9); here no two are alike."""
+    tensors = dict(build_base(spec()).named_parameters())
+    assert not torch.equal(
+        tensors["model.layers.0.self_attn.q_proj.weight"], tensors["model.layers.1.self_attn.q_proj.weight"]
+    )
+
+
+def test_the_size_of_a_head_is_hidden_over_heads() -> None:
+    """transformers takes 128 for a head unless told: hidden 16 over 2 heads is 8, and q_proj is 16 x 16."""
+    model = build_base(spec())
+    assert dict(model.named_parameters())["model.layers.0.self_attn.q_proj.weight"].shape == (16, 16)
+    assert dict(model.named_parameters())["model.layers.0.self_attn.k_proj.weight"].shape == (8, 16)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_folder_gives_back_what_was_saved(architecture: str, tmp_path: Path) -> None:
+    """A saved base loads with the same bits, label names and padding id, without the network."""
+    model = build_base(spec(architecture))
+    save_base(model, tmp_path / "base", TINY.labels)
+    loaded = build_base(dataclasses.replace(spec(architecture), base=str(tmp_path / "base"), seed=99))
+    assert digest(loaded) == digest(model)
+    assert loaded.config.id2label == dict(enumerate(TINY.labels))
+    assert loaded.config.pad_token_id == PAD
+
+
+def test_a_folder_without_a_head_gets_one_from_the_seed(tmp_path: Path) -> None:
+    """A checkpoint with another head, or none, is the usual case: the head is drawn from the spec's seed."""
+    save_base(build_base(spec()), tmp_path, TINY.labels)
+    wanted = dataclasses.replace(TINY, base=str(tmp_path), num_labels=2, labels=("a", "b"))
+    first, again, other = (build_base(dataclasses.replace(wanted, seed=seed)) for seed in (1, 1, 2))
+    assert first.get_submodule("score").weight.shape == (2, 16)
+    assert digest(first) == digest(again)
+    assert digest(first) != digest(other)
+
+
+def test_a_folder_that_lacks_part_of_its_backbone_is_refused(tmp_path: Path) -> None:
+    """transformers would fill the hole with noise and go on."""
+    save_base(build_base(spec()), tmp_path, TINY.labels)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InputError, match=r"lacks weights.*layers\.1\.mlp\.up_proj\.weight"):
+        build_base(dataclasses.replace(TINY, base=str(tmp_path)))
+
+
+def test_a_damaged_folder_is_the_users_affair(tmp_path: Path) -> None:
+    """A torn weights file is reported with the folder's name and not as a traceback."""
+    save_base(build_base(spec()), tmp_path, TINY.labels)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(InputError, match="cannot load"):
+        build_base(dataclasses.replace(TINY, base=str(tmp_path)))
+
+
+@pytest.mark.parametrize("name", ["./absent", "/absent/folder", "a/b/c", "~/absent-folder"])
+def test_an_absent_folder_is_not_looked_up_on_the_hub(name: str) -> None:
+    """What can only be a path is never sent over the network."""
+    with pytest.raises(InputError, match="there is no folder"):
+        build_base(dataclasses.replace(TINY, base=name))
+
+
+def test_a_file_and_an_empty_folder_are_no_models(tmp_path: Path) -> None:
+    """Each is told apart."""
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(InputError, match="is a file"):
+        build_base(dataclasses.replace(TINY, base=str(tmp_path / "file")))
+    with pytest.raises(InputError, match=r"no config\.json"):
+        build_base(dataclasses.replace(TINY, base=str(tmp_path)))
+
+
+def test_a_tokenizer_with_more_ids_than_the_vocabulary_is_refused(tmp_path: Path) -> None:
+    """The seed gave such ids a zero embedding and a warning (seed S3)."""
+    save_base(build_base(spec()), tmp_path, TINY.labels)
+    with pytest.raises(InputError, match="34 ids, the model's vocabulary 33"):
+        build_base(dataclasses.replace(TINY, base=str(tmp_path), vocab_size=34))
+
+
+def test_rows_longer_than_the_positions_are_refused(tmp_path: Path) -> None:
+    """A BERT has as many positions as it has; one token more would be an index error in the middle of training."""
+    save_base(build_base(spec("encoder")), tmp_path, TINY.labels)
+    assert build_base(dataclasses.replace(TINY, base=str(tmp_path), max_length=16))
+    with pytest.raises(InputError, match="17 tokens are more than the model's 16 positions"):
+        build_base(dataclasses.replace(TINY, base=str(tmp_path), max_length=17))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dtype": "float16"}, "'float16' is not one of float32, bfloat16"),
+        ({"num_labels": 1, "labels": ("a",)}, "at least 2"),
+        ({"labels": ("a", "b")}, "2 label names for 3 classes"),
+        ({"pad_id": 33}, "padding id 33 is outside"),
+        ({"architecture": "decoderr"}, "'decoderr' is not one of decoder, encoder"),
+        ({"hidden_size": 15}, "15 is not a multiple of the 2 attention heads"),
+        ({"hidden_size": 18}, "is odd"),
+        ({"num_key_value_heads": 3}, "3 does not divide the 2 attention heads"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers: 0 must be at least 1"),
+        ({"dropout": 1.0}, "1.0 must be at least 0 and below 1"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(change: dict[str, object], message: str) -> None:
+    """Each is named with its value."""
+    with pytest.raises(InputError, match=message):
+        build_base(dataclasses.replace(TINY, **change))
+
+
+def test_all_faults_of_a_spec_are_told_at_once() -> None:
+    """Not only the first."""
+    wrong = ModelSpec(num_labels=1, labels=(), vocab_size=4, pad_id=9, dtype="int8", dropout=-1.0)
+    with pytest.raises(InputError) as caught:
+        build_base(wrong)
+    assert len(caught.value.problems) == 5
+
+
+def test_the_head_is_what_lies_beside_the_backbone() -> None:
+    """One name for decoders, another for BERT; neither is part of the backbone."""
+    assert head_names(build_base(spec("decoder"))) == ("score",)
+    assert head_names(build_base(spec("encoder"))) == ("classifier",)

@@ -1,0 +1,201 @@
+"""Rows become a loss sum by a law that can be written down, and their digest tells what the model was given."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from andon.model.task import ClassificationTask, evaluation_batches, predictions
+from andon.problems import InputError
+from tests.model.tiny import CPU, PAD, adapted, perturbed, task
+
+
+class Fixed(nn.Module):
+    """Gives row r the logits `table[first token]`, so that a loss can be worked out by hand."""
+
+    def __init__(self, table: list[list[float]]) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.tensor(table))
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Fixed:
+        """An output with `logits`, as transformers gives it."""
+        self.logits = self.table[input_ids[:, 0]]
+        return self
+
+
+def test_the_loss_is_the_weighted_sum() -> None:
+    """Logits ln(1), ln(2), ln(5) have probabilities 1/8, 2/8, 5/8: the sum is 1*ln(8) + 2*ln(4) + 3*ln(8/5).
+
+    torch's weighted mean would divide by 6, the mean by 3 (seed S5, D3).
+    """
+    rows = task([[0], [0], [0]], [0, 1, 2], class_weights=[1.0, 2.0, 3.0])
+    loss = rows.loss_sum(Fixed([[math.log(1), math.log(2), math.log(5)]]), rows.load([0, 1, 2], CPU))
+    assert loss.loss_sum.dtype == torch.float32
+    assert loss.loss_sum.dim() == 0
+    assert loss.loss_sum.item() == pytest.approx(math.log(8) + 2 * math.log(4) + 3 * math.log(8 / 5), rel=1e-6)
+    assert loss.correct.item() == 1
+    assert loss.correct.dtype == torch.int64
+
+
+def test_the_gradient_is_weight_times_probability_minus_target() -> None:
+    """d/dlogit of w * ce is w * (p - onehot): for label 1 of equal logits and w = 2 it is 2 * (1/3, -2/3, 1/3)."""
+    rows = task([[0]], [1], class_weights=[5.0, 2.0, 7.0])
+    model = Fixed([[0.0, 0.0, 0.0]])
+    rows.loss_sum(model, rows.load([0], CPU)).loss_sum.backward()
+    assert model.table.grad is not None
+    torch.testing.assert_close(model.table.grad, torch.tensor([[2 / 3, -4 / 3, 2 / 3]]))
+
+
+def test_the_loss_is_taken_in_fp32_whatever_the_logits() -> None:
+    """A bfloat16 loss has eight bits; 256 + 1 would be lost in it."""
+    rows = task([[0]], [0])
+    losses = rows.row_losses(torch.tensor([[0.0, 256.0, 0.0]], dtype=torch.bfloat16), torch.tensor([0]))
+    assert losses.dtype == torch.float32
+    assert losses.item() == pytest.approx(256.0)
+
+
+def test_a_nan_is_not_masked() -> None:
+    """The seed turned NaN logits into a loss of 23.03 (V10, S18)."""
+    rows = task([[0]], [0])
+    assert math.isnan(rows.loss_sum(Fixed([[math.nan, 0.0, 0.0]]), rows.load([0], CPU)).loss_sum.item())
+
+
+def test_the_models_own_loss_stays_out_of_it() -> None:
+    """It would guess its kind from the labels' dtype and write that into the config."""
+    model = adapted()
+    rows = task([[1, 2], [3]], [0, 2])
+    rows.loss_sum(model, rows.load([0, 1], CPU))
+    assert model.get_base_model().config.problem_type is None
+
+
+def test_padding_is_on_the_right_to_the_longest_row_in_eights() -> None:
+    """A function of the rows of the batch alone: 3 and 9 tokens make 16 columns, 3 alone make 8."""
+    rows = task([[1, 2, 3], list(range(9))], [0, 1])
+    batch = rows.load([1, 0], CPU)
+    assert batch["input_ids"].tolist() == [[*range(9), *[PAD] * 7], [1, 2, 3, *[PAD] * 13]]
+    assert batch["attention_mask"].tolist() == [[1] * 9 + [0] * 7, [1] * 3 + [0] * 13]
+    assert batch["labels"].tolist() == [1, 0]
+    assert rows.load([0], CPU)["input_ids"].shape == (1, 8)
+
+
+def test_padding_does_not_exceed_the_positions() -> None:
+    """Ten positions and nine tokens: ten columns, not sixteen, or a BERT would look beyond its table."""
+    rows = ClassificationTask([list(range(9))], [0], num_labels=3, vocab_size=33, pad_id=PAD, max_length=10)
+    assert rows.load([0], CPU)["input_ids"].shape == (1, 10)
+
+
+@pytest.mark.parametrize("architecture", ["decoder", "encoder"])
+def test_what_stands_behind_a_row_does_not_matter(architecture: str) -> None:
+    """The mask covers the padding: the loss of a short row is the same beside a long one, up to rounding."""
+    model = perturbed(adapted(architecture))
+    rows = task([[1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 11, 12]], [2, 0])
+    together = predictions(model, rows.load([0, 1], CPU))
+    alone = predictions(model, rows.load([0], CPU))
+    torch.testing.assert_close(together[:1], alone, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(together[0], together[1], atol=1e-3)
+
+
+def test_predictions_leave_the_mode_and_no_graph() -> None:
+    """Evaluation in the middle of training is without dropout and without trace."""
+    model = adapted().train()
+    found = predictions(model, task([[1]], [0]).load([0], CPU))
+    assert model.training
+    assert not found.requires_grad
+    assert found.dtype == torch.float32
+
+
+@given(
+    rows=st.lists(
+        st.tuples(st.lists(st.integers(0, PAD - 1), min_size=1, max_size=12), st.integers(0, 2)), min_size=1, max_size=6
+    ),
+    data=st.data(),
+)
+def test_content_is_the_planned_digest_in_any_batch(rows: list[tuple[list[int], int]], data: st.DataObject) -> None:
+    """Whatever the neighbours, the order and so the padding."""
+    given_rows = task([row for row, _ in rows], [label for _, label in rows])
+    ids = data.draw(st.lists(st.integers(0, len(rows) - 1), min_size=1, max_size=6))
+    batch = given_rows.load(ids, CPU)
+    assert torch.equal(given_rows.content(batch), given_rows.planned_content(ids))
+    assert torch.equal(given_rows.planned_content(ids), given_rows.row_digest_table()[ids])
+
+
+@pytest.mark.parametrize(
+    ("key", "row", "column", "value"),
+    [("input_ids", 0, 1, 9), ("labels", 0, None, 2), ("attention_mask", 0, 3, 1), ("attention_mask", 0, 0, 0)],
+)
+def test_content_sees_every_kind_of_tampering(key: str, row: int, column: int | None, value: int) -> None:
+    """A token, a label, a mask too long, a mask with a hole: the row's digest changes, its neighbour's does not."""
+    rows = task([[1, 2, 3], [4, 5]], [0, 1])
+    batch = {name: tensor.clone() for name, tensor in rows.load([0, 1], CPU).items()}
+    batch[key][(row,) if column is None else (row, column)] = value
+    changed = rows.content(batch) != rows.planned_content([0, 1])
+    assert changed.tolist() == [True, False]
+
+
+def test_content_tells_left_padding_from_right() -> None:
+    """The same tokens under a mask of the same length, but moved: an encoder sees other positions."""
+    rows = task([[1, 2, 3]], [0])
+    batch = {name: tensor.flip(1) if tensor.dim() == 2 else tensor for name, tensor in rows.load([0], CPU).items()}
+    assert not torch.equal(rows.content(batch), rows.planned_content([0]))
+
+
+def test_the_table_spans_its_chunks() -> None:
+    """More rows than one chunk of the table: every one is right."""
+    rows = task([[index % PAD] * (1 + index % 5) for index in range(1100)], [index % 3 for index in range(1100)])
+    ids = [0, 511, 512, 1023, 1024, 1099]
+    assert torch.equal(rows.content(rows.load(ids, CPU)), rows.planned_content(ids))
+
+
+def test_all_wrong_rows_are_told_with_their_places() -> None:
+    """Labels out of range or of another type, ids outside of the vocabulary, no tokens, padding at the end."""
+    with pytest.raises(InputError) as caught:
+        ClassificationTask(
+            [[1], [33], [-1], [], [1, PAD], [1], [1]],
+            [3, 0, 0, 0, 0, "unsafe", True],  # type: ignore[list-item]
+            num_labels=3,
+            vocab_size=33,
+            pad_id=PAD,
+            places=[f"train.csv:{line}" for line in range(2, 9)],
+        )
+    text = str(caught.value).splitlines()
+    assert [line.partition(": ")[0] for line in text] == [f"train.csv:{line}" for line in range(2, 9)]
+    for line, part in zip(
+        text, ["label 3", "id 33", "id -1", "no tokens", "padding token", "'unsafe'", "True"], strict=True
+    ):
+        assert part in line
+
+
+def test_too_long_rows_and_wrong_weights_are_refused() -> None:
+    """A weight is finite and not negative; there is one for each class."""
+    with pytest.raises(InputError, match="3 tokens are more than max_length 2"):
+        ClassificationTask([[1, 2, 3]], [0], num_labels=3, vocab_size=33, pad_id=PAD, max_length=2)
+    with pytest.raises(InputError, match="2 weights for 3 classes"):
+        task([[1]], [0], class_weights=[1.0, 1.0])
+    for weight in (-1.0, math.nan, math.inf):
+        with pytest.raises(InputError, match="of class 1 must be finite"):
+            task([[1]], [0], class_weights=[1.0, weight, 1.0])
+    with pytest.raises(InputError, match="2 rows of tokens but 1 labels"):
+        task([[1], [2]], [0])
+
+
+def test_rows_that_do_not_exist_are_refused() -> None:
+    """A negative id would silently be a row counted from the end."""
+    rows = task([[1], [2]], [0, 1])
+    with pytest.raises(ValueError, match="at least one row"):
+        rows.load([], CPU)
+    for ids in ([2], [-1]):
+        with pytest.raises(IndexError):
+            rows.load(ids, CPU)
+
+
+@given(count=st.integers(0, 200), rows=st.integers(1, 40))
+def test_evaluation_visits_every_row_once_in_order(count: int, rows: int) -> None:
+    """Nothing is padded with rows seen before, nothing is dropped."""
+    batches = evaluation_batches(count, rows)
+    assert [row for batch in batches for row in batch] == list(range(count))
+    assert all(0 < len(batch) <= rows for batch in batches)

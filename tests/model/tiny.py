@@ -1,0 +1,64 @@
+"""The smallest models and rows that have everything a real one has."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import nn
+
+from andon.model.adapter import AdapterSpec, attach, trainable_parameters
+from andon.model.build import ModelSpec, build_base
+from andon.model.task import ClassificationTask
+
+CPU = torch.device("cpu")
+PAD = 32
+TINY = ModelSpec(
+    num_labels=3,
+    labels=("safe", "needs-quoting", "unsafe"),
+    vocab_size=33,
+    pad_id=PAD,
+    hidden_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    intermediate_size=24,
+    dropout=0.0,
+    max_length=16,
+    seed=7,
+)
+LORA = AdapterSpec(r=2, alpha=4.0, dropout=0.0)
+
+
+def spec(architecture: str = "decoder", dtype: str = "float32") -> ModelSpec:
+    """The tiny model's spec."""
+    return dataclasses.replace(TINY, architecture=architecture, dtype=dtype)
+
+
+def adapted(architecture: str = "decoder", dtype: str = "float32", adapter: AdapterSpec = LORA) -> nn.Module:
+    """The tiny model with an adapter whose B is zero, as training starts."""
+    return attach(build_base(spec(architecture, dtype)), adapter, seed=3)
+
+
+def perturbed(model: nn.Module, seed: int = 11) -> nn.Module:
+    """`model` with every trainable weight moved: with B at zero A has no gradient and dropout no effect."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in trainable_parameters(model).values():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.3)
+    return model
+
+
+def task(
+    tokens: list[list[int]], labels: list[int], class_weights: list[float] | None = None, padding_multiple: int = 8
+) -> ClassificationTask:
+    """A task over rows of the tiny vocabulary."""
+    return ClassificationTask(
+        tokens,
+        labels,
+        num_labels=3,
+        vocab_size=33,
+        pad_id=PAD,
+        class_weights=class_weights,
+        padding_multiple=padding_multiple,
+    )
