@@ -3,7 +3,8 @@
 On a CPU dropout draws from the process-global generator, so replicas in threads would race for it. `KeyedRandomness`
 hands every random operation the micro-batch's own generator instead. Intercepting each ATen operation costs about a
 quarter of a small forward pass, so only the functions that are known to draw (`STOCHASTIC`) pass through the
-interceptor; `needs_full_interception` runs one forward under full interception before step 1 and says whether that is enough.
+interceptor; `needs_full_interception` tries the model under full interception before step 1 and says whether that is
+enough.
 """
 
 from __future__ import annotations
@@ -59,19 +60,42 @@ class UnkeyedRandomnessError(ValueError):
     """The model draws random numbers in a way that cannot be keyed by micro-batch."""
 
 
-def _is_random(operation: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in operation.tags
+def _draws(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether this call of an ATen operation draws: attention is tagged as random even where its dropout is 0."""
+    if torch.Tag.nondeterministic_seeded not in operation.tags:
+        return False
+    for place, argument in enumerate(operation._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)
+            return bool(given != 0)
+    return True
 
 
-def _takes_generator(operation: Any) -> bool:
-    return any(argument.name == "generator" for argument in operation._schema.arguments)
+_WITH_GENERATOR = {"default": "generator", "low": "low_generator", "low_dtype": "low_generator_dtype"}
 
 
-class _Interceptor(TorchDispatchMode):
-    """Gives every random ATen operation `generator`; notes those that take none."""
+def _taking_generator(operation: Any) -> Any | None:
+    """The operation, or the overload of it, that takes a generator; None where there is none."""
+    if any(argument.name == "generator" for argument in operation._schema.arguments):
+        return operation
+    overload = _WITH_GENERATOR.get(operation._overloadname, "")
+    packet = operation.overloadpacket
+    return getattr(packet, overload) if overload in packet.overloads() else None
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined,unused-ignore]
+
+
+class _Interceptor(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Gives every random ATen operation `generator`; notes those that it cannot key.
+
+    These take no generator, or run in the backward pass: a forward that is computed again there (activation
+    checkpointing) would go on in the stream and get other masks than those whose gradient it computes.
+    """
 
     def __init__(self, generator: torch.Generator) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.generator = generator
         self.refused: set[str] = set()
         self.intercepted = 0
@@ -80,13 +104,21 @@ class _Interceptor(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not _is_random(func):
+        if not _draws(func, args, kwargs):
             return func(*args, **kwargs)
-        if not _takes_generator(func):
-            self.refused.add(str(func))
+        keyed = _taking_generator(func)
+        if keyed is None or _in_backward():
+            self.refused.add(f"{func} in the backward pass" if _in_backward() else str(func))
             return func(*args, **kwargs)
         self.intercepted += 1
-        return func(*args, **{**kwargs, "generator": self.generator})
+        return keyed(*args, **{**kwargs, "generator": self.generator})
+
+    def raise_if_refused(self) -> None:
+        """Raise `UnkeyedRandomnessError` with the operations that could not be keyed, if there were any."""
+        if self.refused:
+            names, self.refused = ", ".join(sorted(self.refused)), set()
+            msg = f"the model draws random numbers that cannot be keyed by micro-batch: {names}"
+            raise UnkeyedRandomnessError(msg)
 
 
 class _StochasticFunctions(TorchFunctionMode):
@@ -121,7 +153,10 @@ class KeyedRandomness:
 
     @contextmanager
     def micro_batch(self, step: int, index: int) -> Iterator[None]:
-        """Inside, this thread's random operations draw from the stream of (seed, step, index)."""
+        """Inside, this thread's random operations draw from the stream of (seed, step, index).
+
+        Raises `UnkeyedRandomnessError` at the end if one could not, as in activation checkpointing on a CPU.
+        """
         stream = key(self._seed, step, index)
         if self._device.type == "cuda":
             torch.cuda.default_generators[self._device.index or 0].manual_seed(stream)
@@ -130,13 +165,15 @@ class KeyedRandomness:
         self._generator.manual_seed(stream)
         with self._mode:
             yield
+        self._interceptor.raise_if_refused()
 
 
 def needs_full_interception(forward: Callable[[], object], device: torch.device) -> bool:
-    """Run `forward` once and say whether it draws outside of `STOCHASTIC`.
+    """Run `forward` twice and say whether it draws outside of `STOCHASTIC`.
 
-    Raises `UnkeyedRandomnessError` for a random operation that takes no generator. On a GPU nothing is intercepted,
-    so nothing is refused.
+    forward: returns a loss, or a `LeafLoss`. Where that has a graph its backward pass runs too, once, and leaves
+    gradients on the leaves. Raises `UnkeyedRandomnessError` for a random operation that takes no generator, and for
+    any in the backward pass. On a GPU nothing is intercepted, so nothing is refused.
     """
     if device.type == "cuda":
         return False
@@ -144,12 +181,18 @@ def needs_full_interception(forward: Callable[[], object], device: torch.device)
     return _count(forward, intercept_all=False) != full
 
 
+def _backward(result: object) -> None:
+    loss = getattr(result, "loss_sum", result)
+    if isinstance(loss, torch.Tensor) and loss.requires_grad:
+        loss.sum().backward()  # type: ignore[no-untyped-call]
+
+
 def _count(forward: Callable[[], object], *, intercept_all: bool) -> int:
     interceptor = _Interceptor(torch.Generator(device="cpu").manual_seed(0))
     mode = interceptor if intercept_all else _StochasticFunctions(interceptor)
     with torch.random.fork_rng(devices=[]), mode:
-        forward()
-    if interceptor.refused:
-        msg = f"the model draws random numbers that cannot be keyed by micro-batch: {', '.join(sorted(interceptor.refused))}"
-        raise UnkeyedRandomnessError(msg)
+        result = forward()
+        if intercept_all:
+            _backward(result)
+    interceptor.raise_if_refused()
     return interceptor.intercepted
