@@ -61,7 +61,7 @@ def reports_of(observations: Sequence[Observation]) -> tuple[LeafReport, ...]:
     """Every rank's reports, in order of rank and micro-batch."""
     found: list[LeafReport] = []
     for observation in observations:
-        assert observation.payload is not None  # noqa: S101
+        assert observation.payload is not None
         for row in observation.payload.view(-1, len(REPORT_FIELDS)).tolist():
             index, rows, loss, correct, nonfinite, content = row
             if index >= 0:
@@ -132,5 +132,5 @@ def judge_presence(observations: Sequence[Observation]) -> Sequence[Observation]
 @ensure(content_planned)
 @ensure(leaves_partition)
 def judge_leaves(reports: Sequence[LeafReport], plan: Sequence[LeafPlan], step: int) -> Sequence[LeafReport]:
-    """Before the reduction: each planned row used once, as it is in the data, with finite results. Raises `Violation`."""
+    """Before the reduction: each planned row used once, as it is in the data, finite results. Raises `Violation`."""
     return reports

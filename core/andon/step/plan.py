@@ -77,7 +77,7 @@ class BatchPlan:
 def epoch_order(ids: tuple[int, ...], seed: int, epoch: int) -> tuple[int, ...]:
     """The rows in the order of an epoch: a shuffle keyed by (seed, epoch)."""
     order = list(ids)
-    random.Random(f"andon order {seed} {epoch}").shuffle(order)  # noqa: S311
+    random.Random(f"andon order {seed} {epoch}").shuffle(order)
     return tuple(order)
 
 

@@ -87,8 +87,8 @@ def bind_to_places(rows: torch.Tensor, first: int) -> torch.Tensor:
 def _refuse_running_statistics(model: nn.Module) -> None:
     # Each rank sees other micro-batches, so these buffers would differ by rank and by world size (faults F11).
     for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
-            msg = f"{name} keeps running statistics of the micro-batches that its rank happened to see; freeze or replace it"
+        if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
+            msg = f"{name} keeps running statistics of the micro-batches that its rank happened to see; replace it"
             raise ValueError(msg)
 
 
@@ -183,7 +183,7 @@ class Replica:
         return nn.utils.get_total_norm([self.parameters.gradient])
 
     def clip(self, limit: float | None, norm: float) -> torch.Tensor:
-        """Scale the gradient to the global L2 norm `limit` if `norm` is above it (None: never); returns the new norm."""
+        """Scale the gradient to the L2 norm `limit` if `norm` is above it (None: never); returns the new norm."""
         if limit is not None:
             nn.utils.clip_grads_with_norm_([self.parameters.weights], limit, torch.tensor(norm, device=self.device))
         return self.gradient_norm()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TypeVar
 
 from andon_contracts.policy import argument, clause, ensure, require
@@ -22,7 +23,7 @@ def balanced_bounds(count: int, parts: int) -> tuple[tuple[int, int], ...]:
         raise ValueError(msg)
     size, larger = divmod(count, parts)
     starts = [part * size + min(part, larger) for part in range(parts + 1)]
-    return tuple(zip(starts, starts[1:], strict=False))
+    return tuple(pairwise(starts))
 
 
 def _explain_workers(num_workers: int) -> str:
