@@ -1,7 +1,4 @@
-"""Lets `pytest` run from a checkout in which Andon is not installed.
-
-Where the distribution is installed, as under tox, nothing happens, so that what is tested is what was built.
-"""
+"""What the unit tests and the falsification suite have in common: where Andon is, and how hard hypothesis searches."""
 
 from __future__ import annotations
 
@@ -10,8 +7,26 @@ import os
 import sys
 from pathlib import Path
 
+from hypothesis import HealthCheck, settings
+
 _SOURCES = [str(Path(__file__).parent / folder) for folder in ("contracts", "core", "falsify")]
 
+# Tests run in a checkout in which Andon is not installed, too. Where it is, as under tox, the built files are tested.
 if importlib.util.find_spec("andon_contracts") is None:
     sys.path[:0] = _SOURCES
     os.environ["PYTHONPATH"] = os.pathsep.join([*_SOURCES, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+
+settings.register_profile("dev", deadline=None, max_examples=25)
+settings.register_profile(
+    "ci",
+    deadline=None,
+    max_examples=50,
+    derandomize=True,
+    database=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile(
+    "deep", deadline=None, max_examples=1000, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))

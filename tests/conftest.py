@@ -18,25 +18,9 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
-from hypothesis import HealthCheck, settings
 
 GRACE_S = 10.0
 """How long what is ending may take to end; nothing waits that long unless it leaks."""
-
-settings.register_profile("dev", deadline=None, max_examples=25)
-settings.register_profile(
-    "ci",
-    deadline=None,
-    max_examples=50,
-    derandomize=True,
-    database=None,
-    print_blob=True,
-    suppress_health_check=[HealthCheck.too_slow],
-)
-settings.register_profile(
-    "deep", deadline=None, max_examples=1000, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 # Libraries set these on first use, for the whole process; pytest names the running test.
 _SET_BY_OTHERS = ("PYTEST_", "COVERAGE_", "COV_CORE_", "KMP_", "TORCHINDUCTOR_", "TRITON_", "PT_", "QT_")

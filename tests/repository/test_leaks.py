@@ -46,7 +46,7 @@ def test_what_a_test_leaves_behind_fails_it_and_no_other(pytester: pytest.Pytest
     pytester.makeconftest(text.replace("GRACE_S = 10.0", "GRACE_S = 0.1"))
     leaky = "".join(f"def test_{name}():\n    {statement}\n" for name, (statement, _) in LEAKS.items())
     pytester.makepyfile(f"import os, subprocess, sys, threading\nimport torch.distributed as dist\n{leaky}\n{CLEAN}")
-    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-rE")
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider")
     result.assert_outcomes(passed=len(LEAKS) + 1, errors=len(LEAKS))
     for name, (_, said) in LEAKS.items():
-        result.stdout.fnmatch_lines([f"ERROR *::test_{name} - *{said}*"])
+        result.stdout.fnmatch_lines([f"*ERROR at teardown of test_{name} *", f"E *: {said}*"])
