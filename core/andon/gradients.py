@@ -1,0 +1,116 @@
+"""The mean of several workers' gradients, and the look for NaN and Inf: the seed's two free functions, made true.
+
+`average_gradients` weighs every worker alike (seed R27). Over shards of unequal size that is not the gradient of the
+global batch (V8), so the training step does not use it: it adds sums along a fixed tree and divides once by the count
+of rows. It is for workers that hold equally many rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import overload
+
+import torch
+
+from andon_contracts.policy import argument, clause, ensure, require
+from andon_contracts.violation import Finding
+
+Gradient = Sequence[float] | torch.Tensor
+
+
+def _explain_lengths(grads: Sequence[Gradient]) -> str:
+    sizes = [_size(gradient) for gradient in grads]
+    worker = next(i for i, size in enumerate(sizes) if size != sizes[0])
+    return f"worker {worker} has a gradient of {sizes[worker]} where worker 0 has {sizes[0]}; by worker: {sizes}"
+
+
+@argument(_explain_lengths)
+def _same_lengths(grads: Sequence[Gradient]) -> bool:
+    return len({(isinstance(gradient, torch.Tensor), _size(gradient)) for gradient in grads}) <= 1
+
+
+def _size(gradient: Gradient) -> str:
+    if isinstance(gradient, torch.Tensor):
+        return f"shape {tuple(gradient.shape)}"
+    return f"length {len(gradient)}"
+
+
+def _explain_average(grads: Sequence[Gradient], result: Gradient | list[float]) -> Finding:
+    average, wanted = _fp32(result), _mean_by_scaling(grads)
+    place = int(_wrong_places(average, wanted, grads).nonzero()[0])
+    return Finding(
+        seen=f"element {place} is {float(average[place])!r}, the mean of the workers {float(wanted[place])!r}",
+        tensor=f"averaged gradient [{place}]",
+    )
+
+
+@clause("gradient-average", _explain_average)
+def _is_the_mean(grads: Sequence[Gradient], result: Gradient | list[float]) -> bool:
+    """Every element is the mean of the workers' to fp32 rounding, and is NaN or Inf only where theirs is."""
+    if not grads:
+        return len(result) == 0
+    average, wanted = _fp32(result), _mean_by_scaling(grads)
+    return average.shape == wanted.shape and not bool(_wrong_places(average, wanted, grads).any())
+
+
+def _mean_by_scaling(grads: Sequence[Gradient]) -> torch.Tensor:
+    """fp64 [n]: each worker's share, scaled before it is added; by another way than the code that is checked."""
+    mean = torch.zeros_like(_fp32(grads[0]), dtype=torch.float64)
+    for gradient in grads:
+        mean += _fp32(gradient).to(mean.device).double() / len(grads)
+    return mean
+
+
+def _wrong_places(average: torch.Tensor, wanted: torch.Tensor, grads: Sequence[Gradient]) -> torch.Tensor:
+    largest = torch.zeros_like(wanted)
+    for gradient in grads:
+        largest = torch.maximum(largest, _fp32(gradient).to(wanted.device).double().abs())
+    # Half an ulp of fp32, relative to the largest summand; 1e-45 is the smallest fp32 there is.
+    close = (average.double() - wanted).abs() <= 2.0**-23 * largest + 2e-45
+    same = (average.isnan() & wanted.isnan()) | (average == wanted)
+    return ~(same | (close & average.isfinite() & wanted.isfinite()))
+
+
+def _fp32(values: Gradient) -> torch.Tensor:
+    """The values as one flat fp32 tensor, where they are."""
+    tensor = values if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=torch.float32)
+    return tensor.detach().to(torch.float32).reshape(-1)
+
+
+@overload
+def average_gradients(grads: Sequence[torch.Tensor]) -> torch.Tensor: ...
+
+
+@overload
+def average_gradients(grads: Sequence[Sequence[float]]) -> list[float]: ...
+
+
+@require(_same_lengths)
+@ensure(_is_the_mean)
+def average_gradients(grads: Sequence[Gradient]) -> torch.Tensor | list[float]:
+    """avg[j] = (1/N) * sum over workers of g[j], every worker alike (seed R27; F-DP-003).
+
+    grads: one gradient a worker, all lists of reals of one length, or all tensors of one shape; read as fp32. Returns
+    the same kind: a list of fp32 values, or an fp32 tensor of that shape on the first worker's device; [] for none.
+    The sum runs in fp64 in the order of the workers, so finite inputs give a finite result (V11); NaN and Inf
+    propagate. Raises `ValueError` naming the worker and the lengths where they differ (V12), or kinds are mixed.
+    """
+    if not grads:
+        return []
+    total = torch.zeros_like(_fp32(grads[0]), dtype=torch.float64)
+    for gradient in grads:
+        total += _fp32(gradient).to(total.device)
+    average = (total / len(grads)).to(torch.float32)
+    first = grads[0]
+    if isinstance(first, torch.Tensor):
+        return average.reshape(first.shape)
+    values: list[float] = average.tolist()
+    return values
+
+
+def has_non_finite(values: Gradient) -> bool:
+    """Whether any element is NaN, Inf or -Inf (seed R28). No elements: no."""
+    if isinstance(values, torch.Tensor):
+        return not bool(torch.isfinite(values).all())
+    return not all(math.isfinite(value) for value in values)
