@@ -1,0 +1,161 @@
+"""JSON Lines, CSV, TSV and Parquet as records: a place and the fields by name. What the fields mean is no concern."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from andon.config.wording import shown
+from andon.data.lines import LONGEST_LINE, numbered_lines
+from andon.problems import InputError, Problem, ProblemList
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """`line`: where it starts, from 1 (a row's number in Parquet). `fields`: values by column, in order."""
+
+    line: int
+    fields: Mapping[str, object]
+
+
+@dataclass(frozen=True)
+class Table:
+    """The records of a file. `columns` is None where every record has its own (JSON Lines).
+
+    `typed`: numbers are not strings (JSON, Parquet). `unit`: what a record's `line` counts, for `place`.
+    """
+
+    path: Path
+    columns: tuple[str, ...] | None
+    typed: bool
+    records: Iterator[Record]
+    unit: str = ":"
+
+    def place(self, line: int) -> str:
+        """Where a reader finds record `line`."""
+        return f"{self.path}{self.unit}{line}"
+
+
+def json_lines(path: Path, problems: ProblemList) -> Table:
+    """One JSON object a line; blank lines are passed over."""
+    return Table(path, None, True, _json_records(path, problems))
+
+
+def _json_records(path: Path, problems: ProblemList) -> Iterator[Record]:
+    for number, line in numbered_lines(path, problems):
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
+        if line.lstrip().startswith("["):
+            problems.add(where, "a JSON array; write one object a line, as in JSON Lines")
+            if line.strip() == "[":
+                return
+            continue
+        try:
+            value = json.loads(line, object_pairs_hook=_unique, parse_constant=_no_constant)
+        except json.JSONDecodeError as error:
+            problems.add(where, f"malformed JSON: {error.msg} at column {error.colno} ({shown(line.strip())})")
+        except RecursionError:
+            problems.add(where, "malformed JSON: nested too deeply")
+        except ValueError as error:
+            problems.add(where, f"malformed JSON: {error}")
+        else:
+            if isinstance(value, dict):
+                yield Record(number, value)
+            else:
+                problems.add(where, f"must be a JSON object with a text and a label, is {shown(value)}")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        msg = f"the key {name!r} is there twice"
+        raise ValueError(msg)
+    return fields
+
+
+def _no_constant(name: str) -> NoReturn:
+    msg = f"{name} is no JSON number"
+    raise ValueError(msg)
+
+
+def delimited(path: Path, delimiter: str, problems: ProblemList) -> Table:
+    """CSV or TSV with a header row; quoted fields may hold delimiters, doubled quotes and line ends."""
+    records = _delimited_records(path, delimiter, problems)
+    header = next(records, None)
+    if header is None:
+        problems.raise_if_any()
+        raise InputError([Problem(str(path), "has no header row")])
+    columns = tuple(header[1])
+    for name, count in Counter(columns).items():
+        if count > 1:
+            problems.add(f"{path}:{header[0]}", f"{count} columns are named {name!r}")
+    problems.raise_if_any()
+    return Table(path, columns, False, _named(path, columns, records, problems))
+
+
+def _delimited_records(path: Path, delimiter: str, problems: ProblemList) -> Iterator[tuple[int, list[str]]]:
+    """(line on which it starts, cells) of each record that is not blank."""
+    last = 0
+
+    def lines() -> Iterator[str]:
+        nonlocal last
+        for number, text in numbered_lines(path, problems):
+            last = number
+            yield text
+
+    usual_limit = csv.field_size_limit()
+    reader = csv.reader(lines(), delimiter=delimiter, strict=True)
+    while True:
+        start = last + 1
+        csv.field_size_limit(LONGEST_LINE)
+        try:
+            cells = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            problems.add(f"{path}:{start}", f"malformed: {error} (a quote inside a quoted field is doubled)")
+            continue
+        finally:
+            csv.field_size_limit(usual_limit)
+        if cells:
+            yield start, cells
+
+
+def _named(
+    path: Path, columns: Sequence[str], records: Iterator[tuple[int, list[str]]], problems: ProblemList
+) -> Iterator[Record]:
+    for line, cells in records:
+        if len(cells) == len(columns):
+            yield Record(line, dict(zip(columns, cells, strict=True)))
+        else:
+            problems.add(f"{path}:{line}", f"has {len(cells)} fields, the header has {len(columns)}: {shown(cells)}")
+
+
+def parquet(path: Path) -> Table:
+    """A Parquet file, in batches. Raises `InputError` when pyarrow is missing or the file is not Parquet."""
+    try:
+        import pyarrow as arrow
+        import pyarrow.parquet
+    except ImportError as error:
+        what = 'reading Parquet needs pyarrow: pip install "andon[parquet]"'
+        raise InputError([Problem(str(path), what)]) from error
+    try:
+        file = arrow.parquet.ParquetFile(path)
+    except (arrow.ArrowException, OSError) as error:
+        raise InputError([Problem(str(path), f"is no Parquet file: {error}")]) from error
+    return Table(path, tuple(file.schema_arrow.names), True, _parquet_records(file), " row ")
+
+
+def _parquet_records(file: Any) -> Iterator[Record]:
+    number = 0
+    for batch in file.iter_batches(batch_size=1024):
+        for fields in batch.to_pylist():
+            number += 1
+            yield Record(number, fields)

@@ -1,0 +1,101 @@
+"""Label maps (what a file says to a class number) and class weights."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Literal
+
+from andon.config.wording import shown
+from andon.problems import InputError, Problem
+
+ClassWeights = Literal["uniform", "inverse", "sqrt_inverse"]
+
+_FRACTION = re.compile(r"[-+]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][-+]?\d+)?")
+_NEGATIVE = re.compile(r"-\d+")
+_LONGEST_INTEGER = 18
+"""Digits beyond which a label of a table is a name and no number."""
+
+
+def text_fault(text: str) -> str | None:
+    """What makes `text` unusable as a text or as a class name, or None."""
+    if not text.strip():
+        return "is empty" if not text else f"is only white space ({shown(text)})"
+    if "\0" in text:
+        return f"holds a NUL character ({shown(text)})"
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        return f"holds a lone surrogate at character {error.start} ({shown(text[max(0, error.start - 10) :])})"
+    return None
+
+
+def label_fault(label: object, typed: bool) -> str | None:
+    """What makes one label unusable by itself, or None. `typed`: numbers are not strings (JSON), else all is text."""
+    if label is None:
+        return "label is null"
+    if isinstance(label, str):
+        fault = text_fault(label)
+        if fault is not None:
+            return f"label {fault}"
+        if not typed and _FRACTION.fullmatch(label):
+            return f"label {label} is a number with a fraction; labels are integers from 0, or strings"
+        if not typed and _NEGATIVE.fullmatch(label):
+            return f"label {label} is negative; labels are integers from 0, or strings"
+        return None
+    if isinstance(label, int) and not isinstance(label, bool):
+        return None if label >= 0 else f"label {label} is negative; labels are integers from 0, or strings"
+    return f"label {shown(label)} is a {type(label).__name__}; labels are integers from 0, or strings"
+
+
+def same_kind(labels: Sequence[int | str], typed: bool) -> tuple[Sequence[int | str], list[tuple[int, str]]]:
+    """Labels as they are meant, and (place, fault) for each that is of another kind than most.
+
+    Text from a table counts as integers when every label is one and none has leading zeros.
+    """
+    integer = [isinstance(label, int) if typed else _is_integer(str(label)) for label in labels]
+    integers = sum(integer)
+    if integers == len(labels) and not typed:
+        plain = all(str(int(label)) == label for label in labels)
+        return ([int(label) for label in labels] if plain else labels), []
+    if integers in (0, len(labels)):
+        return labels, []
+    usual = 2 * integers >= len(labels)
+    others = f"{integers} others, which are integers" if usual else f"{len(labels) - integers} others, which are strings"
+    return labels, [
+        (place, f"label {shown(label)} is of another type than {others}")
+        for place, (label, number) in enumerate(zip(labels, integer, strict=True))
+        if number != usual
+    ]
+
+
+def _is_integer(label: str) -> bool:
+    return label.isascii() and label.isdigit() and len(label) <= _LONGEST_INTEGER
+
+
+def label_names(labels: Sequence[int | str]) -> tuple[str, ...]:
+    """The class names in the order of their numbers: integers by value, strings sorted by code point."""
+    return tuple(str(label) for label in sorted(set(labels)))  # type: ignore[type-var]
+
+
+def class_weights(kind: ClassWeights, counts: Sequence[int]) -> tuple[float, ...]:
+    """One weight a class, with sum K, for `counts` rows of each of K classes (F-TUNE-005 of the seed).
+
+    uniform: 1; inverse: proportional to n / (K * n_c); sqrt_inverse: to its square root.
+    Raises `InputError` for no classes at all, and for a class without rows where its count is divided by.
+    """
+    if not counts:
+        raise InputError("class weights need at least one class")
+    if kind == "uniform":
+        return (1.0,) * len(counts)
+    absent = [number for number, count in enumerate(counts) if count <= 0]
+    if absent:
+        what = f"{kind} needs a training row of every class; there is none of class"
+        raise InputError([Problem("data.class_weights", f"{what} {number}") for number in absent])
+    total = sum(counts)
+    raw = [total / (len(counts) * count) for count in counts]
+    if kind == "sqrt_inverse":
+        raw = [math.sqrt(weight) for weight in raw]
+    scale = len(counts) / math.fsum(raw)
+    return tuple(weight * scale for weight in raw)

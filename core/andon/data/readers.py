@@ -1,0 +1,175 @@
+"""Files of labelled texts to data sets, with all of a file's faults at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+
+from andon.config.wording import did_you_mean, shown
+from andon.data.formats import Record, Table, delimited, json_lines, parquet
+from andon.data.labels import label_fault, label_names, same_kind, text_fault
+from andon.data.lines import require_file
+from andon.data.rows import DataSet, Row
+from andon.problems import InputError, Problem, ProblemList
+
+TEXT_COLUMNS = ("input", "text")
+"""Where the text is looked for when no column is named."""
+LABEL_COLUMNS = ("label",)
+ID_COLUMN = "id"
+"""A column of this name must not repeat a value; the rows' own ids are their places all the same."""
+
+_FORMATS: dict[str, Callable[[Path, ProblemList], Table]] = {
+    ".jsonl": json_lines,
+    ".json": json_lines,
+    ".csv": lambda path, problems: delimited(path, ",", problems),
+    ".tsv": lambda path, problems: delimited(path, "\t", problems),
+    ".parquet": lambda path, _: parquet(path),
+}
+
+
+def read(
+    path: str | PathLike[str],
+    *,
+    text_column: str | None = None,
+    label_column: str | None = None,
+    labels: Sequence[str] | None = None,
+) -> DataSet:
+    """The rows of a .jsonl, .json (one object a line), .csv, .tsv or .parquet file.
+
+    The text is in `text_column` (else `input` or `text`), the class in `label_column` (else `label`): integers from 0
+    or strings, not both. Without `labels` the classes are those found, integers by value and strings sorted, and there
+    must be two at least. With `labels` (an evaluation file) each class must be one of them, by name.
+    A row's id is its place among the file's rows, from 0.
+
+    Raises `InputError` with every fault found, each as file:line with the offending value: a file that is missing,
+    empty, a folder or not UTF-8; NUL bytes; malformed records; a missing column; empty texts; labels that are null,
+    negative, fractional, of mixed types or unknown; repeated ids; one class only; no rows.
+    """
+    path = Path(path)
+    open_table = _FORMATS.get(path.suffix.lower())
+    if open_table is None and not path.is_dir():
+        what = f"unknown kind of file {path.suffix!r}; known are {', '.join(_FORMATS)}"
+        raise InputError([Problem(str(path), what)])
+    require_file(path)
+    assert open_table is not None
+    problems = ProblemList()
+    table = open_table(path, problems)
+    found = _Found(table, problems)
+    columns = _Columns(_candidates(text_column, TEXT_COLUMNS), _candidates(label_column, LABEL_COLUMNS))
+    if table.columns is not None:
+        columns.check(table.columns, f"{path}:1", problems)
+        problems.raise_if_any()
+    for record in table.records:
+        found.take(record, columns)
+    if not found.texts:
+        if not problems:
+            problems.add(str(path), "has no rows")
+        problems.raise_if_any()
+    return found.data_set(labels)
+
+
+def _candidates(named: str | None, usual: tuple[str, ...]) -> tuple[str, ...]:
+    return usual if named is None else (named,)
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """Names under which the text and the class may stand."""
+
+    text: tuple[str, ...]
+    label: tuple[str, ...]
+
+    def check(self, there: Iterable[str], where: str, problems: ProblemList) -> tuple[str, str] | None:
+        """The two columns to use among those `there`, or None when that was not clear and was noted."""
+        there = tuple(there)
+        text, label = (self._one(what, names, there, where, problems) for what, names in self._wanted())
+        return None if text is None or label is None else (text, label)
+
+    def _wanted(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        return ("text", self.text), ("label", self.label)
+
+    @staticmethod
+    def _one(
+        what: str, names: tuple[str, ...], there: tuple[str, ...], where: str, problems: ProblemList
+    ) -> str | None:
+        matching = [name for name in names if name in there]
+        if len(matching) == 1:
+            return matching[0]
+        if matching:
+            problems.add(where, f"has both {' and '.join(map(repr, matching))}; name one with data.{what}_column")
+            return None
+        wanted = " or ".join(map(repr, names))
+        hint = did_you_mean(names[0], there) or f"; name it with data.{what}_column"
+        problems.add(where, f"has no column {wanted}; there are {shown_names(there)}{hint}")
+        return None
+
+
+def shown_names(names: Sequence[str], most: int = 12) -> str:
+    """Column names as a message lists them."""
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return (", ".join(map(shown, names[:most])) or "none") + rest
+
+
+@dataclass
+class _Found:
+    """What has been read so far, by row: line, text, label as written; and where each explicit id was first seen."""
+
+    table: Table
+    problems: ProblemList
+    lines: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    labels: list[int | str] = field(default_factory=list)
+    ids: dict[str, int] = field(default_factory=dict)
+
+    def take(self, record: Record, columns: _Columns) -> None:
+        """Keep one record, or note what is wrong with it."""
+        where = self.table.place(record.line)
+        chosen = columns.check(record.fields, where, self.problems)
+        if chosen is None:
+            return
+        text, label = record.fields[chosen[0]], record.fields[chosen[1]]
+        faults = [
+            f"{chosen[0]} {text_fault(text)}" if isinstance(text, str) and text_fault(text) else None,
+            f"{chosen[0]} must be a string, is {shown(text)}" if not isinstance(text, str) else None,
+            label_fault(label, self.table.typed),
+            self._repeated(record),
+        ]
+        for fault in faults:
+            if fault is not None:
+                self.problems.add(where, fault)
+        if isinstance(text, str) and isinstance(label, int | str) and not any(faults):
+            self.lines.append(record.line)
+            self.texts.append(text)
+            self.labels.append(label)
+
+    def _repeated(self, record: Record) -> str | None:
+        given = record.fields.get(ID_COLUMN)
+        if given is None:
+            return None
+        first = self.ids.setdefault(str(given), record.line)
+        return None if first == record.line else f"id {shown(given)} is there already, at {self.table.place(first)}"
+
+    def data_set(self, labels: Sequence[str] | None) -> DataSet:
+        """The rows with their classes numbered. Raises `InputError` when anything was noted."""
+        meant, faults = same_kind(self.labels, self.table.typed)
+        for place, fault in faults:
+            self.problems.add(self.table.place(self.lines[place]), fault)
+        self.problems.raise_if_any()
+        names = label_names(meant) if labels is None else tuple(labels)
+        if labels is None and len(names) < 2:
+            what = f"all {len(meant)} rows have the label {names[0]!r}; a classifier needs two classes at least"
+            self.problems.add(str(self.table.path), what)
+        numbers = {name: number for number, name in enumerate(names)}
+        for place, label in enumerate(map(str, meant)):
+            if label not in numbers:
+                known = f"there are {shown_names(names)}{did_you_mean(label, names)}"
+                self.problems.add(self.table.place(self.lines[place]), f"label {shown(label)} is unknown; {known}")
+        self.problems.raise_if_any()
+        rows = zip(self.texts, map(str, meant), strict=True)
+        return DataSet(
+            tuple(Row(place, text, numbers[label]) for place, (text, label) in enumerate(rows)),
+            names,
+            str(self.table.path),
+        )

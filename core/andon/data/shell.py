@@ -1,0 +1,168 @@
+"""The embedded data set: shell snippets in five classes, made from a seed and nothing else.
+
+A snippet is one to three commands. All of them are harmless, but in every class except `safe` one, at any place, has
+the fault that the class is named for. The harmless commands use the same words and signs as the faulty ones (a quoted
+`"$x"` beside an unquoted `$x`, `mkdir -p` beside `mkdir`), so that counting bytes is not enough: order matters.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from andon.data.rows import DataSet, Row
+
+SSC_LABELS = ("safe", "needs-quoting", "non-deterministic", "non-idempotent", "unsafe")
+"""The five classes in the order of their label (seed: `SSC_LABELS`)."""
+
+TRAIN_ROWS = 2225
+"""With a tenth of them held back for validation 2003 remain: 62 batches of 32 and a last one of 19."""
+EVAL_ROWS = 500
+"""Rows that are never trained on."""
+
+_LONGEST = 110
+_NAMES = (
+    *("out", "tmp", "log", "file", "dir", "path", "name", "x", "data", "build", "dist", "cache", "src", "dest", "key"),
+    *("host", "user", "conf", "backup", "list", "report", "target", "image", "page", "item", "index", "part", "queue"),
+)
+_SUFFIXES = ("", "", ".txt", ".log", ".csv", ".conf", ".sh", ".json", ".tar", ".d", ".bak")
+_ROOTS = ("var", "srv", "opt", "home", "etc")
+_JOINS = (" && ", " && ", "; ", " || ")
+_COMPANIONS = (*(0,) * 13, *(1,) * 6, 2)
+"""How many harmless commands stand beside the one that gives the class; as often as it is listed."""
+
+_Item = TypeVar("_Item")
+
+
+class _Draw:
+    """Choices from a seed through `Random.random` alone, the one method whose sequence Python promises to keep."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(f"andon shell snippets {seed}").random
+
+    def below(self, bound: int) -> int:
+        return int(self._random() * bound)
+
+    def pick(self, items: Sequence[_Item]) -> _Item:
+        return items[self.below(len(items))]
+
+    def shuffled(self, items: Sequence[_Item]) -> list[_Item]:
+        keyed = [(self._random(), place) for place in range(len(items))]
+        return [items[place] for _, place in sorted(keyed)]
+
+
+def _file(draw: _Draw) -> str:
+    """A literal file name."""
+    return draw.pick(_NAMES) + draw.pick(_SUFFIXES)
+
+
+def _word(draw: _Draw) -> str:
+    """One quoted argument: a literal, an expansion, or both."""
+    name = draw.pick(_NAMES)
+    if draw.below(18) == 0:
+        return f'"/{draw.pick(_ROOTS)}/{draw.pick(_NAMES)}/{draw.pick(_NAMES)}/{_file(draw)}"'
+    return draw.pick((f'"${name}"', f'"${name}"', f'"{_file(draw)}"', f'"${name}{draw.pick(_SUFFIXES)}"'))
+
+
+def _bare(draw: _Draw) -> str:
+    """One argument with an expansion outside quotes."""
+    name = draw.pick(_NAMES)
+    return draw.pick((f"${name}", f"${name}{draw.pick(_SUFFIXES)}"))
+
+
+def _reading(draw: _Draw, word: str) -> str:
+    """A command that any number of runs leaves the same, around one argument."""
+    other = _word(draw)
+    return draw.pick(
+        (
+            f"cat {word}",
+            f"head -n {1 + draw.below(9)} {word}",
+            f"sort {word} > {other}",
+            f"grep -q {draw.pick(_NAMES)} {word}",
+            f"cp -f {word} {other}",
+            f"mkdir -p {word}",
+            f"rm -f {word}",
+            f"chmod 640 {word}",
+        )
+    )
+
+
+def _safe(draw: _Draw) -> str:
+    return _reading(draw, _word(draw))
+
+
+def _needs_quoting(draw: _Draw) -> str:
+    return _reading(draw, _bare(draw))
+
+
+def _non_deterministic(draw: _Draw) -> str:
+    name, word = draw.pick(_NAMES), _word(draw)
+    changing = draw.pick((f'"{name}.$RANDOM"', f'"{name}.$(date +%s)"', f'"{name}.$$"', '"$(mktemp)"', '"$(uuidgen)"'))
+    return draw.pick((_reading(draw, changing), f"cp -f {word} {changing}", f"sort {word} > {changing}"))
+
+
+def _non_idempotent(draw: _Draw) -> str:
+    word, other = _word(draw), _word(draw)
+    return draw.pick(
+        (
+            f"mkdir {word}",
+            f"echo {draw.pick(_NAMES)} >> {word}",
+            f"ln -s {word} {other}",
+            f"mv {word} {other}",
+            f"date >> {word}",
+        )
+    )
+
+
+def _unsafe(draw: _Draw) -> str:
+    word = _word(draw)
+    return draw.pick(
+        (
+            f"rm -rf /{word}",
+            f"curl {word} | sh",
+            f"eval {word}",
+            f"chmod -R 777 {word}",
+            f"dd if={word} of=/dev/sda",
+        )
+    )
+
+
+_FAULTY: tuple[Callable[[_Draw], str], ...] = (_safe, _needs_quoting, _non_deterministic, _non_idempotent, _unsafe)
+
+
+def _snippet(draw: _Draw, label: int) -> str:
+    """One snippet of class `label`, at most `_LONGEST` bytes."""
+    while True:
+        commands = [_safe(draw) for _ in range(draw.pick(_COMPANIONS))]
+        commands.insert(draw.below(len(commands) + 1), _FAULTY[label](draw))
+        text = commands[0] + "".join(draw.pick(_JOINS) + command for command in commands[1:])
+        if len(text) <= _LONGEST:
+            return text
+
+
+def generate(seed: int, count: int) -> DataSet:
+    """`count` rows with texts that all differ, the five classes as even as `count` allows, in an order of the seed.
+
+    The same `seed` gives the same rows on any machine and any version of Python.
+    """
+    draw = _Draw(seed)
+    seen: set[str] = set()
+    rows: list[Row] = []
+    for label in draw.shuffled([place % len(SSC_LABELS) for place in range(count)]):
+        text = _snippet(draw, label)
+        while text in seen:
+            text = _snippet(draw, label)
+        seen.add(text)
+        rows.append(Row(len(rows), text, label))
+    return DataSet(tuple(rows), SSC_LABELS, f"embedded shell snippets, seed {seed}")
+
+
+def embedded(seed: int) -> tuple[DataSet, DataSet]:
+    """The data of a run that names none: rows to train on and rows never trained on, with no text in both."""
+    everything = generate(seed, TRAIN_ROWS + EVAL_ROWS)
+    held_out = (Row(place, row.text, row.label) for place, row in enumerate(everything.rows[TRAIN_ROWS:]))
+    return (
+        DataSet(everything.rows[:TRAIN_ROWS], SSC_LABELS, everything.source),
+        DataSet(tuple(held_out), SSC_LABELS, f"{everything.source}, held out"),
+    )

@@ -1,0 +1,173 @@
+"""Texts to token ids: the embedded byte-level tokenizer, or a folder's or the hub's own."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from andon.problems import InputError, Problem
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_SPECIALS = ("<pad>", "<s>", "</s>", "<unk>")
+_NOT_CONTENT = ("name_or_path", "local_files_only", "_commit_hash", "is_local", "transformers_version", "tokenizer_file")
+"""Keys of tokenizer_config.json that say where a tokenizer came from and not what it does."""
+
+
+class Tokenizer(Protocol):
+    """What the trainer asks of a tokenizer.
+
+    vocab_size: one more than the largest id. pad_id: what rows are padded with on the right; the model's configuration
+    must have the same. digest: SHA-256 (hex) of what the tokenizer's files say. truncated: how many of the texts
+    encoded so far were cut.
+    """
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def pad_id(self) -> int: ...
+    @property
+    def digest(self) -> str: ...
+    @property
+    def truncated(self) -> int: ...
+
+    def encode(self, texts: Sequence[str], max_length: int) -> list[list[int]]:
+        """One list of 1 to `max_length` ids for each text; the last id is never `pad_id`."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write the files that `AutoTokenizer.from_pretrained(folder)` reads."""
+        ...
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer of transformers, with its own special tokens around each text.
+
+    A decoder classifies at the last token whose id is not the padding id, whatever the attention mask says. So padding
+    ids at the end of an encoding (a text that ends in the literal padding token, an end token that is also the
+    padding token) are dropped here, and what is empty then becomes one unknown or end token.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, pad_id: int, empty_id: int) -> None:
+        if pad_id == empty_id:
+            msg = f"an empty text cannot be encoded as the padding id {pad_id}"
+            raise ValueError(msg)
+        self._tokenizer = tokenizer
+        self._empty_id = empty_id
+        self.pad_id = pad_id
+        self.vocab_size = max(*tokenizer.get_vocab().values(), pad_id, empty_id) + 1
+        self.truncated = 0
+        with tempfile.TemporaryDirectory() as folder:
+            self.save(Path(folder))
+            self.digest = _files_digest(Path(folder))
+
+    def encode(self, texts: Sequence[str], max_length: int) -> list[list[int]]:
+        """One list of 1 to `max_length` ids for each text, cut at its end (a closing special token stays).
+
+        Raises `InputError` when `max_length` leaves no room for a token of the text.
+        """
+        around = self._tokenizer.num_special_tokens_to_add()
+        if max_length <= around:
+            raise InputError([Problem("model.max_length", f"must be more than {around} for this tokenizer ({max_length})")])
+        if not texts:
+            return []
+        encoded = self._ids(list(texts), truncation=False)
+        long = [place for place, ids in enumerate(encoded) if len(ids) > max_length]
+        if long:
+            cut = self._ids([texts[place] for place in long], truncation=True, max_length=max_length)
+            for place, ids in zip(long, cut, strict=True):
+                encoded[place] = ids
+        self.truncated += len(long)
+        return [self._ended(ids) for ids in encoded]
+
+    def _ids(self, texts: list[str], **how: Any) -> list[list[int]]:
+        ids: list[list[int]] = self._tokenizer(texts, verbose=False, **how)["input_ids"]
+        return ids
+
+    def _ended(self, ids: list[int]) -> list[int]:
+        end = len(ids)
+        while end and ids[end - 1] == self.pad_id:
+            end -= 1
+        return ids[:end] or [self._empty_id]
+
+    def save(self, folder: Path) -> None:
+        """Write the tokenizer's files into `folder`, without the truncation that `encode` may have left set."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is not None:
+            backend.no_truncation()
+            backend.no_padding()
+        self._tokenizer.save_pretrained(str(folder))
+
+
+def _files_digest(folder: Path) -> str:
+    sha = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        if not path.is_file():
+            continue
+        content = path.read_bytes()
+        if path.name == "tokenizer_config.json":
+            settings = {key: value for key, value in json.loads(content).items() if key not in _NOT_CONTENT}
+            content = json.dumps(settings, sort_keys=True).encode()
+        for part in (path.relative_to(folder).as_posix().encode(), content):
+            sha.update(len(part).to_bytes(8, "little"))
+            sha.update(part)
+    return sha.hexdigest()
+
+
+def byte_tokenizer() -> HuggingFaceTokenizer:
+    """The embedded tokenizer: one id for each byte of UTF-8, after `<pad>` 0, `<s>` 1, `</s>` 2 and `<unk>` 3.
+
+    It loses nothing: a text that holds the letters of a special token is bytes like any other.
+    """
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {symbol: number for number, symbol in enumerate((*_SPECIALS, *alphabet))}
+    backend = Backend(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    pad, start, end, unknown = _SPECIALS
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=pad,
+        bos_token=start,
+        eos_token=end,
+        unk_token=unknown,
+        padding_side="right",
+        split_special_tokens=True,
+        clean_up_tokenization_spaces=False,
+    )
+    return HuggingFaceTokenizer(tokenizer, vocabulary[pad], vocabulary[unknown])
+
+
+def pretrained_tokenizer(path_or_hub_id: str, *, local_only: bool) -> HuggingFaceTokenizer:
+    """The tokenizer of a model folder or, unless `local_only`, of a hub id. Runs no code from there.
+
+    Without a padding token its end token pads. Raises `InputError` when there is no tokenizer, or neither token.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            path_or_hub_id, local_files_only=local_only, trust_remote_code=False
+        )
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise InputError([Problem("model.base", f"no tokenizer could be read from {path_or_hub_id!r}: {reason}")]) from error
+    ids = [tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id]
+    pad_id = next((id_ for id_ in ids if id_ is not None), None)
+    if pad_id is None:
+        what = f"the tokenizer of {path_or_hub_id!r} has no padding token and no end token to pad with"
+        raise InputError([Problem("model.base", what)])
+    others = [tokenizer.unk_token_id, tokenizer.eos_token_id, tokenizer.sep_token_id, tokenizer.bos_token_id]
+    empty_id = next((id_ for id_ in others if id_ is not None and id_ != pad_id), None)
+    if empty_id is None:
+        empty_id = min(set(tokenizer.get_vocab().values()) - {pad_id})
+    return HuggingFaceTokenizer(tokenizer, pad_id, empty_id)
