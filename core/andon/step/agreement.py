@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
+from torch import nn
 
 from andon.backend.base import Backend
 from andon.step.replica import Replica
@@ -15,11 +16,16 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class Agreement:
-    """Gathers observations of all ranks, numbering every message. All ranks must call alike."""
+    """Gathers observations of all ranks, numbering every message. All ranks must call alike.
 
-    def __init__(self, backend: Backend, replicas: Sequence[Replica]) -> None:
+    Messages up to `width` integers are sent at that width, so that a rank at another point of a step is read and
+    judged; a collective of unequal lengths would end its process.
+    """
+
+    def __init__(self, backend: Backend, replicas: Sequence[Replica], width: int) -> None:
         self._backend = backend
         self._replicas = tuple(replicas)
+        self._width = width
         self._sequence = 0
 
     def gather(
@@ -31,16 +37,18 @@ class Agreement:
     ) -> tuple[Observation, ...]:
         """Every rank's observation, by rank, from those of the local replicas (values, and int64 payloads if any)."""
         self._sequence += 1
+        carried: Sequence[torch.Tensor | None] = payloads or [None] * len(observed)
         local = [
             Observation(rank, step, self._sequence, point, values, payload)
-            for rank, values, payload in zip(
-                self._backend.ranks, observed, payloads or [None] * len(observed), strict=True
-            )
+            for rank, values, payload in zip(self._backend.ranks, observed, carried, strict=True)
         ]
         return gather_observations(local, self._exchange)
 
     def _exchange(self, local: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        return self._backend.gather([t.to(d) for t, d in zip(local, self._backend.devices, strict=True)])
+        length = local[0].numel()
+        missing = max(0, self._width - length)
+        sent = [nn.functional.pad(t.to(d), (0, missing)) for t, d in zip(local, self._backend.devices, strict=True)]
+        return [received[:length] for received in self._backend.gather(sent)]
 
     def second_look(
         self, observations: Sequence[Observation], name: str, tensors: Callable[[Replica], Tensors]

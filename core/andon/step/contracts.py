@@ -11,7 +11,7 @@ import torch
 from andon.step.replica import REPORT_FIELDS, bind_to_places
 from andon.step.task import Task
 from andon_contracts.agree import Observation, real_of
-from andon_contracts.judge import in_lockstep
+from andon_contracts.judge import in_lockstep, minority
 from andon_contracts.policy import clause, ensure
 from andon_contracts.violation import Finding
 
@@ -52,9 +52,12 @@ def plan_leaves(micro_batches: Sequence[tuple[int, ...]], owners: Sequence[range
 
 
 def padded(reports: torch.Tensor, count: int) -> torch.Tensor:
-    """Reports [n, fields] with rows of -1 up to `count`, since ranks may hold different numbers of micro-batches."""
-    missing = reports.new_full((count - reports.shape[0], len(REPORT_FIELDS)), -1)
-    return torch.cat([reports, missing])
+    """Reports [n, fields] as `count` rows, the missing ones of -1: messages of all ranks have one length.
+
+    With a `count` above what any rank is to compute, a rank that computed too many is seen to have.
+    """
+    missing = reports.new_full((max(0, count - reports.shape[0]), len(REPORT_FIELDS)), -1)
+    return torch.cat([reports[:count], missing])
 
 
 def reports_of(observations: Sequence[Observation]) -> tuple[LeafReport, ...]:
@@ -122,9 +125,32 @@ def leaves_finite(reports: Sequence[LeafReport], plan: Sequence[LeafPlan], step:
     return all(not r.nonfinite and math.isfinite(r.loss_sum) for r in reports)
 
 
+def _explain_plans(result: Sequence[Observation]) -> Finding:
+    plans = [observation.values["plan"] for observation in result]
+    shown = ", ".join(f"rank {rank}: {plan % (1 << 64):016x}" for rank, plan in enumerate(plans))
+    return Finding(
+        seen=f"the ranks planned different rows, or the same rows have different contents ({shown})",
+        step=result[0].step,
+        ranks=minority(plans),
+        tensor="plan",
+    )
+
+
+@clause("content-planned", _explain_plans)
+def plans_agree(result: Sequence[Observation]) -> bool:
+    """Every rank planned the same rows in the same order and has the same data for them."""
+    return all(o.values["plan"] == result[0].values["plan"] for o in result)
+
+
 @ensure(in_lockstep)
 def judge_presence(observations: Sequence[Observation]) -> Sequence[Observation]:
     """All ranks speak of the same step. Raises `Violation`."""
+    return observations
+
+
+@ensure(plans_agree)
+def judge_plans(observations: Sequence[Observation]) -> Sequence[Observation]:
+    """All ranks have the same plan for this step, so that they judge alike. Raises `Violation`."""
     return observations
 
 

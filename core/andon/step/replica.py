@@ -188,10 +188,18 @@ class Replica:
             nn.utils.clip_grads_with_norm_([self.parameters.weights], limit, torch.tensor(norm, device=self.device))
         return self.gradient_norm()
 
-    def apply(self, rate: float) -> None:
-        """One optimizer update with learning rate `rate`."""
+    def set_rate(self, rate: float) -> None:
+        """Give the optimizer the learning rate of the coming update."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
+
+    @property
+    def rate(self) -> float:
+        """The learning rate that the optimizer holds."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def apply(self) -> None:
+        """One optimizer update with the rate that was set."""
         self.optimizer.step()
         self._updates += 1
 

@@ -53,6 +53,8 @@ class StepResult:
     leaves: tuple[LeafReport, ...]
     ranks: tuple[Mapping[str, int], ...]
     """By rank: its digests, as it saw them."""
+    stop: bool = False
+    """Whether any rank was asked to stop after this update; all ranks know it alike."""
 
 
 class TrainingStep:
@@ -79,22 +81,24 @@ class TrainingStep:
         self._gradient_digests: list[int] = []
         self._weights: int | None = None
 
-    def __call__(self, batch: GlobalBatch, rate: float, updates: int) -> StepResult:
+    def __call__(self, batch: GlobalBatch, rate: float, updates: int, *, stop: bool = False) -> StepResult:
         """One update on `batch` with learning rate `rate`; `updates` is the count of updates after it.
+
+        stop: this process was asked to stop; the result says whether any was.
 
         Raises `Violation` on every rank alike if a clause does not hold; up to the update, nothing has changed then.
         Raises `RankFailed` where another rank raised, and a rank's own error on that rank.
         """
         checked = enforced()
         plan = self._plan(batch, checked=checked)
-        partials, reports = self._compute(batch, plan, checked=checked)
+        partials, reports, stopping = self._compute(batch, plan, checked=checked, stop=stop)
         if checked:
             judge_leaves(reports, plan, batch.step)
         rows = sum(report.rows for report in reports)
         norm = self._reduce_and_clip(batch.step, partials, rows, rate, checked=checked)
         if rows:
-            self._each(lambda replica: replica.apply(rate))
-        ranks = self._attest(batch.step, updates) if checked else ()
+            self._each(lambda replica: replica.apply())
+        ranks = self._attest(batch.step, updates) if checked else self._unattested()
         content = sum(leaf.content for leaf in plan) % _UNSIGNED
         digests = {"content": content, **ranks[0]} if ranks else {}
         return StepResult(
@@ -107,6 +111,7 @@ class TrainingStep:
             digests=digests,
             leaves=reports,
             ranks=ranks,
+            stop=stopping,
         )
 
     def _plan(self, batch: GlobalBatch, *, checked: bool) -> tuple[LeafPlan, ...]:
@@ -119,8 +124,8 @@ class TrainingStep:
         return self._backend.map(lambda index: work(self._replicas[index]))
 
     def _compute(
-        self, batch: GlobalBatch, plan: Sequence[LeafPlan], *, checked: bool
-    ) -> tuple[list[PartialGradient], tuple[LeafReport, ...]]:
+        self, batch: GlobalBatch, plan: Sequence[LeafPlan], *, checked: bool, stop: bool
+    ) -> tuple[list[PartialGradient], tuple[LeafReport, ...], bool]:
         """Forward and backward everywhere, then one gather that says for every rank what it did, or that it failed."""
         firsts = [sum(len(leaf.ids) for leaf in plan[:index]) for index in range(len(plan))]
 
@@ -138,7 +143,7 @@ class TrainingStep:
         observations = self._agreement.gather(
             batch.step,
             "computed",
-            [{"failed": isinstance(result, Exception)} for result in done],
+            [{"failed": isinstance(result, Exception), "stop": stop} for result in done],
             [self._report_table(result, index) for index, result in enumerate(done)],
         )
         for result in done:
@@ -149,7 +154,8 @@ class TrainingStep:
             msg = f"rank {failed[0]} failed in the forward or backward pass of step {batch.step}"
             raise RankFailed(msg)
         judge_presence(observations)
-        return [result for result in done if isinstance(result, PartialGradient)], reports_of(observations)
+        partials = [result for result in done if isinstance(result, PartialGradient)]
+        return partials, reports_of(observations), any(o.values["stop"] for o in observations)
 
     def _report_table(self, result: PartialGradient | Exception, index: int) -> torch.Tensor:
         most = len(self._owners[0])
@@ -167,6 +173,7 @@ class TrainingStep:
             self._replicas[index].release(partials[index])
 
         self._backend.map(take)
+        self._each(lambda replica: replica.set_rate(rate))
         gradients = self._each(lambda replica: replica.gradient_digest()) if checked else []
         norms = self._each(lambda replica: float(replica.gradient_norm()))
         if checked:
@@ -180,9 +187,10 @@ class TrainingStep:
     def _judge_reduced(self, step: int, gradients: Sequence[int], norms: Sequence[float], rate: float) -> None:
         weights = self._each(lambda replica: replica.weights_digest())
         bad = self._each(lambda replica: int(nonfinite(replica.parameters.gradient)))
+        rates = self._each(lambda replica: bits_of(replica.rate))
         observed = [
-            {"gradient": g, "weights": w, "nonfinite": n, "norm": bits_of(norm), "rate": bits_of(rate)}
-            for g, w, n, norm in zip(gradients, weights, bad, norms, strict=True)
+            {"gradient": g, "weights": w, "nonfinite": n, "norm": bits_of(norm), "rate": held}
+            for g, w, n, norm, held in zip(gradients, weights, bad, norms, rates, strict=True)
         ]
         observations = self._agreement.gather(step, "reduced", observed)
         if self._weights is None:
@@ -192,6 +200,11 @@ class TrainingStep:
         )
         details |= self._agreement.second_look(observations, "weights", lambda r: r.parameters.weight_views())
         judge.judge_reduced(observations, details, self._weights, bits_of(rate))
+
+    def _unattested(self) -> tuple[Mapping[str, int], ...]:
+        """An update without contracts leaves weights that no later step can be held to."""
+        self._weights = None
+        return ()
 
     def _attest(self, step: int, updates: int) -> tuple[Mapping[str, int], ...]:
         """Digest what the update left on every rank, and agree on it."""
@@ -212,6 +225,8 @@ class TrainingStep:
 
     def attest_base(self, step: int, expected: int) -> None:
         """Every rank's frozen weights are still those of the start (digest `expected`). Raises `Violation`."""
+        if not enforced():
+            return
         observed = [{"base": digest} for digest in self._each(lambda replica: replica.base_digest())]
         judge.judge_base(self._agreement.gather(step, "base", observed), signed(expected))
 

@@ -1,0 +1,51 @@
+"""Andon: data-parallel training in which every step is a checked fact.
+
+What users need is importable from here and loaded on first use, so that `import andon` costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from andon.coordinator import DataParallelCoordinator as DataParallelCoordinator
+    from andon.gradients import average_gradients as average_gradients
+    from andon.gradients import has_non_finite as has_non_finite
+    from andon.pipeline import BatchResult as BatchResult
+    from andon.pipeline import ClassifyConfig as ClassifyConfig
+    from andon.pipeline import ClassifyPipeline as ClassifyPipeline
+    from andon.pipeline import SafetySample as SafetySample
+    from andon.pipeline import TransformerConfig as TransformerConfig
+    from andon.step.reduce import TreeReduction as TreeReduction
+    from andon.step.shard import shard_samples as shard_samples
+    from andon_contracts.clauses import CLAUSES as CLAUSES
+    from andon_contracts.violation import Violation as Violation
+
+_HOME = {
+    "BatchResult": "andon.pipeline",
+    "CLAUSES": "andon_contracts.clauses",
+    "ClassifyConfig": "andon.pipeline",
+    "ClassifyPipeline": "andon.pipeline",
+    "DataParallelCoordinator": "andon.coordinator",
+    "SafetySample": "andon.pipeline",
+    "TransformerConfig": "andon.pipeline",
+    "TreeReduction": "andon.step.reduce",
+    "Violation": "andon_contracts.violation",
+    "average_gradients": "andon.gradients",
+    "has_non_finite": "andon.gradients",
+    "shard_samples": "andon.step.shard",
+}
+
+__all__ = sorted(_HOME)  # noqa: PLE0605 - the one list of public names is the table of their homes
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        msg = f"module 'andon' has no attribute {name!r}"
+        raise AttributeError(msg)
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

@@ -1,0 +1,63 @@
+"""The commands and how they end: one message and an exit code, never a traceback for a user's mistake."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+from andon.exits import Exit
+from andon.problems import InputError
+
+_TRACEBACK = "ANDON_TRACEBACK"
+
+
+def main() -> NoReturn:
+    """Run the command line; exits with an `Exit`."""
+    try:
+        from andon.cli.commands import app
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("typer", "pydantic", "yaml", "rich", "click"):
+            raise
+        print(f"andon: {error.name} is not installed; run: pip install 'andon[train]'", file=sys.stderr)
+        raise SystemExit(int(Exit.USAGE)) from None
+    raise SystemExit(guarded(lambda: _run(app)))
+
+
+def _run(app: Callable[..., object]) -> int:
+    # standalone_mode=False: typer would print its own box for our errors, and end the process itself.
+    code = app(standalone_mode=False)
+    return int(code) if isinstance(code, int) else int(Exit.OK)
+
+
+def guarded(work: Callable[[], int]) -> int:
+    """`work`'s exit code; what it raises becomes one message on stderr and the code that belongs to it."""
+    import click
+
+    from andon_contracts.violation import Violation
+
+    try:
+        return work()
+    except InputError as error:
+        return _say(str(error), Exit.USAGE)
+    except click.exceptions.Exit as error:
+        return error.exit_code
+    except click.ClickException as error:
+        error.show()
+        return int(Exit.USAGE)
+    except (KeyboardInterrupt, click.Abort):
+        return _say("interrupted", Exit.PREEMPTED)
+    except Violation as error:
+        return _say(f"andon.Violation: {error}", Exit.VIOLATION)
+    except BrokenPipeError:
+        return int(Exit.OK)
+    except Exception as error:  # the last resort: one line for a user, the traceback on request
+        if os.environ.get(_TRACEBACK) == "1":
+            raise
+        return _say(f"{type(error).__name__}: {error} (set {_TRACEBACK}=1 for the traceback)", Exit.CRASHED)
+
+
+def _say(text: str, code: Exit) -> int:
+    print("\n".join(f"andon: {line}" for line in text.splitlines() or [""]), file=sys.stderr, flush=True)
+    return int(code)

@@ -1,0 +1,113 @@
+"""Train, init, check, eval, predict."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from andon.problems import InputError, Problem
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="Data-parallel LoRA training of text classifiers, every step a checked fact.",
+)
+
+ConfigFile = Annotated[Path | None, typer.Argument(help="YAML file; without one, the embedded example is trained.")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one key, as in optimizer.lr=1e-3.")
+]
+
+
+@app.command()
+def train(
+    config: ConfigFile = None,
+    workers: Annotated[int | None, typer.Option(help="Ranks on this machine.")] = None,
+    backend: Annotated[str | None, typer.Option(help="inline, threads, gloo, nccl or mixed.")] = None,
+    resume: Annotated[str | None, typer.Option(help="auto: go on from the newest valid checkpoint.")] = None,
+    run_dir: Annotated[str | None, typer.Option(help="Folder of the run; a new one under runs/ by default.")] = None,
+    data: Annotated[str | None, typer.Option(help="Training rows: JSONL, CSV, TSV or Parquet.")] = None,
+    eval_data: Annotated[str | None, typer.Option(help="Rows to evaluate on, never trained on.")] = None,
+    text_column: Annotated[str | None, typer.Option(help="Column of the texts.")] = None,
+    label_column: Annotated[str | None, typer.Option(help="Column of the labels.")] = None,
+    model: Annotated[str | None, typer.Option(help="Hugging Face model folder or hub id of the base.")] = None,
+    overrides: Overrides = None,
+) -> int:
+    """Train a classifier; the result is the same to the bit for every number of workers."""
+    from andon.cli.train import run_training
+
+    flags: dict[str, Any] = {
+        "run.workers": workers,
+        "run.backend": backend,
+        "run.resume": resume,
+        "run.dir": run_dir,
+        "data.train": data,
+        "data.eval": eval_data,
+        "data.text_column": text_column,
+        "data.label_column": label_column,
+        "model.base": model,
+    }
+    given = {key: value for key, value in flags.items() if value is not None}
+    return int(run_training(config, overrides or (), given))
+
+
+@app.command()
+def init(folder: Annotated[Path, typer.Argument(help="Where config.yaml is written.")]) -> None:
+    """Write a commented config.yaml with every setting at its default."""
+    from andon.config.template import template
+
+    target = folder / "config.yaml"
+    if target.exists():
+        raise InputError([Problem(str(target), "is there already")])
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        target.write_text(template(), encoding="utf-8")
+    except OSError as error:
+        raise InputError([Problem(str(target), f"cannot be written: {error.strerror}")]) from error
+    typer.echo(f"wrote {target}\nnext: andon train {target}")
+
+
+@app.command()
+def check(
+    config: Annotated[Path, typer.Argument(help="YAML file to check.")],
+    overrides: Overrides = None,
+) -> None:
+    """Read configuration, data, tokenizer and model as a run would, and say what the run would do."""
+    from andon.cli.check import describe
+    from andon.config.load import load_config
+
+    for line in describe(load_config(config, overrides or ())):
+        typer.echo(line)
+
+
+@app.command(name="eval")
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="Run folder.")],
+    data: Annotated[Path, typer.Argument(help="Rows with labels.")],
+) -> None:
+    """Score a run's model on a file; prints JSON."""
+    from andon.training.inference import evaluate_run, load_run, require_run
+
+    folder = require_run(run)
+    if not data.is_file():
+        raise InputError([Problem(str(data), "there is no such file")])
+    typer.echo(json.dumps(evaluate_run(load_run(folder), data).as_dict(), indent=2))
+
+
+@app.command()
+def predict(run: Annotated[Path, typer.Argument(help="Run folder.")]) -> None:
+    """Label each line of standard input; prints one JSON object a line."""
+    from andon.training.inference import load_run, predict, require_run
+
+    loaded = load_run(require_run(run))
+    texts = (line.rstrip("\n") for line in sys.stdin)
+    for found in predict(loaded, (text for text in texts if text.strip())):
+        typer.echo(
+            json.dumps({"text": found.text, "label": found.label, "probability": round(found.probability, 6)})
+        )

@@ -1,0 +1,1 @@
+"""A run: material, replicas, epochs around the step, evaluation, what is written down."""

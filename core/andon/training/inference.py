@@ -1,0 +1,125 @@
+"""A finished run's model, for evaluation and prediction."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from andon.backend.inprocess import InlineBackend
+from andon.config.load import load_config
+from andon.config.schema import Config
+from andon.data.readers import read
+from andon.data.tokens import Tokenizer, pretrained_tokenizer
+from andon.metrics.scores import Scores
+from andon.model.adapter import attach, base_digest, load_adapter, read_labels
+from andon.model.build import build_base
+from andon.model.task import ClassificationTask, collate, predictions
+from andon.problems import InputError, Problem
+from andon.run.folder import RunFolder, State
+from andon.training.evaluation import evaluate
+from andon.training.material import adapter_spec, model_spec
+from andon_contracts.digest import hex64
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """What a run left: its model with the trained weights, in eval mode on the CPU, its tokenizer and labels."""
+
+    config: Config
+    model: nn.Module
+    tokenizer: Tokenizer
+    labels: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The likeliest label of a text, with its probability."""
+
+    text: str
+    label: str
+    probability: float
+
+
+def require_run(path: Path) -> RunFolder:
+    """The run folder at `path` with an adapter in it. Raises `InputError` where there is none; reads no data."""
+    folder = RunFolder(path)
+    if not path.exists():
+        raise InputError([Problem(str(path), "there is no such run")])
+    if folder.state() in (State.EMPTY, State.FOREIGN):
+        raise InputError([Problem(str(path), "is no run folder of andon")])
+    if not folder.adapter.is_dir():
+        raise InputError([Problem(str(path), "has no trained adapter yet; finish it with --resume auto")])
+    return folder
+
+
+def load_run(folder: RunFolder) -> TrainedRun:
+    """Build the run's base again, check that it is the same one, and load what was trained.
+
+    Raises `InputError` for a base whose weights are not those that the adapter was trained on.
+    """
+    torch.set_num_threads(1)
+    config = load_config(folder.config)
+    labels = read_labels(folder.adapter)
+    tokenizer = pretrained_tokenizer(str(folder.adapter), local_only=True)
+    adapter = adapter_spec(config)
+    spec = model_spec(config, labels, tokenizer)
+    if adapter.kind == "none":
+        model = _whole_model(folder, spec.num_labels)
+    else:
+        model = attach(build_base(spec), adapter, config.seed)
+        _require_same_base(folder, model)
+        load_adapter(model, folder.adapter)
+    return TrainedRun(config, model.eval(), tokenizer, labels)
+
+
+def _whole_model(folder: RunFolder, num_labels: int) -> nn.Module:
+    from transformers import AutoModelForSequenceClassification
+
+    model: nn.Module = AutoModelForSequenceClassification.from_pretrained(
+        str(folder.adapter), num_labels=num_labels, local_files_only=True, dtype=torch.float32
+    )
+    return model
+
+
+def _require_same_base(folder: RunFolder, model: nn.Module) -> None:
+    wanted = json.loads(folder.provenance.read_text())["digests"]["base"]
+    found = hex64(base_digest(model))
+    if found != wanted:
+        raise InputError(
+            [Problem(str(folder.path), f"the base model has digest {found}, the adapter was trained on {wanted}")]
+        )
+
+
+def evaluate_run(run: TrainedRun, data: Path) -> Scores:
+    """Scores of the rows in the file `data`, whose labels must be among the run's."""
+    columns = run.config.data
+    rows = read(data, text_column=columns.text_column, label_column=columns.label_column, labels=run.labels)
+    task = ClassificationTask(
+        run.tokenizer.encode([row.text for row in rows.rows], run.config.model.max_length),
+        [row.label for row in rows.rows],
+        num_labels=len(run.labels),
+        vocab_size=run.tokenizer.vocab_size,
+        pad_id=run.tokenizer.pad_id,
+        max_length=run.config.model.max_length,
+    )
+    return evaluate(InlineBackend([torch.device("cpu")]), [run.model], task, [row.id for row in rows.rows])
+
+
+def predict(run: TrainedRun, texts: Iterator[str], batch_size: int = 64) -> Iterator[Prediction]:
+    """The prediction of each text, in order, as soon as its batch is full."""
+    while batch := list(islice(texts, batch_size)):
+        yield from _predicted(run, batch)
+
+
+def _predicted(run: TrainedRun, texts: Sequence[str]) -> Iterator[Prediction]:
+    rows = [torch.tensor(row) for row in run.tokenizer.encode(texts, run.config.model.max_length)]
+    logits = predictions(run.model, collate(rows, run.tokenizer.pad_id, 8, run.config.model.max_length))
+    best = logits.softmax(dim=1).max(dim=1)
+    for text, probability, label in zip(texts, best.values.tolist(), best.indices.tolist(), strict=True):
+        yield Prediction(text, run.labels[label], probability)

@@ -1,0 +1,127 @@
+"""What a run works on, read and checked before any rank starts: rows, labels, tokens, the plan of batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from andon.config.schema import Config
+from andon.data.labels import class_weights
+from andon.data.rows import DataSet
+from andon.data.tokens import Tokenizer, byte_tokenizer, pretrained_tokenizer
+from andon.model.adapter import AdapterSpec
+from andon.model.build import ModelSpec
+from andon.model.task import ClassificationTask
+from andon.problems import InputError
+from andon.step.plan import BatchPlan
+from andon.training.rows import Rows, read_rows
+
+
+@dataclass(frozen=True)
+class Material:
+    """Everything that training needs besides a backend; a function of the configuration and the files it names."""
+
+    config: Config
+    rows: Rows
+    tokenizer: Tokenizer
+    task: ClassificationTask
+    evaluation_task: ClassificationTask
+    evaluation_ids: tuple[int, ...]
+    plan: BatchPlan
+    model: ModelSpec
+    adapter: AdapterSpec
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The names of the classes, by id."""
+        return self.rows.train.labels
+
+
+def prepare(config: Config) -> Material:
+    """Read, split, encode and plan. Raises `InputError` for anything that the user got wrong."""
+    rows = read_rows(config)
+    tokenizer = _tokenizer(config)
+    weights = class_weights(config.data.class_weights, rows.train.subset(rows.train_ids).counts())
+    task = _task(config, rows.train, tokenizer, weights)
+    if rows.evaluation is None:
+        evaluation_task, evaluation_ids = task, rows.validation_ids
+    else:
+        evaluation_task = _task(config, rows.evaluation, tokenizer, weights)
+        evaluation_ids = tuple(row.id for row in rows.evaluation.rows)
+    return Material(
+        config=config,
+        rows=rows,
+        tokenizer=tokenizer,
+        task=task,
+        evaluation_task=evaluation_task,
+        evaluation_ids=evaluation_ids,
+        plan=_plan(config, rows.train_ids),
+        model=model_spec(config, rows.train.labels, tokenizer),
+        adapter=adapter_spec(config),
+    )
+
+
+def _tokenizer(config: Config) -> Tokenizer:
+    if config.model.base is None:
+        return byte_tokenizer()
+    return pretrained_tokenizer(config.model.base, local_only=Path(config.model.base).is_dir())
+
+
+def _task(
+    config: Config, data: DataSet, tokenizer: Tokenizer, weights: Sequence[float]
+) -> ClassificationTask:
+    return ClassificationTask(
+        tokenizer.encode([row.text for row in data.rows], config.model.max_length),
+        [row.label for row in data.rows],
+        num_labels=len(data.labels),
+        vocab_size=tokenizer.vocab_size,
+        pad_id=tokenizer.pad_id,
+        class_weights=weights,
+        max_length=config.model.max_length,
+        places=[f"{data.source}: row {row.id}" for row in data.rows],
+    )
+
+
+def _plan(config: Config, train_ids: tuple[int, ...]) -> BatchPlan:
+    if not train_ids:
+        raise InputError("data.validation_fraction: leaves no row to train on")
+    return BatchPlan(
+        ids=train_ids,
+        batch_size=config.training.batch_size,
+        micro_batches=config.training.micro_batches,
+        seed=config.seed,
+        epochs=config.training.epochs,
+        max_steps=config.training.max_steps,
+    )
+
+
+def model_spec(config: Config, labels: tuple[str, ...], tokenizer: Tokenizer) -> ModelSpec:
+    """The base model that `config` describes for these labels and this tokenizer."""
+    model = config.model
+    return ModelSpec(
+        num_labels=len(labels),
+        labels=labels,
+        vocab_size=tokenizer.vocab_size,
+        pad_id=tokenizer.pad_id,
+        base=model.base,
+        architecture=model.architecture,
+        hidden_size=model.hidden_size,
+        num_hidden_layers=model.num_hidden_layers,
+        num_attention_heads=model.num_attention_heads,
+        num_key_value_heads=model.num_key_value_heads,
+        intermediate_size=model.intermediate_size,
+        dropout=model.dropout,
+        max_length=model.max_length,
+        dtype=model.dtype,
+        seed=config.seed,
+    )
+
+
+def adapter_spec(config: Config) -> AdapterSpec:
+    """The adapter that `config` describes."""
+    adapter = config.adapter
+    targets = adapter.targets if adapter.targets is None or isinstance(adapter.targets, str) else tuple(adapter.targets)
+    return AdapterSpec(
+        kind=adapter.kind, r=adapter.r, alpha=adapter.alpha, dropout=adapter.dropout, targets=targets or "all-linear"
+    )

@@ -1,0 +1,68 @@
+"""What a person sees while a run trains: a bar on a terminal, one plain line every N steps otherwise."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from andon.metrics.scores import Scores
+from andon.step.plan import GlobalBatch
+from andon.step.step import StepResult
+
+
+class ProgressView:
+    """Lines on standard error that a log can hold and `grep` can find; a rich bar where that is a terminal."""
+
+    def __init__(self, total_steps: int, log_every: int, mode: str = "auto", done: int = 0) -> None:
+        """mode: auto (a bar on a terminal), always (a bar), never (lines). done: steps already taken."""
+        self._total = total_steps
+        self._every = log_every
+        self._started = time.perf_counter()
+        self._done_before = done
+        self._bar: Any = None
+        if mode == "always" or (mode == "auto" and sys.stderr.isatty()):
+            self._bar = _bar(total_steps, done)
+
+    def step(self, batch: GlobalBatch, result: StepResult) -> None:
+        """One update was done."""
+        if self._bar is not None:
+            bar, task = self._bar
+            bar.update(task, completed=result.step, description=f"epoch {batch.epoch + 1} loss {result.loss:.4f}")
+        elif result.step % self._every == 0 or result.step == self._total:
+            rate = (result.step - self._done_before) / (time.perf_counter() - self._started)
+            self._line(
+                f"step {result.step}/{self._total} epoch {batch.epoch + 1} loss {result.loss:.4f} "
+                f"accuracy {result.correct / max(result.rows, 1):.3f} grad_norm {result.grad_norm:.3f} "
+                f"lr {result.rate:.2e} {rate:.1f} steps/s"
+            )
+
+    def evaluated(self, step: int, scores: Scores, what: str) -> None:
+        """Rows were scored."""
+        loss = f" loss {scores.loss:.4f}" if scores.loss is not None else ""
+        self._line(
+            f"{what} after step {step}: accuracy {scores.accuracy:.4f} macro-F1 {scores.macro_f1:.4f} "
+            f"MCC {scores.mcc:.4f}{loss} ({scores.rows} rows)"
+        )
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self._bar is not None:
+            self._bar[0].stop()
+            self._bar = None
+
+    def _line(self, text: str) -> None:
+        if self._bar is not None:
+            self._bar[0].console.print(text)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+
+def _bar(total: int, done: int) -> Any:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    bar = Progress(*columns, console=Console(stderr=True))
+    bar.start()
+    return bar, bar.add_task("starting", total=total, completed=done)

@@ -1,0 +1,44 @@
+"""Replicas of one model for the ranks of this process: trainable weights of their own, the frozen base shared."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+
+from andon.backend.base import Backend
+from andon.model.adapter import trainable_parameters
+from andon.step.keyed import KeyedRandomness, needs_full_interception
+from andon.step.replica import OptimizerSpec, Replica
+from andon.step.task import Task
+
+
+def build_replicas(
+    model: nn.Module, backend: Backend, optimizer: OptimizerSpec, seed: int, task: Task, sample: int
+) -> list[Replica]:
+    """One replica for each local rank of `backend`, all with the weights of `model` (on the CPU, as built).
+
+    sample: a row for the one forward pass that finds out how the model draws its random numbers.
+    Raises `ValueError` (`UnkeyedRandomnessError`) for a model whose randomness cannot be keyed by micro-batch.
+    """
+    replicas: list[Replica] = []
+    on_device: dict[torch.device, nn.Module] = {}
+    for device in backend.devices:
+        own = _placed(model, device, on_device)
+        own.train()
+        batch = task.load([sample], device)
+        intercept_all = needs_full_interception(lambda m=own, b=batch: task.loss_sum(m, b), device)  # type: ignore[misc]
+        randomness = KeyedRandomness(seed, device, intercept_all=intercept_all)
+        replicas.append(Replica(own, trainable_parameters(own), optimizer, randomness, device))
+    return replicas
+
+
+def _placed(model: nn.Module, device: torch.device, placed: dict[torch.device, nn.Module]) -> nn.Module:
+    """A replica's model on `device`; a second one there shares the frozen tensors of the first."""
+    if device not in placed:
+        placed[device] = copy.deepcopy(model).to(device) if placed else model.to(device)
+        return placed[device]
+    first = placed[device]
+    shared = {id(p): p for p in first.parameters() if not p.requires_grad}
+    return copy.deepcopy(first, memo=dict(shared))

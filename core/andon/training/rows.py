@@ -1,0 +1,53 @@
+"""The rows of a run, read and split; without torch, so that the command line can refuse bad data at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from andon.config.schema import Config
+from andon.data.readers import read
+from andon.data.rows import DataSet
+from andon.data.shell import embedded
+from andon.data.split import frozen_split
+from andon.problems import InputError, Problem
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The data sets of a run. Row ids of `train` cover training and validation; `evaluation` has its own."""
+
+    train: DataSet
+    evaluation: DataSet | None
+    train_ids: tuple[int, ...]
+    validation_ids: tuple[int, ...]
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 over both data sets."""
+        return self.train.digest + (self.evaluation.digest if self.evaluation is not None else "")
+
+
+def read_rows(config: Config) -> Rows:
+    """The rows that `config` names, split once and for all. Raises `InputError` with all that is wrong with them."""
+    if config.data.train is None:
+        train, evaluation = embedded(config.seed)
+    else:
+        train = _read(config, config.data.train, None)
+        evaluation = _read(config, config.data.eval, train.labels) if config.data.eval is not None else None
+    train_places, validation_places = frozen_split(len(train), config.data.validation_fraction, config.seed)
+    ids = [row.id for row in train.rows]
+    if evaluation is None and not validation_places:
+        raise InputError([Problem("data", "no rows to evaluate on: name data.eval, or a data.validation_fraction > 0")])
+    return Rows(train, evaluation, _picked(ids, train_places), _picked(ids, validation_places))
+
+
+def _picked(ids: Sequence[int], places: Sequence[int]) -> tuple[int, ...]:
+    return tuple(ids[place] for place in places)
+
+
+def _read(config: Config, path: str, labels: Sequence[str] | None) -> DataSet:
+    return read(
+        Path(path), text_column=config.data.text_column, label_column=config.data.label_column, labels=labels
+    )
