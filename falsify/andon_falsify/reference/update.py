@@ -68,8 +68,9 @@ class Sgd:
 class AdamW:
     """Adam with decoupled weight decay (Loshchilov and Hutter 2019), epsilon outside the root as in torch.
 
-    With t updates of this tensor, this one included: w <- w - lr * decay * w, m <- b1 m + (1 - b1) g, v <- b2 v + (1 - b2) g^2,
-    w <- w - lr * (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + epsilon).
+    With t updates of this tensor, this one included:
+        w <- w - lr * decay * w,  m <- b1 m + (1 - b1) g,  v <- b2 v + (1 - b2) g^2,
+        w <- w - lr * (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + epsilon).
     """
 
     betas: tuple[float, float] = (0.9, 0.999)
