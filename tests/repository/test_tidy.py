@@ -58,12 +58,10 @@ def icontract_elsewhere(module: Module) -> Iterator[str]:
     if module.name == "andon_contracts.policy":
         return
     for node in ast.walk(module.tree):
-        from_import = isinstance(node, ast.ImportFrom) and node.module == "icontract"
-        attribute = (
-            isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "icontract"
-        )
-        if from_import or (attribute and isinstance(node, ast.Attribute) and node.attr in CONTRACTS):
-            yield f"{module.at(node.lineno)} uses icontract itself: use andon_contracts.policy"
+        imported = isinstance(node, ast.ImportFrom) and node.module == "icontract"
+        used = isinstance(node, ast.Attribute) and last_name(node.value) == "icontract" and node.attr in CONTRACTS
+        if imported or used:
+            yield f"{module.at(getattr(node, 'lineno', 1))} uses icontract itself: use andon_contracts.policy"
 
 
 def lambda_conditions(module: Module) -> Iterator[str]:
