@@ -121,7 +121,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
     """Yield a new empty folder to fill; at the end of the context its files are fsynced and it takes the name `path`.
 
     On an error nothing of it stays, and a folder that was at `path` still is. Where there was one, a crash between the
-    two renames leaves it under a temporary name: good for what can be made again, as an export. Raises `InputError` as `write_whole`.
+    two renames loses it: only for what can be made again, as an export. Raises `InputError` as `write_whole` does.
     """
     with storage(path):
         temporary = temporary_beside(path)

@@ -116,7 +116,7 @@ def _read_regular(path: Path, size: int | None) -> bytes:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
-    with os.fdopen(handle, "rb") as file:
+    try:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
             raise CheckpointError(f"{path}: it is not a regular file")
@@ -124,10 +124,12 @@ def _read_regular(path: Path, size: int | None) -> bytes:
             raise CheckpointError(f"{path}: it has {status.st_size} bytes, the manifest says {size}")
         if status.st_size > _LIMITS[path.name]:
             raise CheckpointError(f"{path}: {status.st_size} bytes are more than the {_LIMITS[path.name]} allowed")
-        try:
+        with open(handle, "rb", closefd=False) as file:
             return file.read(status.st_size)
-        except OSError as error:
-            raise CheckpointError(f"{path}: {error.strerror}") from error
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from error
+    finally:
+        os.close(handle)
 
 
 def _read_listed(path: Path, listed: Mapping[str, Any]) -> bytes:
@@ -148,22 +150,20 @@ def _json_object(path: Path, data: bytes) -> dict[str, Any]:
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
-    found = _json_object(path, _read_regular(path, None))
+    data = _read_regular(path, None)
+    found = _json_object(path, data)
     if found.get("version") != VERSION:
         raise CheckpointError(f"{path}: version {found.get('version')!r} is not {VERSION}")
     own = found.pop("sha256", None)
-    if own != _sha256(_canonical(found)):
+    try:
+        whole = own == _sha256(json_bytes(found)) and data == json_bytes(found | {"sha256": own})
+    except ValueError:
+        whole = False
+    if not whole:
         raise CheckpointError(f"{path}: its SHA-256 is not its own; its bytes were changed")
     if not _is_shaped_like(found, _SHAPE):
         raise CheckpointError(f"{path}: it does not list step, digest, ledger, files and tensors as a manifest does")
     return found
-
-
-def _canonical(found: Mapping[str, object]) -> bytes:
-    try:
-        return json_bytes(found)
-    except ValueError:
-        return b""
 
 
 def _is_shaped_like(found: Any, shape: Any) -> bool:

@@ -1,0 +1,352 @@
+"""Checkpoints: whole or not at all at every point of a crash, read back by name, damage named by file."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save
+
+from andon.problems import InputError
+from andon.run import atomic, checkpoint
+from andon.run.atomic import clean_leftovers, is_leftover, json_bytes
+from andon.run.checkpoint import Checkpoint, load_checkpoint, newest_valid, prune, save_checkpoint
+from andon.run.sealed import MANIFEST, STATE, TENSORS, CheckpointError, _sha256
+from andon_contracts.digest import hex64, tree_digest
+from andon_contracts.policy import evaluations
+from andon_contracts.violation import Violation
+from tests.run.crash import Mode, every_failure
+
+FLAT = torch.randn(64, generator=torch.Generator().manual_seed(1))
+TREE = {
+    "adapter.a": FLAT[:12].view(3, 4),
+    "adapter.b": FLAT[12:24].view(3, 4).t(),
+    "tied": FLAT[:12].view(3, 4),
+    "moment": torch.tensor([float("nan"), -0.0, float("inf")]),
+    "half": torch.arange(5, dtype=torch.bfloat16),
+    "step": torch.tensor(7),
+    "mask": torch.tensor([True, False]),
+    "empty": torch.empty(0, 3),
+}
+STATE_OF: dict[str, Any] = {"epoch": 1, "lr": 0.1, "order": [3, 1], "name": "\u00e9"}
+
+
+def saved(folder: Path, step: int, value: float = 0.0) -> Path:
+    """A checkpoint of `step` that holds `value`."""
+    return save_checkpoint(folder, step, {"w": torch.full((3,), value)}, {"value": value})
+
+
+def value_of(found: Checkpoint | None) -> float | None:
+    """The value that `saved` put in."""
+    if found is None:
+        return None
+    assert found.tensors["w"].tolist() == [found.state["value"]] * 3
+    return float(found.state["value"])
+
+
+def counting(tmp_path: Path, prepare: Callable[[Path], object]) -> Callable[[], Path]:
+    """A maker of new folders under `tmp_path`, each prepared."""
+    numbers = itertools.count()
+
+    def make() -> Path:
+        folder = tmp_path / str(next(numbers))
+        folder.mkdir()
+        prepare(folder)
+        return folder
+
+    return make
+
+
+def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
+    """Names, bits, shapes, dtypes, state, step and ledger head come back; views, ties, NaN and -0.0 among them."""
+    before = evaluations().get("checkpoint-whole", 0)
+    path = save_checkpoint(tmp_path, 42, TREE, STATE_OF, head=(9, "ab" * 8))
+    assert evaluations()["checkpoint-whole"] == before + 1
+    assert path == tmp_path / "step-00000042"
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+    found = load_checkpoint(path)
+    assert (found.step, found.state, found.head) == (42, STATE_OF, (9, "ab" * 8))
+    assert found.digest == hex64(tree_digest(TREE)) == hex64(tree_digest(found.tensors))
+    assert {n: (t.dtype, t.shape) for n, t in found.tensors.items()} == {n: (t.dtype, t.shape) for n, t in TREE.items()}
+    found.tensors["adapter.a"].zero_()
+    assert found.tensors["tied"].any()
+
+
+def test_permissions_are_the_umasks(tmp_path: Path) -> None:
+    """Files have the permissions that the umask leaves, not those of a private temporary."""
+    before = os.umask(0o027)
+    try:
+        path = saved(tmp_path, 1)
+    finally:
+        os.umask(before)
+    assert {p.stat().st_mode & 0o777 for p in path.iterdir()} == {0o640}
+
+
+@pytest.mark.parametrize("mode", ["kill", "power cut"])
+@pytest.mark.parametrize("step", [1, 2], ids=["same step", "next step"])
+def test_a_crash_while_saving_leaves_old_or_new(tmp_path: Path, mode: Mode, step: int) -> None:
+    """At every point of a save that dies the folder holds the old or the new state; the next save then works."""
+
+    def check(folder: Path, finished: bool, error: Exception | None) -> None:
+        assert error is None
+        found, rejected = newest_valid(folder)
+        assert rejected == []
+        assert value_of(found) in ((2.0,) if finished else (1.0, 2.0))
+        clean_leftovers(folder)
+        saved(folder, step, 3.0)
+        assert value_of(newest_valid(folder)[0]) == 3.0
+        assert not any(".old-" in p.name or is_leftover(p.name) for p in folder.iterdir())
+
+    points = every_failure(
+        counting(tmp_path, lambda folder: saved(folder, 1, 1.0)), lambda folder: saved(folder, step, 2.0), mode, check
+    )
+    assert points >= 12
+
+
+@pytest.mark.parametrize("step", [1, 2], ids=["same step", "next step"])
+def test_a_full_disk_while_saving_keeps_the_old(tmp_path: Path, step: int) -> None:
+    """Whichever call the disk refuses, the error is an InputError, nothing temporary stays, old or new is valid."""
+
+    def check(folder: Path, finished: bool, error: Exception | None) -> None:
+        assert finished or isinstance(error, InputError)
+        if error:
+            assert "the disk is full" in str(error)
+        found, rejected = newest_valid(folder)
+        assert rejected == []
+        assert value_of(found) in ((2.0,) if finished else (1.0, 2.0))
+
+    points = every_failure(
+        counting(tmp_path, lambda folder: saved(folder, 1, 1.0)),
+        lambda folder: saved(folder, step, 2.0),
+        "disk full",
+        check,
+    )
+    assert points >= 12
+
+
+@pytest.mark.parametrize("mode", ["kill", "power cut", "disk full"])
+def test_a_crash_while_pruning_keeps_what_is_kept(tmp_path: Path, mode: Mode) -> None:
+    """At every point the newest and the best are valid, and every other is valid or gone, never half."""
+
+    def prepare(folder: Path) -> None:
+        for step in (1, 2, 3, 4):
+            saved(folder, step, float(step))
+
+    def check(folder: Path, finished: bool, error: Exception | None) -> None:
+        assert error is None or (mode == "disk full" and isinstance(error, InputError))
+        steps = [load_checkpoint(p).step for p in sorted(folder.iterdir()) if not is_leftover(p.name)]
+        assert {1, 4} <= set(steps)
+        if finished:
+            assert steps == [1, 4]
+        clean_leftovers(folder)
+        prune(folder, keep=1, best=1)
+        assert sorted(p.name for p in folder.iterdir()) == ["step-00000001", "step-00000004"]
+
+    assert every_failure(counting(tmp_path, prepare), lambda f: prune(f, keep=1, best=1), mode, check) >= 10
+
+
+def test_prune_keeps_the_latest_and_the_best(tmp_path: Path) -> None:
+    """The `keep` latest steps and the best stay; what is removed is reported; none to keep is refused."""
+    for step in (5, 100, 20, 3):
+        saved(tmp_path, step)
+    assert [p.name for p in prune(tmp_path, keep=2, best=3)] == ["step-00000005"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000003", "step-00000020", "step-00000100"]
+    with pytest.raises(ValueError, match="not 0"):
+        prune(tmp_path, keep=0)
+
+
+def flip(path: Path, at: int) -> None:
+    """Change one bit of the byte `at`."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def link_elsewhere(path: Path) -> None:
+    """Replace the file by a link to a copy of it."""
+    copy = path.parent.parent / f"copy-{path.name}"
+    path.rename(copy)
+    path.symlink_to(copy)
+
+
+def replaced_by(path: Path, make: Callable[[Path], None]) -> None:
+    """Remove the file and make something else in its place."""
+    path.unlink()
+    make(path)
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "cut": lambda path: os.truncate(path, path.stat().st_size - 1),
+    "emptied": lambda path: os.truncate(path, 0),
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b" "),
+    "bit at the start": lambda path: flip(path, 0),
+    "bit in the middle": lambda path: flip(path, path.stat().st_size // 2),
+    "bit at the end": lambda path: flip(path, path.stat().st_size - 3),
+    "zeroed": lambda path: path.write_bytes(bytes(path.stat().st_size)),
+    "missing": lambda path: path.unlink(),
+    "a link": link_elsewhere,
+    "a folder": lambda path: replaced_by(path, Path.mkdir),
+    "a pipe": lambda path: replaced_by(path, os.mkfifo),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", [TENSORS, STATE, MANIFEST])
+def test_damage_is_named_and_the_older_one_taken(tmp_path: Path, name: str, damage: str) -> None:
+    """A file that was cut, changed, zeroed, removed or replaced is refused by name; the checkpoint before it serves."""
+    saved(tmp_path, 1, 1.0)
+    path = saved(tmp_path, 2, 2.0)
+    DAMAGES[damage](path / name)
+    with pytest.raises(CheckpointError, match=name):
+        load_checkpoint(path)
+    found, rejected = newest_valid(tmp_path)
+    assert value_of(found) == 1.0
+    assert len(rejected) == 1
+    assert str(path / name) in rejected[0]
+
+
+@pytest.mark.parametrize("name", [TENSORS, STATE, MANIFEST])
+def test_a_file_of_another_checkpoint_is_refused(tmp_path: Path, name: str) -> None:
+    """Files exchanged between two checkpoints of the same shape are found, though each is sound on its own."""
+    first, second = saved(tmp_path, 1, 1.0), saved(tmp_path, 2, 2.0)
+    shutil.copy(first / name, second / name)
+    with pytest.raises(CheckpointError):
+        load_checkpoint(second)
+
+
+def test_a_renamed_or_foreign_folder_is_refused(tmp_path: Path) -> None:
+    """A folder whose name says another step, one more file, a link to a folder, or nothing at all: refused by name."""
+    path = saved(tmp_path, 1)
+    other = path.rename(tmp_path / "step-00000009")
+    with pytest.raises(CheckpointError, match=r"of step 1, the folder's name says 9"):
+        load_checkpoint(other)
+    path = other.rename(path)
+    (path / "extra.bin").touch()
+    with pytest.raises(CheckpointError, match=r"extra.bin: no checkpoint has such a file"):
+        load_checkpoint(path)
+    (tmp_path / "link").symlink_to(path)
+    with pytest.raises(CheckpointError, match="not a folder"):
+        load_checkpoint(tmp_path / "link")
+    with pytest.raises(CheckpointError, match="No such file"):
+        load_checkpoint(tmp_path / "none")
+    assert newest_valid(tmp_path / "none") == (None, [])
+
+
+def resealed(path: Path, changes: Mapping[str, object], tensors: bytes | None = None) -> None:
+    """Change a checkpoint and make its sizes and hashes agree again, as an attacker would."""
+    manifest = json.loads((path / MANIFEST).read_bytes()) | dict(changes)
+    del manifest["sha256"]
+    if tensors is not None:
+        (path / TENSORS).write_bytes(tensors)
+        manifest["files"][TENSORS] = {"bytes": len(tensors), "sha256": _sha256(tensors)}
+    (path / MANIFEST).write_bytes(json_bytes(manifest | {"sha256": _sha256(json_bytes(manifest))}))
+
+
+def test_a_header_that_claims_too_much_is_refused(tmp_path: Path) -> None:
+    """A header length beyond the file, as of a bomb, is refused before anything is parsed or allocated."""
+    for length in (1 << 62, 1 << 27, 60):
+        path = saved(tmp_path, 1)
+        resealed(path, {}, tensors=length.to_bytes(8, "little") + b"{}" + bytes(40))
+        with pytest.raises(CheckpointError, match=f"{TENSORS}: its header claims {length} bytes"):
+            load_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "says"),
+    [
+        (save({"w": torch.zeros(3), "x": torch.zeros(1)}), "tensor x is not listed"),
+        (save({"v": torch.zeros(3)}), "tensor v is not listed"),
+        (save({}), "tensor w is missing"),
+        (save({"w": torch.zeros(1, 3)}), "tensor w is"),
+        (save({"w": torch.zeros(3, dtype=torch.int32)}), "tensor w is"),
+        (save({"w": torch.ones(3)}), "the tensors have digest"),
+        (bytes(8), TENSORS),
+        ((8).to_bytes(8, "little") + b"[[[[[[[[", TENSORS),
+    ],
+    ids=range(8),
+)
+def test_other_tensors_under_sound_hashes_are_refused(tmp_path: Path, tensors: bytes, says: str) -> None:
+    """Names, shapes, dtypes and the digest of the tensors must be the manifest's, though all hashes agree."""
+    path = saved(tmp_path, 1)
+    resealed(path, {}, tensors=tensors)
+    with pytest.raises(CheckpointError, match=says):
+        load_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"version": 2}, {"step": "1"}, {"step": True}, {"files": {}}, {"tensors": []}, {"ledger": 1}, {"digest": None}],
+)
+def test_a_manifest_of_another_form_is_refused(tmp_path: Path, changes: dict[str, object]) -> None:
+    """A manifest of another version or with fields of wrong types is refused by name, not stumbled over."""
+    path = saved(tmp_path, 1)
+    resealed(path, changes)
+    with pytest.raises(CheckpointError, match=MANIFEST):
+        load_checkpoint(path)
+
+
+@pytest.mark.parametrize("text", ["NaN", '{"version": NaN}', "[" * 100_000, '{"\\ud800": 1, "version": 1}', "[]"])
+def test_a_manifest_that_is_no_json_is_refused(tmp_path: Path, text: str) -> None:
+    """No text in the manifest's place ends in anything but a CheckpointError."""
+    path = saved(tmp_path, 1)
+    (path / MANIFEST).write_text(text)
+    with pytest.raises(CheckpointError, match=MANIFEST):
+        load_checkpoint(path)
+
+
+@pytest.mark.parametrize("state", [{"x": float("nan")}, {"x": (1, 2)}, {"x": {1: 2}}, {"x": object()}])
+def test_a_state_that_would_come_back_changed_is_refused(tmp_path: Path, state: dict[str, object]) -> None:
+    """A state that JSON cannot hold or would change is an error at the save, and nothing is left."""
+    with pytest.raises((ValueError, TypeError)):
+        save_checkpoint(tmp_path, 1, {}, state)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("damage", ["tensor", "file"])
+def test_what_is_not_read_back_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
+    """Where the disk gives other bytes than were written, the save is a Violation and the old checkpoint stays."""
+    saved(tmp_path, 1, 1.0)
+    real = atomic.write_new
+
+    def lying(path: Path, data: bytes) -> None:
+        real(path, data)
+        if damage == "file" and path.name == STATE:
+            flip(path, 3)
+
+    monkeypatch.setattr(checkpoint, "write_new", lying)
+    if damage == "tensor":
+        monkeypatch.setattr(checkpoint, "_separate", lambda tensors: {n: t + 1 for n, t in tensors.items()})
+    with pytest.raises(Violation, match="checkpoint-whole broken at step 2") as caught:
+        saved(tmp_path, 2, 2.0)
+    assert caught.value.tensor == ("w" if damage == "tensor" else "")
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
+    assert value_of(newest_valid(tmp_path)[0]) == 1.0
+
+
+def test_a_limit_on_file_sizes_is_an_input_error(tmp_path: Path) -> None:
+    """In a process that may write 4 KiB per file a larger checkpoint is an InputError, and nothing of it is left."""
+    code = (
+        "import pathlib, resource, sys, torch\n"
+        "from andon.problems import InputError\n"
+        "from andon.run.checkpoint import save_checkpoint\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+        "try: save_checkpoint(pathlib.Path(sys.argv[1]), 1, {'w': torch.zeros(4096)}, {})\n"
+        "except InputError as error: print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "step-00000001: cannot be written: the file would be larger" in done.stdout
+    assert list(tmp_path.iterdir()) == []

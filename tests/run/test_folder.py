@@ -1,0 +1,164 @@
+"""The run folder: one writer, whoever it is, and never a folder that is no run."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from andon.problems import InputError
+from andon.run.folder import RunFolder, State, default_folder
+from andon.run.ledger import LedgerWriter
+from andon_contracts.record import End
+
+_OWNER = (
+    "import pathlib, sys\n"
+    "from andon.run.folder import RunFolder\n"
+    "with RunFolder(pathlib.Path(sys.argv[1])).open_for_writing():\n"
+    "    print('owned', flush=True)\n"
+    "    sys.stdin.read()\n"
+)
+
+
+def test_the_layout_is_the_documented_one(tmp_path: Path) -> None:
+    """The paths of a run are those that the issue names, and asking for them touches nothing."""
+    run = RunFolder(tmp_path / "run")
+    paths = [run.config, run.environment, run.metrics, run.checkpoints, run.adapter]
+    paths += [run.ledger, run.provenance, run.summary, run.lock]
+    assert [p.name for p in paths] == [
+        "config.yaml",
+        "environment.json",
+        "metrics.jsonl",
+        "checkpoints",
+        "adapter",
+        "ledger.jsonl",
+        "provenance.json",
+        "summary.json",
+        ".lock",
+    ]
+    assert {p.parent for p in paths} == {run.path}
+    assert not run.path.exists()
+
+
+def test_a_living_owner_keeps_others_out(tmp_path: Path) -> None:
+    """While another process owns the folder opening it is an InputError with its pid; killed, it owns no more."""
+    run = RunFolder(tmp_path / "runs" / "x")
+    command = [sys.executable, "-c", _OWNER, str(run.path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
+        try:
+            assert owner.stdout is not None
+            assert owner.stdout.readline() == "owned\n"
+            with (
+                pytest.raises(InputError, match=f"process {owner.pid} on {socket.gethostname()} since"),
+                run.open_for_writing(),
+            ):
+                pytest.fail("two writers")
+        finally:
+            owner.kill()
+            owner.wait()
+    with run.open_for_writing():
+        assert json.loads(run.lock.read_text())["pid"] == os.getpid()
+
+
+def test_one_process_owns_once(tmp_path: Path) -> None:
+    """A second writer in the same process is refused as well; after the first has closed it is not."""
+    run = RunFolder(tmp_path / "x")
+    with (
+        run.open_for_writing(),
+        pytest.raises(InputError, match=f"process {os.getpid()}"),
+        RunFolder(tmp_path / "x").open_for_writing(),
+    ):
+        pytest.fail("two writers")
+    with run.open_for_writing() as owned:
+        assert owned.checkpoints.is_dir()
+
+
+def test_states(tmp_path: Path) -> None:
+    """A folder goes from empty to unfinished to finished; a summary that does not say finished does not count."""
+    run = RunFolder(tmp_path / "x")
+    assert run.state() is State.EMPTY
+    run.path.mkdir()
+    assert run.state() is State.EMPTY
+    run.lock.touch()
+    assert run.state() is State.EMPTY
+    with run.open_for_writing():
+        assert run.state() is State.UNFINISHED
+    for text in ("", "[", '{"finished": false}', '{"finished": 1}'):
+        run.summary.write_text(text)
+        assert run.state() is State.UNFINISHED
+    run.summary.write_text('{"finished": true}')
+    assert run.state() is State.FINISHED
+
+
+def test_a_run_without_its_lock_is_known_by_its_ledger(tmp_path: Path) -> None:
+    """A copy of a run without hidden files is still a run."""
+    run = RunFolder(tmp_path)
+    with LedgerWriter(run.ledger) as ledger:
+        ledger.append(End(0, "finished", {}))
+    assert run.state() is State.UNFINISHED
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "summary.json", "ledger.jsonl", "thesis.doc"])
+def test_what_is_no_run_is_never_written_to(tmp_path: Path, name: str) -> None:
+    """A folder that holds files but is no run is refused and left as it is, though the names be those of a run."""
+    (tmp_path / name).write_text('{"finished": true}\n')
+    run = RunFolder(tmp_path)
+    assert run.state() is State.FOREIGN
+    with pytest.raises(InputError, match="no run"), run.open_for_writing():
+        pytest.fail("written to")
+    assert [p.name for p in tmp_path.iterdir()] == [name]
+
+
+def test_places_that_cannot_be_written(tmp_path: Path) -> None:
+    """A file in the folder's place, or on the way to it, is an InputError that names the path."""
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(InputError, match="file"), RunFolder(path).open_for_writing():
+            pytest.fail("written to")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_read_only_place_is_an_input_error(tmp_path: Path) -> None:
+    """A folder without permission to write is an InputError."""
+    tmp_path.chmod(0o500)
+    try:
+        with pytest.raises(InputError, match="no permission"), RunFolder(tmp_path / "x").open_for_writing():
+            pytest.fail("written to")
+    finally:
+        tmp_path.chmod(0o700)
+
+
+def test_the_owner_cleans_up(tmp_path: Path) -> None:
+    """Temporaries of a killed writer, in the folder and among the checkpoints, are gone once the folder is owned."""
+    run = RunFolder(tmp_path)
+    with run.open_for_writing():
+        (tmp_path / "summary.json.andon-tmp-1-ab").touch()
+        (run.checkpoints / "step-00000001.andon-tmp-1-ab").mkdir()
+    with run.open_for_writing():
+        assert list(run.checkpoints.iterdir()) == []
+        assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "checkpoints"]
+
+
+def test_default_folders_do_not_collide(tmp_path: Path) -> None:
+    """The name is the time in UTC; a second run of the same second gets a number."""
+    now = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+    assert default_folder(tmp_path, now) == tmp_path / "20260102-030405"
+    for _ in range(2):
+        default_folder(tmp_path, now).mkdir()
+    assert default_folder(tmp_path, now).name == "20260102-030405-3"
+
+
+def test_the_run_folder_needs_no_torch() -> None:
+    """Refusing a folder is quick: folder, ledger, summary and provenance do not start torch."""
+    code = (
+        "import sys, andon.run.folder, andon.run.ledger, andon.run.summary, andon.run.provenance as p\n"
+        "p.environment()\n"
+        "sys.exit(bool({'torch', 'transformers', 'peft'} & set(sys.modules)))\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

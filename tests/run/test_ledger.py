@@ -1,0 +1,195 @@
+"""The ledger: appended whole, verified on opening, torn tails cut and told, damage named by line."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from andon.problems import InputError
+from andon.run.ledger import LedgerError, LedgerWriter, digests_by_step, head_at, read_ledger, same_again
+from andon_contracts.fields import Real
+from andon_contracts.record import GENESIS, End, RankPart, Step, StepDigests, chain, verify_chain
+from tests.run.crash import Mode, every_failure
+
+H = "0123456789abcdef"
+
+
+def step(number: int, loss: float = 0.5) -> Step:
+    """The record of update `number`."""
+    return Step(
+        step=number,
+        epoch=0,
+        position=2 * number,
+        ids=(number, number + 1),
+        count=2,
+        lr=Real.of(1e-3),
+        loss=Real.of(loss),
+        grad_norm=Real.of(1.0),
+        correct=1,
+        world=1,
+        backend="inline",
+        digests=StepDigests(H, H, H, H),
+        ranks=(RankPart(0, (0,), (number, number + 1), H),),
+    )
+
+
+def written(path: Path, *records: Step | End) -> bytes:
+    """The bytes of a ledger with these records appended."""
+    with LedgerWriter(path) as ledger:
+        for record in records:
+            ledger.append(record)
+    return path.read_bytes()
+
+
+def test_lines_are_on_disk_at_their_step(tmp_path: Path) -> None:
+    """After each append another reader sees the whole line, and the head is that of a verified chain."""
+    path = tmp_path / "ledger.jsonl"
+    with LedgerWriter(path) as ledger:
+        assert ledger.head == (0, GENESIS)
+        for number in (1, 2, 3):
+            ledger.append(step(number))
+            lines = path.read_bytes().splitlines(keepends=True)
+            assert len(lines) == number
+            assert ledger.head == verify_chain(lines) == (number, chain(lines[-1]))
+            assert head_at(path, number) == ledger.head[1]
+    assert list(read_ledger(path)) == [step(1), step(2), step(3)]
+    assert (head_at(path, 0), head_at(path, 4)) == (GENESIS, None)
+    assert head_at(path, 1) == chain(lines[0])
+
+
+def test_a_reopened_ledger_goes_on(tmp_path: Path) -> None:
+    """Opening again verifies what is there and continues its chain."""
+    path = tmp_path / "ledger.jsonl"
+    first = written(path, step(1), step(2))
+    both = written(path, step(3))
+    assert both.startswith(first)
+    assert verify_chain(both.splitlines(keepends=True))[0] == 3
+
+
+def test_a_torn_tail_is_cut_and_told(tmp_path: Path) -> None:
+    """Wherever the last line was cut, opening restores the lines before it and tells how much was lost."""
+    path = tmp_path / "ledger.jsonl"
+    first = written(path, step(1))
+    both = written(path, step(2))
+    for size in (len(first), len(first) + 1, (len(first) + len(both)) // 2, len(both) - 1):
+        path.write_bytes(both[:size])
+        assert list(read_ledger(path)) == [step(1)]
+        with LedgerWriter(path) as ledger:
+            assert ledger.torn == size - len(first)
+            assert ledger.head == (1, chain(first))
+        assert path.read_bytes() == first
+    path.write_bytes(first + bytes(1000))
+    with LedgerWriter(path) as ledger:
+        assert ledger.torn == 1000
+        ledger.append(step(2))
+    assert path.read_bytes() == both
+
+
+def test_damage_is_named_by_line(tmp_path: Path) -> None:
+    """A line that was changed, lost or doubled is an error with file and number; nothing is cut off then."""
+    path = tmp_path / "ledger.jsonl"
+    lines = written(path, step(1), step(2), step(3)).splitlines(keepends=True)
+    changed = lines[1].replace(b'"correct":1', b'"correct":2')
+    assert changed != lines[1]
+    for damaged, number in (
+        ([lines[0], changed, lines[2]], 3),
+        ([lines[0], lines[2]], 2),
+        ([*lines, lines[2]], 4),
+        ([b"garbage\n", *lines], 1),
+        ([lines[0], b"\n", lines[1]], 2),
+    ):
+        data = b"".join(damaged)
+        path.write_bytes(data)
+        with pytest.raises(LedgerError, match=rf"ledger.jsonl:{number}: "):
+            LedgerWriter(path)
+        with pytest.raises(LedgerError):
+            list(read_ledger(path))
+        assert path.read_bytes() == data
+
+
+@pytest.mark.parametrize("mode", ["kill", "disk full"])
+def test_a_failed_append_leaves_whole_lines(tmp_path: Path, mode: Mode) -> None:
+    """Wherever an append fails, opening again finds the old lines, with or without the new one, and can go on."""
+    numbers = iter(range(1000))
+
+    def make() -> Path:
+        folder = tmp_path / str(next(numbers))
+        folder.mkdir()
+        written(folder / "ledger.jsonl", step(1))
+        return folder
+
+    def check(folder: Path, finished: bool, error: Exception | None) -> None:
+        assert error is None or (mode == "disk full" and isinstance(error, InputError))
+        assert finished or error or mode == "kill"
+        written(folder / "ledger.jsonl", End(2, "finished", {}))
+        found = list(read_ledger(folder / "ledger.jsonl"))
+        assert found[0] == step(1)
+        assert found[1:-1] in ([], [step(2)])
+        assert not finished or len(found) == 3
+
+    assert every_failure(make, lambda folder: written(folder / "ledger.jsonl", step(2)), mode, check) >= 3
+
+
+def test_a_refused_record_leaves_the_ledger_as_it_was(tmp_path: Path) -> None:
+    """A record that is not of the schema is a ValueError, and the next one fits on."""
+    path = tmp_path / "ledger.jsonl"
+    with LedgerWriter(path) as ledger:
+        ledger.append(step(1))
+        with pytest.raises(ValueError, match="count"):
+            ledger.append(replace(step(2), count=-1))
+        ledger.append(step(2))
+    assert list(read_ledger(path)) == [step(1), step(2)]
+
+
+def test_a_linked_or_unwritable_ledger_is_an_input_error(tmp_path: Path) -> None:
+    """A ledger that is a link, or in a folder that is gone, is not written through."""
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    for path in (tmp_path / "link", tmp_path / "none" / "ledger.jsonl"):
+        with pytest.raises(InputError, match="cannot be written"):
+            LedgerWriter(path)
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_handles_are_returned(tmp_path: Path) -> None:
+    """Closing, also twice, and failing to open leave no open file behind."""
+    path = tmp_path / "ledger.jsonl"
+    before = set(os.listdir("/proc/self/fd"))
+    ledger = LedgerWriter(path)
+    ledger.close()
+    ledger.close()
+    path.write_bytes(b"garbage\n")
+    with pytest.raises(LedgerError):
+        LedgerWriter(path)
+    assert set(os.listdir("/proc/self/fd")) <= before
+
+
+def test_repeated_steps_are_compared_with_the_first_time(tmp_path: Path) -> None:
+    """The steps after the one resumed from are remembered, the latest record of each, without the ranks' parts."""
+    path = tmp_path / "ledger.jsonl"
+    written(path, step(1), step(2), step(3), step(2, loss=0.25), End(3, "preempted", {}))
+    found = digests_by_step(path, after=1)
+    assert found == {2: step(2, loss=0.25), 3: step(3)}
+    assert sorted(digests_by_step(path)) == [1, 2, 3]
+
+
+def test_same_again_sees_bits_and_not_places() -> None:
+    """Another world size or backend is the same step; one other bit in loss, digest, rows or rate is not."""
+    old = step(2)
+    elsewhere = replace(old, world=4, backend="gloo", ranks=())
+    assert same_again(old, elsewhere) == ()
+    for name, value in (
+        ("loss", Real.of(0.5000000000000001)),
+        ("lr", Real.of(1e-4)),
+        ("grad_norm", Real.of(-1.0)),
+        ("ids", (2, 4)),
+        ("correct", 2),
+        ("epoch", 1),
+        ("position", 5),
+        ("count", 3),
+        ("digests", StepDigests(H, H, "0" * 16, H)),
+    ):
+        (difference,) = same_again(old, replace(old, **{name: value}))  # type: ignore[arg-type]
+        assert difference.startswith(f"{name}: ")
