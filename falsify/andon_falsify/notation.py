@@ -9,8 +9,8 @@ Segments are separated by `|`. A step is `NUMBER:` and then, in any order:
   `loss=0.5`    likewise `lr=`, `norm=`; `nan` and `inf` are allowed
   `d=5`         digest of the content; `world=2`, `backend=gloo`
 What is left out: every digest is one that all ranks share and that differs from step to step, epoch 0, loss 1.
-Other segments are a kind and its fields: `start rows=4`, `resume step=2`, `checkpoint step=2`, `end`. Two are not
-lines but accidents: `torn` cuts the line before it short, `garbage` is a line that is no JSON.
+Other segments are a kind and its fields: `start rows=4 w=7` (w is the initial weights), `resume step=2`, `end`. Two
+are no lines but accidents: `torn` cuts the line before it short, `garbage` is a line that is no JSON.
 The text goes through the same reader as a ledger, and the lines are linked into a chain.
 """
 
@@ -58,7 +58,8 @@ def _fields(segment: str, world: int | None, backend: str) -> dict[str, object]:
     settings = dict(_settings(rest, segment))
     if head == "start":
         fields["plan"] = {key: _plain(settings.pop(key), key) for key in sorted(_PLAN & settings.keys())}
-        fields["initial"] = {"weights": _digest(settings.pop("w", "0"))}
+        if "w" in settings:
+            fields["initial"] = {"weights": _digest(settings.pop("w"))}
     return fields | {key: _plain(value, key) for key, value in settings.items()}
 
 

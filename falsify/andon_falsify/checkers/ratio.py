@@ -25,10 +25,10 @@ def explain_ratio(ratio: float, factors: Mapping[str, int], tolerance: float = 1
     for powers in product(_POWERS, repeat=len(useful)):
         value = prod(base**power for base, power in zip(useful.values(), powers, strict=True))
         if any(powers) and isclose(value, abs(ratio), rel_tol=tolerance):
-            fits.setdefault(sum(map(abs, powers)), []).append(_product(useful, powers))
+            fits.setdefault(sum(power * power for power in powers), []).append(_product(useful, powers))
     if isclose(ratio, -1.0, rel_tol=tolerance):
         return f"{shown} = the sign"
-    return f"{shown} = {sign}{' or '.join(fits[min(fits)])}" if fits else shown
+    return f"{shown} = {sign}{' or '.join(sorted(fits[min(fits)]))}" if fits else shown
 
 
 def _product(factors: Mapping[str, int], powers: tuple[int, ...]) -> str:

@@ -1,0 +1,438 @@
+"""Checkers of one history: each accepts the smallest good one, and rejects the smallest bad one for its reason."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import andon_falsify.checkers
+from andon_falsify.checkers import (
+    chain_intact,
+    halts,
+    loss_finite,
+    plan_followed,
+    replicas_agree,
+    samples_once,
+    schedule,
+)
+from andon_falsify.history import History, read_lines
+from andon_falsify.notation import history
+from andon_falsify.verdict import Outcome, Verdict
+
+HOLDS, FALSIFIED, UNKNOWN, INAPPLICABLE = Outcome.HOLDS, Outcome.FALSIFIED, Outcome.UNKNOWN, Outcome.NOT_APPLICABLE
+
+
+def says(verdict: Verdict, outcome: Outcome, *words: str) -> None:
+    """Assert the outcome and that its text has each of `words`."""
+    assert verdict.outcome is outcome, verdict
+    assert [word for word in words if word not in str(verdict)] == [], verdict
+
+
+@pytest.mark.parametrize("field", ["weights", "optimizer", "gradient"])
+def test_replicas_agree(field: str) -> None:
+    """One differing digest of one kind on one rank, at the last of three steps, is named with step and rank."""
+    good = "1: 0[a] 1[b] 2[c] | 2: 0[a] 1[b] 2[c] | 3: 0[a] 1[b] 2[c]"
+    says(replicas_agree.check(history(good)), HOLDS)
+    says(
+        replicas_agree.check(history(f"{good} {field[0]}=7,8,7")),
+        FALSIFIED,
+        f"step 3, rank 1: the {field} differs",
+        "seen 0000000000000008",
+    )
+    says(replicas_agree.check(history(f"{good} {field[0]}=8,7,7")), FALSIFIED, "step 3, rank 0")
+    says(replicas_agree.check(history(f"{good} {field[0]}=8,7,9")), FALSIFIED, "step 3, ranks 1, 2")
+
+
+def test_replicas_agree_infers_nothing_from_silence() -> None:
+    """One rank: not applicable. No steps, a rank of the world that says nothing, or a digest left out: unknown."""
+    says(replicas_agree.check(history("1: 0[a]")), INAPPLICABLE, "one rank")
+    says(replicas_agree.check(history("")), UNKNOWN)
+    says(replicas_agree.check(history("1: 0[a] 1[b]", world=3)), UNKNOWN, "rank 2")
+    says(replicas_agree.check(history("1: 0[a]", world=2)), UNKNOWN, "rank 1")
+    says(replicas_agree.check(history("1: ids=a,b", world=2)), UNKNOWN, "any rank")
+    says(replicas_agree.check(history("1: 0[a] 1[b] o=-")), UNKNOWN, "no optimizer digest of rank 0, 1")
+    says(replicas_agree.check(history("1: 0[a] 1[b] o=7,-")), UNKNOWN, "no optimizer digest of rank 1")
+    says(replicas_agree.check(history("1: 0[a] 1[b] o=- w=1,2")), FALSIFIED, "weights")
+
+
+def test_replicas_agree_notices_a_lie_about_the_world() -> None:
+    """A rank listed twice, and a rank beyond the world."""
+    says(replicas_agree.check(history("1: 0[a] 0[b]", world=2)), FALSIFIED, "rank 0 is listed 2 times in a world of 2")
+    says(replicas_agree.check(history("1: 0[a] 2[b]", world=2)), FALSIFIED, "rank 2 is listed 1 times")
+
+
+def test_replicas_agree_without_a_stated_world() -> None:
+    """A line that does not say its world size is judged by the ranks it lists."""
+    line = b'{"v":1,"kind":"step","step":1,"ranks":[%s]}\n'
+    rank = b'{"rank":%d,"weights":"a","optimizer":"b","gradient":"%d"}'
+    for second, outcome in ((1, HOLDS), (2, FALSIFIED)):
+        read = read_lines([line % b",".join((rank % (0, 1), rank % (1, second)))], "x")
+        says(replicas_agree.check(read), outcome)
+
+
+EPOCHS = (
+    "start rows=4 ids=1,2,3,4 steps=4 | 1: 0[3] 1[1] | 2: 0[2] 1[4] | 3: 0[4] 1[2] epoch=1 | 4: 0[1] 1[3] epoch=1 | end"
+)
+
+
+def test_samples_once() -> None:
+    """Two epochs of four rows on two ranks, each row once an epoch."""
+    says(samples_once.check(history(EPOCHS)), HOLDS)
+    says(samples_once.check(history(EPOCHS.replace(" ids=1,2,3,4", ""))), HOLDS)
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "words"),
+    [
+        ("0[3] 1[1]", "0[3] 1[3] ids=3,1", ("step 1: rows used more than once, by ranks 0, 1", "rows 3 (2 times)")),
+        ("0[3] 1[1]", "0[3] 1[] ids=3,1", ("step 1: rows of the batch that no rank used", "expected rows 1")),
+        ("0[3] 1[1]", "0[3] 1[9] ids=3,1", ("step 1: rows that are not in the batch", "seen rows 9")),
+        ("0[3] 1[1]", "0[3] 1[1] count=3", ("step 1: the count", "expected 2, seen 3")),
+        ("0[2] 1[4]", "0[2] 1[3]", ("epoch 0: 4 visits of 3 rows", "rows 3 (2 times)", "never visited", "rows 4")),
+        ("0[2] 1[4]", "0[2]", ("epoch 0: rows that were never visited", "expected rows 4")),
+        ("0[2] 1[4]", "0[2] 1[4 x]", ("epoch 0: rows that are not for training", "rows x")),
+    ],
+)
+def test_samples_once_rejects(good: str, bad: str, words: tuple[str, ...]) -> None:
+    """Shared, lost, strange, miscounted, repeated and missing rows, each named."""
+    says(samples_once.check(history(EPOCHS.replace(good, bad))), FALSIFIED, *words)
+
+
+def test_samples_once_by_the_number_of_rows_alone() -> None:
+    """Where only their number is known, another number of different rows falsifies."""
+    text = EPOCHS.replace(" ids=1,2,3,4", "").replace("0[2] 1[4]", "0[2]")
+    says(samples_once.check(history(text)), FALSIFIED, "epoch 0: another number of rows", "expected 4, seen 3")
+
+
+def test_samples_once_takes_the_given_rows() -> None:
+    """The caller's list outweighs the start line's."""
+    says(samples_once.check(history(EPOCHS), ids=[1, 2, 3, 4, 5]), FALSIFIED, "never visited", "rows 5")
+
+
+def test_samples_once_of_accelerates_even_batches() -> None:
+    """16 visits of 10 rows at 2 ranks with batch 4, as measured of accelerate, are named with the rows."""
+    text = "start rows=10 | 1: 0[5 6 1 2] 1[0 8 9 3] | 2: 0[7 4 5 6] 1[1 2 0 8] | end"
+    says(
+        samples_once.check(history(text)),
+        FALSIFIED,
+        "16 visits of 10 rows",
+        "rows 0 (2 times), 1 (2 times), 2 (2 times)",
+    )
+
+
+def test_samples_once_names_many_rows_briefly() -> None:
+    """Eight are named, the rest counted."""
+    rows = " ".join(map(str, range(12)))
+    says(samples_once.check(history(f"1: 0[{rows}] 1[{rows}] ids={rows.replace(' ', ',')}")), FALSIFIED, "and 4 more")
+
+
+def test_samples_once_of_an_epoch_that_is_not_over() -> None:
+    """Repeats falsify at once; what is missing may still come, so that is unknown."""
+    start = "start rows=4 ids=1,2,3,4 steps=2 | 1: 0[3] 1[1]"
+    says(samples_once.check(history(start)), UNKNOWN, "no epoch was complete")
+    says(samples_once.check(history(f"{start} | end reason=violation")), UNKNOWN, "no epoch was complete")
+    says(samples_once.check(history(f"{start} | 2: 0[3] 1[2]")), FALSIFIED, "4 visits of 3 rows")
+    says(samples_once.check(history("2: 0[3] 1[1] | end")), UNKNOWN, "no epoch was complete")
+    says(samples_once.check(history("1: 0[3] 1[1] | end")), UNKNOWN, "neither the training rows nor their number")
+
+
+def test_samples_once_counts_a_step_done_again_once() -> None:
+    """A resume replays step 2: its rows were visited once in the trajectory that counts."""
+    text = "start rows=4 steps=2 | 1: 0[3] 1[1] | 2: 0[2] 1[4] | resume step=1 | 2: 0[2] 1[4] | end"
+    says(samples_once.check(history(text)), HOLDS)
+
+
+def test_samples_once_infers_nothing_from_lines_without_rows_or_epochs() -> None:
+    """A line that lists no rows, and one that names no epoch."""
+    says(samples_once.check(history("1: ids=a")), UNKNOWN, "step 1 lists no rows")
+    line = b'{"v":1,"kind":"step","step":1,"ids":[1],"ranks":[{"rank":0,"ids":[1]}]}\n'
+    says(samples_once.check(read_lines([line], "x")), UNKNOWN, "no epoch was complete")
+
+
+def epoch(number: int, rows: list[int], first: int) -> str:
+    """Rows two by two on two ranks."""
+    pairs = [rows[index : index + 2] for index in range(0, len(rows), 2)]
+    return " | ".join(f"{first + i}: 0[{a}] 1[{b}] epoch={number}" for i, (a, b) in enumerate(pairs))
+
+
+@given(st.permutations(range(8)), st.permutations(range(8)))
+def test_two_epochs_differ_in_their_order(first: list[int], second: list[int]) -> None:
+    """Falsified exactly where both came in one order; in fewer than eight rows that may be chance."""
+    text = f"start rows=8 | {epoch(0, first, 1)} | {epoch(1, second, 5)} | end"
+    says(samples_once.check(history(text)), FALSIFIED if first == second else HOLDS)
+    again = f"start rows=8 | {epoch(0, first, 1)} | {epoch(1, first, 5)} | end"
+    says(samples_once.check(history(again)), FALSIFIED, "epoch 1: the rows came in the order of epoch 0")
+    says(samples_once.check(history(again), order_from=9), HOLDS)
+
+
+@given(st.integers(1, 4), st.integers(1, 12), st.data())
+def test_samples_once_accepts_any_split_and_rejects_any_single_change(
+    world: int, rows: int, data: st.DataObject
+) -> None:
+    """One epoch in one batch: any assignment of rows to ranks holds; a row moved, doubled or dropped does not."""
+    owners = data.draw(st.lists(st.integers(0, world - 1), min_size=rows, max_size=rows))
+    shares = [[row for row in range(rows) if owners[row] == rank] for rank in range(world)]
+    batch = ",".join(map(str, range(rows)))
+
+    def verdict() -> Verdict:
+        text = " ".join(f"{rank}[{' '.join(map(str, share))}]" for rank, share in enumerate(shares))
+        return samples_once.check(history(f"start rows={rows} | 1: {text} ids={batch} | end"))
+
+    says(verdict(), HOLDS)
+    row = data.draw(st.integers(0, rows - 1))
+    share = shares[owners[row]]
+    change = data.draw(st.sampled_from(["double", "drop", "replace"]))
+    if change == "double":
+        data.draw(st.sampled_from(shares)).append(row)
+    else:
+        share.remove(row)
+        share.extend([rows] if change == "replace" else [])
+    says(verdict(), FALSIFIED)
+
+
+PLAN = {1: ["a", "b"], 2: ["c", "d"]}
+
+
+def test_plan_followed() -> None:
+    """The planned rows in the planned order; a history cut short is judged as far as it goes."""
+    says(plan_followed.check(history("1: 0[a] 1[b] | 2: 0[c] 1[d] | end"), PLAN), HOLDS)
+    says(plan_followed.check(history("1: 0[a] 1[b]"), PLAN), HOLDS)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("1: 0[b] 1[a]", ("step 1: the planned rows in another order", "expected [a b], seen [b a]")),
+        ("1: 0[a] 1[x]", ("step 1: other rows than planned",)),
+        ("1: 0[c] 1[d]", ("other rows than planned: those of step 2",)),
+        ("3: 0[a] 1[b]", ("step 3: an update that was not planned",)),
+        ("1: 0[a] 1[b] | end", ("step 2: 1 planned updates were never made",)),
+    ],
+)
+def test_plan_followed_rejects(text: str, words: tuple[str, ...]) -> None:
+    """Another order, other rows, another step's rows, an update too many, one too few."""
+    says(plan_followed.check(history(text), PLAN), FALSIFIED, *words)
+
+
+def test_plan_followed_infers_nothing_without_a_plan_or_rows() -> None:
+    """No plan is not applicable; no rows, or no steps, is unknown."""
+    says(plan_followed.check(history("1: 0[a]"), None), INAPPLICABLE)
+    says(plan_followed.check(history("1: loss=1"), PLAN), UNKNOWN, "step 1 lists no rows")
+    says(plan_followed.check(history(""), PLAN), UNKNOWN)
+
+
+def test_plan_followed_shows_long_batches_briefly() -> None:
+    """Twelve rows of a batch are shown."""
+    rows = list(range(20))
+    says(plan_followed.check(history("1: 0[a]"), {1: rows}), FALSIFIED, "11 ...]")
+
+
+def test_halts() -> None:
+    """Stopped at the violated step, with or without the poisoned line in the record; a resume starts afresh."""
+    broken = "1: 0[a] 1[b] | violation clause=finite step=2 | end reason=violation"
+    says(halts.check(history(broken)), HOLDS)
+    says(halts.check(history(broken), planted=2, clause="finite", stopped_at={0: 2, 1: 2}), HOLDS)
+    says(halts.check(history(f"{broken} | resume step=1 | 2: 0[c] 1[d]"), planted=2), HOLDS)
+    poisoned = "1: 0[a] 1[b] w=7 | 2: 0[c] 1[d] w=7 loss=nan | violation clause=finite step=2"
+    says(halts.check(history(poisoned), planted=2), HOLDS)
+    says(halts.check(history("start w=7 | 1: 0[a] w=7 norm=inf | violation step=1")), HOLDS)
+    says(halts.check(history("2: 0[a] w=7 norm=inf | violation step=2")), HOLDS)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "1: 0[a] w=7 loss=nan | violation step=1 | 2: 0[b]",
+            ("1 more updates after a non-finite", "after a violation"),
+        ),
+        (
+            "1: 0[a] w=7 | 2: 0[b] w=8 norm=inf | violation step=2",
+            ("step 2: the weights changed in a non-finite step",),
+        ),
+        ("start w=7 | 1: 0[a] w=8 loss=nan | violation step=1", ("step 1: the weights changed",)),
+        ("1: 0[a] loss=nan", ("step 1: a non-finite step without a violation",)),
+        ("1: 0[a] | violation step=2 | 2: 0[b]", ("step 2: 1 more updates after a violation",)),
+        ("1: 0[a] | violation step=1", ("step 1: the violated step was recorded as an update",)),
+        ("1: 0[a] | violation step=2 | violation step=3", ("violations of one run at several steps", "seen 2, 3")),
+    ],
+)
+def test_halts_rejects(text: str, words: tuple[str, ...]) -> None:
+    """Went on, applied the update, said nothing, kept the step, or broke at several."""
+    says(halts.check(history(text)), FALSIFIED, *words)
+
+
+def test_halts_judges_a_planted_fault() -> None:
+    """Unnoticed, noticed late, named otherwise; never reached proves nothing."""
+    clean = "1: 0[a] | 2: 0[b] | 3: 0[c]"
+    says(
+        halts.check(history(clean), planted=2),
+        FALSIFIED,
+        "step 2: a planted fault left no violation",
+        "went on to step 3",
+    )
+    says(halts.check(history("1: 0[a]"), planted=2), FALSIFIED, "its last update is step 1")
+    says(halts.check(history(f"{clean} | violation step=4"), planted=2), FALSIFIED, "expected 2, seen 4")
+    says(
+        halts.check(history("1: 0[a] | violation clause=x step=2"), planted=2, clause="finite"),
+        FALSIFIED,
+        "expected finite, seen x",
+    )
+    says(halts.check(history("1: 0[a]"), planted=3), UNKNOWN, "never reached step 3")
+
+
+def test_halts_needs_something_to_halt() -> None:
+    """A clean history is no proof that anything would stop."""
+    says(halts.check(history("1: 0[a] | end")), UNKNOWN, "nothing ever went wrong")
+    says(halts.check(history("")), UNKNOWN)
+
+
+def test_halts_together() -> None:
+    """Ranks that ended at different steps are named."""
+    says(halts.check(history(""), stopped_at={0: 3, 1: 2}), FALSIFIED, "step 2", "rank 0 at step 3, rank 1 at step 2")
+
+
+def test_chain_intact() -> None:
+    """Linked lines hold; so does a last line cut short, which is said."""
+    says(chain_intact.check(history("start | 1: 0[a] | resume step=1 | 2: 0[b]")), HOLDS)
+    says(chain_intact.check(history("start | 1: 0[a] | torn")), HOLDS, "line 2 was cut short")
+    says(chain_intact.check(history("")), UNKNOWN)
+
+
+def lines_of(text: str) -> list[bytes]:
+    """The bytes of a history's lines, written as the notation writes them."""
+    import json
+
+    return [json.dumps(event.fields).encode() + b"\n" for event in history(text).events]
+
+
+def as_history(lines: list[bytes]) -> History:
+    """The history of these bytes."""
+    return read_lines(lines, "x")
+
+
+def test_chain_intact_rejects_every_way_to_tamper() -> None:
+    """A changed, lost, swapped, repeated or foreign line, and one that is unreadable in the middle."""
+    lines = lines_of("start | 1: 0[a] | 2: 0[b] | 3: 0[c] | end")
+    says(chain_intact.check(as_history(lines)), HOLDS)
+    changed = [lines[0], lines[1].replace(b'"epoch": 0', b'"epoch": 1'), *lines[2:]]
+    assert changed != lines
+    says(chain_intact.check(as_history(changed)), FALSIFIED, "line 3: it does not follow")
+    says(chain_intact.check(as_history(lines[1:])), FALSIFIED, "line 1: it does not follow", "seq 0, seen seq 1")
+    says(chain_intact.check(as_history([*lines[:2], *lines[3:]])), FALSIFIED, "line 3", "expected seq 2, seen seq 3")
+    says(chain_intact.check(as_history([lines[0], lines[2], lines[1], *lines[3:]])), FALSIFIED)
+    says(chain_intact.check(as_history([*lines[:2], lines[1], *lines[2:]])), FALSIFIED, "seen seq 1")
+    says(chain_intact.check(history("start | garbage | 1: 0[a]")), FALSIFIED, "line 2: unreadable: not JSON")
+    says(chain_intact.check(history("start | 1: 0[a] | torn | 2: 0[b]")), FALSIFIED, "line 2: unreadable")
+    says(chain_intact.check(history("start | garbage")), FALSIFIED, "line 2: unreadable")
+
+
+def test_chain_intact_rejects_a_line_without_a_number() -> None:
+    """A missing number is a break as well."""
+    says(chain_intact.check(as_history([b'{"v":1,"kind":"end","prev":"%s"}\n' % (b"0" * 16)])), FALSIFIED, "seq None")
+
+
+@given(st.integers(0, 4), st.data())
+def test_chain_intact_rejects_any_changed_byte(line: int, data: st.DataObject) -> None:
+    """Any byte but the last line's: what follows no longer fits."""
+    lines = lines_of("start | 1: 0[a] | 2: 0[b] | 3: 0[c] | end | end")
+    place = data.draw(st.integers(0, len(lines[line]) - 2))
+    byte = data.draw(st.integers(32, 126).filter(lambda value: value != lines[line][place]))
+    lines[line] = lines[line][:place] + bytes([byte]) + lines[line][place + 1 :]
+    says(chain_intact.check(as_history(lines)), FALSIFIED)
+
+
+def test_loss_finite() -> None:
+    """NaN and infinity, in the loss or the norm, at any step."""
+    says(loss_finite.check(history("1: 0[a] loss=0.5 norm=1e30")), HOLDS)
+    says(loss_finite.check(history("1: 0[a] | 2: 0[b] loss=nan")), FALSIFIED, "step 2: the loss", "seen nan")
+    says(loss_finite.check(history("1: 0[a] norm=-inf")), FALSIFIED, "step 1: the gradient norm", "seen -inf")
+    says(loss_finite.check(history("end")), UNKNOWN)
+    read = read_lines([b'{"v":1,"kind":"step","step":1,"grad_norm":1.0}\n'], "x")
+    says(loss_finite.check(read), UNKNOWN, "step 1 records no loss")
+
+
+LAW = schedule.WarmupCosine(peak=1.0, total=10, fraction=0.2, minimum=0.1)
+
+
+def test_the_closed_form_of_the_schedule() -> None:
+    """By hand: half and full peak in the warm-up, the middle of the cosine, the minimum at the end and after."""
+    assert [LAW(1), LAW(2)] == [0.5, 1.0]
+    assert LAW(6) == pytest.approx(0.55, rel=1e-15)
+    assert [LAW(10), LAW(11)] == pytest.approx([0.1, 0.1], rel=1e-15)
+    shifted = schedule.WarmupCosine(peak=1.0, total=10, fraction=0.2, minimum=0.1, shift=1)
+    assert [shifted(1), shifted(2), shifted(3)] == [0.0, 0.5, 1.0]
+    assert shifted(7) == LAW(6)
+    assert schedule.WarmupCosine(1.0, 4, 0.0, shift=1)(1) == 1.0
+    assert schedule.WarmupCosine(1.0, 2, 1.0)(3) == 0.0
+    assert schedule.WarmupCosine(1.0, 4, 0.0, 2.0)(4) == 1.0
+
+
+@given(st.integers(1, 200), st.floats(0.0, 1.0), st.floats(1e-6, 1.0), st.floats(0.0, 1.0))
+def test_the_schedule_rises_then_falls(total: int, fraction: float, peak: float, low: float) -> None:
+    """Rising to the peak, then falling, never above it nor below the minimum after the warm-up."""
+    law = schedule.WarmupCosine(peak, total, fraction, low * peak)
+    rates = [law(step) for step in range(1, total + 1)]
+    top = int(fraction * total)
+    assert rates[:top] == sorted(rates[:top])
+    assert rates[top:] == sorted(rates[top:], reverse=True)
+    assert all(rate <= peak * (1 + 1e-15) for rate in rates)
+    assert all(rate >= low * peak * (1 - 1e-12) for rate in rates[top:])
+
+
+def rates(law: schedule.Law, steps: range) -> str:
+    """A history in which update t has the rate `law(t)`."""
+    return " | ".join(f"{step}: 0[a] lr={law(step)!r}" for step in steps)
+
+
+def test_schedule() -> None:
+    """The rates of the law hold; one that is off by more than the tolerance does not."""
+    says(schedule.check(history(rates(LAW, range(1, 11))), LAW), HOLDS)
+    says(schedule.check(history(f"1: 0[a] lr={0.5 * (1 + 1e-9)!r}"), LAW), FALSIFIED, "step 1")
+    says(schedule.check(history(f"1: 0[a] lr={0.5 * (1 + 1e-9)!r}"), LAW, tolerance=1e-8), HOLDS)
+    says(schedule.check(history("1: 0[a] lr=nan"), LAW), FALSIFIED, "seen nan")
+
+
+def test_schedule_names_whose_rate_it_is() -> None:
+    """Advanced once a micro-batch (F61), restarted on resume (F77): the rate is another step's."""
+
+    def doubled(step: int) -> float:
+        return LAW(2 * step)
+
+    says(
+        schedule.check(history(rates(doubled, range(3, 5))), LAW),
+        FALSIFIED,
+        "step 3: the learning rate",
+        "that of step 6",
+    )
+    restarted = f"{rates(LAW, range(1, 4))} | resume step=3 | 4: 0[a] lr={LAW(1)!r}"
+    says(schedule.check(history(restarted), LAW), FALSIFIED, "step 4", "it is that of step 1;")
+    says(schedule.check(history("1: 0[a] lr=7"), LAW), FALSIFIED, "off the schedule; expected")
+
+
+def test_schedule_infers_nothing_without_a_law_or_rates() -> None:
+    """No law: not applicable. No rate, no steps: unknown."""
+    says(schedule.check(history("1: 0[a]"), None), INAPPLICABLE)
+    says(schedule.check(history(""), LAW), UNKNOWN)
+    says(schedule.check(read_lines([b'{"v":1,"kind":"step","step":1}\n'], "x"), LAW), UNKNOWN, "no learning rate")
+
+
+def test_checkers_import_neither_trainer_nor_contracts_nor_torch() -> None:
+    """Of our packages a checker, a history and a verdict know only andon_falsify; they need no torch."""
+    folder = Path(andon_falsify.checkers.__file__).parent
+    beside = [folder.parent / f"{name}.py" for name in ("events", "history", "notation", "parse", "verdict")]
+    checkers = sorted(folder.glob("*.py"))
+    assert len(checkers) >= 15
+    wrong = []
+    for path in [*checkers, *beside]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            wrong += [
+                f"{path.name}: {name}" for name in names if name.split(".")[0] in ("andon", "andon_contracts", "torch")
+            ]
+    assert wrong == []
