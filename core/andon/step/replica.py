@@ -92,6 +92,16 @@ def _refuse_running_statistics(model: nn.Module) -> None:
             raise ValueError(msg)
 
 
+def _frozen_tensors(model: nn.Module, trainable: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
+    owned = {id(parameter) for parameter in trainable.values()}
+    frozen = {name: p for name, p in [*model.named_parameters(), *model.named_buffers()] if id(p) not in owned}
+    for name, tensor in frozen.items():
+        if tensor.requires_grad:
+            msg = f"{name} requires a gradient but is not among the trainable parameters; freeze it or train it"
+            raise ValueError(msg)
+    return frozen
+
+
 class Replica:
     """A model whose trainable parameters live in one flat buffer, with the optimizer that moves it."""
 
@@ -103,7 +113,11 @@ class Replica:
         randomness: KeyedRandomness,
         device: torch.device,
     ) -> None:
-        """model: already on `device`. trainable: its trainable parameters in canonical order, all fp32."""
+        """model: already on `device`. trainable: its trainable parameters in canonical order, all fp32.
+
+        Raises `ValueError` for what `FlatParameters` refuses, for a parameter that requires a gradient and is not in
+        `trainable`, and for a norm that keeps running statistics.
+        """
         self.model = model
         self.device = device
         self.parameters = FlatParameters(trainable, device)
@@ -112,11 +126,7 @@ class Replica:
         self._updates = 0
         self._randomness = randomness
         self._scratch = _Scratch(self.parameters.gradient)
-        self._frozen = {
-            name: tensor
-            for name, tensor in [*model.named_parameters(), *model.named_buffers()]
-            if not (isinstance(tensor, nn.Parameter) and tensor.requires_grad)
-        }
+        self._frozen = _frozen_tensors(model, trainable)
         _refuse_running_statistics(model)
 
     def gradients(
@@ -124,7 +134,8 @@ class Replica:
     ) -> PartialGradient:
         """Forward and backward of `leaves`, summed inside the subtrees `roots`, from left to right.
 
-        checked: look at each micro-batch's content and at whether its gradient is finite.
+        checked: look at each micro-batch's content and at whether its gradient is finite. Raises `RuntimeError` where
+        the model's trainable parameters or gradients are no longer the flat buffers'.
         """
         by_index = {leaf.index: leaf for leaf in leaves}
         reports: list[torch.Tensor] = []
@@ -136,6 +147,8 @@ class Replica:
         self.parameters.attach_gradient()
         self.model.train()
         sums = {node: self._keep(fold(node, compute, self._add, self._keep)) for node in roots}
+        if not self.parameters.attached():
+            raise RuntimeError("the model replaced a trainable parameter or its gradient; it would not be trained")
         empty = torch.empty((0, len(REPORT_FIELDS)), dtype=torch.int64, device=self.device)
         return PartialGradient(sums, torch.stack(reports) if reports else empty)
 
@@ -240,6 +253,10 @@ class Replica:
         """Digest of the optimizer's tensors with their names."""
         return digest_of_tree(self.optimizer_state())
 
+    def frozen(self) -> dict[str, torch.Tensor]:
+        """Frozen weights and buffers by name, without a graph."""
+        return {name: tensor.detach() for name, tensor in self._frozen.items()}
+
     def base_digest(self) -> int:
         """Digest of every frozen weight and buffer with its name."""
-        return digest_of_tree({name: tensor.detach() for name, tensor in self._frozen.items()})
+        return digest_of_tree(self.frozen())
