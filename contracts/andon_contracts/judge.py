@@ -1,30 +1,38 @@
 """Pure clauses over what all ranks observed. Every rank judges the same tuple, so all raise or none does.
 
 No function here communicates, reads a tensor or knows a trainer. A judge returns what it was given; its postconditions
-are the clauses.
+are the clauses. icontract evaluates them from the function upwards, so that the one nearest to the function is the
+first to be reported: whether the messages belong together at all, then causes before effects.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TypeVar
 
 from andon_contracts.agree import Observation, real_of
-from andon_contracts.policy import clause, ensure, require
+from andon_contracts.policy import clause, ensure
 from andon_contracts.violation import Finding
 
 Observations = Sequence[Observation]
-Details = Mapping[str, Sequence[int]]
-"""A second look after a mismatch: for each tensor the digests by rank."""
+Details = Mapping[str, Mapping[str, Sequence[int]]]
+"""Second looks after a mismatch: by what was observed, then by tensor, the digests by rank."""
+
+V = TypeVar("V", bound=Hashable)
 
 
-def minority(values: Sequence[int]) -> tuple[int, ...]:
-    """The ranks that differ from the strict majority; without one (as 1 against 1) all ranks."""
-    most, count = Counter(values).most_common(1)[0]
-    if count * 2 <= len(values):
-        return tuple(range(len(values)))
-    return tuple(rank for rank, value in enumerate(values) if value != most)
+def majority(values: Sequence[V]) -> V:
+    """The value that most ranks have; of several, that of the lowest rank. The same on all ranks that judge."""
+    return Counter(values).most_common(1)[0][0]
+
+
+def minority(values: Sequence[Hashable]) -> tuple[int, ...]:
+    """The ranks that differ from the strict majority; none without one (as 1 against 1), where nobody can tell."""
+    most = majority(values)
+    odd = tuple(rank for rank, value in enumerate(values) if value != most)
+    return odd if 2 * len(odd) < len(values) else ()
 
 
 def _column(observations: Observations, name: str) -> list[int]:
@@ -35,27 +43,36 @@ def _equal(observations: Observations, name: str) -> bool:
     return all(o.values[name] == observations[0].values[name] for o in observations)
 
 
+def _differing(details: Details, name: str) -> tuple[str, ...]:
+    return tuple(tensor for tensor, digests in details.get(name, {}).items() if len(set(digests)) > 1)
+
+
 def _difference(observations: Observations, names: Sequence[str], what: str, details: Details) -> Finding:
     name = next(n for n in names if n in observations[0].values and not _equal(observations, n))
     values = _column(observations, name)
-    ranks = minority(values)
-    tensors = tuple(t for t, digests in details.items() if len(set(digests)) > 1)
+    looked = details.get(name, {})
+    tensors = _differing(details, name)
     shown = ", ".join(f"rank {rank}: {value % (1 << 64):016x}" for rank, value in enumerate(values))
-    who = f"ranks {', '.join(map(str, ranks))} differ" if len(ranks) > 1 else f"rank {ranks[0]} differs from the others"
     return Finding(
-        seen=f"{what}: {who} ({shown})" + (f"; {len(tensors)} of {len(details)} tensors differ" if tensors else ""),
+        seen=f"{what} ({shown})" + (f"; {len(tensors)} of {len(looked)} tensors differ" if tensors else ""),
         step=observations[0].step,
-        ranks=ranks if len(ranks) < len(values) else (),
-        tensor=tensors[0] if tensors else name,
-        details=tuple((t, " ".join(f"{d % (1 << 64):016x}" for d in details[t])) for t in tensors),
+        ranks=minority(values),
+        tensor=(*tensors, name)[0],
+        details=tuple((t, " ".join(f"{d % (1 << 64):016x}" for d in looked[t])) for t in tensors),
     )
 
 
 def _explain_lockstep(result: Observations) -> Finding:
-    seen = [(o.step, o.sequence, o.point if o.names_match else "another point") for o in result]
-    odd = minority([hash(s) for s in seen])
-    shown = ", ".join(f"rank {i}: step {s} message {q} ({p})" for i, (s, q, p) in enumerate(seen))
-    return Finding(seen=f"the ranks are not at the same point: {shown}", step=result[0].step, ranks=odd)
+    seen = [
+        (o.step, o.sequence, o.point if o.names_match else "another point", o.rank == rank)
+        for rank, o in enumerate(result)
+    ]
+    shown = ", ".join(
+        f"rank {rank}: step {step} message {sequence} ({point})" + ("" if own else f" from rank {result[rank].rank}")
+        for rank, (step, sequence, point, own) in enumerate(seen)
+    )
+    step = majority([o.step for o in result])
+    return Finding(seen=f"the ranks are not at the same point: {shown}", step=step, ranks=minority(seen))
 
 
 @clause("halt-together", _explain_lockstep)
@@ -98,20 +115,24 @@ def gradients_agree(result: Observations, details: Details) -> bool:
     return _equal(result, "gradient")
 
 
-def _explain_unmoved(result: Observations, expected_weights: int) -> Finding:
+def _explain_unmoved(result: Observations, details: Details, expected_weights: int | None) -> Finding:
+    if expected_weights is None:
+        return _difference(result, ["weights"], "the weights before the update are not the same", details)
     moved = tuple(o.rank for o in result if o.values["weights"] != expected_weights)
     return Finding(
         seen=f"the weights are not those that the last update left (digest {expected_weights % (1 << 64):016x}); "
         "something outside the step changed them",
         step=result[0].step,
         ranks=moved,
-        tensor="weights",
+        tensor=(*_differing(details, "weights"), "weights")[0],
     )
 
 
 @clause("replicas-agree", _explain_unmoved)
-def weights_unmoved(result: Observations, expected_weights: int) -> bool:
-    """Between two updates nothing changed any rank's weights."""
+def weights_unmoved(result: Observations, details: Details, expected_weights: int | None) -> bool:
+    """Before an update all ranks have the weights that the last one left; None: those that most ranks have."""
+    if expected_weights is None:
+        return _equal(result, "weights")
     return all(o.values["weights"] == expected_weights for o in result)
 
 
@@ -132,36 +153,52 @@ def reduced_finite(result: Observations) -> bool:
     return all(not o.values["nonfinite"] and math.isfinite(real_of(o.values["norm"])) for o in result)
 
 
-def _explain_clip(norm: float, clipped_norm: float, limit: float | None, step: int) -> Finding:
+def _not_clipped(observations: Observations, limit: float | None) -> list[Observation]:
+    norm = real_of(majority(_column(observations, "norm")))
+    # The law of torch.nn.utils.clip_grad_norm_, whose 1e-6 counts where the limit is small.
+    wanted = norm if limit is None else norm * min(1.0, limit / (norm + 1e-6))
+    close = 1e-4 * wanted + 1e-30
+    return [o for o in observations if not abs(real_of(o.values["clipped"]) - wanted) <= close]
+
+
+def _explain_clip(result: Observations, limit: float | None) -> Finding:
+    odd = _not_clipped(result, limit)
+    shown = ", ".join(
+        f"rank {o.rank}: {real_of(o.values['clipped'])!r} from {real_of(o.values['norm'])!r}" for o in odd
+    )
     return Finding(
-        seen=f"after clipping, the norm is {clipped_norm!r}, before it {norm!r}, with the limit {limit}",
-        step=step,
+        seen=f"the norm after clipping is not what one clipping to {limit} gives ({shown})",
+        step=result[0].step,
+        ranks=tuple(o.rank for o in odd),
         tensor="clipped gradient",
     )
 
 
 @clause("clip-once", _explain_clip)
-def clipped_to_limit(norm: float, clipped_norm: float, limit: float | None, step: int) -> bool:
-    """The norm after clipping is that of min(norm, limit), up to fp32 rounding."""
-    wanted = norm if limit is None else min(norm, limit)
-    return abs(clipped_norm - wanted) <= 1e-4 * wanted + 1e-30
+def clipped_once(result: Observations, limit: float | None) -> bool:
+    """On every rank the norm after clipping is what one clipping of `norm` gives, up to fp32 rounding."""
+    return not _not_clipped(result, limit)
 
 
-def _explain_rate(result: Observations, planned_rate: int) -> Finding:
-    odd = [o for o in result if o.values["rate"] != planned_rate]
-    shown = ", ".join(f"rank {o.rank}: {real_of(o.values['rate'])!r}" for o in odd)
+def _explain_rate(result: Observations) -> Finding:
+    plans = _column(result, "planned")
+    planned = majority(plans)
+    odd = tuple(o.rank for o in result if o.values["rate"] != planned)
+    shown = ", ".join(f"rank {o.rank}: {real_of(o.values['rate'])!r}" for o in result if o.rank in odd)
+    certain = plans.count(planned) * 2 > len(plans)
     return Finding(
-        seen=f"the learning rate is not the schedule's {real_of(planned_rate)!r} ({shown})",
+        seen=f"the learning rate is not the schedule's {real_of(planned)!r} ({shown})",
         step=result[0].step,
-        ranks=tuple(o.rank for o in odd) if len(odd) < len(result) else (),
+        ranks=odd if certain else (),
         tensor="learning rate",
     )
 
 
 @clause("learning-rate-planned", _explain_rate)
-def rate_planned(result: Observations, planned_rate: int) -> bool:
-    """Every rank's optimizer was given the schedule's learning rate (compared as 64 bits)."""
-    return all(o.values["rate"] == planned_rate for o in result)
+def rate_planned(result: Observations) -> bool:
+    """Every rank's optimizer holds the `rate` that is `planned` (most ranks' schedule), compared as 64 bits."""
+    planned = majority(_column(result, "planned"))
+    return all(o.values["rate"] == planned for o in result)
 
 
 def _explain_updates(result: Observations, planned_updates: int) -> Finding:
@@ -180,13 +217,14 @@ def one_update(result: Observations, planned_updates: int) -> bool:
     return all(o.values["updates"] == planned_updates for o in result)
 
 
-def _explain_base(result: Observations, expected_base: int) -> Finding:
+def _explain_base(result: Observations, details: Details, expected_base: int) -> Finding:
     ranks = tuple(o.rank for o in result if o.values["base"] != expected_base)
-    return Finding(seen="a frozen weight or buffer changed", step=result[0].step, ranks=ranks, tensor="base")
+    tensor = (*_differing(details, "base"), "base")[0]
+    return Finding(seen="a frozen weight or buffer changed", step=result[0].step, ranks=ranks, tensor=tensor)
 
 
 @clause("base-frozen", _explain_base)
-def base_frozen(result: Observations, expected_base: int) -> bool:
+def base_frozen(result: Observations, details: Details, expected_base: int) -> bool:
     """Every rank's digest of frozen weights and buffers is still the one of the start."""
     return all(o.values["base"] == expected_base for o in result)
 
@@ -225,21 +263,22 @@ def judge_start(observations: Observations) -> Observations:
 @ensure(weights_unmoved)
 @ensure(rate_planned)
 @ensure(in_lockstep)
-def judge_reduced(
-    observations: Observations, details: Details, expected_weights: int, planned_rate: int
-) -> Observations:
+def judge_reduced(observations: Observations, details: Details, expected_weights: int | None) -> Observations:
     """Before the update: same finite gradient, weights as the last update left them. Raises `Violation`."""
     return observations
 
 
-@require(clipped_to_limit)
-def judge_clip(norm: float, clipped_norm: float, limit: float | None, step: int) -> None:
-    """After clipping: the norm is what one clipping of `norm` gives. Raises `Violation`."""
+@ensure(clipped_once)
+@ensure(in_lockstep)
+def judge_clip(observations: Observations, limit: float | None) -> Observations:
+    """After clipping: the norm is what one clipping gives. Raises `Violation`."""
+    return observations
 
 
-@ensure(one_update)
-@ensure(optimizers_agree)
+# An update too many moves moments and weights, wrong moments move weights: the cause is judged before its effects.
 @ensure(replicas_agree)
+@ensure(optimizers_agree)
+@ensure(one_update)
 @ensure(in_lockstep)
 def judge_update(observations: Observations, details: Details, planned_updates: int) -> Observations:
     """After the update: same weights, same moments, one update more. Raises `Violation`."""
@@ -248,6 +287,6 @@ def judge_update(observations: Observations, details: Details, planned_updates: 
 
 @ensure(base_frozen)
 @ensure(in_lockstep)
-def judge_base(observations: Observations, expected_base: int) -> Observations:
+def judge_base(observations: Observations, details: Details, expected_base: int) -> Observations:
     """Now and then: the base is what it was. Raises `Violation`."""
     return observations

@@ -80,7 +80,7 @@ def clause(name: str, explain: Callable[..., Finding]) -> Callable[[Predicate], 
 
 
 def argument(explain: Callable[..., str]) -> Callable[[Predicate], Predicate]:
-    """Mark a predicate as a test of what a caller passed: `explain` makes the `ValueError`'s message, with the value."""
+    """Mark a predicate as a test of what a caller passed; `explain` makes the `ValueError`'s message, value included."""
 
     def mark(predicate: Predicate) -> Predicate:
         @functools.wraps(predicate)

@@ -25,7 +25,7 @@ class Backend(Protocol):
     """The device of each local replica."""
 
     def map(self, work: Callable[[int], T]) -> list[T]:
-        """work(local index) for each local replica, all of them at once where the backend can. Raises what it raised."""
+        """work(local index) for each local replica, at once where the backend can. Raises what it raised."""
         ...
 
     def gather(self, local: Sequence[torch.Tensor]) -> list[torch.Tensor]:

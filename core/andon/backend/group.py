@@ -54,7 +54,7 @@ class GroupBackend:
             input_split_sizes=[sent.shape[1] * width] * self.world_size,
             group=self._group,
         )
-        parts = received.to(self.devices[0]).split([count * width for count in rows])
+        parts = torch.split(received.to(self.devices[0]), [count * width for count in rows])
         return [[part.view(count, width) for part, count in zip(parts, rows, strict=True)]]
 
     def close(self) -> None:

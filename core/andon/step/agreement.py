@@ -10,6 +10,7 @@ from torch import nn
 from andon.backend.base import Backend
 from andon.step.replica import Replica
 from andon_contracts.agree import Observation, gather_observations
+from andon_contracts.judge import in_lockstep
 from andon_contracts.observe import digests_by_name
 
 Tensors = Mapping[str, torch.Tensor]
@@ -50,12 +51,21 @@ class Agreement:
         sent = [nn.functional.pad(t.to(d), (0, missing)) for t, d in zip(local, self._backend.devices, strict=True)]
         return [received[:length] for received in self._backend.gather(sent)]
 
-    def second_look(
+    def second_looks(
+        self, observations: Sequence[Observation], tensors: Mapping[str, Callable[[Replica], Tensors]]
+    ) -> dict[str, dict[str, tuple[int, ...]]]:
+        """Where the ranks differ in a name of `tensors`: its tensors' digests by rank, after one more gather each.
+
+        Every rank sees the same difference, so all of them look again, or none does.
+        """
+        return {name: self._second_look(observations, name, read) for name, read in tensors.items()}
+
+    def _second_look(
         self, observations: Sequence[Observation], name: str, tensors: Callable[[Replica], Tensors]
     ) -> dict[str, tuple[int, ...]]:
-        """Where the ranks differ in `name`: each tensor's digest by rank. All ranks see that, so all look again."""
-        if all(o.values[name] == observations[0].values[name] for o in observations):
+        first = observations[0]
+        if all(o.values[name] == first.values[name] for o in observations) or not in_lockstep(observations):
             return {}
         observed = [digests_by_name(tensors(replica)) for replica in self._replicas]
-        looked = self.gather(observations[0].step, f"tensors of {name}", observed)
+        looked = self.gather(first.step, f"tensors of {name}", observed)
         return {tensor: tuple(o.values[tensor] for o in looked) for tensor in looked[0].values}

@@ -44,7 +44,7 @@ def plan_leaves(micro_batches: Sequence[tuple[int, ...]], owners: Sequence[range
     rank_of = {index: rank for rank, run in enumerate(owners) for index in run}
     ids = [row for part in micro_batches for row in part]
     bound = bind_to_places(task.planned_content(ids), 0) if ids else torch.zeros(0, dtype=torch.int64)
-    sums = [int(part.sum()) for part in bound.split([len(part) for part in micro_batches])]
+    sums = [int(part.sum()) for part in torch.split(bound, [len(part) for part in micro_batches])]
     return tuple(
         LeafPlan(index, rank_of[index], part, content)
         for index, (part, content) in enumerate(zip(micro_batches, sums, strict=True))

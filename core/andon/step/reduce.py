@@ -56,7 +56,7 @@ class TreeReduction:
         device = self._backend.devices[self._backend.ranks.index(rank)]
         out = torch.zeros((self._backend.world_size, len(nodes), self._width), device=device)
         for row, node in enumerate(nodes):
-            for destination, piece in enumerate(roots[node].split(self._width)):
+            for destination, piece in enumerate(torch.split(roots[node], self._width)):
                 out[destination, row, : piece.numel()] = piece
         return out
 

@@ -15,6 +15,7 @@ from andon.step.contracts import (
     LeafPlan,
     LeafReport,
     judge_leaves,
+    judge_plans,
     judge_presence,
     padded,
     plan_leaves,
@@ -32,6 +33,8 @@ from andon_contracts.policy import enforced
 
 T = TypeVar("T")
 _UNSIGNED = 1 << 64
+_PLAIN_WIDTH = 32
+"""Integers in a message of the step besides the reports: its header and its values, with room to spare."""
 
 
 class RankFailed(RuntimeError):
@@ -77,7 +80,9 @@ class TrainingStep:
         self._clip_norm = clip_norm
         self._owners = rank_leaves(micro_batches, backend.world_size)
         self._reduce = TreeReduction(micro_batches, replicas[0].parameters.size, backend)
-        self._agreement = Agreement(backend, replicas)
+        # One more than any rank is to compute, so that a surplus is seen.
+        self._report_rows = len(self._owners[0]) + 1
+        self._agreement = Agreement(backend, replicas, _PLAIN_WIDTH + self._report_rows * len(REPORT_FIELDS))
         self._gradient_digests: list[int] = []
         self._weights: int | None = None
 
@@ -90,8 +95,7 @@ class TrainingStep:
         Raises `RankFailed` where another rank raised, and a rank's own error on that rank.
         """
         checked = enforced()
-        plan = self._plan(batch, checked=checked)
-        partials, reports, stopping = self._compute(batch, plan, checked=checked, stop=stop)
+        plan, partials, reports, stopping = self._compute(batch, checked=checked, stop=stop)
         if checked:
             judge_leaves(reports, plan, batch.step)
         rows = sum(report.rows for report in reports)
@@ -124,9 +128,38 @@ class TrainingStep:
         return self._backend.map(lambda index: work(self._replicas[index]))
 
     def _compute(
-        self, batch: GlobalBatch, plan: Sequence[LeafPlan], *, checked: bool, stop: bool
-    ) -> tuple[list[PartialGradient], tuple[LeafReport, ...], bool]:
+        self, batch: GlobalBatch, *, checked: bool, stop: bool
+    ) -> tuple[tuple[LeafPlan, ...], list[PartialGradient], tuple[LeafReport, ...], bool]:
         """Forward and backward everywhere, then one gather that says for every rank what it did, or that it failed."""
+        plan: tuple[LeafPlan, ...] = ()
+        done: Sequence[PartialGradient | Exception]
+        try:
+            plan = self._plan(batch, checked=checked)
+            done = self._backend.map(self._gradient_work(batch, plan, checked=checked))
+        except Exception as error:  # noqa: BLE001 - the other ranks must hear of it before it is raised
+            done = [error] * len(self._replicas)
+        content = sum(leaf.content for leaf in plan)
+        observations = self._agreement.gather(
+            batch.step,
+            "computed",
+            [{"failed": isinstance(result, Exception), "stop": stop, "plan": content} for result in done],
+            [self._report_table(result, index) for index, result in enumerate(done)],
+        )
+        for result in done:
+            if isinstance(result, Exception):
+                raise result
+        judge_presence(observations)
+        failed = [o.rank for o in observations if o.values["failed"]]
+        if failed:
+            msg = f"rank {failed[0]} failed in the forward or backward pass of step {batch.step}"
+            raise RankFailed(msg)
+        judge_plans(observations)
+        partials = [result for result in done if isinstance(result, PartialGradient)]
+        return plan, partials, reports_of(observations), any(o.values["stop"] for o in observations)
+
+    def _gradient_work(
+        self, batch: GlobalBatch, plan: Sequence[LeafPlan], *, checked: bool
+    ) -> Callable[[int], PartialGradient | Exception]:
         firsts = [sum(len(leaf.ids) for leaf in plan[:index]) for index in range(len(plan))]
 
         def work(index: int) -> PartialGradient | Exception:
@@ -136,31 +169,14 @@ class TrainingStep:
                 return self._replicas[index].gradients(
                     batch.step, leaves, self._reduce.roots_of_rank[rank], self._task, checked=checked
                 )
-            except Exception as error:  # noqa: BLE001 - the other ranks must hear of it before it is raised
+            except Exception as error:  # noqa: BLE001 - a replica's own error must not hide another's result
                 return error
 
-        done = self._backend.map(work)
-        observations = self._agreement.gather(
-            batch.step,
-            "computed",
-            [{"failed": isinstance(result, Exception), "stop": stop} for result in done],
-            [self._report_table(result, index) for index, result in enumerate(done)],
-        )
-        for result in done:
-            if isinstance(result, Exception):
-                raise result
-        failed = [o.rank for o in observations if o.values["failed"]]
-        if failed:
-            msg = f"rank {failed[0]} failed in the forward or backward pass of step {batch.step}"
-            raise RankFailed(msg)
-        judge_presence(observations)
-        partials = [result for result in done if isinstance(result, PartialGradient)]
-        return partials, reports_of(observations), any(o.values["stop"] for o in observations)
+        return work
 
     def _report_table(self, result: PartialGradient | Exception, index: int) -> torch.Tensor:
-        most = len(self._owners[0])
         none = torch.empty((0, len(REPORT_FIELDS)), dtype=torch.int64, device=self._backend.devices[index])
-        return padded(none if isinstance(result, Exception) else result.reports, most)
+        return padded(none if isinstance(result, Exception) else result.reports, self._report_rows)
 
     def _reduce_and_clip(
         self, step: int, partials: Sequence[PartialGradient], rows: int, rate: float, *, checked: bool
@@ -178,9 +194,10 @@ class TrainingStep:
         norms = self._each(lambda replica: float(replica.gradient_norm()))
         if checked:
             self._judge_reduced(step, gradients, norms, rate)
-        clipped = self._each(lambda replica: replica.clip(self._clip_norm, norms[0]))
+        clipped = self._each(lambda replica: float(replica.clip(self._clip_norm, norms[0])))
         if checked:
-            judge.judge_clip(norms[0], float(clipped[0]), self._clip_norm, step)
+            observed = [{"norm": bits_of(n), "clipped": bits_of(c)} for n, c in zip(norms, clipped, strict=True)]
+            judge.judge_clip(self._agreement.gather(step, "clipped", observed), self._clip_norm)
         self._gradient_digests = gradients
         return norms[0]
 
@@ -189,17 +206,19 @@ class TrainingStep:
         bad = self._each(lambda replica: int(nonfinite(replica.parameters.gradient)))
         rates = self._each(lambda replica: bits_of(replica.rate))
         observed = [
-            {"gradient": g, "weights": w, "nonfinite": n, "norm": bits_of(norm), "rate": held}
+            {
+                "gradient": g,
+                "weights": w,
+                "nonfinite": n,
+                "norm": bits_of(norm),
+                "rate": held,
+                "planned": bits_of(rate),
+            }
             for g, w, n, norm, held in zip(gradients, weights, bad, norms, rates, strict=True)
         ]
         observations = self._agreement.gather(step, "reduced", observed)
-        if self._weights is None:
-            self._weights = observations[0].values["weights"]
-        details = self._agreement.second_look(
-            observations, "gradient", lambda r: r.parameters.views(r.parameters.gradient)
-        )
-        details |= self._agreement.second_look(observations, "weights", lambda r: r.parameters.weight_views())
-        judge.judge_reduced(observations, details, self._weights, bits_of(rate))
+        looks = {"gradient": _gradients, "weights": _weights}
+        judge.judge_reduced(observations, self._agreement.second_looks(observations, looks), self._weights)
 
     def _unattested(self) -> tuple[Mapping[str, int], ...]:
         """An update without contracts leaves weights that no later step can be held to."""
@@ -216,9 +235,8 @@ class TrainingStep:
             for w, m, u, g in zip(weights, moments, taken, self._gradient_digests, strict=True)
         ]
         observations = self._agreement.gather(step, "updated", observed)
-        details = self._agreement.second_look(observations, "weights", lambda r: r.parameters.weight_views())
-        details |= self._agreement.second_look(observations, "optimizer", lambda r: r.optimizer_state())
-        judge.judge_update(observations, details, updates)
+        looks = {"weights": _weights, "optimizer": Replica.optimizer_state}
+        judge.judge_update(observations, self._agreement.second_looks(observations, looks), updates)
         self._weights = observations[0].values["weights"]
         names = ("gradient", "weights", "optimizer")
         return tuple({name: o.values[name] % _UNSIGNED for name in names} for o in observations)
@@ -228,17 +246,33 @@ class TrainingStep:
         if not enforced():
             return
         observed = [{"base": digest} for digest in self._each(lambda replica: replica.base_digest())]
-        judge.judge_base(self._agreement.gather(step, "base", observed), signed(expected))
+        observations = self._agreement.gather(step, "base", observed)
+        details = self._agreement.second_looks(observations, {"base": Replica.frozen})
+        judge.judge_base(observations, details, signed(expected))
 
     def attest_start(self, observed: Mapping[str, int]) -> None:
-        """All ranks start from the same layout, weights, base and whatever else is `observed` (name to digest)."""
+        """All ranks start from the same layout, weights, base and whatever else is `observed` (name to digest).
+
+        To be called when everything is restored: the first update is held to these weights. Raises `Violation`.
+        """
         values = [
             {"layout": r.layout_digest(), "weights": r.weights_digest(), "base": r.base_digest(), **observed}
             for r in self._replicas
         ]
-        judge.judge_start(self._agreement.gather(0, "start", values))
+        observations = self._agreement.gather(0, "start", values)
+        judge.judge_start(observations)
+        self._weights = observations[0].values["weights"] if enforced() else None
+
+
+def _weights(replica: Replica) -> Mapping[str, torch.Tensor]:
+    return replica.parameters.weight_views()
+
+
+def _gradients(replica: Replica) -> Mapping[str, torch.Tensor]:
+    return replica.parameters.views(replica.parameters.gradient)
 
 
 def _tree_sum(values: Sequence[float]) -> float:
     """The sum of the micro-batches' losses along the same tree as their gradients."""
-    return fold((0, len(values)), values.__getitem__, operator.add, float)
+    total: float = fold((0, len(values)), values.__getitem__, operator.add, float)
+    return total
