@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -141,13 +142,13 @@ def _named(
 def parquet(path: Path) -> Table:
     """A Parquet file, in batches. Raises `InputError` when pyarrow is missing or the file is not Parquet."""
     try:
-        import pyarrow as arrow
-        import pyarrow.parquet
+        arrow = importlib.import_module("pyarrow")
+        arrow_parquet = importlib.import_module("pyarrow.parquet")
     except ImportError as error:
         what = 'reading Parquet needs pyarrow: pip install "andon[parquet]"'
         raise InputError([Problem(str(path), what)]) from error
     try:
-        file = arrow.parquet.ParquetFile(path)
+        file = arrow_parquet.ParquetFile(path)
     except (arrow.ArrowException, OSError) as error:
         raise InputError([Problem(str(path), f"is no Parquet file: {error}")]) from error
     return Table(path, tuple(file.schema_arrow.names), True, _parquet_records(file), " row ")

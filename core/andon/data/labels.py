@@ -62,7 +62,9 @@ def same_kind(labels: Sequence[int | str], typed: bool) -> tuple[Sequence[int | 
     if integers in (0, len(labels)):
         return labels, []
     usual = 2 * integers >= len(labels)
-    others = f"{integers} others, which are integers" if usual else f"{len(labels) - integers} others, which are strings"
+    others = (
+        f"{integers} others, which are integers" if usual else f"{len(labels) - integers} others, which are strings"
+    )
     return labels, [
         (place, f"label {shown(label)} is of another type than {others}")
         for place, (label, number) in enumerate(zip(labels, integer, strict=True))
@@ -76,7 +78,7 @@ def _is_integer(label: str) -> bool:
 
 def label_names(labels: Sequence[int | str]) -> tuple[str, ...]:
     """The class names in the order of their numbers: integers by value, strings sorted by code point."""
-    return tuple(str(label) for label in sorted(set(labels)))  # type: ignore[type-var]
+    return tuple(str(label) for label in sorted(set(labels)))
 
 
 def class_weights(kind: ClassWeights, counts: Sequence[int]) -> tuple[float, ...]:

@@ -6,35 +6,12 @@ import codecs
 from collections.abc import Iterator
 from pathlib import Path
 
-from andon.config.wording import did_you_mean
 from andon.problems import InputError, Problem, ProblemList
 
 LONGEST_LINE = 64 * 2**20
 """Bytes of one line that are read at most."""
 
 _WIDE = {codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}
-
-
-def require_file(path: Path) -> None:
-    """Raise `InputError` unless `path` is a regular file with something in it."""
-    where = str(path)
-    try:
-        if path.is_dir():
-            fault = "is a folder; name a file in it"
-        elif not path.exists():
-            names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-            fault = f"no such file{did_you_mean(path.name, names)}"
-        elif not path.is_file():
-            fault = "is no regular file"
-        elif path.stat().st_size == 0:
-            fault = "is empty"
-        else:
-            return
-    except OSError as error:
-        fault = f"cannot be read: {error.strerror or error}"
-    except ValueError as error:
-        fault = f"is no path: {error}"
-    raise InputError([Problem(where, fault)])
 
 
 def numbered_lines(path: Path, problems: ProblemList) -> Iterator[tuple[int, str]]:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 
+from andon.config.source import require_file
 from andon.config.wording import did_you_mean, shown
 from andon.data.formats import Record, Table, delimited, json_lines, parquet
 from andon.data.labels import label_fault, label_names, same_kind, text_fault
-from andon.data.lines import require_file
 from andon.data.rows import DataSet, Row
 from andon.problems import InputError, Problem, ProblemList
 

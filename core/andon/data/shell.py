@@ -29,7 +29,7 @@ _NAMES = (
 _SUFFIXES = ("", "", ".txt", ".log", ".csv", ".conf", ".sh", ".json", ".tar", ".d", ".bak")
 _ROOTS = ("var", "srv", "opt", "home", "etc")
 _JOINS = (" && ", " && ", "; ", " || ")
-_COMPANIONS = (*(0,) * 13, *(1,) * 6, 2)
+_COMPANIONS = (*(0,) * 14, *(1,) * 5, 2)
 """How many harmless commands stand beside the one that gives the class; as often as it is listed."""
 
 _Item = TypeVar("_Item")

@@ -15,26 +15,39 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _SPECIALS = ("<pad>", "<s>", "</s>", "<unk>")
-_NOT_CONTENT = ("name_or_path", "local_files_only", "_commit_hash", "is_local", "transformers_version", "tokenizer_file")
+_NOT_CONTENT = (
+    "name_or_path",
+    "local_files_only",
+    "_commit_hash",
+    "is_local",
+    "transformers_version",
+    "tokenizer_file",
+)
 """Keys of tokenizer_config.json that say where a tokenizer came from and not what it does."""
 
 
 class Tokenizer(Protocol):
-    """What the trainer asks of a tokenizer.
-
-    vocab_size: one more than the largest id. pad_id: what rows are padded with on the right; the model's configuration
-    must have the same. digest: SHA-256 (hex) of what the tokenizer's files say. truncated: how many of the texts
-    encoded so far were cut.
-    """
+    """What the trainer asks of a tokenizer."""
 
     @property
-    def vocab_size(self) -> int: ...
+    def vocab_size(self) -> int:
+        """One more than the largest id."""
+        ...
+
     @property
-    def pad_id(self) -> int: ...
+    def pad_id(self) -> int:
+        """What rows are padded with on the right; the model's configuration must have the same."""
+        ...
+
     @property
-    def digest(self) -> str: ...
+    def digest(self) -> str:
+        """SHA-256 (hex) of what the tokenizer's files say."""
+        ...
+
     @property
-    def truncated(self) -> int: ...
+    def truncated(self) -> int:
+        """How many of the texts encoded so far were cut."""
+        ...
 
     def encode(self, texts: Sequence[str], max_length: int) -> list[list[int]]:
         """One list of 1 to `max_length` ids for each text; the last id is never `pad_id`."""
@@ -73,7 +86,9 @@ class HuggingFaceTokenizer:
         """
         around = self._tokenizer.num_special_tokens_to_add()
         if max_length <= around:
-            raise InputError([Problem("model.max_length", f"must be more than {around} for this tokenizer ({max_length})")])
+            raise InputError(
+                [Problem("model.max_length", f"must be more than {around} for this tokenizer ({max_length})")]
+            )
         if not texts:
             return []
         encoded = self._ids(list(texts), truncation=False)
@@ -160,7 +175,9 @@ def pretrained_tokenizer(path_or_hub_id: str, *, local_only: bool) -> HuggingFac
         )
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise InputError([Problem("model.base", f"no tokenizer could be read from {path_or_hub_id!r}: {reason}")]) from error
+        raise InputError(
+            [Problem("model.base", f"no tokenizer could be read from {path_or_hub_id!r}: {reason}")]
+        ) from error
     ids = [tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id]
     pad_id = next((id_ for id_ in ids if id_ is not None), None)
     if pad_id is None:

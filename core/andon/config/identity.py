@@ -1,0 +1,67 @@
+"""What of a configuration defines a run, and must be the same on resume, and what only places it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from andon.config.schema import Config, Run
+
+PLACING = frozenset(
+    {
+        "data.train",
+        "data.eval",
+        "data.text_column",
+        "data.label_column",
+        "model.base",
+        "training.keep_checkpoints",
+        "training.checkpoint_every",
+        "contracts.enabled",
+        "contracts.base_every",
+        *(f"run.{key}" for key in Run.model_fields),
+    }
+)
+"""Keys that may change between a run and its resume. Files and folders may move: digests of what is in them are
+compared instead, by whoever reads them."""
+
+
+def identity(config: Config) -> dict[str, Any]:
+    """What defines the run, as JSON values by dotted key: every key that is not `PLACING`, and three facts.
+
+    `data.embedded` and `model.embedded` say whether the project's own are used. `run.device_kind` is cpu, cuda or
+    mixed: results are the same to the bit on any number of devices of one kind, not across kinds.
+    """
+    found: dict[str, Any] = {}
+    for name, value in config.model_dump(mode="json").items():
+        if isinstance(value, dict):
+            found.update({f"{name}.{key}": each for key, each in value.items()})
+        else:
+            found[name] = value
+    kept = {key: value for key, value in found.items() if key not in PLACING}
+    return kept | {
+        "data.embedded": config.data.train is None,
+        "model.embedded": config.model.base is None,
+        "run.device_kind": _device_kind(config.run),
+    }
+
+
+def _device_kind(run: Run) -> str:
+    if run.devices:
+        kinds = {"cpu" if str(name) == "cpu" else "cuda" for name in run.devices}
+        return kinds.pop() if len(kinds) == 1 else "mixed"
+    return {"nccl": "cuda", "mixed": "mixed"}.get(run.backend, "cpu")
+
+
+def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """(key, value before, value now) of each key that differs, sorted; None stands for a key that is not there."""
+    return [
+        (key, was.get(key), now.get(key)) for key in sorted(was.keys() | now.keys()) if was.get(key) != now.get(key)
+    ]
+
+
+def config_digest(config: Config) -> str:
+    """SHA-256 (hex) of the identity: the same for every placing of one run."""
+    text = json.dumps(identity(config), sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()

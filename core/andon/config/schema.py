@@ -1,0 +1,232 @@
+"""The configuration of a run: every key with its type, its bounds, its default and what it is for.
+
+Unknown keys are refused, and so are values of another type: the string "1e-3" is no number, 3.0 no integer. Without
+any file the defaults are the embedded run: generated shell snippets, a small Qwen3, LoRA on all of it, two workers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+
+def _as_tuple(value: object) -> object:
+    """A YAML or JSON list where a tuple is kept, so that a configuration cannot change."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+Count = Annotated[int, Field(ge=1)]
+Name = Annotated[str, Field(min_length=1)]
+
+
+class Section(BaseModel):
+    """What all parts have in common: frozen, no unknown keys, no conversion between types."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
+
+
+def _refuse(key: str, what: str) -> PydanticCustomError:
+    """A fault of one key that shows only beside another; `load` puts it at that key."""
+    return PydanticCustomError("beside", "{what}", {"what": what, "key": key})
+
+
+class Model(Section):
+    """The base model. The sizes describe the embedded one and are unused when `base` is given."""
+
+    base: Name | None = Field(
+        default=None, description="folder or hub id of a transformers model; null: the embedded one"
+    )
+    architecture: Literal["decoder", "encoder"] = Field(
+        default="decoder", description="of the embedded model: Qwen3 or BERT"
+    )
+    hidden_size: Count = Field(default=64, description="a multiple of num_attention_heads")
+    num_hidden_layers: Count = 2
+    num_attention_heads: Count = 4
+    num_key_value_heads: Count = Field(default=4, description="divides num_attention_heads (decoder)")
+    intermediate_size: Count = 128
+    dropout: Share = Field(default=0.1, description="of attention; of an encoder's hidden states too")
+    max_length: Count = Field(default=128, description="tokens of a row; longer ones are cut and counted")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="of the frozen weights; what trains is float32"
+    )
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> Model:
+        if self.base is None:
+            heads = self.num_attention_heads
+            if self.hidden_size % heads:
+                raise _refuse("hidden_size", f"must be a multiple of num_attention_heads, {heads} ({self.hidden_size})")
+            if self.architecture == "decoder" and (self.hidden_size // heads) % 2:
+                raise _refuse("hidden_size", f"must give each of {heads} heads an even size ({self.hidden_size})")
+            if self.architecture == "decoder" and heads % self.num_key_value_heads:
+                raise _refuse(
+                    "num_key_value_heads", f"must divide num_attention_heads, {heads} ({self.num_key_value_heads})"
+                )
+        return self
+
+
+class Adapter(Section):
+    """What is trained besides the classification head."""
+
+    kind: Literal["lora", "none"] = Field(default="lora", description="none trains every weight")
+    r: Count = Field(default=16, description="rank")
+    alpha: Positive = Field(default=32.0, description="the update is scaled by alpha / r")
+    dropout: Share = 0.1
+    targets: Literal["all-linear"] | Annotated[tuple[Name, ...], BeforeValidator(_as_tuple)] | None = Field(
+        default="all-linear", description="modules to adapt: all-linear, or a list of names; null is all-linear"
+    )
+
+    @model_validator(mode="after")
+    def _targets_are_some(self) -> Adapter:
+        if isinstance(self.targets, tuple):
+            if not self.targets:
+                raise _refuse("targets", "names no module; to train without an adapter set adapter.kind=none ([])")
+            if len(set(self.targets)) < len(self.targets):
+                raise _refuse("targets", f"names a module twice ({list(self.targets)})")
+        return self
+
+
+class Data(Section):
+    """Where rows come from. Files are .jsonl, .json (an object a line), .csv, .tsv or .parquet."""
+
+    train: Name | None = Field(default=None, description="file to train on; null: generated shell snippets")
+    eval: Name | None = Field(default=None, description="file never trained on; null: held-out rows")
+    text_column: Name | None = Field(default=None, description="null: input or text")
+    label_column: Name | None = Field(default=None, description="null: label")
+    validation_fraction: Share = Field(
+        default=0.1, description="of the training rows, held back; drawn once from the seed"
+    )
+    class_weights: Literal["uniform", "inverse", "sqrt_inverse"] = Field(
+        default="uniform", description="of the loss, with sum K: uniform, inverse (of frequency) or sqrt_inverse"
+    )
+
+    @model_validator(mode="after")
+    def _eval_beside_train(self) -> Data:
+        if self.eval is not None and self.train is None:
+            raise _refuse("eval", f"needs data.train: the embedded data has rows of its own for it ({self.eval!r})")
+        return self
+
+
+class Optimizer(Section):
+    """How weights change."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    lr: Positive = Field(default=2.5e-3, description="peak learning rate")
+    betas: Annotated[tuple[Share, Share], BeforeValidator(_as_tuple)] = Field(default=(0.9, 0.999), description="adamw")
+    eps: Positive = Field(default=1e-8, description="adamw")
+    weight_decay: NotNegative = 0.01
+    momentum: Share = Field(default=0.0, description="sgd")
+    clip_norm: Positive | None = Field(
+        default=1.0, description="norm of the whole gradient, clipped once; null: not clipped"
+    )
+
+
+class Schedule(Section):
+    """The learning rate of a step: linear warm-up, then half a cosine."""
+
+    warmup_fraction: Annotated[float, Field(ge=0, le=1)] = Field(default=0.1, description="of all steps")
+    min_lr: NotNegative = Field(default=1e-6, description="reached at the last step")
+
+
+class Training(Section):
+    """How long and in which portions."""
+
+    epochs: Count = 2
+    max_steps: Count | None = Field(default=None, description="end after this many steps; null: after the epochs")
+    batch_size: Count = Field(default=32, description="rows of one step, over all workers")
+    micro_batches: Count = Field(default=8, description="parts of a batch; the result depends on it, not on workers")
+    early_stopping_patience: Count | None = Field(
+        default=None, description="evaluations without a better one; null: never"
+    )
+    checkpoint_every: Count | None = Field(default=None, description="steps; at the end of every epoch anyway")
+    evaluate_every: Count | None = Field(default=None, description="steps; at the end of every epoch anyway")
+    keep_checkpoints: Count = Field(default=3, description="newest ones that stay, besides the best")
+
+    @model_validator(mode="after")
+    def _micro_batches_fit(self) -> Training:
+        if self.micro_batches > self.batch_size:
+            what = f"must not be more than training.batch_size, {self.batch_size} ({self.micro_batches})"
+            raise _refuse("micro_batches", what)
+        return self
+
+
+class Contracts(Section):
+    """What is checked while training."""
+
+    enabled: bool = True
+    base_every: Count = Field(default=50, description="steps between two checks that the frozen weights are untouched")
+
+
+_DEVICE = re.compile(r"cpu|(cuda:)?\d{1,4}")
+
+
+class Run(Section):
+    """Where a run lives and what it says; none of this changes its result."""
+
+    workers: Count = Field(default=2, description="ranks on this machine")
+    backend: Literal["inline", "threads", "gloo", "nccl", "mixed"] = Field(
+        default="gloo", description="where ranks live: inline and threads in one process, gloo, nccl, mixed in one each"
+    )
+    devices: Annotated[tuple[str | int, ...], BeforeValidator(_as_tuple)] | None = Field(
+        default=None, description="one for each worker, as in [0, 1] or [cuda:0, cpu]; null: the backend's own"
+    )
+    dir: Name | None = Field(default=None, description="folder of the run; null: a new one under runs/")
+    log_every: Count = Field(default=10, description="steps between two lines")
+    progress: Literal["auto", "always", "never"] = Field(default="auto", description="a bar; auto: on a terminal")
+    timeout_s: Positive = Field(default=600.0, description="a rank that gives no answer for so long is given up")
+    grace_s: Positive = Field(default=30.0, description="time to reach a step's end and a checkpoint after SIGTERM")
+    resume: Literal["never", "auto"] = Field(
+        default="never", description="auto: go on from the newest valid checkpoint"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _a_worker_for_each_device(cls, given: Any) -> Any:
+        """Devices alone say how many workers there are."""
+        if isinstance(given, Mapping) and isinstance(given.get("devices"), list | tuple) and "workers" not in given:
+            return {**given, "workers": max(len(given["devices"]), 1)}
+        return given
+
+    @model_validator(mode="after")
+    def _devices_fit(self) -> Run:
+        if self.devices is None:
+            return self
+        names = [str(name) for name in self.devices]
+        for name in names:
+            if not _DEVICE.fullmatch(name):
+                raise _refuse("devices", f"{name!r} is no device; write cpu, or the index of a GPU as 0 or cuda:0")
+        gpus = [int(name.removeprefix("cuda:")) for name in names if name != "cpu"]
+        for gpu in gpus:
+            if gpus.count(gpu) > 1:
+                raise _refuse("devices", f"GPU {gpu} is there {gpus.count(gpu)} times ({list(self.devices)})")
+        if len(names) != self.workers:
+            raise _refuse("devices", f"names {len(names)} devices for {self.workers} workers ({list(self.devices)})")
+        return self
+
+
+class Config(Section):
+    """Everything that a run is told."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(default=42, description="the one seed of a run")
+    model: Model = Model()
+    adapter: Adapter = Adapter()
+    data: Data = Data()
+    optimizer: Optimizer = Optimizer()
+    schedule: Schedule = Schedule()
+    training: Training = Training()
+    contracts: Contracts = Contracts()
+    run: Run = Run()
+
+    @model_validator(mode="after")
+    def _rates_fit(self) -> Config:
+        if self.schedule.min_lr > self.optimizer.lr:
+            what = f"must not be more than optimizer.lr, {self.optimizer.lr} ({self.schedule.min_lr})"
+            raise _refuse("schedule.min_lr", what)
+        return self

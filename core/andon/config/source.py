@@ -1,0 +1,30 @@
+"""A file that a user names: there, readable, and a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from andon.config.wording import did_you_mean
+from andon.problems import InputError, Problem
+
+
+def require_file(path: Path, *, empty: bool = False) -> None:
+    """Raise `InputError` unless `path` is a regular file (with something in it, unless `empty` is allowed)."""
+    where = str(path)
+    try:
+        if path.is_dir():
+            fault = "is a folder; name a file in it"
+        elif not path.exists():
+            names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+            fault = f"no such file{did_you_mean(path.name, names)}"
+        elif not path.is_file():
+            fault = "is no regular file"
+        elif path.stat().st_size == 0 and not empty:
+            fault = "is empty"
+        else:
+            return
+    except OSError as error:
+        fault = f"cannot be read: {error.strerror or error}"
+    except ValueError as error:
+        fault = f"is no path: {error}"
+    raise InputError([Problem(where, fault)])
