@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -77,7 +78,7 @@ def test_every_trainable_weight_gets_a_gradient_and_the_base_none(architecture: 
     """The seed's adapters never got one (V28). Trainables are fp32 before a bfloat16 base too, the head as well."""
     model = perturbed(adapted(architecture, dtype))
     before = base_digest(model)
-    ROWS.loss_sum(model, ROWS.load([0, 1, 2], CPU)).loss_sum.backward()
+    ROWS.loss_sum(model, ROWS.load([0, 1, 2], CPU)).loss_sum.backward()  # type: ignore[no-untyped-call]
     for name, parameter in trainable_parameters(model).items():
         assert parameter.dtype == torch.float32, name
         assert parameter.grad is not None, name
@@ -139,7 +140,7 @@ def test_named_targets_are_adapted_and_no_others() -> None:
 @pytest.mark.parametrize(
     "change", [{"kind": "lorra"}, {"r": 0}, {"alpha": 0.0}, {"alpha": float("nan")}, {"dropout": 1.0}]
 )
-def test_values_out_of_range_are_refused(change: dict[str, object]) -> None:
+def test_values_out_of_range_are_refused(change: dict[str, Any]) -> None:
     """Rank 0 made the seed divide by zero (V16)."""
     with pytest.raises(InputError, match=str(next(iter(change)))):
         attach(build_base(spec()), dataclasses.replace(LORA, **change), seed=0)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,7 +51,7 @@ def test_another_process_gives_the_same_bits() -> None:
     found = subprocess.run(
         [sys.executable, "-c", code],
         cwd=root,
-        env={**__import__("os").environ, "PYTHONHASHSEED": "1", "PYTHONPATH": ":".join([str(root), *sys.path])},
+        env={**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": ":".join([str(root), *sys.path])},
         capture_output=True,
         text=True,
         check=True,
@@ -85,10 +87,22 @@ def test_a_folder_gives_back_what_was_saved(architecture: str, tmp_path: Path) -
     """A saved base loads with the same bits, label names and padding id, without the network."""
     model = build_base(spec(architecture))
     save_base(model, tmp_path / "base", TINY.labels)
-    loaded = build_base(dataclasses.replace(spec(architecture), base=str(tmp_path / "base"), seed=99))
+    loaded: Any = build_base(dataclasses.replace(spec(architecture), base=str(tmp_path / "base"), seed=99))
     assert digest(loaded) == digest(model)
     assert loaded.config.id2label == dict(enumerate(TINY.labels))
     assert loaded.config.pad_token_id == PAD
+
+
+def test_the_tokenizers_padding_id_wins(tmp_path: Path) -> None:
+    """A decoder pools the last token that is not padding, so the model must know the id that the rows are padded with.
+
+    Padded with 5 behind token 1, the logits are those of token 1 alone.
+    """
+    save_base(build_base(spec()), tmp_path, TINY.labels)
+    model = build_base(dataclasses.replace(TINY, base=str(tmp_path), pad_id=5)).eval()
+    padded = model(input_ids=torch.tensor([[1, 5, 5]]), attention_mask=torch.tensor([[1, 0, 0]])).logits
+    alone = model(input_ids=torch.tensor([[1]]), attention_mask=torch.tensor([[1]])).logits
+    torch.testing.assert_close(padded, alone)
 
 
 def test_a_folder_without_a_head_gets_one_from_the_seed(tmp_path: Path) -> None:
@@ -132,7 +146,14 @@ def test_a_file_and_an_empty_folder_are_no_models(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(InputError, match="is a file"):
         build_base(dataclasses.replace(TINY, base=str(tmp_path / "file")))
-    with pytest.raises(InputError, match=r"no config\.json"):
+    with pytest.raises(InputError, match=r"no config\.json, so it is no model$"):
+        build_base(dataclasses.replace(TINY, base=str(tmp_path)))
+
+
+def test_an_adapters_folder_is_no_base(tmp_path: Path) -> None:
+    """The likely mistake is named."""
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(InputError, match="it is an adapter: give its base model"):
         build_base(dataclasses.replace(TINY, base=str(tmp_path)))
 
 
@@ -166,7 +187,7 @@ def test_rows_longer_than_the_positions_are_refused(tmp_path: Path) -> None:
         ({"dropout": 1.0}, "1.0 must be at least 0 and below 1"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(change: dict[str, object], message: str) -> None:
+def test_sizes_that_do_not_fit_are_refused(change: dict[str, Any], message: str) -> None:
     """Each is named with its value."""
     with pytest.raises(InputError, match=message):
         build_base(dataclasses.replace(TINY, **change))

@@ -75,7 +75,7 @@ def test_the_count_sees_the_backward_pass_and_a_graph_that_is_kept() -> None:
 
     def dropped() -> None:
         for _ in range(7):
-            (weight * 2).exp().sum().backward()
+            (weight * 2).exp().sum().backward()  # type: ignore[no-untyped-call]
 
     assert measure_peak_bytes(dropped).peak < many
 
@@ -143,7 +143,7 @@ def test_forward_and_backward_stay_within_the_plan(architecture: str, kind: str)
         model = make()
         flat = FlatParameters(trainable_parameters(model), CPU)
         for _ in range(2):
-            rows.loss_sum(model, rows.load([0, 1, 2], CPU)).loss_sum.backward()
+            rows.loss_sum(model, rows.load([0, 1, 2], CPU)).loss_sum.backward()  # type: ignore[no-untyped-call]
         assert flat.attached()
 
     model = make()

@@ -182,7 +182,8 @@ def _source(base: str) -> tuple[str, bool]:
     folder = Path(base).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise InputError([Problem("model.base", f"{base!r} has no config.json, so it is no transformers model")])
+            hint = "; it is an adapter: give its base model" if (folder / "adapter_config.json").is_file() else ""
+            raise InputError([Problem("model.base", f"{base!r} has no config.json, so it is no model{hint}")])
         return str(folder), True
     if folder.exists():
         raise InputError([Problem("model.base", f"{base!r} is a file; give the model's folder")])
