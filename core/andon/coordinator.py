@@ -1,0 +1,245 @@
+"""Data-parallel training of a classifier with replicas in one process: the seed's coordinator, made true.
+
+A batch is cut into M micro-batches; each replica sums the gradients of its own, the sums are added along one fixed
+tree, divided once by the number of samples, clipped once, and every replica takes the same update. So the bits do not
+depend on the number of replicas, and there is no other path for few samples or for one replica.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from andon.backend.base import Backend
+from andon.backend.devices import named_devices
+from andon.backend.inprocess import InlineBackend, ThreadsBackend
+from andon.pipeline import BatchResult, ClassifyConfig, ClassifyPipeline, SafetySample, TransformerConfig
+from andon.pipeline.classify import build_model
+from andon.pipeline.samples import NOTHING, CurrentRows, SampleEncoder
+from andon.problems import InputError, Problem, ProblemList
+from andon.step.plan import GlobalBatch
+from andon.step.replica import OptimizerSpec
+from andon.step.step import StepResult, TrainingStep
+from andon_contracts.policy import clause, enforced, ensure, require
+from andon_contracts.violation import Finding
+
+Device = str | int | torch.device
+_LOG = logging.getLogger(__name__)
+_BACKENDS = {"inline": InlineBackend, "threads": ThreadsBackend}
+
+
+def _explain_fallback(devices: Sequence[Device], result: Sequence[torch.device]) -> Finding:
+    return Finding(seen=f"asked for {list(map(str, devices))}, chosen were {list(map(str, result))}")
+
+
+@clause("cpu-fallback", _explain_fallback)
+def _as_asked_or_cpu(devices: Sequence[Device], result: Sequence[torch.device]) -> bool:
+    """One device for each that was asked for: that one, or the CPU."""
+    return len(result) == len(devices) and all(
+        device.type == "cpu" or str(device) == _canonical(asked) for asked, device in zip(devices, result, strict=True)
+    )
+
+
+@ensure(_as_asked_or_cpu)
+def resolve_devices(devices: Sequence[Device], *, cpu_fallback: bool = False) -> tuple[torch.device, ...]:
+    """A device for each replica: integers are indices of GPUs, 'cpu' may be repeated.
+
+    cpu_fallback: put replicas whose GPU does not exist on the CPU, and say so in the log; never without being asked.
+    Raises `InputError` with all that is wrong: none at all, a name that is no device, a GPU that is absent or named
+    twice (V15).
+    """
+    if isinstance(devices, str) or not len(devices):
+        raise InputError([Problem("devices", f"At least one GPU index required, or 'cpu'; got {devices!r}")])
+    names = [_canonical(device) for device in devices]
+    found = ProblemList()
+    for place, name in enumerate(names):
+        if name.startswith("cuda") and name in names[:place]:
+            found.add(f"devices[{place}]", f"{name} is named twice; a GPU holds one replica")
+            names[place] = "cpu"
+        elif cpu_fallback and _is_absent_gpu(name):
+            _LOG.warning("there is no %s: replica %d trains on the CPU (clause cpu-fallback)", name, place)
+            names[place] = "cpu"
+    try:
+        resolved = named_devices(names)
+    except InputError as error:
+        for problem in error.problems:
+            found.add(problem.where.removeprefix("run."), problem.what)
+    found.raise_if_any()
+    return resolved
+
+
+def _canonical(device: Device) -> str:
+    """`cuda:1` for 1, '1' and 'cuda:1'; what is no device stays as it was written."""
+    text = str(device).strip()
+    if text.isdigit():
+        return f"cuda:{int(text)}"
+    return "cuda:0" if text == "cuda" else text
+
+
+def _is_absent_gpu(name: str) -> bool:
+    index = name.removeprefix("cuda:")
+    return index.isdigit() and name != index and int(index) >= torch.cuda.device_count()
+
+
+def _explain_detached(detached: Sequence[int], step: int) -> Finding:
+    return Finding(
+        seen="weights of the model were replaced by other tensors, which the optimizer does not know",
+        step=step,
+        ranks=tuple(detached),
+        tensor="weights",
+    )
+
+
+@clause("replicas-agree", _explain_detached)
+def _all_attached(detached: Sequence[int], step: int) -> bool:
+    """The weights that every model computes with are those that its optimizer updates."""
+    return not detached
+
+
+@require(_all_attached)
+def _judge_attached(detached: Sequence[int], step: int) -> None:
+    """Before a step. Raises `Violation`."""
+
+
+class DataParallelCoordinator:
+    """One replica of a classifier on each device, trained as one (seed R6; C-DP-001, C-DP-002).
+
+    Use it as a context manager, or call `close`.
+    """
+
+    def __init__(
+        self,
+        model_config: TransformerConfig,
+        classify_config: ClassifyConfig,
+        devices: Sequence[Device],
+        backend: str = "inline",
+        micro_batches: int = 8,
+        *,
+        seed: int = 0,
+        optimizer: OptimizerSpec | None = None,
+        cpu_fallback: bool = False,
+        base_every: int = 1,
+    ) -> None:
+        """devices: see `resolve_devices`. backend: 'inline' (replicas in turn) or 'threads' (at once).
+
+        micro_batches: M, the leaves of the sum; results depend on it, and not on the number of devices.
+        seed: of initial weights and dropout. optimizer: AdamW with weight decay 0.01 if None.
+        base_every: the frozen weights are digested before every so many updates; raise it for large models.
+
+        One model is built and copied, so that all replicas start alike (V19), which is then attested. Raises
+        `InputError`, before anything is built, and `Violation` if the replicas do not start alike.
+        """
+        placed = resolve_devices(devices, cpu_fallback=cpu_fallback)
+        self._check_options(backend, micro_batches, base_every)
+        self.model_config = model_config
+        self.config = classify_config
+        self._base_every = base_every
+        self._encoder = SampleEncoder(model_config, classify_config)
+        options: dict[str, Any] = {"seed": seed, "micro_batches": micro_batches, "optimizer": optimizer}
+        built = build_model(model_config, classify_config, seed)
+        models = [built, *(copy.deepcopy(built) for _ in placed[1:])]
+        self._pipelines = tuple(
+            ClassifyPipeline(model_config, classify_config, device=device, model=model, **options)
+            for device, model in zip(placed, models, strict=True)
+        )
+        self._rate = classify_config.learning_rate
+        self._updates = 0
+        self._last: StepResult | None = None
+        self._rows = CurrentRows(self._encoder.of_ids([[0]], [0]))
+        self._backend: Backend = _BACKENDS[backend](placed)
+        self._step = TrainingStep(
+            self._backend,
+            [pipeline.replica for pipeline in self._pipelines],
+            self._rows,
+            self._pipelines[0].micro_batches,
+            classify_config.gradient_clip_norm,
+        )
+        self._step.attest_start({})
+        self._base = self._pipelines[0].replica.base_digest() if enforced() else 0
+
+    @staticmethod
+    def _check_options(backend: str, micro_batches: int, base_every: int) -> None:
+        found = ProblemList()
+        if backend not in _BACKENDS:
+            found.add("backend", f"{backend!r} is not one of {', '.join(_BACKENDS)}; processes: `andon train`")
+        for name, value in (("micro_batches", micro_batches), ("base_every", base_every)):
+            if value < 1:
+                found.add(name, f"{value} must be at least 1")
+        found.raise_if_any()
+
+    def __enter__(self) -> DataParallelCoordinator:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the backend's threads. No step is possible afterwards."""
+        self._backend.close()
+
+    @property
+    def num_gpus(self) -> int:
+        """Replicas, on whatever devices they are (seed R13)."""
+        return len(self._pipelines)
+
+    @property
+    def primary_pipeline(self) -> ClassifyPipeline:
+        """Replica 0, for evaluation and inference (R14, R15). If it is trained alone, the next step raises."""
+        return self._pipelines[0]
+
+    @property
+    def pipelines(self) -> tuple[ClassifyPipeline, ...]:
+        """All replicas by rank, to look at."""
+        return self._pipelines
+
+    @property
+    def updates(self) -> int:
+        """Updates taken."""
+        return self._updates
+
+    @property
+    def last_step(self) -> StepResult | None:
+        """What the last update did in detail: micro-batches by rank, digests."""
+        return self._last
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate of the next update, on every replica."""
+        return self._rate
+
+    @learning_rate.setter
+    def learning_rate(self, rate: float) -> None:
+        for pipeline in self._pipelines:
+            pipeline.learning_rate = rate
+        self._rate = rate
+
+    def train_batch_parallel(self, samples: Sequence[SafetySample]) -> BatchResult:
+        """One update of all replicas on `samples`, of which there may be fewer than replicas (C-DP-002, seed R16).
+
+        No samples: zeros, and nothing changes. Raises `InputError` for any bad sample before anything is computed
+        (V20), and `Violation` naming clause, step, rank and micro-batch; found before the update (everything that is
+        not finite is), it leaves weights, moments and counts of all replicas as they were (V9).
+        """
+        if not samples:
+            return NOTHING
+        self._rows.rows = self._encoder.of_samples(samples)
+        step = self._updates + 1
+        self._judge_models(step)
+        self._last = self._step(GlobalBatch(step, 0, 0, tuple(range(len(samples)))), self._rate, step)
+        self._updates = step
+        return BatchResult(self._last.loss, self._last.correct, self._last.rows, self._last.grad_norm)
+
+    def _judge_models(self, step: int) -> None:
+        """Before a step: the models are the optimizers' own, and what is frozen has not moved."""
+        if not enforced():
+            return
+        replicas = [pipeline.replica for pipeline in self._pipelines]
+        for replica in replicas:
+            replica.parameters.attach_gradient()
+        _judge_attached([rank for rank, replica in enumerate(replicas) if not replica.parameters.attached()], step)
+        if (step - 1) % self._base_every == 0:
+            self._step.attest_base(step, self._base)
