@@ -25,28 +25,23 @@ def main() -> NoReturn:
     raise SystemExit(guarded(lambda: _run(app)))
 
 
-def _run(app: Callable[..., object]) -> int:
-    # standalone_mode=False: typer would print its own box for our errors, and end the process itself.
-    code = app(standalone_mode=False)
-    return int(code) if isinstance(code, int) else int(Exit.OK)
+def _run(app: Callable[[], object]) -> int:
+    try:
+        app()
+    except SystemExit as ended:  # how typer ends, its own usage errors (2) included
+        return ended.code if isinstance(ended.code, int) else int(Exit.OK)
+    return int(Exit.OK)
 
 
 def guarded(work: Callable[[], int]) -> int:
     """`work`'s exit code; what it raises becomes one message on stderr and the code that belongs to it."""
-    import click
-
     from andon_contracts.violation import Violation
 
     try:
         return work()
     except InputError as error:
         return _say(str(error), Exit.USAGE)
-    except click.exceptions.Exit as error:
-        return error.exit_code
-    except click.ClickException as error:
-        error.show()
-        return int(Exit.USAGE)
-    except (KeyboardInterrupt, click.Abort):
+    except KeyboardInterrupt:
         return _say("interrupted", Exit.PREEMPTED)
     except Violation as error:
         return _say(f"andon.Violation: {error}", Exit.VIOLATION)

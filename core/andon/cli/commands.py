@@ -38,7 +38,7 @@ def train(
     label_column: Annotated[str | None, typer.Option(help="Column of the labels.")] = None,
     model: Annotated[str | None, typer.Option(help="Hugging Face model folder or hub id of the base.")] = None,
     overrides: Overrides = None,
-) -> int:
+) -> None:
     """Train a classifier; the result is the same to the bit for every number of workers."""
     from andon.cli.train import run_training
 
@@ -54,7 +54,7 @@ def train(
         "model.base": model,
     }
     given = {key: value for key, value in flags.items() if value is not None}
-    return int(run_training(config, overrides or (), given))
+    raise typer.Exit(int(run_training(config, overrides or (), given)))
 
 
 @app.command()

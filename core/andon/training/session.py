@@ -43,7 +43,6 @@ from andon.training.outputs import Result, write_adapter, write_results, write_s
 from andon.training.progress import ProgressView
 from andon.training.replicas import build_replicas
 from andon.training.trainer import Journal, Outcome, Progress, Trainer
-from andon_contracts.agree import signed
 from andon_contracts.digest import hex64
 from andon_contracts.fields import Real
 from andon_contracts.policy import reset_evaluations, suspended
@@ -90,20 +89,27 @@ def train(config: Config, folder: RunFolder, stop_asked: Callable[[], bool]) -> 
 
     Raises `InputError` for what the user got wrong, `Violation` on every rank alike for what the system did.
     """
-    started = time.perf_counter()
     reset_evaluations()
+    with assembled(config, folder) as session:
+        try:
+            return _run(session, stop_asked)
+        except AlreadyFinished:
+            if session.writes:
+                say(f"resume: the run in {folder.path} is finished, nothing to do")
+            return Exit.OK
+
+
+@contextmanager
+def assembled(config: Config, folder: RunFolder) -> Iterator[Session]:
+    """The parts of a run on this process's backend; rank 0 owns the run folder meanwhile. Nothing is trained yet."""
+    started = time.perf_counter()
     with ExitStack() as stack:
         if not config.contracts.enabled:
             stack.enter_context(suspended())
         backend = stack.enter_context(_backend(config))
         if backend.ranks[0] == 0:
             stack.enter_context(folder.open_for_writing())
-        try:
-            return _run(_assemble(config, folder, backend, started), stop_asked)
-        except AlreadyFinished:
-            if backend.ranks[0] == 0:
-                say(f"resume: the run in {folder.path} is finished, nothing to do")
-            return Exit.OK
+        yield _assemble(config, folder, backend, started)
 
 
 @contextmanager
@@ -260,7 +266,8 @@ def _identity(session: Session) -> dict[str, Any]:
 
 
 def _number(text: str) -> int:
-    return signed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little"))
+    """64 bits of SHA-256 of a text, to compare texts of ranks as integers."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
 
 def _start_digests(session: Session, progress: Progress) -> dict[str, int]:

@@ -1,0 +1,1 @@
+"""Figures of the README, each by one command: `python -m benchmarks.NAME`."""

@@ -1,0 +1,121 @@
+"""Kill a run at a random step and resume it on another number of workers: `python -m benchmarks.kill_resume`.
+
+Each round kills one rank, the launcher, or the launcher's whole process group by SIGKILL once the ledger shows a step
+drawn from the seed, waits until every process of the run is gone, resumes on another number of workers, and compares
+the final weights and loss with those of a run that was not killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.runs import command, environment, run, table
+
+TARGETS = ("rank", "launcher", "group")
+
+
+def main() -> int:
+    """Print a line for each round; 0 if every round ended with the bits of the uninterrupted run."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--set", action="append", default=["training.checkpoint_every=7"])
+    options = parser.parse_args()
+    settings = [part for item in options.set for part in ("--set", item)]
+    draw = random.Random(options.seed)
+    rows = []
+    with tempfile.TemporaryDirectory() as base:
+        whole = run(Path(base) / "whole", *settings).summary
+        wanted = (whole["weights_digest"], whole["final_loss"]["hex"])
+        for number in range(options.rounds):
+            target, step = TARGETS[number % len(TARGETS)], draw.randrange(1, whole["steps"])
+            world, again = draw.sample((1, 2, 3, 4), 2)
+            folder = Path(base) / f"round-{number}"
+            killed_at, left = _killed(folder, target, step, world, settings, draw)
+            found = run(folder, "--workers", str(again), "--resume", "auto", *settings).summary
+            same = (found["weights_digest"], found["final_loss"]["hex"]) == wanted
+            rows.append((number, target, f"{step} ({killed_at})", world, again, f"{left:.2f}", "same" if same else "OTHER"))
+            print(rows[-1], flush=True)
+    print(table(("round", "killed", "step wanted (seen)", "workers", "resumed on", "s until all gone", "bits"), rows))
+    good = sum(row[-1] == "same" for row in rows)
+    print(f"{good} of {len(rows)} resumed runs end with the bits of the uninterrupted run (seed {options.seed})")
+    return 0 if good == len(rows) else 1
+
+
+def _killed(
+    folder: Path, target: str, step: int, world: int, settings: list[str], draw: random.Random
+) -> tuple[int, float]:
+    """Start a run, kill, wait for its end; the last step its ledger holds and the seconds until all was gone."""
+    launcher = subprocess.Popen(
+        command(folder, "--workers", str(world), *settings),
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    while _steps(folder) < step and launcher.poll() is None:
+        time.sleep(0.01)
+    family = _family(launcher.pid)
+    ranks = _ranks(family)
+    if target == "rank":
+        os.kill(draw.choice(ranks), signal.SIGKILL)
+    elif target == "launcher":
+        os.kill(launcher.pid, signal.SIGKILL)
+    else:
+        os.killpg(launcher.pid, signal.SIGKILL)
+    start = time.perf_counter()
+    launcher.wait()
+    while any(_alive(pid) for pid in family):
+        if time.perf_counter() - start > 60:
+            raise RuntimeError(f"processes outlive the run: {[pid for pid in family if _alive(pid)]}")
+        time.sleep(0.01)
+    return _steps(folder), time.perf_counter() - start
+
+
+def _steps(folder: Path) -> int:
+    try:
+        return (folder / "ledger.jsonl").read_bytes().count(b'"kind":"step"')
+    except FileNotFoundError:
+        return 0
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+        return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def _family(pid: int) -> list[int]:
+    return [pid] + [member for child in _children(pid) for member in _family(child)]
+
+
+def _ranks(family: list[int]) -> list[int]:
+    """Ranks are the children of the launcher's forkserver."""
+    return [child for pid in family if b"forkserver" in _command_line(pid) for child in _children(pid)]
+
+
+def _command_line(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
