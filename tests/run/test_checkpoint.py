@@ -120,6 +120,7 @@ def test_a_full_disk_while_saving_keeps_the_old(tmp_path: Path, step: int) -> No
         assert finished or isinstance(error, InputError)
         if error:
             assert "the disk is full" in str(error)
+        assert (folder / "step-00000001").is_dir()
         found, rejected = newest_valid(folder)
         assert rejected == []
         assert value_of(found) in ((2.0,) if finished else (1.0, 2.0))
