@@ -126,7 +126,13 @@ def test_content_is_the_planned_digest_in_any_batch(rows: list[tuple[list[int], 
 
 @pytest.mark.parametrize(
     ("key", "row", "column", "value"),
-    [("input_ids", 0, 1, 9), ("labels", 0, None, 2), ("attention_mask", 0, 3, 1), ("attention_mask", 0, 0, 0)],
+    [
+        ("input_ids", 0, 1, 9),
+        ("input_ids", 0, 2, 9),
+        ("labels", 0, None, 2),
+        ("attention_mask", 0, 3, 1),
+        ("attention_mask", 0, 0, 0),
+    ],
 )
 def test_content_sees_every_kind_of_tampering(key: str, row: int, column: int | None, value: int) -> None:
     """A token, a label, a mask too long, a mask with a hole: the row's digest changes, its neighbour's does not."""
