@@ -77,9 +77,10 @@ def reports_of(observations: Sequence[Observation]) -> tuple[LeafReport, ...]:
 def _explain_partition(reports: Sequence[LeafReport], plan: Sequence[LeafPlan], step: int) -> Finding:
     used = [(report.rank, report.index, report.rows) for report in reports]
     wanted = [(leaf.rank, leaf.index, len(leaf.ids)) for leaf in plan]
-    odd = sorted({rank for rank, _, _ in set(used) ^ set(wanted)})
+    ranks = sorted({rank for rank, _, _ in wanted + used})
+    odd = tuple(rank for rank in ranks if [u for u in used if u[0] == rank] != [w for w in wanted if w[0] == rank])
     return Finding(
-        seen=f"micro-batches (rank, index, rows) were to be {wanted}, used were {used}", step=step, ranks=tuple(odd)
+        seen=f"micro-batches (rank, index, rows) were to be {wanted}, used were {used}", step=step, ranks=odd
     )
 
 
