@@ -1,0 +1,70 @@
+"""One result on every backend and any number of workers: the central promise of the step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import pytest
+import torch
+
+from andon.backend.group import GroupBackend
+from andon.backend.inprocess import InlineBackend, ThreadsBackend
+from andon.step.replica import OptimizerSpec
+from tests.support.ranks import run_ranks
+from tests.support.toy import CPU, Settings, run
+
+WORLDS = (1, 2, 3, 4)
+SETTINGS = {
+    "adamw-clipped-m8": Settings(8, clip_norm=0.2),
+    "adamw-clipped-m5": Settings(5, clip_norm=0.2),
+    "sgd-m8": Settings(8, optimizer=OptimizerSpec("sgd", momentum=0.9)),
+    "sgd-m5": Settings(5, optimizer=OptimizerSpec("sgd")),
+    # Fewer micro-batches than ranks: some ranks have nothing to compute and still take part.
+    "adamw-m2": Settings(2),
+}
+Records = Mapping[str, list[Mapping[str, object]]]
+
+
+def _run_all() -> Records:
+    backend = GroupBackend("gloo", CPU)
+    return {name: run(backend, settings) for name, settings in SETTINGS.items()}
+
+
+@pytest.fixture(scope="module")
+def expected() -> Iterator[Records]:
+    """Every setting on one inline replica."""
+    torch.set_num_threads(1)
+    yield {name: run(InlineBackend([CPU]), settings) for name, settings in SETTINGS.items()}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("kind", [InlineBackend, ThreadsBackend])
+def test_replicas_in_one_process_give_one_result(
+    kind: type[InlineBackend], world: int, name: str, expected: Records
+) -> None:
+    """Loss, norm, digests of content, gradient, weights and optimizer, counts: the same bits on 1 to 4 replicas."""
+    backend = kind([CPU] * world)
+    try:
+        assert run(backend, SETTINGS[name]) == expected[name]
+    finally:
+        backend.close()
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_processes_give_the_same_result(world: int, expected: Records) -> None:
+    """Real gloo processes, 1 to 4 of them, end with the bits that one inline replica has, on every rank."""
+    for outcome in run_ranks(world, _run_all):
+        assert outcome.get() == expected
+
+
+def test_the_result_depends_on_what_defines_it(expected: Records) -> None:
+    """Comparing digests means something: other micro-batches, optimizers and clipping give other bits."""
+    finals = [str(records[-1]["state"]) for records in expected.values()]
+    assert len(set(finals)) == len(finals)
+
+
+def test_another_seed_gives_other_masks() -> None:
+    """The seed reaches the dropout masks: with another one the first loss is another."""
+    losses = {run(InlineBackend([CPU]), Settings(8, sizes=(10,), seed=seed))[0]["loss"] for seed in range(4)}
+    assert len(losses) == 4

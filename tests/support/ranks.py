@@ -1,0 +1,119 @@
+"""Real ranks: processes from a fork server in one gloo group, without a port, each with an answer or an end."""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+DEADLINE_S = 30.0
+_CONTEXT = multiprocessing.get_context("forkserver")
+# The server imports them once and starts no thread, so that forking it is safe and a rank is there in milliseconds.
+_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "icontract", "pytest", "hypothesis"])
+
+Work = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank returned, or raised."""
+
+    value: Any = None
+    error: BaseException | None = None
+
+    def get(self) -> Any:
+        """The value; raises the rank's error."""
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+
+def run_ranks(world: int, work: Work, *args: Any) -> list[Outcome]:
+    """work(*args) in each of `world` ranks of a gloo group of their own; the outcomes by rank.
+
+    `work` is a function of a module that a new process can import. Ranks that have not answered after `DEADLINE_S`
+    are killed, by pid, and have a `TimeoutError` as their outcome.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        started = [_start(rank, world, Path(folder) / "store", work, args) for rank in range(world)]
+        try:
+            return _collect({rank: reader for rank, (_, reader) in enumerate(started)})
+        finally:
+            for process, reader in started:
+                _end(process)
+                reader.close()
+
+
+def _start(rank: int, world: int, store: Path, work: Work, args: tuple[Any, ...]) -> tuple[BaseProcess, Connection]:
+    reader, writer = _CONTEXT.Pipe(duplex=False)
+    process = _CONTEXT.Process(target=_rank, args=(rank, world, str(store), writer, work, args), daemon=True)
+    process.start()
+    writer.close()
+    return process, reader
+
+
+def _collect(readers: Mapping[int, Connection]) -> list[Outcome]:
+    deadline = time.monotonic() + DEADLINE_S
+    found: dict[int, Outcome] = {}
+    while len(found) < len(readers):
+        waiting = {reader: rank for rank, reader in readers.items() if rank not in found}
+        ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for reader in ready:
+            assert isinstance(reader, Connection)
+            found[waiting[reader]] = _read(reader)
+    late = Outcome(error=TimeoutError(f"no answer within {DEADLINE_S} s"))
+    return [found.get(rank, late) for rank in readers]
+
+
+def _read(reader: Connection) -> Outcome:
+    try:
+        outcome = pickle.loads(reader.recv_bytes())  # our own ranks wrote it
+    except EOFError:
+        return Outcome(error=ChildProcessError("the rank ended without an answer"))
+    assert isinstance(outcome, Outcome)
+    return outcome
+
+
+def _end(process: BaseProcess) -> None:
+    process.join(5.0)
+    if process.is_alive():
+        process.kill()
+        process.join()
+
+
+def _rank(rank: int, world: int, store: str, writer: Connection, work: Work, args: tuple[Any, ...]) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    timeout = datetime.timedelta(seconds=DEADLINE_S)
+    try:
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timeout
+        )
+        outcome = Outcome(work(*args))
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the test is told
+        error.add_note(f"on rank {rank}:\n{traceback.format_exc()}")
+        outcome = Outcome(error=error)
+    try:
+        writer.send_bytes(pickle.dumps(outcome))
+    except Exception as error:  # noqa: BLE001 - an outcome that cannot be pickled is still an outcome
+        writer.send_bytes(pickle.dumps(Outcome(error=RuntimeError(f"{error}: {outcome}"))))
+    writer.close()
+    with suppress(RuntimeError):
+        dist.destroy_process_group()
+    # After a gloo error an ordinary exit may end in SIGABRT.
+    os._exit(0)
