@@ -44,7 +44,7 @@ class LoopbackRendezvous(RendezvousHandler):
         self._run_id = run_id
         listener = socket.create_server((LOOPBACK, 0), backlog=512)
         self._port: int = listener.getsockname()[1]
-        self._store = dist.TCPStore(
+        self._store = dist.TCPStore(  # type: ignore[attr-defined]
             LOOPBACK,
             self._port,
             is_master=True,

@@ -27,6 +27,7 @@ def describe(error: BaseException, rank: int) -> Report:
         return Report(rank, Exit.VIOLATION, cause=head, clause=error.clause, step=error.step, message=full, time=now)
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        code = code if 0 <= code <= 255 else Exit.CRASHED  # of 256 the system would make 0
         return Report(rank, code, cause=head or f"ended with exit code {code}", message=full, time=now)
     cause = f"{type(error).__name__}: {head}" if head else type(error).__name__
     peer = peer_exit(error)

@@ -18,7 +18,7 @@ import threading
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import TypeAlias
 
@@ -67,6 +67,7 @@ def warm_up(preload: Sequence[str] = PRELOAD) -> None:
     """
     multiprocessing.set_forkserver_preload(list(preload))
     before = {name: os.environ.get(name) for name in SINGLE_THREADED}
+    resource_tracker.ensure_running()  # starting it, as the forkserver would, unblocks SIGTERM and SIGINT
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, PREEMPTION_SIGNALS)
     try:
         os.environ.update(dict.fromkeys(SINGLE_THREADED, "1"))

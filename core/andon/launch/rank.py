@@ -81,7 +81,8 @@ def run_rank(work: Callable[[RankContext], int], *, run_folder: Path | None = No
     report = _live(work, run_folder)
     if report.exit != Exit.OK:
         line = report.message if report.exit == Exit.USAGE else report.cause
-        print(f"rank {report.rank}: {line}", file=sys.stderr, flush=True)
+        # One write: `print` makes two, and ranks share one stderr.
+        sys.stderr.write(f"rank {report.rank}: {line}\n")
     _leave(report.exit)
 
 
@@ -180,7 +181,7 @@ def _on_stderr(report: Report) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        print(f"rank {report.rank}: {report.cause} (its report could not be written: {error})", file=sys.stderr)
+        sys.stderr.write(f"rank {report.rank}: {report.cause} (its report could not be written: {error})\n")
 
 
 def _take_down_group() -> None:

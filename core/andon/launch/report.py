@@ -115,7 +115,12 @@ def first_cause(
 
     first = min(failed, key=order)
     text = f"rank {first} {_sentence(exits[first], reports[first], len(exits))}"
-    return FirstCause(first, exit_of(exits[first], reports[first]), text, reports[first])
+    found = exit_of(exits[first], reports[first])
+    silent = sorted(rank for rank in failed if rank in ended and reports[rank] is None)
+    if found == Exit.RANK_SILENT and silent:
+        # The others timed out on it, and it had to be killed: it is the cause, and could not say so.
+        return FirstCause(silent[0], found, f"rank {silent[0]} of {len(exits)} gave no answer; {text}", reports[first])
+    return FirstCause(first, found, text, reports[first])
 
 
 def exit_of(code: int, report: Report | None = None) -> Exit:
@@ -153,7 +158,8 @@ def _chosen(report: Report | None) -> int:
 def _remoteness(code: int, report: Report | None, ended: bool) -> int:
     """How far from the root cause an end is: 0 may be one, 3 is the launcher's own doing."""
     if report is not None and report.exit != 0:
-        return 2 if report.exit in _NOTICED else 0
+        # Torch's agent asks the others to end once one has failed, so being preempted may be a consequence too.
+        return 2 if report.exit in _NOTICED or report.exit == Exit.PREEMPTED else 0
     if ended:
         return 3
     if code == -signal.SIGTERM:

@@ -121,27 +121,32 @@ class Supervisor:
         self._seen = Watched()
 
     def run(self) -> Watched:
-        """Watch to the end."""
+        """Watch to the end; should watching itself fail, no rank is left behind."""
         started = time.monotonic()
-        while not self._over(started):
-            for signum in self._wake.wait(POLL_S):
-                self._take(signum)
-            self._meet_ranks()
-            self._find_dead()
-            if time.monotonic() >= self._kill_at:
-                self._kill(self._late)
+        try:
+            while not self._over(started):
+                self._look()
+        except BaseException:
+            self._kill(None)
+            raise
         return self._seen
+
+    def _look(self) -> None:
+        for signum in self._wake.wait(POLL_S):
+            self._take(signum)
+        self._meet_ranks()
+        self._find_dead()
+        if time.monotonic() >= self._kill_at:
+            self._kill(self._late)
 
     def _meet_ranks(self) -> None:
         if self._all or not self._agent.pids:
             return
         self._all = tuple(self._agent.pids)
-        for rank, pid in self._agent.pids.items():
-            process = Process.of(pid)
-            if process is None:
-                self._note_death(rank)
-            else:
-                self._live[rank] = process
+        found = {rank: Process.of(pid) for rank, pid in self._agent.pids.items()}
+        self._live = {rank: process for rank, process in found.items() if process is not None}
+        for rank in found.keys() - self._live.keys():
+            self._note_death(rank)
         if self._asked_by:
             self._forward(self._asked_by)
 
@@ -191,6 +196,8 @@ class Supervisor:
 
     def _over(self, started: float) -> bool:
         now = time.monotonic()
+        if self._agent.pids and not self._all:
+            return False
         if self._live:
             if self._agent.done and self._killed_at is None:
                 self._kill(None)

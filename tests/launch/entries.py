@@ -1,0 +1,121 @@
+"""What ranks do in the tests of the launcher; all but `all_reduce` work without torch, so that ranks start fast.
+
+Ranks speak to a test through a named pipe: a line says that a rank has come to a point, and the end of the file that
+no rank that ever opened it lives any more.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from andon.exits import Exit
+from andon.launch.context import RankContext
+from andon.launch.rank import preempted
+from andon.problems import InputError, Problem
+from andon_contracts.violation import Finding, Violation
+
+Payload = Mapping[str, Any]
+
+
+def echo(payload: Payload) -> int:
+    """Write down what this rank was given and finds around itself."""
+    context = RankContext.from_environment()
+    parent = Path(f"/proc/{os.getppid()}/status").read_text()
+    found = {
+        "payload": payload,
+        "world_size": context.world_size,
+        "run_id": context.run_id,
+        "agent_pid": context.agent_pid,
+        "threads_of_the_forking_process": int(parent.split("Threads:")[1].split()[0]),
+        "omp": os.environ["OMP_NUM_THREADS"],
+        "variable": os.environ.get("ANDON_TEST_VARIABLE"),
+        "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+        "store": [os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]],
+    }
+    (Path(payload["folder"]) / f"echo-{context.rank}.json").write_text(json.dumps(found))
+    print(f"rank {context.rank} says {payload.get('say')}", flush=True)
+    return Exit.OK
+
+
+def end(payload: Payload) -> int:
+    """End as `payload["how"]` says for this rank; ranks that it does not name wait to be ended."""
+    rank = str(RankContext.from_environment().rank)
+    how = payload["how"].get(rank, "wait")
+    pipe = _open(payload)
+    _say(pipe, rank, os.getpid())
+    if how == "raise":
+        raise LookupError("nobody foresaw this\nand a second line")
+    if how == "mistake":
+        raise InputError([Problem("train.csv:17", "label 9 is unknown"), Problem("--workers", "0 is too few")])
+    if how == "violation":
+        raise Violation.of("weights agree", Finding("2 digests", step=3, ranks=(1,), tensor="lora_A"))
+    if how == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if how in ("SIGKILL", "SIGSEGV"):
+        os.kill(os.getpid(), getattr(signal, how))
+    if how in ("wait", "deaf"):
+        _wait(deaf=how == "deaf")
+        return Exit.PREEMPTED
+    return int(how)
+
+
+def after_stopped(payload: Payload) -> int:
+    """Rank 0 stops for good; rank 1 raises once the kernel says that it has."""
+    context = RankContext.from_environment()
+    note = Path(payload["folder"]) / "pid"
+    if context.rank == 0:
+        note.with_suffix(".part").write_text(str(os.getpid()))
+        note.with_suffix(".part").replace(note)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return Exit.OK
+    pause = threading.Event()
+    while not note.exists() or _state_of(int(note.read_text())) != "T":
+        pause.wait(0.01)
+    raise LookupError("the other one is stopped")
+
+
+def all_reduce(payload: Payload) -> int:
+    """Sum over gloo for ever, until the rank and step that the payload names meet their fault."""
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    context = RankContext.from_environment()
+    dist.init_process_group("gloo", timeout=timedelta(seconds=payload["timeout_s"]))
+    for step in range(payload["steps"]):
+        if step == payload["at"] and context.rank == payload["rank"]:
+            if payload["how"] == "raise":
+                raise LookupError("its own error")
+            os.kill(os.getpid(), getattr(signal, payload["how"]))
+        ones = torch.ones(8)
+        dist.all_reduce(ones)
+        if not torch.equal(ones, torch.full((8,), float(context.world_size))):
+            return Exit.VIOLATION
+    return Exit.OK
+
+
+def _wait(*, deaf: bool) -> None:
+    step = threading.Event()
+    while deaf or not preempted():
+        step.wait(0.02)
+
+
+def _open(payload: Payload) -> int:
+    return os.open(payload["pipe"], os.O_WRONLY) if "pipe" in payload else -1
+
+
+def _say(pipe: int, *words: object) -> None:
+    if pipe >= 0:
+        os.write(pipe, (" ".join(map(str, words)) + "\n").encode())
+
+
+def _state_of(pid: int) -> str:
+    stat = Path(f"/proc/{pid}/stat").read_text()
+    return stat[stat.rindex(")") + 2]

@@ -1,0 +1,187 @@
+"""Ranks in real processes: what they are given, how they end, and what the launcher makes of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from andon.exits import Exit
+from andon.launch.launcher import LaunchResult, launch, warm_up
+from andon.launch.report import Report
+from tests.launch.driver import PRELOAD
+from tests.launch.pipes import Pipe
+
+warm_up(PRELOAD)
+
+
+@pytest.fixture
+def pipe(tmp_path: Path) -> Iterator[Pipe]:
+    """A pipe from all ranks to the test."""
+    found = Pipe(tmp_path / "pipe")
+    yield found
+    found.close()
+
+
+def run(folder: Path, entry: str, payload: dict[str, Any], workers: int = 2) -> LaunchResult:
+    """Launch an entry of the tests."""
+    return launch(f"tests.launch.entries:{entry}", payload, workers=workers, run_folder=folder, timeout_s=30)
+
+
+def end(pipe: Pipe, workers: int = 2, **how: str) -> LaunchResult:
+    """Launch ranks that end as told (`r1="raise"`), and see all of them gone."""
+    told = {rank.removeprefix("r"): way for rank, way in how.items()}
+    result = run(pipe.path.parent, "end", {"pipe": str(pipe.path), "how": told}, workers)
+    pipe.wait_until_all_are_gone()
+    return result
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_every_rank_gets_the_payload_as_it_was(tmp_path: Path, workers: int) -> None:
+    """JSON of every kind arrives unchanged, dollar signs too, in which torch replaces macros of its own."""
+    payload: dict[str, Any] = {
+        "folder": str(tmp_path),
+        "a": [1, 0.1, None, True, "ü ${local_rank} $$ \U0001f6a8", {}],
+        "say": "x" * 70000,
+    }
+    result = run(tmp_path, "echo", payload, workers)
+    assert (result.exit, result.cause, result.first) == (Exit.OK, "", None)
+    assert result.exits == dict.fromkeys(range(workers), 0)
+    found = [json.loads((tmp_path / f"echo-{rank}.json").read_text()) for rank in range(workers)]
+    assert [one["payload"] for one in found] == [payload] * workers
+    assert {one["world_size"] for one in found} == {workers}
+    assert len({one["run_id"] for one in found}) == 1
+
+
+def test_the_place_of_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread, also in the process that forks; today's variables; no blocked signal; a store on loopback."""
+    monkeypatch.setenv("ANDON_TEST_VARIABLE", "set after the forkserver started")
+    monkeypatch.setenv("RANK", "99")
+    run(tmp_path, "echo", {"folder": str(tmp_path)})
+    found = json.loads((tmp_path / "echo-1.json").read_text())
+    assert found["threads_of_the_forking_process"] == 1
+    assert found["omp"] == "1"
+    assert found["variable"] == "set after the forkserver started"
+    assert found["blocked"] == []
+    assert found["agent_pid"] == os.getpid()
+    assert found["store"][0] == "127.0.0.1"
+
+
+@pytest.mark.parametrize("code", [code for code in Exit if code != Exit.OK])
+def test_a_code_that_a_rank_chose_is_the_code_of_the_launch(pipe: Pipe, code: Exit) -> None:
+    """Each exit of ours survives from a rank to the launcher, and no rank is left."""
+    result = end(pipe, r1=str(int(code)))
+    assert result.exit == code
+    assert result.exits[1] == code
+    assert result.cause.startswith("rank 1 of 2: ")
+
+
+def test_a_rank_that_raises_is_a_crash_with_its_traceback_in_the_report(pipe: Pipe) -> None:
+    """One line for the reader, the traceback in the file."""
+    result = end(pipe, workers=3, r2="raise")
+    assert result.exit == Exit.CRASHED
+    assert result.cause == "rank 2 of 3: LookupError: nobody foresaw this"
+    assert result.report == Report.read(pipe.path.parent, 2)
+    assert result.report is not None
+    assert "Traceback" in result.report.message
+    assert "and a second line" in result.report.message
+
+
+def test_a_violation_is_reported_with_clause_and_step(pipe: Pipe) -> None:
+    """Exit 70, and the line names clause, step, rank and tensor."""
+    result = end(pipe, r0="violation")
+    assert result.exit == Exit.VIOLATION
+    assert result.cause == "rank 0 of 2: weights agree broken at step 3 on rank 1 in lora_A: 2 digests"
+    assert result.report is not None
+    assert (result.report.clause, result.report.step) == ("weights agree", 3)
+
+
+def test_a_mistake_of_the_user_found_in_a_rank_is_a_usage_error(pipe: Pipe) -> None:
+    """Exit 2, with all the problems in the report and no traceback."""
+    result = end(pipe, r0="mistake")
+    assert result.exit == Exit.USAGE
+    assert result.report is not None
+    assert result.report.message.splitlines() == ["train.csv:17: label 9 is unknown", "--workers: 0 is too few"]
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV"])
+def test_a_rank_killed_by_a_signal_is_lost_by_name(pipe: Pipe, name: str) -> None:
+    """It could not report; the launcher names the signal."""
+    result = end(pipe, workers=3, r1=name)
+    assert result.exit == Exit.RANK_LOST
+    assert result.cause.startswith(f"rank 1 of 3 was killed by {name} (")
+    assert result.exits[1] == -getattr(signal, name)
+
+
+def test_a_rank_that_does_not_listen_is_ended(pipe: Pipe) -> None:
+    """SIGTERM says nothing to it; without SIGKILL it would live for ever. Its death is not the cause."""
+    result = end(pipe, r0="deaf", r1="raise")
+    assert result.exits == {0: -signal.SIGKILL, 1: Exit.CRASHED}
+    assert result.first is not None
+    assert result.first.rank == 1
+
+
+def test_a_stopped_rank_is_ended_when_another_fails(tmp_path: Path) -> None:
+    """SIGTERM does not reach a stopped process; SIGKILL does."""
+    result = run(tmp_path, "after_stopped", {"folder": str(tmp_path)})
+    assert result.exits == {0: -signal.SIGKILL, 1: Exit.CRASHED}
+    assert result.cause == "rank 1 of 2: LookupError: the other one is stopped"
+
+
+@pytest.mark.parametrize(
+    ("how", "expected", "cause"),
+    [
+        ("raise", Exit.CRASHED, "rank 1 of 3: LookupError: its own error"),
+        ("SIGKILL", Exit.RANK_LOST, "rank 1 of 3 was killed by SIGKILL (out of memory, or killed by hand)"),
+        ("SIGSTOP", Exit.RANK_SILENT, "rank 1 of 3 gave no answer; rank "),
+    ],
+)
+def test_the_first_cause_wins_over_the_ranks_that_lost_their_peer(
+    tmp_path: Path, how: str, expected: Exit, cause: str
+) -> None:
+    """Real gloo: the ranks that fell after rank 1 say that they lost it, and are not named for it."""
+    payload = {"steps": 10**9, "at": 3, "rank": 1, "how": how, "timeout_s": 2}
+    result = run(tmp_path, "all_reduce", payload, workers=3)
+    assert result.exit == expected
+    assert result.cause.startswith(cause)
+    others = {rank: Report.read(tmp_path, rank) for rank in (0, 2)}
+    assert {report.exit for report in others.values() if report is not None} <= {Exit.RANK_LOST, Exit.RANK_SILENT}
+    assert result.exits[0] in (Exit.RANK_LOST, Exit.RANK_SILENT)
+
+
+def test_ranks_that_agree_end_well(tmp_path: Path) -> None:
+    """The group is made by the agent's own store, used, and taken down; all ranks end with 0."""
+    payload = {"steps": 5, "at": -1, "rank": -1, "how": "", "timeout_s": 30}
+    assert run(tmp_path, "all_reduce", payload, workers=3).exit == Exit.OK
+
+
+@pytest.mark.parametrize("entry", ["absent", "Payload"])
+def test_an_entry_that_is_not_there_is_a_crash_that_names_it(tmp_path: Path, entry: str) -> None:
+    """The rank reports it like any other error."""
+    result = run(tmp_path, entry, {})
+    assert result.exit == Exit.CRASHED
+    assert entry in result.cause or "is not valid" in result.cause or "Type" in result.cause
+
+
+@pytest.mark.parametrize(
+    ("entry", "payload", "workers", "timeout_s", "error"),
+    [
+        ("no_colon", {}, 1, 1.0, ValueError),
+        ("a:b", {}, 0, 1.0, ValueError),
+        ("a:b", {}, 1, 0.0, ValueError),
+        ("a:b", {}, 1, float("nan"), ValueError),
+        ("a:b", {"x": object()}, 1, 1.0, TypeError),
+    ],
+)
+def test_what_cannot_be_launched_is_refused_before_any_process_starts(
+    tmp_path: Path, entry: str, payload: dict[str, Any], workers: int, timeout_s: float, error: type[Exception]
+) -> None:
+    """A malformed entry, no worker, no time, a payload that is no JSON."""
+    with pytest.raises(error):
+        launch(entry, payload, workers=workers, run_folder=tmp_path, timeout_s=timeout_s)
+    assert not any(tmp_path.iterdir())

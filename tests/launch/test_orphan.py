@@ -1,0 +1,117 @@
+"""A rank never outlives its agent: real processes, none of them with torch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from andon.launch.orphan import Process, die_with_parent, start_time
+from tests.launch.pipes import PATIENCE_S, Pipe
+
+RANK = """
+import os, sys, threading
+from andon.launch.orphan import die_with_parent
+pipe = os.open(sys.argv[1], os.O_WRONLY)
+die_with_parent(int(sys.argv[2]), poll_s=float(sys.argv[3]))
+os.write(pipe, b"guarded %d\\n" % os.getpid())
+threading.Event().wait()
+"""
+PARENT = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", *sys.argv[1:]])
+child.wait()
+"""
+
+
+@pytest.fixture
+def pipe(tmp_path: Path) -> Iterator[Pipe]:
+    """A pipe from a rank to the test."""
+    found = Pipe(tmp_path / "pipe")
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def processes() -> Iterator[list[subprocess.Popen[bytes]]]:
+    """What a test started; ended with it whatever happens."""
+    started: list[subprocess.Popen[bytes]] = []
+    yield started
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def start(processes: list[subprocess.Popen[bytes]], *arguments: object) -> subprocess.Popen[bytes]:
+    """A Python process that runs the first argument."""
+    process = subprocess.Popen([sys.executable, "-c", *map(str, arguments)])
+    processes.append(process)
+    return process
+
+
+def test_a_rank_dies_with_an_agent_that_is_not_its_parent(pipe: Pipe, processes: list[subprocess.Popen[bytes]]) -> None:
+    """With a forkserver between them only the watching thread sees the agent go; SIGKILL leaves it no say."""
+    agent = start(processes, "import threading; threading.Event().wait()")
+    rank = start(processes, RANK, pipe.path, agent.pid, 0.2)
+    pipe.lines(1)
+    agent.kill()
+    pipe.wait_until_all_are_gone()
+    assert rank.wait(PATIENCE_S) == -signal.SIGKILL
+
+
+def test_a_zombie_agent_counts_as_gone(pipe: Pipe, processes: list[subprocess.Popen[bytes]]) -> None:
+    """An agent that nobody has reaped yet keeps its pid, and keeps no rank alive."""
+    agent = start(processes, "import threading; threading.Event().wait()")
+    start(processes, RANK, pipe.path, agent.pid, 0.2)
+    pipe.lines(1)
+    agent.kill()
+    os.waitid(os.P_PID, agent.pid, os.WEXITED | os.WNOWAIT)
+    assert start_time(agent.pid) is None
+    pipe.wait_until_all_are_gone()
+
+
+def test_the_kernel_ends_a_rank_whose_parent_dies(pipe: Pipe, processes: list[subprocess.Popen[bytes]]) -> None:
+    """The death signal alone is enough: the thread looks once an hour, at an agent that lives on."""
+    parent = start(processes, PARENT, RANK, pipe.path, os.getpid(), 3600)
+    pipe.lines(1)
+    parent.kill()
+    pipe.wait_until_all_are_gone()
+
+
+def test_a_rank_whose_agent_is_gone_already_does_not_start(
+    pipe: Pipe, processes: list[subprocess.Popen[bytes]]
+) -> None:
+    """An agent that died while the rank was starting is noticed at once."""
+    agent = start(processes, "pass")
+    agent.wait(PATIENCE_S)
+    rank = start(processes, RANK, pipe.path, agent.pid, 3600)
+    assert rank.wait(PATIENCE_S) == -signal.SIGKILL
+    pipe.wait_until_all_are_gone()
+
+
+def test_a_stopped_process_is_alive_and_a_reused_pid_is_another(processes: list[subprocess.Popen[bytes]]) -> None:
+    """Being stopped is not being gone; the same pid with another start time is another process and gets no signal."""
+    child = start(processes, "import threading; threading.Event().wait()")
+    process = Process.of(child.pid)
+    assert process is not None
+    child.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
+    assert process.alive()
+    stranger = Process(child.pid, process.started - 1)
+    assert not stranger.alive()
+    assert not stranger.send(signal.SIGKILL)
+    assert process.send(signal.SIGKILL)
+    child.wait(PATIENCE_S)
+    assert not process.alive()
+    assert not process.send(signal.SIGKILL)
+
+
+def test_a_pid_that_is_none_is_refused() -> None:
+    """0 and below mean groups of processes to the kernel."""
+    with pytest.raises(ValueError, match="agent_pid"):
+        die_with_parent(0)

@@ -1,0 +1,158 @@
+"""Reports of ranks, and which of several failures is named as the first."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from andon.exits import Exit
+from andon.launch.report import FOLDER, Report, clear, exit_of, first_cause, path_of, write_for_torch
+
+NOTICED = [Exit.RANK_LOST, Exit.RANK_SILENT, Exit.PREEMPTED]
+ROOTS = [Exit.CRASHED, Exit.USAGE, Exit.VIOLATION]
+
+
+@settings(deadline=None)
+@given(
+    text=st.text(max_size=40),
+    rank=st.integers(0, 4096),
+    exit_code=st.sampled_from(list(Exit)),
+    step=st.integers(0, 10**9),
+    when=st.floats(0, 4e9),
+)
+def test_a_report_is_read_as_it_was_written(
+    tmp_path_factory: pytest.TempPathFactory, text: str, rank: int, exit_code: Exit, step: int, when: float
+) -> None:
+    """Whatever a rank says comes back unchanged, surrogates from undecodable input excepted, and no part is left."""
+    folder = tmp_path_factory.mktemp("run")
+    report = Report(rank, int(exit_code), text, when, clause=text, step=step, message=text * 2)
+    report.write(folder)
+    assert Report.read(folder, rank) == report
+    assert [path.name for path in (folder / FOLDER).iterdir()] == [f"rank-{rank}.json"]
+
+
+def test_a_lone_surrogate_does_not_cost_the_report(tmp_path: Path) -> None:
+    """A cause that quotes undecodable bytes is written escaped rather than not at all."""
+    Report(0, 2, "bad byte \udcff", 1.0).write(tmp_path)
+    found = Report.read(tmp_path, 0)
+    assert found is not None
+    assert found.cause.startswith("bad byte ")
+
+
+def test_reports_of_an_earlier_launch_are_removed(tmp_path: Path) -> None:
+    """A launch of 2 ranks must not find what rank 3 of an earlier launch of 4 has left; other files stay."""
+    Report(3, 70, "old", 1.0).write(tmp_path)
+    other = path_of(tmp_path, 3).with_name("notes.txt")
+    other.write_text("mine")
+    clear(tmp_path)
+    assert Report.read(tmp_path, 3) is None
+    assert other.read_text() == "mine"
+
+
+def test_a_file_that_is_no_report_is_named(tmp_path: Path) -> None:
+    """A damaged report raises a ValueError with its path, and is not taken for an absent one."""
+    path_of(tmp_path, 0).parent.mkdir()
+    path_of(tmp_path, 0).write_text('{"rank": 0}')
+    with pytest.raises(ValueError, match=r"rank-0\.json"):
+        Report.read(tmp_path, 0)
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_a_rank_that_only_noticed_never_hides_the_one_that_failed(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """However the clocks run, a rank with an error of its own is named before ranks that lost a peer or were ended."""
+    folder = tmp_path_factory.mktemp("run")
+    world = data.draw(st.integers(2, 6))
+    root = data.draw(st.integers(0, world - 1))
+    exits, died, ended = {}, {}, set()
+    for rank in data.draw(st.permutations(range(world))):
+        died[rank] = data.draw(st.floats(0, 100))
+        kind = "root" if rank == root else data.draw(st.sampled_from(["noticed", "ended", "terminated"]))
+        if kind == "ended":
+            exits[rank] = -signal.SIGKILL
+            ended.add(rank)
+        elif kind == "terminated":
+            exits[rank] = -signal.SIGTERM
+        else:
+            exits[rank] = int(data.draw(st.sampled_from(ROOTS if kind == "root" else NOTICED)))
+            Report(rank, exits[rank], kind, data.draw(st.floats(0, 100))).write(folder)
+    first = first_cause(folder, exits, died=died, ended=ended)
+    assert first is not None
+    assert (first.rank, first.exit) == (root, exits[root])
+    assert first.text == f"rank {root} of {world}: root"
+
+
+@settings(deadline=None)
+@given(times=st.lists(st.floats(0, 1e9), min_size=2, max_size=5, unique=True))
+def test_among_errors_of_their_own_the_earliest_is_named(
+    tmp_path_factory: pytest.TempPathFactory, times: list[float]
+) -> None:
+    """Two ranks that each fail by themselves: the earlier report is the cause."""
+    folder = tmp_path_factory.mktemp("run")
+    for rank, when in enumerate(times):
+        Report(rank, 1, f"error at {when}", when).write(folder)
+    first = first_cause(folder, dict.fromkeys(range(len(times)), 1))
+    assert first is not None
+    assert first.rank == times.index(min(times))
+
+
+def test_a_killed_rank_is_named_with_its_signal_before_those_that_lost_it(tmp_path: Path) -> None:
+    """A rank killed by SIGKILL leaves no report, yet is the cause, in words that a user understands."""
+    Report(0, int(Exit.RANK_LOST), "Connection closed by peer", 5.0).write(tmp_path)
+    first = first_cause(tmp_path, {0: 71, 2: -9, 1: 0, 3: 0}, died={0: 5.0, 2: 9.0})
+    assert first is not None
+    assert first.text == "rank 2 of 4 was killed by SIGKILL (out of memory, or killed by hand)"
+    assert first.exit == Exit.RANK_LOST
+
+
+def test_a_silent_rank_is_named_though_it_could_not_speak(tmp_path: Path) -> None:
+    """Ranks that timed out name the one that had to be killed, and the exit says silent, not lost."""
+    Report(0, int(Exit.RANK_SILENT), "Timed out waiting 5000ms", 5.0).write(tmp_path)
+    first = first_cause(tmp_path, {0: 72, 1: -9}, died={0: 5.1, 1: 6.6}, ended={1})
+    assert first is not None
+    assert (first.rank, first.exit) == (1, Exit.RANK_SILENT)
+    assert first.text == "rank 1 of 2 gave no answer; rank 0 of 2: Timed out waiting 5000ms"
+
+
+def test_no_failure_has_no_cause(tmp_path: Path) -> None:
+    """Ranks that all ended with 0 have no first cause."""
+    assert first_cause(tmp_path, {0: 0, 1: 0}) is None
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [(int(code), code) for code in Exit]
+    + [(-9, Exit.RANK_LOST), (-11, Exit.RANK_LOST), (255, Exit.RANK_LOST), (3, Exit.CRASHED)],
+)
+def test_every_exit_code_means_one_exit(code: int, expected: Exit) -> None:
+    """Ours keep their meaning, a signal is a lost rank, a foreign code is a crash."""
+    assert exit_of(code) == expected
+
+
+def test_the_chosen_code_outlives_an_abort_on_the_way_out(tmp_path: Path) -> None:
+    """A rank that reported a violation and then died by SIGABRT ended with a violation."""
+    report = Report(1, int(Exit.VIOLATION), "weights agree broken", 1.0)
+    report.write(tmp_path)
+    first = first_cause(tmp_path, {0: 71, 1: -signal.SIGABRT})
+    assert first is not None
+    assert (first.rank, first.exit, first.report) == (1, Exit.VIOLATION, report)
+
+
+def test_torch_reads_our_error_file_and_picks_the_root(tmp_path: Path) -> None:
+    """Torch's own reader of error files names the rank with its own error, also within the second of the others."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+    write_for_torch(Report(0, 71, "lost a peer", 1000.1, message="traceback 0"), tmp_path / "0")
+    write_for_torch(Report(1, 70, "weights agree broken", 1000.9, message="traceback 1"), tmp_path / "1")
+    failures = {rank: ProcessFailure(rank, 1, 1, str(tmp_path / str(rank))) for rank in (0, 1)}
+    rank, failure = ChildFailedError("andon", failures).get_first_failure()
+    assert rank == 1
+    assert "weights agree broken" in str(failure.message)
+    assert json.loads((tmp_path / "1").read_text())["message"]["errorCode"] == 70

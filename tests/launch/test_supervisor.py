@@ -1,0 +1,119 @@
+"""The supervisor's own clock: no torch here, so nobody else ends what it does not end."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from andon.exits import Exit
+from andon.launch import supervisor
+from andon.launch.report import Report, path_of
+from andon.launch.supervisor import Supervisor, Wake, Watched
+from tests.launch.pipes import PATIENCE_S
+
+DEAF = "import signal, threading; signal.signal(signal.SIGTERM, signal.SIG_IGN); threading.Event().wait()"
+
+
+@dataclass
+class Agent:
+    """An agent that never notices anything."""
+
+    pids: dict[int, int] = field(default_factory=dict)
+    done: bool = False
+
+
+@pytest.fixture
+def wake() -> Iterator[Wake]:
+    """A pipe to wake the supervisor by."""
+    found = Wake()
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def ranks() -> Iterator[dict[int, subprocess.Popen[bytes]]]:
+    """Three processes that end by SIGKILL alone."""
+    started = {rank: subprocess.Popen([sys.executable, "-c", DEAF]) for rank in range(3)}
+    yield started
+    for process in started.values():
+        process.kill()
+        process.wait()
+
+
+def watch(agent: Agent, wake: Wake, folder: Path, timeout_s: float = 3600) -> Watched:
+    """What a supervisor sees; fails where it does not come to an end."""
+    seen: list[Watched] = []
+    thread = threading.Thread(target=lambda: seen.append(Supervisor(agent, wake, folder, timeout_s).run()), daemon=True)
+    thread.start()
+    thread.join(PATIENCE_S)
+    assert seen, "the supervisor waits for ever"
+    return seen[0]
+
+
+def test_once_a_rank_has_died_the_others_are_killed_and_a_stuck_agent_is_left(
+    tmp_path: Path, wake: Wake, ranks: dict[int, subprocess.Popen[bytes]]
+) -> None:
+    """An agent that never ends, ranks that do not listen, one of them stopped: all are gone, and the watch is over."""
+    ranks[2].send_signal(signal.SIGSTOP)
+    ranks[0].kill()
+    seen = watch(Agent({rank: process.pid for rank, process in ranks.items()}), wake, tmp_path)
+    assert seen.killed == {1, 2}
+    assert set(seen.died) == {0, 1, 2}
+    assert seen.died[0] < min(seen.died[1], seen.died[2])
+    assert [process.wait(PATIENCE_S) for process in ranks.values()] == [-signal.SIGKILL] * 3
+
+
+def test_a_rank_that_finished_takes_nobody_with_it(
+    tmp_path: Path, wake: Wake, ranks: dict[int, subprocess.Popen[bytes]]
+) -> None:
+    """Rank 0 reported success and ended; rank 1, still at work, is killed only once rank 2 fails."""
+    Report(0, int(Exit.OK), "finished", 1.0).write(tmp_path)
+    ranks[0].kill()
+    ranks[0].wait()
+    agent = Agent({0: ranks[0].pid, 1: ranks[1].pid})
+    late = supervisor.END_S + 3 * supervisor.POLL_S
+    threading.Timer(late, lambda: setattr(agent, "done", True)).start()
+    seen = watch(agent, wake, tmp_path)
+    assert seen.killed == {1}
+    assert seen.died[1] - seen.died[0] >= supervisor.END_S
+
+
+def test_ranks_whose_agent_is_gone_are_ended(
+    tmp_path: Path, wake: Wake, ranks: dict[int, subprocess.Popen[bytes]]
+) -> None:
+    """An agent that ended by an error of its own leaves no rank running."""
+    seen = watch(Agent({rank: process.pid for rank, process in ranks.items()}, done=True), wake, tmp_path)
+    assert seen.killed == {0, 1, 2}
+
+
+def test_ranks_that_never_start_are_not_waited_for(tmp_path: Path, wake: Wake, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent stuck in its rendezvous ends as silence, within a bound."""
+    monkeypatch.setattr(supervisor, "START_S", 0.0)
+    assert watch(Agent(), wake, tmp_path).verdict == (Exit.RANK_SILENT, "no rank started within 0 s")
+
+
+def test_a_watch_that_fails_leaves_no_rank(
+    tmp_path: Path, wake: Wake, ranks: dict[int, subprocess.Popen[bytes]]
+) -> None:
+    """A report that cannot be read is an error, and every rank is ended before it is raised."""
+    path_of(tmp_path, 0).parent.mkdir()
+    path_of(tmp_path, 0).write_text("not JSON")
+    ranks[0].kill()
+    agent = Agent({rank: process.pid for rank, process in ranks.items()})
+    with pytest.raises(ValueError, match=r"rank-0\.json"):
+        Supervisor(agent, wake, tmp_path, 3600).run()
+    assert [process.wait(PATIENCE_S) for process in ranks.values()] == [-signal.SIGKILL] * 3
+
+
+def test_a_wake_that_was_closed_may_still_be_rung() -> None:
+    """An agent that was left behind may finish after its launch has returned."""
+    wake = Wake()
+    wake.close()
+    wake.ring()

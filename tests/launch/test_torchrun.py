@@ -1,0 +1,53 @@
+"""A rank under a user's own torchrun: it ends with its code, and torchrun names the right cause."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from andon.launch.report import Report
+from tests.launch.pipes import PATIENCE_S
+
+SCRIPT = """
+import os
+import sys
+from pathlib import Path
+from andon.exits import Exit
+from andon.launch.context import RankContext
+from andon.launch.rank import run_rank
+
+def work(context: RankContext) -> int:
+    if context.rank == 1:
+        raise LookupError("rank 1 has an error of its own")
+    while not (Path(sys.argv[1]) / "reports" / "rank-1.json").exists():
+        os.sched_yield()
+    raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1")
+
+run_rank(work, run_folder=Path(sys.argv[1]))
+"""
+
+
+def test_torchrun_names_the_rank_with_its_own_error(tmp_path: Path) -> None:
+    """Torchrun's root cause is rank 1, not rank 0, which fell after it; each says one line and leaves a report."""
+    script = tmp_path / "job.py"
+    script.write_text(SCRIPT)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "--log-dir",
+        str(tmp_path),
+    ]
+    ended = subprocess.run(
+        [*command, str(script), str(tmp_path)], capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
+    assert ended.returncode == 1, ended.stderr
+    _, root = ended.stderr.split("Root Cause")
+    assert "rank      : 1" in root
+    assert "rank 1 has an error of its own" in root
+    assert "rank 1: LookupError: rank 1 has an error of its own" in ended.stderr.splitlines()
+    reports = [Report.read(tmp_path, rank) for rank in (0, 1)]
+    assert [report.exit for report in reports if report is not None] == [71, 1]
