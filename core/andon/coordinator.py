@@ -56,20 +56,28 @@ def resolve_devices(devices: Sequence[Device], *, cpu_fallback: bool = False) ->
         raise InputError([Problem("devices", f"At least one GPU index required, or 'cpu'; got {devices!r}")])
     names = [_canonical(device) for device in devices]
     found = ProblemList()
+    placed: list[torch.device] = []
     for place, name in enumerate(names):
-        if name.startswith("cuda") and name in names[:place]:
+        if name.startswith("cuda:") and name in names[:place]:
             found.add(f"devices[{place}]", f"{name} is named twice; a GPU holds one replica")
-            names[place] = "cpu"
-        elif cpu_fallback and _is_absent_gpu(name):
+        elif not _is_absent_gpu(name):
+            placed += _named(name, place, found)
+        elif cpu_fallback:
             _LOG.warning("there is no %s: replica %d trains on the CPU (clause cpu-fallback)", name, place)
-            names[place] = "cpu"
-    try:
-        resolved = named_devices(names)
-    except InputError as error:
-        for problem in error.problems:
-            found.add(problem.where.removeprefix("run."), problem.what)
+            placed.append(torch.device("cpu"))
+        else:
+            count = torch.cuda.device_count()
+            found.add(f"devices[{place}]", f"there is no GPU {name.removeprefix('cuda:')}; this machine has {count}")
     found.raise_if_any()
-    return resolved
+    return tuple(placed)
+
+
+def _named(name: str, place: int, found: ProblemList) -> tuple[torch.device, ...]:
+    try:
+        return named_devices([name])
+    except InputError as error:
+        found.add(f"devices[{place}]", error.problems[0].what)
+        return ()
 
 
 def _canonical(device: Device) -> str:

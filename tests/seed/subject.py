@@ -1,0 +1,135 @@
+"""What is put to the test in this folder, with small models, samples and the looks that the tests take at state.
+
+A test takes a `Subject` and knows nothing of how it works, so that the same test can be put to the seed's behaviour
+(`seed_behaviour`) and to mutants, and must fail there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from andon.coordinator import DataParallelCoordinator
+from andon.gradients import average_gradients, has_non_finite
+from andon.pipeline import ClassifyConfig, ClassifyPipeline, SafetySample, TransformerConfig
+from andon.step.replica import OptimizerSpec
+from andon.step.shard import shard_samples
+from tests.seed.alignment import attest_alike
+
+SMALL = TransformerConfig(
+    hidden_size=16,
+    num_attention_heads=2,
+    num_kv_heads=2,
+    intermediate_size=32,
+    num_hidden_layers=1,
+    vocab_size=256,
+    max_position_embeddings=32,
+)
+ENCODER = replace(SMALL, architecture="encoder")
+CONFIG = ClassifyConfig(num_classes=2, lora_rank=2, learning_rate=1e-2)
+SGD = OptimizerSpec("sgd", weight_decay=0.0)
+FIXTURE = TransformerConfig(
+    hidden_size=32,
+    num_attention_heads=4,
+    num_kv_heads=4,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    vocab_size=100,
+    max_position_embeddings=64,
+)
+"""The model of the seed's own tests (1g)."""
+FIXTURE_CONFIG = ClassifyConfig(num_classes=2, lora_rank=4)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The six names that the seed exports, and how long a test may wait for replicas to meet."""
+
+    coordinator: type[DataParallelCoordinator] = DataParallelCoordinator
+    pipeline: type[ClassifyPipeline] = ClassifyPipeline
+    config: type[ClassifyConfig] = ClassifyConfig
+    shard_samples: Callable[..., Any] = shard_samples
+    average_gradients: Callable[..., Any] = average_gradients
+    has_non_finite: Callable[..., bool] = has_non_finite
+    attest_alike: Callable[[Sequence[ClassifyPipeline]], None] = attest_alike
+    patience_s: float = 60.0
+
+    def replicas(self, count: int, config: ClassifyConfig = CONFIG, **options: Any) -> DataParallelCoordinator:
+        """A coordinator of `count` replicas of the small model on the CPU, with 4 micro-batches."""
+        options = {"micro_batches": 4, "optimizer": SGD, "model_config": SMALL, **options}
+        return self.coordinator(options.pop("model_config"), config, ["cpu"] * count, **options)
+
+
+ANDON = Subject()
+
+
+def sample(text: str, label: int) -> SafetySample:
+    """A sample."""
+    return SafetySample(text, label)
+
+
+def sorted_samples(count: int) -> list[SafetySample]:
+    """The first half of class 0 over {a, b, c}, the second of class 1 over {X, Y, Z}; of unequal lengths."""
+    return [
+        sample("".join(("abc", "XYZ")[2 * i >= count][(i + j) % 3] for j in range(3 + i % 4)), int(2 * i >= count))
+        for i in range(count)
+    ]
+
+
+def mixed_samples(count: int) -> list[SafetySample]:
+    """Alternating classes, each text another, of unequal lengths."""
+    return [sample(f"{'abcXYZ'[i % 6] * (1 + i % 5)} {i}", i % 2) for i in range(count)]
+
+
+def state(pipeline: ClassifyPipeline) -> tuple[int, int, int, int]:
+    """All that may differ between replicas: digests of trained and frozen weights and of moments; updates."""
+    replica = pipeline.replica
+    return replica.weights_digest(), replica.base_digest(), replica.optimizer_digest(), replica.updates
+
+
+def states(coordinator: DataParallelCoordinator) -> list[tuple[int, int, int, int]]:
+    """The state of each replica, by rank."""
+    return [state(pipeline) for pipeline in coordinator.pipelines]
+
+
+def weights(pipeline: ClassifyPipeline) -> dict[str, torch.Tensor]:
+    """Copies of the trainable weights by name, in fp64."""
+    return {name: view.double().clone() for name, view in pipeline.replica.parameters.weight_views().items()}
+
+
+def flat(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    """All tensors end to end, sorted by name."""
+    return torch.cat([tensors[name].reshape(-1) for name in sorted(tensors)])
+
+
+def distance(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], start: dict[str, torch.Tensor]) -> float:
+    """How far `found` is from `wanted`, relative to how far `wanted` went from `start` (L2)."""
+    return float((flat(found) - flat(wanted)).norm() / (flat(wanted) - flat(start)).norm())
+
+
+def plant_nan(coordinator: DataParallelCoordinator, character: str) -> None:
+    """Make every replica's embedding of `character` NaN, as a corrupted base would have it."""
+    for pipeline in coordinator.pipelines:
+        base: Any = pipeline.model.get_base_model()  # type: ignore[operator]
+        with torch.no_grad():
+            base.get_input_embeddings().weight[ord(character)] = math.nan
+
+
+def rows_seen(coordinator: DataParallelCoordinator) -> list[list[tuple[int, ...]]]:
+    """A list that, from now on, grows by the bytes of every row that each replica's model trains on, by rank."""
+    seen: list[list[tuple[int, ...]]] = [[] for _ in coordinator.pipelines]
+    for rows, pipeline in zip(seen, coordinator.pipelines, strict=True):
+        _record(rows, pipeline)
+    return seen
+
+
+def _record(rows: list[tuple[int, ...]], pipeline: ClassifyPipeline) -> None:
+    def note(_: object, __: object, given: dict[str, torch.Tensor]) -> None:
+        for ids, mask in zip(given["input_ids"], given["attention_mask"], strict=True):
+            rows.append(tuple(ids[mask.bool()].tolist()))
+
+    pipeline.model.register_forward_pre_hook(note, with_kwargs=True)
