@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from andon_falsify.reference.params import canonical, canonical_name
 from andon_falsify.reference.training import Piece
 
-ALPHA = 6.0
+ALPHA = 6
 RANK = 3
+CLASSES = 3
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,9 @@ def decoder(
         intermediate_size=24,
         head_dim=6,
         max_position_embeddings=64,
-        num_labels=3,
         pad_token_id=0,
     )
+    config.num_labels = CLASSES
     torch.manual_seed(seed)
     return _adapted(Qwen3ForSequenceClassification(config), config.to_dict(), targets, seed)
 
@@ -76,16 +77,18 @@ def encoder(seed: int = 0, *, targets: tuple[str, ...] = ("query", "value", "den
         num_attention_heads=4,
         intermediate_size=24,
         max_position_embeddings=64,
-        num_labels=3,
         pad_token_id=0,
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
     )
+    config.num_labels = CLASSES
     torch.manual_seed(seed)
     return _adapted(BertForSequenceClassification(config), config.to_dict(), targets, seed)
 
 
-def pieces(seed: int, shapes: tuple[tuple[int, int], ...], *, left: bool = False, classes: int = 3) -> list[Piece]:
+def pieces(
+    seed: int, shapes: tuple[tuple[int, int], ...], *, left: bool = False, classes: int = CLASSES
+) -> list[Piece]:
     """Micro-batches of (rows, length) with ragged rows of tokens 1 to 39, padded with 0."""
     generator = torch.Generator().manual_seed(seed)
     found = []

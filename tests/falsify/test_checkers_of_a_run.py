@@ -56,7 +56,7 @@ def test_replicas_agree_infers_nothing_from_silence() -> None:
     says(replicas_agree.check(history("1: ids=a,b", world=2)), UNKNOWN, "any rank")
     says(replicas_agree.check(history("1: 0[a] 1[b] o=-")), UNKNOWN, "no optimizer digest of rank 0, 1")
     says(replicas_agree.check(history("1: 0[a] 1[b] o=7,-")), UNKNOWN, "no optimizer digest of rank 1")
-    says(replicas_agree.check(history("1: 0[a] 1[b] o=- w=1,2")), FALSIFIED, "weights")
+    says(replicas_agree.check(history("1: 0[a] 1[b] o=- w=1,2")), FALSIFIED, "step 1, rank 1: the weights differs")
 
 
 def test_replicas_agree_notices_a_lie_about_the_world() -> None:
@@ -149,6 +149,7 @@ def test_samples_once_counts_a_step_done_again_once() -> None:
 def test_samples_once_infers_nothing_from_lines_without_rows_or_epochs() -> None:
     """A line that lists no rows, and one that names no epoch."""
     says(samples_once.check(history("1: ids=a")), UNKNOWN, "step 1 lists no rows")
+    says(samples_once.check(history("1: ids=a | 2: ids=a")), FALSIFIED, "epoch 0: 2 visits of 1 rows")
     line = b'{"v":1,"kind":"step","step":1,"ids":[1],"ranks":[{"rank":0,"ids":[1]}]}\n'
     says(samples_once.check(read_lines([line], "x")), UNKNOWN, "no epoch was complete")
 

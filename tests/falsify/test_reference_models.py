@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -29,7 +31,7 @@ def accused_gradients(subject: Subject, batch: list[Piece]) -> dict[str, Tensor]
     rows = sum(len(piece.labels) for piece in batch)
     for piece in batch:
         logits = subject.model(input_ids=piece.tokens, attention_mask=piece.attention).logits
-        (nn.functional.cross_entropy(logits, piece.labels, reduction="sum") / rows).backward()
+        torch.autograd.backward(nn.functional.cross_entropy(logits, piece.labels, reduction="sum") / rows)
     return subject.gradients()
 
 
@@ -41,9 +43,11 @@ SUBJECTS = [
 
 
 @pytest.mark.parametrize(("build", "law", "left"), SUBJECTS)
-def test_logits_are_those_of_the_architecture(build: object, law: type[Decoder | Encoder], left: bool) -> None:
+def test_logits_are_those_of_the_architecture(
+    build: Callable[[], Subject], law: type[Decoder | Encoder], left: bool
+) -> None:
     """With LoRA and padding, the class scores of every row agree to the rounding of transformers."""
-    subject = build()  # type: ignore[operator]
+    subject = build()
     subject.model.eval()
     reference = law.from_config(subject.config, Lora(ALPHA))
     for piece in pieces(5, SHAPES, left=left):
@@ -54,9 +58,11 @@ def test_logits_are_those_of_the_architecture(build: object, law: type[Decoder |
 
 
 @pytest.mark.parametrize(("build", "law", "left"), SUBJECTS)
-def test_gradients_are_those_of_the_architecture(build: object, law: type[Decoder | Encoder], left: bool) -> None:
+def test_gradients_are_those_of_the_architecture(
+    build: Callable[[], Subject], law: type[Decoder | Encoder], left: bool
+) -> None:
     """Every trainable tensor has the accused's gradient over a ragged batch, and none is left out."""
-    subject = build()  # type: ignore[operator]
+    subject = build()
     subject.model.eval()
     batch = pieces(6, SHAPES, left=left)
     seen = accused_gradients(subject, batch)
@@ -104,9 +110,9 @@ def test_padding_changes_nothing() -> None:
     subject = decoder()
     model = Decoder.from_config(subject.config, Lora(ALPHA))
     (piece,) = pieces(9, ((3, 8),))
-    wider = [nn.functional.pad(values, (0, 5)) for values in (piece.tokens, piece.attention)]
+    tokens, attention = (nn.functional.pad(values, (0, 5)) for values in (piece.tokens, piece.attention))
     narrow = model.logits(subject.params, piece.tokens, piece.attention)
-    assert relative(model.logits(subject.params, *wider), narrow) < 1e-14
+    assert relative(model.logits(subject.params, tokens, attention), narrow) < 1e-14
 
 
 def test_masks_act_where_peft_and_attention_drop() -> None:

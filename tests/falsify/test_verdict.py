@@ -71,6 +71,12 @@ def test_merging_keeps_the_gravest(verdicts: list[Verdict]) -> None:
     assert merged.checked == sum(verdict.checked for verdict in verdicts)
 
 
+def test_merging_keeps_the_reasons_of_the_outcome() -> None:
+    """Each reason once, and none of a verdict that did not decide."""
+    other = unknown(CLAIM, "no steps")
+    assert merge([UNKNOWN, INAPPLICABLE, other, HOLDS, UNKNOWN]).why == "no rows; no steps"
+
+
 def test_merging_needs_one_claim() -> None:
     """Nothing merges to nothing, and two claims are two verdicts."""
     for verdicts in ([], [HOLDS, unknown(Claim("other", 1, ""), "why")]):

@@ -18,7 +18,7 @@ class Listable(Protocol):
         ...
 
 
-Values = Sequence[float] | Listable
+Values = Sequence[float] | Sequence[Sequence[float]] | Listable
 
 
 @dataclass(frozen=True)
