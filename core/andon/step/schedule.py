@@ -27,7 +27,7 @@ class WarmupCosine:
             raise ValueError(msg)
         warmup = math.floor(self.warmup_fraction * self.total_steps)
         if step <= warmup:
-            return self.peak_lr * step / warmup
+            return self.peak_lr * (step / warmup)
         progress = (step - warmup) / (self.total_steps - warmup)
         floor = min(self.min_lr, self.peak_lr)
         return floor + (self.peak_lr - floor) * (1.0 + math.cos(math.pi * progress)) / 2.0
