@@ -1,0 +1,169 @@
+"""Random numbers that depend on (seed, step, micro-batch) and on nothing else."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from andon.step.keyed import KeyedRandomness, UnkeyedRandomnessError, key, needs_full_interception
+from andon.step.task import LeafLoss
+from tests.support.toy import CPU
+
+THREADS = 8
+Draw = Callable[[], torch.Tensor]
+
+
+def dropout() -> torch.Tensor:
+    """Masks as `nn.Dropout` draws them, twice, so that a stream and not a single draw is compared."""
+    layer = nn.Dropout(0.5)
+    return torch.cat([layer(torch.ones(200)), layer(torch.ones(200))])
+
+
+def attention() -> torch.Tensor:
+    """Attention with dropout: uniform weights, so that what is dropped shows."""
+    q = torch.zeros(1, 2, 12, 4)
+    v = torch.arange(96.0).view(1, 2, 12, 4)
+    return F.scaled_dot_product_attention(q, q, v, dropout_p=0.5)
+
+
+def uniform() -> torch.Tensor:
+    """An in-place draw, as noise on embeddings is made."""
+    return torch.zeros(50).uniform_(-1.0, 1.0)
+
+
+def noise() -> torch.Tensor:
+    """Functions that make the tensor they fill."""
+    return torch.cat([torch.randn(20), torch.rand_like(torch.zeros(20)), torch.randint(3, 90, (20,)).float()])
+
+
+def unlisted() -> torch.Tensor:
+    """An ATen operation called past all of torch's Python functions."""
+    drawn: torch.Tensor = torch.ops.aten.bernoulli(torch.full((100,), 0.5))
+    return drawn
+
+
+KNOWN = [dropout, attention, uniform, noise]
+
+
+def _keyed(draw: Draw, *, step: int = 4, index: int = 2, intercept_all: bool = False) -> torch.Tensor:
+    with KeyedRandomness(9, CPU, intercept_all=intercept_all).micro_batch(step, index):
+        return draw()
+
+
+@pytest.mark.parametrize("draw", KNOWN)
+def test_bits_are_those_of_the_global_generator_with_the_same_key(draw: Draw) -> None:
+    """What a model sees under a key is what `torch.manual_seed(key)` would have given it."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(key(9, 4, 2))
+        expected = draw()
+    assert torch.equal(_keyed(draw), expected)
+    assert torch.equal(_keyed(draw, intercept_all=True), expected)
+
+
+@pytest.mark.parametrize("draw", KNOWN)
+def test_the_key_alone_decides(draw: Draw) -> None:
+    """Another step or another micro-batch draws otherwise; a second visit to the same key draws the same."""
+    drawn = {tuple(_keyed(draw, step=step, index=index).flatten().tolist()) for step in (4, 5) for index in (2, 3)}
+    assert len(drawn) == 4
+    randomness = KeyedRandomness(9, CPU)
+    for index in (2, 7, 2):
+        with randomness.micro_batch(4, index):
+            again = draw()
+    assert torch.equal(again, _keyed(draw))
+
+
+@pytest.mark.parametrize("draw", KNOWN)
+@pytest.mark.parametrize("intercept_all", [False, True])
+def test_threads_at_once_draw_as_one_thread_does(draw: Draw, intercept_all: bool) -> None:
+    """Eight threads inside their micro-batches at the same time, without a lock, each get the masks of their keys."""
+    inside = threading.Barrier(THREADS, timeout=20)
+    visits = 25
+
+    def work(thread: int) -> list[torch.Tensor]:
+        randomness = KeyedRandomness(9, CPU, intercept_all=intercept_all)
+        found = []
+        for visit in range(visits):
+            with randomness.micro_batch(visit, thread):
+                inside.wait()
+                found.append(draw())
+        return found
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        drawn = list(pool.map(work, range(THREADS)))
+    for thread in range(THREADS):
+        for visit in range(visits):
+            assert torch.equal(drawn[thread][visit], _keyed(draw, step=visit, index=thread))
+
+
+@pytest.mark.parametrize("intercept_all", [False, True])
+def test_the_global_generator_is_left_alone(intercept_all: bool) -> None:
+    """Drawing under a key neither reads nor moves the state that all other code shares."""
+    before = torch.get_rng_state()
+    for draw in KNOWN:
+        _keyed(draw, intercept_all=intercept_all)
+    needs_full_interception(dropout, CPU)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("draw", KNOWN)
+def test_known_functions_need_no_full_interception(draw: Draw) -> None:
+    """What models call passes by name, at the price of a look at each function and not at each operation."""
+    assert needs_full_interception(draw, CPU) is False
+
+
+def test_an_operation_past_the_functions_needs_it_and_then_is_keyed() -> None:
+    """A draw that no listed function makes is found before step 1, and full interception gives it its key's bits."""
+    assert needs_full_interception(unlisted, CPU) is True
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(key(9, 4, 2))
+        expected = unlisted()
+    assert torch.equal(_keyed(unlisted, intercept_all=True), expected)
+
+
+def test_attention_without_dropout_draws_nothing() -> None:
+    """torch tags fused attention as random whatever its dropout is; a model without dropout is not refused for that."""
+    q = torch.randn(1, 2, 5, 8, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    assert needs_full_interception(lambda: F.scaled_dot_product_attention(q, q, q).sum(), CPU) is False
+    assert _keyed(lambda: F.scaled_dot_product_attention(q, q, q), intercept_all=True).shape == q.shape
+
+
+def test_an_operation_that_takes_no_generator_is_refused() -> None:
+    """A random operation that cannot be keyed is named before the first step, and at the step where it shows later."""
+    probabilities = torch.rand(10, generator=torch.Generator().manual_seed(0))
+    fused = torch.ops.aten.native_dropout
+
+    def draw() -> torch.Tensor:
+        drawn: torch.Tensor = fused(probabilities, 0.5, True)[0]
+        return drawn
+
+    with pytest.raises(UnkeyedRandomnessError, match="native_dropout"):
+        needs_full_interception(draw, CPU)
+    with pytest.raises(UnkeyedRandomnessError, match="native_dropout"):
+        _keyed(draw, intercept_all=True)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_masks_that_are_drawn_again_in_the_backward_pass_are_refused(reentrant: bool) -> None:
+    """Activation checkpointing computes the forward again with other masks than the loss had: refused, not trained."""
+    x = torch.ones(20, requires_grad=True)
+
+    def forward() -> LeafLoss:
+        y = checkpoint(lambda v: F.dropout(v, 0.5) * 3.0, x, use_reentrant=reentrant)
+        return LeafLoss(y.sum(), torch.zeros((), dtype=torch.int64))
+
+    with pytest.raises(UnkeyedRandomnessError, match="backward"):
+        needs_full_interception(forward, CPU)
+
+
+def test_keys_are_apart() -> None:
+    """63 bits, no two of them equal for neighbouring seeds, steps and micro-batches, arguments in no other order."""
+    keys = {key(seed, step, index) for seed in range(6) for step in range(6) for index in range(6)}
+    assert len(keys) == 216
+    assert all(0 <= value < 1 << 63 for value in keys)

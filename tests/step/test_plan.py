@@ -1,0 +1,95 @@
+"""Which rows an update trains on."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from andon.step.plan import BatchPlan, GlobalBatch, efficiency, flatten, rank_leaves
+
+IDS = tuple(range(100, 137))
+plans = st.builds(
+    BatchPlan,
+    ids=st.integers(1, 60).map(lambda count: tuple(range(7, 7 + count))),
+    batch_size=st.integers(1, 70),
+    micro_batches=st.integers(1, 9),
+    seed=st.integers(0, 5),
+    epochs=st.integers(1, 4),
+)
+
+
+@given(plans)
+def test_every_row_once_an_epoch(plan: BatchPlan) -> None:
+    """The batches of an epoch are all rows, each once; only the last batch is short."""
+    for epoch in range(plan.epochs):
+        first = epoch * plan.steps_per_epoch + 1
+        batches = [plan.batch(step) for step in range(first, first + plan.steps_per_epoch)]
+        assert sorted(row for batch in batches for row in batch.ids) == sorted(plan.ids)
+        assert all(len(batch.ids) == plan.batch_size for batch in batches[:-1])
+        assert [batch.position for batch in batches] == [i * plan.batch_size for i in range(len(batches))]
+        assert {batch.epoch for batch in batches} == {epoch}
+        assert [plan.is_epoch_end(batch.step) for batch in batches] == [False] * (len(batches) - 1) + [True]
+
+
+@given(plans)
+def test_micro_batches_are_the_batch_end_to_end(plan: BatchPlan) -> None:
+    """Contiguous, complete, M of them, sizes that differ by at most one, empty ones only when there are too few rows."""
+    for step in range(1, plan.total_steps + 1):
+        batch = plan.batch(step)
+        parts = batch.micro_batches(plan.micro_batches)
+        assert flatten(parts) == batch.ids
+        assert len(parts) == plan.micro_batches
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_steps_are_counted_by_hand() -> None:
+    """37 rows in batches of 10 are 4 updates an epoch, the last of 7 rows; 3 epochs are 12, cut off at max_steps."""
+    plan = BatchPlan(IDS, 10, 8, seed=3, epochs=3)
+    assert (plan.steps_per_epoch, plan.total_steps) == (4, 12)
+    assert [len(plan.batch(step).ids) for step in (1, 2, 3, 4)] == [10, 10, 10, 7]
+    short = BatchPlan(IDS, 10, 8, seed=3, epochs=3, max_steps=6)
+    assert short.total_steps == 6
+    assert [short.is_epoch_end(step) for step in range(1, 7)] == [False, False, False, True, False, True]
+
+
+def test_order_depends_on_seed_and_epoch_only() -> None:
+    """Every epoch and every seed has an order of its own; the same seed has the same one, in another object too."""
+    orders = {
+        flatten([BatchPlan(IDS, 37, 8, seed, 3).batch(epoch + 1).ids]) for seed in range(3) for epoch in range(3)
+    }
+    assert len(orders) == 9
+    assert IDS not in orders
+    again = BatchPlan(tuple(IDS), 37, 2, 1, 3).batch(2).ids
+    assert again == BatchPlan(IDS, 37, 8, 1, 3).batch(2).ids
+
+
+@pytest.mark.parametrize("step", [0, 13, -1])
+def test_a_step_outside_of_the_run_is_refused(step: int) -> None:
+    """There is no update 0, and none after the last."""
+    with pytest.raises(ValueError, match=f"step {step} is outside 1 to 12"):
+        BatchPlan(IDS, 10, 8, seed=3, epochs=3).batch(step)
+
+
+@pytest.mark.parametrize("name", ["batch_size", "micro_batches", "epochs"])
+def test_a_plan_of_nothing_is_refused(name: str) -> None:
+    """A size below 1 is named; so is a plan without rows."""
+    sizes = {"batch_size": 10, "micro_batches": 8, "epochs": 1, name: 0}
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+        BatchPlan(IDS, seed=1, **sizes)
+    with pytest.raises(ValueError, match="at least one row"):
+        BatchPlan((), 1, 1, 1, 1)
+
+
+def test_leaves_of_ranks_and_what_idles() -> None:
+    """3 ranks on 8 micro-batches: 3, 3 and 2, so 8/9 of the time is used; 4 ranks on 2: half."""
+    assert rank_leaves(8, 3) == (range(0, 3), range(3, 6), range(6, 8))
+    assert rank_leaves(2, 4) == (range(0, 1), range(1, 2), range(2, 2), range(2, 2))
+    assert efficiency(8, 3) == pytest.approx(8 / 9)
+    assert efficiency(2, 4) == pytest.approx(1 / 2)
+    assert efficiency(8, 4) == 1.0
+
+
+def test_an_empty_batch_has_empty_micro_batches() -> None:
+    """No rows are still M micro-batches, all empty: every rank takes part."""
+    assert GlobalBatch(1, 0, 0, ()).micro_batches(3) == ((), (), ())

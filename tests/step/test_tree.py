@@ -1,0 +1,153 @@
+"""The fixed tree: one order of summation, whoever holds which leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil, log2
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from andon.step.plan import rank_leaves
+from andon.step.tree import finish, fold, subtree_roots
+
+
+def written_out(leaves: list[str]) -> str:
+    """The sum as text, by halving a list: another way to say the same tree."""
+    if len(leaves) == 1:
+        return leaves[0]
+    half = len(leaves) // 2
+    return f"({written_out(leaves[:half])}{written_out(leaves[half:])})"
+
+
+def joined(left: str, right: str) -> str:
+    """Addition that shows its order."""
+    return f"({left}{right})"
+
+
+def letters(count: int) -> list[str]:
+    """As many different one-letter leaves."""
+    return [chr(0x100 + index) for index in range(count)]
+
+
+runs = st.integers(1, 200).flatmap(
+    lambda leaves: st.tuples(st.just(leaves), st.integers(0, leaves), st.integers(0, leaves))
+)
+
+
+@given(runs)
+def test_roots_partition_any_run(run: tuple[int, int, int]) -> None:
+    """The roots of a run cover its leaves once, from left to right, and there are at most 2 ceil(log2 M) of them."""
+    leaves, start, end = run
+    roots = subtree_roots((0, leaves), start, end)
+    assert [leaf for low, high in roots for leaf in range(low, high)] == list(range(start, end))
+    assert len(roots) <= max(1, 2 * ceil(log2(leaves)))
+
+
+def test_roots_by_hand() -> None:
+    """Of 8 leaves, rank 1 of 3 owns 3, 4 and 5: leaf 3 alone and the pair (4, 5)."""
+    assert subtree_roots((0, 8), 3, 6) == ((3, 4), (4, 6))
+    assert subtree_roots((0, 8), 0, 8) == ((0, 8),)
+    assert subtree_roots((0, 8), 2, 2) == ()
+
+
+@given(st.integers(1, 200))
+def test_fold_sums_in_the_written_order(count: int) -> None:
+    """`fold` adds as the independently written recursion does, and for three leaves that is (a(bc))."""
+    leaves = letters(count)
+    assert fold((0, count), leaves.__getitem__, joined, str) == written_out(leaves)
+    assert fold((0, 3), "abc".__getitem__, joined, str) == "(a(bc))"
+
+
+@dataclass
+class Buffer:
+    """A tensor's place: what it holds, and whether it is in use."""
+
+    held: str
+
+
+class Buffers:
+    """One buffer that every leaf overwrites, and copies that are counted while they live."""
+
+    def __init__(self, leaves: list[str]) -> None:
+        self.leaves = leaves
+        self.scratch = Buffer("")
+        self.live = 0
+        self.most = 0
+        self.computed: list[int] = []
+
+    def leaf(self, index: int) -> Buffer:
+        """Overwrites what the leaf before left."""
+        self.computed.append(index)
+        self.scratch.held = self.leaves[index]
+        return self.scratch
+
+    def keep(self, value: Buffer) -> Buffer:
+        """A copy, unless it is one already."""
+        if value is not self.scratch:
+            return value
+        self.live += 1
+        self.most = max(self.most, self.live)
+        return Buffer(value.held)
+
+    def add(self, left: Buffer, right: Buffer) -> Buffer:
+        """Overwrites left, and gives right back."""
+        assert left is not self.scratch
+        left.held = joined(left.held, right.held)
+        if right is not self.scratch:
+            self.live -= 1
+        return left
+
+
+@given(st.integers(1, 300))
+def test_fold_needs_few_buffers(count: int) -> None:
+    """Leaves may share one buffer: the sum is right, leaves come from left to right, O(log M) copies live at once."""
+    buffers = Buffers(letters(count))
+    total = fold((0, count), buffers.leaf, buffers.add, buffers.keep)
+    assert total.held == written_out(buffers.leaves)
+    assert buffers.computed == list(range(count))
+    assert buffers.most <= ceil(log2(count)) if count > 1 else buffers.most == 0
+
+
+@given(st.integers(1, 120), st.integers(1, 130))
+def test_ranks_together_finish_the_same_tree(count: int, world: int) -> None:
+    """Whatever the world size, the ranks' roots finish to the text that one process gives."""
+    leaves = letters(count)
+    table = {
+        node: fold(node, leaves.__getitem__, joined, str)
+        for run in rank_leaves(count, world)
+        for node in subtree_roots((0, count), run.start, run.stop)
+    }
+    assert finish((0, count), table, joined) == written_out(leaves)
+
+
+def test_a_missing_root_is_an_error() -> None:
+    """A sum of fewer leaves than there are is never returned."""
+    with pytest.raises(KeyError):
+        finish((0, 4), {(0, 2): "ab", (2, 3): "c"}, joined)
+
+
+def worlds() -> Iterator[tuple[int, int]]:
+    """(micro-batches, ranks) up to 4096 ranks."""
+    for count in (1, 5, 8, 4095, 4096):
+        yield from ((count, world) for world in (1, 2, 3, 7, 64, 1000, 4095, 4096))
+
+
+def noncommutative(left: int, right: int) -> int:
+    """Addition in no order but the tree's, modulo a prime."""
+    return (31 * left + 17 * right + 7) % 2_147_483_647
+
+
+@pytest.mark.parametrize(("count", "world"), list(worlds()))
+def test_worlds_that_no_machine_here_has(count: int, world: int) -> None:
+    """Up to 4096 ranks as pure functions: one sum, each rank hands over at most 2 ceil(log2 M) roots."""
+    most = max(1, 2 * ceil(log2(count))) if count > 1 else 1
+    table: dict[tuple[int, int], int] = {}
+    for run in rank_leaves(count, world):
+        roots = subtree_roots((0, count), run.start, run.stop)
+        assert len(roots) <= most
+        for node in roots:
+            table[node] = fold(node, int, noncommutative, int)
+    assert finish((0, count), table, noncommutative) == fold((0, count), int, noncommutative, int)
