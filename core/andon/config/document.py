@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 
@@ -26,7 +26,8 @@ KeyPath = tuple[str, ...]
 class _CoreLoader(yaml.SafeLoader):
     """Scalars as YAML 1.2's core schema reads them."""
 
-    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
+
+_CoreLoader.yaml_implicit_resolvers = {}
 
 
 _PREFIX = "tag:yaml.org,2002:"
@@ -68,6 +69,7 @@ def parse(text: str, where: str, problems: ProblemList) -> Document:
     if len(text) > MOST_BYTES:
         raise InputError([Problem(where, f"is longer than {MOST_BYTES} characters ({len(text)})")])
     try:
+        _require_shallow(text, where)
         node = yaml.compose(text, Loader=_CoreLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
@@ -76,11 +78,20 @@ def parse(text: str, where: str, problems: ProblemList) -> Document:
         raise InputError([Problem(place, f"malformed YAML: {error.problem or error.context}{column}")]) from error
     except yaml.YAMLError as error:
         raise InputError([Problem(where, f"malformed YAML: {str(error).splitlines()[0]}")]) from error
-    except RecursionError as error:
-        raise InputError([Problem(where, f"is nested deeper than {DEEPEST} levels")]) from error
     reader = _Reader(where, problems)
     value = reader.read(node, ()) if node is not None else None
     return Document(value, reader.lines)
+
+
+def _require_shallow(text: str, where: str) -> None:
+    """Raise `InputError` for a document that is too deep, before anything recurses into it."""
+    depth = 0
+    for event in yaml.parse(text, Loader=_CoreLoader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > DEEPEST:
+            mark = event.start_mark
+            place = where if mark is None else f"{where}:{mark.line + 1}"
+            raise InputError([Problem(place, f"is nested deeper than {DEEPEST} levels")])
 
 
 class _Reader:
@@ -168,13 +179,14 @@ _LONGEST_SCALAR = {"int": 400, "float": 400}
 class _CoreDumper(yaml.SafeDumper):
     """Quotes every string that YAML 1.1 or 1.2 would read as something else."""
 
-    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {
-        first: [
-            *yaml.SafeDumper.yaml_implicit_resolvers.get(first, []),
-            *_CoreLoader.yaml_implicit_resolvers.get(first, []),
-        ]
-        for first in {*yaml.SafeDumper.yaml_implicit_resolvers, *_CoreLoader.yaml_implicit_resolvers}
-    }
+
+_CoreDumper.yaml_implicit_resolvers = {
+    first: [
+        *yaml.SafeDumper.yaml_implicit_resolvers.get(first, []),
+        *_CoreLoader.yaml_implicit_resolvers.get(first, []),
+    ]
+    for first in {*yaml.SafeDumper.yaml_implicit_resolvers, *_CoreLoader.yaml_implicit_resolvers}
+}
 
 
 def dump(value: Any, *, flow: bool = False) -> str:

@@ -147,8 +147,10 @@ def _where(key_path: KeyPath, path: Path | None, document: Document, said: Mappi
         if key_path[:end] in said:
             return said[key_path[:end]]
     line = document.line(key_path)
-    key = ".".join(key_path)
-    return key if line is None else f"{path}:{line} {key}"
+    if line is None:
+        below = [where for each, where in said.items() if each[: len(key_path)] == key_path]
+        return below[0] if below else ".".join(key_path)
+    return f"{path}:{line} {'.'.join(key_path)}"
 
 
 def _faults(error: ValidationError) -> Iterator[tuple[KeyPath, str]]:
@@ -180,16 +182,13 @@ def _what(key_path: KeyPath, details: ErrorDetails) -> str:
     if kind in _WANTED:
         return f"must be {_WANTED[kind]}, is {_KINDS.get(type(value), '')}{shown(value)}"
     if kind == "literal_error":
-        expected = str(context["expected"])
-        near = did_you_mean(value, expected.replace(" or ", ", ").replace("'", "").split(", "))
-        return (
-            f"must be {expected} ({shown(value)}){near}"
-            if isinstance(value, str)
-            else f"must be {expected} ({shown(value)})"
-        )
+        choices = str(context["expected"])
+        names = choices.replace(" or ", ", ").replace("'", "").split(", ")
+        return f"must be {choices} ({shown(value)}){did_you_mean(value, names) if isinstance(value, str) else ''}"
     if kind in _BOUNDS:
-        words, bound = _BOUNDS[kind]
-        return f"must be {words} {context[bound]} ({shown(value)})"
+        words, name = _BOUNDS[kind]
+        bound = context[name]
+        return f"must be {words} {f'{bound:g}' if isinstance(bound, float) else bound} ({shown(value)})"
     return f"{details['msg'][:1].lower()}{details['msg'][1:]} ({shown(value)})"
 
 

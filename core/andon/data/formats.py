@@ -15,6 +15,8 @@ from andon.config.wording import shown
 from andon.data.lines import LONGEST_LINE, numbered_lines
 from andon.problems import InputError, Problem, ProblemList
 
+_LONGEST_INTEGER = 400
+
 
 @dataclass(frozen=True, slots=True)
 class Record:
@@ -52,13 +54,14 @@ def _json_records(path: Path, problems: ProblemList) -> Iterator[Record]:
         if not line.strip():
             continue
         where = f"{path}:{number}"
+        line = line.rstrip("\r\n")
         if line.lstrip().startswith("["):
             problems.add(where, "a JSON array; write one object a line, as in JSON Lines")
             if line.strip() == "[":
                 return
             continue
         try:
-            value = json.loads(line, object_pairs_hook=_unique, parse_constant=_no_constant)
+            value = json.loads(line, object_pairs_hook=_unique, parse_int=_integer, parse_constant=_no_constant)
         except json.JSONDecodeError as error:
             problems.add(where, f"malformed JSON: {error.msg} at column {error.colno} ({shown(line.strip())})")
         except RecursionError:
@@ -79,6 +82,13 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         msg = f"the key {name!r} is there twice"
         raise ValueError(msg)
     return fields
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > _LONGEST_INTEGER:
+        msg = f"an integer of {len(digits)} digits"
+        raise ValueError(msg)
+    return int(digits)
 
 
 def _no_constant(name: str) -> NoReturn:

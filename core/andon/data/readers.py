@@ -101,7 +101,10 @@ class _Columns:
             problems.add(where, f"has both {' and '.join(map(repr, matching))}; name one with data.{what}_column")
             return None
         wanted = " or ".join(map(repr, names))
-        hint = did_you_mean(names[0], there) or f"; name it with data.{what}_column"
+        hint = (
+            next(filter(None, (did_you_mean(name, there) for name in names)), "")
+            or f"; name it with data.{what}_column"
+        )
         problems.add(where, f"has no column {wanted}; there are {shown_names(there)}{hint}")
         return None
 
@@ -134,7 +137,7 @@ class _Found:
             f"{chosen[0]} {text_fault(text)}" if isinstance(text, str) and text_fault(text) else None,
             f"{chosen[0]} must be a string, is {shown(text)}" if not isinstance(text, str) else None,
             label_fault(label, self.table.typed),
-            self._repeated(record),
+            self._repeated(record) if ID_COLUMN not in chosen else None,
         ]
         for fault in faults:
             if fault is not None:
@@ -146,7 +149,7 @@ class _Found:
 
     def _repeated(self, record: Record) -> str | None:
         given = record.fields.get(ID_COLUMN)
-        if given is None:
+        if given is None or given == "":
             return None
         first = self.ids.setdefault(str(given), record.line)
         return None if first == record.line else f"id {shown(given)} is there already, at {self.table.place(first)}"

@@ -110,7 +110,7 @@ def _non_idempotent(draw: _Draw) -> str:
             f"echo {draw.pick(_NAMES)} >> {word}",
             f"ln -s {word} {other}",
             f"mv {word} {other}",
-            f"date >> {word}",
+            f"pwd >> {word}",
         )
     )
 

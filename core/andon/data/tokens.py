@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from andon.data.labels import text_fault
 from andon.problems import InputError, Problem
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ _NOT_CONTENT = (
     "tokenizer_file",
 )
 """Keys of tokenizer_config.json that say where a tokenizer came from and not what it does."""
+_LONGEST_REASON = 200
 
 
 class Tokenizer(Protocol):
@@ -82,7 +84,7 @@ class HuggingFaceTokenizer:
     def encode(self, texts: Sequence[str], max_length: int) -> list[list[int]]:
         """One list of 1 to `max_length` ids for each text, cut at its end (a closing special token stays).
 
-        Raises `InputError` when `max_length` leaves no room for a token of the text.
+        Raises `InputError` when `max_length` leaves no room for a token of the text, and for a lone surrogate.
         """
         around = self._tokenizer.num_special_tokens_to_add()
         if max_length <= around:
@@ -101,7 +103,14 @@ class HuggingFaceTokenizer:
         return [self._ended(ids) for ids in encoded]
 
     def _ids(self, texts: list[str], **how: Any) -> list[list[int]]:
-        ids: list[list[int]] = self._tokenizer(texts, verbose=False, **how)["input_ids"]
+        try:
+            ids: list[list[int]] = self._tokenizer(texts, verbose=False, **how)["input_ids"]
+        except TypeError as error:
+            faults = ((place, text_fault(text)) for place, text in enumerate(texts, start=1) if text.strip())
+            problems = [Problem(f"text {place}", fault) for place, fault in faults if fault is not None]
+            if problems:
+                raise InputError(problems) from error
+            raise
         return ids
 
     def _ended(self, ids: list[int]) -> list[int]:
@@ -169,15 +178,16 @@ def pretrained_tokenizer(path_or_hub_id: str, *, local_only: bool) -> HuggingFac
     """
     from transformers import AutoTokenizer
 
+    if path_or_hub_id.startswith((".", "/", "~")) and not Path(path_or_hub_id).is_dir():
+        raise InputError([Problem("model.base", f"there is no folder {path_or_hub_id!r}")])
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             path_or_hub_id, local_files_only=local_only, trust_remote_code=False
         )
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise InputError(
-            [Problem("model.base", f"no tokenizer could be read from {path_or_hub_id!r}: {reason}")]
-        ) from error
+        reason = " ".join(str(error).split())[:_LONGEST_REASON] or type(error).__name__
+        what = f"no tokenizer could be read from {path_or_hub_id!r}: {reason}"
+        raise InputError([Problem("model.base", what)]) from error
     ids = [tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id]
     pad_id = next((id_ for id_ in ids if id_ is not None), None)
     if pad_id is None:

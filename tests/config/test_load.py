@@ -1,0 +1,203 @@
+"""Configuration from a file, overrides and flags: what wins, and what is said of each mistake."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from andon.config.load import FLAGS, load_config, to_yaml
+from andon.config.schema import Config
+from andon.problems import InputError
+
+
+def written(folder: Path, text: str | bytes) -> Path:
+    """A config.yaml with exactly this content."""
+    path = folder / "config.yaml"
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    return path
+
+
+def faults(path: Path | None, overrides: Sequence[str] = (), flags: Mapping[str, object] | None = None) -> list[str]:
+    """What `load_config` says, without the folder."""
+    with pytest.raises(InputError) as caught:
+        load_config(path, overrides, flags)
+    said = str(caught.value)
+    assert "pydantic" not in said
+    return said.replace(f"{path.parent}{os.sep}" if path else "\0", "").split("\n")
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "run:\noptimizer:\n", "\ufeffseed: 42\n", "seed: 42\r\n"])
+def test_what_is_not_said_keeps_its_default(tmp_path: Path, text: str) -> None:
+    """No file, an empty file and empty sections are the embedded run."""
+    assert load_config(written(tmp_path, text)) == load_config(None) == Config()
+
+
+def test_flags_win_over_overrides_and_these_over_the_file(tmp_path: Path) -> None:
+    """The nearest to the user decides; a flag that was not given says nothing."""
+    path = written(tmp_path, "run: {workers: 3, backend: threads}\noptimizer: {lr: 1e-3}\nseed: 7\n")
+    config = load_config(
+        path,
+        ["run.workers=4", "seed=8", "seed=9", "adapter.targets=[q_proj, v_proj]"],
+        {"run.workers": 5, "run.backend": None},
+    )
+    assert (config.run.workers, config.run.backend, config.seed, config.optimizer.lr) == (5, "threads", 9, 0.001)
+    assert config.adapter.targets == ("q_proj", "v_proj")
+
+
+@pytest.mark.parametrize("number", ["1e-3", "1E-3", "0.001", "1.e-3", ".001", "+1e-3"])
+def test_every_way_to_write_a_number_is_a_number(tmp_path: Path, number: str) -> None:
+    """YAML 1.1 reads 1e-3, without a point, as a string; a user means a number."""
+    assert load_config(written(tmp_path, f"optimizer:\n  lr: {number}\n")).optimizer.lr == 0.001
+    assert load_config(None, [f"optimizer.lr={number}"]).optimizer.lr == 0.001
+
+
+def test_all_problems_are_said_at_once_each_at_its_place(tmp_path: Path) -> None:
+    """File with line and key, override, flag: one run of the command finds them all."""
+    path = written(tmp_path, 'seed: -1\noptimizer:\n  lr: "1e-3"\n  bets: [1, 2]\n\ntraining: {epochs: 2.0}\nlr: 3\n')
+    said = faults(path, ["data.class_weight=inverse", "foo", "run.log_every=0"], {"run.workers": 0})
+    assert set(said) == {
+        "config.yaml:1 seed: must be at least 0 (-1)",
+        "config.yaml:3 optimizer.lr: must be a number, is the string '1e-3'",
+        "config.yaml:4 optimizer.bets: unknown key; did you mean 'optimizer.betas'?",
+        "config.yaml:6 training.epochs: must be an integer, is 2.0",
+        "config.yaml:7 lr: unknown key; did you mean 'optimizer.lr'?",
+        "--set data.class_weight: unknown key; did you mean 'data.class_weights'?",
+        "--set 'foo': must be KEY=VALUE, as in optimizer.lr=1e-3",
+        "--set run.log_every: must be at least 1 (0)",
+        "--workers: must be at least 1 (0)",
+    }
+
+
+BAD = {
+    "optimizer.lr=0": "must be more than 0 (0)",
+    "optimizer.lr=-1": "must be more than 0 (-1)",
+    "optimizer.lr=.nan": "input should be a finite number (nan)",
+    "optimizer.lr=.inf": "(inf)",
+    "optimizer.lr=true": "must be a number, is True",
+    "optimizer.lr=": "must be a number, is None",
+    "optimizer.betas=[0.9]": "(",
+    "optimizer.betas=[0.9, 1.0]": "must be less than 1 (1.0)",
+    "optimizer.name=adam": "must be 'adamw' or 'sgd' ('adam'); did you mean 'adamw'?",
+    "optimizer.clip_norm=0": "must be more than 0 (0)",
+    "optimizer={}x": "malformed YAML",
+    "training.batch_size=0": "must be at least 1 (0)",
+    "training.batch_size=8.5": "must be an integer, is 8.5",
+    "training.batch_size='8'": "must be an integer, is the string '8'",
+    "training.micro_batches=33": "must not be more than training.batch_size, 32 (33)",
+    "training.epochs=yes": "must be an integer, is the string 'yes'",
+    "training.keep_checkpoints=0": "must be at least 1 (0)",
+    "adapter.dropout=1": "must be less than 1 (1)",
+    "adapter.r=0": "must be at least 1 (0)",
+    "adapter.targets=5": "must be all-linear, or a list of module names (5)",
+    "adapter.targets=q_proj": "must be all-linear, or a list of module names ('q_proj')",
+    "adapter.targets=[]": "names no module",
+    "adapter.targets=[q, q]": "names a module twice",
+    "model.hidden_size=66": "must be a multiple of num_attention_heads, 4 (66)",
+    "model.hidden_size=60": "must give each of 4 heads an even size (60)",
+    "model.num_key_value_heads=3": "must divide num_attention_heads, 4 (3)",
+    "data.validation_fraction=1": "must be less than 1 (1)",
+    "data.eval=x.csv": "needs data.train",
+    "schedule.min_lr=1": "must not be more than optimizer.lr",
+    "contracts.enabled=1": "must be true or false, is 1",
+    "run.backend=glo": "did you mean 'gloo'?",
+    "run.workers=0": "must be at least 1 (0)",
+    "run.devices=[0, 0]": "GPU 0 is there 2 times",
+    "run.devices=[1, cuda:1]": "GPU 1 is there 2 times",
+    "run.devices=[gpu]": "'gpu' is no device",
+    "run.devices=[-1]": "'-1' is no device",
+    "run.devices=[0.5]": "must be a list of devices",
+    "run.devices=[]": "names 0 devices for 1 workers",
+    "run.timeout_s=0": "must be more than 0 (0)",
+    "run=5": "must be a section with keys, is 5",
+    "seed=1e3": "must be an integer, is 1000.0",
+    "seed=9223372036854775808": "must be less than 9223372036854775808",
+    "workers=3": "unknown key; did you mean 'run.workers'?",
+    "optimiser.lr=1": "unknown key; did you mean 'optimizer'?",
+    "seed.a=3": "must be an integer",
+}
+
+
+@pytest.mark.parametrize("override", BAD)
+def test_each_bad_value_is_one_line_with_the_key_and_the_value(override: str) -> None:
+    """The key is the one given, the remedy is there, and nothing is said twice."""
+    (said,) = faults(None, [override])
+    assert said.startswith(f"--set {override.split('=')[0]}: ")
+    assert BAD[override] in said
+
+
+def test_an_override_does_not_hide_a_mistake_in_the_file(tmp_path: Path) -> None:
+    """A section that is no section stays a fault when a key is set below it."""
+    said = faults(written(tmp_path, "optimizer: adamw\n"), ["optimizer.lr=1e-3"])
+    assert "--set optimizer.lr: optimizer is no section, it is 'adamw'" in said
+
+
+def test_every_flag_has_a_key_and_is_named_in_its_faults() -> None:
+    """A user who wrote --run-dir is told of --run-dir."""
+    for key, flag in FLAGS.items():
+        (said,) = faults(None, (), {key: 0.5})
+        assert said.startswith(f"{flag}: must be ")
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"seed: 1\nrun: \xff\n", "config.yaml:2: not UTF-8: byte 0xff at byte 13 of the file"),
+        ("- 1\n", "config.yaml:1: must hold keys and values, is [1]"),
+        ("seed: [1\n", "config.yaml:2: malformed YAML"),
+        ("seed: 1\nseed: 2\n", "config.yaml:2 seed: is there already, on line 1"),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_said_with_its_line(
+    tmp_path: Path, content: str | bytes, expected: str
+) -> None:
+    """Bytes, form and doubled keys are found before any value is judged."""
+    (said,) = faults(written(tmp_path, content))
+    assert said.startswith(expected)
+
+
+def test_a_file_that_is_not_there_or_a_folder_is_said(tmp_path: Path) -> None:
+    """With the nearest name in that folder."""
+    path = written(tmp_path, "")
+    assert faults(path.with_name("confg.yaml")) == ["confg.yaml: no such file; did you mean 'config.yaml'?"]
+    assert faults(tmp_path)[0].endswith("is a folder; name a file in it")
+
+
+def test_devices_alone_say_how_many_workers_there_are() -> None:
+    """`devices: [0, 1, 2]` needs no second number; one that contradicts it is refused."""
+    assert load_config(None, ["run.devices=[0, cuda:1, cpu, cpu]"]).run.workers == 4
+    assert faults(None, ["run.devices=[0, 1]", "run.workers=3"]) == [
+        "--set run.devices: names 2 devices for 3 workers ([0, 1])"
+    ]
+
+
+STRINGS = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs", "Zl", "Zp"]), min_size=1, max_size=12)
+TRICKY = st.sampled_from(["1e-3", "no", "null", "~", "0x1F", "010", "1_000", "12:30", "a: b", "#", "'", "- x", "true"])
+
+
+@given(STRINGS | TRICKY, st.floats(1e-5, 1e3), st.lists(STRINGS | TRICKY, min_size=1, max_size=3, unique=True))
+def test_what_is_written_is_read_back_the_same(
+    tmp_path_factory: pytest.TempPathFactory, text: str, number: float, names: list[str]
+) -> None:
+    """The run folder's config.yaml restarts the run: every string stays a string, every float keeps its bits."""
+    plain: dict[str, Any] = {
+        "model": {"base": text},
+        "optimizer": {"lr": number, "eps": number},
+        "adapter": {"targets": names},
+        "run": {"devices": [0, "cuda:1", "cpu"], "workers": 3, "dir": text},
+    }
+    config = Config.model_validate(plain)
+    assert load_config(written(tmp_path_factory.mktemp("written"), to_yaml(config))) == config
+    assert Config.model_validate(config.model_dump(mode="json")) == config
+
+
+def test_a_configuration_cannot_be_changed() -> None:
+    """Ranks are handed one configuration; none of them may come to differ from it."""
+    with pytest.raises(ValidationError, match="frozen"):
+        Config().run.workers = 3

@@ -1,0 +1,249 @@
+"""Files of labelled texts: what is read, and what is said of each fault."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from andon.data import readers
+from andon.data.readers import read
+from andon.data.rows import DataSet
+from andon.problems import InputError
+
+WORDS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=12).filter(
+    lambda text: bool(text.strip())
+)
+LABELS = st.lists(st.sampled_from(["spam", "ham", "a, b", 'the "third"', "two\nlines"]), min_size=2, max_size=9)
+
+
+def written(folder: Path, name: str, content: str | bytes) -> Path:
+    """A file with exactly this content."""
+    path = folder / name
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def faults(path: Path, **how: object) -> list[str]:
+    """What `read` says, without the folder."""
+    with pytest.raises(InputError) as caught:
+        read(path, **how)  # type: ignore[arg-type]
+    return [line.replace(f"{path.parent}{os.sep}", "") for line in str(caught.value).split("\n")]
+
+
+def pairs(data: DataSet) -> list[tuple[str, str]]:
+    """(text, class name) of each row."""
+    return [(row.text, data.labels[row.label]) for row in data.rows]
+
+
+@given(st.data())
+def test_all_formats_give_back_what_was_written(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    """Quotes, delimiters and line ends inside a text survive, in every format, with ids by place."""
+    labels = data.draw(LABELS.filter(lambda found: len(set(found)) > 1))
+    rows = [(data.draw(WORDS), label) for label in labels]
+    folder = tmp_path_factory.mktemp("formats")
+    for delimiter, name in ((",", "rows.csv"), ("\t", "rows.TSV")):
+        with (folder / name).open("w", encoding="utf-8", newline="") as file:
+            csv.writer(file, delimiter=delimiter, quoting=csv.QUOTE_ALL).writerows([("text", "label"), *rows])
+    lines = "\r\n".join(json.dumps({"input": text, "label": label}) for text, label in rows)
+    written(folder, "rows.jsonl", lines)
+    found = [read(folder / name) for name in ("rows.csv", "rows.TSV", "rows.jsonl")]
+    for each in found:
+        assert pairs(each) == rows
+        assert each.labels == tuple(sorted(set(labels)))
+        assert [row.id for row in each.rows] == list(range(len(rows)))
+    assert len({each.digest for each in found}) == 1
+
+
+def test_a_byte_order_mark_crlf_blank_lines_and_either_name_of_the_text_are_read(tmp_path: Path) -> None:
+    """What spreadsheets and editors add is no fault; blank lines are no rows."""
+    table = written(tmp_path, "a.csv", b"\xef\xbb\xbftext,label\r\none,1\r\n\r\ntwo,0\r\n")
+    lines = written(tmp_path, "a.json", b'\xef\xbb\xbf{"text": "one", "label": 1}\r\n\n{"input": "two", "label": 0}')
+    assert pairs(read(table)) == pairs(read(lines)) == [("one", "1"), ("two", "0")]
+    assert read(lines).labels == ("0", "1")
+
+
+def test_named_columns_are_used_and_others_are_left_alone(tmp_path: Path) -> None:
+    """Only the two columns matter, whatever else a file holds."""
+    path = written(tmp_path, "a.csv", "category,text,question\nx,1,who\ny,2,what\n")
+    assert pairs(read(path, text_column="question", label_column="category")) == [("who", "x"), ("what", "y")]
+
+
+def test_a_text_of_ten_megabytes_is_a_text(tmp_path: Path) -> None:
+    """Cutting it is the tokenizer's business; the reader's limit of a field is set and put back."""
+    limit = csv.field_size_limit()
+    data = read(written(tmp_path, "a.csv", f"text,label\n{'x' * 10**7},a\ny,b\n"))
+    assert len(data.rows[0].text) == 10**7
+    assert csv.field_size_limit() == limit
+
+
+@pytest.mark.parametrize("name", ["no.csv", "rows.cvs", ".", "empty.csv", "header.csv", "pipe.csv"])
+def test_what_is_no_file_of_rows_is_refused_with_its_path(tmp_path: Path, name: str) -> None:
+    """Missing, of no known kind, a folder, empty, a header only, a pipe: one line that says so."""
+    written(tmp_path, "on.csv", "text,label\n")
+    written(tmp_path, "empty.csv", "")
+    written(tmp_path, "header.csv", "text,label\n")
+    os.mkfifo(tmp_path / "pipe.csv")
+    (said,) = faults(tmp_path / name)
+    expected = {
+        "no.csv": "no.csv: no such file; did you mean 'on.csv'?",
+        "rows.cvs": "rows.cvs: unknown kind of file '.cvs'; known are .jsonl, .json, .csv, .tsv, .parquet",
+        ".": "is a folder; name a file in it",
+        "empty.csv": "empty.csv: is empty",
+        "header.csv": "header.csv: has no rows",
+        "pipe.csv": "pipe.csv: is no regular file",
+    }[name]
+    assert said.endswith(expected)
+
+
+def test_each_byte_that_is_not_utf8_is_named_with_its_line_and_offset(tmp_path: Path) -> None:
+    """All of them at once, and NUL bytes too; the offset counts from the file's start, a mark included."""
+    content = b"\xef\xbb\xbftext,label\nab\xffc,x\nd\0,y\n"
+    said = faults(written(tmp_path, "a.csv", content))
+    assert said[0] == f"a.csv:2: not UTF-8: byte 0xff at byte {content.index(0xFF)} of the file"
+    assert said[1].startswith(f"a.csv:3: a NUL byte at byte {content.index(0)} of the file")
+    assert faults(written(tmp_path, "b.csv", "text,label\n".encode("utf-16"))) == ["b.csv: is UTF-16; save it as UTF-8"]
+
+
+BAD_LINES = {
+    '{"text": "a", "label": 0': "malformed JSON: Expecting ',' delimiter at column 25",
+    '{"text": "a\\ud800", "label": 0}': "text holds a lone surrogate at character 1",
+    '{"text": "a\\u0000", "label": 0}': "text holds a NUL character",
+    '{"text": "", "label": 0}': "text is empty",
+    '{"text": " \\t", "label": 0}': "text is only white space",
+    '{"text": null, "label": 0}': "text must be a string, is None",
+    '{"text": 7, "label": 0}': "text must be a string, is 7",
+    '{"label": 0}': "has no column 'input' or 'text'; there are 'label'",
+    '{"txet": "a", "label": 0}': "has no column 'input' or 'text'; there are 'txet', 'label'; did you mean 'txet'?",
+    '{"text": "a", "input": "b", "label": 0}': "has both 'input' and 'text'",
+    '{"text": "a"}': "has no column 'label'; there are 'text'",
+    '{"text": "a", "label": -1}': "label -1 is negative",
+    '{"text": "a", "label": 0.0}': "label 0.0 is a float",
+    '{"text": "a", "label": null}': "label is null",
+    '{"text": "a", "label": false}': "label False is a bool",
+    '{"text": "a", "label": [0]}': "label [0] is a list",
+    '{"text": "a", "label": "zero"}': "label 'zero' is of another type than 2 others, which are integers",
+    '{"text": "a", "label": NaN}': "malformed JSON: NaN is no JSON number",
+    '{"text": "a", "label": 0, "label": 1}': "malformed JSON: the key 'label' is there twice",
+    '{"text": "a", "label": ' + "1" * 5000 + "}": "malformed JSON: an integer of 5000 digits",
+    '{"text": ' + "[" * 200_000 + "}": "malformed JSON: nested too deeply",
+    '[{"text": "a", "label": 0}]': "a JSON array; write one object a line",
+    '"a"': "must be a JSON object with a text and a label, is 'a'",
+}
+
+
+@pytest.mark.parametrize("line", BAD_LINES, ids=BAD_LINES.values())
+def test_each_fault_of_a_line_is_said_with_file_line_and_value(tmp_path: Path, line: str) -> None:
+    """One bad line between good ones is one problem, at its own line."""
+    good = '{"text": "good", "label": 0}', '{"text": "better", "label": 1}'
+    (said,) = faults(written(tmp_path, "a.jsonl", f"{good[0]}\n\n{line}\n{good[1]}\n"))
+    assert said.startswith(f"a.jsonl:3: {BAD_LINES[line]}")
+
+
+BAD_ROWS = {
+    "a": "has 1 fields, the header has 2: ['a']",
+    "a,0,b": "has 3 fields, the header has 2: ['a', '0', 'b']",
+    '"a"b,0': "malformed: ',' expected after '\"'",
+    ",0": "text is empty",
+    "a,": "label is empty",
+    "a,-1": "label -1 is negative",
+    "a,1.0": "label 1.0 is a number with a fraction",
+    "a,1e3": "label 1e3 is a number with a fraction",
+    "a,spam": "label 'spam' is of another type than 2 others, which are integers",
+}
+
+
+@pytest.mark.parametrize("row", BAD_ROWS)
+def test_each_fault_of_a_row_is_said_with_the_line_on_which_it_starts(tmp_path: Path, row: str) -> None:
+    """Lines are counted in the file: the row before holds a line end inside its quotes."""
+    (said,) = faults(written(tmp_path, "a.csv", f'text,label\n"two\nlines",0\n{row}\nb,1\n'))
+    assert said.startswith(f"a.csv:4: {BAD_ROWS[row]}")
+
+
+def test_a_quote_that_is_never_closed_is_found_where_it_opens(tmp_path: Path) -> None:
+    """Not at the end of the file, to which it reaches."""
+    (said,) = faults(written(tmp_path, "a.csv", 'text,label\na,0\n"b,1\nc,0\nd,1\n'))
+    assert said.startswith("a.csv:3: malformed: unexpected end of data")
+
+
+def test_columns_that_are_missing_doubled_or_in_doubt_are_said_once(tmp_path: Path) -> None:
+    """At the header, not at every row; both columns at once, with the nearest name."""
+    assert faults(written(tmp_path, "a.csv", "texts,lable,x\na,0,1\nb,1,1\n")) == [
+        "a.csv:1: has no column 'input' or 'text'; there are 'texts', 'lable', 'x'; did you mean 'texts'?",
+        "a.csv:1: has no column 'label'; there are 'texts', 'lable', 'x'; did you mean 'lable'?",
+    ]
+    assert faults(written(tmp_path, "b.csv", "text,text,label\na,b,0\n")) == ["b.csv:1: 2 columns are named 'text'"]
+    assert len(faults(written(tmp_path, "c.csv", "text,label\na,0\n"), text_column="q", label_column="c")) == 2
+
+
+def test_an_id_that_is_there_twice_is_refused_with_both_lines(tmp_path: Path) -> None:
+    """A row that was pasted twice is found by its id; missing ids are not compared."""
+    content = "id,text,label\n7,a,0\n,b,1\n,c,1\n7,d,0\n"
+    (said,) = faults(written(tmp_path, "a.csv", content))
+    assert said.startswith("a.csv:5: id '7' is there already, at ")
+    assert said.endswith("a.csv:2")
+
+
+def test_one_class_only_is_refused(tmp_path: Path) -> None:
+    """There is nothing to learn; in an evaluation file, whose classes are given, it is no fault."""
+    path = written(tmp_path, "a.csv", "text,label\na,x\nb,x\n")
+    assert faults(path) == ["a.csv: all 2 rows have the label 'x'; a classifier needs two classes at least"]
+    assert read(path, labels=("w", "x")).counts() == (0, 2)
+
+
+def test_labels_of_an_evaluation_file_are_those_of_training_by_name(tmp_path: Path) -> None:
+    """Numbers come from the labels given, not from the file; an unknown one is out of range."""
+    path = written(tmp_path, "a.jsonl", '{"text": "a", "label": "ham"}\n{"text": "b", "label": "spam"}\n')
+    assert [row.label for row in read(path, labels=("spam", "eggs", "ham")).rows] == [2, 0]
+    assert faults(path, labels=("spam", "hams")) == [
+        "a.jsonl:1: label 'ham' is unknown; there are 'spam', 'hams'; did you mean 'hams'?"
+    ]
+    numbers = written(tmp_path, "b.csv", "text,label\na,0\nb,5\n")
+    assert faults(numbers, labels=("0", "1")) == ["b.csv:3: label '5' is unknown; there are '0', '1'"]
+
+
+@pytest.mark.parametrize("bad", [1, 19, 20, 21, 50])
+def test_at_most_twenty_problems_are_shown_and_the_rest_is_counted(tmp_path: Path, bad: int) -> None:
+    """A file that is wrong throughout does not fill the screen, and no problem is forgotten."""
+    said = faults(written(tmp_path, "a.csv", "text,label\na,0\nb,1\n" + ",0\n" * bad))
+    assert sum("is empty" in line for line in said) == min(bad, 20)
+    assert len(said) == min(bad, 20) + (bad > 20)
+    if bad > 20:
+        assert f" {bad - 20} more" in said[-1]
+
+
+def test_a_line_beyond_the_limit_is_refused_without_being_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is bounded by the limit, not by the file."""
+    monkeypatch.setattr("andon.data.lines.LONGEST_LINE", 64)
+    said = faults(written(tmp_path, "a.jsonl", '{"text": "a", "label": 0}\n' + "x" * 1000))
+    assert said[-1] == "a.jsonl:2: longer than 64 bytes; nothing after it was read"
+
+
+def test_parquet_is_read_like_the_others(tmp_path: Path) -> None:
+    """Types are those of the file; a null is named with its row."""
+    arrow = pytest.importorskip("pyarrow", reason="the parquet extra is not installed")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "a.parquet"
+    parquet.write_table(arrow.table({"text": ["a", "b"], "label": [10, 9]}), path)
+    assert pairs(read(path)) == [("a", "10"), ("b", "9")]
+    assert read(path).labels == ("9", "10")
+    parquet.write_table(arrow.table({"text": ["a", None], "label": [0, 1]}), path)
+    assert faults(path) == ["a.parquet row 2: text must be a string, is None"]
+    assert faults(written(tmp_path, "b.parquet", b"no"))[0].startswith("b.parquet: is no Parquet file")
+
+
+def test_without_pyarrow_the_extra_to_install_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parquet is an extra; its absence is said, not shown as an ImportError."""
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    (said,) = faults(written(tmp_path, "a.parquet", b"PAR1"))
+    assert 'pip install "andon[parquet]"' in said
+
+
+def test_every_known_kind_of_file_is_named_in_the_promise() -> None:
+    """The docstring of `read` lists what `read` takes."""
+    assert all(suffix in (read.__doc__ or "") for suffix in readers._FORMATS)

@@ -1,0 +1,112 @@
+"""The embedded data set: deterministic, disjoint, ragged, labelled by what the snippets do, and not too easy."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from andon.data.rows import DataSet
+from andon.data.shell import SSC_LABELS, embedded, generate
+from andon.data.split import frozen_split
+
+SEEDS = st.integers(0, 2**63 - 1)
+SIGNS = {
+    "needs-quoting": re.compile(r"\$"),
+    "non-deterministic": re.compile(r"\$RANDOM|\$\(date \+%s\)|\$\$|mktemp|uuidgen"),
+    "non-idempotent": re.compile(r"mkdir (?!-p)|>>|ln -s |mv "),
+    "unsafe": re.compile(r"rm -rf /|\| sh\b|\beval |chmod -R 777|of=/dev/"),
+}
+"""What each class is named for; for `needs-quoting` outside of quotes."""
+
+
+@given(SEEDS, st.integers(0, 200))
+def test_rows_are_a_function_of_the_seed_with_distinct_texts_and_even_classes(seed: int, count: int) -> None:
+    """No text twice, class sizes differ by one at most, ids are places, lengths fit the model's 128 positions."""
+    data = generate(seed, count)
+    assert data.rows == generate(seed, count).rows
+    assert len({row.text for row in data.rows}) == len(data) == count
+    assert max(data.counts()) - min(data.counts()) <= 1
+    assert [row.id for row in data.rows] == list(range(count))
+    assert all(5 <= len(row.text.encode()) <= 110 for row in data.rows)
+
+
+def test_another_process_with_another_hash_seed_makes_the_same_rows() -> None:
+    """The order of a set or of a dict's hashes plays no part: ranks agree on the data."""
+    program = "from andon.data.shell import embedded; print(*(each.digest for each in embedded(42)))"
+    said = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert said == {" ".join(each.digest for each in embedded(42)) + "\n"}
+
+
+def test_another_seed_makes_other_rows() -> None:
+    """`--set seed=N` changes the data too."""
+    assert embedded(1)[0].digest != embedded(2)[0].digest
+
+
+@pytest.mark.parametrize("seed", [0, 42])
+def test_each_label_follows_from_its_text(seed: int) -> None:
+    """A snippet bears the sign of its own class and of no other; a safe one bears none."""
+    for row in generate(seed, 1000).rows:
+        unquoted = re.sub(r'"[^"]*"', '""', row.text)
+        found = {name for name, sign in SIGNS.items() if sign.search(unquoted if name == "needs-quoting" else row.text)}
+        assert found == {SSC_LABELS[row.label]} - {"safe"}, row.text
+
+
+@pytest.mark.parametrize("seed", [0, 42])
+def test_no_text_of_the_evaluation_set_is_trained_on(seed: int) -> None:
+    """Held-out accuracy is about texts never seen; each part numbers its own rows from 0."""
+    train, held_out = embedded(seed)
+    assert train.shared_texts(held_out) == 0
+    for data in (train, held_out):
+        assert [row.id for row in data.rows] == list(range(len(data)))
+        assert data.labels == SSC_LABELS
+        assert min(data.counts()) > 0.15 * len(data)
+
+
+def test_the_default_split_leaves_a_ragged_batch_of_unequal_micro_batches() -> None:
+    """The case that breaks means of means is in every default run: 32 rows a batch, 8 micro-batches, a tenth held."""
+    rows = len(frozen_split(len(embedded(42)[0]), 0.1, 42)[0])
+    last = rows % 32
+    assert last > 8
+    assert last % 8 != 0
+    assert 60 <= 2 * -(-rows // 32) <= 130
+
+
+def bytes_counted(data: DataSet) -> tuple[torch.Tensor, torch.Tensor]:
+    """How often each byte occurs in each text, scaled, with a constant; and the labels."""
+    counts = torch.stack([torch.bincount(torch.tensor(list(r.text.encode())), minlength=257) for r in data.rows])
+    counts[:, 256] = 1
+    return counts.float().sqrt(), torch.tensor([row.label for row in data.rows])
+
+
+def test_counting_bytes_is_not_enough_to_tell_the_classes() -> None:
+    """A linear model of byte counts learns something (a guess is 0.2) but stays below 0.9 on held-out rows."""
+    train, held_out = embedded(42)
+    features, labels = bytes_counted(train)
+    weights = torch.zeros(257, 5, requires_grad=True)
+    optimizer = torch.optim.LBFGS([weights], max_iter=200, line_search_fn="strong_wolfe")
+
+    def loss() -> float:
+        value = torch.nn.functional.cross_entropy(features @ weights, labels) + 1e-4 * weights.square().sum()
+        (weights.grad,) = torch.autograd.grad(value, [weights])
+        return float(value.detach())
+
+    optimizer.step(loss)  # type: ignore[no-untyped-call]
+    features, labels = bytes_counted(held_out)
+    accuracy = float(((features @ weights).argmax(1) == labels).float().mean())
+    assert 0.5 < accuracy < 0.9

@@ -1,0 +1,149 @@
+"""Tokenizers: lossless bytes, cutting that is counted, and an end that a decoder can pool."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import models, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from andon.data.tokens import HuggingFaceTokenizer, byte_tokenizer, pretrained_tokenizer
+from andon.problems import InputError
+
+BYTES = byte_tokenizer()
+TEXTS = st.lists(st.text(st.characters(codec="utf-8"), max_size=20) | st.sampled_from(["<pad>", "a<pad>", ""]))
+
+
+def worded(folder: Path, *, pad: str | None, end: str = "</s>") -> Path:
+    """A saved word-level tokenizer that closes each text with its end token."""
+    words = {word: place for place, word in enumerate(["</s>", "<unk>", "<pad>", "one", "two", "three"])}
+    backend = Backend(models.WordLevel(words, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.post_processor = processors.TemplateProcessing(single=f"$A {end}", special_tokens=[(end, words[end])])
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=end, unk_token="<unk>", pad_token=pad).save_pretrained(
+        str(folder)
+    )
+    return folder
+
+
+@given(TEXTS, st.integers(1, 40))
+def test_no_encoding_is_empty_too_long_or_ends_in_padding(texts: list[str], most: int) -> None:
+    """A decoder pools the last id that is not padding, so each row has one and it is the last."""
+    encoded = BYTES.encode(texts, most)
+    assert len(encoded) == len(texts)
+    for ids in encoded:
+        assert 1 <= len(ids) <= most
+        assert ids[-1] != BYTES.pad_id
+        assert all(0 <= id_ < BYTES.vocab_size for id_ in ids)
+
+
+@given(TEXTS)
+def test_one_id_for_each_byte_and_nothing_lost(texts: list[str]) -> None:
+    """Also for texts that spell a special token; two texts share an encoding only when they are the same."""
+    encoded = BYTES.encode(texts, 1000)
+    for text, ids in zip(texts, encoded, strict=True):
+        assert len(ids) == max(1, len(text.encode()))
+        assert BYTES.pad_id not in ids
+    assert len({tuple(ids) for ids in encoded}) == len(set(texts))
+
+
+def test_there_are_256_byte_ids_and_four_special_ones() -> None:
+    """The embedded model's vocabulary is 260, with the padding id 0."""
+    ids = {
+        id_
+        for ids in BYTES.encode([chr(c) for c in range(128)] + [chr(c << 6) for c in range(2, 800)], 9)
+        for id_ in ids
+    }
+    assert (BYTES.vocab_size, BYTES.pad_id) == (260, 0)
+    assert min(ids) == 4
+
+
+def test_cutting_keeps_the_beginning_and_is_counted() -> None:
+    """The report says how many texts were cut; one that just fits is not."""
+    tokenizer = byte_tokenizer()
+    whole = tokenizer.encode(["abcdef"], 6)[0]
+    assert tokenizer.truncated == 0
+    assert tokenizer.encode(["abcdef", "abc", "abcdef"], 3) == [whole[:3]] * 3
+    assert tokenizer.truncated == 2
+
+
+def test_a_saved_tokenizer_is_the_same_for_transformers_and_for_us(tmp_path: Path) -> None:
+    """What encoded before does not show in the files: truncation is not saved."""
+    tokenizer = byte_tokenizer()
+    tokenizer.encode(["abcdef"], 3)
+    tokenizer.save(tmp_path)
+    text = "é <pad> abcdef"
+    again = pretrained_tokenizer(str(tmp_path), local_only=True)
+    stock = AutoTokenizer.from_pretrained(str(tmp_path))(text)["input_ids"]
+    assert again.encode([text], 100)[0] == stock == byte_tokenizer().encode([text], 100)[0]
+    assert again.digest == tokenizer.digest == byte_tokenizer().digest
+
+
+def test_the_digest_tells_tokenizers_apart(tmp_path: Path) -> None:
+    """Another vocabulary, or another padding token alone, is another tokenizer."""
+    one = pretrained_tokenizer(str(worded(tmp_path / "one", pad="<pad>")), local_only=True)
+    other = pretrained_tokenizer(str(worded(tmp_path / "other", pad="<unk>")), local_only=True)
+    assert len({one.digest, other.digest, BYTES.digest}) == 3
+
+
+@pytest.mark.parametrize("pad", ["<pad>", "</s>", None])
+def test_a_closing_token_that_also_pads_is_no_end_of_a_row(tmp_path: Path, pad: str | None) -> None:
+    """Where padding and end are one token (or there is only an end) rows end before it, and an empty one has an id."""
+    tokenizer = pretrained_tokenizer(str(worded(tmp_path, pad=pad)), local_only=True)
+    own = pad == "<pad>"
+    assert tokenizer.pad_id == (2 if own else 0)
+    assert tokenizer.encode(["one two", "", "one <pad>"], 8)[:2] == ([[3, 4, 0], [0]] if own else [[3, 4], [1]])
+    assert tokenizer.encode(["one two three"], 3) == ([[3, 4, 0]] if own else [[3, 4]])
+    assert all(ids[-1] != tokenizer.pad_id for ids in tokenizer.encode(["one <pad> <pad>", "<pad>"], 8))
+
+
+def test_a_lone_surrogate_is_the_texts_fault() -> None:
+    """It has no bytes; the text is named, whatever the tokenizer's library says."""
+    with pytest.raises(InputError, match="text 2: holds a lone surrogate at character 1"):
+        BYTES.encode(["a", "b\ud800"], 8)
+
+
+def test_a_limit_without_room_for_text_is_refused(tmp_path: Path) -> None:
+    """One token that is always the closing one would make all rows the same."""
+    tokenizer = pretrained_tokenizer(str(worded(tmp_path, pad="<pad>")), local_only=True)
+    with pytest.raises(InputError, match=r"model.max_length: must be more than 1 for this tokenizer \(1\)"):
+        tokenizer.encode(["one"], 1)
+
+
+@pytest.mark.parametrize("place", ["nothing/here", "missing", "empty"])
+def test_a_base_without_tokenizer_is_refused_by_name(tmp_path: Path, place: str) -> None:
+    """No traceback of a library for a wrong name, a missing folder or a folder of something else."""
+    (tmp_path / "empty").mkdir()
+    name = place if place == "nothing/here" else str(tmp_path / place)
+    with pytest.raises(InputError) as caught:
+        pretrained_tokenizer(name, local_only=True)
+    (problem,) = caught.value.problems
+    assert problem.where == "model.base"
+    assert repr(name) in problem.what
+
+
+def test_the_largest_id_counts_and_not_the_number_of_words(tmp_path: Path) -> None:
+    """A vocabulary with holes needs as many rows of the embedding as its largest id says."""
+    backend = Backend(models.WordLevel({"<unk>": 0, "<pad>": 1, "one": 900}, unk_token="<unk>"))
+    tokenizer = HuggingFaceTokenizer(
+        PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", pad_token="<pad>"), 1, 0
+    )
+    assert tokenizer.vocab_size == 901
+
+
+def test_data_and_configuration_are_imported_without_torch() -> None:
+    """`andon --help` and a mistake in a file must not wait for torch, transformers or tokenizers."""
+    modules = "readers, rows, labels, split, shell, tokens".replace(" ", "")
+    program = (
+        f"import sys; [__import__('andon.data.' + m) for m in '{modules}'.split(',')]; "
+        "import andon.config.load, andon.config.identity, andon.config.template; "
+        "print(sorted({'torch', 'transformers', 'tokenizers', 'peft', 'numpy', 'pyarrow'} & sys.modules.keys()))"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert found.stdout == "[]\n"
