@@ -1,4 +1,4 @@
-"""What a list of devices means, and what to do where there is none: a decision that is said, never silent (F-DP-004)."""
+"""What a list of devices means, and what to do where there is none: said, never silent (F-DP-004)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ IN_PROCESS = ("inline", "threads")
 IN_GROUP = ("gloo", "nccl", "mixed")
 
 
-def named_devices(names: Sequence[str | int]) -> tuple[torch.device, ...]:
-    """Devices from names: `cpu`, or the index of a GPU (`0`, `cuda:0`).
+def named_devices(names: Sequence[str | int], gpus: int | None = None) -> tuple[torch.device, ...]:
+    """Devices from names: `cpu`, or the index of a GPU (`0`, `cuda:0`). gpus: how many there are (None: ask torch).
 
     Raises `InputError` with all that is wrong: a name that is none, a GPU that does not exist, a GPU named twice (the
     CPU may be: several replicas can live on it).
     """
     found = ProblemList()
-    count = torch.cuda.device_count()
+    count = torch.cuda.device_count() if gpus is None else gpus
     devices: list[torch.device] = []
     for place, name in enumerate(names):
         where = f"run.devices[{place}]"
@@ -47,22 +47,26 @@ def _device(name: str | int) -> torch.device | None:
         return None
     if device.type == "cuda":
         return torch.device("cuda", device.index or 0)
-    return device if device.type == "cpu" else None
+    return torch.device("cpu") if device.type == "cpu" else None
 
 
-def placement(backend: str, workers: int, names: Sequence[str | int] | None) -> tuple[str, tuple[torch.device, ...], str]:
+def placement(
+    backend: str, workers: int, names: Sequence[str | int] | None, gpus: int | None = None
+) -> tuple[str, tuple[torch.device, ...], str]:
     """Where `workers` replicas live: the backend to use, a device for each, and what to tell the user (or "").
 
-    `nccl` without named devices falls back to `gloo` on the CPU where there are fewer GPUs than workers and none at
-    all; with named ones, or with some GPUs but too few, that is an `InputError`.
+    `nccl` without named devices falls back to `gloo` on the CPU where there is no GPU at all; with some GPUs but too
+    few, or with a named device that is none, it raises `InputError`. gpus: how many there are (None: ask torch).
     """
     cpu = torch.device("cpu")
     if names:
-        devices = named_devices(names)
+        devices = named_devices(names, gpus)
         if len(devices) != workers:
             raise InputError(f"run.devices: {len(devices)} devices for {workers} workers")
+        if backend == "nccl" and cpu in devices:
+            raise InputError("run.devices: nccl needs a GPU for each worker, not cpu; for both kinds there is mixed")
         return backend, devices, ""
-    count = torch.cuda.device_count()
+    count = torch.cuda.device_count() if gpus is None else gpus
     if backend == "nccl":
         if count == 0:
             note = "no GPU is usable here: training on the CPU with gloo instead of nccl (clause cpu-fallback)"
@@ -71,6 +75,6 @@ def placement(backend: str, workers: int, names: Sequence[str | int] | None) -> 
             raise InputError(f"run.workers: {workers} workers for {count} GPUs; nccl needs one GPU each")
         return backend, tuple(torch.device("cuda", index) for index in range(workers)), ""
     if backend == "mixed" and count:
-        gpus = tuple(torch.device("cuda", index) for index in range(min(count, workers - 1)))
-        return backend, gpus + (cpu,) * (workers - len(gpus)), ""
+        accelerators = tuple(torch.device("cuda", index) for index in range(min(count, workers - 1)))
+        return backend, accelerators + (cpu,) * (workers - len(accelerators)), ""
     return backend, (cpu,) * workers, ""
