@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -31,10 +31,10 @@ def _run_all() -> Records:
 
 
 @pytest.fixture(scope="module")
-def expected() -> Iterator[Records]:
+def expected() -> Records:
     """Every setting on one inline replica."""
     torch.set_num_threads(1)
-    yield {name: run(InlineBackend([CPU]), settings) for name, settings in SETTINGS.items()}
+    return {name: run(InlineBackend([CPU]), settings) for name, settings in SETTINGS.items()}
 
 
 @pytest.mark.parametrize("name", SETTINGS)

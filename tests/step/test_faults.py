@@ -134,9 +134,9 @@ def _all_on_a_group() -> Mapping[str, Caught]:
 
 
 @pytest.fixture(scope="module")
-def on_group() -> Iterator[list[Mapping[str, Caught]]]:
+def on_group() -> list[Mapping[str, Caught]]:
     """What each of three gloo ranks saw of every fault."""
-    yield [outcome.get() for outcome in run_ranks(WORLD, _all_on_a_group)]
+    return [outcome.get() for outcome in run_ranks(WORLD, _all_on_a_group)]
 
 
 @pytest.fixture(params=[InlineBackend, ThreadsBackend])
@@ -157,7 +157,7 @@ def test_a_fault_in_one_process_is_named(name: str, backend: Backend) -> None:
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_in_one_of_three_processes_is_named_by_all(name: str, on_group: list[Mapping[str, Caught]]) -> None:
-    """Every rank raises the same violation at the same step, the healthy ones too, and names the one in the minority."""
+    """Every rank raises the same violation at the same step, healthy or not, and names the one in the minority."""
     fault = FAULTS[name]
     for seen in on_group:
         caught = seen[name]
@@ -169,9 +169,7 @@ def test_a_fault_in_one_of_three_processes_is_named_by_all(name: str, on_group: 
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 @pytest.mark.parametrize("micro_batch", range(8))
-def test_nan_in_any_micro_batch_stops_all(
-    micro_batch: int, where: str, on_group: list[Mapping[str, Caught]]
-) -> None:
+def test_nan_in_any_micro_batch_stops_all(micro_batch: int, where: str, on_group: list[Mapping[str, Caught]]) -> None:
     """A NaN loss, and a NaN gradient under a finite loss, stop every rank before the update (V9, V10, V29)."""
     inline = _poisoned(InlineBackend([CPU] * WORLD), micro_batch, where)
     for caught in [inline, *(seen[f"{where} of {micro_batch}"] for seen in on_group)]:

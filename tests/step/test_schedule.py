@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -22,14 +23,14 @@ def test_values_by_hand() -> None:
 
 @given(st.integers(1, 500), st.floats(0, 1), st.floats(1e-5, 1.0), st.floats(0, 1e-5))
 def test_shape(total: int, fraction: float, peak: float, low: float) -> None:
-    """Rises to the peak, reaches it where there is a warm-up, never rises again, ends at min_lr, trains at each step."""
+    """Rises to the peak, reaches it where there is a warm-up, never rises again, ends at min_lr, is never 0 before."""
     schedule = WarmupCosine(peak, total, fraction, low)
     rates = [schedule.rate(step) for step in range(1, total + 1)]
     warmup = math.floor(fraction * total)
     assert rates == [WarmupCosine(peak, total, fraction, low).rate(step) for step in range(1, total + 1)]
-    assert all(a <= b for a, b in zip(rates[:warmup], rates[1:warmup], strict=False))
+    assert all(a <= b for a, b in pairwise(rates[:warmup]))
     falling = rates[max(0, warmup - 1) :]
-    assert all(a >= b for a, b in zip(falling, falling[1:], strict=False))
+    assert all(a >= b for a, b in pairwise(falling))
     assert max(rates) <= peak
     if warmup:
         assert rates[warmup - 1] == peak

@@ -215,7 +215,7 @@ def catch(
 
 
 def violation_of(work: Callable[[], object], replicas: Sequence[Replica]) -> Caught:
-    """The violation that `work` raises, and whether it moved a replica. Raises `AssertionError` where it raises none."""
+    """The violation that `work` raises, and whether it moved a replica; `AssertionError` where it raises none."""
     before = [(r.weights_digest(), r.optimizer_digest(), r.updates) for r in replicas]
     try:
         work()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -95,7 +95,7 @@ class Settings:
 
     micro_batches: int
     sizes: tuple[int, ...] = (10, 7, 3, 1)
-    optimizer: OptimizerSpec = OptimizerSpec()
+    optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
     clip_norm: float | None = None
     seed: int = SEED
 

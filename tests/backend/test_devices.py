@@ -1,0 +1,71 @@
+"""What a list of devices means, on machines with any number of GPUs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from andon.backend.devices import named_devices, placement
+from andon.problems import InputError
+from tests.support.toy import CPU
+
+
+def _gpu(index: int) -> torch.device:
+    return torch.device("cuda", index)
+
+
+def test_names_of_devices() -> None:
+    """`cpu` as often as one likes, a GPU by its number or its torch name."""
+    assert named_devices(["cpu", 1, "cuda:0", "cpu:0"], gpus=2) == (CPU, _gpu(1), _gpu(0), CPU)
+
+
+def test_all_that_is_wrong_is_said_at_once() -> None:
+    """A GPU that is not there, one named twice, and a name that is none: each with its place and its value."""
+    with pytest.raises(InputError) as caught:
+        named_devices(["cuda:0", "tpu", 0, 2, -1], gpus=2)
+    assert [(problem.where, problem.what.split(";")[0]) for problem in caught.value.problems] == [
+        ("run.devices[1]", "'tpu' is no device"),
+        ("run.devices[2]", "GPU 0 is named twice"),
+        ("run.devices[3]", "there is no GPU 2"),
+        ("run.devices[4]", "-1 is no device"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("backend", "workers", "gpus", "devices"),
+    [
+        ("inline", 2, 4, (CPU, CPU)),
+        ("gloo", 3, 0, (CPU, CPU, CPU)),
+        ("nccl", 2, 4, (_gpu(0), _gpu(1))),
+        ("mixed", 3, 1, (_gpu(0), CPU, CPU)),
+        ("mixed", 2, 4, (_gpu(0), CPU)),
+        ("mixed", 2, 0, (CPU, CPU)),
+    ],
+)
+def test_default_placement(backend: str, workers: int, gpus: int, devices: tuple[torch.device, ...]) -> None:
+    """Without named devices: CPUs, or for nccl a GPU each, or for mixed GPUs and at least one CPU. Nothing to say."""
+    assert placement(backend, workers, None, gpus) == (backend, devices, "")
+
+
+def test_without_a_gpu_nccl_falls_back_and_says_so() -> None:
+    """F-DP-004: the run goes on on the CPU, and the user is told, by the clause's name."""
+    backend, devices, note = placement("nccl", 2, None, gpus=0)
+    assert (backend, devices) == ("gloo", (CPU, CPU))
+    assert "cpu-fallback" in note
+
+
+@pytest.mark.parametrize(
+    ("backend", "workers", "names", "gpus", "message"),
+    [
+        ("nccl", 3, None, 2, "3 workers for 2 GPUs"),
+        ("gloo", 3, ["cpu", "cpu"], 0, "2 devices for 3 workers"),
+        ("nccl", 2, [0, "cpu"], 1, "nccl needs a GPU for each worker"),
+        ("nccl", 1, [0], 0, "there is no GPU 0"),
+    ],
+)
+def test_what_cannot_be_placed_is_refused(
+    backend: str, workers: int, names: list[str | int] | None, gpus: int, message: str
+) -> None:
+    """Where the user named something, nothing falls back."""
+    with pytest.raises(InputError, match=message):
+        placement(backend, workers, names, gpus)

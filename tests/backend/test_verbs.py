@@ -1,0 +1,153 @@
+"""The four verbs mean the same on every backend: lists in, lists out, bits unchanged."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from andon.backend.base import Backend
+from andon.backend.group import GroupBackend
+from andon.backend.inprocess import InlineBackend, ThreadsBackend
+from andon.step.plan import rank_leaves
+from andon.step.reduce import TreeReduction
+from andon.step.task import Batch, LeafLoss
+from tests.support.ranks import run_ranks
+from tests.support.toy import CPU, Settings, ToyTask, build, rate
+
+SPECIAL = torch.tensor([0.0, -0.0, 1e-42, float("inf"), float("nan"), 3.5])
+IN_PROCESS = [InlineBackend, ThreadsBackend]
+
+
+def _gathered(backend: Backend) -> list[list[int]]:
+    local = [SPECIAL * (rank + 1) for rank in backend.ranks]
+    return [tensor.view(torch.int32).tolist() for tensor in backend.gather(local)]
+
+
+def _sent(source: int, destination: int, rows: int) -> torch.Tensor:
+    return torch.full((rows, 3), float(100 * source + destination))
+
+
+def _exchanged(backend: Backend, rows: Sequence[int]) -> list[list[list[list[float]]]]:
+    world = backend.world_size
+    local = [torch.stack([_sent(rank, to, rows[rank]) for to in range(world)]) for rank in backend.ranks]
+    return [[part.tolist() for part in parts] for parts in backend.exchange(local, rows)]
+
+
+def _expected_exchange(rows: Sequence[int]) -> list[list[list[list[float]]]]:
+    return [[_sent(source, to, rows[source]).tolist() for source in range(len(rows))] for to in range(len(rows))]
+
+
+ROWS = {1: (2,), 2: (1, 3), 3: (2, 0, 1), 4: (1, 1, 0, 2)}
+"""Rows that each rank sends, by world size: uneven, and none from some."""
+
+
+@pytest.mark.parametrize("kind", IN_PROCESS)
+@pytest.mark.parametrize("world", ROWS)
+def test_verbs_in_one_process(kind: type[InlineBackend], world: int) -> None:
+    """Gather gives every rank's bits by rank, exchange transposes, map is by rank."""
+    backend = kind([CPU] * world)
+    try:
+        assert _gathered(backend) == [(SPECIAL * (rank + 1)).view(torch.int32).tolist() for rank in range(world)]
+        assert _exchanged(backend, ROWS[world]) == _expected_exchange(ROWS[world])
+        assert backend.map(lambda rank: 10 * rank) == [10 * rank for rank in range(world)]
+    finally:
+        backend.close()
+
+
+def _verbs() -> tuple[int, list[list[int]], list[list[list[list[float]]]]]:
+    backend = GroupBackend("gloo", CPU)
+    return backend.ranks[0], _gathered(backend), _exchanged(backend, ROWS[backend.world_size])
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_verbs_in_a_group(world: int) -> None:
+    """A process group carries the same bits: NaN, infinities, denormals and the sign of zero included."""
+    for rank, outcome in enumerate(run_ranks(world, _verbs)):
+        assert outcome.get() == (
+            rank,
+            [(SPECIAL * (other + 1)).view(torch.int32).tolist() for other in range(world)],
+            [_expected_exchange(ROWS[world])[rank]],
+        )
+
+
+def test_a_group_backend_needs_a_group() -> None:
+    """Without an initialised process group there is nothing to be a rank of."""
+    assert not dist.is_initialized()
+    with pytest.raises(ValueError, match="not initialised"):
+        GroupBackend("gloo", CPU)
+
+
+class _MeetingTask(ToyTask):
+    """Its forward ends only when the replicas of both threads are inside of it at once."""
+
+    def __init__(self, replicas: int) -> None:
+        super().__init__()
+        self.meeting = threading.Barrier(replicas, timeout=20)
+
+    def loss_sum(self, model: nn.Module, batch: Batch) -> LeafLoss:
+        """The toy loss, after all have met."""
+        self.meeting.wait()
+        return super().loss_sum(model, batch)
+
+
+def test_threads_overlap() -> None:
+    """No lock around the forward: two replicas are inside of theirs at the same time, or the meeting would break."""
+    backend = ThreadsBackend([CPU] * 2)
+    try:
+        settings = Settings(4, sizes=(8,))
+        step, _ = build(backend, settings, _MeetingTask(2))
+        assert step(settings.batches()[0], rate(1), 1).rows == 8
+    finally:
+        backend.close()
+
+
+def test_threads_wait_for_all_before_they_raise() -> None:
+    """An error of one replica is raised when no thread works any more, so that nothing runs on behind the caller."""
+    backend = ThreadsBackend([CPU] * 3)
+    raised, done = threading.Event(), []
+
+    def work(rank: int) -> None:
+        if rank == 0:
+            raised.set()
+            raise KeyError(rank)
+        assert raised.wait(20)
+        done.append(rank)
+
+    try:
+        with pytest.raises(KeyError):
+            backend.map(work)
+        assert sorted(done) == [1, 2]
+    finally:
+        backend.close()
+
+
+@pytest.mark.parametrize("size", [1, 3, 64, 65])
+@pytest.mark.parametrize("leaves", [1, 5, 8])
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 9])
+def test_reduction_alone(world: int, leaves: int, size: int) -> None:
+    """The reducer needs no model: any size, also below the world's, gives the bits of the tree summed in one place."""
+    backend = InlineBackend([CPU] * world)
+    values = torch.randn(leaves, size, generator=torch.Generator().manual_seed(leaves))
+
+    def total(low: int, high: int) -> torch.Tensor:
+        middle = (low + high) // 2
+        return values[low] if high - low == 1 else total(low, middle) + total(middle, high)
+
+    reduction = TreeReduction(leaves, size, backend)
+    owned = rank_leaves(leaves, world)
+    local = [{node: total(*node) for node in reduction.roots_of_rank[rank]} for rank in range(world)]
+    assert [sum(high - low for low, high in roots) for roots in local] == [len(run) for run in owned]
+    for pieces in reduction(local):
+        assert torch.equal(torch.cat(pieces), total(0, leaves))
+
+
+@pytest.mark.parametrize(("leaves", "size"), [(0, 4), (4, 0)])
+def test_nothing_to_reduce_is_refused(leaves: int, size: int) -> None:
+    """No leaves or no elements is a mistake of the caller."""
+    with pytest.raises(ValueError, match=f"{leaves} leaves of {size} elements"):
+        TreeReduction(leaves, size, InlineBackend([CPU]))
