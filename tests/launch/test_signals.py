@@ -35,7 +35,9 @@ def start() -> Iterator[Start]:
         asked = {"entry": f"tests.launch.entries:{entry}", "payload": payload, "workers": 2}
         asked |= {"folder": str(folder), "timeout_s": timeout_s}
         command = [sys.executable, "-m", "tests.launch.driver", json.dumps(asked)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        # The launcher sees to it that ranks have one thread, not whoever runs the tests.
+        environ = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True, env=environ)
         started.append(process)
         return process
 
@@ -123,6 +125,7 @@ def test_two_launches_at_once_do_not_meet(tmp_path: Path, start: Start) -> None:
         found = [json.loads((folder / f"echo-{rank}.json").read_text()) for rank in (0, 1)]
         runs |= {one["run_id"] for one in found}
         stores |= {tuple(one["store"]) for one in found}
+        assert {(one["omp"], one["threads_of_the_forking_process"]) for one in found} == {("1", 1)}
     assert len(runs) == 2
     assert len(stores) == 2
 

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -70,19 +70,34 @@ def test_once_a_rank_has_died_the_others_are_killed_and_a_stuck_agent_is_left(
     assert [process.wait(PATIENCE_S) for process in ranks.values()] == [-signal.SIGKILL] * 3
 
 
+class CountingWake(Wake):
+    """Calls `then` once the supervisor has looked five times."""
+
+    def __init__(self, then: Callable[[], object]) -> None:
+        super().__init__()
+        self._looks, self._then = 0, then
+
+    def wait(self, seconds: float) -> list[int]:
+        """As it was, counted."""
+        self._looks += 1
+        if self._looks == 5:
+            self._then()
+        return super().wait(seconds)
+
+
 def test_a_rank_that_finished_takes_nobody_with_it(
-    tmp_path: Path, wake: Wake, ranks: dict[int, subprocess.Popen[bytes]]
+    tmp_path: Path, ranks: dict[int, subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 reported success and ended; rank 1, still at work, is killed only once rank 2 fails."""
-    Report(0, int(Exit.OK), "finished", 1.0).write(tmp_path)
+    """Rank 0 reported success and ended; rank 1, still at work, is not killed, though the others' time would be 0 s."""
+    monkeypatch.setattr(supervisor, "END_S", 0.0)
+    for rank in (0, 1):
+        Report(rank, int(Exit.OK), "finished", 1.0).write(tmp_path)
     ranks[0].kill()
-    ranks[0].wait()
-    agent = Agent({0: ranks[0].pid, 1: ranks[1].pid})
-    late = supervisor.END_S + 3 * supervisor.POLL_S
-    threading.Timer(late, lambda: setattr(agent, "done", True)).start()
-    seen = watch(agent, wake, tmp_path)
-    assert seen.killed == {1}
-    assert seen.died[1] - seen.died[0] >= supervisor.END_S
+    wake = CountingWake(then=ranks[1].kill)
+    seen = watch(Agent({0: ranks[0].pid, 1: ranks[1].pid}), wake, tmp_path)
+    wake.close()
+    assert seen.killed == set()
+    assert set(seen.died) == {0, 1}
 
 
 def test_ranks_whose_agent_is_gone_are_ended(
