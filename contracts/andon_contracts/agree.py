@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 Gather = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 """From one int64 vector for each local replica to one for each rank, in order of rank."""
@@ -84,3 +85,33 @@ def _decode(vector: torch.Tensor, point: str, names: Sequence[str], checksum: in
     same = schema == _SCHEMA and their_checksum == checksum and their_point == zlib.crc32(point.encode())
     values = dict(zip(names, head[_HEADER:], strict=True))
     return Observation(rank, step, sequence, point, values, payload=vector[end:], names_match=same)
+
+
+# torch 2.13 renamed the collective and warns of the old name; 2.11 has only the old one.
+_all_gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class GroupGather:
+    """A `Gather` over a process group of our own, on the CPU. One process without a group gathers from itself.
+
+    Messages up to `width` integers are sent at that width, so that a rank at another point is read and judged: a
+    collective of unequal lengths would end its process. Longer ones must have one length on all ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, width: int) -> None:
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.world_size = 1 if group is None else dist.get_world_size(group)
+        self._group = group
+        self._width = width
+
+    def __call__(self, local: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The vector of each rank, by rank, from the one of this rank. Raises what the group raises."""
+        (mine,) = local
+        length = mine.numel()
+        if self._group is None:
+            return [mine]
+        sent = mine.new_zeros(max(self._width, length))
+        sent[:length] = mine
+        received = sent.new_empty(self.world_size * sent.numel())
+        _all_gather(received, sent, group=self._group)
+        return [row[:length] for row in received.view(self.world_size, -1).unbind(0)]
