@@ -1,0 +1,83 @@
+"""What every rank observed, by rank, with step and sequence in every message."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from andon_contracts.agree import Observation, bits_of, gather_observations, real_of, signed
+
+words = st.integers(0, (1 << 64) - 1)
+
+
+def _wire(vectors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    return vectors
+
+
+@given(st.floats(allow_nan=False))
+def test_reals_travel_as_their_bits(value: float) -> None:
+    """Every real comes back, the sign of zero and infinities included; so does a NaN as a NaN."""
+    back = real_of(bits_of(value))
+    assert back == value
+    assert math.copysign(1.0, back) == math.copysign(1.0, value)
+    assert math.isnan(real_of(bits_of(math.nan)))
+
+
+@given(words)
+def test_signed_keeps_the_64_bits(word: int) -> None:
+    """An unsigned word fits torch's int64 and is the same modulo 2^64; twice is once."""
+    assert -(1 << 63) <= signed(word) < 1 << 63
+    assert signed(word) % (1 << 64) == word
+    assert signed(signed(word)) == signed(word)
+
+
+@given(st.lists(st.tuples(words, words), min_size=1, max_size=5), st.integers(0, 1 << 40))
+def test_values_arrive_by_rank_and_name(values: list[tuple[int, int]], step: int) -> None:
+    """Each rank's values come back under their names, as the signed words of the same bits, with the header."""
+    sent = [
+        Observation(rank, step, 9, "here", {"a": a, "b": b}, torch.tensor([[rank, 2], [3, 4]]))
+        for rank, (a, b) in enumerate(values)
+    ]
+    for observation, rank in zip(gather_observations(sent, _wire), range(len(values)), strict=True):
+        assert (observation.rank, observation.step, observation.sequence, observation.point) == (rank, step, 9, "here")
+        assert observation.values == {"a": signed(values[rank][0]), "b": signed(values[rank][1])}
+        assert observation.payload is not None
+        assert observation.payload.tolist() == [rank, 2, 3, 4]
+        assert observation.names_match
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Observation(1, 4, 9, "there", {"a": 1, "b": 2}),
+        Observation(1, 4, 9, "here", {"a": 1, "c": 2}),
+        Observation(1, 4, 9, "here", {"b": 1, "a": 2}),
+    ],
+)
+def test_a_message_of_another_point_or_of_other_names_is_marked(other: Observation) -> None:
+    """A rank that is somewhere else, or speaks of other things, is read as such and not as if it agreed."""
+    here = Observation(0, 4, 9, "here", {"a": 1, "b": 2})
+
+    def mixed(vectors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        sent: list[torch.Tensor] = []
+        gather_observations([other], lambda theirs: sent.extend(theirs) or theirs)
+        return [vectors[0], sent[0]]
+
+    mine, theirs = gather_observations([here], mixed)
+    assert mine.names_match
+    assert not theirs.names_match
+
+
+def test_a_failing_gather_is_not_hidden() -> None:
+    """A peer that died is the transport's error, and it is raised."""
+
+    def broken(vectors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        raise ConnectionError("peer closed")
+
+    with pytest.raises(ConnectionError):
+        gather_observations([Observation(0, 1, 1, "here", {"a": 1})], broken)

@@ -1,0 +1,127 @@
+"""How a predicate becomes a contract: on, counted, with one switch, and never by accident something less."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from andon_contracts.policy import (
+    argument,
+    clause,
+    enforced,
+    ensure,
+    evaluations,
+    require,
+    reset_evaluations,
+    suspended,
+)
+from andon_contracts.violation import Finding, Violation
+
+
+def _explain_finite(result: int, value: int) -> Finding:
+    return Finding(seen=f"{result} from {value}", step=3, ranks=(1,))
+
+
+@clause("finite", _explain_finite)
+def _positive(result: int, value: int) -> bool:
+    """A predicate under a registered name."""
+    return result > 0
+
+
+def _explain_even(value: int) -> str:
+    return f"value must be even, got {value}"
+
+
+@argument(_explain_even)
+def _even(value: int) -> bool:
+    return value % 2 == 0
+
+
+@require(_even)
+@ensure(_positive)
+def halve(value: int) -> int:
+    """Half of an even number."""
+    return value // 2
+
+
+def test_a_promise_that_holds_is_silent_and_counted() -> None:
+    """A contract that never ran proves nothing, so evaluations are counted by clause, arguments are not."""
+    reset_evaluations()
+    assert halve(4) == 2
+    assert halve(value=6) == 3
+    assert evaluations() == {"finite": 2}
+    reset_evaluations()
+    assert evaluations() == {}
+
+
+def test_a_broken_promise_is_a_violation_with_its_finding() -> None:
+    """What the system got wrong: clause, step, rank and what was seen, once evaluated and counted once."""
+    reset_evaluations()
+    with pytest.raises(Violation) as caught:
+        halve(-2)
+    assert str(caught.value) == "finite broken at step 3 on rank 1: -1 from -2"
+    assert (caught.value.clause, caught.value.step, caught.value.rank) == ("finite", 3, 1)
+    assert evaluations() == {"finite": 1}
+
+
+def test_a_wrong_argument_is_a_value_error_with_the_value() -> None:
+    """What a user got wrong is a `ValueError`, and never a violation."""
+    with pytest.raises(ValueError, match="value must be even, got 3") as caught:
+        halve(3)
+    assert not isinstance(caught.value, Violation)
+
+
+def test_the_switch_turns_clauses_off_and_on_again() -> None:
+    """Inside `suspended` no clause is evaluated or counted; arguments still are; nesting and errors restore it."""
+    reset_evaluations()
+    with pytest.raises(KeyError), suspended():
+        with suspended():
+            pass
+        assert not enforced()
+        assert halve(-2) == -1
+        with pytest.raises(ValueError, match="even"):
+            halve(3)
+        raise KeyError
+    assert enforced()
+    assert evaluations() == {}
+    with pytest.raises(Violation):
+        halve(-2)
+
+
+def test_a_predicate_that_is_not_marked_is_refused() -> None:
+    """Without a mark there would be no name, no count and icontract's own error: refused where it is written."""
+
+    def unmarked(value: int) -> bool:
+        return value > 0
+
+    for decorate in (require, ensure):
+        with pytest.raises(TypeError, match="unmarked is not marked"):
+            decorate(unmarked)
+
+
+def test_a_clause_that_is_not_registered_is_refused() -> None:
+    """A promise has an entry in the registry, or there is none."""
+    with pytest.raises(KeyError, match="no-such-clause"):
+        clause("no-such-clause", _explain_finite)
+
+
+_OPTIMISED = """
+from tests.contracts.test_policy import halve
+assert False, "under -O this is not executed"
+for value in (-2, 3):
+    try:
+        print(halve(value))
+    except Exception as error:
+        print(type(error).__name__, error)
+"""
+
+
+def test_contracts_stay_on_under_optimisation() -> None:
+    """`python -O` removes assertions and would switch icontract off; our clauses stay."""
+    done = subprocess.run([sys.executable, "-O", "-c", _OPTIMISED], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [
+        "Violation finite broken at step 3 on rank 1: -1 from -2",
+        "ValueError value must be even, got 3",
+    ]
