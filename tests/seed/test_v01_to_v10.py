@@ -41,11 +41,11 @@ def test_v01_every_sample_moves_the_weights(subject: Subject) -> None:
         for _ in range(4):
             loss, norm = reference.step(sorted_samples(16))
             result = coordinator.train_batch_parallel(sorted_samples(16))
+            for pipeline in coordinator.pipelines:
+                assert distance(weights(pipeline), reference.weights(), start) < FP32
             assert result.avg_loss == pytest.approx(loss, rel=1e-6)
             assert result.grad_norm == pytest.approx(norm, rel=1e-5)
             assert result.total == 16
-        for pipeline in coordinator.pipelines:
-            assert distance(weights(pipeline), reference.weights(), start) < FP32
 
 
 def test_v01_label_sorted_shards_are_both_learned(subject: Subject) -> None:
@@ -141,9 +141,9 @@ def test_v07_clipping_comes_once_and_after_the_reduction(subject: Subject) -> No
         result = coordinator.train_batch_parallel(samples)
         moved = flat(weights(coordinator.primary_pipeline)) - flat(start)
         wanted = flat(reference.weights()) - flat(start)
-    assert result.grad_norm == pytest.approx(norm, rel=1e-5)
-    assert float(moved.norm()) == pytest.approx(0.01, rel=1e-3)
     assert float(torch.nn.functional.cosine_similarity(moved, wanted, dim=0)) > 1 - 1e-7
+    assert float(moved.norm()) == pytest.approx(0.01, rel=1e-3)
+    assert result.grad_norm == pytest.approx(norm, rel=1e-5)
 
 
 @pytest.mark.parametrize(("replicas", "count"), [(2, 5), (4, 17)])
@@ -155,9 +155,9 @@ def test_v08_uneven_shards_weigh_by_their_samples(subject: Subject, replicas: in
     loss, norm = reference.step(samples)
     with subject.replicas(replicas) as coordinator:
         result = coordinator.train_batch_parallel(samples)
+        assert distance(weights(coordinator.pipelines[-1]), reference.weights(), start) < FP32
         assert result.avg_loss == pytest.approx(loss, rel=1e-6)
         assert result.grad_norm == pytest.approx(norm, rel=1e-5)
-        assert distance(weights(coordinator.pipelines[-1]), reference.weights(), start) < FP32
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2, 3])
