@@ -23,6 +23,7 @@ from andon_contracts.violation import Finding, Violation
 
 STEP = 6
 Values = Mapping[str, int]
+Judge = Callable[[Sequence[Observation]], object]
 START = {"layout": 1, "weights": 2, "config": 3}
 REDUCED = {
     "gradient": 11,
@@ -70,7 +71,7 @@ def base(observations: Sequence[Observation]) -> object:
     return judge_base(observations, {}, 15)
 
 
-JUDGES: Mapping[str, tuple[Callable[[Sequence[Observation]], object], Values]] = {
+JUDGES: Mapping[str, tuple[Judge, Values]] = {
     "start": (start, START),
     "reduced": (reduced, REDUCED),
     "clip": (clip, CLIPPED),
@@ -79,9 +80,7 @@ JUDGES: Mapping[str, tuple[Callable[[Sequence[Observation]], object], Values]] =
 }
 
 
-def verdict(
-    judge: Callable[[Sequence[Observation]], object], observations: Sequence[Observation]
-) -> tuple[str, Finding]:
+def verdict(judge: Judge, observations: Sequence[Observation]) -> tuple[str, Finding]:
     """Clause and finding of the violation that must be raised."""
     with pytest.raises(Violation) as caught:
         judge(observations)
@@ -187,7 +186,7 @@ def test_known_truth_names_both_of_two() -> None:
 
 
 def test_the_second_look_names_the_tensors() -> None:
-    """Of the tensors that were looked at again, those that differ are named with every rank's digest; others are not."""
+    """Of the tensors that were looked at again, those that differ are named with every rank's digest."""
     details = {"weights": {"a": (1, 1, 1), "b": (1, 1, 2), "c": (3, 3, 4)}, "optimizer": {"exp_avg": (5, 5, 6)}}
     with pytest.raises(Violation) as caught:
         judge_update(observed(UPDATED, {"weights": 9}), details, 6)

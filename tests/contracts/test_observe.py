@@ -27,7 +27,7 @@ def test_an_empty_tensor_is_finite() -> None:
 
 
 def test_digests_tell_tensors_and_names_apart() -> None:
-    """A changed bit changes the digest of its tensor and of the tree, and of no other tensor; a renamed one the tree's."""
+    """A changed bit changes the digest of its tensor and of the tree; a renamed tensor that of the tree."""
     tensors = {"a": torch.arange(5.0), "b": torch.zeros(3)}
     before, tree = digests_by_name(tensors), digest_of_tree(tensors)
     assert before["a"] == digest_of(torch.arange(5.0))
