@@ -20,7 +20,6 @@ from andon_contracts.policy import (
 )
 from andon_contracts.violation import Finding, Violation
 
-
 ROOT = Path(__file__).parents[2]
 
 
