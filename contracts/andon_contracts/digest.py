@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -95,17 +95,22 @@ class _Summer:
         self._mixed = torch.empty(self.chunk, dtype=torch.int64, device=device)
         self._scratch = torch.empty_like(self._mixed)
         self._total = torch.zeros((), dtype=torch.int64, device=device)
-        self._position = start
+        self.position = start
 
     def add(self, words: Tensor) -> None:
         """Take the next at most `chunk` int64 words."""
         count = words.numel()
         mixed, scratch = self._mixed[:count], self._scratch[:count]
         torch.add(words, self._ramp[:count], out=mixed)
-        mixed.add_(_signed(self._position * GOLDEN))
+        mixed.add_(_signed(self.position * GOLDEN))
         _mix_in_place(mixed, scratch)
         self._total.add_(mixed.sum())
-        self._position += count
+        self.position += count
+
+    def add_sum(self, total: Tensor, words: int) -> None:
+        """Take the sum of the next `words` words, computed elsewhere from `position` on."""
+        self._total.add_(total)
+        self.position += words
 
     def total(self) -> int:
         """The sum so far, modulo 2^64."""
@@ -141,13 +146,28 @@ def _pieces(tensor: Tensor, elements: int) -> Iterator[Tensor]:
         yield from _pieces(tensor[first : first + rows], elements)
 
 
+@functools.cache
+def _kernel() -> Callable[[Tensor, int], Tensor] | None:
+    """The one-pass kernel for CUDA; None where Triton is not installed."""
+    try:
+        from andon_contracts.digest_cuda import word_sum_on_device
+    except ModuleNotFoundError:
+        return None
+    return word_sum_on_device
+
+
 def _sum_contiguous(raw: Tensor, summer: _Summer) -> None:
     """Add contiguous bytes, in place where they are aligned to words."""
     whole = raw.numel() - raw.numel() % _WORD
     if raw.storage_offset() % _WORD or raw.data_ptr() % _WORD:
         whole = 0
     words = raw[:whole].view(torch.int64) if whole else raw
-    for first in range(0, whole // _WORD, summer.chunk):
+    kernel = _kernel() if raw.is_cuda and whole else None
+    summed = 0
+    if kernel is not None:
+        summer.add_sum(kernel(words, summer.position), words.numel())
+        summed = words.numel()
+    for first in range(summed, whole // _WORD, summer.chunk):
         summer.add(words[first : first + summer.chunk])
     _sum_stream([raw[whole:]], summer)
 
