@@ -140,6 +140,14 @@ def test_samples_once_of_an_epoch_that_is_not_over() -> None:
     says(samples_once.check(history("1: 0[3] 1[1] | end")), UNKNOWN, "neither the training rows nor their number")
 
 
+def test_samples_once_of_an_epoch_that_a_limit_on_updates_ends() -> None:
+    """A run of one planned update of two finishes without having seen every row, which is what was asked for."""
+    says(samples_once.check(history("start rows=4 batch_size=2 steps=1 | 1: 0[3] 1[1] | end")), UNKNOWN, "no epoch")
+    whole = "start rows=3 batch_size=2 steps=2 | 1: 0[3] 1[1] | 2: 0[2] | end"
+    says(samples_once.check(history(whole)), HOLDS)
+    says(samples_once.check(history(whole.replace("0[2]", "0[2] 1[4]"))), FALSIFIED, "expected 3, seen 4")
+
+
 def test_samples_once_counts_a_step_done_again_once() -> None:
     """A resume replays step 2: its rows were visited once in the trajectory that counts."""
     text = "start rows=4 steps=2 | 1: 0[3] 1[1] | 2: 0[2] 1[4] | resume step=1 | 2: 0[2] 1[4] | end"

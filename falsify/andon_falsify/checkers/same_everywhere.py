@@ -15,7 +15,7 @@ CLAIM = Claim(
     "optimizer state at every update, to the bit.",
 )
 
-_FIELDS = ("content", "loss", "gradient", "grad_norm", "weights", "optimizer")
+_FIELDS = ("content", "loss", "gradient", "grad_norm", "learning rate", "weights", "optimizer")
 """In causal order: the first that differs says where to look."""
 
 
@@ -70,7 +70,7 @@ def _step(event: StepEvent, twin: StepEvent, name: str, other: str) -> tuple[int
         return 1, Counterexample(what, where, str(rows[0]), str(rows[1]))
     pairs = {field: (_value(event, field), _value(twin, field)) for field in _FIELDS}
     both = {field: pair for field, pair in pairs.items() if None not in pair}
-    checked = len(both.keys() - {"content"})
+    checked = len(both.keys() - {"content", "learning rate"})
     differing = [field for field, pair in both.items() if pair[0] != pair[1]]
     if not differing:
         return checked, None
@@ -97,8 +97,9 @@ def _lengths(first: History, other: History) -> list[Counterexample]:
 
 
 def _value(event: StepEvent, field: str) -> str | None:
-    if field in ("loss", "grad_norm"):
-        number = event.loss if field == "loss" else event.grad_norm
+    numbers = {"loss": event.loss, "grad_norm": event.grad_norm, "learning rate": event.lr}
+    if field in numbers:
+        number = numbers[field]
         return None if number is None else number.hex
     return event.digests.get(field)
 

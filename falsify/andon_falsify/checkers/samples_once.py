@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from math import ceil
 
 from andon_falsify.history import History, RowId, StepEvent
 from andon_falsify.verdict import Claim, Counterexample, Verdict, conclude
@@ -22,7 +23,8 @@ def check(history: History, ids: Collection[RowId] | None = None, *, order_from:
     """Check every update's split, then every epoch of the trajectory (an update done again counts once).
 
     `ids` are the training rows; by default those of the start line, and where it lists none its number of rows.
-    An epoch is judged complete when a later one began or the history ended; an incomplete one may not repeat a row.
+    An epoch is judged complete when a later one began, or the plan was done and left room for all of its batches; an
+    incomplete one may not repeat a row.
     Orders are compared between complete epochs of at least `order_from` rows, since few rows can fall in the same
     order by chance. Unknown where ranks or batches list no rows, or no epoch was complete.
     """
@@ -86,13 +88,16 @@ def _epochs(history: History) -> dict[int, list[RowId]]:
 
 
 def _complete(history: History, epochs: Mapping[int, Sequence[RowId]]) -> tuple[int, ...]:
-    """The epochs of which every update is in the trajectory."""
+    """The epochs of which every update is in the trajectory; a limit on updates may end the last one early."""
     numbers = list(history.trajectory)
     gaps = numbers != list(range(1, len(numbers) + 1))
     if gaps or not epochs or any(event.epoch is None for event in history.trajectory.values()):
         return ()
-    planned = history.plan.steps
-    finished = history.runs[-1].finished if planned is None else len(numbers) >= planned
+    plan = history.plan
+    finished = history.runs[-1].finished if plan.steps is None else len(numbers) >= plan.steps
+    if plan.rows and plan.batch_size:
+        last = sum(event.epoch == list(epochs)[-1] for event in history.trajectory.values())
+        finished = finished and last >= ceil(plan.rows / plan.batch_size)
     return tuple(epochs if finished else list(epochs)[:-1])
 
 
