@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from andon.exits import Exit
-from andon.launch.report import FOLDER, Report, clear, exit_of, first_cause, path_of, write_for_torch
+from andon.launch.report import Report, clear, exit_of, first_cause, path_of, write_for_torch
 
 NOTICED = [Exit.RANK_LOST, Exit.RANK_SILENT, Exit.PREEMPTED]
 ROOTS = [Exit.CRASHED, Exit.USAGE, Exit.VIOLATION]
@@ -33,7 +33,7 @@ def test_a_report_is_read_as_it_was_written(
     report = Report(rank, int(exit_code), text, when, clause=text, step=step, message=text * 2)
     report.write(folder)
     assert Report.read(folder, rank) == report
-    assert [path.name for path in (folder / FOLDER).iterdir()] == [f"rank-{rank}.json"]
+    assert [path.name for path in path_of(folder, rank).parent.iterdir()] == [f"rank-{rank}.json"]
 
 
 def test_a_lone_surrogate_does_not_cost_the_report(tmp_path: Path) -> None:
