@@ -30,7 +30,8 @@ def describe(error: BaseException, rank: int) -> Report:
         code = code if 0 <= code <= 255 else Exit.CRASHED  # of 256 the system would make 0
         return Report(rank, code, cause=head or f"ended with exit code {code}", message=full, time=now)
     cause = f"{type(error).__name__}: {head}" if head else type(error).__name__
-    peer = peer_exit(error)
+    stated = getattr(error, "ends_with", None)
+    peer = stated if isinstance(stated, Exit) else peer_exit(error)
     return Report(rank, Exit.CRASHED if peer is None else peer, cause=cause, message=full, time=now)
 
 

@@ -14,8 +14,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from andon.exits import Exit
+from andon.run.folder import REPORTS
 
-FOLDER = "reports"
+FOLDER = REPORTS
 """Where in a run folder the reports lie."""
 
 UNSEEN = 255

@@ -166,13 +166,14 @@ def export_adapter(model: nn.Module, folder: Path, base_reference: str, labels: 
     stock peft resolves it, so an absolute path (see `save_base`) or a hub id. labels: names in the order of their ids.
     """
     from peft import PeftModel
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     folder.mkdir(parents=True, exist_ok=True)
     if not isinstance(model, PeftModel):
         save_base(model, folder, labels)
         return
-    save_file(adapter_tensors(model), folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    # Not `save_file`: it makes files that only their owner can read, and hides why a disk refused.
+    (folder / "adapter_model.safetensors").write_bytes(save(adapter_tensors(model), metadata={"format": "pt"}))
     _write_json(folder / "adapter_config.json", _adapter_config(model, base_reference))
     _write_labels(folder, labels)
 
@@ -221,12 +222,12 @@ def save_base(model: nn.Module, folder: Path, labels: Sequence[str]) -> None:
     What makes an adapter of the embedded model loadable by stock peft. Needed once: the base never changes.
     """
     from peft import PeftModel
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     folder.mkdir(parents=True, exist_ok=True)
     base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     tensors = {_base_name(name): _detached(value) for name, value in base.state_dict().items() if _is_base(name)}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))
     config = base.config.to_dict() | {
         "architectures": [type(base).__name__],
         "dtype": str(base.dtype).removeprefix("torch."),

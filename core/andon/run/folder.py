@@ -14,8 +14,10 @@ from enum import Enum
 from pathlib import Path
 
 from andon.problems import InputError, Problem
-from andon.run.atomic import clean_leftovers, is_leftover, json_bytes, storage, write_all
+from andon.run.atomic import clean_leftovers, is_leftover, json_bytes, remove, storage, write_all
 
+REPORTS = "reports"
+"""Where ranks say how they ended; under torchrun it may be there before the folder has an owner."""
 _LOCK = ".lock"
 _LOCK_LIMIT = 4096
 
@@ -91,14 +93,41 @@ class RunFolder:
         except FileNotFoundError:
             return State.EMPTY
         except NotADirectoryError:
-            return State.FOREIGN
+            what = "is a file" if self.path.is_file() else "a part of the path is a file"
+            raise InputError([Problem(str(self.path), f"{what}; name a folder for the run")]) from None
         except OSError as error:
             raise InputError([Problem(str(self.path), f"cannot be read: {error.strerror}")]) from error
-        if all(name == _LOCK or is_leftover(name) for name in names):
+        if all(name in (_LOCK, REPORTS) or is_leftover(name) for name in names):
             return State.EMPTY
         if not (_is_ours(self.lock) or _starts_a_ledger(self.ledger)):
             return State.FOREIGN
         return State.FINISHED if _says_finished(self.summary) else State.UNFINISHED
+
+    def begun(self) -> bool:
+        """Whether a run has left anything here that another must not write over: a line of its ledger, a checkpoint."""
+        return _starts_a_ledger(self.ledger) or (self.checkpoints.is_dir() and any(self.checkpoints.iterdir()))
+
+    def discard_unbegun(self, *, keep_folder: bool) -> None:
+        """Remove what a run left that ended before it began (its lock, empty folders, what it started from).
+
+        Nothing happens where a run has begun, or another process owns the folder. keep_folder: leave the empty folder.
+        """
+        if not _is_ours(self.lock) or self.begun():
+            return
+        handle = os.open(self.lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            clean_leftovers(self.path)
+            started = (self.config, self.environment, self.provenance, self.metrics, self.ledger, self.path / REPORTS)
+            for path in (*started, self.checkpoints, self.lock):
+                if path.exists():
+                    remove(path)
+            if not keep_folder and not any(self.path.iterdir()):
+                self.path.rmdir()
+        except BlockingIOError:
+            return
+        finally:
+            os.close(handle)
 
     @contextmanager
     def open_for_writing(self) -> Iterator[RunFolder]:

@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 
 from andon.backend.base import Backend
+from andon.exits import Exit
 from andon.step.agreement import Agreement
 from andon.step.contracts import (
     LeafPlan,
@@ -38,7 +39,9 @@ _PLAIN_WIDTH = 32
 
 
 class RankFailed(RuntimeError):
-    """Another rank's forward or backward raised; that rank reports its own error."""
+    """Another rank raised; that rank reports its own error, and this one only that it noticed."""
+
+    ends_with = Exit.RANK_LOST
 
 
 @dataclass(frozen=True)
