@@ -1,7 +1,8 @@
 """The word sum of the digest as one Triton kernel: the CPU's value, at the speed of reading the memory once.
 
 Each program mixes a run of 64-bit words with their positions and adds one partial sum atomically; sums modulo 2^64
-commute, so neither the grid nor the order is part of the result. The same pass can count the fp32 values that are not finite.
+commute, so neither the grid nor the order is part of the result. The same pass can count the fp32 values that are not
+finite.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _WARPS = 4
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _mixed_sums(words, out, count, start, BLOCK: tl.constexpr, ROUNDS: tl.constexpr, FINITE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+def _mixed_sums(words, out, count, start, BLOCK: tl.constexpr, ROUNDS: tl.constexpr, FINITE: tl.constexpr):  # type: ignore[no-untyped-def]
     program = tl.program_id(0).to(tl.int64)
     total = tl.zeros([BLOCK], dtype=tl.uint64)
     nonfinite = tl.zeros([BLOCK], dtype=tl.int32)
