@@ -1,0 +1,170 @@
+"""Checkers of a record's numbers and links: each accepts a good history, and rejects the smallest bad one."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import andon_falsify.checkers
+from andon_falsify.checkers import (
+    chain_intact,
+    loss_finite,
+    schedule,
+)
+from andon_falsify.history import History, read_lines
+from andon_falsify.notation import history
+from andon_falsify.verdict import Outcome, Verdict
+
+HOLDS, FALSIFIED, UNKNOWN, INAPPLICABLE = Outcome.HOLDS, Outcome.FALSIFIED, Outcome.UNKNOWN, Outcome.NOT_APPLICABLE
+
+
+def says(verdict: Verdict, outcome: Outcome, *words: str) -> None:
+    """Assert the outcome and that its text has each of `words`."""
+    assert verdict.outcome is outcome, verdict
+    assert [word for word in words if word not in str(verdict)] == [], verdict
+
+
+def test_chain_intact() -> None:
+    """Linked lines hold; so does a last line cut short, which is said."""
+    says(chain_intact.check(history("start | 1: 0[a] | resume step=1 | 2: 0[b]")), HOLDS)
+    says(chain_intact.check(history("start | 1: 0[a] | torn")), HOLDS, "line 2 was cut short")
+    says(chain_intact.check(history("")), UNKNOWN)
+
+
+def lines_of(text: str) -> list[bytes]:
+    """The bytes of a history's lines, written as the notation writes them."""
+    import json
+
+    return [json.dumps(event.fields).encode() + b"\n" for event in history(text).events]
+
+
+def as_history(lines: list[bytes]) -> History:
+    """The history of these bytes."""
+    return read_lines(lines, "x")
+
+
+def test_chain_intact_rejects_every_way_to_tamper() -> None:
+    """A changed, lost, swapped, repeated or foreign line, and one that is unreadable in the middle."""
+    lines = lines_of("start | 1: 0[a] | 2: 0[b] | 3: 0[c] | end")
+    says(chain_intact.check(as_history(lines)), HOLDS)
+    changed = [lines[0], lines[1].replace(b'"epoch": 0', b'"epoch": 1'), *lines[2:]]
+    assert changed != lines
+    says(chain_intact.check(as_history(changed)), FALSIFIED, "line 3: it does not follow")
+    says(chain_intact.check(as_history(lines[1:])), FALSIFIED, "line 1: it does not follow", "seq 0, seen seq 1")
+    says(chain_intact.check(as_history([*lines[:2], *lines[3:]])), FALSIFIED, "line 3", "expected seq 2, seen seq 3")
+    says(chain_intact.check(as_history([lines[0], lines[2], lines[1], *lines[3:]])), FALSIFIED)
+    says(chain_intact.check(as_history([*lines[:2], lines[1], *lines[2:]])), FALSIFIED, "seen seq 1")
+    says(chain_intact.check(history("start | garbage | 1: 0[a]")), FALSIFIED, "line 2: unreadable: not JSON")
+    says(chain_intact.check(history("start | 1: 0[a] | torn | 2: 0[b]")), FALSIFIED, "line 2: unreadable")
+    says(chain_intact.check(history("start | garbage")), FALSIFIED, "line 2: unreadable")
+
+
+def test_chain_intact_rejects_a_line_without_a_number() -> None:
+    """A missing number is a break as well."""
+    says(chain_intact.check(as_history([b'{"v":1,"kind":"end","prev":"%s"}\n' % (b"0" * 16)])), FALSIFIED, "seq None")
+
+
+@given(st.integers(0, 4), st.data())
+def test_chain_intact_rejects_any_changed_byte(line: int, data: st.DataObject) -> None:
+    """Any byte but the last line's: what follows no longer fits."""
+    lines = lines_of("start | 1: 0[a] | 2: 0[b] | 3: 0[c] | end | end")
+    place = data.draw(st.integers(0, len(lines[line]) - 2))
+    byte = data.draw(st.integers(32, 126).filter(lambda value: value != lines[line][place]))
+    lines[line] = lines[line][:place] + bytes([byte]) + lines[line][place + 1 :]
+    says(chain_intact.check(as_history(lines)), FALSIFIED)
+
+
+def test_loss_finite() -> None:
+    """NaN and infinity, in the loss or the norm, at any step."""
+    says(loss_finite.check(history("1: 0[a] loss=0.5 norm=1e30")), HOLDS)
+    says(loss_finite.check(history("1: 0[a] | 2: 0[b] loss=nan")), FALSIFIED, "step 2: the loss", "seen nan")
+    says(loss_finite.check(history("1: 0[a] norm=-inf")), FALSIFIED, "step 1: the gradient norm", "seen -inf")
+    says(loss_finite.check(history("end")), UNKNOWN)
+    read = read_lines([b'{"v":1,"kind":"step","step":1,"grad_norm":1.0}\n'], "x")
+    says(loss_finite.check(read), UNKNOWN, "step 1 records no loss")
+
+
+LAW = schedule.WarmupCosine(peak=1.0, total=10, fraction=0.2, minimum=0.1)
+
+
+def test_the_closed_form_of_the_schedule() -> None:
+    """By hand: half and full peak in the warm-up, the middle of the cosine, the minimum at the end and after."""
+    assert [LAW(1), LAW(2)] == [0.5, 1.0]
+    assert LAW(6) == pytest.approx(0.55, rel=1e-15)
+    assert [LAW(10), LAW(11)] == pytest.approx([0.1, 0.1], rel=1e-15)
+    shifted = schedule.WarmupCosine(peak=1.0, total=10, fraction=0.2, minimum=0.1, shift=1)
+    assert [shifted(1), shifted(2), shifted(3)] == [0.0, 0.5, 1.0]
+    assert shifted(7) == LAW(6)
+    assert schedule.WarmupCosine(1.0, 4, 0.0, shift=1)(1) == 1.0
+    assert schedule.WarmupCosine(1.0, 2, 1.0)(3) == 0.0
+    assert schedule.WarmupCosine(1.0, 4, 0.0, 2.0)(4) == 1.0
+
+
+@given(st.integers(1, 200), st.floats(0.0, 1.0), st.floats(1e-6, 1.0), st.floats(0.0, 1.0))
+def test_the_schedule_rises_then_falls(total: int, fraction: float, peak: float, low: float) -> None:
+    """Rising to the peak, then falling, never above it nor below the minimum after the warm-up."""
+    law = schedule.WarmupCosine(peak, total, fraction, low * peak)
+    rates = [law(step) for step in range(1, total + 1)]
+    top = int(fraction * total)
+    assert rates[:top] == sorted(rates[:top])
+    assert rates[top:] == sorted(rates[top:], reverse=True)
+    assert all(rate <= peak * (1 + 1e-15) for rate in rates)
+    assert all(rate >= low * peak * (1 - 1e-12) for rate in rates[top:])
+
+
+def rates(law: schedule.Law, steps: range) -> str:
+    """A history in which update t has the rate `law(t)`."""
+    return " | ".join(f"{step}: 0[a] lr={law(step)!r}" for step in steps)
+
+
+def test_schedule() -> None:
+    """The rates of the law hold; one that is off by more than the tolerance does not."""
+    says(schedule.check(history(rates(LAW, range(1, 11))), LAW), HOLDS)
+    says(schedule.check(history(f"1: 0[a] lr={0.5 * (1 + 1e-9)!r}"), LAW), FALSIFIED, "step 1")
+    says(schedule.check(history(f"1: 0[a] lr={0.5 * (1 + 1e-9)!r}"), LAW, tolerance=1e-8), HOLDS)
+    says(schedule.check(history("1: 0[a] lr=nan"), LAW), FALSIFIED, "seen nan")
+
+
+def test_schedule_names_whose_rate_it_is() -> None:
+    """Advanced once a micro-batch (F61), restarted on resume (F77): the rate is another step's."""
+
+    def doubled(step: int) -> float:
+        return LAW(2 * step)
+
+    says(
+        schedule.check(history(rates(doubled, range(3, 5))), LAW),
+        FALSIFIED,
+        "step 3: the learning rate",
+        "that of step 6",
+    )
+    restarted = f"{rates(LAW, range(1, 4))} | resume step=3 | 4: 0[a] lr={LAW(1)!r}"
+    says(schedule.check(history(restarted), LAW), FALSIFIED, "step 4", "it is that of step 1;")
+    says(schedule.check(history("1: 0[a] lr=7"), LAW), FALSIFIED, "off the schedule; expected")
+
+
+def test_schedule_infers_nothing_without_a_law_or_rates() -> None:
+    """No law: not applicable. No rate, no steps: unknown."""
+    says(schedule.check(history("1: 0[a]"), None), INAPPLICABLE)
+    says(schedule.check(history(""), LAW), UNKNOWN)
+    says(schedule.check(read_lines([b'{"v":1,"kind":"step","step":1}\n'], "x"), LAW), UNKNOWN, "no learning rate")
+
+
+def test_checkers_import_neither_trainer_nor_contracts_nor_torch() -> None:
+    """Of our packages a checker, a history and a verdict know only andon_falsify; they need no torch."""
+    folder = Path(andon_falsify.checkers.__file__).parent
+    beside = [folder.parent / f"{name}.py" for name in ("events", "history", "notation", "parse", "verdict")]
+    checkers = sorted(folder.glob("*.py"))
+    assert len(checkers) >= 15
+    wrong = []
+    for path in [*checkers, *beside]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            wrong += [
+                f"{path.name}: {name}" for name in names if name.split(".")[0] in ("andon", "andon_contracts", "torch")
+            ]
+    assert wrong == []
