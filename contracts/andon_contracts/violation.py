@@ -24,7 +24,7 @@ class Violation(RuntimeError):
     """A contract was broken: by a bug, by hardware, by a fault. Never by what a user typed (that is a `ValueError`).
 
     A `RuntimeError` and not icontract's `AssertionError`, so that `except AssertionError` cannot swallow it. It
-    survives pickling, hence process boundaries, with its attributes.
+    survives pickling, hence process boundaries, with its attributes: all arguments but the message have defaults.
     """
 
     def __init__(self, message: str, *, clause: str = "", finding: Finding | None = None) -> None:
@@ -51,13 +51,6 @@ class Violation(RuntimeError):
     def tensor(self) -> str:
         """The tensor or value at which it was found; empty where it is no single one."""
         return self.finding.tensor
-
-    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        return _rebuild, (type(self), str(self), self.clause, self.finding)
-
-
-def _rebuild(kind: type[Violation], message: str, clause: str, finding: Finding) -> Violation:
-    return kind(message, clause=clause, finding=finding)
 
 
 def describe(clause: str, finding: Finding) -> str:

@@ -38,10 +38,11 @@ def test_it_survives_pickling_and_copying(duplicate: object) -> None:
     Local.__qualname__ = "Local"
     for kind in (Violation, Local):
         sent = kind.of("finite", FINDING)
+        sent.add_note("on rank 2")
         arrived = duplicate(sent)  # type: ignore[operator]
         assert type(arrived) is kind
         assert (str(arrived), arrived.clause, arrived.finding) == (str(sent), "finite", FINDING)
-        assert (arrived.step, arrived.rank, arrived.tensor) == (7, 2, "lora.A")
+        assert (arrived.step, arrived.rank, arrived.tensor, arrived.__notes__) == (7, 2, "lora.A", ["on rank 2"])
     del globals()["Local"]
 
 
