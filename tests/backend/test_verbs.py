@@ -116,6 +116,9 @@ def test_threads_wait_for_all_before_they_raise() -> None:
             raised.set()
             raise KeyError(rank)
         assert raised.wait(20)
+        slow = torch.ones(128, 128)
+        for _ in range(100):
+            slow = torch.tanh(slow @ slow)
         done.append(rank)
 
     try:

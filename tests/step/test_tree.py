@@ -51,6 +51,7 @@ def test_roots_by_hand() -> None:
     assert subtree_roots((0, 8), 3, 6) == ((3, 4), (4, 6))
     assert subtree_roots((0, 8), 0, 8) == ((0, 8),)
     assert subtree_roots((0, 8), 2, 2) == ()
+    assert subtree_roots((0, 0), 0, 0) == ()
 
 
 @given(st.integers(1, 200))
