@@ -15,8 +15,8 @@ ABOVE = {
     "andon_contracts": ("andon", "andon_falsify"),
     "andon": ("andon_falsify",),
 }
-BESIDE_TRAINER = ("coordinator", "pipeline", "gradients")
-"""The seed's public names stand beside `trainer`, and one of them may use another."""
+BESIDE_TRAINING = ("coordinator", "pipeline", "gradients")
+"""The seed's public names stand beside `training`, and one of them may use another."""
 FORBIDDEN = {
     "andon.step": ("transformers", "peft", "tokenizers", "pathlib", "json", "csv", "tempfile", "shutil"),
     "andon.run": ("transformers", "peft", "tokenizers", "andon.model"),
@@ -47,7 +47,7 @@ def layers() -> dict[str, int]:
     for height, layer in enumerate(reversed(line[1].split("->"))):
         for name in re.findall(r"\w+", layer):
             heights[name] = height
-    return heights | dict.fromkeys(BESIDE_TRAINER, heights["trainer"])
+    return heights | dict.fromkeys(BESIDE_TRAINING, heights["training"])
 
 
 def offences(modules: list[Module], *forbidden: str) -> list[str]:
@@ -73,7 +73,7 @@ def test_every_part_of_core_has_its_place_in_the_architecture() -> None:
 
 
 def test_no_part_of_core_imports_a_higher_one() -> None:
-    """cli -> launch -> trainer -> its parts -> config and problems; also inside functions."""
+    """cli -> training -> its parts -> config and problems; also inside functions."""
     heights = layers()
     upwards = [
         f"{module.at(each.line)} imports {each.name}"

@@ -26,8 +26,8 @@ class GroupBackend:
             raise ValueError("the process group is not initialised")
         self.name = name
         self.world_size = dist.get_world_size(group)
-        self.ranks = (dist.get_rank(group),)
-        self.devices = (device,)
+        self.ranks: tuple[int, ...] = (dist.get_rank(group),)
+        self.devices: tuple[torch.device, ...] = (device,)
         self._group = group
         self._carrier = device if name == "nccl" else torch.device("cpu")
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from typing import NoReturn
 
+from andon.cli.messages import say
 from andon.exits import Exit
 from andon.problems import InputError
 
@@ -20,7 +20,7 @@ def main() -> NoReturn:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("typer", "pydantic", "yaml", "rich", "click"):
             raise
-        print(f"andon: {error.name} is not installed; run: pip install 'andon[train]'", file=sys.stderr)
+        say(f"{error.name} is not installed; run: pip install 'andon[train]'")
         raise SystemExit(int(Exit.USAGE)) from None
     raise SystemExit(guarded(lambda: _run(app)))
 
@@ -41,12 +41,8 @@ def guarded(work: Callable[[], int]) -> int:
         return work()
     except InputError as error:
         return _say(str(error), Exit.USAGE)
-    except KeyboardInterrupt:
-        return _say("interrupted", Exit.PREEMPTED)
     except Violation as error:
-        return _say(f"andon.Violation: {error}", Exit.VIOLATION)
-    except BrokenPipeError:
-        return int(Exit.OK)
+        return _say(str(error), Exit.VIOLATION)
     except Exception as error:  # the last resort: one line for a user, the traceback on request
         if os.environ.get(_TRACEBACK) == "1":
             raise
@@ -54,5 +50,5 @@ def guarded(work: Callable[[], int]) -> int:
 
 
 def _say(text: str, code: Exit) -> int:
-    print("\n".join(f"andon: {line}" for line in text.splitlines() or [""]), file=sys.stderr, flush=True)
+    say(text)
     return int(code)

@@ -61,15 +61,14 @@ def train(
 def init(folder: Annotated[Path, typer.Argument(help="Where config.yaml is written.")]) -> None:
     """Write a commented config.yaml with every setting at its default."""
     from andon.config.template import template
+    from andon.run.atomic import storage, write_whole
 
     target = folder / "config.yaml"
     if target.exists():
         raise InputError([Problem(str(target), "is there already")])
-    try:
+    with storage(target):
         folder.mkdir(parents=True, exist_ok=True)
-        target.write_text(template(), encoding="utf-8")
-    except OSError as error:
-        raise InputError([Problem(str(target), f"cannot be written: {error.strerror}")]) from error
+    write_whole(target, template().encode())
     typer.echo(f"wrote {target}\nnext: andon train {target}")
 
 
@@ -79,10 +78,12 @@ def check(
     overrides: Overrides = None,
 ) -> None:
     """Read configuration, data, tokenizer and model as a run would, and say what the run would do."""
-    from andon.cli.check import describe
     from andon.config.load import load_config
 
-    for line in describe(load_config(config, overrides or ())):
+    loaded = load_config(config, overrides or ())
+    from andon.training.preview import describe
+
+    for line in describe(loaded):
         typer.echo(line)
 
 
@@ -92,22 +93,27 @@ def evaluate(
     data: Annotated[Path, typer.Argument(help="Rows with labels.")],
 ) -> None:
     """Score a run's model on a file; prints JSON."""
-    from andon.training.inference import evaluate_run, load_run, require_run
+    from andon.config.source import require_file
+    from andon.training.finished import require_run
 
     folder = require_run(run)
-    if not data.is_file():
-        raise InputError([Problem(str(data), "there is no such file")])
-    typer.echo(json.dumps(evaluate_run(load_run(folder), data).as_dict(), indent=2))
+    require_file(data)
+    from andon.training.inference import evaluate_run, load_run, read_labelled
+
+    rows = read_labelled(folder, data)
+    typer.echo(json.dumps(evaluate_run(load_run(folder), rows).as_dict(), indent=2))
 
 
 @app.command()
 def predict(run: Annotated[Path, typer.Argument(help="Run folder.")]) -> None:
     """Label each line of standard input; prints one JSON object a line."""
-    from andon.training.inference import load_run, predict, require_run
+    from andon.cli.texts import read_texts
+    from andon.training.finished import require_run
 
-    loaded = load_run(require_run(run))
-    texts = (line.rstrip("\n") for line in sys.stdin)
-    for found in predict(loaded, (text for text in texts if text.strip())):
-        typer.echo(
-            json.dumps({"text": found.text, "label": found.label, "probability": round(found.probability, 6)})
-        )
+    folder = require_run(run)
+    texts = read_texts(sys.stdin.buffer)
+    from andon.training.inference import load_run, predict
+
+    for found in predict(load_run(folder), texts):
+        line = {"text": found.text, "label": found.label, "probability": round(found.probability, 6)}
+        typer.echo(json.dumps(line, ensure_ascii=False))

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import signal
-import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from andon.cli.messages import say
 from andon.config.load import load_config
 from andon.exits import Exit
 from andon.launch.context import RankContext, is_rank
-from andon.launch.launcher import launch, warm_up
+from andon.launch.launcher import PRELOAD, LaunchResult, launch, warm_up
 from andon.problems import InputError, Problem
 from andon.run.folder import RunFolder, State, default_folder
 from andon.training.entry import ENTRY, payload_of, train_rank
@@ -23,57 +24,76 @@ if TYPE_CHECKING:
 
 _IN_PROCESS = ("inline", "threads")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_PRELOAD = (*PRELOAD, "andon.training.run", "transformers.models.qwen3.modeling_qwen3")
+"""What ranks would otherwise each import for themselves."""
 
 
-def run_training(config_path: Path | None, overrides: Sequence[str], flags: Mapping[str, Any]) -> Exit:
-    """Train as configured and return how it ended. Raises `InputError` before anything is started or written."""
+def run_training(
+    config_path: Path | None, overrides: Sequence[str], flags: Mapping[str, Any], *, entry: str = ENTRY
+) -> Exit:
+    """Train as configured and return how it ended. Raises `InputError` before anything is started or written.
+
+    entry: what rank processes are started with, as "module:function".
+    """
+    started = time.time()
     if is_rank():
-        _be_a_rank(config_path, overrides, flags)
+        _be_a_rank(config_path, overrides, flags, started)
     config = load_config(config_path, overrides, flags)
-    in_process = config.run.backend in _IN_PROCESS
-    if not in_process:
-        warm_up()
     folder = RunFolder(Path(config.run.dir) if config.run.dir is not None else default_folder())
     if _nothing_to_do(config, folder):
         return Exit.OK
     _check_data(config)
-    if in_process:
-        code = _train_here(config, folder)
-    else:
-        code = _train_in_ranks(config, folder)
+    was_there = folder.path.exists()
+    try:
+        if config.run.backend in _IN_PROCESS:
+            code = _train_here(config, folder, started)
+        else:
+            code = _train_in_ranks(config, folder, started, entry)
+    finally:
+        folder.discard_unbegun(keep_folder=was_there)
     _report(folder, code)
     return code
 
 
-def _be_a_rank(config_path: Path | None, overrides: Sequence[str], flags: Mapping[str, Any]) -> None:
+def _be_a_rank(config_path: Path | None, overrides: Sequence[str], flags: Mapping[str, Any], started: float) -> None:
     """One rank of torchrun; does not return. torchrun decides the number of workers."""
     from andon.launch.rank import report_to, run_rank
 
     def work(context: RankContext) -> int:
+        asked = flags.get("run.workers")
+        if asked not in (None, context.world_size):
+            raise InputError([Problem("--workers", f"{asked} were asked for, torchrun started {context.world_size}")])
         config = load_config(config_path, overrides, {**flags, "run.workers": context.world_size})
         if config.run.backend in _IN_PROCESS:
-            raise InputError([Problem("run.backend", f"{config.run.backend} has no ranks; torchrun needs gloo or nccl")])
+            raise InputError(
+                [Problem("run.backend", f"{config.run.backend} has no ranks; torchrun needs gloo or nccl")]
+            )
         if config.run.dir is None:
             raise InputError([Problem("run.dir", "name a run folder (--run-dir): all ranks of torchrun must share it")])
-        report_to(Path(config.run.dir))
-        return train_rank(payload_of(config, Path(config.run.dir)))
+        folder = Path(config.run.dir)
+        if RunFolder(folder).state() is State.FOREIGN:
+            raise InputError([_foreign(folder)])
+        report_to(folder)
+        return train_rank(payload_of(config, folder, started))
 
     run_rank(work)
+
+
+def _foreign(path: Path) -> Problem:
+    return Problem(str(path), "holds something that is no run; name a new or an empty folder")
 
 
 def _nothing_to_do(config: Config, folder: RunFolder) -> bool:
     """Whether the folder holds a finished run that was asked to be resumed. Refuses a folder that may not be used."""
     state = folder.state()
     if state is State.FOREIGN:
-        raise InputError([Problem(str(folder.path), "holds something that is no run; name a new or an empty folder")])
+        raise InputError([_foreign(folder.path)])
     if config.run.resume != "auto":
-        if state is not State.EMPTY:
-            raise InputError(
-                [Problem(str(folder.path), "already holds a run; add --resume auto, or name another folder")]
-            )
+        if folder.begun():
+            raise InputError([Problem(str(folder.path), "holds a run; add --resume auto, or name another folder")])
         return False
     if state is State.FINISHED:
-        _say(f"resume: the run in {folder.path} is finished, nothing to do")
+        say(f"resume: the run in {folder.path} is finished, nothing to do")
         return True
     return False
 
@@ -85,59 +105,65 @@ def _check_data(config: Config) -> None:
     read_rows(config)
 
 
-def _train_here(config: Config, folder: RunFolder) -> Exit:
-    """All ranks in this process; a signal ends the run at its next step boundary."""
-    from andon.training.session import train
+def _train_here(config: Config, folder: RunFolder, started: float) -> Exit:
+    """All ranks in this process; a signal ends the run at its next step boundary, a second SIGINT at once."""
+    from andon.training.run import train
 
     asked: list[int] = []
 
     def note(signum: int, frame: FrameType | None) -> None:
-        if asked and signum == signal.SIGINT:
+        if signal.SIGINT in asked and signum == signal.SIGINT:
             raise KeyboardInterrupt
         asked.append(signum)
 
     with ExitStack() as stack:
         for signum in _SIGNALS:
             stack.callback(signal.signal, signum, signal.signal(signum, note))
-        return train(config, folder, lambda: bool(asked))
+        try:
+            return train(config, folder, lambda: bool(asked), started)
+        except KeyboardInterrupt:
+            say("ended at once: a second SIGINT asked for it; the last checkpoint stands")
+            return Exit.RANK_LOST
 
 
-def _train_in_ranks(config: Config, folder: RunFolder) -> Exit:
+def _train_in_ranks(config: Config, folder: RunFolder, started: float, entry: str) -> Exit:
     with folder.open_for_writing():
         pass  # only to refuse, before ranks are started, a folder that cannot be written or is being written
+    warm_up(_PRELOAD)
     result = launch(
-        ENTRY,
-        payload_of(config, folder.path),
+        entry,
+        payload_of(config, folder.path, started),
         workers=config.run.workers,
         run_folder=folder.path,
         timeout_s=config.run.grace_s,
     )
     if result.exit is not Exit.OK:
-        report = result.report
-        if result.exit is Exit.USAGE and report is not None:
-            _say(report.message)
-        else:
-            _say(result.cause)
+        say(_why(result))
     return result.exit
+
+
+def _why(result: LaunchResult) -> str:
+    """What a launch ended with, for a reader: a user's mistakes all of them, a violation as one line."""
+    report = result.report
+    if report is not None and result.exit is Exit.USAGE:
+        return report.message
+    if report is not None and result.exit is Exit.VIOLATION:
+        return report.cause
+    return result.cause
 
 
 def _report(folder: RunFolder, code: Exit) -> None:
     """The last lines: what came out and where it is."""
     if code is Exit.PREEMPTED:
-        _say(f"ended at a step boundary; go on with: andon train {folder.config} --run-dir {folder.path} --resume auto")
+        say(f"ended at a step boundary; go on with: andon train {folder.config} --run-dir {folder.path} --resume auto")
     if code is not Exit.OK:
         return
     from andon.run.summary import read_summary
 
     found = read_summary(folder.summary)
-    checks = sum(found.contracts.values())
-    _say(
+    say(
         f"done: {found.steps} steps on {found.world_size} {found.backend} workers in {found.wall_s:.1f} s, "
         f"held-out accuracy {found.eval['accuracy']:.4f}, macro-F1 {found.eval['macro_f1']:.4f}"
     )
-    _say(f"weights {found.weights_digest}, {checks} clause evaluations, {found.violations} violations")
-    _say(f"run folder {folder.path}")
-
-
-def _say(text: str) -> None:
-    print("\n".join(f"andon: {line}" for line in text.splitlines()), file=sys.stderr, flush=True)
+    say(f"weights {found.weights_digest}, {sum(found.contracts.values())} clause evaluations, no violation")
+    say(f"run folder {folder.path}")

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from andon.config.schema import Config
 
 ENTRY = "andon.training.entry:train_rank"
 
 
-def payload_of(config: Any, folder: Path) -> dict[str, Any]:
-    """The payload of `train_rank`: a `Config` and the run folder."""
-    return {"config": config.model_dump(mode="json"), "folder": str(folder)}
+def payload_of(config: Config, folder: Path, started: float) -> dict[str, Any]:
+    """The payload of `train_rank`: what to train, where, and when the command began (seconds since the epoch)."""
+    return {"config": config.model_dump(mode="json"), "folder": str(folder), "started": started}
 
 
 def train_rank(payload: Mapping[str, Any]) -> int:
@@ -19,7 +22,8 @@ def train_rank(payload: Mapping[str, Any]) -> int:
     from andon.config.schema import Config
     from andon.launch.rank import preempted
     from andon.run.folder import RunFolder
-    from andon.training.session import train
+    from andon.training.run import train
 
     config = Config.model_validate(payload["config"])
-    return int(train(config, RunFolder(Path(payload["folder"])), lambda: preempted() is not None))
+    folder = RunFolder(Path(payload["folder"]))
+    return int(train(config, folder, lambda: preempted() is not None, payload["started"]))

@@ -28,10 +28,10 @@ def _rows_once(row_ids: Sequence[int], planned: Sequence[int]) -> bool:
     return list(row_ids) == list(planned)
 
 
-def evaluate(
-    backend: Backend, models: Sequence[nn.Module], task: ClassificationTask, ids: Sequence[int]
-) -> Scores:
-    """Scores of the rows `ids` by the replicas' `models`, exactly the same on any number of ranks: whole batches are shared out, bits gathered.
+def evaluate(backend: Backend, models: Sequence[nn.Module], task: ClassificationTask, ids: Sequence[int]) -> Scores:
+    """Scores of the rows `ids` by the replicas' `models`, exactly the same on any number of ranks.
+
+    Whole batches are shared out, and what comes back is bits, scored alike everywhere.
 
     Raises `Violation` (`samples-once`) if what came back is not each row once.
     """
@@ -51,9 +51,7 @@ def _all_scored(result: Scores, planned: Sequence[int]) -> bool:
 
 @ensure(_all_scored)
 @ensure(_rows_once)
-def _scored(
-    row_ids: Sequence[int], planned: Sequence[int], logits: torch.Tensor, task: ClassificationTask
-) -> Scores:
+def _scored(row_ids: Sequence[int], planned: Sequence[int], logits: torch.Tensor, task: ClassificationTask) -> Scores:
     labels = task.labels_of(row_ids)
     confusion = confusion_matrix(logits.argmax(dim=1), labels, task.num_labels)
     losses: list[float] = task.row_losses(logits, labels).double().tolist()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -15,13 +15,14 @@ from andon.backend.inprocess import InlineBackend
 from andon.config.load import load_config
 from andon.config.schema import Config
 from andon.data.readers import read
+from andon.data.rows import DataSet
 from andon.data.tokens import Tokenizer, pretrained_tokenizer
 from andon.metrics.scores import Scores
 from andon.model.adapter import attach, base_digest, load_adapter, read_labels
 from andon.model.build import build_base
 from andon.model.task import ClassificationTask, collate, predictions
 from andon.problems import InputError, Problem
-from andon.run.folder import RunFolder, State
+from andon.run.folder import RunFolder
 from andon.training.evaluation import evaluate
 from andon.training.material import adapter_spec, model_spec
 from andon_contracts.digest import hex64
@@ -44,18 +45,6 @@ class Prediction:
     text: str
     label: str
     probability: float
-
-
-def require_run(path: Path) -> RunFolder:
-    """The run folder at `path` with an adapter in it. Raises `InputError` where there is none; reads no data."""
-    folder = RunFolder(path)
-    if not path.exists():
-        raise InputError([Problem(str(path), "there is no such run")])
-    if folder.state() in (State.EMPTY, State.FOREIGN):
-        raise InputError([Problem(str(path), "is no run folder of andon")])
-    if not folder.adapter.is_dir():
-        raise InputError([Problem(str(path), "has no trained adapter yet; finish it with --resume auto")])
-    return folder
 
 
 def load_run(folder: RunFolder) -> TrainedRun:
@@ -96,24 +85,30 @@ def _require_same_base(folder: RunFolder, model: nn.Module) -> None:
         )
 
 
-def evaluate_run(run: TrainedRun, data: Path) -> Scores:
-    """Scores of the rows in the file `data`, whose labels must be among the run's."""
-    columns = run.config.data
-    rows = read(data, text_column=columns.text_column, label_column=columns.label_column, labels=run.labels)
+def read_labelled(folder: RunFolder, data: Path) -> DataSet:
+    """The rows in the file `data`, whose labels must be among the run's. Raises `InputError` with all that is wrong."""
+    columns = load_config(folder.config).data
+    labels = read_labels(folder.adapter)
+    return read(data, text_column=columns.text_column, label_column=columns.label_column, labels=labels)
+
+
+def evaluate_run(run: TrainedRun, data: DataSet) -> Scores:
+    """Scores of the rows in `data` (`read_labelled`)."""
     task = ClassificationTask(
-        run.tokenizer.encode([row.text for row in rows.rows], run.config.model.max_length),
-        [row.label for row in rows.rows],
+        run.tokenizer.encode([row.text for row in data.rows], run.config.model.max_length),
+        [row.label for row in data.rows],
         num_labels=len(run.labels),
         vocab_size=run.tokenizer.vocab_size,
         pad_id=run.tokenizer.pad_id,
         max_length=run.config.model.max_length,
     )
-    return evaluate(InlineBackend([torch.device("cpu")]), [run.model], task, [row.id for row in rows.rows])
+    return evaluate(InlineBackend([torch.device("cpu")]), [run.model], task, [row.id for row in data.rows])
 
 
-def predict(run: TrainedRun, texts: Iterator[str], batch_size: int = 64) -> Iterator[Prediction]:
+def predict(run: TrainedRun, texts: Iterable[str], batch_size: int = 64) -> Iterator[Prediction]:
     """The prediction of each text, in order, as soon as its batch is full."""
-    while batch := list(islice(texts, batch_size)):
+    waiting = iter(texts)
+    while batch := list(islice(waiting, batch_size)):
         yield from _predicted(run, batch)
 
 

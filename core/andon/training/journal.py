@@ -1,35 +1,36 @@
-"""What a run leaves in its folder while it trains: the ledger, metrics, checkpoints. Rank 0 writes, the others do not."""
+"""What a run leaves in its folder while it trains: the ledger, metrics, checkpoints. Rank 0 alone writes."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import Any, TextIO
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from andon.metrics.scores import Scores
+from andon.run.atomic import storage, write_all, write_whole
 from andon.run.checkpoint import prune, save_checkpoint
 from andon.run.folder import RunFolder
-from andon.run.ledger import LedgerWriter, same_again
-from andon.step.plan import GlobalBatch, flatten
+from andon.run.ledger import LedgerWriter
+from andon.run.sealed import MANIFEST
+from andon.step.plan import GlobalBatch
 from andon.step.step import StepResult
 from andon.training.progress import ProgressView
 from andon.training.trainer import Progress
-from andon_contracts.digest import hex64
 from andon_contracts.fields import Real
-from andon_contracts.policy import clause, require
-from andon_contracts.record import Evaluation, RankPart, Record, Saved, Step, StepDigests
-from andon_contracts.violation import Finding
+from andon_contracts.record import Evaluation, Record, Saved, Step
 
 
 class SilentJournal:
     """The journal of every rank but 0."""
 
-    def step(self, batch: GlobalBatch, result: StepResult) -> None:
+    def step(self, batch: GlobalBatch, result: StepResult, record: Step) -> None:
         """Nothing is written."""
 
     def evaluated(self, step: int, epoch: int, scores: Scores, what: str) -> None:
@@ -42,56 +43,70 @@ class SilentJournal:
         """Nothing is held."""
 
 
-def _explain_again(step: int, differences: tuple[str, ...]) -> Finding:
-    return Finding(seen=f"the step was done before with other results: {'; '.join(differences)}", step=step)
+class MetricsWriter:
+    """Appends lines of JSON, each whole or not at all; a disk that refuses one is an `InputError`.
+
+    Lines after `done` steps, which an interrupted run has left and which will be written again, are dropped first.
+    """
+
+    def __init__(self, path: Path, done: int) -> None:
+        self._path = path
+        if path.exists():
+            write_whole(path, b"".join(line for line in path.read_bytes().splitlines(True) if _is_up_to(line, done)))
+        with storage(path):
+            self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        self._size = os.fstat(self._handle).st_size
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Append one line."""
+        data = (json.dumps(line) + "\n").encode()
+        with storage(self._path):
+            try:
+                write_all(self._handle, data)
+            except BaseException:
+                os.ftruncate(self._handle, self._size)
+                raise
+        self._size += len(data)
+
+    def close(self) -> None:
+        """Close the file; more than once is harmless."""
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1
 
 
-@clause("resume-exact", _explain_again)
-def _repeated_exactly(step: int, differences: tuple[str, ...]) -> bool:
-    """A step that is done again gives what it gave."""
-    return not differences
-
-
-@require(_repeated_exactly)
-def judge_repeat(step: int, differences: tuple[str, ...]) -> None:
-    """After a resume: nothing differs between both records of `step`. Raises `Violation`."""
+def _is_up_to(line: bytes, done: int) -> bool:
+    try:
+        return line.endswith(b"\n") and int(json.loads(line)["step"]) <= done
+    except (ValueError, KeyError, TypeError):
+        return False
 
 
 class FolderJournal:
-    """Writes the run folder. Each line is flushed at its step; a full disk is an `InputError` at that step."""
+    """Writes the run folder. Each line is written at its step; a full disk is an `InputError` at that step."""
 
     def __init__(
         self,
         folder: RunFolder,
         ledger: LedgerWriter,
+        metrics: MetricsWriter,
+        view: ProgressView,
         tensors: Callable[[], Mapping[str, torch.Tensor]],
         fixed_state: Mapping[str, Any],
-        view: ProgressView,
-        backend: str,
-        world_size: int,
-        earlier: Mapping[int, Step],
         keep: int,
     ) -> None:
-        """tensors: the state to save. fixed_state: what every checkpoint says of the run. earlier: steps that an
-        interrupted run has already recorded after the checkpoint it resumes from. keep: checkpoints to keep."""
+        """tensors: the state to save. fixed_state: what every checkpoint says of the run. keep: checkpoints to keep."""
         self._folder = folder
         self._ledger = ledger
+        self._metrics = metrics
+        self._view = view
         self._tensors = tensors
         self._fixed_state = dict(fixed_state)
-        self._view = view
-        self._backend = backend
-        self._world_size = world_size
-        self._earlier = dict(earlier)
         self._keep = keep
-        self._metrics: TextIO = folder.metrics.open("a", encoding="utf-8")
         self._since = time.perf_counter()
 
-    def step(self, batch: GlobalBatch, result: StepResult) -> None:
+    def step(self, batch: GlobalBatch, result: StepResult, record: Step) -> None:
         """The ledger line, the metrics line, the progress."""
-        record = self._record(batch, result)
-        earlier = self._earlier.pop(batch.step, None)
-        if earlier is not None and result.digests:
-            judge_repeat(batch.step, same_again(earlier, record))
         self._ledger.append(record)
         now = time.perf_counter()
         line = {
@@ -105,31 +120,25 @@ class FolderJournal:
             "seconds": round(now - self._since, 6),
         }
         self._since = now
-        self._write_metrics(line)
+        self._metrics.write(line)
         self._view.step(batch, result)
 
     def evaluated(self, step: int, epoch: int, scores: Scores, what: str) -> None:
         """The scores, in the ledger and among the metrics."""
-        values = {
-            name: Real.of(value)
-            for name, value in scores.as_dict().items()
-            if isinstance(value, float) and not isinstance(value, bool)
-        }
+        plain = {name: value for name, value in scores.as_dict().items() if isinstance(value, float)}
+        reals = {name: Real.of(value) for name, value in plain.items()}
         self._ledger.append(
-            Evaluation(step=step, epoch=epoch, rows=scores.rows, scores=values, confusion=scores.confusion)
+            Evaluation(step=step, epoch=epoch, rows=scores.rows, scores=reals, confusion=scores.confusion)
         )
-        plain = {name: real.value for name, real in values.items()}
-        self._write_metrics({"step": step, "epoch": epoch, "what": what, "rows": scores.rows, **plain})
+        self._metrics.write({"step": step, "epoch": epoch, "what": what, "rows": scores.rows, **plain})
         self._view.evaluated(step, scores, what)
 
     def checkpoint(self, progress: Progress, *, best: bool) -> None:
         """The whole state, written whole or not at all; then old ones are pruned, the best is always kept."""
         self._ledger.sync()
-        count, head = self._ledger.head
-        state = {**self._fixed_state, "progress": _finite(asdict(progress)), "ledger": {"lines": count, "digest": head}}
-        tensors = self._tensors()
-        path = save_checkpoint(self._folder.checkpoints, progress.step, tensors, state)
-        digest = json.loads((path / "manifest.json").read_text())["digest"]
+        state = {**self._fixed_state, "progress": _exact(asdict(progress))}
+        path = save_checkpoint(self._folder.checkpoints, progress.step, self._tensors(), state, self._ledger.head)
+        digest = json.loads((path / MANIFEST).read_bytes())["digest"]
         self._ledger.append(Saved(step=progress.step, name=path.name, digest=digest, best=best))
         prune(self._folder.checkpoints, self._keep, best=progress.best_step or None)
 
@@ -143,49 +152,13 @@ class FolderJournal:
         return self._ledger.head
 
     def close(self) -> None:
-        """Flush and close everything; more than once is harmless."""
+        """Close everything; more than once is harmless."""
         self._view.close()
         self._metrics.close()
         self._ledger.close()
 
-    def _write_metrics(self, line: Mapping[str, Any]) -> None:
-        self._metrics.write(json.dumps(line) + "\n")
-        self._metrics.flush()
 
-    def _record(self, batch: GlobalBatch, result: StepResult) -> Step:
-        parts = batch.micro_batches(len(result.leaves))
-        owned: dict[int, list[int]] = {rank: [] for rank in range(self._world_size)}
-        for leaf in result.leaves:
-            owned[leaf.rank].append(leaf.index)
-        digests = {name: hex64(value) for name, value in result.digests.items()}
-        none = dict.fromkeys(("content", "gradient", "weights", "optimizer"), "0" * 16)
-        return Step(
-            step=result.step,
-            epoch=batch.epoch,
-            position=batch.position,
-            ids=batch.ids,
-            count=result.rows,
-            lr=Real.of(result.rate),
-            loss=Real.of(result.loss),
-            grad_norm=Real.of(result.grad_norm),
-            correct=result.correct,
-            world=self._world_size,
-            backend=self._backend,
-            digests=StepDigests(**{**none, **digests}),
-            ranks=tuple(
-                RankPart(
-                    rank=rank,
-                    leaves=tuple(leaves),
-                    ids=flatten([parts[index] for index in leaves]),
-                    **{name: hex64(value) for name, value in (result.ranks[rank] if result.ranks else {}).items()}
-                    or {"weights": "0" * 16},
-                )
-                for rank, leaves in owned.items()
-            ),
-        )
-
-
-def _finite(values: dict[str, Any]) -> dict[str, Any]:
+def _exact(values: dict[str, Any]) -> dict[str, Any]:
     """Reals as hex, so that a checkpoint's state is strict JSON and exact."""
     return {name: value.hex() if isinstance(value, float) else value for name, value in values.items()}
 
@@ -194,7 +167,9 @@ def progress_from(state: Mapping[str, Any]) -> Progress:
     """The progress that a checkpoint's state holds. Raises `ValueError` for one of another form."""
     try:
         found = state["progress"]
-        values = {name: float.fromhex(value) if isinstance(value, str) else int(value) for name, value in found.items()}
+        values: dict[str, Any] = {
+            name: float.fromhex(value) if isinstance(value, str) else int(value) for name, value in found.items()
+        }
         return Progress(**values)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         msg = f"the checkpoint's state has no usable progress: {error}"
@@ -203,4 +178,6 @@ def progress_from(state: Mapping[str, Any]) -> Progress:
 
 def say(text: str) -> None:
     """One plain line for whoever watches the run."""
-    print(text, file=sys.stderr, flush=True)
+    # One write: `print` makes two, and ranks share one stderr.
+    sys.stderr.write(f"andon: {text}\n")
+    sys.stderr.flush()

@@ -68,9 +68,7 @@ def _tokenizer(config: Config) -> Tokenizer:
     return pretrained_tokenizer(config.model.base, local_only=Path(config.model.base).is_dir())
 
 
-def _task(
-    config: Config, data: DataSet, tokenizer: Tokenizer, weights: Sequence[float]
-) -> ClassificationTask:
+def _task(config: Config, data: DataSet, tokenizer: Tokenizer, weights: Sequence[float]) -> ClassificationTask:
     return ClassificationTask(
         tokenizer.encode([row.text for row in data.rows], config.model.max_length),
         [row.label for row in data.rows],

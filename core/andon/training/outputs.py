@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -15,7 +13,8 @@ from andon.config.load import to_yaml
 from andon.config.schema import Config
 from andon.metrics.scores import Scores
 from andon.model.adapter import export_adapter, save_base
-from andon.run.atomic import storage, temporary_beside, write_json, write_whole
+from andon.problems import InputError, Problem
+from andon.run.atomic import whole_folder, write_json, write_whole
 from andon.run.folder import RunFolder
 from andon.run.provenance import fingerprint, write_provenance
 from andon.run.summary import Head, Summary, write_summary
@@ -56,37 +55,34 @@ def write_start(
 
 
 def write_adapter(folder: RunFolder, model: nn.Module, material: Material) -> None:
-    """The trained adapter as a PEFT folder, with its tokenizer, whole or not at all; for the embedded model also its base.
+    """The trained adapter as a PEFT folder with its tokenizer, whole or not at all; the embedded model also its base.
 
     Stock peft resolves the base by the absolute path (or hub id) in the adapter's configuration.
     """
     base = material.model.base
     reference = str(Path(base).resolve()) if base is not None and Path(base).is_dir() else base
-    with storage(folder.path):
-        if reference is None and material.adapter.kind != "none":
-            beside = folder.path / "base"
-            _replace(beside, lambda path: save_base(model, path, material.labels))
-            reference = str(beside.resolve())
-        _replace(folder.adapter, lambda path: _export(path, model, material, reference or ""))
+    if reference is None and material.adapter.kind != "none":
+        beside = folder.path / "base"
+        with whole_folder(beside) as path:
+            save_base(model, path, material.labels)
+        reference = str(beside.resolve())
+    with whole_folder(folder.adapter) as path:
+        export_adapter(model, path, reference or "", material.labels)
+        _save_tokenizer(material, path)
 
 
-def _export(path: Path, model: nn.Module, material: Material, reference: str) -> None:
-    export_adapter(model, path, reference, material.labels)
-    material.tokenizer.save(path)
+def _save_tokenizer(material: Material, path: Path) -> None:
+    try:
+        material.tokenizer.save(path)
+    except OSError:
+        raise
+    except Exception as error:  # the tokenizers library raises a bare Exception for a disk that refuses
+        if type(error) is not Exception:
+            raise
+        raise InputError([Problem(str(path.parent), f"the tokenizer cannot be written: {error}")]) from error
 
 
-def _replace(final: Path, fill: Any) -> None:
-    """Fill a temporary folder and put it in the place of `final`."""
-    temporary = temporary_beside(final)
-    fill(temporary)
-    if final.exists():
-        shutil.rmtree(final)
-    temporary.rename(final)
-
-
-def write_results(
-    folder: RunFolder, environment: Mapping[str, object], result: Result, scores: Scores | None
-) -> None:
+def write_results(folder: RunFolder, environment: Mapping[str, object], result: Result, scores: Scores | None) -> None:
     """The summary, last of all: a folder that holds a finished one is a finished run."""
     count, digest = result.ledger_head
     write_summary(

@@ -9,6 +9,7 @@ from torch import nn
 
 from andon.backend.base import Backend
 from andon.model.adapter import trainable_parameters
+from andon.problems import InputError, Problem
 from andon.step.keyed import KeyedRandomness, needs_full_interception
 from andon.step.replica import OptimizerSpec, Replica
 from andon.step.task import Task
@@ -20,8 +21,20 @@ def build_replicas(
     """One replica for each local rank of `backend`, all with the weights of `model` (on the CPU, as built).
 
     sample: a row for the one forward pass that finds out how the model draws its random numbers.
-    Raises `ValueError` (`UnkeyedRandomnessError`) for a model whose randomness cannot be keyed by micro-batch.
+    Raises `InputError` for a model that cannot be trained to the same bits anywhere: whose random numbers cannot be
+    keyed by micro-batch, or that keeps running statistics.
     """
+    try:
+        return _built(model, backend, optimizer, seed, task, sample)
+    except InputError:
+        raise
+    except ValueError as error:
+        raise InputError([Problem("model.base", str(error))]) from error
+
+
+def _built(
+    model: nn.Module, backend: Backend, optimizer: OptimizerSpec, seed: int, task: Task, sample: int
+) -> list[Replica]:
     replicas: list[Replica] = []
     on_device: dict[torch.device, nn.Module] = {}
     for device in backend.devices:

@@ -31,6 +31,7 @@ class Rows:
 
 def read_rows(config: Config) -> Rows:
     """The rows that `config` names, split once and for all. Raises `InputError` with all that is wrong with them."""
+    evaluation: DataSet | None
     if config.data.train is None:
         train, evaluation = embedded(config.seed)
     else:
@@ -48,6 +49,4 @@ def _picked(ids: Sequence[int], places: Sequence[int]) -> tuple[int, ...]:
 
 
 def _read(config: Config, path: str, labels: Sequence[str] | None) -> DataSet:
-    return read(
-        Path(path), text_column=config.data.text_column, label_column=config.data.label_column, labels=labels
-    )
+    return read(Path(path), text_column=config.data.text_column, label_column=config.data.label_column, labels=labels)

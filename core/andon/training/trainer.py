@@ -1,7 +1,8 @@
 """Epochs, evaluation, checkpoints and early stopping around the step. The same decisions on every rank.
 
 Every decision here is a function of bits that are equal on all ranks (the step's results, the scores of a gathered
-table), so nothing has to be agreed on but what only one rank can know: that it was asked to stop.
+table), so nothing has to be agreed on but what only one rank can know: that it was asked to stop, and that it could
+not write a checkpoint.
 """
 
 from __future__ import annotations
@@ -11,12 +12,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+import torch
+
 from andon.backend.base import Backend
 from andon.metrics.scores import Scores
+from andon.problems import InputError
 from andon.step.plan import BatchPlan, GlobalBatch
-from andon.step.replica import Replica
 from andon.step.schedule import WarmupCosine
-from andon.step.step import StepResult, TrainingStep
+from andon.step.step import RankFailed, StepResult, TrainingStep
+from andon.training.repeat import Repeats, step_record
+from andon_contracts.record import Step
+from andon_contracts.violation import Finding, Violation
 
 
 @dataclass(frozen=True)
@@ -41,8 +47,8 @@ class Outcome:
 class Journal(Protocol):
     """Who writes down what happens. Rank 0's writes files, the others' nothing."""
 
-    def step(self, batch: GlobalBatch, result: StepResult) -> None:
-        """One update was done."""
+    def step(self, batch: GlobalBatch, result: StepResult, record: Step) -> None:
+        """One update was done; `record` is what the ledger says of it."""
         ...
 
     def evaluated(self, step: int, epoch: int, scores: Scores, what: str) -> None:
@@ -53,17 +59,26 @@ class Journal(Protocol):
         """Write the whole state after `progress.step` updates."""
         ...
 
+    def close(self) -> None:
+        """Give back what is held; more than once is harmless."""
+        ...
+
+
+_WRITTEN, _REFUSED, _BROKEN = 0, 1, 2
+"""What became of a checkpoint on the rank that writes it."""
+
 
 @dataclass
 class Trainer:
     """Runs the plan from a point on.
 
     evaluate: scores of the validation rows (None where there are none). stop_asked: whether this process was asked to
-    end at the next step boundary. base_digest: of the frozen weights at the start.
+    end at the next step boundary. base_digest: of the frozen weights at the start. repeats: steps done before, which
+    must be repeated exactly. progress, weights: where the run is, and the digest of the weights there; both are of the
+    last step that held, whatever happens in the next.
     """
 
     backend: Backend
-    replicas: list[Replica]
     step: TrainingStep
     plan: BatchPlan
     schedule: WarmupCosine
@@ -71,51 +86,86 @@ class Trainer:
     evaluate: Callable[[], Scores] | None
     stop_asked: Callable[[], bool]
     base_digest: int
+    repeats: Repeats
+    progress: Progress
+    weights: int
     patience: int | None = None
     checkpoint_every: int | None = None
     evaluate_every: int | None = None
     base_every: int = 50
     _saved_at: int = field(default=-1, init=False)
 
-    def run(self, progress: Progress) -> Outcome:
-        """Train from `progress` to the end of the plan, early stopping, or a request to stop."""
-        while progress.step < self.plan.total_steps:
-            batch = self.plan.batch(progress.step + 1)
-            result = self.step(batch, self.schedule.rate(batch.step), batch.step, stop=self.stop_asked())
-            progress = replace(progress, step=batch.step, last_loss=result.loss)
-            self.journal.step(batch, result)
-            progress, best = self._look(batch, progress)
-            self._keep(batch.step, progress, best=best, stopping=result.stop)
-            if self.patience is not None and progress.bad_epochs >= self.patience:
-                return self._end(progress, "early-stopping")
-            if result.stop and progress.step < self.plan.total_steps:
-                return Outcome(progress, "preempted")
-        return self._end(progress, "finished")
+    def run(self) -> Outcome:
+        """Train from `progress` to the end of the plan, early stopping, or a request to stop.
 
-    def _look(self, batch: GlobalBatch, progress: Progress) -> tuple[Progress, bool]:
-        """Evaluate where it is due; at an epoch's end that also decides what is best and when to give up."""
+        Raises `Violation` on every rank alike, `InputError` on a rank whose disk refuses (`RankFailed` on the others).
+        """
+        stop = False
+        while self.progress.step < self.plan.total_steps:
+            if self.patience is not None and self.progress.bad_epochs >= self.patience:
+                return self._end("early-stopping")
+            if stop:
+                return Outcome(self.progress, "preempted")
+            stop = self._advance(self.plan.batch(self.progress.step + 1))
+        return self._end("finished")
+
+    def _advance(self, batch: GlobalBatch) -> bool:
+        """One update and what belongs to it; whether any rank was asked to stop."""
+        result = self.step(batch, self.schedule.rate(batch.step), batch.step, stop=self.stop_asked())
+        record = step_record(batch, result, self.backend.world_size, self.backend.name)
+        self.repeats.judge(record)
+        self.progress = replace(self.progress, step=batch.step, last_loss=result.loss)
+        self.weights = result.digests.get("weights", self.weights)
+        self.journal.step(batch, result, record)
+        best = self._look(batch)
+        self._keep(batch.step, best=best, stopping=result.stop)
+        return result.stop
+
+    def _look(self, batch: GlobalBatch) -> bool:
+        """Evaluate where it is due; at an epoch's end that also decides what is best (returned) and when to give up."""
         epoch_end = self.plan.is_epoch_end(batch.step)
         due = epoch_end or (self.evaluate_every is not None and batch.step % self.evaluate_every == 0)
         if self.evaluate is None or not due:
-            return progress, False
+            return False
         scores = self.evaluate()
         self.journal.evaluated(batch.step, batch.epoch, scores, "validation")
         if not epoch_end or scores.loss is None:
-            return progress, False
-        if scores.loss < progress.best_loss:
-            return replace(progress, best_loss=scores.loss, best_step=batch.step, bad_epochs=0), True
-        return replace(progress, bad_epochs=progress.bad_epochs + 1), False
+            return False
+        if scores.loss < self.progress.best_loss:
+            self.progress = replace(self.progress, best_loss=scores.loss, best_step=batch.step, bad_epochs=0)
+            return True
+        self.progress = replace(self.progress, bad_epochs=self.progress.bad_epochs + 1)
+        return False
 
-    def _keep(self, step: int, progress: Progress, *, best: bool, stopping: bool) -> None:
+    def _keep(self, step: int, *, best: bool, stopping: bool) -> None:
         periodic = self.checkpoint_every is not None and step % self.checkpoint_every == 0
         saving = periodic or stopping or self.plan.is_epoch_end(step)
         if saving or step % self.base_every == 0:
             self.step.attest_base(step, self.base_digest)
         if saving:
-            self.journal.checkpoint(progress, best=best)
+            self._save(best=best)
             self._saved_at = step
 
-    def _end(self, progress: Progress, reason: str) -> Outcome:
-        if self._saved_at != progress.step:
-            self.step.attest_base(progress.step, self.base_digest)
-        return Outcome(progress, reason)
+    def _save(self, *, best: bool) -> None:
+        """Have the checkpoint written, and tell every rank what became of it."""
+        error: InputError | Violation | None = None
+        try:
+            self.journal.checkpoint(self.progress, best=best)
+        except (InputError, Violation) as refused:
+            error = refused
+        outcome = _WRITTEN if error is None else _BROKEN if isinstance(error, Violation) else _REFUSED
+        outcomes = self.backend.gather([torch.tensor([outcome], device=device) for device in self.backend.devices])
+        if error is not None:
+            raise error
+        for rank, what in enumerate(map(int, outcomes)):
+            if what == _BROKEN:
+                seen = f"rank {rank} did not read back what it wrote"
+                raise Violation.of("checkpoint-whole", Finding(seen, step=self.progress.step, ranks=(rank,)))
+            if what == _REFUSED:
+                msg = f"rank {rank} could not write the checkpoint of step {self.progress.step}"
+                raise RankFailed(msg)
+
+    def _end(self, reason: str) -> Outcome:
+        if self._saved_at != self.progress.step:
+            self.step.attest_base(self.progress.step, self.base_digest)
+        return Outcome(self.progress, reason)

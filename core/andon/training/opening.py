@@ -1,0 +1,131 @@
+"""How a run begins, or goes on: all ranks alike, what it starts from written down, its files open."""
+
+from __future__ import annotations
+
+import hashlib
+
+from andon.config.identity import config_digest
+from andon.problems import InputError, Problem
+from andon.run.checkpoint import Checkpoint
+from andon.run.ledger import LedgerError, LedgerWriter, read_ledger
+from andon.run.provenance import fingerprint
+from andon.step.state import state_tensors
+from andon.training.journal import FolderJournal, MetricsWriter, SilentJournal, say
+from andon.training.outputs import write_start
+from andon.training.progress import ProgressView
+from andon.training.resume import run_identity
+from andon.training.session import Session
+from andon.training.trainer import Journal, Progress
+from andon_contracts.digest import hex64
+from andon_contracts.record import Broken, Plan, Record, Resume, Start
+
+
+def agree_on_start(session: Session, progress: Progress) -> None:
+    """Every rank starts from the same state, data, versions and place in the plan. Raises `Violation` on all ranks."""
+    session.step.attest_start(
+        {
+            "configuration": _number(config_digest(session.config)),
+            "data": _number(session.material.rows.digest),
+            "tokenizer": _number(session.material.tokenizer.digest),
+            "versions": _number(repr(sorted(fingerprint(session.environment).items()))),
+            "optimizer": session.primary.optimizer_digest(),
+            "progress": _number(repr(progress)),
+        }
+    )
+
+
+def _number(text: str) -> int:
+    """64 bits of SHA-256 of a text, to compare texts of ranks as integers."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+
+
+def earlier_violations(session: Session) -> int:
+    """Violations that this run has recorded before it was resumed."""
+    if not session.folder.ledger.exists():
+        return 0
+    return sum(isinstance(record, Broken) for record in read_ledger(session.folder.ledger))
+
+
+def open_journal(session: Session, checkpoint: Checkpoint | None, progress: Progress) -> Journal:
+    """Where this rank writes what happens. On rank 0 what the run starts from is on disk before the ledger's line.
+
+    Raises `InputError` for a disk that refuses and for a ledger that is damaged.
+    """
+    if not session.writes:
+        return SilentJournal()
+    folder, config = session.folder, session.config
+    digests = _named_digests(session)
+    write_start(folder, config, session.environment, session.material, digests)
+    try:
+        ledger = LedgerWriter(folder.ledger)
+    except LedgerError as error:
+        raise InputError([Problem("", str(error))]) from error
+    first = _start(session) if ledger.head[0] == 0 else _resume(session, checkpoint, progress, ledger.torn)
+    ledger.append(first)
+    _announce(session)
+    return FolderJournal(
+        folder=folder,
+        ledger=ledger,
+        metrics=MetricsWriter(folder.metrics, progress.step),
+        view=ProgressView(session.material.plan.total_steps, config.run.log_every, config.run.progress, progress.step),
+        tensors=lambda: state_tensors(session.primary),
+        fixed_state={"identity": run_identity(session), "fingerprint": fingerprint(session.environment)},
+        keep=config.training.keep_checkpoints,
+    )
+
+
+def _named_digests(session: Session) -> dict[str, str]:
+    return {"initial_weights": hex64(session.initial_weights), "base": hex64(session.base)}
+
+
+def _state_digests(session: Session) -> dict[str, str]:
+    return {
+        "weights": hex64(session.primary.weights_digest()),
+        "base": hex64(session.base),
+        "data": hex64(_number(session.material.rows.digest)),
+    }
+
+
+def _start(session: Session) -> Record:
+    plan = session.material.plan
+    return Start(
+        run=session.folder.path.name,
+        fingerprint=fingerprint(session.environment),
+        identity=config_digest(session.config),
+        plan=Plan(
+            rows=len(plan.ids),
+            batch_size=plan.batch_size,
+            micro_batches=plan.micro_batches,
+            seed=plan.seed,
+            epochs=plan.epochs,
+            steps=plan.total_steps,
+        ),
+        digests=_state_digests(session),
+        world=session.backend.world_size,
+        backend=session.backend.name,
+    )
+
+
+def _resume(session: Session, checkpoint: Checkpoint | None, progress: Progress, torn: int) -> Record:
+    return Resume(
+        step=progress.step,
+        identity=config_digest(session.config),
+        fingerprint=fingerprint(session.environment),
+        digests=_state_digests(session),
+        world=session.backend.world_size,
+        backend=session.backend.name,
+        name=checkpoint.path.name if checkpoint is not None else None,
+        torn=torn,
+    )
+
+
+def _announce(session: Session) -> None:
+    material, backend = session.material, session.backend
+    plan = material.plan
+    say(
+        f"training on {len(plan.ids)} rows, {plan.total_steps} steps of {plan.batch_size} rows in "
+        f"{plan.micro_batches} micro-batches, {backend.world_size} {backend.name} workers"
+    )
+    if material.tokenizer.truncated:
+        limit = session.config.model.max_length
+        say(f"note: {material.tokenizer.truncated} texts were cut to {limit} tokens (model.max_length)")

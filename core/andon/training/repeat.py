@@ -1,0 +1,107 @@
+"""Steps that are done again after a resume give what they gave before the run was interrupted (`resume-exact`).
+
+Every rank reads the same ledger and judges the same step, so all of them end alike where one was not repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from andon.run.ledger import read_ledger, same_again
+from andon.step.plan import GlobalBatch, flatten
+from andon.step.step import StepResult
+from andon_contracts.digest import hex64
+from andon_contracts.fields import Real
+from andon_contracts.policy import clause, require
+from andon_contracts.record import RankPart, Resume, Start, Step, StepDigests
+from andon_contracts.violation import Finding
+
+_UNKNOWN = "0" * 16
+"""The digest of what was not looked at, because the contracts were off."""
+
+
+def _explain(step: int, differences: tuple[str, ...]) -> Finding:
+    return Finding(seen=f"the step was done before with other results: {'; '.join(differences)}", step=step)
+
+
+@clause("resume-exact", _explain)
+def _repeated_exactly(step: int, differences: tuple[str, ...]) -> bool:
+    """A step that is done again gives what it gave."""
+    return not differences
+
+
+@require(_repeated_exactly)
+def _judge(step: int, differences: tuple[str, ...]) -> None:
+    """Nothing differs between both records of `step`."""
+
+
+class Repeats:
+    """The records of steps that an interrupted run did after the point from which it goes on."""
+
+    def __init__(self, earlier: Mapping[int, Step] | None = None) -> None:
+        self._earlier = dict(earlier or {})
+
+    def judge(self, record: Step) -> None:
+        """Raises `Violation` (`resume-exact`) where `record` is of a step that was done before with other results."""
+        earlier = self._earlier.pop(record.step, None)
+        if earlier is not None and _UNKNOWN not in (earlier.digests.weights, record.digests.weights):
+            _judge(record.step, same_again(earlier, record))
+
+
+def earlier_steps(ledger: Path, after: int, fingerprint: Mapping[str, str]) -> dict[int, Step]:
+    """The last record of each step later than `after` that was done under `fingerprint`.
+
+    Equal bits are promised for one machine model and one set of versions only, so steps done under another
+    fingerprint are not comparable and left out. Raises `LedgerError` for a damaged ledger; empty where there is none.
+    """
+    found: dict[int, Step] = {}
+    comparable = False
+    if not ledger.exists():
+        return found
+    for record in read_ledger(ledger):
+        if isinstance(record, (Start, Resume)):
+            comparable = dict(record.fingerprint) == dict(fingerprint)
+        elif isinstance(record, Step) and record.step > after:
+            found.pop(record.step, None)
+            if comparable:
+                found[record.step] = record
+    return found
+
+
+def step_record(batch: GlobalBatch, result: StepResult, world_size: int, backend: str) -> Step:
+    """The ledger's record of one update: the same on every rank."""
+    digests = {name: hex64(value) for name, value in result.digests.items()}
+    unknown = dict.fromkeys(("content", "gradient", "weights", "optimizer"), _UNKNOWN)
+    return Step(
+        step=result.step,
+        epoch=batch.epoch,
+        position=batch.position,
+        ids=batch.ids,
+        count=result.rows,
+        lr=Real.of(result.rate),
+        loss=Real.of(result.loss),
+        grad_norm=Real.of(result.grad_norm),
+        correct=result.correct,
+        world=world_size,
+        backend=backend,
+        digests=StepDigests(**{**unknown, **digests}),
+        ranks=_parts(batch, result, world_size),
+    )
+
+
+def _parts(batch: GlobalBatch, result: StepResult, world_size: int) -> tuple[RankPart, ...]:
+    rows = batch.micro_batches(len(result.leaves))
+    owned: dict[int, list[int]] = {rank: [] for rank in range(world_size)}
+    for leaf in result.leaves:
+        owned[leaf.rank].append(leaf.index)
+    held = [{name: hex64(value) for name, value in digests.items()} for digests in result.ranks]
+    return tuple(
+        RankPart(
+            rank=rank,
+            leaves=tuple(leaves),
+            ids=flatten([rows[index] for index in leaves]),
+            **(held[rank] if held else {"weights": _UNKNOWN}),
+        )
+        for rank, leaves in owned.items()
+    )

@@ -1,0 +1,92 @@
+"""One run in one process: from a checked configuration to a finished run folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+
+from andon.config.schema import Config
+from andon.exits import Exit
+from andon.metrics.scores import Scores
+from andon.problems import InputError
+from andon.run.checkpoint import Checkpoint
+from andon.run.folder import RunFolder
+from andon.step.schedule import WarmupCosine
+from andon.training.closing import finish, record_violation
+from andon.training.evaluation import evaluate
+from andon.training.journal import progress_from, say
+from andon.training.opening import agree_on_start, earlier_violations, open_journal
+from andon.training.repeat import Repeats
+from andon.training.resume import AlreadyFinished, repeats_after, restore
+from andon.training.session import Session, assembled
+from andon.training.trainer import Journal, Outcome, Progress, Trainer
+from andon_contracts.policy import reset_evaluations
+from andon_contracts.violation import Violation
+
+
+def train(config: Config, folder: RunFolder, stop_asked: Callable[[], bool], started: float | None = None) -> Exit:
+    """Run, or resume, the training that `config` describes in `folder`; returns `Exit.OK` or `Exit.PREEMPTED`.
+
+    stop_asked: whether this process was asked to end at the next step boundary. started: when the command began, in
+    seconds since the epoch (None: now). Raises `InputError` for what the user got wrong, `Violation` on every rank
+    alike for what the system did.
+    """
+    reset_evaluations()
+    with assembled(config, folder, started) as session:
+        try:
+            checkpoint = restore(session)
+        except AlreadyFinished:
+            if session.writes:
+                say(f"resume: the run in {folder.path} is finished, nothing to do")
+            return Exit.OK
+        outcome = _train(session, checkpoint, stop_asked)
+    return Exit.PREEMPTED if outcome.reason == "preempted" else Exit.OK
+
+
+def _train(session: Session, checkpoint: Checkpoint | None, stop_asked: Callable[[], bool]) -> Outcome:
+    progress = progress_from(checkpoint.state) if checkpoint is not None else Progress()
+    repeats = repeats_after(session, progress.step)
+    violations = earlier_violations(session) if session.writes else 0
+    agree_on_start(session, progress)  # from here on rank 0 may write to what all have read
+    journal = open_journal(session, checkpoint, progress)
+    trainer = _trainer(session, journal, progress, repeats, stop_asked)
+    try:
+        outcome = trainer.run()
+        finish(session, journal, outcome, violations)
+    except BaseException as error:
+        if isinstance(error, Violation):
+            record_violation(session, journal, error, trainer, violations)
+        with suppress(InputError):  # the error that is being raised comes first
+            journal.close()
+        raise
+    journal.close()
+    return outcome
+
+
+def _trainer(
+    session: Session, journal: Journal, progress: Progress, repeats: Repeats, stop_asked: Callable[[], bool]
+) -> Trainer:
+    config, material = session.config, session.material
+
+    def validate() -> Scores:
+        return evaluate(session.backend, session.models, material.task, material.rows.validation_ids)
+
+    return Trainer(
+        backend=session.backend,
+        step=session.step,
+        plan=material.plan,
+        schedule=WarmupCosine(
+            config.optimizer.lr, material.plan.total_steps, config.schedule.warmup_fraction, config.schedule.min_lr
+        ),
+        journal=journal,
+        evaluate=validate if material.rows.validation_ids else None,
+        stop_asked=stop_asked,
+        base_digest=session.base,
+        repeats=repeats,
+        progress=progress,
+        weights=session.primary.weights_digest(),
+        patience=config.training.early_stopping_patience,
+        checkpoint_every=config.training.checkpoint_every,
+        evaluate_every=config.training.evaluate_every,
+        base_every=config.contracts.base_every,
+    )
