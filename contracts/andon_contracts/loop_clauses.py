@@ -160,8 +160,8 @@ def _explain_buffers(result: Observations, details: Details) -> Finding:
 
 @clause("buffers-agree", _explain_buffers)
 def buffers_agree(result: Observations, details: Details) -> bool:
-    """Every rank's digest of the buffers at the start of the step's first forward pass is the same."""
-    return same(result, "buffers")
+    """All ranks that had a forward pass began the first one of the step with the same digest of buffers."""
+    return len({value for value in column(result, "buffers") if value}) <= 1
 
 
 def _explain_raw(result: Observations, names: Names) -> Finding:

@@ -21,8 +21,12 @@ if TYPE_CHECKING:
     from andon.step.shard import shard_samples as shard_samples
     from andon_contracts.clauses import CLAUSES as CLAUSES
     from andon_contracts.violation import Violation as Violation
+    from andon_contracts.watch import AndonWarning as AndonWarning
+    from andon_contracts.watch import assert_same as assert_same
+    from andon_contracts.watch import watch as watch
 
 _HOME = {
+    "AndonWarning": "andon_contracts.watch",
     "BatchResult": "andon.pipeline",
     "CLAUSES": "andon_contracts.clauses",
     "ClassifyConfig": "andon.pipeline",
@@ -32,9 +36,11 @@ _HOME = {
     "TransformerConfig": "andon.pipeline",
     "TreeReduction": "andon.step.reduce",
     "Violation": "andon_contracts.violation",
+    "assert_same": "andon_contracts.watch",
     "average_gradients": "andon.gradients",
     "has_non_finite": "andon.gradients",
     "shard_samples": "andon.step.shard",
+    "watch": "andon_contracts.watch",
 }
 
 __all__ = sorted(_HOME)  # noqa: PLE0605 - the one list of public names is the table of their homes

@@ -1,0 +1,99 @@
+"""What a watch can see here, said before it begins, and what it saw, said at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from andon_contracts.watch.judging import Verdicts
+from andon_contracts.watch.settings import Settings
+from andon_contracts.watch.subject import Subject
+
+State = Literal["live", "degraded", "not applicable", "not observable"]
+_REPLICAS = ("replicas-agree", "gradients-agree", "optimizers-agree")
+_BETWEEN = ("hyperparameters-agree", "modes-agree", "buffers-agree", "collectives-agree")
+_ALONE = ("parameters-kept", "finite", "gradient-fresh", "gradient-present", "update-applied", "precision-sufficient")
+
+
+@dataclass(frozen=True)
+class Cover:
+    """Whether a clause is looked at here, and why not or not wholly."""
+
+    state: State
+    why: str = ""
+
+    @property
+    def live(self) -> bool:
+        """Whether the clause is evaluated at all."""
+        return self.state in ("live", "degraded")
+
+
+def coverage(
+    subject: Subject, optimizers: Sequence[torch.optim.Optimizer], settings: Settings, world: int
+) -> dict[str, Cover]:
+    """Each clause that a watch knows, with whether it is looked at here."""
+    alone = Cover("not observable", "one process: there is nothing to compare with")
+    found = dict.fromkeys(_REPLICAS + _BETWEEN + ("halt-together",), Cover("live") if world > 1 else alone)
+    found |= dict.fromkeys(_ALONE, Cover("live"))
+    found["base-frozen"] = Cover("live") if subject.frozen else Cover("not applicable", "no parameter is frozen")
+    if world > 1:
+        found |= _limits(subject, optimizers)
+    if settings.trainable is None:
+        found["parameters-kept"] = Cover("degraded", "trainable= declares nothing: held to the set of the start only")
+    return found | _declared(settings, world)
+
+
+def _limits(subject: Subject, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Cover]:
+    found: dict[str, Cover] = {}
+    if subject.sharded:
+        found |= dict.fromkeys(_REPLICAS, Cover("not applicable", "the parameters are sharded: no shard has a replica"))
+        found["update-applied"] = Cover("degraded", "this rank's shards only")
+    elif any(type(each).__name__ == "ZeroRedundancyOptimizer" for each in optimizers):
+        found["optimizers-agree"] = Cover("not applicable", "each rank keeps a part of the optimizer state")
+    if not subject.buffers():
+        found["buffers-agree"] = Cover("not applicable", "the model has no buffers")
+    if "DistributedDataParallel" in subject.wrappers:
+        found["collectives-agree"] = Cover("degraded", "DDP's own reductions run below Python")
+    return found
+
+
+def _declared(settings: Settings, world: int) -> dict[str, Cover]:
+    def when(given: object, word: str) -> Cover:
+        return Cover("live") if given else Cover("not observable", f"{word} was not given")
+
+    return {
+        "learning-rate-planned": when(settings.schedule, "schedule="),
+        "groups-planned": when(settings.groups, "groups="),
+        "scaler-agrees": when(settings.scaler if world > 1 else None, "scaler="),
+        "clip-once": when(settings.clip, "clip="),
+        "gradient-law": when(settings.reference, "reference="),
+    }
+
+
+def opening_lines(found: Mapping[str, Cover], world: int, trainable: int) -> list[str]:
+    """The table that a watch prints when it begins."""
+    width = max(map(len, found))
+    rows = [f"  {name:<{width}}  {cover.state:<14}  {cover.why}".rstrip() for name, cover in found.items()]
+    return [f"andon.watch: {world} rank{'s' * (world > 1)}, {trainable} trainable tensors", *rows]
+
+
+def closing_lines(found: Mapping[str, Cover], verdicts: Verdicts, steps: int, share: float) -> list[str]:
+    """What was checked, how often, at what cost, and what was not checked."""
+    ran = [name for name in found if verdicts.evaluations[name]]
+    idle = [name for name, cover in found.items() if not verdicts.evaluations[name] and cover.live]
+    dark = [name for name, cover in found.items() if not cover.live]
+    total = sum(verdicts.evaluations.values())
+    lines = [
+        f"andon.watch: {steps} steps, {len(ran)} of {len(found)} clauses evaluated {total} times",
+        f"  {verdicts.counts.total()} violations, {verdicts.suspected.total()} suspicions, {share:.1%} of the time",
+    ]
+    lines += [f"  {name}: {count} times" for name, count in (verdicts.counts + verdicts.suspected).items()]
+    lines += [f"  {name}: {count} times, silenced by allow" for name, count in verdicts.silenced.items()]
+    if idle:
+        lines.append(f"  never evaluated: {', '.join(idle)}")
+    if dark:
+        lines.append(f"  not checked: {', '.join(dark)}")
+    return lines

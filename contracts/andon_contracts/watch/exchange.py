@@ -1,0 +1,111 @@
+"""What the ranks of a watch tell each other: numbered observations, and on a mismatch closer and closer looks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from andon_contracts.agree import GroupGather, Observation, gather_observations
+from andon_contracts.digest import mix64
+from andon_contracts.judge import majority
+from andon_contracts.observe import digests_by_name
+from andon_contracts.watch.reading import plain, text_digest
+
+WIDTH = 64
+"""Integers in a message: its header and its values, with room to spare."""
+_BLOCKS = 1024
+_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Element:
+    """The first element in which ranks differ: its index in the tensor, and its bits on each rank."""
+
+    index: tuple[int, ...]
+    bits: tuple[int, ...]
+    width: int
+
+    def __str__(self) -> str:
+        most = majority(self.bits)
+        count = 2 * self.width
+        shown = [f"{bits % (1 << 8 * self.width):#0{count + 2}x}" for bits in (*self.bits, most)]
+        odd = [f"{shown[rank]} on rank {rank}" for rank, bits in enumerate(self.bits) if bits != most]
+        where = f"first at {list(self.index)}: " if self.index else ""
+        return f"{where}{', '.join(odd)}, {shown[-1]} on the others"
+
+
+class Exchange:
+    """Gathers observations over a group of our own, numbering every message. All ranks must call alike."""
+
+    def __init__(self, gather: GroupGather) -> None:
+        self._gather = gather
+        self._sequence = 0
+        self.rank = gather.rank
+        self.world_size = gather.world_size
+
+    def __call__(
+        self, step: int, point: str, values: Mapping[str, int], payload: Tensor | None = None
+    ) -> tuple[Observation, ...]:
+        """Every rank's observation of `values`, by rank; a payload must have one length on all ranks."""
+        self._sequence += 1
+        return gather_observations([Observation(self.rank, step, self._sequence, point, values, payload)], self._gather)
+
+    def look(self, step: int, name: str, tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+        """The digest of each of `tensors` on each rank, by tensor; nothing where the ranks have others."""
+        return self.spread(step, f"tensors of {name}", digests_by_name({n: plain(t) for n, t in tensors.items()}))
+
+    def spread(self, step: int, point: str, values: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+        """Each of any number of `values` on each rank, by name; nothing where the ranks do not have the same names."""
+        if not self._one(step, len(values), text_digest(list(values))):
+            return {}
+        seen = self(step, point, values)
+        return {name: tuple(o.values[name] for o in seen) for name in values}
+
+    def _one(self, step: int, *shown: int) -> bool:
+        seen = self(step, "sizes", {str(index): value for index, value in enumerate(shown)})
+        return all(o.values == seen[0].values for o in seen)
+
+    def first_difference(self, step: int, tensor: Tensor) -> Element | None:
+        """The first element in which the ranks' `tensor`s differ; None where they do not. A few gathers."""
+        words = _bits(tensor)
+        if not self._one(step, words.numel()):
+            return None
+        first, size = 0, words.numel()
+        while size > _BLOCKS:
+            per_block = -(-size // _BLOCKS)
+            rows = self._rows(step, _block_sums(words[first : first + size], per_block))
+            block = _first_odd(rows)
+            if block is None:
+                return None
+            first, size = first + block * per_block, min(per_block, size - block * per_block)
+        rows = self._rows(step, words[first : first + size])
+        odd = _first_odd(rows)
+        if odd is None:
+            return None
+        index = tuple(int(i) for i in torch.unravel_index(torch.tensor(first + odd), tensor.shape))
+        return Element(index, tuple(int(row[odd]) for row in rows), tensor.element_size())
+
+    def _rows(self, step: int, words: Tensor) -> list[Tensor]:
+        seen = self(step, "elements", {"count": words.numel()}, words.cpu())
+        return [o.payload for o in seen if o.payload is not None]
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    flat = plain(tensor).contiguous().reshape(-1)
+    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    return flat.view(_INTEGER[flat.element_size()]).to(torch.int64)
+
+
+def _block_sums(words: Tensor, per_block: int) -> Tensor:
+    places = torch.arange(words.numel(), dtype=torch.int64, device=words.device)
+    mixed = mix64(words * 0x9E3779B97F4A7C1 + mix64(places))
+    return torch.nn.functional.pad(mixed, (0, -words.numel() % per_block)).view(-1, per_block).sum(1)
+
+
+def _first_odd(rows: Sequence[Tensor]) -> int | None:
+    stacked = torch.stack(list(rows))
+    odd = (stacked != stacked[0]).any(0).nonzero()
+    return int(odd[0]) if odd.numel() else None

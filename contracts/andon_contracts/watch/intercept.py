@@ -1,0 +1,102 @@
+"""The loop's own calls, seen while a watch is open: clipping, and reductions through `torch.distributed`.
+
+The calls are made as before; the listeners are told first. A name that a script imported earlier
+(`from torch.nn.utils import clip_grad_norm_`) is seen too, because it calls the function that is replaced here; for
+`from torch.distributed import all_reduce` that is not so.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.nn.utils import clip_grad
+
+
+class Listener(Protocol):
+    """Who wants to hear of the loop's calls."""
+
+    def clipping(self, parameters: Sequence[torch.Tensor], norm: torch.Tensor | None) -> None:
+        """The gradients of `parameters`, whose norm is `norm` (None: clipped by value), are about to be clipped."""
+
+    def reducing(self, tensor: torch.Tensor, group: object) -> None:
+        """`tensor` is about to be reduced over `group`."""
+
+
+_listeners: list[Listener] = []
+_originals: list[tuple[Any, str, Callable[..., Any]]] = []
+
+
+def listen(listener: Listener) -> None:
+    """Tell `listener` from now on."""
+    if not _listeners:
+        _install()
+    _listeners.append(listener)
+
+
+def unlisten(listener: Listener) -> None:
+    """No longer tell `listener`; with the last one everything is as it was."""
+    if listener in _listeners:
+        _listeners.remove(listener)
+        if not _listeners:
+            _restore()
+
+
+def _replace(home: Any, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    original = getattr(home, name, None)
+    if original is not None:
+        _originals.append((home, name, original))
+        setattr(home, name, around(original))
+
+
+def _install() -> None:
+    _replace(clip_grad, "_clip_grads_with_norm_", _around_clip)
+    for home in (clip_grad, torch.nn.utils):
+        _replace(home, "clip_grad_value_", _around_value_clip)
+    for home in (dist, dist.distributed_c10d):
+        _replace(home, "all_reduce", _around_reduce)
+
+
+def _restore() -> None:
+    while _originals:
+        home, name, original = _originals.pop()
+        setattr(home, name, original)
+
+
+def _listed(parameters: Any) -> list[torch.Tensor]:
+    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+
+
+def _around_clip(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def clip(parameters: Any, max_norm: float, total_norm: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = _listed(parameters)
+        for listener in _listeners:
+            listener.clipping(found, total_norm)
+        return original(found, max_norm, total_norm, *args, **kwargs)
+
+    return clip
+
+
+def _around_value_clip(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        found = _listed(parameters)
+        for listener in _listeners:
+            listener.clipping(found, None)
+        return original(found, *args, **kwargs)
+
+    return clip
+
+
+def _around_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+        for listener in _listeners:
+            listener.reducing(tensor, group)
+        return original(tensor, op, group, async_op)
+
+    return reduce

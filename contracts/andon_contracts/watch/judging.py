@@ -1,0 +1,156 @@
+"""The checks of a watched step in their order, and what becomes of a clause that does not hold."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from andon_contracts import loop_clauses as clauses
+from andon_contracts.act import Scene, violation, write_bundle
+from andon_contracts.judge import Details, Observations
+from andon_contracts.violation import Violation
+from andon_contracts.watch.settings import Settings
+
+
+class AndonWarning(UserWarning):
+    """A clause of a watched loop does not hold, and the watch was told to warn."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One clause with its judge. A `suspicion` is a sign of a fault that has innocent causes too: it only warns."""
+
+    clause: str
+    judge: clauses.Judge
+    suspicion: bool = False
+
+
+START = (
+    Check("halt-together", clauses.judge_lockstep),
+    Check("parameters-kept", clauses.judge_parameters),
+    Check("replicas-agree", clauses.judge_weights),
+    Check("precision-sufficient", clauses.judge_precision, suspicion=True),
+)
+# Causes before effects: the first that is found is what a message should name.
+BEFORE = (
+    Check("halt-together", clauses.judge_lockstep),
+    Check("parameters-kept", clauses.judge_parameters),
+    Check("modes-agree", clauses.judge_modes),
+    Check("hyperparameters-agree", clauses.judge_hyperparameters),
+    Check("learning-rate-planned", clauses.judge_rate),
+    Check("groups-planned", clauses.judge_groups),
+    Check("scaler-agrees", clauses.judge_scaler),
+    Check("buffers-agree", clauses.judge_buffers),
+    Check("finite", clauses.judge_raw),
+    Check("base-frozen", clauses.judge_frozen),
+    Check("replicas-agree", clauses.judge_weights),
+    Check("gradient-fresh", clauses.judge_fresh, suspicion=True),
+    Check("gradient-present", clauses.judge_present, suspicion=True),
+    Check("collectives-agree", clauses.judge_collectives),
+    Check("gradients-agree", clauses.judge_gradients),
+    Check("finite", clauses.judge_norm),
+)
+AFTER = (
+    Check("halt-together", clauses.judge_lockstep),
+    Check("optimizers-agree", clauses.judge_optimizers),
+    Check("replicas-agree", clauses.judge_weights),
+    Check("update-applied", clauses.judge_applied, suspicion=True),
+)
+
+
+@dataclass
+class Verdicts:
+    """Judges observations alike on every rank, counts, and warns, raises or calls as was asked."""
+
+    settings: Settings
+    rank: int
+    names: Sequence[str]
+    live: frozenset[str]
+    evaluations: Counter[str] = field(default_factory=Counter)
+    findings: list[Violation] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    silenced: Counter[str] = field(default_factory=Counter)
+    suspected: Counter[str] = field(default_factory=Counter)
+
+    def judge(
+        self,
+        checks: Sequence[Check],
+        observations: Observations,
+        details: Details,
+        scene: Scene,
+        closer: Callable[[Violation], Scene] | None = None,
+        facts: Mapping[str, object] | None = None,
+    ) -> bool:
+        """Whether every check held. `closer` looks closer, with collectives, at a finding: all ranks do it or none.
+
+        Raises `Violation` on every rank alike where the action is to raise.
+        """
+        held = True
+        for check in checks:
+            if check.clause not in self.live:
+                continue
+            self.evaluations[check.clause] += 1
+            try:
+                check.judge(observations=observations, details=details, names=self.names)  # type: ignore[call-arg]
+            except Violation as found:
+                held = False
+                self.take(found, scene, closer, facts, suspicion=check.suspicion)
+                if check.clause == "halt-together":
+                    break
+        return held
+
+    def known(self, clause: str) -> bool:
+        """Whether the clause has been reported or silenced: its further findings are only counted."""
+        return clause in self.settings.allow or self.counts[clause] + self.suspected[clause] > 0
+
+    def take(
+        self,
+        found: Violation,
+        scene: Scene,
+        closer: Callable[[Violation], Scene] | None = None,
+        facts: Mapping[str, object] | None = None,
+        *,
+        suspicion: bool = False,
+    ) -> None:
+        """Count a finding; the first of its clause is explained, bundled and acted upon."""
+        if found.clause in self.settings.allow:
+            self.silenced[found.clause] += 1
+            return
+        first = not self.known(found.clause)
+        (self.suspected if suspicion else self.counts)[found.clause] += 1
+        if not first and (suspicion or self.settings.action != "raise"):
+            return
+        scene = scene if closer is None else closer(found)
+        if self.rank == 0 and self.settings.folder is not None:
+            scene = write_bundle(Path(self.settings.folder), found, scene, facts or {})
+        elif self.settings.folder is not None:
+            scene = replace(scene, bundle=str(Path(self.settings.folder) / str(found.step)))
+        whole = violation(found.clause, found.finding, scene)
+        self.findings.append(whole)
+        self._act(whole, suspicion=suspicion)
+
+    def _act(self, whole: Violation, *, suspicion: bool) -> None:
+        if self.settings.log is not None:
+            self.settings.log({"andon/clause": whole.clause, "andon/step": whole.step, "andon/message": str(whole)})
+        action = self.settings.action
+        if callable(action):
+            action(whole)
+        elif action == "raise" and not suspicion:
+            raise whole
+        elif self.rank == 0:
+            warnings.warn(f"andon.Violation: {whole}", AndonWarning, stackline())
+
+
+def stackline() -> int:
+    """How many frames up the first one is that is neither ours nor torch's: the line of the user's loop."""
+    frame, depth = sys._getframe(1), 1
+    while frame.f_back is not None:
+        name = frame.f_globals.get("__name__", "").partition(".")[0]
+        if name not in ("andon_contracts", "torch", "icontract"):
+            return depth
+        frame, depth = frame.f_back, depth + 1
+    return depth

@@ -1,0 +1,246 @@
+"""One optimizer of a watched loop: what is observed of it just before its update and just after."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from andon_contracts.agree import bits_of
+from andon_contracts.watch.leaves import LeafTaps, Raw
+from andon_contracts.watch.reading import (
+    chunks,
+    digest_of_chunks,
+    flat_digest,
+    layout_digest,
+    norm_of_chunks,
+    plain,
+    state_digest,
+    state_tensors,
+    text_digest,
+)
+from andon_contracts.watch.rows import Rows
+from andon_contracts.watch.settings import Settings
+from andon_contracts.watch.subject import Subject
+
+_NEVER = 8
+"""After so many updates a gradient that was always zero counts as none."""
+_REREAD = 16
+"""The weights are read again before every so many-th update, whatever their versions say."""
+_SPARSE = 64
+
+
+class Lane:
+    """The parameters of one optimizer, the hooks on them, and what the present window of the loop showed."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, subject: Subject, settings: Settings, rows: Rows) -> None:
+        names = subject.name_of()
+        held = [p for group in optimizer.param_groups for p in group["params"] if id(p) in names and p.requires_grad]
+        self.optimizer = optimizer
+        self.subject = subject
+        self.settings = settings
+        self.rows = rows
+        self.parameters: dict[str, torch.nn.Parameter] = {names[id(p)]: p for p in held}
+        self.names = tuple(self.parameters)
+        self.updates = settings.start
+        self.taps = LeafTaps(held, rows.discard)
+        self.buffers: int | None = None
+        self.gradient_before_clip: list[Tensor] | None = None
+        self.audit_due = False
+        self._members = held
+        self._layout = layout_digest(self.parameters)
+        self._slot = {name: index for index, name in enumerate(subject.names)}
+        self._declared = self._declared_values()
+        self._norm: float | None = None
+        self._calls: list[tuple[object, ...]] = []
+        self._strided = 0
+        self._pointers: dict[int, int] = {}
+        self._weights = 0
+        self._versions: list[tuple[int, int]] = []
+        self._before: list[Tensor] = []
+        self._moving: list[int] = []
+        self._absent = set(range(len(held)))
+        self._zero = set(range(len(held)))
+
+    def _declared_values(self) -> list[tuple[int, int, str, Any]]:
+        """(index of the parameter, of its group, hyperparameter, value) for what `groups` says of names."""
+        place = {id(p): g for g, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
+        return [
+            (self._slot[name], place[id(parameter)], key, value)
+            for name, parameter in self.parameters.items()
+            for pattern, values in self.settings.groups.items()
+            if fnmatch.fnmatchcase(name, pattern)
+            for key, value in values.items()
+        ]
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of the first group."""
+        return float(self.optimizer.param_groups[0].get("lr", 0.0))
+
+    def gradients(self) -> list[Tensor]:
+        """The gradients that are there now, in order."""
+        return [p.grad for p in self._members if p.grad is not None]
+
+    def clipping(self, parameters: Sequence[Tensor], norm: Tensor | None) -> None:
+        """The loop is about to clip: what there is now is the reduced gradient."""
+        mine = {id(p) for p in self._members}
+        if self.taps.muted or not any(id(p) in mine for p in parameters):
+            return
+        if norm is not None and self._norm is None and self.settings.clip is None:
+            self._norm = float(norm)
+        self.reduced()
+
+    def reduced(self) -> None:
+        """What there is now is the reduced gradient, before clipping."""
+        if self.settings.clip is not None and self._norm is None:
+            self._norm = norm_of_chunks(list(chunks(self.gradients())))
+        if self.audit_due and self.gradient_before_clip is None:
+            self.gradient_before_clip = self.dense_gradients()
+
+    def dense_gradients(self) -> list[Tensor]:
+        """A copy of every gradient, zeros where there is none."""
+        return [torch.zeros_like(p) if p.grad is None else plain(p.grad).clone() for p in self._members]
+
+    def reducing(self, tensor: Tensor, group: object) -> None:
+        """The loop is about to reduce a tensor over all ranks."""
+        if self.taps.muted or not (group is None or group is dist.group.WORLD):
+            return
+        if not self._pointers:
+            self._pointers = {p.grad.data_ptr(): i for i, p in enumerate(self._members) if p.grad is not None}
+        index = self._pointers.get(tensor.data_ptr(), -1)
+        self._calls.append((index, tuple(tensor.shape), str(tensor.dtype)))
+        if not tensor.is_contiguous() and index >= 0:
+            self._strided = index + 1
+
+    def before(self) -> dict[str, int]:
+        """What is seen just before an update, as integers; the names and their number never change."""
+        step = self.updates + 1
+        overflow = getattr(self.optimizer, "found_inf", None)
+        skipped = overflow is not None and bool(overflow)
+        raw = self.taps.read()
+        present = [p.grad is not None for p in self._members]
+        parts = list(chunks(self.gradients()))
+        used = norm_of_chunks(parts)
+        norm = used if self._norm is None else self._norm
+        bad = 0 if skipped else raw.nonfinite
+        self._note_touched(raw, present)
+        self._remember(step)
+        return {
+            "change": self.subject.change(),
+            "layout": self._layout,
+            "hyperparameters": self._hyperparameters(),
+            "rate": bits_of(self.rate),
+            "planned": bits_of(self.rate if self.settings.schedule is None else float(self.settings.schedule(step))),
+            "ungrouped": self._ungrouped(),
+            "modes": text_digest(self.subject.modes()),
+            "buffers": 0 if self.buffers is None else self.buffers,
+            "nonfinite": 0 if not bad else self._slot[self.names[bad - 1]] + 1,
+            "repaired": int(bad > 0 and used < float("inf")),
+            "collectives": text_digest(self._calls),
+            "strided": self._strided and self._slot[self.names[self._strided - 1]] + 1,
+            "weights": self._weights_before(step),
+            "gradient": (digest_of_chunks(parts) + text_digest(present)) % (1 << 64),
+            "norm": bits_of(0.0 if skipped else norm),
+            "clipped": bits_of(0.0 if skipped else used),
+            "stale": raw.stale and self._slot[self.names[raw.stale - 1]] + 1,
+            "missing": self._missing(step),
+            "scale": 0 if self.settings.scaler is None else bits_of(float(self.settings.scaler.get_scale())),
+        }
+
+    def _hyperparameters(self) -> int:
+        shown = [
+            {k: float(v) if isinstance(v, Tensor) else v for k, v in group.items() if not k.startswith("param")}
+            for group in self.optimizer.param_groups
+        ]
+        return text_digest(shown, [len(group["params"]) for group in self.optimizer.param_groups])
+
+    def _ungrouped(self) -> int:
+        groups = self.optimizer.param_groups
+        odd = (index for index, group, key, value in self._declared if groups[group].get(key) != value)
+        return next(odd, -1) + 1
+
+    def _weights_before(self, step: int) -> int:
+        """The digest of the weights: read where a version says that they were written, and now and then."""
+        if self._marks() != self._versions or step % _REREAD == 0:
+            self._weights = flat_digest(self._members)
+        return self._weights
+
+    def _marks(self) -> list[tuple[int, int]]:
+        return [(p._version, p.data_ptr()) for p in self._members]
+
+    def _note_touched(self, raw: Raw, present: Sequence[bool]) -> None:
+        self._absent -= raw.touched
+        self._absent -= {i for i, there in enumerate(present) if there}
+        self._zero -= raw.nonzero
+
+    def _missing(self, step: int) -> int:
+        """A parameter (index plus one) that never had a gradient: for two windows, or only zeros for `_NEVER`."""
+        window = step - self.settings.start
+        absent = self._absent if window >= 2 else self._dead_adapter()
+        zero = {i for i in self._zero if not self._waits_for_other_half(i)} if window >= _NEVER else set()
+        found = min(absent | zero, default=None)
+        return 0 if found is None else self._slot[self.names[found]] + 1
+
+    def _dead_adapter(self) -> set[int]:
+        """All adapter tensors at once without a gradient: no layer drop does that, so one window says it."""
+        adapter = {i for i, name in enumerate(self.names) if "lora_" in name}
+        return adapter if adapter and adapter <= self._absent else set()
+
+    def _waits_for_other_half(self, index: int) -> bool:
+        """LoRA's A has a zero gradient as long as its B is zero."""
+        other = self.names[index].replace("lora_A", "lora_B")
+        return other != self.names[index] and other in self.parameters and not bool(plain(self.parameters[other]).any())
+
+    def _remember(self, step: int) -> None:
+        window = step - self.settings.start
+        self._before, self._moving = [], []
+        if window <= 4 or window & (window - 1) == 0 or window % _SPARSE == 0:
+            self._before = [plain(p).clone() for p in self._members]
+            rates = {id(p): float(group.get("lr", 1)) for group in self.optimizer.param_groups for p in group["params"]}
+            self._moving = [
+                i
+                for i, p in enumerate(self._members)
+                if p.grad is not None and rates[id(p)] and bool(plain(p.grad).any())
+            ]
+
+    def after(self) -> dict[str, int]:
+        """What is seen just after an update; the count of updates has risen."""
+        self.updates += 1
+        self._weights = flat_digest(self._members)
+        self._versions = self._marks()
+        unmoved = [i for i in self._moving if torch.equal(self._before[i], plain(self._members[i]))]
+        self._before, self._moving = [], []
+        return {
+            "weights": self._weights,
+            "optimizer": self._state_digest(),
+            "updates": self.updates,
+            "unmoved": 0 if not unmoved else self._slot[self.names[unmoved[0]]] + 1,
+        }
+
+    def _state_digest(self) -> int:
+        tensors: list[Tensor] = []
+        rest: list[object] = []
+        state = self.optimizer.state
+        for parameter in self._members:
+            state_tensors(state.get(parameter, {}), tensors, rest)
+        return (flat_digest(tensors) + text_digest(rest)) % (1 << 64)
+
+    def state_by_name(self) -> dict[str, int]:
+        """The digest of what the optimizer keeps for each parameter."""
+        return {name: state_digest(self.optimizer.state.get(p, {})) for name, p in self.parameters.items()}
+
+    def gradients_by_name(self) -> Mapping[str, Tensor]:
+        """The gradient of each parameter; an empty tensor where there is none."""
+        return {n: torch.empty(0) if p.grad is None else p.grad for n, p in self.parameters.items()}
+
+    def turn(self) -> None:
+        """The window is over."""
+        self.taps.reset()
+        self.rows.turn()
+        self.buffers, self._norm, self.gradient_before_clip = None, None, None
+        self._calls, self._strided, self._pointers = [], 0, {}

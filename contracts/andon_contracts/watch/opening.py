@@ -1,0 +1,135 @@
+"""`andon.watch`: what was said is checked on all ranks, a group of our own is made, and the hooks are set."""
+
+from __future__ import annotations
+
+import datetime
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from andon_contracts.agree import GroupGather
+from andon_contracts.watch.exchange import WIDTH, Exchange
+from andon_contracts.watch.settings import Action, Plan, Reference, Scaler, Schedule, Settings
+from andon_contracts.watch.subject import Subject
+from andon_contracts.watch.watcher import Watch
+
+_open: weakref.WeakKeyDictionary[torch.optim.Optimizer, Watch] = weakref.WeakKeyDictionary()
+_TIMEOUT = datetime.timedelta(minutes=30)
+
+
+def watch(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    *,
+    checks: str = "step",
+    action: Action = "warn",
+    allow: Mapping[str, str] | None = None,
+    log: Callable[[dict[str, object]], None] | None = None,
+    group: dist.ProcessGroup | None = None,
+    folder: str | None = None,
+    trainable: Sequence[str] | None = None,
+    tied: Sequence[tuple[str, str]] = (),
+    clip: float | None = None,
+    groups: Mapping[str, Mapping[str, Any]] | None = None,
+    schedule: Schedule | None = None,
+    scaler: Scaler | None = None,
+    reference: Reference | None = None,
+    every: int = 100,
+    plan: Plan | None = None,
+    rows: int | None = None,
+    contents: Callable[[Sequence[int]], Sequence[Any]] | None = None,
+    start: int = 0,
+    hard_stop: bool = False,
+    timeout: datetime.timedelta = _TIMEOUT,
+) -> Watch:
+    """Hold a training loop to the contracts of a step. Collective: call it on every rank, after wrapping the model.
+
+    checks: "step" looks at every update; "audit" also recomputes every `every`-th gradient with `reference`.
+    action: "warn", "raise", or a function of the `Violation`. A suspicion only ever warns.
+    allow: clause to reason; findings of it are counted and nothing more.
+    log: is given a dict for each finding. group: the replicas (default: all ranks).
+    folder: where bundles are written; None writes none.
+    trainable: name patterns of what is to be trained; tied: pairs of names that must be one tensor.
+    clip: the norm that the loop clips to. groups: name pattern to hyperparameters. schedule: the learning rate of an
+    update, 1 being the first. scaler: the loss scaler. reference: the loss sum and count of a global batch by ids.
+    plan: the ids of an update's global batch. rows: the number of rows of an epoch. contents: the rows of ids, as
+    they are told to `Watch.batch`. start: the updates done before. hard_stop: end ranks that are blocked elsewhere.
+
+    Raises `ValueError` on every rank where any rank got something wrong, and what `action` says for what does not
+    hold at the start already.
+    """
+    settings = Settings(
+        checks=checks, action=action, allow=dict(allow or {}), log=log, folder=folder, trainable=trainable,
+        tied=tuple(tied), clip=clip, groups=dict(groups or {}), schedule=schedule, scaler=scaler, reference=reference,
+        every=every, plan=plan, rows=rows, contents=contents, start=start, hard_stop=hard_stop,
+    )  # fmt: skip
+    exchange = Exchange(GroupGather(own_group(group, timeout), WIDTH))
+    optimizers = [_unwrapped(each) for each in _listed(optimizer)]
+    subject = Subject(model, optimizers, settings.trainable, settings.tied) if isinstance(model, nn.Module) else None
+    problems = [f"model must be a module, not {type(model).__name__}"] if subject is None else []
+    problems += [
+        f"optimizer must be a torch optimizer, not {type(each).__name__}"
+        for each in optimizers
+        if not isinstance(each, torch.optim.Optimizer)
+    ]
+    if subject is not None and not problems:
+        problems = settings.problems(subject) + _conflicts(model, optimizers, exchange)
+    _refuse(exchange, problems, settings.digest())
+    assert subject is not None
+    opened = Watch(model, subject, optimizers, settings, exchange)
+    for each in optimizers:
+        _open[each] = opened
+    return opened
+
+
+def own_group(group: dist.ProcessGroup | None, timeout: datetime.timedelta) -> dist.ProcessGroup | None:
+    """A gloo group of our own over the ranks of `group`; None where there is only this process."""
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    if group is None:
+        made: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
+        return made
+    ranks = dist.get_process_group_ranks(group)
+    part: dist.ProcessGroup = dist.new_group(ranks, backend="gloo", timeout=timeout, use_local_synchronization=True)
+    return part
+
+
+def _listed(optimizer: Any) -> list[Any]:
+    return list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    """The optimizer inside a wrapper that delegates (Accelerate, Fabric)."""
+    while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def _conflicts(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], exchange: Exchange) -> list[str]:
+    found = []
+    if any(each in _open and not _open[each].closed for each in optimizers):
+        found.append("the optimizer is watched already: close that watch first")
+    wrapped = getattr(model, "process_group", None)
+    if isinstance(wrapped, dist.ProcessGroup) and dist.get_world_size(wrapped) != exchange.world_size:
+        found.append(
+            f"the group has {exchange.world_size} ranks, but the model's replicas are {dist.get_world_size(wrapped)}"
+        )
+    return found
+
+
+def _refuse(exchange: Exchange, problems: Sequence[str], settings: int) -> None:
+    """Raise on every rank where any rank has problems, or where the ranks were told different things."""
+    seen = exchange(0, "settings", {"problems": len(problems), "settings": settings})
+    found = list(problems)
+    others = [str(o.rank) for o in seen if o.values["problems"] and o.rank != exchange.rank]
+    if others and not found:
+        found.append(f"rank {', '.join(others)} was told something wrong; its own message says what")
+    if not any(o.values["problems"] for o in seen) and len({o.values["settings"] for o in seen}) > 1:
+        found.append("the ranks watch with different settings")
+    if found:
+        msg = "andon.watch: " + "; ".join(found)
+        raise ValueError(msg)

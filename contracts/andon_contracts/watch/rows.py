@@ -1,0 +1,70 @@
+"""Which rows each update trained on: the ids that a loop tells, kept until the update that used them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from andon_contracts.watch.reading import text_digest
+
+
+def ids_of(ids: Sequence[int] | torch.Tensor) -> list[int]:
+    """Row ids as integers. Raises `ValueError` for what is no flat sequence of integers."""
+    found = ids.tolist() if isinstance(ids, torch.Tensor) else list(ids)
+    if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in found):
+        msg = f"ids must be a flat sequence of integers from 0, not {str(found)[:80]}"
+        raise ValueError(msg)
+    return found
+
+
+def contents_of(content: Sequence[object], count: int) -> list[int]:
+    """One digest for each row of `content`. Raises `ValueError` where its length is not `count`."""
+    if len(content) != count:
+        msg = f"content has {len(content)} rows, ids has {count}"
+        raise ValueError(msg)
+    return [text_digest(_plain(row)) for row in content]
+
+
+def _plain(row: object) -> object:
+    if isinstance(row, torch.Tensor):
+        return str(row.dtype), row.tolist()
+    return [_plain(item) for item in row] if isinstance(row, list | tuple) else row
+
+
+class Rows:
+    """The rows of the present window on this rank: told, and not thrown away since."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.contents: list[int] = []
+        self.loss_sum = 0.0
+        self.loss_rows = 0
+        self.reported: float | None = None
+        self.batches = 0
+        self.used = False
+        self._fresh = 0
+
+    def add(self, ids: Sequence[int], contents: Sequence[int]) -> None:
+        """A batch is about to be used."""
+        self.used = True
+        self.batches += 1
+        self._fresh = len(ids)
+        self.ids.extend(ids)
+        self.contents.extend(contents)
+
+    def spent(self) -> None:
+        """The batch at hand has been through the backward pass: it shares the fate of the gradients."""
+        self._fresh = 0
+
+    def discard(self) -> None:
+        """The gradients so far were thrown away, and with them all rows but those of the batch at hand."""
+        kept = len(self.ids) - self._fresh
+        del self.ids[:kept], self.contents[:kept]
+        self.batches = min(self.batches, 1)
+
+    def turn(self) -> None:
+        """The update has used them."""
+        self.ids, self.contents = [], []
+        self.loss_sum, self.loss_rows, self.reported = 0.0, 0, None
+        self.batches = self._fresh = 0

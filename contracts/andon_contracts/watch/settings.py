@@ -1,0 +1,102 @@
+"""What a user can say to a watch, checked before anything is hooked."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import nn
+
+from andon_contracts.clauses import CLAUSES
+from andon_contracts.violation import Violation
+from andon_contracts.watch.reading import text_digest
+from andon_contracts.watch.subject import Subject, unknown_names
+
+Action = Literal["warn", "raise"] | Callable[[Violation], None]
+Reference = Callable[[nn.Module, Sequence[int]], tuple[torch.Tensor, int]]
+"""From the model and the ids of a global batch to the sum of their losses and their number."""
+Schedule = Callable[[int], float]
+"""From the number of an update, 1 being the first, to its learning rate."""
+Plan = Callable[[int], Sequence[int]]
+"""From the number of an update to the ids of its global batch."""
+
+
+class Scaler(Protocol):
+    """What a loss scaler must offer; `torch.amp.GradScaler` does."""
+
+    def get_scale(self) -> float:
+        """The scale that the next loss is multiplied with."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All that was said to `watch`; its docstring says what each means."""
+
+    checks: str = "step"
+    action: Action = "warn"
+    allow: Mapping[str, str] = field(default_factory=dict)
+    log: Callable[[dict[str, object]], None] | None = None
+    folder: str | None = None
+    trainable: Sequence[str] | None = None
+    tied: Sequence[tuple[str, str]] = ()
+    clip: float | None = None
+    groups: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    schedule: Schedule | None = None
+    scaler: Scaler | None = None
+    reference: Reference | None = None
+    every: int = 100
+    plan: Plan | None = None
+    rows: int | None = None
+    contents: Callable[[Sequence[int]], Sequence[Any]] | None = None
+    start: int = 0
+    hard_stop: bool = False
+
+    def digest(self) -> int:
+        """What must be the same on all ranks, so that they make the same collectives."""
+        declared = [name for name, value in vars(self).items() if value not in (None, (), {}) and callable(value)]
+        shown = [
+            self.checks,
+            sorted(self.allow),
+            self.trainable and list(self.trainable),
+            list(self.tied),
+            self.clip,
+            sorted((n, sorted(v)) for n, v in self.groups.items()),
+            self.scaler is not None,
+            self.every,
+            self.rows,
+            self.start,
+            declared,
+            self.action if isinstance(self.action, str) else "callable",
+        ]
+        return text_digest(shown)
+
+    def problems(self, subject: Subject) -> list[str]:
+        """All that is wrong with what was said about `subject`, in words."""
+        found: list[str] = []
+        if self.checks not in ("step", "audit"):
+            found.append(f"checks must be 'step' or 'audit', not {self.checks!r}")
+        if self.action not in ("warn", "raise") and not callable(self.action):
+            found.append(f"action must be 'warn', 'raise' or a function of a violation, not {self.action!r}")
+        if self.checks == "audit" and self.reference is None:
+            found.append("checks='audit' needs reference=, a function of the model and ids to (loss sum, count)")
+        if self.every < 1:
+            found.append(f"every must be at least 1, not {self.every}")
+        if self.clip is not None and not self.clip > 0:
+            found.append(f"clip must be above 0, not {self.clip}")
+        found += [_unknown_clause(name) for name in self.allow if name not in CLAUSES]
+        found += [f"allow[{n!r}] must give a reason" for n, reason in self.allow.items() if not reason]
+        named = [*(self.trainable or ()), *self.groups, *(name for pair in self.tied for name in pair)]
+        found += [f"no parameter is named {name!r}" for name in unknown_names(named, subject.names)]
+        if not subject.trainable:
+            found.append("the model has no trainable parameter")
+        elif not subject.shares_with_optimizers():
+            found.append("the optimizer holds no parameter of this model: is it the optimizer of another one?")
+        return found
+
+
+def _unknown_clause(name: str) -> str:
+    close = difflib.get_close_matches(name, CLAUSES, 1)
+    return f"allow names {name!r}, which is no clause" + (f"; did you mean {close[0]!r}?" if close else "")

@@ -1,0 +1,150 @@
+"""What is watched: the module inside its wrappers, its parameters by name, and what must stay as it was."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from andon_contracts.loop_clauses import change_of
+
+_REPLACED, _TOGGLED, _ADDED, _MISSING, _FOREIGN, _UNDECLARED, _FROZEN, _UNTIED = range(1, 9)
+_WRAPPERS = ("module", "_orig_mod", "_forward_module")
+
+
+def unwrap(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
+    """The innermost module of wrappers that only delegate, and the wrappers' class names from the outside in."""
+    names: list[str] = []
+    while True:
+        wraps = type(model).__name__ in ("DistributedDataParallel", "DataParallel", "OptimizedModule", "_FabricModule")
+        inner = next((model._modules[n] for n in _WRAPPERS if n in model._modules), None) if wraps else None
+        if inner is None:
+            return model, tuple(names)
+        names.append(type(model).__name__)
+        model = inner
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether this rank holds only a part of the tensor (FSDP2, tensor parallel)."""
+    return hasattr(tensor, "placements") and any(not p.is_replicate() for p in tensor.placements)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place in the model that holds a parameter."""
+
+    owner: nn.Module
+    attribute: str
+    name: str
+    parameter: nn.Parameter
+    trainable: bool
+
+
+class Subject:
+    """A model and its optimizers as they were when the watch began."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        declared: Sequence[str] | None,
+        tied: Sequence[tuple[str, str]],
+    ) -> None:
+        """declared: name patterns of the trainable parameters; tied: pairs of names that share a tensor."""
+        self.inner, self.wrappers = unwrap(model)
+        self.modules = list(self.inner.modules())
+        self.slots = [
+            Slot(owner, attribute, f"{prefix}.{attribute}" if prefix else attribute, parameter, parameter.requires_grad)
+            for prefix, owner in self.inner.named_modules()
+            for attribute, parameter in owner._parameters.items()
+            if parameter is not None
+        ]
+        self.names = tuple(slot.name for slot in self.slots)
+        self.parameters = self._first_of_each()
+        self.trainable = {name: p for name, p in self.parameters.items() if p.requires_grad}
+        self.frozen = {name: p for name, p in self.parameters.items() if not p.requires_grad}
+        self.sharded = any(is_sharded(parameter) for parameter in self.parameters.values())
+        self._optimizers = tuple(optimizers)
+        self._groups = self._members()
+        self._counts = self._sizes()
+        self._declared = declared
+        self._tied = tied
+
+    def _first_of_each(self) -> dict[str, nn.Parameter]:
+        found: dict[int, tuple[str, nn.Parameter]] = {}
+        for slot in self.slots:
+            found.setdefault(id(slot.parameter), (slot.name, slot.parameter))
+        return dict(found.values())
+
+    def _members(self) -> list[list[int]]:
+        return [[id(p) for p in group["params"]] for each in self._optimizers for group in each.param_groups]
+
+    def _sizes(self) -> list[int]:
+        return [len(module._modules) + len(module._parameters) for module in self.modules]
+
+    def name_of(self) -> Mapping[int, str]:
+        """The name of each parameter by its identity."""
+        return {id(parameter): name for name, parameter in self.parameters.items()}
+
+    def buffers(self) -> list[torch.Tensor]:
+        """The buffers that are there now, in the order of the modules."""
+        return [b for module in self.modules for b in module._buffers.values() if b is not None]
+
+    def buffers_by_name(self) -> dict[str, torch.Tensor]:
+        """The buffers that are there now, by name."""
+        return dict(self.inner.named_buffers())
+
+    def modes(self) -> bytes:
+        """The mode of every module, in order."""
+        return bytes(module.training for module in self.modules)
+
+    def shares_with_optimizers(self) -> bool:
+        """Whether an optimizer holds any parameter of the model."""
+        mine = {id(parameter) for parameter in self.parameters.values()}
+        return any(member in mine for group in self._groups for member in group)
+
+    def fault_at_start(self) -> int:
+        """A `change_of` for the first disagreement of model, optimizers and what was declared; 0: none."""
+        index = {id(slot.parameter): i for i, slot in reversed(list(enumerate(self.slots)))}
+        held = {member for group in self._groups for member in group}
+        for i, slot in enumerate(self.slots):
+            if self._declared is not None and slot.trainable != _matches(slot.name, self._declared):
+                return change_of(_UNDECLARED if slot.trainable else _FROZEN, i)
+        for i, slot in enumerate(self.slots):
+            if slot.trainable and id(slot.parameter) not in held:
+                return change_of(_MISSING, i)
+        for each in self._optimizers:
+            for parameter in (p for group in each.param_groups for p in group["params"]):
+                if parameter.requires_grad and id(parameter) not in index:
+                    return change_of(_FOREIGN, len(self.slots))
+        by_name = {slot.name: slot for slot in self.slots}
+        for one, other in self._tied:
+            if by_name[one].parameter is not by_name[other].parameter:
+                return change_of(_UNTIED, self.names.index(one))
+        return 0
+
+    def change(self) -> int:
+        """A `change_of` for the first thing that is not as it was at the start; 0 where all is."""
+        for i, slot in enumerate(self.slots):
+            parameter = slot.owner._parameters.get(slot.attribute)
+            if parameter is not slot.parameter:
+                return change_of(_REPLACED, i)
+            if parameter.requires_grad != slot.trainable:
+                return change_of(_TOGGLED, i)
+        if self._sizes() != self._counts:
+            return change_of(_ADDED, len(self.slots))
+        if self._members() != self._groups:
+            return change_of(_FOREIGN, len(self.slots))
+        return 0
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def unknown_names(names: Iterable[str], known: Sequence[str]) -> list[str]:
+    """Those of `names` (patterns) that match no known name."""
+    return [name for name in names if not any(fnmatch.fnmatchcase(one, name) for one in known)]

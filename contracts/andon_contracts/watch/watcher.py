@@ -1,0 +1,294 @@
+"""The watch itself: hooks on a model and its optimizers, and the two gathers of a step."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from andon_contracts.act import Scene
+from andon_contracts.agree import real_of
+from andon_contracts.judge import Details, Observations, in_lockstep
+from andon_contracts.loop_clauses import same
+from andon_contracts.violation import Violation
+from andon_contracts.watch.coverage import closing_lines, coverage, opening_lines
+from andon_contracts.watch.exchange import Exchange
+from andon_contracts.watch.intercept import listen, unlisten
+from andon_contracts.watch.judging import AFTER, BEFORE, START, Verdicts
+from andon_contracts.watch.lane import Lane
+from andon_contracts.watch.reading import flat_digest, layout_digest
+from andon_contracts.watch.rows import Rows
+from andon_contracts.watch.settings import Settings
+from andon_contracts.watch.subject import Subject
+
+_LOOKED_AT = ("weights", "gradient", "buffers", "optimizer")
+_BASE_EVERY = 64
+
+
+class ForwardTap:
+    """The forward pre-hook. A copy of the model (an average of weights, say) is not watched: copies see nothing."""
+
+    def __init__(self, see: Callable[[], None] | None) -> None:
+        self._see = see
+
+    def __call__(self, module: nn.Module, args: object) -> None:
+        """The module's forward pass begins."""
+        if self._see is not None and not torch.compiler.is_compiling():
+            self._see()
+
+    def __deepcopy__(self, memo: object) -> ForwardTap:
+        return ForwardTap(None)
+
+    def __reduce__(self) -> tuple[type[ForwardTap], tuple[None]]:
+        return ForwardTap, (None,)
+
+
+class Watch:
+    """An open watch; made by `andon.watch`. `findings` are the violations and suspicions so far, equal on all ranks."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        subject: Subject,
+        optimizers: Sequence[torch.optim.Optimizer],
+        settings: Settings,
+        exchange: Exchange,
+    ) -> None:
+        self.settings = settings
+        self.closed = False
+        self._subject = subject
+        self._exchange = exchange
+        self._cover = coverage(subject, optimizers, settings, exchange.world_size)
+        live = frozenset(name for name, cover in self._cover.items() if cover.live)
+        self._verdicts = Verdicts(settings, exchange.rank, subject.names, live)
+        self._rows = Rows()
+        self._lanes = {id(each): Lane(each, subject, settings, self._rows) for each in optimizers}
+        self._base: int | None = None
+        self._base_now = 0
+        self._base_marks: list[tuple[int, int]] = []
+        self._buffer_marks: list[tuple[int, int]] = []
+        self._buffer_digest = 0
+        self._last_equal: int | None = None
+        self._began = time.perf_counter()
+        self._spent = 0.0
+        self._steps = 0
+        self._agreed = ""
+        self._undo: list[Callable[[], object]] = []
+        self._say(opening_lines(self._cover, exchange.world_size, len(subject.trainable)))
+        self._start()
+        self._hook(model)
+
+    @property
+    def findings(self) -> tuple[Violation, ...]:
+        """What did not hold so far: the first finding of each clause."""
+        return tuple(self._verdicts.findings)
+
+    @property
+    def evaluations(self) -> dict[str, int]:
+        """How often each clause was evaluated."""
+        return dict(self._verdicts.evaluations)
+
+    def _say(self, lines: Sequence[str]) -> None:
+        if self._exchange.rank == 0:
+            print("\n".join(lines), file=sys.stderr, flush=True)
+
+    def _hook(self, model: nn.Module) -> None:
+        compiled = isinstance(getattr(model, "_orig_mod", None), nn.Module)
+        target = model if compiled else self._subject.inner
+        self._undo.append(target.register_forward_pre_hook(ForwardTap(self._forward)).remove)
+        for lane in self._lanes.values():
+            self._undo.append(lane.optimizer.register_step_pre_hook(self._pre).remove)
+            self._undo.append(lane.optimizer.register_step_post_hook(self._post).remove)
+            self._undo.append(lane.taps.close)
+            self._intercept_zero(lane)
+        listen(self)
+        self._undo.append(self._unlisten)
+        atexit.register(self.close)
+
+    def _unlisten(self) -> None:
+        unlisten(self)
+
+    def _intercept_zero(self, lane: Lane) -> None:
+        optimizer = lane.optimizer
+        original = optimizer.zero_grad
+
+        def zero_grad(*args: Any, **kwargs: Any) -> None:
+            original(*args, **kwargs)
+            if lane.taps.backward_seen:
+                self._rows.spent()
+            if lane.taps.started or self._rows.ids:
+                lane.taps.discard()
+
+        optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+        self._undo.append(lambda: optimizer.__dict__.pop("zero_grad", None))
+
+    def _start(self) -> None:
+        subject = self._subject
+        self._base = self._base_digest()
+        low = [i for i, slot in enumerate(subject.slots) if slot.trainable and slot.parameter.element_size() < 4]
+        values = {
+            "change": subject.fault_at_start(),
+            "layout": layout_digest(subject.parameters),
+            "weights": flat_digest(subject.parameters.values()),
+            "imprecise": low[0] + 1 if low else 0,
+        }
+        observations = self._exchange(0, "start", values)
+        tensors: dict[str, Tensor] = dict(subject.parameters)
+        details = self._look(observations, {"weights": tensors})
+        scene = Scene(self._exchange.world_size, tensors=len(tensors))
+        if self._verdicts.judge(START, observations, details, scene, self._closer(scene, tensors, observations)):
+            self._last_equal = self.settings.start
+
+    def _base_digest(self) -> int:
+        frozen = list(self._subject.frozen.values())
+        marks = [(p._version, p.data_ptr()) for p in frozen]
+        if self._base is not None and marks == self._base_marks and self._steps % _BASE_EVERY:
+            return self._base_now
+        self._base_marks = marks
+        self._base_now = flat_digest(frozen)
+        return self._base_now
+
+    def _forward(self) -> None:
+        lanes = [lane for lane in self._lanes.values() if not lane.taps.started]
+        if not lanes or not torch.is_grad_enabled() or any(lane.taps.muted for lane in lanes):
+            return
+        began = time.perf_counter()
+        buffers = self._subject.buffers()
+        marks = [(b._version, b.data_ptr()) for b in buffers]
+        if marks != self._buffer_marks or not self._buffer_digest:
+            self._buffer_marks, self._buffer_digest = marks, flat_digest(buffers)
+        for lane in lanes:
+            lane.buffers = self._buffer_digest
+        self._spent += time.perf_counter() - began
+
+    def clipping(self, parameters: Sequence[Tensor], norm: Tensor | None) -> None:
+        """The loop is about to clip."""
+        for lane in self._lanes.values():
+            lane.clipping(parameters, norm)
+
+    def reducing(self, tensor: Tensor, group: object) -> None:
+        """The loop is about to reduce."""
+        for lane in self._lanes.values():
+            lane.reducing(tensor, group)
+
+    def _pre(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        lane = self._lanes[id(optimizer)]
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._before(lane)
+            return None
+        waiting = [lane]
+
+        def checked() -> Any:
+            loss = closure()
+            while waiting:
+                self._before(waiting.pop())
+            return loss
+
+        return ((args[0], checked), {}) if args else (args, {**kwargs, "closure": checked})
+
+    def _post(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        began = time.perf_counter()
+        lane = self._lanes[id(optimizer)]
+        values = lane.after()
+        self._steps += 1
+        observations = self._exchange(lane.updates, f"after {self._number(lane)}", values)
+        details = self._look(observations, {"weights": dict(lane.parameters), "optimizer": lane.state_by_name})
+        scene = replace(self._scene(lane, applied=True), before=self._agreed)
+        closer = self._closer(scene, lane.parameters, observations)
+        self._verdicts.judge(AFTER, observations, details, scene, closer, self._facts())
+        if same(observations, "weights"):
+            self._last_equal = lane.updates
+        lane.turn()
+        self._spent += time.perf_counter() - began
+
+    def _number(self, lane: Lane) -> int:
+        return list(self._lanes).index(id(lane.optimizer))
+
+    def _before(self, lane: Lane) -> None:
+        began = time.perf_counter()
+        step = lane.updates + 1
+        values = {**lane.before(), "base": self._base_digest(), "first base": self._base or 0}
+        observations = self._exchange(step, f"before {self._number(lane)}", values)
+        details = self._look(
+            observations,
+            {
+                "weights": dict(lane.parameters),
+                "gradient": lane.gradients_by_name(),
+                "buffers": self._subject.buffers_by_name(),
+            },
+        )
+        self._agreed = _agreed(observations)
+        scene = replace(self._scene(lane, applied=False), before=self._agreed)
+        gradients = {name: g for name, g in lane.gradients_by_name().items() if g.numel()}
+        closer = self._closer(scene, {**lane.parameters, **gradients}, observations)
+        self._verdicts.judge(BEFORE, observations, details, scene, closer, self._facts())
+        self._spent += time.perf_counter() - began
+
+    def _scene(self, lane: Lane, *, applied: bool) -> Scene:
+        return Scene(self._exchange.world_size, applied, self._last_equal, tensors=len(lane.names))
+
+    def _facts(self) -> dict[str, object]:
+        return {"ids": list(self._rows.ids)}
+
+    def _look(self, observations: Observations, tensors: dict[str, Any]) -> Details:
+        """The digests by tensor of what differs between ranks, the first time that it does."""
+        if not in_lockstep(observations):
+            return {}
+        clause = {"weights": "replicas-agree", "gradient": "gradients-agree", "optimizer": "optimizers-agree"}
+        found = {}
+        for name, of in tensors.items():
+            named = clause.get(name, "buffers-agree")
+            if same(observations, name) or self._verdicts.known(named) or named not in self._verdicts.live:
+                continue
+            step = observations[0].step
+            if callable(of):
+                found[name] = self._exchange.spread(step, f"tensors of {name}", of())
+            else:
+                found[name] = self._exchange.look(step, name, of)
+        return found
+
+    def _closer(self, scene: Scene, tensors: Any, observations: Observations) -> Callable[[Violation], Scene]:
+        def look(found: Violation) -> Scene:
+            if found.clause not in ("replicas-agree", "gradients-agree") or found.tensor not in tensors:
+                return scene
+            tensor = tensors[found.tensor]
+            element = self._exchange.first_difference(observations[0].step, tensor)
+            return replace(scene, element="" if element is None else str(element))
+
+        return look
+
+    def close(self) -> None:
+        """Take every hook off and say what was checked, how often, at what cost, and what was not. Not collective."""
+        if self.closed:
+            return
+        self.closed = True
+        for undo in reversed(self._undo):
+            undo()
+        atexit.unregister(self.close)
+        whole = time.perf_counter() - self._began
+        spent = self._spent + sum(lane.taps.spent for lane in self._lanes.values())
+        self._say(closing_lines(self._cover, self._verdicts, self._steps, spent / whole if whole else 0.0))
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _agreed(observations: Observations) -> str:
+    """What was equal on all ranks just before an update and what was not, as one line."""
+    words = {"weights": "weights", "gradient": "reduced gradient", "hyperparameters": "hyperparameters"}
+    equal = [word for name, word in words.items() if same(observations, name)]
+    shown = [f"{', '.join(equal)} agreed"] if equal else []
+    if not same(observations, "rate"):
+        rates = ", ".join(f"{real_of(o.values['rate'])!r} on rank {o.rank}" for o in observations)
+        shown.append(f"lr differs: {rates}")
+    return "; ".join(shown)
