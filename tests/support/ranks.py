@@ -17,7 +17,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 _CONTEXT = multiprocessing.get_context("forkserver")
 # The server imports them once and starts no thread, so that forking it is safe and a rank is there in milliseconds.
 _CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "icontract", "pytest", "hypothesis"])
