@@ -220,7 +220,7 @@ def gradient_scaled(factor: Callable[[int, int], float]) -> Callable[[DataParall
                 set_gradient(pieces, rows)
                 replica.parameters.gradient.mul_(factor(rows, coordinator.num_gpus))
 
-            replica.set_gradient = scaled  # type: ignore[method-assign]
+            replica.set_gradient = scaled  # type: ignore[method-assign, assignment]
 
     return change
 

@@ -22,9 +22,9 @@ class Reference:
         self.config = config
         self.model: Any = build_model(model_config, config, seed).double().train()
         self.parameters: dict[str, nn.Parameter] = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
-        arguments = {"lr": config.learning_rate, "weight_decay": optimizer.weight_decay}
-        kind = torch.optim.AdamW if optimizer.name == "adamw" else torch.optim.SGD
-        self.optimizer = kind(list(self.parameters.values()), **arguments)
+        kind: Any = torch.optim.AdamW if optimizer.name == "adamw" else torch.optim.SGD
+        trained = list(self.parameters.values())
+        self.optimizer = kind(trained, lr=config.learning_rate, weight_decay=optimizer.weight_decay)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Copies of the trainable weights by name."""
@@ -49,4 +49,5 @@ class Reference:
         logits = self.model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
         weights = torch.tensor(self.config.class_weights or [1.0] * self.config.num_classes, dtype=torch.float64)
         losses = torch.logsumexp(logits, 1) - logits.gather(1, labels[:, None])[:, 0]
-        return (weights[labels] * losses).sum()
+        total: torch.Tensor = (weights[labels] * losses).sum()
+        return total

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from andon.pipeline import SafetySample
 from andon.step.replica import OptimizerSpec
-from tests.seed.subject import ANDON, CONFIG, SMALL, SafetySample, state, states
+from tests.seed.subject import ANDON, CONFIG, SMALL, state, states
 
 SAMPLES = st.lists(
     st.builds(SafetySample, st.text(st.characters(max_codepoint=0x17F), min_size=1, max_size=12), st.integers(0, 1)),
@@ -38,7 +40,7 @@ def test_the_bits_do_not_depend_on_the_replicas(
     Results are equal, and weights, base, moments and counts of every replica are those of a single one.
     """
     config = replace(CONFIG, class_weights=weights)
-    options = {
+    options: dict[str, Any] = {
         "seed": seed,
         "micro_batches": micro_batches,
         "optimizer": OptimizerSpec(),

@@ -78,7 +78,7 @@ def test_shapes_are_kept_and_compared() -> None:
     with pytest.raises(ValueError, match="worker 1"):
         average_gradients([torch.ones(2, 3), torch.ones(3, 2)])
     with pytest.raises(ValueError, match="worker 1"):
-        average_gradients([torch.ones(1), [1.0]])  # type: ignore[call-overload]
+        average_gradients([torch.ones(1), [1.0]])  # type: ignore[list-item]
 
 
 def test_the_contract_is_evaluated() -> None:

@@ -61,7 +61,7 @@ def test_v01_label_sorted_shards_are_both_learned(subject: Subject) -> None:
 def test_v02_the_loss_is_that_of_one_process_after_100_steps(subject: Subject) -> None:
     """V2, F-DP-005: at step 100 of the seed's own workload, at a rate that learns, within 1 % of one process.
 
-    Measured here against float64 it is below 1e-4, so that is what is asked.
+    Against float64 it was measured at 4e-6 to 1.2e-5 with three seeds, so 1e-4 is asked.
     """
     samples = [sample(f"test_sample_{i}", i % 2) for i in range(20)]
     reference = Reference(SMALL, CONFIG, OptimizerSpec())

@@ -75,7 +75,7 @@ def test_v15_indices_mean_devices(subject: Subject) -> None:
 
 def test_v15_each_replica_is_bound_to_its_device() -> None:
     """V15: weights, gradients and moments of replica i live on the device that was named for it."""
-    names = list(range(torch.cuda.device_count())) or ["cpu", "cpu"]
+    names: list[str | int] = list(range(torch.cuda.device_count())) or ["cpu", "cpu"]
     with DataParallelCoordinator(SMALL, CONFIG, names, micro_batches=2) as coordinator:
         coordinator.train_batch_parallel(mixed_samples(4))
         for pipeline, device in zip(coordinator.pipelines, resolve_devices(names), strict=True):

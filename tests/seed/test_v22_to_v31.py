@@ -48,7 +48,11 @@ def test_v22_training_is_equivalent_and_not_only_an_untrained_forward(
     The seed compares two untrained forward passes that are identical by construction, and allows 25 %.
     """
     samples = sorted_samples(17)
-    options = {"seed": seed, "optimizer": OptimizerSpec(kind), "model_config": replace(SMALL, dropout=0.2)}
+    options: dict[str, Any] = {
+        "seed": seed,
+        "optimizer": OptimizerSpec(kind),
+        "model_config": replace(SMALL, dropout=0.2),
+    }
     with subject.replicas(replicas, **options) as several, subject.replicas(1, **options) as one:
         for count in (17, 17, 3, 16, 1, 17):
             results = [each.train_batch_parallel(samples[-count:]) for each in (several, one)]
@@ -119,7 +123,9 @@ def test_v24_the_layout_is_compared_after_a_real_backward(subject: Subject) -> N
     layout = pipeline.gradient_layout()
     assert [name for name, _ in layout] == sorted(reference.parameters)
     assert collected.numel() == pipeline.num_trainable_parameters
-    for (name, shape), part in zip(layout, collected.split([math.prod(shape) for _, shape in layout]), strict=True):
+    for (name, shape), part in zip(
+        layout, torch.split(collected, [math.prod(shape) for _, shape in layout]), strict=True
+    ):
         parameter = reference.parameters[name]
         clipped = parameter.grad
         assert clipped is not None
