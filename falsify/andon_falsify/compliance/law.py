@@ -1,0 +1,178 @@
+"""What one process in float64 makes of the batches of a trace: its plan, losses, gradients and updates.
+
+Everything starts again at every update from the weights that the accused had then, so that an error is charged to the
+update that made it. Only his dropout masks, and the length to which he padded, are taken from him.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from andon_falsify.reference.decoder import Decoder
+from andon_falsify.reference.encoder import Encoder
+from andon_falsify.reference.params import Lora, Masks, canonical, canonical_name
+from andon_falsify.reference.training import Piece, Update, gradient, train
+from andon_falsify.reference.update import AdamW, Law, Sgd
+from andon_falsify.subjects.case import PAD, Case, Rows
+from andon_falsify.subjects.trace import LeafMasks, Trace
+
+Shares = tuple[tuple[int, ...], ...]
+
+
+def planned(case: Case) -> dict[int, tuple[int, ...]]:
+    """The rows of each update, from the published rule: a shuffle keyed by (seed, epoch), cut into batches."""
+    batches: list[tuple[int, ...]] = []
+    for epoch in range(case.epochs):
+        order = list(range(len(case.rows)))
+        random.Random(f"andon order {case.seed} {epoch}").shuffle(order)
+        batches += [tuple(order[at : at + case.batch_size]) for at in range(0, len(order), case.batch_size)]
+    kept = batches if case.max_steps is None else batches[: case.max_steps]
+    return dict(enumerate(kept, start=1))
+
+
+def shares(ids: tuple[int, ...], count: int) -> Shares:
+    """`ids` in `count` contiguous parts whose sizes differ by at most one, the larger ones first."""
+    size, larger = divmod(len(ids), count)
+    found, start = [], 0
+    for place in range(count):
+        end = start + size + (place < larger)
+        found.append(ids[start:end])
+        start = end
+    return tuple(found)
+
+
+def piece_of(rows: Rows, ids: tuple[int, ...], length: int) -> Piece:
+    """The rows `ids`, padded on the right to `length`."""
+    tokens = torch.full((len(ids), length), PAD, dtype=torch.int64)
+    attention = torch.zeros(len(ids), length, dtype=torch.int64)
+    for place, row in enumerate(ids):
+        own = rows.tokens[row]
+        tokens[place, : len(own)] = torch.tensor(own)
+        attention[place, : len(own)] = 1
+    return Piece(tokens, attention, torch.tensor([rows.labels[row] for row in ids], dtype=torch.int64))
+
+
+def optimizer_law(case: Case) -> Law:
+    """The optimizer of `case` as a pure function."""
+    if case.optimizer == "adamw":
+        return AdamW(weight_decay=case.weight_decay)
+    return Sgd(case.momentum, case.weight_decay)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The law for one update, from the weights that the accused had before it."""
+
+    step: int
+    loss: float
+    gradients: Mapping[str, Tensor]
+
+
+class Reference:
+    """The law of one trace. Raises `LookupError` for a micro-batch that was to drop something and was never seen."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.case = trace.case
+        self._seen: dict[tuple[int, tuple[int, ...]], LeafMasks] = trace.gathered("masks")
+        self._weights = None if self.case.class_weights is None else torch.tensor(self.case.class_weights).double()
+
+    @cached_property
+    def model(self) -> Decoder | Encoder:
+        """The architecture."""
+        lora = Lora(2.0 * self.case.rank) if self.case.rank else None
+        kind = Decoder if self.case.architecture == "decoder" else Encoder
+        return kind.from_config(self.trace.first.config, lora)
+
+    @cached_property
+    def initial(self) -> dict[str, Tensor]:
+        """All weights before the first update, under canonical names, in float64."""
+        return canonical(self.trace.first.state)
+
+    @cached_property
+    def trainable(self) -> tuple[str, ...]:
+        """The canonical names of what trains."""
+        return tuple(short_name(name) for name, _, _ in self.trace.first.layouts[0])
+
+    def pieces(self, step: int) -> list[Piece]:
+        """The micro-batches of `step` by the plan."""
+        return [piece_of(self.case.rows, ids, self._length(step, ids)) for ids in self._leaves(step)]
+
+    def _leaves(self, step: int) -> Shares:
+        return shares(planned(self.case)[step], self.case.micro_batches)
+
+    def _length(self, step: int, ids: tuple[int, ...]) -> int:
+        if (step, ids) in self._seen:
+            return self._seen[step, ids].length
+        return max((len(self.case.rows.tokens[row]) for row in ids), default=1)
+
+    def masks(self, step: int) -> Callable[[int], Masks]:
+        """The masks of each micro-batch of `step`, as the accused drew them."""
+        leaves = self._leaves(step)
+
+        def of_leaf(index: int) -> Masks:
+            held = self._seen.get((step, leaves[index]))
+            if held is None and self.case.dropout:
+                msg = f"micro-batch {index} of step {step} was never computed, so its masks are unknown"
+                raise LookupError(msg)
+
+            def mask(name: str, shape: tuple[int, ...]) -> Tensor | None:
+                found = held.masks.get(name) if held is not None else None
+                return None if found is None else found.view(shape).double()
+
+            return mask
+
+        return of_leaf
+
+    def before(self, step: int) -> dict[str, Tensor]:
+        """All weights before `step`, as the accused had them."""
+        if step == 1:
+            return self.initial
+        held = self.trace.first.values[step - 1].weights
+        return self.initial | {short_name(name): tensor.double() for name, tensor in held.items()}
+
+    @cached_property
+    def expected(self) -> tuple[Expected, ...]:
+        """The law for each update that was made."""
+        return tuple(self._expected())
+
+    def _expected(self) -> Iterator[Expected]:
+        for step in sorted(self.trace.first.values):
+            if not self.trace.first.values[step].weights:
+                continue
+            loss, gradients = gradient(
+                self.model, self.before(step), self.trainable, self.pieces(step), self._weights, self.masks(step)
+            )
+            yield Expected(step, loss, gradients)
+
+    def trajectory(self) -> Iterator[Update]:
+        """The law on its own from the initial weights: nothing of the accused but his masks enters."""
+        plan, rates = planned(self.case), {reported.step: reported.lr for reported in self.trace.first.reported}
+
+        def masks(step: int, index: int) -> Masks:
+            return self.masks(step)(index)
+
+        yield from train(
+            self.model,
+            self.initial,
+            self.trainable,
+            (self.pieces(step) for step in plan),
+            optimizer_law(self.case),
+            rates.__getitem__,
+            clip_norm=self.case.clip_norm,
+            class_weights=self._weights,
+            masks=masks,
+        )
+
+
+def short_name(name: str) -> str:
+    """The canonical name of a trained tensor."""
+    short = canonical_name(name)
+    assert short is not None, name
+    return short

@@ -1,0 +1,3 @@
+"""Real ranks: processes that a fork server starts once, kept alive and given one case after the other."""
+
+from __future__ import annotations

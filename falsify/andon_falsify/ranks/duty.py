@@ -1,0 +1,15 @@
+"""What a rank is asked to do; runs in the rank's process."""
+
+from __future__ import annotations
+
+import torch
+
+from andon.backend.group import GroupBackend
+from andon_falsify.subjects.case import Case
+from andon_falsify.subjects.drive import drive
+from andon_falsify.subjects.trace import Sightings
+
+
+def train(case: Case) -> Sightings:
+    """Run `case` as one rank of the process group that this process belongs to."""
+    return drive(case, GroupBackend("gloo", torch.device("cpu")))

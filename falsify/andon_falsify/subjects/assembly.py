@@ -1,0 +1,195 @@
+"""Our trainer put together for a case, with watchers around its task, its backend and its replicas."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from andon.backend.base import Backend
+from andon.model.adapter import AdapterSpec, attach, trainable_parameters
+from andon.model.build import ModelSpec, build_base
+from andon.model.memory import activation_bytes, plan_bytes
+from andon.model.task import ClassificationTask
+from andon.step.plan import BatchPlan
+from andon.step.replica import OptimizerSpec, Replica
+from andon.step.schedule import WarmupCosine
+from andon.step.step import TrainingStep
+from andon.training.replicas import build_replicas
+from andon_falsify.subjects.case import PAD, VOCABULARY, Case
+from andon_falsify.subjects.interpose import Place, WatchedBackend, WatchedTask
+from andon_falsify.subjects.meter import StorageMeter
+from andon_falsify.subjects.trace import LeafMasks, Sightings, digest
+
+
+@dataclass
+class Parts:
+    """What a fault can be planted in. Everything belongs to this run alone, so nothing needs to be put back.
+
+    rank_of: the rank of each local replica, in order.
+    """
+
+    case: Case
+    backend: WatchedBackend
+    replicas: list[Replica]
+    task: WatchedTask
+    step: TrainingStep
+    plan: BatchPlan
+    schedule: WarmupCosine
+    seen: Sightings
+    place: Place
+
+    @property
+    def by_rank(self) -> dict[int, Replica]:
+        """The replicas of this process by rank."""
+        return dict(zip(self.backend.ranks, self.replicas, strict=True))
+
+
+@lru_cache(maxsize=8)
+def _pristine(spec: ModelSpec, adapter: AdapterSpec, seed: int) -> nn.Module:
+    return attach(build_base(spec), adapter, seed)
+
+
+def model_of(case: Case) -> nn.Module:
+    """The model of `case` before training: the same bits on every call."""
+    spec = ModelSpec(
+        num_labels=case.rows.classes,
+        labels=tuple(map(str, range(case.rows.classes))),
+        vocab_size=VOCABULARY + 1,
+        pad_id=PAD,
+        architecture=case.architecture,
+        hidden_size=case.hidden,
+        num_hidden_layers=case.layers,
+        num_attention_heads=case.heads,
+        num_key_value_heads=case.heads,
+        intermediate_size=case.inner,
+        dropout=case.dropout,
+        max_length=case.longest,
+        seed=case.seed,
+    )
+    adapter = AdapterSpec(
+        kind="lora" if case.rank else "none", r=case.rank or 1, alpha=2.0 * (case.rank or 1), dropout=case.dropout
+    )
+    return copy.deepcopy(_pristine(spec, adapter, case.seed))
+
+
+def task_of(case: Case) -> ClassificationTask:
+    """The trainer's own task over the rows of `case`."""
+    return ClassificationTask(
+        case.rows.tokens,
+        case.rows.labels,
+        num_labels=case.rows.classes,
+        vocab_size=VOCABULARY,
+        pad_id=PAD,
+        class_weights=case.class_weights,
+        max_length=case.longest,
+    )
+
+
+def plan_of(case: Case) -> BatchPlan:
+    """The trainer's own plan of batches."""
+    return BatchPlan(
+        tuple(range(len(case.rows))), case.batch_size, case.micro_batches, case.seed, case.epochs, case.max_steps
+    )
+
+
+def put_together(case: Case, backend: Backend, meters: dict[int, StorageMeter]) -> Parts:
+    """The trainer of `case` on `backend`. meters: one for each local rank where bytes are to be counted, else empty."""
+    place, seen = Place(), Sightings(backend.ranks)
+    inside: Callable[[int], AbstractContextManager[object]] = nullcontext
+    if meters and len(backend.ranks) > 1:
+        inside = meters.__getitem__
+    watched = WatchedBackend(backend, place, inside)
+    plan, inner = plan_of(case), task_of(case)
+    optimizer = OptimizerSpec(case.optimizer, weight_decay=case.weight_decay, momentum=case.momentum)
+    replicas = build_replicas(model_of(case), watched, optimizer, case.seed, inner, plan.ids[0])
+
+    def on_leaf(rank: int, rows: tuple[int, ...], masks: LeafMasks) -> None:
+        step = 1 + max((reported.step for reported in seen.reported), default=seen.resumed_from)
+        seen.of(rank, step).leaves.append(rows)
+        if case.values:
+            seen.masks[step, rows] = masks
+
+    task = WatchedTask(inner, place, on_leaf, _poisoner(case, plan, seen))
+    if case.values:
+        for replica in replicas:
+            task.watch(replica.model)
+    step = TrainingStep(watched, replicas, task, case.micro_batches, case.clip_norm)
+    schedule = WarmupCosine(case.lr, plan.total_steps)
+    if case.memory:
+        seen.planned_bytes = _planned_bytes(case, replicas[0], inner, plan)
+    return Parts(case, watched, replicas, task, step, plan, schedule, seen, place)
+
+
+def _poisoner(case: Case, plan: BatchPlan, seen: Sightings) -> Callable[[tuple[int, ...]], str]:
+    """Says for the rows of a micro-batch which poison it gets at the step that is now being computed."""
+    poison = case.poison
+    if poison is None:
+        return _clean
+    rows = plan.batch(poison.step).micro_batches(case.micro_batches)[poison.leaf]
+
+    def poisoned(ids: tuple[int, ...]) -> str:
+        step = 1 + max((reported.step for reported in seen.reported), default=seen.resumed_from)
+        return poison.kind if step == poison.step and rows and rows[0] in ids else ""
+
+    return poisoned
+
+
+def _clean(_: tuple[int, ...]) -> str:
+    return ""
+
+
+def describe(parts: Parts) -> None:
+    """Note the state that the run starts from, as plain copies; to be called after faults are planted."""
+    case, replicas, seen = parts.case, parts.replicas, parts.seen
+    for rank, replica in zip(seen.ranks, replicas, strict=True):
+        named = trainable_parameters(replica.model)
+        seen.layouts[rank] = tuple((name, tuple(p.shape), str(p.dtype)) for name, p in _in_flat_order(named))
+        seen.start[rank] = digest(named)
+        seen.frozen[rank] = (digest(frozen_of(replica.model)), "")
+    if case.values and seen.ranks[0] == 0:
+        model: Any = replicas[0].model
+        seen.state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+        base = model.get_base_model() if case.rank else model
+        seen.config = cast(dict[str, Any], base.config.to_dict())
+
+
+def frozen_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What must not change, by name: parameters that do not train, and buffers."""
+    frozen = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
+    return frozen | dict(model.named_buffers())
+
+
+def _in_flat_order(named: dict[str, nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
+    """The parameters in the order of their addresses, which is that of the flat buffer whatever anyone says of it."""
+    return sorted(named.items(), key=_address)
+
+
+def _address(item: tuple[str, torch.Tensor]) -> int:
+    return item[1].data_ptr()
+
+
+def _planned_bytes(case: Case, replica: Replica, task: ClassificationTask, plan: BatchPlan) -> int:
+    """The trainer's own plan of the bytes that a replica needs."""
+    leaves = [
+        leaf
+        for step in range(1, plan.total_steps + 1)
+        for leaf in plan.batch(step).micro_batches(case.micro_batches)
+        if leaf
+    ]
+    most = max(activation_bytes(replica.model, task, task.load(leaf, replica.device)) for leaf in leaves)
+    return plan_bytes(
+        replica.model,
+        trainable_parameters(replica.model),
+        case.optimizer,
+        case.micro_batches,
+        most,
+        world_size=case.world,
+        momentum=case.momentum,
+    ).total

@@ -1,0 +1,107 @@
+"""A case: what is trained, where, and under which circumstances. Plain values, so that it can travel to a rank."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+VOCABULARY = 127
+"""Token ids of rows are 33 to 126, the printable characters of ASCII, so that a row is also a text."""
+PAD = VOCABULARY
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A data set: token ids and label of each row; a row's id is its place."""
+
+    tokens: tuple[tuple[int, ...], ...]
+    labels: tuple[int, ...]
+    classes: int
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+def make_rows(count: int, seed: int = 0, *, classes: int = 3, longest: int = 7, noise: float = 0.2) -> Rows:
+    """`count` rows of 1 to `longest` tokens, sorted by label, so that contiguous shards see different classes.
+
+    A class has an alphabet of its own and a share `noise` of its tokens from the others': learnable, not trivial.
+    """
+    drawn = random.Random(f"rows {count} {seed} {classes}")
+    width = (VOCABULARY - 33) // classes
+    tokens, labels = [], []
+    for place in range(count):
+        label = place * classes // count
+        own = [
+            33 + width * (label if drawn.random() > noise else drawn.randrange(classes)) + drawn.randrange(width)
+            for _ in range(drawn.randint(1, longest))
+        ]
+        tokens.append(tuple(own))
+        labels.append(label)
+    return Rows(tuple(tokens), tuple(labels), classes)
+
+
+@dataclass(frozen=True)
+class Poison:
+    """What is planted in the data path: at `step`, in micro-batch `leaf`, a `kind` of value that is not finite.
+
+    kinds: `nan` and `inf` in the loss with its graph, `gradient` for a finite loss with a NaN in its gradient.
+    """
+
+    step: int
+    leaf: int
+    kind: str
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run. The first block defines its result; world and backend must not; the rest are circumstances.
+
+    hidden, heads, inner, layers: of the embedded model. rank: of LoRA, 0 trains every weight. dropout: in attention
+    and adapter. stop_after: the run is cut off after that update, as by a kill. values: gradients, weights and masks
+    are recorded; memory: live bytes are counted. folder: where files go, for a run that is to be resumed.
+    """
+
+    rows: Rows = field(default_factory=lambda: make_rows(13))
+    batch_size: int = 5
+    micro_batches: int = 4
+    epochs: int = 1
+    max_steps: int | None = None
+    optimizer: str = "adamw"
+    momentum: float = 0.0
+    weight_decay: float = 0.01
+    lr: float = 1e-2
+    clip_norm: float | None = 0.5
+    seed: int = 0
+    class_weights: tuple[float, ...] | None = None
+    architecture: str = "decoder"
+    layers: int = 1
+    hidden: int = 16
+    heads: int = 2
+    inner: int = 24
+    rank: int = 2
+    dropout: float = 0.1
+    longest: int = 16
+
+    world: int = 2
+    backend: str = "inline"
+
+    poison: Poison | None = None
+    fault: str | None = None
+    contracts: bool = True
+    values: bool = True
+    memory: bool = False
+    folder: str | None = None
+    stop_after: int | None = None
+    checkpoint_every: int | None = None
+
+    def but(self, **changes: Any) -> Case:
+        """This case with `changes`."""
+        return replace(self, **changes)
+
+    def __str__(self) -> str:
+        plain = Case(rows=self.rows)
+        names = [name for name in self.__dataclass_fields__ if getattr(self, name) != getattr(plain, name)]
+        shown = " ".join(f"{name}={getattr(self, name)}" for name in names if name != "rows")
+        return f"{len(self.rows)} rows, batches of {self.batch_size}, {shown or 'otherwise as by default'}"

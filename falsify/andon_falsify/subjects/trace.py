@@ -1,0 +1,249 @@
+"""What a run leaves for the checkers: events seen from outside the trainer, and the trainer's own ledger.
+
+Nothing here is computed by the accused: digests are SHA-256 over the bytes of the tensors themselves, rows are those
+that a rank asked its task for. The events go through the same reader as a ledger.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from andon_falsify.checkers.layout_equal import Tensor as Placed
+from andon_falsify.history import History, chain_digest, read_lines
+from andon_falsify.subjects.case import Case
+
+Tensors = Mapping[str, Tensor]
+LeafKey = tuple[int, tuple[int, ...]]
+"""Update and rows: what names a micro-batch whoever computed it."""
+
+
+def digest(tensors: Tensors) -> str:
+    """16 hexadecimal digits over names, types, shapes and bytes of `tensors`, in order of their names."""
+    found = hashlib.sha256()
+    for name in sorted(tensors):
+        value = tensors[name].detach().cpu().contiguous()
+        found.update(f"{name} {value.dtype} {tuple(value.shape)};".encode())
+        found.update(value.view(torch.uint8).numpy().tobytes() if value.dim() else repr(value.item()).encode())
+    return found.hexdigest()[:16]
+
+
+@dataclass
+class Sight:
+    """What one rank did in one update, seen from outside; `leaves` are the rows of each micro-batch it computed."""
+
+    rank: int
+    step: int
+    leaves: list[tuple[int, ...]] = field(default_factory=list)
+    weights: str = ""
+    optimizer: str = ""
+    gradient: str = ""
+
+
+@dataclass(frozen=True)
+class Reported:
+    """What the trainer said of one update. `ids` are the global batch in plan order."""
+
+    step: int
+    epoch: int
+    position: int
+    ids: tuple[int, ...]
+    count: int
+    correct: int
+    lr: float
+    loss: float
+    norm: float
+
+
+@dataclass(frozen=True)
+class Values:
+    """Rank 0's tensors of one update by parameter: reduced gradient before clipping, weights after the update."""
+
+    gradients: Tensors
+    weights: Tensors
+
+
+@dataclass(frozen=True)
+class LeafMasks:
+    """The dropout of one micro-batch: its padded length, and the factors by place."""
+
+    length: int
+    masks: Tensors
+
+
+@dataclass
+class Sightings:
+    """What was seen in one process, which holds `ranks`. Mutable while the run goes on; merged into a `Trace`."""
+
+    ranks: tuple[int, ...]
+    steps: dict[tuple[int, int], Sight] = field(default_factory=dict)
+    reported: list[Reported] = field(default_factory=list)
+    values: dict[int, Values] = field(default_factory=dict)
+    masks: dict[LeafKey, LeafMasks] = field(default_factory=dict)
+    state: Tensors = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    start: dict[int, str] = field(default_factory=dict)
+    final: dict[int, tuple[str, str]] = field(default_factory=dict)
+    frozen: dict[int, tuple[str, str]] = field(default_factory=dict)
+    """Digests of what must not change, at the start and at the end."""
+    layouts: dict[int, tuple[Placed, ...]] = field(default_factory=dict)
+    peaks: dict[int, int] = field(default_factory=dict)
+    resting: dict[int, list[int]] = field(default_factory=dict)
+    planned_bytes: int = 0
+    violation: tuple[str, int, str] | None = None
+    """Clause, step, message."""
+    resumed_from: int = 0
+    ledger: bytes = b""
+    primary: int = 0
+    """The replica that stands for the whole."""
+
+    def of(self, rank: int, step: int) -> Sight:
+        """The sight of `rank` at `step`, made on first use."""
+        return self.steps.setdefault((rank, step), Sight(rank, step))
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A whole run by all ranks. `errors` are the texts of ranks that ended otherwise than by a violation."""
+
+    case: Case
+    parts: tuple[Sightings, ...]
+    seen: History
+    ledger: History | None
+    errors: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def first(self) -> Sightings:
+        """What the process of rank 0 saw."""
+        return self.parts[0]
+
+    @property
+    def violation(self) -> tuple[str, int, str] | None:
+        """Clause, step and message, if the trainer's own contracts stopped the run."""
+        return next((part.violation for part in self.parts if part.violation), None)
+
+    @property
+    def stopped_at(self) -> dict[int, int]:
+        """For each rank, the update at which it was when the run ended."""
+        found = {}
+        for part in self.parts:
+            done = max((reported.step for reported in part.reported), default=part.resumed_from)
+            for rank in part.ranks:
+                found[rank] = part.violation[1] if part.violation else done
+        return found
+
+    def gathered(self, name: str) -> dict[Any, Any]:
+        """The mapping `name` of all processes in one."""
+        return {key: value for part in self.parts for key, value in getattr(part, name).items()}
+
+    def signature(self) -> str:
+        """A digest of everything that a fault could have changed."""
+        parts = [
+            (
+                sorted((key, vars(sight)) for key, sight in part.steps.items()),
+                [tuple(map(repr, vars(reported).values())) for reported in part.reported],
+                {step: (digest(v.gradients), digest(v.weights)) for step, v in part.values.items()},
+                sorted((key, digest(leaf.masks)) for key, leaf in part.masks.items()),
+                part.start,
+                part.final,
+                part.frozen,
+                part.layouts,
+                part.peaks,
+                part.primary,
+                part.violation,
+            )
+            for part in self.parts
+        ]
+        lines = [(line.line, line.digest) for line in self.ledger.lines()] if self.ledger else []
+        return hashlib.sha256(pickle.dumps((parts, lines, sorted(self.errors.items())))).hexdigest()
+
+
+def assemble_trace(case: Case, parts: Sequence[Sightings], errors: Mapping[int, str], name: str) -> Trace:
+    """One trace from what each process saw. `parts` begins with that of rank 0."""
+    seen = read_lines(_lines(case, parts), f"{name} world {case.world}")
+    raw = parts[0].ledger if parts else b""
+    ledger = read_lines(raw.splitlines(keepends=True), f"ledger of {name} world {case.world}") if raw else None
+    return Trace(case, tuple(parts), seen, ledger, dict(errors))
+
+
+def _lines(case: Case, parts: Sequence[Sightings]) -> list[bytes]:
+    """The events as lines of the record's schema, linked."""
+    if not parts:
+        return []
+    first = parts[0]
+    events: list[dict[str, Any]] = [_opening(case, first)]
+    events += [_step(case, parts, reported) for reported in first.reported]
+    reached = max((reported.step for reported in first.reported), default=first.resumed_from)
+    broken = next((part.violation for part in parts if part.violation), None)
+    if broken is not None:
+        events.append({"kind": "violation", "clause": broken[0], "step": broken[1]})
+    elif case.stop_after is None:
+        events.append({"kind": "end", "step": reached, "reason": "finished"})
+    lines, prev = [], "0" * 16
+    for seq, event in enumerate(events):
+        lines.append(json.dumps({"v": 1, "seq": seq, "prev": prev, **event}).encode() + b"\n")
+        prev = chain_digest(lines[-1].removesuffix(b"\n"))
+    return lines
+
+
+def _opening(case: Case, first: Sightings) -> dict[str, Any]:
+    if first.resumed_from:
+        return {"kind": "resume", "step": first.resumed_from}
+    steps = -(-len(case.rows) // case.batch_size) * case.epochs
+    plan = {
+        "rows": len(case.rows),
+        "ids": list(range(len(case.rows))),
+        "batch_size": case.batch_size,
+        "micro_batches": case.micro_batches,
+        "seed": case.seed,
+        "epochs": case.epochs,
+        "steps": steps if case.max_steps is None else min(steps, case.max_steps),
+    }
+    return {"kind": "start", "plan": plan, "initial": {"weights": first.start.get(0, "")}}
+
+
+def _step(case: Case, parts: Sequence[Sightings], reported: Reported) -> dict[str, Any]:
+    sights = [part.of(rank, reported.step) for part in parts for rank in part.ranks]
+    ranks = [
+        {
+            "rank": sight.rank,
+            "ids": [row for leaf in sight.leaves for row in leaf],
+            "weights": sight.weights,
+            "optimizer": sight.optimizer,
+            "gradient": sight.gradient,
+        }
+        for sight in sorted(sights, key=_rank_of)
+    ]
+    held = {name: ranks[0][name] for name in ("weights", "optimizer", "gradient") if ranks and ranks[0][name]}
+    return {
+        "kind": "step",
+        "step": reported.step,
+        "epoch": reported.epoch,
+        "position": reported.position,
+        "ids": list(reported.ids),
+        "count": reported.count,
+        "correct": reported.correct,
+        "lr": _real(reported.lr),
+        "loss": _real(reported.loss),
+        "grad_norm": _real(reported.norm),
+        "world": case.world,
+        "backend": case.backend,
+        "digests": held,
+        "ranks": ranks,
+    }
+
+
+def _rank_of(sight: Sight) -> int:
+    return sight.rank
+
+
+def _real(value: float) -> dict[str, Any]:
+    return {"value": value if math.isfinite(value) else None, "hex": float(value).hex()}

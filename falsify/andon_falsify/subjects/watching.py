@@ -1,0 +1,132 @@
+"""What is looked at in each update: the reduced gradient, what the update left, the bytes alive."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from andon.metrics.scores import Scores
+from andon.model.adapter import trainable_parameters
+from andon.run.checkpoint import save_checkpoint
+from andon.run.ledger import LedgerWriter
+from andon.step.plan import GlobalBatch
+from andon.step.replica import Replica
+from andon.step.state import state_tensors
+from andon.step.step import StepResult
+from andon.training.trainer import Progress
+from andon_contracts.digest import hex64
+from andon_contracts.record import Record, Saved, Step
+from andon_falsify.subjects.assembly import Parts
+from andon_falsify.subjects.meter import StorageMeter
+from andon_falsify.subjects.trace import Reported, Sightings, Values, digest
+
+
+class CutOff(BaseException):
+    """The run ends here as by a kill: no checkpoint, no last line."""
+
+
+def watch_gradients(parts: Parts) -> None:
+    """Note every replica's reduced gradient as it was set; to be called after faults are planted."""
+    for rank, replica in parts.by_rank.items():
+        _after_set_gradient(parts, rank, replica)
+
+
+def _after_set_gradient(parts: Parts, rank: int, replica: Replica) -> None:
+    inner = replica.set_gradient
+
+    def set_gradient(pieces: Sequence[torch.Tensor], divisor: int) -> None:
+        inner(pieces, divisor)
+        step = 1 + max((reported.step for reported in parts.seen.reported), default=parts.seen.resumed_from)
+        held = replica.parameters.views(replica.parameters.gradient)
+        parts.seen.of(rank, step).gradient = digest(held)
+        if rank == 0 and parts.case.values:
+            parts.seen.values[step] = Values({name: value.clone() for name, value in held.items()}, {})
+
+    replica.set_gradient = set_gradient  # type: ignore[method-assign]
+
+
+def state_digests(replica: Replica) -> tuple[str, str]:
+    """Digests of a replica's weights, as its model has them, and of its optimizer's state with the count of updates."""
+    state = {name: value.reshape(-1) for name, value in replica.optimizer_state().items()}
+    state["updates"] = torch.tensor([replica.updates])
+    return digest(trainable_parameters(replica.model)), digest(state)
+
+
+class WatchedJournal:
+    """A journal that notes what was seen, and on the process of rank 0 writes ledger and checkpoints.
+
+    Checkpoints and ledger are written by the trainer's own `save_checkpoint` and `LedgerWriter`.
+    """
+
+    def __init__(
+        self, parts: Parts, ledger: LedgerWriter | None, folder: Path, meters: Mapping[int, StorageMeter]
+    ) -> None:
+        self._parts = parts
+        self._ledger = ledger
+        self._folder = folder
+        self._meters = meters
+
+    def step(self, batch: GlobalBatch, result: StepResult, record: Step) -> None:
+        """One update was done: note it, write its line, and end here if the case says so."""
+        if self._ledger is not None:
+            self._ledger.append(record)
+        seen = self._parts.seen
+        note(seen, batch, result)
+        for rank, replica in self._parts.by_rank.items():
+            sight = seen.of(rank, batch.step)
+            sight.weights, sight.optimizer = state_digests(replica)
+            if rank in self._meters:
+                seen.resting.setdefault(rank, []).append(self._meters[rank].live)
+        keep_weights(seen, batch.step, self._parts.replicas[0])
+        if self._parts.case.stop_after == batch.step:
+            raise CutOff
+
+    def evaluated(self, step: int, epoch: int, scores: Scores, what: str) -> None:
+        """These runs evaluate nothing."""
+
+    def checkpoint(self, progress: Progress, *, best: bool) -> None:
+        """The whole state, where the case keeps files."""
+        if self._ledger is None or self._parts.case.folder is None:
+            return
+        self._ledger.sync()
+        tensors = state_tensors(self._parts.replicas[0])
+        path = save_checkpoint(self._folder, progress.step, tensors, {"progress": progress.step}, self._ledger.head)
+        self._ledger.append(Saved(progress.step, path.name, hex64(0), best))
+
+    def append(self, record: Record) -> None:
+        """Any other line."""
+        if self._ledger is not None:
+            self._ledger.append(record)
+
+    def close(self) -> None:
+        """Give the ledger's file back."""
+        if self._ledger is not None:
+            self._ledger.close()
+
+
+def note(seen: Sightings, batch: GlobalBatch, result: StepResult) -> None:
+    """Enter what the trainer reported of an update."""
+    seen.reported.append(
+        Reported(
+            batch.step,
+            batch.epoch,
+            batch.position,
+            batch.ids,
+            result.rows,
+            result.correct,
+            result.rate,
+            result.loss,
+            result.grad_norm,
+        )
+    )
+
+
+def keep_weights(seen: Sightings, step: int, replica: Replica) -> None:
+    """Copy the weights that the update left, where the gradient was copied."""
+    if step in seen.values:
+        held = {name: value.clone() for name, value in replica.parameters.weight_views().items()}
+        seen.values[step] = Values(seen.values[step].gradients, held)
+
+
