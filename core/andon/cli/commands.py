@@ -1,4 +1,4 @@
-"""Train, init, check, eval, predict."""
+"""Train, init, check, eval, predict; the commands of `inspect` and of other packages join them here."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from andon.cli import inspect, plugins
 from andon.problems import InputError, Problem
 
 app = typer.Typer(
@@ -117,3 +118,7 @@ def predict(run: Annotated[Path, typer.Argument(help="Run folder.")]) -> None:
     for found in predict(load_run(folder), texts):
         line = {"text": found.text, "label": found.label, "probability": round(found.probability, 6)}
         typer.echo(json.dumps(line, ensure_ascii=False))
+
+
+inspect.register(app)
+plugins.register(app)

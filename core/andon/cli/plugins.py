@@ -1,0 +1,45 @@
+"""Commands of other packages: entry points of the group `andon.commands`, a name for a typer app or a function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import EntryPoint, entry_points
+
+import typer
+
+from andon.problems import InputError, Problem
+
+GROUP = "andon.commands"
+
+
+def register(app: typer.Typer) -> None:
+    """Add every command of `GROUP` to `app`.
+
+    One whose package is not installed, or lacks what it needs, is listed all the same and says so when it is called.
+    """
+    for point in sorted(entry_points(group=GROUP), key=_name):
+        try:
+            found = point.load()
+        except ModuleNotFoundError as error:
+            app.command(point.name, help=f"(needs {error.name})", context_settings=_ANYTHING)(_absent(point, error))
+            continue
+        if isinstance(found, typer.Typer):
+            app.add_typer(found, name=point.name)
+        else:
+            app.command(point.name)(found)
+
+
+_ANYTHING = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+def _name(point: EntryPoint) -> str:
+    return point.name
+
+
+def _absent(point: EntryPoint, error: ModuleNotFoundError) -> Callable[[], None]:
+    def command() -> None:
+        raise InputError(
+            [Problem(f"andon {point.name}", f"{error.name} is not installed; run: pip install 'andon[falsify]'")]
+        )
+
+    return command

@@ -1,0 +1,86 @@
+"""A ledger as it was written, found by the path of a run folder or of the ledger itself (issue 3 item 6)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from andon.problems import InputError, Problem
+from andon.run.folder import RunFolder
+from andon.run.ledger import LedgerError, head_at, read_ledger
+from andon_contracts.record import Record, Resume, Start, Step
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """The records of one ledger in order. `folder` is the run's, None where only a ledger is at hand."""
+
+    path: Path
+    ledger: Path
+    folder: RunFolder | None
+    records: tuple[Record, ...]
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return str(self.path)
+
+    @property
+    def start(self) -> Start | None:
+        """The first line, where it is one of a start."""
+        first = self.records[0] if self.records else None
+        return first if isinstance(first, Start) else None
+
+    @cached_property
+    def trajectory(self) -> Mapping[int, Step]:
+        """The steps that count, by rising number: the last record of each."""
+        last = {record.step: record for record in self.records if isinstance(record, Step)}
+        return {step: last[step] for step in sorted(last)}
+
+    @cached_property
+    def fingerprints(self) -> Mapping[int, Mapping[str, str]]:
+        """What the bits of each step of `trajectory` may depend on: the fingerprint of the process group that did it.
+
+        0 stands for the start.
+        """
+        found: dict[int, Mapping[str, str]] = {}
+        current: Mapping[str, str] = {}
+        for record in self.records:
+            if isinstance(record, Start | Resume):
+                current = record.fingerprint
+                found.setdefault(0, current)
+            elif isinstance(record, Step):
+                found[record.step] = current
+        return found
+
+    @cached_property
+    def head(self) -> tuple[int, str]:
+        """Lines, and the digest of the last of them."""
+        count = len(self.records)
+        return count, head_at(self.ledger, count) or ""
+
+    @property
+    def torn(self) -> int:
+        """Bytes of an unfinished last line, which a crash leaves."""
+        data = self.ledger.read_bytes()
+        return len(data) - (data.rfind(b"\n") + 1)
+
+
+def open_recorded(path: Path) -> Recorded:
+    """The ledger of the run folder `path`, or the ledger that `path` is, verified line by line.
+
+    Raises `InputError` where there is none, it cannot be read, or a line does not fit.
+    """
+    folder = RunFolder(path) if path.is_dir() else None
+    ledger = folder.ledger if folder is not None else path
+    try:
+        return Recorded(path, ledger, folder, tuple(read_ledger(ledger)))
+    except FileNotFoundError:
+        what = "there is no such run" if folder is None else f"holds no run: it has no {ledger.name}"
+        raise InputError([Problem(str(path), what)]) from None
+    except OSError as error:
+        raise InputError([Problem(str(ledger), f"cannot be read: {error.strerror}")]) from error
+    except LedgerError as error:
+        raise InputError([Problem("", f"{error}; for all that is wrong: andon verify {path}")]) from error

@@ -1,0 +1,153 @@
+"""What a ledger says, for a reader: the run from start to end, or one step of it with its rows, losses and digests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from andon.inspection.recorded import Recorded
+from andon.inspection.texts import Texts
+from andon.problems import InputError, Problem
+from andon_contracts.fields import Real
+from andon_contracts.record import Broken, End, Evaluation, RankPart, Record, Resume, Saved, Start, Step
+
+_WIDTH = 100
+_VERSIONS = ("torch", "transformers", "peft", "cpu", "devices")
+
+
+def overview(found: Recorded) -> Iterator[str]:
+    """The run in order of its ledger, runs of steps in one line each."""
+    yield f"ledger {found.ledger}"
+    steps: list[Step] = []
+    for record in found.records:
+        if isinstance(record, Step):
+            steps.append(record)
+            continue
+        yield from _stretch(steps)
+        steps = []
+        yield from _event(record, found)
+    yield from _stretch(steps)
+    count, digest = found.head
+    yield f"head        {count} lines, digest of the last {digest}"
+    if found.torn:
+        yield f"torn        {found.torn} bytes of an unfinished line; a resume cuts them off and records it"
+
+
+def _stretch(steps: Sequence[Step]) -> Iterator[str]:
+    if not steps:
+        return
+    first, last = steps[0], steps[-1]
+    if first is last:
+        yield f"step        {first.step}: loss {_real(first.loss)}, weights {first.digests.weights}"
+        return
+    yield (
+        f"steps       {first.step} to {last.step}: loss {_real(first.loss)} to {_real(last.loss)}, "
+        f"weights {last.digests.weights}"
+    )
+
+
+def _event(record: Record, found: Recorded) -> Iterator[str]:
+    if isinstance(record, Start):
+        yield from _start(record)
+    elif isinstance(record, Resume):
+        yield _resume(record)
+    elif isinstance(record, Evaluation):
+        scores = ", ".join(f"{name} {_real(value)}" for name, value in sorted(record.scores.items()))
+        yield f"evaluation  after step {record.step}, {record.rows} rows: {scores}"
+    elif isinstance(record, Saved):
+        gone = found.folder is not None and not (found.folder.checkpoints / record.name).is_dir()
+        marks = f"{', the best so far' if record.best else ''}{', removed since' if gone else ''}"
+        yield f"checkpoint  {record.name}, tensors {record.digest}{marks}"
+    elif isinstance(record, Broken):
+        yield _broken(record)
+    elif isinstance(record, End):
+        yield f"end         {record.reason} after step {record.step}{_named(record.digests, ', ')}"
+
+
+def _start(record: Start) -> Iterator[str]:
+    plan = record.plan
+    yield f"start       {record.run} on {record.world} {record.backend} workers{_named(record.digests, ', ')}"
+    yield (
+        f"plan        {plan.rows} rows, {plan.steps} steps of {plan.batch_size} rows in {plan.micro_batches} "
+        f"micro-batches, epochs {plan.epochs}, seed {plan.seed}"
+    )
+    known = [f"{name} {record.fingerprint[name]}" for name in _VERSIONS if record.fingerprint.get(name)]
+    yield f"machine     {', '.join(known)}"
+
+
+def _resume(record: Resume) -> str:
+    source = f"from {record.name}" if record.name is not None else "from the start"
+    torn = f"; {record.torn} bytes of a torn line were cut off" if record.torn else ""
+    return f"resume      after step {record.step} {source} on {record.world} {record.backend} workers{torn}"
+
+
+def _broken(record: Broken) -> str:
+    ranks = f" on ranks {' '.join(map(str, record.ranks))}" if record.ranks else ""
+    tensor = f" in {record.tensor}" if record.tensor else ""
+    return f"violation   {record.clause} at step {record.step}{ranks}{tensor}: {record.seen}"
+
+
+def one_step(found: Recorded, step: int, texts: Texts) -> Iterator[str]:
+    """Rows, losses, digests and ranks of `step`, in its last record, and what else the ledger says of it.
+
+    Raises `InputError` for a step that is not there, saying which are.
+    """
+    yield from _missing_or_broken(found, step)
+    record = found.trajectory.get(step)
+    if record is None:
+        return
+    times = sum(isinstance(each, Step) and each.step == step for each in found.records)
+    yield f"step {step}: epoch {record.epoch}, rows {record.position} to {record.position + len(record.ids) - 1} of it"
+    if times > 1:
+        yield f"  done {times} times, after resumes; this is the last"
+    yield f"  loss        {_exact(record.loss)}, mean over {record.count} rows, {record.correct} right"
+    yield f"  grad_norm   {_exact(record.grad_norm)} before clipping"
+    yield f"  lr          {_exact(record.lr)}"
+    for name in ("content", "gradient", "weights", "optimizer"):
+        yield f"  {name:<11} {getattr(record.digests, name)}"
+    yield f"  world       {record.world} {record.backend} workers"
+    if texts.missing:
+        yield f"  note        {texts.missing}"
+    for part in record.ranks:
+        yield from _rank(part, record, texts)
+
+
+def _missing_or_broken(found: Recorded, step: int) -> Iterator[str]:
+    broken = [record for record in found.records if isinstance(record, Broken) and record.step == step]
+    if step not in found.trajectory and not broken:
+        steps = list(found.trajectory)
+        known = f"it has steps {steps[0]} to {steps[-1]}" if steps else "it has no steps"
+        raise InputError([Problem("--step", f"{step} is not in {found.ledger}; {known}")])
+    for record in broken:
+        yield _broken(record)
+    if step not in found.trajectory:
+        yield f"step {step} was not applied, so there is no record of it"
+
+
+def _rank(part: RankPart, record: Step, texts: Texts) -> Iterator[str]:
+    held = {name: getattr(part, name) for name in ("weights", "gradient", "optimizer")}
+    own = {name: value for name, value in held.items() if value is not None}
+    odd = {name: value for name, value in own.items() if value != getattr(record.digests, name)}
+    digests = f"differs:{_named(odd, ' ')}" if odd else f"the digests above ({', '.join(own)})"
+    yield f"  rank {part.rank}: micro-batches {' '.join(map(str, part.leaves)) or 'none'}, {digests}"
+    for row in part.ids:
+        yield f"    {row}{_text(row, texts)}"
+
+
+def _text(row: int, texts: Texts) -> str:
+    found = texts.rows.get(row)
+    if found is None:
+        return ""
+    shown = found.text if len(found.text) <= _WIDTH else found.text[: _WIDTH - 3] + "..."
+    return f"  {texts.labels[found.label]}  {shown!r}"
+
+
+def _named(values: Mapping[str, str], before: str) -> str:
+    return "".join(f"{before}{name} {value}" for name, value in sorted(values.items()))
+
+
+def _real(value: Real) -> str:
+    return f"{value.value:.6g}"
+
+
+def _exact(value: Real) -> str:
+    return f"{value.value:.9g} ({value.hex})"
