@@ -70,6 +70,18 @@ def _declared(settings: Settings, world: int) -> dict[str, Cover]:
         "scaler-agrees": when(settings.scaler if world > 1 else None, "scaler="),
         "clip-once": when(settings.clip, "clip="),
         "gradient-law": when(settings.reference, "reference="),
+        "samples-once": Cover(
+            "degraded" if settings.plan is None else "live",
+            "needs w.batch; " * (settings.plan is None) + "no plan=: no row twice" * (settings.plan is None),
+        ),
+        "content-planned": Cover(
+            "live" if settings.contents else "degraded",
+            "" if settings.contents else "needs w.batch(content=); no contents=: held to what the same row was before",
+        ),
+        "loss-reported": Cover("live", "where w.loss tells one"),
+        "randomness-declared": Cover("live", "where w.rng declares streams"),
+        "evaluation-once": Cover("live", "where w.evaluated tells one"),
+        "checkpoint-whole": Cover("live", "where w.saved and w.loaded tell one"),
     }
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from andon_contracts import loop_clauses as clauses
+from andon_contracts import told_clauses
 from andon_contracts.act import Scene, violation, write_bundle
 from andon_contracts.judge import Details, Observations
 from andon_contracts.violation import Violation
@@ -53,6 +54,9 @@ BEFORE = (
     Check("collectives-agree", clauses.judge_collectives),
     Check("gradients-agree", clauses.judge_gradients),
     Check("finite", clauses.judge_norm),
+    Check("clip-once", told_clauses.judge_clip),
+    Check("loss-reported", told_clauses.judge_loss),
+    Check("randomness-declared", told_clauses.judge_streams),
 )
 AFTER = (
     Check("halt-together", clauses.judge_lockstep),
@@ -60,6 +64,9 @@ AFTER = (
     Check("replicas-agree", clauses.judge_weights),
     Check("update-applied", clauses.judge_applied, suspicion=True),
 )
+
+
+LAW = (Check("gradient-law", told_clauses.judge_law),)
 
 
 @dataclass

@@ -50,7 +50,7 @@ class Lane:
         self.taps = LeafTaps(held, rows.discard)
         self.buffers: int | None = None
         self.gradient_before_clip: list[Tensor] | None = None
-        self.audit_due = False
+        self.audit_due = settings.reference is not None
         self._members = held
         self._layout = layout_digest(self.parameters)
         self._slot = {name: index for index, name in enumerate(subject.names)}
@@ -147,6 +147,7 @@ class Lane:
             "gradient": (digest_of_chunks(parts) + text_digest(present)) % (1 << 64),
             "norm": bits_of(0.0 if skipped else norm),
             "clipped": bits_of(0.0 if skipped else used),
+            "limit": bits_of(self.settings.clip or float("inf")),
             "stale": raw.stale and self._slot[self.names[raw.stale - 1]] + 1,
             "missing": self._missing(step),
             "scale": 0 if self.settings.scaler is None else bits_of(float(self.settings.scaler.get_scale())),
@@ -238,9 +239,13 @@ class Lane:
         """The gradient of each parameter; an empty tensor where there is none."""
         return {n: torch.empty(0) if p.grad is None else p.grad for n, p in self.parameters.items()}
 
+    def _audit_next(self) -> bool:
+        return self.settings.reference is not None and (self.updates - self.settings.start) % self.settings.every == 0
+
     def turn(self) -> None:
         """The window is over."""
         self.taps.reset()
         self.rows.turn()
+        self.audit_due = self._audit_next()
         self.buffers, self._norm, self.gradient_before_clip = None, None, None
         self._calls, self._strided, self._pointers = [], 0, {}

@@ -17,15 +17,17 @@ from andon_contracts.agree import real_of
 from andon_contracts.judge import Details, Observations, in_lockstep
 from andon_contracts.loop_clauses import same
 from andon_contracts.violation import Violation
+from andon_contracts.watch.audit import compare, draws, law
 from andon_contracts.watch.coverage import closing_lines, coverage, opening_lines
 from andon_contracts.watch.exchange import Exchange
 from andon_contracts.watch.intercept import listen, unlisten
-from andon_contracts.watch.judging import AFTER, BEFORE, START, Verdicts
+from andon_contracts.watch.judging import AFTER, BEFORE, LAW, START, Verdicts
 from andon_contracts.watch.lane import Lane
 from andon_contracts.watch.reading import flat_digest, layout_digest
 from andon_contracts.watch.rows import Rows
 from andon_contracts.watch.settings import Settings
 from andon_contracts.watch.subject import Subject
+from andon_contracts.watch.telling import Telling
 
 _LOOKED_AT = ("weights", "gradient", "buffers", "optimizer")
 _BASE_EVERY = 64
@@ -49,7 +51,7 @@ class ForwardTap:
         return ForwardTap, (None,)
 
 
-class Watch:
+class Watch(Telling):
     """An open watch; made by `andon.watch`. `findings` are the violations and suspicions so far, equal on all ranks."""
 
     def __init__(
@@ -60,6 +62,7 @@ class Watch:
         settings: Settings,
         exchange: Exchange,
     ) -> None:
+        super().__init__()
         self.settings = settings
         self.closed = False
         self._subject = subject
@@ -214,7 +217,7 @@ class Watch:
     def _before(self, lane: Lane) -> None:
         began = time.perf_counter()
         step = lane.updates + 1
-        values = {**lane.before(), "base": self._base_digest(), "first base": self._base or 0}
+        values = {**lane.before(), **self._told(), "base": self._base_digest(), "first base": self._base or 0}
         observations = self._exchange(step, f"before {self._number(lane)}", values)
         details = self._look(
             observations,
@@ -229,7 +232,19 @@ class Watch:
         gradients = {name: g for name, g in lane.gradients_by_name().items() if g.numel()}
         closer = self._closer(scene, {**lane.parameters, **gradients}, observations)
         self._verdicts.judge(BEFORE, observations, details, scene, closer, self._facts())
+        if in_lockstep(observations):
+            ids = self._judge_rows(observations)
+            self._audit(lane, step, ids, scene)
         self._spent += time.perf_counter() - began
+
+    def _audit(self, lane: Lane, step: int, ids: Sequence[int], scene: Scene) -> None:
+        """Recompute the gradient in this one process and hold the reduced one to it. All ranks do it or none."""
+        reference = self.settings.reference
+        if reference is None or not lane.audit_due or not ids or draws(self._subject.inner):
+            return
+        found = lane.gradient_before_clip or lane.dense_gradients()
+        values = compare(found, law(lane, reference, ids), max(self._rows.batches, 1))
+        self._verdicts.judge(LAW, self._exchange(step, "audit", values), {}, scene)
 
     def _scene(self, lane: Lane, *, applied: bool) -> Scene:
         return Scene(self._exchange.world_size, applied, self._last_equal, tensors=len(lane.names))

@@ -1,0 +1,63 @@
+"""Digests by name of all that a checkpoint must bring back, beside the checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from andon_contracts.observe import digests_by_name
+from andon_contracts.watch.lane import Lane
+from andon_contracts.watch.reading import flat_digest, plain, text_digest
+
+
+def live(lanes: Sequence[Lane]) -> dict[str, int]:
+    """The digests of weights, buffers, optimizer states, hyperparameters and torch's random state, by name."""
+    found: dict[str, int] = {}
+    subject = lanes[0].subject
+    found |= {f"weights {n}": d for n, d in digests_by_name(_dense(subject.parameters)).items()}
+    found |= {f"buffer {n}": d for n, d in digests_by_name(_dense(subject.buffers_by_name())).items()}
+    for lane in lanes:
+        found |= {f"optimizer state {n}": d for n, d in lane.state_by_name().items()}
+        found |= {
+            f"group {index} {key}": text_digest(value)
+            for index, group in enumerate(lane.optimizer.param_groups)
+            for key, value in group.items()
+            if not key.startswith("param")
+        }
+    found["random state"] = flat_digest([torch.get_rng_state()])
+    found["updates"] = lanes[0].updates
+    return found
+
+
+def of_tensors(tensors: Mapping[str, Tensor], lanes: Sequence[Lane]) -> dict[str, int]:
+    """The digests of `tensors` under the names that `live` gives to the model's parameters."""
+    known = lanes[0].subject.parameters
+    return {f"weights {n}": d for n, d in digests_by_name(_dense(tensors)).items() if n in known}
+
+
+def _dense(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: plain(tensor) for name, tensor in tensors.items()}
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(path.name + ".andon.json")
+
+
+def write(path: Path, digests: Mapping[str, int]) -> None:
+    """Write `digests` beside the checkpoint at `path`. Raises `OSError` where the disk refuses."""
+    text = json.dumps({name: f"{digest:x}" for name, digest in digests.items()}, indent=1, sort_keys=True)
+    _beside(path).write_text(text + "\n", encoding="utf-8")
+
+
+def read(path: Path) -> tuple[dict[str, int], int]:
+    """The digests beside the checkpoint at `path`, and its number of updates. Raises `ValueError` without them."""
+    try:
+        found = {name: int(text, 16) for name, text in json.loads(_beside(path).read_text(encoding="utf-8")).items()}
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{_beside(path)} does not say what was saved: {error}") from None
+    updates = found.pop("updates", 0)
+    return found, updates
