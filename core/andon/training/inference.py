@@ -19,7 +19,7 @@ from andon.data.rows import DataSet
 from andon.data.tokens import Tokenizer, pretrained_tokenizer
 from andon.metrics.scores import Scores
 from andon.model.adapter import attach, base_digest, load_adapter, read_labels
-from andon.model.build import build_base
+from andon.model.build import build_base, quiet_loading
 from andon.model.task import ClassificationTask, collate, predictions
 from andon.problems import InputError, Problem
 from andon.run.folder import RunFolder
@@ -70,9 +70,10 @@ def load_run(folder: RunFolder) -> TrainedRun:
 def _whole_model(folder: RunFolder, num_labels: int) -> nn.Module:
     from transformers import AutoModelForSequenceClassification
 
-    model: nn.Module = AutoModelForSequenceClassification.from_pretrained(
-        str(folder.adapter), num_labels=num_labels, local_files_only=True, dtype=torch.float32
-    )
+    with quiet_loading():
+        model: nn.Module = AutoModelForSequenceClassification.from_pretrained(
+            str(folder.adapter), num_labels=num_labels, local_files_only=True, dtype=torch.float32
+        )
     return model
 
 

@@ -1,0 +1,87 @@
+"""Rank processes in which something goes wrong at a known step, for the tests of the trainer."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from andon.launch.context import RankContext
+from andon.launch.rank import preempted
+from andon.training.entry import train_rank
+
+Payload = Mapping[str, Any]
+AT = 7
+"""The step at which it happens."""
+
+
+def kill_rank(payload: Payload) -> int:
+    """Rank 1 is killed while the others wait for it."""
+    return _with_fault(payload, 1, lambda context: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def kill_launcher(payload: Payload) -> int:
+    """The launcher is killed."""
+    return _with_fault(payload, 0, lambda context: os.kill(context.agent_pid, signal.SIGKILL))
+
+
+def kill_group(payload: Payload) -> int:
+    """The launcher's whole process group is killed."""
+    return _with_fault(payload, 0, lambda context: os.killpg(os.getpgid(context.agent_pid), signal.SIGKILL))
+
+
+def ask_to_end(payload: Payload) -> int:
+    """The launcher is asked to end; this rank goes on once it has heard of it."""
+
+    def ask(context: RankContext) -> None:
+        os.kill(context.agent_pid, signal.SIGTERM)
+        while not preempted():
+            os.sched_yield()
+
+    return _with_fault(payload, 0, ask)
+
+
+def flip_weight(payload: Payload) -> int:
+    """One weight of rank 1 changes its sign after its update."""
+    from andon.step.replica import Replica
+
+    update = Replica.apply
+
+    def apply(replica: Replica) -> None:
+        update(replica)
+        if RankContext.from_environment().rank == 1 and replica.updates == AT:
+            replica.parameters.weights.data[3] *= -1.0
+
+    Replica.apply = apply  # type: ignore[method-assign]
+    return train_rank(payload)
+
+
+def cut_checkpoint(payload: Payload) -> int:
+    """What rank 0 writes for the second checkpoint is not what it reads back."""
+    from andon.run import checkpoint
+
+    write = checkpoint._write
+
+    def lose(folder: Any, tensors: Any, state: Any, sealing: Any) -> None:
+        kept = {name: tensor * 2 for name, tensor in tensors.items()} if sealing.step == 8 else tensors
+        write(folder, kept, state, sealing)
+
+    checkpoint._write = lose
+    return train_rank(payload)
+
+
+def _with_fault(payload: Payload, rank: int, fault: Callable[[RankContext], None]) -> int:
+    from andon.step.step import TrainingStep
+
+    do = TrainingStep.__call__
+
+    def step(self: TrainingStep, batch: Any, rate: float, updates: int, *, stop: bool = False) -> Any:
+        context = RankContext.from_environment()
+        if context.rank == rank and batch.step == AT:
+            fault(context)
+            stop = stop or preempted() is not None
+        return do(self, batch, rate, updates, stop=stop)
+
+    TrainingStep.__call__ = step  # type: ignore[method-assign]
+    return train_rank(payload)

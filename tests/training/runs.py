@@ -1,0 +1,105 @@
+"""Small runs for the tests of the trainer: 45 rows in three classes, 12 steps, a model of one layer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from andon.cli.train import run_training
+from andon.exits import Exit
+from andon.run.folder import RunFolder
+from andon.run.ledger import read_ledger
+from andon_contracts.record import Record
+
+PRELOAD = (
+    "torch",
+    "torch.distributed",
+    "transformers",
+    "peft",
+    "andon.launch.rank",
+    "andon.training.run",
+    "transformers.models.qwen3.modeling_qwen3",
+    "tests.training.entries",
+)
+COLOURS = ("red", "green", "blue")
+STEPS = 12
+"""Two epochs of 41 rows (45 less the 4 that validate) in batches of 8: the last of an epoch holds one row."""
+SMALL = (
+    "model.hidden_size=16",
+    "model.num_hidden_layers=1",
+    "model.intermediate_size=16",
+    "model.num_attention_heads=2",
+    "model.num_key_value_heads=2",
+    "adapter.r=2",
+    "training.batch_size=8",
+    "training.micro_batches=4",
+    "training.epochs=2",
+    "training.checkpoint_every=4",
+    "optimizer.lr=0.01",
+    "run.log_every=100",
+)
+
+
+def row(number: int, classes: int = 3) -> tuple[str, str]:
+    """A text and its label; texts are of different lengths."""
+    label = COLOURS[number % classes]
+    return f"{'a ' * (number % 7)}{label} thing number {number}", label
+
+
+def write_jsonl(path: Path, count: int = 45) -> Path:
+    """Rows as JSON Lines."""
+    rows = [json.dumps({"text": text, "label": label}) for text, label in map(row, range(count))]
+    path.write_text("\n".join(rows) + "\n", encoding="utf-8")
+    return path
+
+
+def write_csv(path: Path, numbers: Sequence[int]) -> Path:
+    """Rows of two classes as CSV, with columns of other names than the usual."""
+    rows = [",".join(row(number, 2)) for number in numbers]
+    path.write_text("\n".join(["sentence,colour", *rows]) + "\n", encoding="utf-8")
+    return path
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Starts runs on one data set."""
+
+    data: Path
+
+    def overrides(self, *more: str) -> list[str]:
+        """What `--set` is given."""
+        return [*SMALL, f"data.train={self.data}", *more]
+
+    def train(
+        self, folder: Path, *more: str, backend: str = "inline", workers: int = 1, resume: str = "never", **entry: str
+    ) -> Exit:
+        """`andon train` in this process, and in rank processes of it."""
+        flags = {"run.dir": str(folder), "run.backend": backend, "run.workers": workers, "run.resume": resume}
+        return run_training(None, self.overrides(*more), flags, **entry)
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    """What a run came to."""
+    found: dict[str, Any] = json.loads(RunFolder(folder).summary.read_text())
+    return found
+
+
+def outcome(folder: Path) -> dict[str, Any]:
+    """What must be the same to the bit wherever a run was done."""
+    found = summary(folder)
+    names = ("steps", "weights_digest", "initial_weights_digest", "final_loss", "eval", "best_step", "reason")
+    return {name: found[name] for name in names}
+
+
+def records(folder: Path, kind: str) -> list[Any]:
+    """The ledger's records of one kind, the chain verified."""
+    found: list[Record] = list(read_ledger(RunFolder(folder).ledger))
+    return [record for record in found if record.kind == kind]
+
+
+def checkpoints(folder: Path) -> list[str]:
+    """The names of a run's checkpoints."""
+    return sorted(path.name for path in RunFolder(folder).checkpoints.iterdir())

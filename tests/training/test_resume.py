@@ -1,0 +1,237 @@
+"""Runs that are interrupted and go on: the same bits as if nothing had happened, or a refusal that says why."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from andon.config.load import load_config
+from andon.exits import Exit
+from andon.launch.launcher import warm_up
+from andon.problems import InputError
+from andon.run.folder import RunFolder
+from andon.training.run import train
+from andon_contracts.record import Step, chain, decode_line, encode
+from andon_contracts.violation import Violation
+from tests.training.runs import PRELOAD, STEPS, Runs, checkpoints, outcome, records, summary
+
+warm_up(PRELOAD)
+
+PATIENCE_S = 240
+
+
+def interrupted(runs: Runs, folder: Path, step: int, *more: str) -> Path:
+    """A run that was asked to end while it did `step`, with a checkpoint there."""
+    asked = iter([False] * (step - 1) + [True])
+    config = load_config(None, runs.overrides(*more), {"run.dir": str(folder), "run.backend": "inline"})
+    assert train(config, RunFolder(folder), lambda: next(asked)) == Exit.PREEMPTED
+    return folder
+
+
+@pytest.mark.parametrize(("step", "backend", "workers"), [(1, "inline", 2), (6, "threads", 3), (9, "gloo", 2)])
+def test_a_resumed_run_ends_with_the_same_bits(
+    runs: Runs,
+    whole: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    step: int,
+    backend: str,
+    workers: int,
+) -> None:
+    """Interrupted in and at the end of an epoch; resumed on other workers and another backend."""
+    folder = interrupted(runs, tmp_path / "run", step)
+    assert checkpoints(folder)[-1] == f"step-{step:08d}"
+    assert not summary(folder)["finished"]
+    assert runs.train(folder, backend=backend, workers=workers, resume="auto") == 0
+    if backend != "gloo":  # ranks write to the standard error that their fork server began with
+        assert f"andon: resume: from step-{step:08d}, {step} of {STEPS} steps done\n" in capsys.readouterr().err
+    assert outcome(folder) == outcome(whole)
+    assert [s.step for s in records(folder, "step")] == list(range(1, STEPS + 1))
+    (resumed,) = records(folder, "resume")
+    assert (resumed.step, resumed.backend, resumed.world) == (step, backend, workers)
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in metrics if "lr" in line] == list(range(1, STEPS + 1))
+
+
+def test_a_finished_run_has_nothing_to_do(runs: Runs, whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--resume auto` on it succeeds and changes nothing; without it the folder is refused."""
+    before = {path: path.stat().st_mtime_ns for path in whole.rglob("*")}
+    assert runs.train(whole, resume="auto") == 0
+    assert "finished, nothing to do" in capsys.readouterr().err
+    with pytest.raises(InputError, match="holds a run; add --resume auto"):
+        runs.train(whole)
+    assert {path: path.stat().st_mtime_ns for path in whole.rglob("*")} == before
+
+
+def test_without_a_checkpoint_it_starts_anew(runs: Runs, whole: Path, tmp_path: Path) -> None:
+    """A new folder, and one whose only checkpoint is gone: what the ledger has already must come out again."""
+    folder = interrupted(runs, tmp_path / "run", 3)
+    for path in (folder / "checkpoints" / "step-00000003").iterdir():
+        path.unlink()
+    assert runs.train(folder, resume="auto") == 0
+    assert outcome(folder) == outcome(whole)
+    assert [s.step for s in records(folder, "step")] == [1, 2, 3, *range(1, STEPS + 1)]
+
+
+def test_resume_auto_on_a_new_folder_starts_anew(
+    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And says so in one line."""
+    assert runs.train(tmp_path / "run", "training.max_steps=1", resume="auto") == 0
+    assert "andon: resume: no checkpoint, starting anew\n" in capsys.readouterr().err
+
+
+def test_a_corrupted_checkpoint_is_rejected_by_name(
+    runs: Runs, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One byte of the newest is changed: the one before is used, and steps done again are what they were."""
+    folder = interrupted(runs, tmp_path / "run", 7)
+    newest = folder / "checkpoints" / "step-00000007" / "tensors.safetensors"
+    content = bytearray(newest.read_bytes())
+    content[-5] ^= 1
+    newest.write_bytes(content)
+    assert runs.train(folder, workers=2, resume="auto") == 0
+    said = capsys.readouterr().err
+    assert f"resume: rejected {newest}" in said
+    assert "resume: from step-00000006" in said
+    assert outcome(folder) == outcome(whole)
+    assert [s.step for s in records(folder, "step")] == [*range(1, 8), *range(7, STEPS + 1)]
+
+
+@pytest.mark.parametrize("backend", ["inline", "gloo"])
+def test_a_step_done_again_with_another_result_is_a_violation(runs: Runs, tmp_path: Path, backend: str) -> None:
+    """The ledger has other weights for step 7: `resume-exact` is broken there, on every rank, and step 7 is not kept."""
+    folder = interrupted(runs, tmp_path / "run", 7)
+    _forge_last_step(folder / "ledger.jsonl")
+    for path in (folder / "checkpoints" / "step-00000007").iterdir():
+        path.unlink()
+    if backend == "inline":
+        with pytest.raises(Violation) as caught:
+            runs.train(folder, resume="auto")
+        assert (caught.value.clause, caught.value.step) == ("resume-exact", 7)
+    else:
+        assert runs.train(folder, backend=backend, workers=2, resume="auto") == Exit.VIOLATION
+        codes = [json.loads((folder / "reports" / f"rank-{rank}.json").read_text())["exit"] for rank in (0, 1)]
+        assert codes == [Exit.VIOLATION] * 2
+    assert summary(folder)["violations"] == 1
+    assert summary(folder)["steps"] == 6
+    assert checkpoints(folder)[-1] == "step-00000007"
+    assert not list((folder / "checkpoints" / "step-00000007").iterdir())
+
+
+def _forge_last_step(ledger: Path) -> None:
+    """Other weights in the last step, in a chain that fits."""
+    lines = ledger.read_bytes().splitlines(True)
+    found = [decode_line(line) for line in lines]
+    last = max(place for place, line in enumerate(found) if isinstance(line.record, Step))
+    forged = lines[:last]
+    for line in found[last:]:
+        record = line.record
+        if isinstance(record, Step):
+            text = encode(record, line.seq, chain(forged[-1])).replace(
+                record.digests.weights.encode(), b"0" * 15 + b"1"
+            )
+            forged.append(text)
+        else:
+            forged.append(encode(record, line.seq, chain(forged[-1])))
+    ledger.write_bytes(b"".join(forged))
+
+
+def test_what_defines_a_run_must_match(runs: Runs, tmp_path: Path) -> None:
+    """Each changed key is named with what it was and is, all at once; where it runs may change."""
+    folder = interrupted(runs, tmp_path / "run", 2)
+    before = (folder / "ledger.jsonl").read_bytes()
+    with pytest.raises(InputError) as caught:
+        runs.train(folder, "optimizer.lr=0.02", "training.batch_size=16", resume="auto")
+    found = [str(problem) for problem in caught.value.problems]
+    assert [text.split(":")[0] for text in found] == ["optimizer.lr", "training.batch_size"]
+    assert "was 0.01" in found[0]
+    assert "is 0.02" in found[0]
+    assert (folder / "ledger.jsonl").read_bytes() == before
+
+
+def test_other_data_is_another_run(runs: Runs, tmp_path: Path) -> None:
+    """A file of the same name with one changed text is refused: its content counts, not its name."""
+    copy = tmp_path / "moved.jsonl"
+    copy.write_bytes(runs.data.read_bytes())
+    folder = interrupted(runs, tmp_path / "run", 2)
+    copy.write_bytes(runs.data.read_bytes().replace(b"thing number 3", b"thing number 9", 1))
+    with pytest.raises(InputError, match="^data: was"):
+        runs.train(folder, f"data.train={copy}", resume="auto")
+    copy.write_bytes(runs.data.read_bytes())
+    assert runs.train(folder, f"data.train={copy}", "training.keep_checkpoints=1", resume="auto") == 0
+
+
+def test_a_run_with_no_checkpoint_yet_is_still_that_run(runs: Runs, tmp_path: Path) -> None:
+    """Killed before its first checkpoint, and resumed with another rate: refused, for the ledger has its steps."""
+    folder = interrupted(runs, tmp_path / "run", 2)
+    for path in (folder / "checkpoints" / "step-00000002").iterdir():
+        path.unlink()
+    with pytest.raises(InputError, match=r"optimizer.lr: was 0.01"):
+        runs.train(folder, "optimizer.lr=0.02", resume="auto")
+
+
+def test_a_damaged_ledger_is_refused_by_line(runs: Runs, tmp_path: Path) -> None:
+    """A changed line in the middle of the ledger is bad input, with its file and line."""
+    folder = interrupted(runs, tmp_path / "run", 2)
+    lines = (folder / "ledger.jsonl").read_bytes().splitlines(True)
+    lines[1] = lines[1].replace(b'"step":1', b'"step":5')
+    (folder / "ledger.jsonl").write_bytes(b"".join(lines))
+    with pytest.raises(InputError, match=r"ledger\.jsonl:3: .*cannot be resumed"):
+        runs.train(folder, resume="auto")
+
+
+def test_a_folder_has_one_writer(runs: Runs, tmp_path: Path) -> None:
+    """While a process writes to it another is refused, with the pid of the first."""
+    folder = RunFolder(tmp_path / "run")
+    with folder.open_for_writing(), pytest.raises(InputError, match=f"process {os.getpid()}"):
+        runs.train(folder.path, resume="auto")
+
+
+def start(runs: Runs, entry: str, folder: Path) -> subprocess.Popen[str]:
+    """`andon train` on two gloo ranks, as a process and a group of its own."""
+    flags = {"run.dir": str(folder), "run.backend": "gloo", "run.workers": 2}
+    asked = {"entry": entry, "overrides": runs.overrides(), "flags": flags}
+    command = [sys.executable, "-m", "tests.training.driver", json.dumps(asked)]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+
+@pytest.mark.parametrize("entry", ["kill_launcher", "kill_group"])
+def test_a_killed_launcher_leaves_a_run_that_goes_on(runs: Runs, whole: Path, tmp_path: Path, entry: str) -> None:
+    """SIGKILL of the launcher, or of its process group, in step 7: no rank lives on, and a resume ends as if nothing
+    had happened."""
+    launcher = start(runs, entry, tmp_path / "run")
+    said, _ = launcher.communicate(timeout=PATIENCE_S)  # its end of file: every rank has ended, too
+    assert launcher.returncode == -signal.SIGKILL, said
+    assert runs.train(tmp_path / "run", workers=3, resume="auto") == 0
+    assert outcome(tmp_path / "run") == outcome(whole)
+
+
+def test_a_killed_rank_ends_the_run(runs: Runs, whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """SIGKILL of a rank in step 7: exit 71 with one line that names it; the resumed run ends with the same bits."""
+    ended = runs.train(tmp_path / "run", backend="gloo", workers=2, entry="tests.training.entries:kill_rank")
+    assert ended == Exit.RANK_LOST
+    said = capfd.readouterr().err
+    assert "andon: rank 1 of 2 was killed by SIGKILL" in said
+    assert runs.train(tmp_path / "run", backend="threads", workers=4, resume="auto") == 0
+    assert outcome(tmp_path / "run") == outcome(whole)
+
+
+def test_sigterm_ends_at_a_step_boundary(runs: Runs, whole: Path, tmp_path: Path) -> None:
+    """Exit 75 with a checkpoint of the step in which it came, a line that says how to go on, and the same bits then."""
+    launcher = start(runs, "ask_to_end", tmp_path / "run")
+    said, _ = launcher.communicate(timeout=PATIENCE_S)
+    assert launcher.returncode == Exit.PREEMPTED, said
+    assert [line for line in said.splitlines() if not line.startswith(("andon: ", "validation after step 6: "))] == []
+    assert "go on with: andon train" in said
+    assert checkpoints(tmp_path / "run")[-1] == "step-00000007"
+    assert runs.train(tmp_path / "run", resume="auto") == 0
+    assert outcome(tmp_path / "run") == outcome(whole)

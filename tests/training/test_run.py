@@ -1,0 +1,143 @@
+"""Whole runs: what they leave, and the same bits wherever they are done."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from andon.config.load import load_config
+from andon.launch.launcher import warm_up
+from andon.model.build import quiet_loading
+from andon.run.folder import RunFolder
+from andon.training.inference import evaluate_run, load_run, predict, read_labelled
+from tests.training.runs import PRELOAD, STEPS, Runs, checkpoints, outcome, records, row, summary, write_csv
+
+warm_up(PRELOAD)
+
+
+@pytest.mark.parametrize(("backend", "workers"), [("inline", 3), ("threads", 2), ("gloo", 2), ("gloo", 3)])
+def test_any_number_of_workers_gives_the_same_bits(
+    runs: Runs, whole: Path, tmp_path: Path, backend: str, workers: int
+) -> None:
+    """Weights, loss, and every score are those of one worker; so are the digests of each step."""
+    assert runs.train(tmp_path / "run", backend=backend, workers=workers) == 0
+    assert outcome(tmp_path / "run") == outcome(whole)
+    assert (summary(tmp_path / "run")["backend"], summary(tmp_path / "run")["world_size"]) == (backend, workers)
+    assert [s.digests for s in records(tmp_path / "run", "step")] == [s.digests for s in records(whole, "step")]
+
+
+def test_another_seed_gives_other_bits(runs: Runs, whole: Path, tmp_path: Path) -> None:
+    """`--set seed=N` changes the first weights and the last."""
+    assert runs.train(tmp_path / "run", "seed=7") == 0
+    for name in ("weights_digest", "initial_weights_digest"):
+        assert summary(tmp_path / "run")[name] != summary(whole)[name]
+
+
+def test_a_run_leaves_what_is_promised(runs: Runs, whole: Path) -> None:
+    """The run folder holds the resolved configuration, environment, metrics, checkpoints, adapter, ledger, provenance
+    and summary; nothing else, and no temporary."""
+    promised = {"config.yaml", "environment.json", "metrics.jsonl", "checkpoints", "adapter", "base", "ledger.jsonl"}
+    assert {path.name for path in whole.iterdir()} == promised | {"provenance.json", "summary.json", ".lock"}
+    resolved = load_config(RunFolder(whole).config)
+    assert resolved == load_config(None, runs.overrides(f"run.dir={whole}", "run.backend=inline", "run.workers=1"))
+    assert checkpoints(whole) == ["step-00000006", "step-00000008", "step-00000012"]
+    provenance = json.loads((whole / "provenance.json").read_text())
+    assert {"commit", "identity", "digests", "environment", "fingerprint"} == provenance.keys()
+    assert {"data", "base", "tokenizer", "initial_weights"} == provenance["digests"].keys()
+
+
+def test_the_summary_has_the_promised_keys(whole: Path) -> None:
+    """Names and types of issue 2; the evaluations are counted, and the loss is the exact one of the last step."""
+    found = summary(whole)
+    for name in ("weights_digest", "initial_weights_digest", "backend"):
+        assert isinstance(found[name], str)
+    assert (found["steps"], found["world_size"], found["violations"], found["finished"]) == (STEPS, 1, 0, True)
+    last = records(whole, "step")[-1]
+    assert found["final_loss"] == {"value": last.loss.value, "hex": last.loss.hex}
+    assert float.fromhex(found["final_loss"]["hex"]) == found["final_loss"]["value"]
+    assert {"accuracy", "macro_f1", "mcc", "confusion"} <= found["eval"].keys()
+    assert found["contracts"]["clip-once"] == STEPS
+    assert all(type(count) is int and count > 0 for count in found["contracts"].values())
+    assert found["wall_s"] > 0
+
+
+def test_the_ledger_has_a_line_for_each_step(whole: Path) -> None:
+    """One step record a step, in order; every training row once an epoch; rows never trained on are evaluated."""
+    steps = records(whole, "step")
+    assert [step.step for step in steps] == list(range(1, STEPS + 1))
+    for epoch in (0, 1):
+        rows = [row for step in steps if step.epoch == epoch for row in step.ids]
+        assert len(rows) == len(set(rows)) == 41
+    metrics = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in metrics if "loss" in line and "what" not in line] == list(range(1, STEPS + 1))
+    assert [line["what"] for line in metrics if "what" in line] == ["validation", "validation", "held-out"]
+
+
+def test_stock_peft_loads_the_adapter(runs: Runs, whole: Path) -> None:
+    """AutoPeftModelForSequenceClassification gives the run's own logits to the bit."""
+    from peft import AutoPeftModelForSequenceClassification
+    from transformers import AutoTokenizer
+
+    adapter = str(whole / "adapter")
+    with quiet_loading():
+        loaded = AutoPeftModelForSequenceClassification.from_pretrained(adapter, num_labels=3).eval()
+    batch = AutoTokenizer.from_pretrained(adapter)([row(1)[0]], return_tensors="pt")
+    run = load_run(RunFolder(whole))
+    with torch.no_grad():
+        theirs = loaded(**batch).logits
+        ours = run.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    assert torch.equal(theirs, ours)
+    assert not torch.equal(theirs, torch.zeros_like(theirs))
+
+
+def test_a_finished_run_evaluates_and_predicts(runs: Runs, whole: Path) -> None:
+    """The run's model scores the file that it was trained on; its predictions are those scores' argmax."""
+    run = load_run(RunFolder(whole))
+    data = read_labelled(RunFolder(whole), runs.data)
+    scores = evaluate_run(run, data)
+    found = list(predict(run, [row.text for row in data.rows]))
+    right = sum(one.label == data.labels[row.label] for one, row in zip(found, data.rows, strict=True))
+    assert scores.rows == len(found) == 45
+    assert right == sum(scores.confusion[k][k] for k in range(3))
+
+
+def test_csv_files_two_classes_and_an_encoder(tmp_path: Path) -> None:
+    """Files of a user's own columns; the evaluation file's rows are scored, with AUROC for two classes."""
+    train, held = write_csv(tmp_path / "train.csv", range(30)), write_csv(tmp_path / "test.csv", range(30, 43))
+    columns = ("data.text_column=sentence", "data.label_column=colour", f"data.eval={held}")
+    more = (*columns, "model.architecture=encoder", "data.class_weights=inverse", "training.max_steps=3")
+    assert Runs(train).train(tmp_path / "run", *more, workers=2) == 0
+    found = summary(tmp_path / "run")["eval"]
+    assert found["rows"] == sum(map(sum, found["confusion"])) == 13
+    assert 0.0 <= found["auroc"] <= 1.0
+    again = evaluate_run(load_run(RunFolder(tmp_path / "run")), read_labelled(RunFolder(tmp_path / "run"), held))
+    assert [list(line) for line in again.confusion] == found["confusion"]
+
+
+def test_without_an_adapter_everything_trains(runs: Runs, tmp_path: Path) -> None:
+    """`adapter: none` trains the whole model, and leaves it where transformers alone loads it."""
+    more = ("adapter.kind=none", "training.max_steps=2", "training.checkpoint_every=2")
+    assert runs.train(tmp_path / "one", *more) == 0
+    assert runs.train(tmp_path / "two", *more, backend="threads", workers=2) == 0
+    assert outcome(tmp_path / "one") == outcome(tmp_path / "two")
+    data = read_labelled(RunFolder(tmp_path / "one"), runs.data)
+    scores = evaluate_run(load_run(RunFolder(tmp_path / "one")), data)
+    assert scores.rows == 45
+
+
+def test_early_stopping_ends_where_it_ended(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run whose validation gets worse stops after its patience; one that was cut off just then, and is resumed, does
+    not train on."""
+    more = ("training.epochs=6", "optimizer.lr=3", "training.early_stopping_patience=1", "optimizer.clip_norm=null")
+    folder = tmp_path / "run"
+    assert runs.train(folder, *more) == 0
+    before = outcome(folder)
+    assert before["reason"] == "early-stopping"
+    assert before["steps"] < 36
+    (folder / "summary.json").unlink()
+    assert runs.train(folder, *more, resume="auto") == 0
+    assert outcome(folder) == before
+    assert f"resume: from step-{before['steps']:08d}" in capsys.readouterr().err

@@ -1,0 +1,80 @@
+"""A broken contract ends the run: exit 70, one line, and nothing of that step is kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from andon.exits import Exit
+from andon.launch.launcher import warm_up
+from andon.step.replica import Replica
+from andon_contracts.violation import Violation
+from tests.training.entries import AT
+from tests.training.runs import PRELOAD, Runs, checkpoints, outcome, records, summary
+
+warm_up(PRELOAD)
+
+
+def kept(folder: Path) -> None:
+    """What a violation at step 7 leaves: the steps that held, the violation, the last checkpoint before it."""
+    assert [step.step for step in records(folder, "step")] == list(range(1, AT))
+    (broken,) = records(folder, "violation")
+    assert (broken.clause, broken.step, broken.ranks) == ("replicas-agree", AT, (1,))
+    found = summary(folder)
+    assert (found["violations"], found["steps"], found["reason"], found["finished"]) == (1, AT - 1, "violation", False)
+    assert found["weights_digest"] == records(folder, "step")[-1].digests.weights
+    assert checkpoints(folder) == ["step-00000004", "step-00000006"]
+
+
+def test_every_rank_process_ends_with_70(
+    runs: Runs, whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A weight of rank 1 flips its sign in step 7: all ranks end with 70, one line names clause, step and tensor, and
+    the run goes on from its last checkpoint to the bits of a run without the fault."""
+    folder = tmp_path / "run"
+    ended = runs.train(folder, backend="gloo", workers=3, entry="tests.training.entries:flip_weight")
+    assert ended == Exit.VIOLATION
+    codes = [json.loads((folder / "reports" / f"rank-{rank}.json").read_text())["exit"] for rank in range(3)]
+    assert codes == [Exit.VIOLATION] * 3
+    lines = [line for line in capfd.readouterr().err.splitlines() if "broken" in line]
+    (line,) = lines
+    assert line.startswith(f"andon: replicas-agree broken at step {AT} on rank 1 in ")
+    kept(folder)
+    assert runs.train(folder, backend="gloo", workers=2, resume="auto") == 0
+    assert {**outcome(folder)} == outcome(whole)
+    assert summary(folder)["violations"] == 1
+
+
+@pytest.mark.parametrize("backend", ["inline", "threads"])
+def test_in_one_process_it_is_raised(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    """The same fault with all ranks in this process."""
+    update = Replica.apply
+    seen: list[Replica] = []
+
+    def apply(replica: Replica) -> None:
+        update(replica)
+        if replica.updates == AT and not seen:
+            seen.append(replica)
+            replica.parameters.weights.data[3] *= -1.0
+
+    monkeypatch.setattr(Replica, "apply", apply)
+    with pytest.raises(Violation) as caught:
+        runs.train(tmp_path / "run", backend=backend, workers=3)
+    assert (caught.value.clause, caught.value.step) == ("replicas-agree", AT)
+    assert [step.step for step in records(tmp_path / "run", "step")] == list(range(1, AT))
+    assert checkpoints(tmp_path / "run") == ["step-00000004", "step-00000006"]
+
+
+def test_a_checkpoint_that_is_not_what_was_saved_ends_every_rank(
+    runs: Runs, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Only rank 0 reads back what it wrote; the other ranks hear of it and end with 70 as well."""
+    folder = tmp_path / "run"
+    ended = runs.train(folder, backend="gloo", workers=2, entry="tests.training.entries:cut_checkpoint")
+    assert ended == Exit.VIOLATION
+    codes = [json.loads((folder / "reports" / f"rank-{rank}.json").read_text())["exit"] for rank in (0, 1)]
+    assert codes == [Exit.VIOLATION] * 2
+    assert "checkpoint-whole broken at step 8" in capfd.readouterr().err
+    assert checkpoints(folder) == ["step-00000004", "step-00000006"]
