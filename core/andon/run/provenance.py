@@ -146,6 +146,8 @@ def _git(folder: Path, *arguments: str) -> str | None:
     """What git says; None where there is no git, no repository, or it fails."""
     # A hook that calls us sets GIT_DIR for another repository.
     clean = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    # `git status` would otherwise write to the index, and leave its lock where the disk refuses.
+    clean["GIT_OPTIONAL_LOCKS"] = "0"
     try:
         done = subprocess.run(
             ["git", "-C", str(folder), *arguments], env=clean, capture_output=True, text=True, timeout=10, check=False
