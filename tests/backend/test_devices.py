@@ -22,12 +22,13 @@ def test_names_of_devices() -> None:
 def test_all_that_is_wrong_is_said_at_once() -> None:
     """A GPU that is not there, one named twice, and a name that is none: each with its place and its value."""
     with pytest.raises(InputError) as caught:
-        named_devices(["cuda:0", "tpu", 0, 2, -1], gpus=2)
+        named_devices(["cuda:0", "tpu", 0, 2, -1, 4321], gpus=2)
     assert [(problem.where, problem.what.split(";")[0]) for problem in caught.value.problems] == [
         ("run.devices[1]", "'tpu' is no device"),
         ("run.devices[2]", "GPU 0 is named twice"),
         ("run.devices[3]", "there is no GPU 2"),
         ("run.devices[4]", "-1 is no device"),
+        ("run.devices[5]", "there is no GPU 4321"),
     ]
 
 
@@ -39,7 +40,6 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
         ("nccl", 2, 4, (_gpu(0), _gpu(1))),
         ("mixed", 3, 1, (_gpu(0), CPU, CPU)),
         ("mixed", 2, 4, (_gpu(0), CPU)),
-        ("mixed", 2, 0, (CPU, CPU)),
     ],
 )
 def test_default_placement(backend: str, workers: int, gpus: int, devices: tuple[torch.device, ...]) -> None:
@@ -47,10 +47,11 @@ def test_default_placement(backend: str, workers: int, gpus: int, devices: tuple
     assert placement(backend, workers, None, gpus) == (backend, devices, "")
 
 
-def test_without_a_gpu_nccl_falls_back_and_says_so() -> None:
+@pytest.mark.parametrize(("asked", "used"), [("nccl", "gloo"), ("mixed", "mixed")])
+def test_without_a_gpu_it_falls_back_and_says_so(asked: str, used: str) -> None:
     """F-DP-004: the run goes on on the CPU, and the user is told, by the clause's name."""
-    backend, devices, note = placement("nccl", 2, None, gpus=0)
-    assert (backend, devices) == ("gloo", (CPU, CPU))
+    backend, devices, note = placement(asked, 2, None, gpus=0)
+    assert (backend, devices) == (used, (CPU, CPU))
     assert "cpu-fallback" in note
 
 

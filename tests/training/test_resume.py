@@ -106,7 +106,7 @@ def test_a_corrupted_checkpoint_is_rejected_by_name(
 
 @pytest.mark.parametrize("backend", ["inline", "gloo"])
 def test_a_step_done_again_with_another_result_is_a_violation(runs: Runs, tmp_path: Path, backend: str) -> None:
-    """The ledger has other weights for step 7: `resume-exact` is broken there, on every rank, and step 7 is not kept."""
+    """The ledger has other weights for step 7: `resume-exact` is broken on every rank, and it is not kept."""
     folder = interrupted(runs, tmp_path / "run", 7)
     _forge_last_step(folder / "ledger.jsonl")
     for path in (folder / "checkpoints" / "step-00000007").iterdir():
@@ -162,7 +162,7 @@ def test_other_data_is_another_run(runs: Runs, tmp_path: Path) -> None:
     copy.write_bytes(runs.data.read_bytes())
     folder = interrupted(runs, tmp_path / "run", 2)
     copy.write_bytes(runs.data.read_bytes().replace(b"thing number 3", b"thing number 9", 1))
-    with pytest.raises(InputError, match="^data: was"):
+    with pytest.raises(InputError, match=r"^data: was"):
         runs.train(folder, f"data.train={copy}", resume="auto")
     copy.write_bytes(runs.data.read_bytes())
     assert runs.train(folder, f"data.train={copy}", "training.keep_checkpoints=1", resume="auto") == 0

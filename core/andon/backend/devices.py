@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import torch
 
 from andon.problems import InputError, ProblemList
+
+_NAME = re.compile(r"(?P<cpu>cpu(:0)?)|cuda|(cuda:)?(?P<index>[0-9]{1,9})")
 
 IN_PROCESS = ("inline", "threads")
 IN_GROUP = ("gloo", "nccl", "mixed")
@@ -23,31 +26,21 @@ def named_devices(names: Sequence[str | int], gpus: int | None = None) -> tuple[
     devices: list[torch.device] = []
     for place, name in enumerate(names):
         where = f"run.devices[{place}]"
-        device = _device(name)
-        if device is None:
+        match = _NAME.fullmatch(str(name).strip())
+        if match is None:
             found.add(where, f"{name!r} is no device; write cpu, or the index of a GPU")
-        elif device.type == "cuda" and not 0 <= (device.index or 0) < count:
-            found.add(where, f"there is no GPU {device.index or 0}; this machine has {count}")
-        elif device.type == "cuda" and device in devices:
-            found.add(where, f"GPU {device.index} is named twice; a GPU holds one replica")
-        else:
-            devices.append(device)
+            continue
+        # torch keeps an index in 8 bits and makes another of a larger one, so it is compared before.
+        index = None if match["cpu"] else int(match["index"] or 0)
+        if index is not None and index >= count:
+            found.add(where, f"there is no GPU {index}; this machine has {count}")
+            continue
+        device = torch.device("cpu") if index is None else torch.device("cuda", index)
+        if index is not None and device in devices:
+            found.add(where, f"GPU {index} is named twice; a GPU holds one replica")
+        devices.append(device)
     found.raise_if_any()
     return tuple(devices)
-
-
-def _device(name: str | int) -> torch.device | None:
-    text = str(name).strip()
-    if text.lstrip("-").isdigit():
-        index = int(text)
-        return torch.device("cuda", index) if index >= 0 else None
-    try:
-        device = torch.device(text)
-    except RuntimeError:
-        return None
-    if device.type == "cuda":
-        return torch.device("cuda", device.index or 0)
-    return torch.device("cpu") if device.type == "cpu" else None
 
 
 def placement(
@@ -74,7 +67,8 @@ def placement(
         if count < workers:
             raise InputError(f"run.workers: {workers} workers for {count} GPUs; nccl needs one GPU each")
         return backend, tuple(torch.device("cuda", index) for index in range(workers)), ""
-    if backend == "mixed" and count:
+    if backend == "mixed":
         accelerators = tuple(torch.device("cuda", index) for index in range(min(count, workers - 1)))
-        return backend, accelerators + (cpu,) * (workers - len(accelerators)), ""
+        note = "" if accelerators else "no GPU is used: all workers of mixed are on the CPU (clause cpu-fallback)"
+        return backend, accelerators + (cpu,) * (workers - len(accelerators)), note
     return backend, (cpu,) * workers, ""

@@ -112,7 +112,7 @@ class RunFolder:
 
         Nothing happens where a run has begun, or another process owns the folder. keep_folder: leave the empty folder.
         """
-        if not _is_ours(self.lock) or self.begun():
+        if not self.lock.is_file() or self.state() is State.FOREIGN or self.begun():
             return
         handle = os.open(self.lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:

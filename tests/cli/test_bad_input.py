@@ -1,0 +1,185 @@
+"""What a user gets wrong: every problem at its place with its value, exit code 2, no traceback, nothing written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.cli.command import Ended, andon, tree
+from tests.training.runs import SMALL, write_jsonl
+
+SETS = [part for each in (*SMALL, "training.max_steps=2", "run.backend=inline") for part in ("--set", each)]
+
+
+def refused(ended: Ended, *expected: str) -> None:
+    """The command ended with 2 and said exactly `expected`, one line each, each a part of the line."""
+    assert ended.code == 2, ended.said
+    assert ended.out == []
+    assert len(ended.said) == len(expected), ended.said
+    for line, part in zip(ended.said, expected, strict=True):
+        assert line.startswith("andon: ")
+        assert part in line
+
+
+def test_a_configuration_with_many_faults(tmp_path: Path) -> None:
+    """All faults of a file, `--set` and flags at once, each with its place, its value and what was meant."""
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        "optimizer:\n  clip_nrom: 1\n  lr: 0\ntraining:\n  batch_size: 0\n  epochs: two\nrun:\n  devices: [0, 0]\n"
+    )
+    ended = andon(
+        "train",
+        config,
+        "--workers",
+        "0",
+        "--backend",
+        "glo",
+        "--set",
+        "adapter.alhpa=4",
+        "--run-dir",
+        tmp_path / "run",
+    )
+    assert ended.code == 2
+    said = "\n".join(ended.said)
+    for part in (
+        f"{config}:2 optimizer.clip_nrom: unknown key; did you mean 'optimizer.clip_norm'?",
+        f"{config}:3 optimizer.lr: must be more than 0 (0)",
+        f"{config}:5 training.batch_size: must be at least 1 (0)",
+        f"{config}:6 training.epochs: must be an integer, is the string 'two'",
+        "--workers: must be at least 1 (0)",
+        "--backend: must be 'inline', 'threads', 'gloo', 'nccl' or 'mixed' ('glo'); did you mean 'gloo'?",
+        "--set adapter.alhpa: unknown key; did you mean 'adapter.alpha'?",
+    ):
+        assert part in said
+    assert "Traceback" not in said
+    assert tree(tmp_path) == {"config.yaml"}
+
+
+@pytest.mark.parametrize(
+    ("setting", "part"),
+    [
+        (
+            "training.micro_batches=64",
+            "--set training.micro_batches: must not be more than training.batch_size, 32 (64)",
+        ),
+        ("run.devices=[0, 0]", "--set run.devices: GPU 0 is there 2 times ([0, 0])"),
+        ("optimizer.lr=-1e-3", "--set optimizer.lr: must be more than 0 (-0.001)"),
+        ("run.workers=true", "--set run.workers: must be an integer, is True"),
+    ],
+)
+def test_one_wrong_setting(tmp_path: Path, setting: str, part: str) -> None:
+    """It is refused before any folder is made."""
+    refused(andon("train", "--run-dir", tmp_path / "run", "--set", setting), part)
+    assert tree(tmp_path) == set()
+
+
+def test_data_with_many_faults(tmp_path: Path) -> None:
+    """All faults of a file at once, by line; nothing is written, not even the run folder."""
+    data = tmp_path / "train.jsonl"
+    data.write_bytes(
+        b'{"text": "a", "label": "x"}\n{"text": "", "label": "x"}\nnot json\n{"text": "b"}\n{"text": "c", "label": 3}\n'
+    )
+    ended = andon("train", "--data", data, "--run-dir", tmp_path / "run")
+    refused(
+        ended,
+        f"{data}:2: text is empty",
+        f"{data}:3: malformed JSON",
+        f"{data}:4: has no column 'label'",
+        f"{data}:1: label 'x'",
+    )
+    assert tree(tmp_path) == {"train.jsonl"}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "part"),
+    [
+        ("none.jsonl", None, "no such file"),
+        ("empty.csv", b"", "is empty"),
+        ("one.csv", b"text,label\na,x\nb,x\n", "all 2 rows have the label 'x'"),
+        ("column.csv", b"text,lable\na,x\nb,y\n", "did you mean 'lable'"),
+        ("latin.csv", b"text,label\ncaf\xe9,x\n", "UTF-8"),
+        ("folder.csv/", None, "is a folder"),
+    ],
+)
+def test_a_file_that_cannot_be_trained_on(tmp_path: Path, name: str, content: bytes | None, part: str) -> None:
+    """One line with the file and the fault."""
+    data = tmp_path / name
+    if name.endswith("/"):
+        data.mkdir()
+    elif content is not None:
+        data.write_bytes(content)
+    ended = andon("train", "--data", data, "--run-dir", tmp_path / "run")
+    refused(ended, part)
+    assert str(data) in ended.said[0]
+    assert not (tmp_path / "run").exists()
+
+
+def test_places_where_no_run_can_be(tmp_path: Path) -> None:
+    """A file in the folder's place or on the way to it, and a folder that holds something else, stay as they are."""
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "thesis.doc").write_text("mine")
+    before = tree(tmp_path)
+    for path, part in (("file", "is a file"), ("file/run", "a part of the path is a file"), ("thesis", "no run")):
+        refused(andon("train", "--run-dir", tmp_path / path), part)
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("command", ["eval", "predict"])
+def test_a_run_that_does_not_exist(tmp_path: Path, command: str) -> None:
+    """It is said before data or standard input is read, whatever these hold; so it is for a folder with no run."""
+    (tmp_path / "empty").mkdir()
+    data = [tmp_path / "none.csv"] if command == "eval" else []
+    refused(andon(command, tmp_path / "no", *data, stdin=b"\xff\n"), f"{tmp_path / 'no'}: there is no such run")
+    refused(andon(command, tmp_path / "empty", *data, stdin=b"\xff\n"), "holds no run of andon")
+
+
+def test_init_writes_over_nothing(tmp_path: Path) -> None:
+    """A configuration that is there stays; a file in the folder's place is named."""
+    (tmp_path / "config.yaml").write_text("mine")
+    refused(andon("init", tmp_path), "config.yaml: is there already")
+    refused(andon("init", tmp_path / "config.yaml"), "config.yaml")
+    assert (tmp_path / "config.yaml").read_text() == "mine"
+
+
+@pytest.mark.parametrize("backend", ["inline", "gloo"])
+def test_a_target_that_matches_nothing(tmp_path: Path, backend: str) -> None:
+    """Found only once the model is built, in the ranks: still one message with each name, and no folder is left."""
+    data = write_jsonl(tmp_path / "train.jsonl")
+    targets = "adapter.targets=[q_proj, v_prj, nothing]"
+    ended = andon("train", *SETS, "--data", data, "--run-dir", tmp_path / "run", "--set", targets, "--backend", backend)
+    refused(ended, "adapter.targets: 'v_prj' matches no Linear module; did you mean 'v_proj'?", "'nothing' matches no")
+    assert tree(tmp_path) == {"train.jsonl"}
+
+
+def test_a_gpu_that_does_not_exist(tmp_path: Path) -> None:
+    """A folder of the user's own that was empty stays, and stays empty."""
+    (tmp_path / "run").mkdir()
+    data = write_jsonl(tmp_path / "train.jsonl")
+    ended = andon("train", *SETS, "--data", data, "--run-dir", tmp_path / "run", "--set", "run.devices=[4321]")
+    refused(ended, "run.devices[0]: there is no GPU 4321")
+    assert tree(tmp_path) == {"train.jsonl", "run"}
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    """No file may grow beyond 6,000 bytes: the run ends at a step with the file that it could not write; what is there
+    is whole, and the run goes on once there is room."""
+    data = write_jsonl(tmp_path / "train.jsonl")
+    command = ("train", *SETS, "--set", "training.max_steps=12", "--data", data, "--run-dir", tmp_path / "run")
+    ended = andon(*command, largest_file=6000)
+    assert ended.code == 2
+    assert "Traceback" not in "\n".join(ended.said)
+    assert any("cannot be written: the file would be larger than the limit" in line for line in ended.said)
+    again = andon(*command, "--resume", "auto")
+    assert again.code == 0, again.said
+    assert not [name for name in tree(tmp_path) if "andon-tmp" in name]
+
+
+def test_no_room_at_all(tmp_path: Path) -> None:
+    """A disk on which nothing can be written: no folder is left."""
+    data = write_jsonl(tmp_path / "train.jsonl")
+    ended = andon("train", *SETS, "--data", data, "--run-dir", tmp_path / "run", largest_file=10)
+    assert ended.code == 2
+    assert "cannot be written" in "\n".join(ended.said)
+    assert tree(tmp_path) <= {"train.jsonl"}

@@ -1,0 +1,125 @@
+"""What the commands do when all is well, in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from andon.config.load import load_config
+from tests.cli.command import PATIENCE_S, andon, tree
+from tests.training.runs import SMALL, outcome, write_csv, write_jsonl
+
+SETS = [part for each in SMALL for part in ("--set", each)]
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of two ranks, started as a user does."""
+    folder = tmp_path_factory.mktemp("command")
+    ended = andon(
+        "train",
+        *SETS,
+        "--data",
+        write_jsonl(folder / "train.jsonl"),
+        "--eval-data",
+        write_jsonl(folder / "test.jsonl", 12),
+        "--run-dir",
+        folder / "run",
+        "--workers",
+        "2",
+    )
+    assert ended.code == 0, ended.said
+    assert ended.out == []
+    known = ("andon: ", "validation after step ", "held-out after step ", "step 12/12 ")
+    assert [line for line in ended.said if not line.startswith(known)] == []
+    return folder / "run"
+
+
+def test_help_loads_no_heavy_library() -> None:
+    """`andon --help` names every command, and neither torch nor transformers is loaded for it."""
+    program = "import sys; from andon.cli.app import main\ntry: main()\nfinally: assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", program, "--help"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for name in ("train", "init", "check", "eval", "predict"):
+        assert f"\n  {name} " in done.stdout
+
+
+def test_init_writes_what_train_would_do_anyway(tmp_path: Path) -> None:
+    """The written file holds the defaults; `check` says what a run of it would do, and writes nothing."""
+    assert andon("init", tmp_path / "new").code == 0
+    config = tmp_path / "new" / "config.yaml"
+    assert load_config(config) == load_config(None)
+    ended = andon("check", config, "--set", "run.workers=3", folder=tmp_path)
+    assert (ended.code, ended.said) == (0, [])
+    said = "\n".join(ended.out)
+    for part in (
+        "2003 rows to train on, 222 to validate, 500 to evaluate on; 5 classes",
+        "(gloo: cpu, cpu, cpu)",
+        "89%",
+    ):
+        assert part in said
+    assert tree(tmp_path) == {"new", "new/config.yaml"}
+
+
+def test_eval_gives_the_runs_own_scores(run: Path) -> None:
+    """On the file that the run was evaluated on, the same confusion matrix, as JSON on standard output."""
+    ended = andon("eval", run, run.parent / "test.jsonl")
+    assert (ended.code, ended.said) == (0, [])
+    scores = json.loads("\n".join(ended.out))
+    assert scores["confusion"] == outcome(run)["eval"]["confusion"]
+
+
+def test_eval_refuses_labels_that_the_run_does_not_know(run: Path, tmp_path: Path) -> None:
+    """By line, with the label and those that there are."""
+    data = tmp_path / "other.csv"
+    data.write_text("text,label\na,red\nb,grey\n")
+    ended = andon("eval", run, data)
+    assert ended.code == 2
+    assert ended.said[0].startswith(f"andon: {data}:3: label 'grey' is unknown; there are 'blue', 'green', 'red'")
+
+
+def test_predict_labels_each_line(run: Path) -> None:
+    """One JSON object a line, in order; texts of any script pass unchanged."""
+    texts = ["red thing", "größe ☃", "a\tb"]
+    ended = andon("predict", run, stdin="\n".join(texts).encode() + b"\n")
+    assert (ended.code, ended.said) == (0, [])
+    found = [json.loads(line) for line in ended.out]
+    assert [one["text"] for one in found] == texts
+    assert {one["label"] for one in found} <= {"red", "green", "blue"}
+    assert all(1 / 3 <= one["probability"] <= 1 for one in found)
+
+
+def test_predict_names_every_bad_line(run: Path) -> None:
+    """Bytes that are not UTF-8 and empty lines, by line; nothing is predicted then."""
+    ended = andon("predict", run, stdin=b"good\n\xff\n\ngood\n")
+    assert (ended.code, ended.out) == (2, [])
+    assert ended.said == ["andon: stdin:2: is not UTF-8: byte 0xff at column 1", "andon: stdin:3: the text is empty"]
+
+
+def test_torchrun_gives_the_same_bits(run: Path, tmp_path: Path) -> None:
+    """Under a user's own torchrun the same configuration ends with the same weights, loss and scores; so does its
+    resume, which finds nothing to do."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", "-m", "andon"]
+    command += ["train", str(run / "config.yaml"), "--run-dir", str(tmp_path / "run")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=PATIENCE_S, check=False, env=environment, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert outcome(tmp_path / "run") == outcome(run)
+
+
+def test_a_csv_with_names_of_its_own(tmp_path: Path) -> None:
+    """`--text-column`, `--label-column` and `--backend` on the command line."""
+    data = write_csv(tmp_path / "train.csv", range(30))
+    columns = ("--text-column", "sentence", "--label-column", "colour", "--backend", "inline")
+    ended = andon(
+        "train", *SETS, "--data", data, *columns, "--run-dir", tmp_path / "run", "--set", "training.max_steps=2"
+    )
+    assert ended.code == 0, ended.said
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["eval"]["auroc"] is not None
