@@ -28,6 +28,8 @@ from andon_falsify.verdict import Claim, Counterexample, Verdict, conclude, judg
 
 GRADIENT_TOLERANCE = 2e-6
 """Relative L2 per tensor: the noise of fp32 against float64, with a margin that the gradient benchmark prints."""
+GRADIENT_FLOOR = 1e-3
+"""A tensor with less than this share of the whole gradient is measured by that share: it is mostly rounding."""
 LOSS_TOLERANCE = 1e-6
 NORM_TOLERANCE = 2e-6
 
@@ -111,7 +113,12 @@ def gradients(trace: Trace, law: Reference) -> Verdict:
         where = f"step {expected.step}"
         found.append(
             gradient_law.check(
-                seen, expected.gradients, tolerance=GRADIENT_TOLERANCE, factors=factors(trace.case), where=where
+                seen,
+                expected.gradients,
+                tolerance=GRADIENT_TOLERANCE,
+                floor=GRADIENT_FLOOR,
+                factors=factors(trace.case),
+                where=where,
             )
         )
     return merge(found) if found else unknown(gradient_law.CLAIM, "no update was made")

@@ -30,11 +30,9 @@ class AndonTrainer:
 
     def __init__(self, pools: RankPools) -> None:
         self._pools = pools
-        self.runs = 0
 
     def run(self, case: Case) -> Trace:
         """See `Subject.run`."""
-        self.runs += 1
         name = f"{self.name} {case.backend}"
         if case.backend == "gloo":
             answers = self._pools.of(case.world).run("andon_falsify.ranks.duty:train", case)

@@ -1,0 +1,140 @@
+"""Faults of this trainer's own promises, so that each claim of the suite is shown to be able to fall."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+import andon.run.ledger
+from andon.backend import devices
+from andon.model.adapter import trainable_parameters
+from andon.step.keyed import KeyedRandomness
+from andon.step.plan import BatchPlan
+from andon.step.replica import OptimizerSpec, Replica
+from andon.step.step import TrainingStep
+from andon_falsify.faults.planting import (
+    MOMENTUM,
+    PLAIN,
+    SGD,
+    Changed,
+    Fault,
+    around,
+    body_replaced,
+    patched,
+    with_result,
+)
+from andon_falsify.faults.planting import followers as others
+from andon_falsify.subjects.assembly import Parts
+
+
+def _masks_by_rank(parts: Parts, _: ExitStack) -> None:
+    for rank, replica in parts.by_rank.items():
+        around(replica._randomness, "micro_batch", lambda inner, step, index, r=rank: inner(step, index + 1000 * r))
+
+
+def _sum_by_rank(parts: Parts, _: ExitStack) -> None:
+    def finish(inner: Any, received: Any) -> torch.Tensor:
+        rows = [row for part in received for row in part]
+        return sum(rows[1:], rows[0])
+
+    around(parts.step._reduce, "_finish", finish)
+
+
+def _order_by_world(parts: Parts, _: ExitStack) -> None:
+    parts.plan = replace(parts.plan, seed=parts.plan.seed + parts.backend.world_size)
+
+
+def _last_batch_dropped(parts: Parts, _: ExitStack) -> None:
+    plan = parts.plan
+    parts.plan = BatchPlan(plan.ids, plan.batch_size, plan.micro_batches, plan.seed, 1, plan.total_steps - 1)
+
+
+def _rate_by_micro_batch(parts: Parts, _: ExitStack) -> None:
+    schedule, total = parts.schedule, parts.plan.total_steps
+
+    def rate(step: int) -> float:
+        return schedule.rate(min(total, (step - 1) * parts.case.micro_batches + 1))
+
+    parts.schedule = Changed(schedule, rate=rate)  # type: ignore[assignment]
+
+
+def _layout_reversed(parts: Parts, _: ExitStack) -> None:
+    case = parts.case
+    for place, rank in enumerate(parts.backend.ranks):
+        if rank:
+            model, device = parts.replicas[place].model, parts.replicas[place].device
+            backwards = dict(reversed(trainable_parameters(model).items()))
+            spec = OptimizerSpec(case.optimizer, weight_decay=case.weight_decay)
+            parts.replicas[place] = Replica(model, backwards, spec, KeyedRandomness(case.seed, device), device)
+    parts.step = TrainingStep(parts.backend, parts.replicas, parts.task, case.micro_batches, case.clip_norm)
+
+
+def _base_touched(parts: Parts, _: ExitStack) -> None:
+    for replica in others(parts).values():
+
+        def apply(inner: Callable[[], None], own: Any = replica) -> None:
+            inner()
+            next(iter(own.frozen().values())).view(-1)[0] += 1e-3
+
+        around(replica, "apply", apply)
+
+
+def _nan_reported(parts: Parts, _: ExitStack) -> None:
+    with_result(parts, lambda result: replace(result, loss=float("nan") if result.step == 2 else result.loss))
+
+
+def _line_lost(parts: Parts, stack: ExitStack) -> None:
+    write = andon.run.ledger.write_all
+
+    def losing(handle: int, line: bytes) -> None:
+        if b'"step":2,' not in line:
+            write(handle, line)
+
+    patched(stack, andon.run.ledger, "write_all", losing)
+
+
+def _moments_lost(parts: Parts, _: ExitStack) -> None:
+    for replica in parts.replicas:
+
+        def restore(inner: Any, weights: Any, state: Any, updates: int) -> None:
+            inner(weights, {n: v if n == "step" else torch.zeros_like(v) for n, v in state.items()}, updates)
+
+        around(replica, "restore", restore)
+
+
+def _started_over(parts: Parts, _: ExitStack) -> None:
+    schedule = parts.schedule
+
+    def rate(step: int) -> float:
+        return schedule.rate(max(1, step - parts.seen.resumed_from))
+
+    parts.schedule = Changed(schedule, rate=rate)  # type: ignore[assignment]
+
+
+def _no_fallback(backend: str, workers: int, names: Any) -> Any:
+    raise RuntimeError("no CUDA-capable device is detected")
+
+
+def _without_fallback(_: object, stack: ExitStack) -> None:
+    body_replaced(stack, devices.placement, _no_fallback)
+
+
+_SOURCE = "this trainer's promises"
+FAULTS = (
+    Fault("masks keyed by rank", _SOURCE, "same-everywhere", _masks_by_rank, SGD),
+    Fault("sum in the order of ranks", _SOURCE, "same-everywhere", _sum_by_rank, SGD.but(world=3)),
+    Fault("order depends on world size", _SOURCE, "plan-followed", _order_by_world, SGD),
+    Fault("last short batch dropped", _SOURCE, "plan-followed", _last_batch_dropped, SGD),
+    Fault("rate counted by micro-batch", _SOURCE, "schedule", _rate_by_micro_batch, SGD),
+    Fault("layout reversed on a rank", _SOURCE, "layout-equal", _layout_reversed, PLAIN),
+    Fault("base touched", _SOURCE, "base-frozen", _base_touched, SGD),
+    Fault("NaN reported as the loss", _SOURCE, "loss-finite", _nan_reported, SGD),
+    Fault("line of the ledger lost", _SOURCE, "chain-intact", _line_lost, SGD),
+    Fault("moments lost in a resume", _SOURCE, "resume-equal", _moments_lost, MOMENTUM, "resume"),
+    Fault("schedule started over in a resume", _SOURCE, "resume-equal", _started_over, MOMENTUM, "resume"),
+    Fault("no fallback to the CPU", _SOURCE, "cpu-fallback", _without_fallback, kind="functions"),
+)

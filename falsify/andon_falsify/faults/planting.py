@@ -1,0 +1,186 @@
+"""What a fault is, and the ways of planting one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from types import FunctionType
+from typing import Any, Literal
+
+import torch
+
+from andon.step.plan import GlobalBatch
+from andon.step.replica import PartialGradient, Replica
+from andon.step.step import StepResult
+from andon_falsify.subjects.assembly import Parts
+from andon_falsify.subjects.case import Case, make_rows
+
+Kind = Literal["trainer", "resume", "coordinator", "functions"]
+
+SGD = Case(rows=make_rows(11), optimizer="sgd", lr=0.05, clip_norm=None, weight_decay=0.0)
+"""Batches of 5, 5 and 1 rows on 2 ranks; without clipping and moments, which hide scale."""
+ADAMW = Case(rows=make_rows(11))
+MOMENTUM = SGD.but(momentum=0.9)
+PLAIN = SGD.but(dropout=0.0)
+"""Without dropout the law needs no masks: for faults that draw other ones, or compute other micro-batches."""
+BIG = Case(
+    rows=make_rows(40),
+    batch_size=8,
+    micro_batches=8,
+    world=1,
+    hidden=64,
+    inner=128,
+    rank=16,
+    values=False,
+    memory=True,
+)
+"""Five updates of a model so large that the fixed cost of a digest does not hide a gradient or a base."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A wrong, the claim that must fall by it, and the case that shows it.
+
+    source: where it is described. plant: takes what the subject was assembled to (for `functions` nothing), and a
+    stack for what has to be undone; it runs in every process of the run.
+    """
+
+    name: str
+    source: str
+    claim: str
+    plant: Callable[[Any, ExitStack], None]
+    case: Case = field(default_factory=Case)
+    kind: Kind = "trainer"
+
+
+def around(thing: Any, method: str, call: Callable[..., Any]) -> None:
+    """Replace the bound `method` of `thing` by call(original, *args, **kwargs)."""
+    original = getattr(thing, method)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return call(original, *args, **kwargs)
+
+    object.__setattr__(thing, method, wrapped)
+
+
+def patched(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Set an attribute of a module or class until `stack` closes."""
+    before = getattr(owner, name)
+    stack.callback(setattr, owner, name, before)
+    setattr(owner, name, value)
+
+
+def body_replaced(stack: ExitStack, function: Callable[..., Any], mutant: Callable[..., Any]) -> None:
+    """Give `function`, under all of its contracts, the body of `mutant` until `stack` closes.
+
+    The mutant may use its own arguments, builtins, and what the function's module has. Raises `ValueError` where it
+    closes over anything.
+    """
+    inner = inspect.unwrap(function)
+    assert isinstance(inner, FunctionType)
+    assert isinstance(mutant, FunctionType)
+    if mutant.__code__.co_freevars:
+        msg = f"{mutant.__name__} closes over {mutant.__code__.co_freevars}"
+        raise ValueError(msg)
+    stack.callback(setattr, inner, "__code__", inner.__code__)
+    inner.__code__ = mutant.__code__
+
+
+class Changed:
+    """A thing of which some attributes are others; calls and all else go to the original."""
+
+    def __init__(self, inner: Any, **attributes: Any) -> None:
+        self._inner = inner
+        self.__dict__.update(attributes)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The attribute `call` where there is one."""
+        return self.__dict__.get("call", self._inner)(*args, **kwargs)
+
+
+def with_result(parts: Parts, change: Callable[[StepResult], StepResult]) -> None:
+    """Have every step report what `change` makes of its result."""
+    inner = parts.step
+
+    def call(batch: GlobalBatch, *args: Any, **kwargs: Any) -> StepResult:
+        return change(inner(batch, *args, **kwargs))
+
+    parts.step = Changed(inner, call=call)  # type: ignore[assignment]
+
+
+def with_plan(parts: Parts, change: Callable[[GlobalBatch], GlobalBatch], **attributes: Any) -> None:
+    """Have the plan give what `change` makes of its batches."""
+    inner = parts.plan
+
+    def batch(step: int) -> GlobalBatch:
+        return change(inner.batch(step))
+
+    parts.plan = Changed(inner, batch=batch, **attributes)  # type: ignore[assignment]
+
+
+def current_batch(parts: Parts) -> Callable[[], GlobalBatch]:
+    """A function that says which batch is being trained on."""
+    held: list[GlobalBatch] = []
+    inner = parts.step
+
+    def call(batch: GlobalBatch, *args: Any, **kwargs: Any) -> StepResult:
+        held[:] = [batch]
+        return inner(batch, *args, **kwargs)
+
+    parts.step = Changed(inner, call=call)  # type: ignore[assignment]
+    return lambda: held[0]
+
+
+def followers(parts: Parts) -> Mapping[int, Replica]:
+    """The replicas of this process but rank 0's."""
+    return {rank: replica for rank, replica in parts.by_rank.items() if rank}
+
+
+def local_sum(replica: Replica, partial: PartialGradient) -> torch.Tensor:
+    """What this replica alone has summed, [size]."""
+    return sum(partial.roots.values(), torch.zeros_like(replica.parameters.gradient))
+
+
+def unsynced(replica: Replica, keeps: Callable[[str], bool]) -> None:
+    """The tensors whose names `keeps` accepts get this replica's own gradient instead of the reduced one."""
+    own: list[torch.Tensor] = []
+
+    def gradients(inner: Callable[..., PartialGradient], *args: Any, **kwargs: Any) -> PartialGradient:
+        partial = inner(*args, **kwargs)
+        own[:] = [local_sum(replica, partial)]
+        return partial
+
+    def set_gradient(inner: Callable[..., None], pieces: Any, divisor: int) -> None:
+        inner(pieces, divisor)
+        mine = replica.parameters.views(own[0] / divisor)
+        for name, view in replica.parameters.views(replica.parameters.gradient).items():
+            if keeps(name):
+                view.copy_(mine[name])
+
+    around(replica, "gradients", gradients)
+    around(replica, "set_gradient", set_gradient)
+
+
+def scaled_partials(replica: Replica, factor: Callable[[PartialGradient], float]) -> None:
+    """This replica's share of the sum is multiplied before it is handed over."""
+
+    def gradients(inner: Callable[..., PartialGradient], *args: Any, **kwargs: Any) -> PartialGradient:
+        partial = inner(*args, **kwargs)
+        scale = factor(partial)
+        for root in partial.roots.values():
+            root.mul_(scale)
+        return partial
+
+    around(replica, "gradients", gradients)
+
+
+def rows_of(partial: PartialGradient) -> int:
+    """How many rows a replica's partial gradient is of."""
+    return int(partial.reports[:, 1].sum()) if len(partial.reports) else 0
+
+

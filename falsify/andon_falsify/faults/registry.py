@@ -1,0 +1,16 @@
+"""All faults by name; a rank looks up here what it is to plant."""
+
+from __future__ import annotations
+
+from andon_falsify.faults import added, killed, memory, own, survivors
+from andon_falsify.faults.planting import Fault
+
+FAULTS: tuple[Fault, ...] = (*survivors.FAULTS, *killed.FAULTS, *added.FAULTS, *memory.FAULTS, *own.FAULTS)
+"""Every fault, in the order of the matrix."""
+
+_BY_NAME = {fault.name: fault for fault in FAULTS}
+
+
+def named(name: str) -> Fault:
+    """The fault of that name. Raises `KeyError`."""
+    return _BY_NAME[name]

@@ -1,0 +1,152 @@
+"""The seed's coordinator as a subject: samples in, batch results out, replicas to look at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from andon.coordinator import DataParallelCoordinator
+from andon.model.adapter import trainable_parameters
+from andon.pipeline import ClassifyConfig, SafetySample, TransformerConfig
+from andon.step.replica import Leaf, OptimizerSpec, PartialGradient, Replica
+from andon.step.schedule import WarmupCosine
+from andon_contracts.policy import suspended
+from andon_contracts.violation import Violation
+from andon_falsify.subjects.assembly import frozen_of, plan_of
+from andon_falsify.subjects.case import VOCABULARY, Case
+from andon_falsify.subjects.trace import Reported, Sightings, Trace, Values, assemble_trace, digest
+from andon_falsify.subjects.watching import keep_weights, state_digests
+
+Plant = Callable[[DataParallelCoordinator, ExitStack], None]
+
+
+class CoordinatorSubject:
+    """Runs cases through `DataParallelCoordinator` on the in-process backends.
+
+    Dropout is off, so that its masks need not be seen; rows are those that each replica was told to compute.
+    """
+
+    name = "coordinator"
+
+    def __init__(self, plant: Plant | None = None) -> None:
+        self._plant = plant
+
+    def run(self, case: Case) -> Trace:
+        """See `Subject.run`. Raises `ValueError` for a case with dropout or poison."""
+        if case.dropout or case.poison is not None:
+            raise ValueError("the coordinator is judged without dropout and poison")
+        with ExitStack() as stack:
+            if not case.contracts:
+                stack.enter_context(suspended())
+            coordinator = stack.enter_context(coordinator_of(case))
+            if self._plant is not None:
+                self._plant(coordinator, stack)
+            seen = Sightings(tuple(range(case.world)))
+            _describe(coordinator, case, seen)
+            _train(coordinator, case, seen)
+        return assemble_trace(case, [seen], {}, self.name)
+
+
+def coordinator_of(case: Case) -> DataParallelCoordinator:
+    """The coordinator of `case`, untrained."""
+    shape = TransformerConfig(
+        case.hidden,
+        case.heads,
+        case.heads,
+        case.inner,
+        case.layers,
+        VOCABULARY,
+        case.longest,
+        architecture=case.architecture,
+    )
+    settings = ClassifyConfig(
+        num_classes=case.rows.classes,
+        lora_rank=case.rank,
+        lora_alpha=2.0 * case.rank,
+        learning_rate=case.lr,
+        max_seq_len=case.longest,
+        gradient_clip_norm=case.clip_norm,
+        class_weights=case.class_weights,
+    )
+    optimizer = OptimizerSpec(case.optimizer, weight_decay=case.weight_decay, momentum=case.momentum)
+    return DataParallelCoordinator(
+        shape,
+        settings,
+        ["cpu"] * case.world,
+        case.backend,
+        case.micro_batches,
+        seed=case.seed,
+        optimizer=optimizer,
+    )
+
+
+def samples_of(case: Case) -> list[SafetySample]:
+    """The rows as texts."""
+    texts = ["".join(map(chr, row)) for row in case.rows.tokens]
+    return [SafetySample(text, label) for text, label in zip(texts, case.rows.labels, strict=True)]
+
+
+def _describe(coordinator: DataParallelCoordinator, case: Case, seen: Sightings) -> None:
+    model: Any = coordinator.pipelines[0].model
+    seen.state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    seen.config = model.get_base_model().config.to_dict()
+    seen.primary = next(i for i, p in enumerate(coordinator.pipelines) if p is coordinator.primary_pipeline)
+    for rank, pipeline in enumerate(coordinator.pipelines):
+        named = trainable_parameters(pipeline.model)
+        seen.layouts[rank] = tuple((name, tuple(p.shape), str(p.dtype)) for name, p in named.items())
+        seen.start[rank] = digest(named)
+        seen.frozen[rank] = (digest(frozen_of(pipeline.model)), "")
+        _watch(rank, pipeline.replica, case, seen)
+
+
+def _watch(rank: int, replica: Replica, case: Case, seen: Sightings) -> None:
+    inner, compute, plan = replica.set_gradient, replica.gradients, plan_of(case)
+
+    def gradients(step: int, leaves: Sequence[Leaf], *given: Any, **named: Any) -> PartialGradient:
+        batch = plan.batch(step).ids
+        seen.of(rank, step).leaves += [tuple(batch[place] for place in leaf.ids) for leaf in leaves]
+        return compute(step, leaves, *given, **named)
+
+    def set_gradient(*given: Any) -> None:
+        inner(*given)
+        step = len(seen.reported) + 1
+        held = replica.parameters.views(replica.parameters.gradient)
+        seen.of(rank, step).gradient = digest(held)
+        if rank == 0:
+            seen.values[step] = Values({name: value.clone() for name, value in held.items()}, {})
+
+    replica.set_gradient = set_gradient  # type: ignore[method-assign]
+    replica.gradients = gradients  # type: ignore[method-assign]
+
+
+def _train(coordinator: DataParallelCoordinator, case: Case, seen: Sightings) -> None:
+    plan, samples = plan_of(case), samples_of(case)
+    schedule = WarmupCosine(case.lr, plan.total_steps)
+    try:
+        for step in range(1, plan.total_steps + 1):
+            batch = plan.batch(step)
+            coordinator.learning_rate = rate = schedule.rate(step)
+            told = coordinator.train_batch_parallel([samples[row] for row in batch.ids])
+            seen.reported.append(
+                Reported(
+                    step,
+                    batch.epoch,
+                    batch.position,
+                    batch.ids,
+                    told.total,
+                    told.correct,
+                    rate,
+                    told.avg_loss,
+                    told.grad_norm,
+                )
+            )
+            for rank, pipeline in enumerate(coordinator.pipelines):
+                sight = seen.of(rank, step)
+                sight.weights, sight.optimizer = state_digests(pipeline.replica)
+            keep_weights(seen, step, coordinator.pipelines[0].replica)
+    except Violation as violation:
+        seen.violation = (violation.clause, violation.step, str(violation))
+    for rank, pipeline in enumerate(coordinator.pipelines):
+        seen.final[rank] = state_digests(pipeline.replica)
+        seen.frozen[rank] = (seen.frozen[rank][0], digest(frozen_of(pipeline.model)))
