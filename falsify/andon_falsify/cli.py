@@ -1,0 +1,50 @@
+"""`andon verify`: the checkers, on the ledgers of runs. Joins the `andon` command as an entry point."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from andon_falsify.verdict import Verdict
+
+_USAGE = 64
+_SHOWN = 5
+
+Runs = Annotated[list[Path], typer.Argument(help="Run folders or ledgers; several are compared with each other.")]
+
+
+def verify(runs: Runs) -> None:
+    """Check every claim that a ledger can decide; 0 all hold, 1 one is falsified, 2 one is unknown."""
+    from andon_falsify.verdict import closing_line, exit_code
+    from andon_falsify.verification import ALL, read_run
+    from andon_falsify.verification import verify as judged
+
+    try:
+        read = [read_run(path) for path in runs]
+    except OSError as error:
+        sys.stderr.write(f"andon: {error.filename}: {error.strerror}\n")
+        raise typer.Exit(_USAGE) from None
+    verdicts = judged(read)
+    statements = {claim.name: claim for claim in ALL}
+    for verdict in verdicts:
+        typer.echo(f"{verdict.claim} v{statements[verdict.claim].version}: {verdict.outcome.value}{_why(verdict)}")
+        for found in verdict.counterexamples[:_SHOWN]:
+            typer.echo(f"  {found}")
+        if len(verdict.counterexamples) > _SHOWN:
+            typer.echo(f"  and {len(verdict.counterexamples) - _SHOWN} more")
+    typer.echo(closing_line(verdicts, len(read)))
+    raise typer.Exit(exit_code(verdicts))
+
+
+def _why(verdict: Verdict) -> str:
+    compared = f"{verdict.checked} comparisons" if verdict.checked else ""
+    said = "; ".join(part for part in (compared, verdict.why) if part)
+    return f" ({said})" if said else ""
+
+
+if __name__ == "__main__":
+    typer.run(verify)

@@ -1,0 +1,112 @@
+"""`andon show`: what a ledger says, no more and no less."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from andon.data.rows import Row
+from andon.inspection.recorded import open_recorded
+from andon.inspection.show import one_step, overview
+from andon.inspection.texts import Texts, texts_of
+from andon.problems import InputError
+from andon_contracts.record import Broken, RankPart
+from tests.inspection.ledgers import digest, resumed_run, step, whole_run, write
+
+NO_TEXTS = Texts(missing="no texts")
+
+
+def test_the_overview_tells_a_run_in_order(tmp_path: Path) -> None:
+    """Start, steps, checkpoint, evaluation and end each have their line, with what they are of."""
+    lines = list(overview(open_recorded(write(tmp_path / "l.jsonl", whole_run()))))
+    kinds = [line.split()[0] for line in lines]
+    assert kinds == [
+        "ledger", "start", "plan", "machine", "step", "checkpoint", "step", "evaluation", "end", "head",
+    ]  # fmt: skip
+    assert "2 gloo workers" in lines[1]
+    assert "loss 1, " in lines[4]
+    assert "the best so far" in lines[5]
+    assert "loss 0.5, " in lines[6]
+    assert "accuracy 0.25" in lines[7]
+    assert lines[-1].startswith("head        6 lines")
+
+
+def test_a_resume_and_what_it_cut_off_are_told(tmp_path: Path) -> None:
+    """Where a run went on, on what, and that a torn line was cut off."""
+    lines = list(overview(open_recorded(write(tmp_path / "l.jsonl", resumed_run(torn=17)))))
+    (line,) = (line for line in lines if line.startswith("resume"))
+    assert "after step 1 from step-00000001 on 1 inline workers" in line
+    assert "17 bytes of a torn line" in line
+
+
+def test_a_torn_tail_is_told(tmp_path: Path) -> None:
+    """A last line without its end is not read, and its bytes are counted."""
+    path = write(tmp_path / "l.jsonl", whole_run())
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-9])
+    last = whole.rstrip(b"\n").rpartition(b"\n")[2]
+    lines = list(overview(open_recorded(path)))
+    assert lines[-1].startswith(f"torn        {len(last) + 1 - 9} bytes")
+    assert not any(line.startswith("end") for line in lines)
+
+
+def test_a_step_is_shown_with_rows_losses_digests_and_ranks(tmp_path: Path) -> None:
+    """Every digest of the record, the exact loss, and each rank's rows with their texts."""
+    found = open_recorded(write(tmp_path / "l.jsonl", whole_run()))
+    texts = Texts({2: Row(2, "ls -l", 1), 0: Row(0, "rm", 0)}, ("unsafe", "safe"))
+    text = "\n".join(one_step(found, 1, texts))
+    for number in (11, 12, 13, 14):
+        assert digest(number) in text
+    assert (1.0).hex() in text
+    assert "2  safe  'ls -l'" in text
+    assert text.index("rank 0") < text.index("'ls -l'") < text.index("rank 1") < text.index("'rm'")
+
+
+def test_a_rank_that_differs_is_shown_to(tmp_path: Path) -> None:
+    """A rank whose digest is not the step's is not said to hold the step's digests."""
+    odd = step(1, (2, 0))
+    odd = replace(odd, ranks=(odd.ranks[0], RankPart(1, (1,), (0,), digest(99))))
+    records = [whole_run()[0], odd]
+    text = "\n".join(one_step(open_recorded(write(tmp_path / "l.jsonl", records)), 1, NO_TEXTS))
+    assert f"rank 1: micro-batches 1, differs: weights {digest(99)}" in text
+
+
+def test_a_step_done_twice_says_so(tmp_path: Path) -> None:
+    """The last record of a step counts, and that there are others is said."""
+    found = open_recorded(write(tmp_path / "l.jsonl", resumed_run()))
+    assert "done 2 times" in "\n".join(one_step(found, 2, NO_TEXTS))
+
+
+def test_a_broken_step_is_shown_though_it_was_not_applied(tmp_path: Path) -> None:
+    """The violation of a step that left no record is what there is to show of it."""
+    records = [*whole_run()[:2], Broken("finite", 2, (1,), "loss", "the loss is not finite")]
+    text = "\n".join(one_step(open_recorded(write(tmp_path / "l.jsonl", records)), 2, NO_TEXTS))
+    assert "finite at step 2 on ranks 1 in loss: the loss is not finite" in text
+    assert "was not applied" in text
+
+
+@pytest.mark.parametrize("number", [0, 3, -1])
+def test_a_step_that_is_not_there_is_refused(tmp_path: Path, number: int) -> None:
+    """The message names the steps that are."""
+    found = open_recorded(write(tmp_path / "l.jsonl", whole_run()))
+    with pytest.raises(InputError, match=r"--step: -?\d is not in .*; it has steps 1 to 2"):
+        list(one_step(found, number, NO_TEXTS))
+
+
+def test_what_is_no_ledger_is_refused(tmp_path: Path) -> None:
+    """A missing path, a folder without a ledger and a damaged ledger each have their message."""
+    with pytest.raises(InputError, match="there is no such run"):
+        open_recorded(tmp_path / "nothing")
+    with pytest.raises(InputError, match=r"holds no run: it has no ledger.jsonl"):
+        open_recorded(tmp_path)
+    path = write(tmp_path / "l.jsonl", whole_run())
+    path.write_bytes(path.read_bytes().replace(b'"loss"', b'"lost"', 1))
+    with pytest.raises(InputError, match=r"l.jsonl:2: .*andon verify"):
+        open_recorded(path)
+
+
+def test_a_ledger_alone_has_no_texts() -> None:
+    """What is not at hand is said to be missing, never guessed."""
+    assert "not in it" in texts_of(None).missing

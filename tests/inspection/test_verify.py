@@ -1,0 +1,178 @@
+"""`andon verify`: every checker on what runs left, and an exit code that says what came of it."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import math
+import os
+import subprocess
+import sys
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from andon_contracts.fields import Real
+from andon_contracts.record import Record, Step
+from andon_falsify.verdict import Outcome, closing_line, exit_code
+from andon_falsify.verification import ALL, read_run, verify
+from tests.inspection.ledgers import digest, resumed_run, start, step, whole_run, write
+from tests.repository.sources import ROOT
+
+HOLDS, FALSIFIED, NOT_APPLICABLE = Outcome.HOLDS, Outcome.FALSIFIED, Outcome.NOT_APPLICABLE
+
+
+def outcomes(*paths: Path) -> dict[str, Outcome]:
+    """The outcome of each claim."""
+    return {verdict.claim: verdict.outcome for verdict in verify([read_run(path) for path in paths])}
+
+
+def test_a_good_ledger_holds(tmp_path: Path) -> None:
+    """What a ledger of two whole steps can show holds; what it cannot is not applicable, not unknown."""
+    verdicts = verify([read_run(write(tmp_path / "l.jsonl", whole_run()))])
+    found = {verdict.claim: verdict.outcome for verdict in verdicts}
+    held = {name for name, outcome in found.items() if outcome is HOLDS}
+    assert held == {"replicas-agree", "samples-once", "chain-intact", "loss-finite"}
+    assert set(found.values()) == {HOLDS, NOT_APPLICABLE}
+    assert exit_code(verdicts) == 0
+    rest = len(ALL) - 4
+    assert closing_line(verdicts, 1) == f"checked 4 of {len(ALL)} claims, 1 runs, {rest} not applicable, 0 unknown"
+
+
+def _flip(path: Path, where: bytes, by: bytes) -> None:
+    path.write_bytes(path.read_bytes().replace(where, by, 1))
+
+
+def _apart() -> list[Record]:
+    """A run whose rank 1 has other weights than rank 0 after step 1."""
+    first = step(1, (2, 0))
+    return [start(), replace(first, ranks=(first.ranks[0], replace(first.ranks[1], weights=digest(99))))]
+
+
+@pytest.mark.parametrize(
+    ("claim", "records"),
+    [
+        ("samples-once", [start(), step(1, (2, 0)), step(2, (1, 1))]),
+        ("replicas-agree", _apart()),
+        ("resume-equal", [*resumed_run()[:5], step(2, (1, 3), weights=99)]),
+        ("loss-finite", [start(), step(1, (2, 0), loss=Real.of(math.inf))]),
+    ],
+)
+def test_a_wrong_run_is_falsified(tmp_path: Path, claim: str, records: list[Record]) -> None:
+    """A row used twice, a rank with other weights, a repeated step with other weights, an infinite loss."""
+    verdicts = verify([read_run(write(tmp_path / "l.jsonl", records))])
+    (verdict,) = (each for each in verdicts if each.claim == claim)
+    assert verdict.outcome is FALSIFIED
+    assert f"repeat with: andon verify {tmp_path / 'l.jsonl'}" in str(verdict)
+    assert exit_code(verdicts) == 1
+
+
+def test_a_changed_line_breaks_the_chain(tmp_path: Path) -> None:
+    """One digit of one line: the line after it does not follow."""
+    path = write(tmp_path / "l.jsonl", whole_run())
+    _flip(path, b'"correct":1', b'"correct":2')
+    assert outcomes(path)["chain-intact"] is FALSIFIED
+
+
+def test_a_torn_tail_is_no_fault_but_garbage_in_the_middle_is(tmp_path: Path) -> None:
+    """A crash tears the last line; nothing tears one in the middle."""
+    path = write(tmp_path / "l.jsonl", whole_run())
+    path.write_bytes(path.read_bytes()[:-5])
+    (chain,) = (each for each in verify([read_run(path)]) if each.claim == "chain-intact")
+    assert chain.outcome is HOLDS
+    assert "line 6 was cut short" in chain.why
+    path.write_bytes(path.read_bytes() + b"\n")
+    assert outcomes(path)["chain-intact"] is FALSIFIED
+
+
+def test_what_a_resume_cut_off_is_told(tmp_path: Path) -> None:
+    """The record of a resume says how many bytes were torn."""
+    verdicts = verify([read_run(write(tmp_path / "l.jsonl", resumed_run(torn=17)))])
+    (chain,) = (each for each in verdicts if each.claim == "chain-intact")
+    assert "line 5 had cut off 17 bytes" in chain.why
+    assert {each.claim: each.outcome for each in verdicts}["resume-equal"] is HOLDS
+
+
+def _folder(path: Path, records: list[Record], quoted: int) -> Path:
+    """A run folder whose summary quotes line `quoted` of its ledger."""
+    path.mkdir()
+    lines = write(path / "ledger.jsonl", records).read_bytes().splitlines()
+    digest = hashlib.sha256(lines[quoted - 1]).hexdigest()[:16]
+    (path / "summary.json").write_text(json.dumps({"ledger": {"count": quoted, "digest": digest}}))
+    return path
+
+
+def test_lines_cut_off_at_the_end_show_by_what_quotes_them(tmp_path: Path) -> None:
+    """A chain cannot see that its end is gone; the summary that quotes the end can."""
+    run = _folder(tmp_path / "r", whole_run(), quoted=6)
+    assert outcomes(run)["heads-quoted"] is HOLDS
+    ledger = run / "ledger.jsonl"
+    ledger.write_bytes(b"".join(ledger.read_bytes().splitlines(keepends=True)[:-1]))
+    found = outcomes(run)
+    assert found["chain-intact"] is HOLDS
+    assert found["heads-quoted"] is FALSIFIED
+
+
+def test_runs_are_compared_with_each_other(tmp_path: Path) -> None:
+    """The same run on another number of workers must give the same bits."""
+    one = write(tmp_path / "1.jsonl", whole_run())
+    alone = [replace(each, world=1, ranks=each.ranks[:1]) if isinstance(each, Step) else each for each in whole_run()]
+    assert outcomes(one, write(tmp_path / "2.jsonl", alone))["same-everywhere"] is HOLDS
+    other = [
+        replace(step(each.step, each.ids, weights=5), world=1) if isinstance(each, Step) else each for each in alone
+    ]
+    assert outcomes(one, write(tmp_path / "3.jsonl", other))["same-everywhere"] is FALSIFIED
+
+
+ENTRY = "[andon.commands]\nverify = {target}\n"
+
+
+def _andon(tmp_path: Path, target: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """`andon` with one installed distribution that has the entry point `verify`."""
+    info = tmp_path / "site" / "plugin-1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(ENTRY.format(target=target))
+    paths = os.pathsep.join([str(tmp_path / "site"), *filter(None, sys.path)])
+    return subprocess.run(
+        [sys.executable, "-m", "andon", *arguments],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+def test_the_command_joins_by_its_entry_point(tmp_path: Path) -> None:
+    """`andon verify` prints a line for each claim and the closing line, and exits with the verdict."""
+    path = write(tmp_path / "l.jsonl", whole_run())
+    done = _andon(tmp_path, "andon_falsify.cli:verify", "verify", str(path))
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.split()[0] for line in lines[:-1]] == [claim.name for claim in ALL]
+    assert lines[-1].startswith(f"checked 4 of {len(ALL)} claims, 1 runs")
+
+
+def test_a_run_that_is_not_there_is_a_usage_error(tmp_path: Path) -> None:
+    """64, because 1 and 2 are verdicts."""
+    done = _andon(tmp_path, "andon_falsify.cli:verify", "verify", str(tmp_path / "nothing"))
+    assert done.returncode == 64
+    assert done.stderr == f"andon: {tmp_path / 'nothing'}: No such file or directory\n"
+
+
+def test_a_command_whose_package_is_absent_says_so(tmp_path: Path) -> None:
+    """A plain message and exit 2, not a traceback; the other commands are not affected."""
+    done = _andon(tmp_path, "absent_package.cli:verify", "verify", "x", "--some", "y")
+    assert done.returncode == 2
+    assert done.stderr == "andon: andon verify: absent_package is not installed; run: pip install 'andon[falsify]'\n"
+
+
+def test_the_project_declares_the_command() -> None:
+    """The entry point that pyproject.toml declares is there to be loaded."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    module, _, name = project["entry-points"]["andon.commands"]["verify"].partition(":")
+    assert callable(getattr(importlib.import_module(module), name))
