@@ -25,7 +25,20 @@ def show(
         typer.echo(line)
 
 
+def diff(
+    one: Annotated[Path, typer.Argument(help="Run folder, ledger, or configuration (.yaml).")],
+    other: Annotated[Path, typer.Argument(help="Run folder, ledger, or configuration (.yaml).")],
+) -> None:
+    """Find where two runs part, and what differs between them; 0 same, 1 different, 2 not comparable."""
+    from andon.inspection.difference import compare, read_side
+
+    report = compare(read_side(one), read_side(other))
+    for line in report.lines:
+        typer.echo(line)
+    raise typer.Exit(report.result.value)
+
+
 def register(app: typer.Typer) -> None:
     """Add these commands to `app`."""
-    for command in (show,):
+    for command in (show, diff):
         app.command()(command)

@@ -1,0 +1,230 @@
+"""Where two runs part, and what else differs between them (issue 3 item 8).
+
+Works on any two of: run folder, ledger, configuration. Bits of different machines or versions are not comparable: a
+difference there is said, and is never called wrong.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from andon.config.identity import PLACING
+from andon.config.load import load_config
+from andon.inspection.recorded import Recorded, open_recorded
+from andon_contracts.record import Step
+
+_VERSIONS = ("torch", "transformers", "peft", "numpy", "libc")
+CAUSAL = ("epoch", "ids", "count", "content", "lr", "loss", "correct", "gradient", "grad_norm", "weights", "optimizer")
+"""What two records of one step must have alike, causes before effects."""
+_SHOWN = 160
+
+
+class Comparison(Enum):
+    """What came out of a comparison; the value is the exit code."""
+
+    SAME = 0
+    DIFFERENT = 1
+    INCOMPARABLE = 2
+
+
+@dataclass
+class Report:
+    """Lines for a reader, and what they come to."""
+
+    lines: list[str] = field(default_factory=list)
+    result: Comparison = Comparison.SAME
+
+    def add(self, part: str, what: str) -> None:
+        """One line under the heading `part`."""
+        self.lines.append(f"{part:<9} {what}")
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two: a run, or only what a run is to be. `config` by dotted key, `digests` of what goes in by name."""
+
+    name: str
+    config: Mapping[str, Any]
+    digests: Mapping[str, str]
+    recorded: Recorded | None = None
+
+
+def read_side(path: Path) -> Side:
+    """The run folder, ledger or configuration at `path`. Raises `InputError` for what is none of them."""
+    if path.suffix in (".yaml", ".yml"):
+        return Side(str(path), _flat(path), {})
+    recorded = open_recorded(path)
+    folder = recorded.folder
+    if folder is None or not folder.config.exists():
+        return Side(str(path), {}, recorded.start.digests if recorded.start is not None else {}, recorded)
+    return Side(str(path), _flat(folder.config), _digests(recorded), recorded)
+
+
+def _flat(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in load_config(path).model_dump(mode="json").items():
+        found |= {f"{name}.{key}": each for key, each in value.items()} if isinstance(value, dict) else {name: value}
+    return found
+
+
+def _digests(recorded: Recorded) -> dict[str, str]:
+    found = dict(recorded.start.digests) if recorded.start is not None else {}
+    assert recorded.folder is not None
+    try:
+        found |= json.loads(recorded.folder.provenance.read_bytes())["digests"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return found  # a run that ended before it began has no provenance; the ledger's digests say the same in short
+    return found
+
+
+def compare(one: Side, other: Side) -> Report:
+    """Everything that differs between both, and the first step at which they part."""
+    report = Report()
+    if _settings(report, one, other):
+        report.result = Comparison.DIFFERENT
+    if one.recorded is not None and other.recorded is not None:
+        inputs = _pairs(report, "data", one.digests, other.digests)
+        _plans(report, one.recorded, other.recorded)
+        if _steps(report, one.recorded, other.recorded) or inputs:
+            report.result = Comparison.DIFFERENT
+        machines = _machines(report, one.recorded, other.recorded)
+        if machines and report.result is Comparison.DIFFERENT:
+            report.add("result", "not comparable: other versions or hardware, where other bits are no fault")
+            report.result = Comparison.INCOMPARABLE
+    if not report.lines or report.result is Comparison.SAME:
+        report.add("result", "the same")
+    return report
+
+
+def _settings(report: Report, one: Side, other: Side) -> bool:
+    """Whether the configurations define different runs; keys that only place a run are listed and do not count."""
+    if not one.config or not other.config:
+        return _identities(report, one, other)
+    keys = [
+        key for key in sorted(one.config.keys() | other.config.keys()) if one.config.get(key) != other.config.get(key)
+    ]
+    for key in keys:
+        placing = " (places the run, no part of its result)" if key in PLACING else ""
+        report.add("config", f"{key}: {one.config.get(key)!r} | {other.config.get(key)!r}{placing}")
+    return any(key not in PLACING for key in keys)
+
+
+def _identities(report: Report, one: Side, other: Side) -> bool:
+    starts = [side.recorded.start if side.recorded is not None else None for side in (one, other)]
+    first, second = starts
+    if first is None or second is None:
+        report.add("config", "not compared: one of both is a ledger alone")
+        return False
+    if first.identity == second.identity:
+        return False
+    report.add("config", f"identity: {first.identity[:16]} | {second.identity[:16]} (the settings are not at hand)")
+    return True
+
+
+def _pairs(report: Report, part: str, one: Mapping[str, str], other: Mapping[str, str]) -> bool:
+    """One line for each name that both have with different values; whether there is one."""
+    odd = [name for name in sorted(one.keys() & other.keys()) if one[name] != other[name]]
+    for name in odd:
+        report.add(part, f"{name}: {one[name][:16]} | {other[name][:16]}")
+    return bool(odd)
+
+
+def _plans(report: Report, one: Recorded, other: Recorded) -> None:
+    if one.start is None or other.start is None:
+        return
+    first, second = one.start.plan.to_json(), other.start.plan.to_json()
+    for name in sorted(first):
+        if first[name] != second[name]:
+            report.add("plan", f"{name}: {first[name]} | {second[name]}")
+
+
+def _machines(report: Report, one: Recorded, other: Recorded) -> bool:
+    """Whether what both ran on can give other bits: versions, hardware, flags."""
+    step = first_difference(one.trajectory, other.trajectory)[0] or 0
+    first, second = (side.fingerprints.get(step, side.fingerprints.get(0, {})) for side in (one, other))
+    for name in sorted(first.keys() | second.keys()):
+        if first.get(name) != second.get(name):
+            part = "versions" if name in _VERSIONS else "hardware"
+            report.add(part, f"{name}: {first.get(name, 'none')} | {second.get(name, 'none')}")
+    return first != second
+
+
+def _steps(report: Report, one: Recorded, other: Recorded) -> bool:
+    """Whether the trajectories part, and where."""
+    step, fields = first_difference(one.trajectory, other.trajectory)
+    common = len(one.trajectory.keys() & other.trajectory.keys())
+    _places(report, one, other)
+    if step is None:
+        longest = [max(side.trajectory, default=0) for side in (one, other)]
+        if longest[0] == longest[1]:
+            report.add("steps", f"all {common} are the same to the bit")
+            return False
+        report.add("steps", f"the {common} that both have are the same to the bit; {longest[0]} | {longest[1]} in all")
+        return True
+    report.add("steps", f"part at step {step}; {_before(one, step)}")
+    record, twin = one.trajectory[step], other.trajectory[step]
+    alike = [name for name in CAUSAL if name not in fields]
+    report.add("step", f"{step}: {fields[0]} differs first, {', '.join(alike) or 'nothing'} agree")
+    for name in fields:
+        report.add("step", f"{step}: {name}: {_shown(record, name)} | {_shown(twin, name)}")
+    report.lines.extend(_tensors(one, other, step))
+    return True
+
+
+def _places(report: Report, one: Recorded, other: Recorded) -> None:
+    placed = [
+        " then ".join(dict.fromkeys(f"{step.world} {step.backend} workers" for step in side.trajectory.values()))
+        for side in (one, other)
+    ]
+    if placed[0] != placed[1]:
+        report.add("place", f"{placed[0]} | {placed[1]}")
+
+
+def _before(one: Recorded, step: int) -> str:
+    earlier = [number for number in one.trajectory if number < step]
+    return f"steps {earlier[0]} to {earlier[-1]} are the same to the bit" if earlier else "it is the first"
+
+
+def first_difference(one: Mapping[int, Step], other: Mapping[int, Step]) -> tuple[int | None, tuple[str, ...]]:
+    """The first step that both have with different records, and the fields that differ, in causal order."""
+    for step in sorted(one.keys() & other.keys()):
+        fields = differing(one[step], other[step])
+        if fields:
+            return step, fields
+    return None, ()
+
+
+def differing(record: Step, twin: Step) -> tuple[str, ...]:
+    """The fields of `CAUSAL` that differ between two records of one step."""
+    return tuple(name for name in CAUSAL if value_of(record, name) != value_of(twin, name))
+
+
+def value_of(record: Step, name: str) -> object:
+    """A field of `record`, or one of its digests."""
+    return getattr(record, name) if hasattr(record, name) else getattr(record.digests, name)
+
+
+def _shown(record: Step, name: str) -> str:
+    value = value_of(record, name)
+    text = f"{value.value:.9g} ({value.hex})" if hasattr(value, "hex") and hasattr(value, "value") else str(value)
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+
+
+def _tensors(one: Recorded, other: Recorded, step: int) -> Iterator[str]:
+    """The first tensor and element that differ, in the first checkpoint from `step` on that both runs still have."""
+    if one.folder is None or other.folder is None:
+        return
+    names = [{path.name for path in side.glob("step-*")} for side in (one.folder.checkpoints, other.folder.checkpoints)]
+    shared = sorted(name for name in names[0] & names[1] if name[5:].isdigit() and int(name[5:]) >= step)
+    if not shared:
+        yield f"{'tensor':<9} not known: both runs have no checkpoint of one step from {step} on"
+        return
+    from andon.inspection.tensors import tensors_apart
+
+    for line in tensors_apart(one.folder.checkpoints / shared[0], other.folder.checkpoints / shared[0]):
+        yield f"{'tensor':<9} {line}"
