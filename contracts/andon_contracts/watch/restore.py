@@ -15,7 +15,7 @@ from andon_contracts.watch.reading import flat_digest, plain, text_digest
 
 
 def live(lanes: Sequence[Lane]) -> dict[str, int]:
-    """The digests of weights, buffers, optimizer states, hyperparameters and torch's random state, by name."""
+    """The digests of weights, buffers, optimizer states and hyperparameters, by name."""
     found: dict[str, int] = {}
     subject = lanes[0].subject
     found |= {f"weights {n}": d for n, d in digests_by_name(_dense(subject.parameters)).items()}
@@ -28,9 +28,12 @@ def live(lanes: Sequence[Lane]) -> dict[str, int]:
             for key, value in group.items()
             if not key.startswith("param")
         }
-    found["random state"] = flat_digest([torch.get_rng_state()])
-    found["updates"] = lanes[0].updates
     return found
+
+
+def random_state() -> dict[str, int]:
+    """The digest of torch's random state of this rank."""
+    return {"random state": flat_digest([torch.get_rng_state()])}
 
 
 def of_tensors(tensors: Mapping[str, Tensor], lanes: Sequence[Lane]) -> dict[str, int]:

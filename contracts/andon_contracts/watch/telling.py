@@ -32,6 +32,7 @@ from andon_contracts.watch.rows import Rows, contents_of, ids_of
 from andon_contracts.watch.settings import Settings
 
 _MUST = {"agree": 1, "differ": 2}
+_WRAP = 1 << 64
 _DATA = (Check("content-planned", judge_data),)
 
 
@@ -127,12 +128,14 @@ class Telling:
         """
         self._demand_open()
         lanes = list(self._lanes.values())
-        digests = restore.live(lanes)
+        digests = restore.live(lanes) | {"updates": lanes[0].updates}
+        digests |= {name: by_rank[0] for name, by_rank in self._random(lanes[0].updates).items()}
         if self._exchange.rank == 0:
             restore.write(Path(path), digests)
-        on_disk = restore.of_tensors(read(), lanes) if read is not None else {}
-        wanted = {name: digest for name, digest in digests.items() if name.startswith("weights ")} if read else {}
-        self._judge_restored(wanted, on_disk)
+        if read is not None:
+            on_disk = self._exchange.spread(lanes[0].updates, "on disk", restore.of_tensors(read(), lanes))
+            wanted = {n: d for n, d in digests.items() if n.removeprefix("weights ") in lanes[0].subject.parameters}
+            self._judge_restored(wanted, on_disk)
 
     def loaded(self, path: str | Path) -> None:
         """The checkpoint at `path` was loaded: all that is live is what was live at its save. Collective.
@@ -144,12 +147,23 @@ class Telling:
         wanted, updates = restore.read(Path(path))
         for lane in lanes:
             lane.updates = updates
-        self._judge_restored(wanted, restore.live(lanes))
+        found = self._exchange.spread(updates, "restored", restore.live(lanes))
+        if f"random state of rank {self._exchange.world_size}" in wanted:
+            wanted = {name: digest for name, digest in wanted.items() if not name.startswith("random state")}
+        else:
+            found |= self._random(updates)
+        self._judge_restored(wanted, found)
 
-    def _judge_restored(self, wanted: Mapping[str, int], found: Mapping[str, int]) -> None:
+    def _random(self, updates: int) -> dict[str, tuple[int, ...]]:
+        """The random state of each rank, by a name that says the rank; a state has one value wherever it is judged."""
+        (states,) = self._exchange.spread(updates, "random", restore.random_state()).values()
+        return {f"random state of rank {rank}": (state,) * len(states) for rank, state in enumerate(states)}
+
+    def _judge_restored(self, wanted: Mapping[str, int], found: Mapping[str, tuple[int, ...]]) -> None:
         step = next(iter(self._lanes.values())).updates
-        spread = self._exchange.spread(step, "restored", found)
-        self._judge_told("checkpoint-whole", lambda: judge_restored(saved=wanted, found=spread, step=step))
+        saved = {name: digest % _WRAP for name, digest in wanted.items()}
+        live = {name: tuple(digest % _WRAP for digest in by_rank) for name, by_rank in found.items()}
+        self._judge_told("checkpoint-whole", lambda: judge_restored(saved=saved, found=live, step=step))
 
     def _judge_told(self, clause: str, judge: Callable[[], object]) -> None:
         if clause not in self._verdicts.live:
