@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from andon.cli.messages import say
+
 Run = Annotated[Path, typer.Argument(help="Run folder, or its ledger.jsonl.")]
 
 
@@ -38,7 +40,26 @@ def diff(
     raise typer.Exit(report.result.value)
 
 
+def replay(
+    run: Annotated[Path, typer.Argument(help="Run folder; nothing is written into it.")],
+    steps: Annotated[str, typer.Option(help="Steps to do again, as in 3:7.")],
+    workers: Annotated[int | None, typer.Option(help="Ranks on this machine; as in the run by default.")] = None,
+    backend: Annotated[str | None, typer.Option(help="inline, threads, gloo, nccl or mixed.")] = None,
+) -> None:
+    """Do steps of a run again from its nearest checkpoint and compare every digest; 0 same, 1 different, 2 neither."""
+    from andon.inspection.replaying import ReplayFailed, replay_run
+
+    try:
+        report = replay_run(run, steps, workers, backend)
+    except ReplayFailed as error:
+        say(str(error))
+        raise typer.Exit(int(error.ends_with)) from None
+    for line in report.lines:
+        typer.echo(line)
+    raise typer.Exit(report.result.value)
+
+
 def register(app: typer.Typer) -> None:
     """Add these commands to `app`."""
-    for command in (show, diff):
+    for command in (show, diff, replay):
         app.command()(command)

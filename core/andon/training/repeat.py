@@ -17,7 +17,7 @@ from andon_contracts.policy import clause, require
 from andon_contracts.record import RankPart, Resume, Start, Step, StepDigests
 from andon_contracts.violation import Finding
 
-_UNKNOWN = "0" * 16
+UNKNOWN = "0" * 16
 """The digest of what was not looked at, because the contracts were off."""
 
 
@@ -45,7 +45,7 @@ class Repeats:
     def judge(self, record: Step) -> None:
         """Raises `Violation` (`resume-exact`) where `record` is of a step that was done before with other results."""
         earlier = self._earlier.pop(record.step, None)
-        if earlier is not None and _UNKNOWN not in (earlier.digests.weights, record.digests.weights):
+        if earlier is not None and UNKNOWN not in (earlier.digests.weights, record.digests.weights):
             _judge(record.step, same_again(earlier, record))
 
 
@@ -72,7 +72,7 @@ def earlier_steps(ledger: Path, after: int, fingerprint: Mapping[str, str]) -> d
 def step_record(batch: GlobalBatch, result: StepResult, world_size: int, backend: str) -> Step:
     """The ledger's record of one update: the same on every rank."""
     digests = {name: hex64(value) for name, value in result.digests.items()}
-    unknown = dict.fromkeys(("content", "gradient", "weights", "optimizer"), _UNKNOWN)
+    unknown = dict.fromkeys(("content", "gradient", "weights", "optimizer"), UNKNOWN)
     return Step(
         step=result.step,
         epoch=batch.epoch,
@@ -101,7 +101,7 @@ def _parts(batch: GlobalBatch, result: StepResult, world_size: int) -> tuple[Ran
             rank=rank,
             leaves=tuple(leaves),
             ids=flatten([rows[index] for index in leaves]),
-            **(held[rank] if held else {"weights": _UNKNOWN}),
+            **(held[rank] if held else {"weights": UNKNOWN}),
         )
         for rank, leaves in owned.items()
     )

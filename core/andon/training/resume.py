@@ -121,7 +121,7 @@ def _check_ledger(session: Session) -> None:
 
 
 def _require_same_run(session: Session, checkpoint: Checkpoint | None) -> None:
-    was = checkpoint.state["identity"] if checkpoint is not None else _identity_at_start(session)
+    was = checkpoint.state["identity"] if checkpoint is not None else identity_at_start(session)
     changed = differences(was, run_identity(session)) if was is not None else []
     if changed:
         raise InputError(
@@ -130,7 +130,7 @@ def _require_same_run(session: Session, checkpoint: Checkpoint | None) -> None:
         )
 
 
-def _identity_at_start(session: Session) -> dict[str, Any] | None:
+def identity_at_start(session: Session) -> dict[str, Any] | None:
     """The identity of a run that has no checkpoint yet, from what it wrote when it began; None where it did not."""
     folder = session.folder
     if not (folder.ledger.exists() and folder.provenance.exists() and folder.config.exists()):

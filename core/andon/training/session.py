@@ -69,16 +69,19 @@ class Session:
 
 
 @contextmanager
-def assembled(config: Config, folder: RunFolder, started: float | None = None) -> Iterator[Session]:
+def assembled(
+    config: Config, folder: RunFolder, started: float | None = None, *, writing: bool = True
+) -> Iterator[Session]:
     """The parts of a run on this process's backend; rank 0 owns the run folder meanwhile. Nothing is trained yet.
 
+    writing: whether the folder is to be written; otherwise it is left as it is, and nobody owns it.
     Raises `InputError` for what the user got wrong, a folder that another process owns included.
     """
     with ExitStack() as stack:
         if not config.contracts.enabled:
             stack.enter_context(suspended())
         backend = stack.enter_context(_backend(config))
-        if backend.ranks[0] == 0:
+        if writing and backend.ranks[0] == 0:
             stack.enter_context(folder.open_for_writing())
         yield _assemble(config, folder, backend, time.time() if started is None else started)
 
