@@ -24,7 +24,13 @@ if TYPE_CHECKING:
 
 _IN_PROCESS = ("inline", "threads")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-_PRELOAD = (*PRELOAD, "andon.training.run", "transformers.models.qwen3.modeling_qwen3")
+_PRELOAD = (
+    *PRELOAD,
+    "andon.training.run",
+    "transformers.models.qwen3.modeling_qwen3",
+    "peft.utils.transformers_weight_conversion",
+    "andon.launch.preloaded",
+)
 """What ranks would otherwise each import for themselves."""
 
 
