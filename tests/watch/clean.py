@@ -94,7 +94,7 @@ KINDS = {
     "batch norm, SGD, evaluation on one rank": Kind(model=WithoutUnused, optimizer=sgd, evaluate=True),
     "warm-up from 0": Kind(warm_up=True),
     "bf16 autocast": Kind(model=WithoutUnused, autocast=True),
-    "loss scaler with skipped steps": Kind(scaler=True),
+    "loss scaler with skipped steps": Kind(scaler=True, autocast=True),
     "LBFGS": Kind(optimizer=lbfgs, closure=True),
     "average of weights": Kind(average=True),
     "ragged last batch": Kind(ragged=True, accumulate=2),
@@ -110,12 +110,13 @@ def run(kind: Kind) -> tuple[list[str], int]:
     w = andon.watch(model, optimizer, action=print, folder=None)
     _train(kind, model, inner, optimizer, w)
     w.close()
+    assert not kind.scaler or w.evaluations["finite"] < 2 * STEPS, "no step was skipped"
     return [str(found) for found in w.findings], sum(w.evaluations.values())
 
 
 def _train(kind: Kind, model: nn.Module, inner: nn.Module, optimizer: torch.optim.Optimizer, w: Watch) -> None:
     torch.manual_seed(100 + dist.get_rank())
-    scaler = torch.amp.GradScaler("cpu", enabled=kind.scaler, init_scale=2.0**127, growth_interval=4)
+    scaler = torch.amp.GradScaler("cpu", enabled=kind.scaler, init_scale=2.0**24, growth_interval=4)
     average = copy.deepcopy(inner) if kind.average else None
     for step in range(1, STEPS + 1):
         if kind.warm_up:
@@ -149,7 +150,7 @@ def _backward(kind: Kind, model: nn.Module, optimizer: torch.optim.Optimizer, sc
         model.require_backward_grad_sync = last
         if not kind.wrap:
             _broadcast(model)
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=kind.autocast):
+        with torch.autocast("cpu", dtype=torch.float16 if kind.scaler else torch.bfloat16, enabled=kind.autocast):
             loss = nn.functional.cross_entropy(model(x[part]), y[part]) / kind.accumulate
         scaler.scale(loss).backward()
         total += loss.detach()

@@ -32,6 +32,8 @@ _NEVER = 8
 _REREAD = 16
 """The weights are read again before every so many-th update, whatever their versions say."""
 _SPARSE = 64
+_NOISE = 1e-5
+"""Gradients that are so much smaller than the largest are rounding errors of zero, as before a batch norm."""
 
 
 class Lane:
@@ -203,11 +205,13 @@ class Lane:
         if window <= 4 or window & (window - 1) == 0 or window % _SPARSE == 0:
             self._before = [plain(p).clone() for p in self._members]
             rates = {id(p): float(group.get("lr", 1)) for group in self.optimizer.param_groups for p in group["params"]}
-            self._moving = [
-                i
+            sizes = {
+                i: float(torch.linalg.vector_norm(plain(p.grad), ord=float("inf")))
                 for i, p in enumerate(self._members)
-                if p.grad is not None and rates[id(p)] and bool(plain(p.grad).any())
-            ]
+                if p.grad is not None and p.grad.numel() and rates[id(p)]
+            }
+            least = _NOISE * max(sizes.values(), default=0.0)
+            self._moving = [i for i, size in sizes.items() if size > least]
 
     def after(self) -> dict[str, int]:
         """What is seen just after an update; the count of updates has risen."""

@@ -29,8 +29,9 @@ class Raw:
 
 
 def _norm(gradient: Tensor) -> Tensor:
+    # The largest element: finite where all are, whatever their squares are, and zero where all are.
     found = plain(gradient)
-    norm: Tensor = torch.linalg.vector_norm(found.float() if found.element_size() < 4 else found)
+    norm: Tensor = torch.linalg.vector_norm(found, ord=float("inf")) if found.numel() else found.new_zeros(())
     return norm
 
 
