@@ -1,0 +1,166 @@
+"""`andon diff`: the first step and tensor at which two runs part, and what else differs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from andon.config.template import template
+from andon.inspection.difference import Comparison, Report, compare, differing, read_side
+from andon.inspection.tensors import tensors_apart
+from andon.problems import InputError
+from andon.run.checkpoint import save_checkpoint
+from andon_contracts.fields import Real
+from andon_contracts.record import Record, Start
+from tests.inspection.ledgers import FINGERPRINT, digest, resumed_run, start, step, whole_run, write
+from tests.training.runs import Runs
+
+SAME, DIFFERENT, INCOMPARABLE = Comparison.SAME, Comparison.DIFFERENT, Comparison.INCOMPARABLE
+
+
+def of(tmp_path: Path, one: Sequence[Record], other: Sequence[Record]) -> Report:
+    """The comparison of two ledgers."""
+    return compare(read_side(write(tmp_path / "a.jsonl", one)), read_side(write(tmp_path / "b.jsonl", other)))
+
+
+def test_equal_runs_are_the_same_wherever_they_ran(tmp_path: Path) -> None:
+    """Number of workers, backend and a resume are no part of the result."""
+    assert of(tmp_path, whole_run(), resumed_run()).result is SAME
+    elsewhere = [replace(each, world=9, backend="nccl") if isinstance(each, Start) else each for each in whole_run()]
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).unlink()
+    assert of(tmp_path, whole_run(), elsewhere).result is SAME
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("ids", (9, 0)), ("loss", Real.of(7.0)), ("lr", Real.of(0.25)), ("grad_norm", Real.of(3.0)), ("correct", 2)],
+)
+def test_the_first_step_that_differs_is_named_with_its_field(tmp_path: Path, field: str, value: object) -> None:
+    """Step 1 is alike, step 2 is not; what differs has both values."""
+    other = whole_run()
+    other[3] = replace(step(2, (1, 3)), **{field: value})  # type: ignore[arg-type]
+    report = of(tmp_path, whole_run(), other)
+    text = "\n".join(report.lines)
+    assert report.result is DIFFERENT
+    assert "part at step 2; steps 1 to 1 are the same to the bit" in text
+    assert f"2: {field} differs first" in text
+
+
+def test_causes_come_before_effects() -> None:
+    """Other weights follow from another gradient, which follows from other rows."""
+    one, other = step(1, (2, 0)), step(1, (0, 2), weights=9)
+    other = replace(other, digests=replace(other.digests, gradient=digest(8)))
+    assert differing(one, other) == ("ids", "gradient", "weights")
+
+
+def test_other_versions_are_not_comparable_and_not_wrong(tmp_path: Path) -> None:
+    """Other bits under another fingerprint are no fault; equal bits are equal wherever."""
+    other = whole_run()
+    other[0] = start(fingerprint={**FINGERPRINT, "torch": "2.11.0", "cpu": "b"})
+    report = of(tmp_path, whole_run(), other)
+    text = "\n".join(report.lines)
+    assert report.result is SAME
+    assert "versions  torch: 2.13.0 | 2.11.0" in text
+    assert "hardware  cpu: a | b" in text
+    other[3] = step(2, (1, 3), weights=5)
+    (tmp_path / "b.jsonl").unlink()
+    (tmp_path / "a.jsonl").unlink()
+    report = of(tmp_path, whole_run(), other)
+    assert report.result is INCOMPARABLE
+    assert "part at step 2" in "\n".join(report.lines)
+    assert "not comparable" in report.lines[-1]
+
+
+def test_a_longer_run_is_not_the_same(tmp_path: Path) -> None:
+    """What both have may be the same; that one went on is a difference."""
+    report = of(tmp_path, whole_run(), whole_run()[:2])
+    assert report.result is DIFFERENT
+    assert "the 1 that both have are the same to the bit; 2 | 1 in all" in "\n".join(report.lines)
+
+
+def _configs(tmp_path: Path, **changes: str) -> list[Path]:
+    text = template()
+    paths = [tmp_path / "a.yaml", tmp_path / "b.yaml"]
+    paths[0].write_text(text)
+    for old, new in changes.items():
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    paths[1].write_text(text)
+    return paths
+
+
+def test_configurations_are_compared_before_a_run_starts(tmp_path: Path) -> None:
+    """A key that defines the run makes another run of it; one that only places it does not."""
+    one, other = _configs(tmp_path, **{"seed: 42": "seed: 43", "workers: 2": "workers: 3"})
+    report = compare(read_side(one), read_side(other))
+    assert report.result is DIFFERENT
+    assert "config    seed: 42 | 43" in report.lines
+    one, other = _configs(tmp_path, **{"workers: 2": "workers: 3"})
+    report = compare(read_side(one), read_side(other))
+    assert report.result is SAME
+    assert report.lines[0].startswith("config    run.workers: 2 | 3 (places the run")
+
+
+def _checkpoint(folder: Path, weight: torch.Tensor, moment: torch.Tensor) -> Path:
+    folder.mkdir()
+    return save_checkpoint(folder, 4, {"optimizer/exp_avg/w": moment, "weights/w": weight}, {})
+
+
+def test_the_first_tensor_and_element_are_named(tmp_path: Path) -> None:
+    """Weights before moments; the place by index, both values to the bit."""
+    weight, moment = torch.arange(12.0).view(3, 4), torch.zeros(5)
+    changed = weight.clone()
+    changed[1, 2], changed[2, 3] = 6.5, 0.0
+    one = _checkpoint(tmp_path / "a", weight, moment)
+    other = _checkpoint(tmp_path / "b", changed, moment + 1)
+    (line,) = tensors_apart(one, other)
+    assert line.startswith("weights/w differs first (2 of 2 tensors of step-00000004 do), at [1, 2]: ")
+    assert f"{(6.0).hex()} | {(6.5).hex()} (2 of 12 elements)" in line
+    assert list(tensors_apart(one, one)) == ["all 2 of step-00000004 that both have are the same"]
+
+
+def test_minus_zero_is_another_tensor(tmp_path: Path) -> None:
+    """Bits are compared, not values: 0.0 == -0.0, and NaN is not itself."""
+    zero, nan = torch.zeros(2), torch.full((2,), torch.nan)
+    one = _checkpoint(tmp_path / "a", zero, nan)
+    (line,) = tensors_apart(one, _checkpoint(tmp_path / "b", -zero, nan))
+    assert line.startswith("weights/w differs first (1 of 2 tensors")
+
+
+def test_two_real_runs_part_where_their_learning_rates_do(runs: Runs, run: Path, tmp_path: Path) -> None:
+    """Another warm-up changes the rate of step 1 and so the weights after it; rows, loss and gradient are the same."""
+    other = tmp_path / "other"
+    assert runs.train(other, "schedule.warmup_fraction=0.5", workers=1) == 0
+    report = compare(read_side(run), read_side(other))
+    text = "\n".join(report.lines)
+    assert report.result is DIFFERENT
+    assert "config    schedule.warmup_fraction: 0.1 | 0.5" in report.lines
+    assert "part at step 1; it is the first" in text
+    assert "lr differs first, epoch, ids, count, content, loss, correct, gradient, grad_norm, optimizer agree" in text
+    assert "tensor    weights/" in text
+    assert "place     2 inline workers | 1 inline workers" in text
+
+
+def test_other_data_is_named(run: Path, tmp_path: Path) -> None:
+    """The digest of what went in, where both runs say it."""
+    other = tmp_path / "other"
+    shutil.copytree(run, other)
+    said = json.loads((other / "provenance.json").read_text())
+    said["digests"]["data"] = "f" * 64
+    (other / "provenance.json").write_text(json.dumps(said))
+    report = compare(read_side(run), read_side(other))
+    assert report.result is DIFFERENT
+    assert any(line.startswith("data      data: ") and line.endswith("| " + "f" * 16) for line in report.lines)
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    """A path that is neither run, ledger nor configuration."""
+    with pytest.raises(InputError, match="there is no such run"):
+        read_side(tmp_path / "nothing")
