@@ -1,0 +1,319 @@
+"""What a watch says and refuses, on real ranks: messages, bad use, DDP's own traps, trees."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import andon
+from andon_contracts.violation import Violation
+from tests.support.ranks import run_ranks
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def _adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def _update(model: nn.Module, optimizer: torch.optim.Optimizer, *, reduce: bool = True) -> None:
+    optimizer.zero_grad()
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    model(torch.randn(3, 4, generator=generator)).square().sum().backward()
+    for p in model.parameters():
+        if reduce and p.grad is not None:
+            dist.all_reduce(p.grad)
+    optimizer.step()
+
+
+# what is said
+
+
+def _flip(folder: str) -> Violation | None:
+    model = _model()
+    optimizer = _adam(model)
+    with andon.watch(model, optimizer, action="raise", folder=folder):
+        _update(model, optimizer)
+        if dist.get_rank() == 1:
+            model[2].weight.data.view(torch.int32)[1, 3] ^= 1  # type: ignore[index, operator]
+        try:
+            _update(model, optimizer)
+        except Violation as found:
+            return found
+    return None
+
+
+def test_a_flipped_bit_is_named_by_rank_tensor_and_element(tmp_path: Path) -> None:
+    """Every rank raises the same error: rank 1, tensor 2.weight, element [1, 3]; the bundle says it too.
+
+    The forward pass of step 2 already uses the flipped weight, and only the digest after the update reads it.
+    """
+    found = [outcome.get() for outcome in run_ranks(3, _flip, str(tmp_path))]
+    assert all(isinstance(each, Violation) for each in found)
+    assert len({str(each) for each in found}) == 1
+    first = found[0]
+    assert (first.clause, first.step, first.rank, first.tensor) == ("replicas-agree", 2, 1, "2.weight")
+    lines = str(first).splitlines()
+    assert lines[0] == "replicas-agree broken after step 2: rank 1 of 3 differs from ranks 0, 2."
+    assert "2.weight (1 of 4 tensors), first at [1, 3]: 0x" in lines[1]
+    assert any("last state known equal: step 1" in line for line in lines)
+    bundle = json.loads((tmp_path / "2" / "replicas-agree.json").read_text())
+    assert (bundle["clause"], bundle["step"], bundle["ranks"]) == ("replicas-agree", 2, [1])
+    assert list(bundle["digests"]) == ["2.weight"]
+
+
+def _two_ranks(_: str) -> str:
+    model = _model()
+    optimizer = _adam(model)
+    with andon.watch(model, optimizer, action="raise"), pytest.raises(Violation) as caught:
+        _update(model, optimizer, reduce=False)
+    return str(caught.value)
+
+
+def test_with_two_ranks_nobody_is_accused() -> None:
+    """One against one has no minority: the message says that 0 and 1 differ."""
+    for outcome in run_ranks(2, _two_ranks, ""):
+        assert outcome.get().startswith("gradients-agree broken at step 1, before its update: ranks 0 and 1 differ.")
+
+
+def _allowed(_: str) -> tuple[list[str], int]:
+    model = _model()
+    optimizer = _adam(model)
+    reasons = dict.fromkeys(("gradients-agree", "replicas-agree", "optimizers-agree"), "a trial")
+    with andon.watch(model, optimizer, action="raise", allow=reasons) as w:
+        for _step in range(3):
+            _update(model, optimizer, reduce=False)
+    return [found.clause for found in w.findings], w.evaluations["gradients-agree"]
+
+
+def test_an_allowed_clause_is_evaluated_and_silent() -> None:
+    """What the user allowed raises nothing and hides no other clause."""
+    for outcome in run_ranks(2, _allowed, ""):
+        assert outcome.get() == ([], 3)
+
+
+# what is refused
+
+
+def _no_parameters(model: nn.Module) -> object:
+    optimizer = _adam(model)
+    return andon.watch(model.requires_grad_(False), optimizer)
+
+
+def _other_model(model: nn.Module) -> object:
+    return andon.watch(model, _adam(_model()))
+
+
+def _twice(model: nn.Module) -> object:
+    optimizer = _adam(model)
+    with andon.watch(model, optimizer):
+        return andon.watch(model, optimizer)
+
+
+def _other_settings(model: nn.Module) -> object:
+    return andon.watch(model, _adam(model), clip=1.0 + dist.get_rank())
+
+
+def _part_of_the_replicas(model: nn.Module) -> object:
+    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return andon.watch(DistributedDataParallel(model), _adam(model), group=group)
+
+
+def _closed(model: nn.Module) -> object:
+    w = andon.watch(model, _adam(model))
+    w.close()
+    return w.batch([1, 2])  # type: ignore[func-returns-value]
+
+
+def _wrong_content(model: nn.Module) -> object:
+    with andon.watch(model, _adam(model)) as w:
+        return w.batch([1, 2, 3], [0, 0])  # type: ignore[func-returns-value]
+
+
+def _nested_ids(model: nn.Module) -> object:
+    with andon.watch(model, _adam(model)) as w:
+        return w.batch([[1, 2]])  # type: ignore[list-item, func-returns-value]
+
+
+def _no_reference(model: nn.Module) -> object:
+    return andon.watch(model, _adam(model), checks="audit")
+
+
+def _unknown_clause(model: nn.Module) -> object:
+    return andon.watch(model, _adam(model), allow={"replicas-agre": "typo"})
+
+
+def _one_rank_wrong(model: nn.Module) -> object:
+    return andon.watch(model, _adam(model), clip=-1.0 if dist.get_rank() else 1.0)
+
+
+REFUSED: dict[Callable[[nn.Module], object], str] = {
+    _no_parameters: "no trainable parameter",
+    _other_model: "optimizer of another",
+    _twice: "watched already",
+    _other_settings: "different settings",
+    _part_of_the_replicas: "the model's replicas are 2",
+    _closed: "closed",
+    _wrong_content: "content has 2 rows, ids has 3",
+    _nested_ids: "flat sequence",
+    _no_reference: "needs reference=",
+    _unknown_clause: "did you mean 'replicas-agree'",
+    _one_rank_wrong: "",
+}
+
+
+def _refusals() -> list[str]:
+    found = []
+    for bad in REFUSED:
+        try:
+            bad(_model())
+            found.append("accepted")
+        except ValueError as error:
+            found.append(f"ValueError: {error}")
+    return found
+
+
+def test_bad_use_is_a_clear_error_on_every_rank() -> None:
+    """Each misuse is a `ValueError` at the call, on all ranks, that says what is wrong; none hangs."""
+    for outcome in run_ranks(2, _refusals):
+        for bad, text in zip(REFUSED, outcome.get(), strict=True):
+            assert text.startswith("ValueError"), bad.__name__
+            assert REFUSED[bad] in text
+
+
+# DDP's own traps
+
+
+def _bypassed(model: nn.Module, ddp: nn.Module) -> nn.Module:
+    return model
+
+
+def _cast(model: nn.Module, ddp: nn.Module) -> nn.Module:
+    model.double()
+    return ddp
+
+
+def _rewrapped(model: nn.Module, ddp: nn.Module) -> nn.Module:
+    model.add_module("late", nn.Linear(2, 2))
+    return ddp
+
+
+def _kept(model: nn.Module, ddp: nn.Module) -> nn.Module:
+    return ddp
+
+
+TRAPS = {_bypassed: "gradients-agree", _cast: "gradients-agree", _rewrapped: "gradients-agree", _kept: ""}
+
+
+def _trapped() -> list[list[str]]:
+    found = []
+    for change in TRAPS:
+        model = _model()
+        called = change(model, DistributedDataParallel(model))
+        optimizer = _adam(model)
+        with andon.watch(model, optimizer, action=_ignore) as w:
+            for _step in range(2):
+                optimizer.zero_grad()
+                generator = torch.Generator().manual_seed(dist.get_rank())
+                x = torch.randn(3, 4, generator=generator).to(next(model.parameters()).dtype)
+                called(x).square().sum().backward()
+                optimizer.step()
+        found.append([each.clause for each in w.findings])
+    return found
+
+
+def _ignore(_: Violation) -> None:
+    """Collected by the watch."""
+
+
+def test_what_silently_takes_ddp_off_is_seen() -> None:
+    """Calling the inner module, a cast and a layer added after wrapping leave gradients of one rank; plain DDP none."""
+    for outcome in run_ranks(2, _trapped):
+        for (change, clause), found in zip(TRAPS.items(), outcome.get(), strict=True):
+            assert (clause in found) if clause else (found == []), change.__name__
+
+
+# trees
+
+
+def _trees() -> list[str]:
+    rank = dist.get_rank()
+    one = torch.arange(5000.0).view(50, 100)
+    one[31, 7] += 1.0 if rank == 1 else 0.0
+    trees: list[Any] = [
+        {"a": torch.ones(3), "b": [1, "x", None], "c": _model()},
+        {"a": torch.ones(3), "big": one},
+        {"lr": 0.1 if rank == 2 else 0.2},
+        {"names": {f"rank {rank}": 1}},
+    ]
+    return [_said(tree) for tree in trees]
+
+
+def _said(tree: Any) -> str:
+    try:
+        andon.assert_same(tree)
+    except Violation as found:
+        return str(found)
+    return "same"
+
+
+def test_trees_are_compared_leaf_by_leaf() -> None:
+    """Equal trees pass; else the rank, the leaf and the first differing element are named, on every rank alike."""
+    by_rank = [outcome.get() for outcome in run_ranks(3, _trees)]
+    for said in by_rank:
+        same, tensor, value, names = said
+        assert same == "same"
+        assert "rank 1 of 3 differs" in tensor
+        assert "tree['big']" in tensor
+        assert "first at [31, 7]" in tensor
+        assert "rank 2 of 3 differs" in value
+        assert "tree['lr']" in value
+        assert "different leaves" in names
+
+
+# what it costs to have
+
+
+def test_watching_needs_only_the_base_install() -> None:
+    """`andon.watch` imports neither transformers nor peft, hypothesis or pydantic."""
+    heavy = ("transformers", "peft", "hypothesis", "pydantic")
+    program = f"import sys, andon; andon.watch; print([n for n in {heavy!r} if n in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_one_process_is_watched_too() -> None:
+    """Without a process group what needs no other rank is looked at, and what does is said to be dark."""
+    model = _model()
+    optimizer = _adam(model)
+    with andon.watch(model, optimizer, action=_ignore) as w:
+        for _step in range(2):
+            model(torch.ones(3, 4)).sum().backward()
+            optimizer.step()
+    assert [each.clause for each in w.findings] == ["gradient-fresh"]
+    assert "replicas-agree" not in w.evaluations
+
+
+def test_a_closed_watch_leaves_nothing_behind() -> None:
+    """Hooks, interceptions and the optimizer are as they were before."""
+    model = _model()
+    optimizer = _adam(model)
+    before = (nn.utils.clip_grad._clip_grads_with_norm_, dist.all_reduce, optimizer.zero_grad)  # type: ignore[attr-defined]
+    andon.watch(model, optimizer).close()
+    after = (nn.utils.clip_grad._clip_grads_with_norm_, dist.all_reduce, optimizer.zero_grad)  # type: ignore[attr-defined]
+    assert before == after
+    assert not model._forward_pre_hooks
+    assert not optimizer._optimizer_step_pre_hooks
