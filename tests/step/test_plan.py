@@ -28,7 +28,7 @@ def test_every_row_once_an_epoch(plan: BatchPlan) -> None:
         assert sorted(row for batch in batches for row in batch.ids) == sorted(plan.ids)
         assert all(len(batch.ids) == plan.batch_size for batch in batches[:-1])
         assert [batch.position for batch in batches] == [i * plan.batch_size for i in range(len(batches))]
-        assert {batch.epoch for batch in batches} == {epoch}
+        assert {batch.epoch for batch in batches} == {epoch} == {plan.epoch_of(batch.step) for batch in batches}
         assert [plan.is_epoch_end(batch.step) for batch in batches] == [False] * (len(batches) - 1) + [True]
 
 
@@ -91,3 +91,11 @@ def test_leaves_of_ranks_and_what_idles() -> None:
 def test_an_empty_batch_has_empty_micro_batches() -> None:
     """No rows are still M micro-batches, all empty: every rank takes part."""
     assert GlobalBatch(1, 0, 0, ()).micro_batches(3) == ((), (), ())
+
+
+def test_batches_may_be_asked_for_in_any_order() -> None:
+    """A step's rows do not depend on which steps were asked for before it; before the first step there is epoch 0."""
+    plan = BatchPlan(IDS, 10, 8, seed=3, epochs=3)
+    there = {step: plan.batch(step) for step in range(1, plan.total_steps + 1)}
+    assert {step: plan.batch(step) for step in reversed(there)} == there
+    assert plan.epoch_of(0) == 0

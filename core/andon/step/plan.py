@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
 
 from andon.step.shard import balanced_bounds
 
@@ -38,6 +37,7 @@ class BatchPlan:
     seed: int
     epochs: int
     max_steps: int | None = None
+    _orders: dict[int, tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.ids:
@@ -65,15 +65,25 @@ class BatchPlan:
             raise ValueError(msg)
         epoch, index = divmod(step - 1, self.steps_per_epoch)
         position = index * self.batch_size
-        order = epoch_order(self.ids, self.seed, epoch)
+        order = self._order(epoch)
         return GlobalBatch(step, epoch, position, order[position : position + self.batch_size])
+
+    def _order(self, epoch: int) -> tuple[int, ...]:
+        # A cache keyed by the rows would hash all of them at every step.
+        if epoch not in self._orders:
+            self._orders.clear()
+            self._orders[epoch] = epoch_order(self.ids, self.seed, epoch)
+        return self._orders[epoch]
+
+    def epoch_of(self, step: int) -> int:
+        """The epoch, from 0, to which update `step` belongs; 0 before the first."""
+        return max(step - 1, 0) // self.steps_per_epoch
 
     def is_epoch_end(self, step: int) -> bool:
         """Whether update `step` is the last of its epoch, or of the run."""
         return step % self.steps_per_epoch == 0 or step == self.total_steps
 
 
-@lru_cache(maxsize=4)
 def epoch_order(ids: tuple[int, ...], seed: int, epoch: int) -> tuple[int, ...]:
     """The rows in the order of an epoch: a shuffle keyed by (seed, epoch)."""
     order = list(ids)
