@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TypeVar
 
 import torch
@@ -163,7 +164,7 @@ class TrainingStep:
     def _gradient_work(
         self, batch: GlobalBatch, plan: Sequence[LeafPlan], *, checked: bool
     ) -> Callable[[int], PartialGradient | Exception]:
-        firsts = [sum(len(leaf.ids) for leaf in plan[:index]) for index in range(len(plan))]
+        firsts = list(accumulate((len(leaf.ids) for leaf in plan), initial=0))
 
         def work(index: int) -> PartialGradient | Exception:
             rank = self._backend.ranks[index]
