@@ -56,7 +56,7 @@ class ClassificationTask:
         self._tokens = torch.tensor(list(itertools.chain.from_iterable(tokens)), dtype=torch.int64)
         self._labels = torch.tensor(list(labels), dtype=torch.int64)
         weights = [1.0] * num_labels if class_weights is None else list(class_weights)
-        self._weights = torch.tensor(weights, dtype=torch.float32)
+        self._weights = {torch.device("cpu"): torch.tensor(weights, dtype=torch.float32)}
         self._table = self._digest_rows()
 
     def __len__(self) -> int:
@@ -92,8 +92,14 @@ class ClassificationTask:
 
     def row_losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """fp32 [rows]: w[label] * cross entropy. Their exact sum (`math.fsum`) is the same in any order of rows."""
-        weights = self._weights.to(logits.device)[labels]
+        weights = self._weights_on(logits.device)[labels]
         return nn.functional.cross_entropy(logits.float(), labels, reduction="none") * weights
+
+    def _weights_on(self, device: torch.device) -> torch.Tensor:
+        # A copy from the host waits for the device, and this is between a forward and its backward.
+        if device not in self._weights:
+            self._weights[device] = self._weights[torch.device("cpu")].to(device)
+        return self._weights[device]
 
     def content(self, batch: Batch) -> torch.Tensor:
         """int64 [rows]: the digest of each row's tokens, mask and label as the batch holds them, padding aside."""
