@@ -29,7 +29,7 @@ def finish(session: Session, journal: Journal, outcome: Outcome, violations: int
     if not isinstance(journal, FolderJournal):
         return
     if scores is not None:
-        journal.evaluated(progress.step, material.plan.epochs - 1, scores, "held-out")
+        journal.evaluated(progress.step, material.plan.epoch_of(progress.step), scores, "held-out")
         write_adapter(session.folder, session.primary.model, material)
     weights = session.primary.weights_digest()
     journal.append(
