@@ -26,7 +26,7 @@ class Head(Part):
 class Summary(Part):
     """The result of a run.
 
-    `steps` counts updates, `contracts` how often each clause was evaluated (all ranks together), `violations` those
+    `steps` counts updates, `contracts` how often the process of rank 0 evaluated each clause, `violations` those
     that were broken; `final_loss` is the loss of the last update, None before the first; `eval` holds the scores on
     rows never trained on as JSON; `wall_s` is in seconds; `reason` is that of the ledger's end record. `finished` is
     true only for a run that reached its planned or early end: such a run is not resumed.
