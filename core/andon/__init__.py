@@ -43,7 +43,7 @@ _HOME = {
     "watch": "andon_contracts.watch",
 }
 
-__all__ = sorted(_HOME)  # noqa: PLE0605 - the one list of public names is the table of their homes
+__all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:
