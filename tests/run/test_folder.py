@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import socket
@@ -162,3 +163,34 @@ def test_the_run_folder_needs_no_torch() -> None:
         "sys.exit(bool({'torch', 'transformers', 'peft'} & set(sys.modules)))\n"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_lock_that_was_removed_meanwhile_owns_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between opening the lock and holding it another process may discard the folder: then nobody is let in."""
+    run = RunFolder(tmp_path / "run")
+    lock = fcntl.flock
+
+    def discarded_first(handle: int, how: int) -> None:
+        run.lock.unlink()
+        lock(handle, how)
+
+    monkeypatch.setattr(fcntl, "flock", discarded_first)
+    with pytest.raises(InputError, match="discarded"), run.open_for_writing():
+        pytest.fail("two processes would own the folder")
+
+
+def test_a_run_that_began_meanwhile_is_not_discarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the look at a folder and its lock another process may have run in it: its ledger stays."""
+    run = RunFolder(tmp_path / "run")
+    with run.open_for_writing():
+        pass
+    lock = fcntl.flock
+
+    def begun_first(handle: int, how: int) -> None:
+        with LedgerWriter(run.ledger) as ledger:
+            ledger.append(End(1, "finished", {}))
+        lock(handle, how)
+
+    monkeypatch.setattr(fcntl, "flock", begun_first)
+    run.discard_unbegun(keep_folder=False)
+    assert run.begun()

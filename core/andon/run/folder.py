@@ -117,6 +117,8 @@ class RunFolder:
         handle = os.open(self.lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if self.begun():  # by another process, between the first look and the lock
+                return
             clean_leftovers(self.path)
             started = (self.config, self.environment, self.provenance, self.metrics, self.ledger, self.path / REPORTS)
             for path in (*started, self.checkpoints, self.lock):
@@ -156,6 +158,8 @@ class RunFolder:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise InputError([Problem(str(self.path), f"is being written by {_owner(handle)}")]) from None
+        if not _is_at(handle, self.lock):
+            raise InputError([Problem(str(self.path), "was just discarded by the process that had it; try again")])
         owner = {"andon_run": 1, "pid": os.getpid(), "host": socket.gethostname(), "since": _now().isoformat()}
         data = json_bytes(owner)
         with storage(self.lock):
@@ -193,6 +197,14 @@ def _head(path: Path, limit: int) -> bytes:
             return file.read(limit)
     except OSError:
         return b""
+
+
+def _is_at(handle: int, path: Path) -> bool:
+    """Whether the open file is still the one of this name: a lock on a file that was removed keeps nobody out."""
+    try:
+        return os.path.samestat(os.fstat(handle), path.lstat())
+    except FileNotFoundError:
+        return False
 
 
 def _is_ours(lock: Path) -> bool:
