@@ -23,6 +23,7 @@ PRELOAD = (
     "andon.training.run",
     "transformers.models.qwen3.modeling_qwen3",
     "tests.training.entries",
+    "andon.launch.preloaded",
 )
 COLOURS = ("red", "green", "blue")
 STEPS = 12
