@@ -12,7 +12,8 @@ from andon.metrics.counts import confusion_matrix
 from andon.metrics.scores import Scores, scores
 from andon.model.task import ClassificationTask, evaluation_batches, predictions
 from andon.step.shard import balanced_bounds
-from andon_contracts.policy import clause, ensure
+from andon_contracts.observe import nonfinite
+from andon_contracts.policy import clause, ensure, require
 from andon_contracts.violation import Finding
 
 _ROWS = 64
@@ -33,7 +34,7 @@ def evaluate(backend: Backend, models: Sequence[nn.Module], task: Classification
 
     Whole batches are shared out, and what comes back is bits, scored alike everywhere.
 
-    Raises `Violation` (`samples-once`) if what came back is not each row once.
+    Raises `Violation` if what came back is not each row once (`samples-once`), or not finite (`finite`).
     """
     row_ids, logits = _gathered(backend, models, task, ids)
     return _scored(row_ids, ids, logits, task)
@@ -49,8 +50,21 @@ def _all_scored(result: Scores, planned: Sequence[int]) -> bool:
     return result.rows == len(planned)
 
 
+def _explain_logits(row_ids: Sequence[int], logits: torch.Tensor) -> Finding:
+    odd = [row for row, finite in zip(row_ids, logits.isfinite().all(dim=1).tolist(), strict=True) if not finite]
+    return Finding(seen=f"the model gives {len(odd)} of {len(row_ids)} rows no finite logits, row {odd[0]} first")
+
+
+@clause("finite", _explain_logits)
+def _logits_finite(row_ids: Sequence[int], logits: torch.Tensor) -> bool:
+    """No NaN or Inf is scored: as a prediction it would count as some class."""
+    return not bool(nonfinite(logits))
+
+
+# Rows before logits before scores: the last decorator of a kind is the first to be looked at.
+@require(_logits_finite)
+@require(_rows_once)
 @ensure(_all_scored)
-@ensure(_rows_once)
 def _scored(row_ids: Sequence[int], planned: Sequence[int], logits: torch.Tensor, task: ClassificationTask) -> Scores:
     labels = task.labels_of(row_ids)
     confusion = confusion_matrix(logits.argmax(dim=1), labels, task.num_labels)

@@ -1,0 +1,75 @@
+"""Evaluation: every row once and finite, or a violation that says so; the same scores on any number of ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from andon.backend.inprocess import InlineBackend
+from andon.model.task import ClassificationTask
+from andon.training.evaluation import evaluate
+from andon_contracts.violation import Violation
+
+ROWS = 150
+"""Three batches of at most 64 rows, so that two ranks have different numbers of rows."""
+CPU = torch.device("cpu")
+
+
+class ByFirstToken(nn.Module):
+    """Predicts class 1 for an odd first token, surely; `odd` is the logit it gives to class 1 of token `at`."""
+
+    def __init__(self, at: int = -1, odd: float = 0.0) -> None:
+        super().__init__()
+        self._at, self._odd = at, odd
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> SimpleNamespace:
+        """Logits [rows, 2] as transformers returns them."""
+        first = input_ids[:, 0]
+        logits = nn.functional.one_hot(first % 2, 2).float()
+        logits[first == self._at, 1] = self._odd
+        return SimpleNamespace(logits=logits)
+
+
+class RepeatingBackend(InlineBackend):
+    """Its gather gives the first rank's tensor for every rank."""
+
+    def gather(self, local: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What rank 0 passed, as if all had."""
+        return [local[0] for _ in local]
+
+
+def rows() -> ClassificationTask:
+    """Row r is the one token r, of class 1 if r is odd, but for row 5."""
+    labels = [row % 2 for row in range(ROWS)]
+    labels[5] = 0
+    return ClassificationTask(
+        [[row] for row in range(ROWS)], labels, num_labels=2, vocab_size=ROWS, pad_id=ROWS, max_length=8
+    )
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_every_row_is_scored_once(world: int) -> None:
+    """One of 150 rows is wrong, a 0 taken for a 1, on any number of ranks, also where one has no batch."""
+    found = evaluate(InlineBackend([CPU] * world), [ByFirstToken()] * world, rows(), range(ROWS))
+    assert found.confusion == ((75, 1), (0, 74))
+    assert found == evaluate(InlineBackend([CPU]), [ByFirstToken()], rows(), range(ROWS))
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
+def test_logits_that_are_not_finite_are_not_scored(odd: float) -> None:
+    """NaN and Inf would be predictions of some class; the row that has them is named instead."""
+    with pytest.raises(Violation, match="1 of 150 rows no finite logits, row 133 first") as found:
+        evaluate(InlineBackend([CPU] * 2), [ByFirstToken(133, odd)] * 2, rows(), range(ROWS))
+    assert found.value.clause == "finite"
+
+
+def test_rows_that_come_back_twice_are_not_scored() -> None:
+    """A gather that loses a rank's rows and repeats another's breaks samples-once, whatever the rows are."""
+    with pytest.raises(Violation) as found:
+        evaluate(RepeatingBackend([CPU] * 2), [ByFirstToken()] * 2, rows(), range(ROWS))
+    assert found.value.clause == "samples-once"
