@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from andon.problems import InputError
-from andon.run.ledger import LedgerError, LedgerWriter, digests_by_step, head_at, read_ledger, same_again
+from andon.run.ledger import LedgerError, LedgerWriter, head_at, read_ledger, same_again
 from andon_contracts.fields import Real
 from andon_contracts.record import GENESIS, End, RankPart, Step, StepDigests, chain, verify_chain
 from tests.run.crash import Mode, every_failure
@@ -164,15 +164,6 @@ def test_handles_are_returned(tmp_path: Path) -> None:
     with pytest.raises(LedgerError):
         LedgerWriter(path)
     assert set(os.listdir("/proc/self/fd")) <= before
-
-
-def test_repeated_steps_are_compared_with_the_first_time(tmp_path: Path) -> None:
-    """The steps after the one resumed from are remembered, the latest record of each, without the ranks' parts."""
-    path = tmp_path / "ledger.jsonl"
-    written(path, step(1), step(2), step(3), step(2, loss=0.25), End(3, "preempted", {}))
-    found = digests_by_step(path, after=1)
-    assert found == {2: step(2, loss=0.25), 3: step(3)}
-    assert sorted(digests_by_step(path)) == [1, 2, 3]
 
 
 def test_same_again_sees_bits_and_not_places() -> None:

@@ -12,7 +12,6 @@ from andon.problems import InputError, ProblemList
 _NAME = re.compile(r"(?P<cpu>cpu(:0)?)|cuda|(cuda:)?(?P<index>[0-9]{1,9})")
 
 IN_PROCESS = ("inline", "threads")
-IN_GROUP = ("gloo", "nccl", "mixed")
 
 
 def named_devices(names: Sequence[str | int], gpus: int | None = None) -> tuple[torch.device, ...]:

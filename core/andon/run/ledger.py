@@ -102,14 +102,6 @@ def head_at(path: Path, count: int) -> str | None:
     return None
 
 
-def digests_by_step(path: Path, after: int = 0) -> dict[int, Step]:
-    """The last record of every step later than `after`, without its parts by rank.
-
-    After a resume from step `after` they are what the steps done again must repeat; see `same_again`.
-    """
-    return {record.step: record for record in read_ledger(path) if isinstance(record, Step) and record.step > after}
-
-
 def same_again(old: Step, new: Step) -> tuple[str, ...]:
     """What differs between two records of one step, as `name: old, now new`; empty where the step was repeated exactly.
 
