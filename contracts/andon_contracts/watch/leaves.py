@@ -35,12 +35,17 @@ def _norm(gradient: Tensor) -> Tensor:
     return norm
 
 
+def _nothing() -> None:
+    """Nobody pulled anything."""
+
+
 class LeafTaps:
     """The raw gradients of `parameters` since the last update of their optimizer."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], discarded: Callable[[], None]) -> None:
         """discarded: called when a gradient turns out to have been set to None within a window."""
         self.muted = False
+        self.heed: Callable[[], None] = _nothing
         self.spent = 0.0
         self.backward_seen = False
         self._discarded = discarded
@@ -59,6 +64,7 @@ class LeafTaps:
             if self.muted:
                 return
             began = time.perf_counter()
+            self.heed()
             held = parameter.grad
             if not self._started[index]:
                 self._started[index] = True

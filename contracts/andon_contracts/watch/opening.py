@@ -12,12 +12,14 @@ import torch.distributed as dist
 from torch import nn
 
 from andon_contracts.agree import GroupGather
+from andon_contracts.halt import Cord, own_store
 from andon_contracts.watch.exchange import WIDTH, Exchange
 from andon_contracts.watch.settings import Action, Plan, Reference, Scaler, Schedule, Settings
 from andon_contracts.watch.subject import Subject
 from andon_contracts.watch.watcher import Watch
 
 _open: weakref.WeakKeyDictionary[torch.optim.Optimizer, Watch] = weakref.WeakKeyDictionary()
+_cords: dict[str, int] = {}
 _TIMEOUT = datetime.timedelta(minutes=30)
 
 
@@ -80,7 +82,7 @@ def watch(
         problems = settings.problems(subject) + _conflicts(model, optimizers, exchange)
     _refuse(exchange, problems, settings.digest())
     assert subject is not None
-    opened = Watch(model, subject, optimizers, settings, exchange)
+    opened = Watch(model, subject, optimizers, settings, exchange, _cord(exchange, settings, group))
     for each in optimizers:
         _open[each] = opened
     return opened
@@ -96,6 +98,16 @@ def own_group(group: dist.ProcessGroup | None, timeout: datetime.timedelta) -> d
     ranks = dist.get_process_group_ranks(group)
     part: dist.ProcessGroup = dist.new_group(ranks, backend="gloo", timeout=timeout, use_local_synchronization=True)
     return part
+
+
+def _cord(exchange: Exchange, settings: Settings, group: dist.ProcessGroup | None) -> Cord | None:
+    """What any rank may pull to stop all; its name in the store is one on the ranks of `group` and on no others."""
+    if exchange.world_size == 1:
+        return None
+    ranks = "all" if group is None else "-".join(map(str, dist.get_process_group_ranks(group)))
+    number = _cords[ranks] = _cords.get(ranks, 0) + 1
+    store = own_store(f"{ranks}/{number}")
+    return None if store is None else Cord(store, exchange.rank, exchange.world_size, hard_stop=settings.hard_stop)
 
 
 def _listed(optimizer: Any) -> list[Any]:

@@ -7,16 +7,17 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from andon_contracts.act import Scene
+from andon_contracts.act import Scene, message
 from andon_contracts.agree import real_of
+from andon_contracts.halt import Cord
 from andon_contracts.judge import Details, Observations, in_lockstep
 from andon_contracts.loop_clauses import same
-from andon_contracts.violation import Violation
+from andon_contracts.violation import Finding, Violation
 from andon_contracts.watch.audit import compare, draws, law
 from andon_contracts.watch.coverage import closing_lines, coverage, opening_lines
 from andon_contracts.watch.exchange import Exchange
@@ -61,12 +62,14 @@ class Watch(Telling):
         optimizers: Sequence[torch.optim.Optimizer],
         settings: Settings,
         exchange: Exchange,
+        cord: Cord | None = None,
     ) -> None:
         super().__init__()
         self.settings = settings
         self.closed = False
         self._subject = subject
         self._exchange = exchange
+        self._cord = cord
         self._cover = coverage(subject, optimizers, settings, exchange.world_size)
         live = frozenset(name for name, cover in self._cover.items() if cover.live)
         self._verdicts = Verdicts(settings, exchange.rank, subject.names, live)
@@ -108,6 +111,7 @@ class Watch(Telling):
         for lane in self._lanes.values():
             self._undo.append(lane.optimizer.register_step_pre_hook(self._pre).remove)
             self._undo.append(lane.optimizer.register_step_post_hook(self._post).remove)
+            lane.taps.heed = self._heed
             self._undo.append(lane.taps.close)
             self._intercept_zero(lane)
         listen(self)
@@ -157,7 +161,26 @@ class Watch(Telling):
         self._base_now = flat_digest(frozen)
         return self._base_now
 
+    def pull(self, reason: str) -> NoReturn:
+        """Stop all ranks, whatever they are doing: this one raises `Violation` now, the others at their next hook.
+
+        A rank that is blocked in a collective is ended with `hard_stop`, otherwise by its own timeout.
+        """
+        self._demand_open()
+        step = max(lane.updates for lane in self._lanes.values()) + 1
+        found = Finding(reason, step, (self._exchange.rank,), "")
+        text = message("halt-together", found, Scene(self._exchange.world_size, last_equal=self._last_equal))
+        raise Violation(text if self._cord is None else self._cord.pull(text), clause="halt-together", finding=found)
+
+    def _heed(self) -> None:
+        """Raise what another rank pulled the cord for."""
+        if self._cord is not None and self._cord.seen is not None:
+            self._cord.raised()
+            step = max(lane.updates for lane in self._lanes.values()) + 1
+            raise Violation(self._cord.seen, clause="halt-together", finding=Finding(self._cord.seen, step))
+
     def _forward(self) -> None:
+        self._heed()
         lanes = [lane for lane in self._lanes.values() if not lane.taps.started]
         if not lanes or not torch.is_grad_enabled() or any(lane.taps.muted for lane in lanes):
             return
@@ -181,6 +204,7 @@ class Watch(Telling):
             lane.reducing(tensor, group)
 
     def _pre(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        self._heed()
         lane = self._lanes[id(optimizer)]
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
@@ -286,6 +310,8 @@ class Watch(Telling):
         self.closed = True
         for undo in reversed(self._undo):
             undo()
+        if self._cord is not None:
+            self._cord.close()
         atexit.unregister(self.close)
         whole = time.perf_counter() - self._began
         spent = self._spent + sum(lane.taps.spent for lane in self._lanes.values())
