@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from andon.problems import InputError
 from tests.cli.command import Ended, andon, tree
-from tests.training.runs import SMALL, write_jsonl
+from tests.training.runs import SMALL, STEPS, Runs, records, write_jsonl
 
 SETS = [part for each in (*SMALL, "training.max_steps=2", "run.backend=inline") for part in ("--set", each)]
 
@@ -143,43 +144,51 @@ def test_init_writes_over_nothing(tmp_path: Path) -> None:
     assert (tmp_path / "config.yaml").read_text() == "mine"
 
 
-@pytest.mark.parametrize("backend", ["inline", "gloo"])
-def test_a_target_that_matches_nothing(tmp_path: Path, backend: str) -> None:
+def test_a_target_that_matches_nothing(tmp_path: Path) -> None:
     """Found only once the model is built, in the ranks: still one message with each name, and no folder is left."""
     data = write_jsonl(tmp_path / "train.jsonl")
-    targets = "adapter.targets=[q_proj, v_prj, nothing]"
-    ended = andon("train", *SETS, "--data", data, "--run-dir", tmp_path / "run", "--set", targets, "--backend", backend)
+    targets = ("--set", "adapter.targets=[q_proj, v_prj, nothing]", "--backend", "gloo", "--workers", "2")
+    ended = andon("train", *SETS, "--data", data, "--run-dir", tmp_path / "run", *targets)
     refused(ended, "adapter.targets: 'v_prj' matches no Linear module; did you mean 'v_proj'?", "'nothing' matches no")
     assert tree(tmp_path) == {"train.jsonl"}
 
 
-def test_a_gpu_that_does_not_exist(tmp_path: Path) -> None:
-    """A folder of the user's own that was empty stays, and stays empty."""
-    (tmp_path / "run").mkdir()
-    data = write_jsonl(tmp_path / "train.jsonl")
-    ended = andon("train", *SETS, "--data", data, "--run-dir", tmp_path / "run", "--set", "run.devices=[4321]")
-    refused(ended, "run.devices[0]: there is no GPU 4321")
-    assert tree(tmp_path) == {"train.jsonl", "run"}
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("run.devices=[4321]", r"run.devices\[0\]: there is no GPU 4321"),
+        ("adapter.targets=[v_prj]", "'v_prj' matches no Linear module"),
+        ("model.base=./no/such/model", "there is no folder './no/such/model'"),
+    ],
+)
+def test_what_only_a_run_finds_out(tmp_path: Path, setting: str, message: str) -> None:
+    """A folder of the user's own that was empty stays, and stays empty; a new one does not stay."""
+    runs = Runs(write_jsonl(tmp_path / "train.jsonl"))
+    (tmp_path / "own").mkdir()
+    for name in ("own", "new"):
+        with pytest.raises(InputError, match=message):
+            runs.train(tmp_path / name, setting)
+    assert tree(tmp_path) == {"train.jsonl", "own"}
 
 
 def test_a_full_disk(tmp_path: Path) -> None:
     """No file may grow beyond 6,000 bytes: the run ends at a step with the file that it could not write; what is there
     is whole, and the run goes on once there is room."""
     data = write_jsonl(tmp_path / "train.jsonl")
-    command = ("train", *SETS, "--set", "training.max_steps=12", "--data", data, "--run-dir", tmp_path / "run")
-    ended = andon(*command, largest_file=6000)
+    runs = Runs(data)
+    sets = [part for each in runs.overrides("run.backend=inline") for part in ("--set", each)]
+    ended = andon("train", *sets, "--run-dir", tmp_path / "run", largest_file=6000)
     assert ended.code == 2
     assert "Traceback" not in "\n".join(ended.said)
     assert any("cannot be written: the file would be larger than the limit" in line for line in ended.said)
-    again = andon(*command, "--resume", "auto")
-    assert again.code == 0, again.said
+    assert 0 < len(records(tmp_path / "run", "step")) < STEPS
+    assert runs.train(tmp_path / "run", resume="auto") == 0
     assert not [name for name in tree(tmp_path) if "andon-tmp" in name]
 
 
 def test_no_room_at_all(tmp_path: Path) -> None:
-    """A disk on which nothing can be written: no folder is left."""
+    """A disk on which nothing can be written: no folder is left, though its lock was cut in the middle."""
     data = write_jsonl(tmp_path / "train.jsonl")
-    ended = andon("train", *SETS, "--data", data, "--run-dir", tmp_path / "run", largest_file=10)
-    assert ended.code == 2
-    assert "cannot be written" in "\n".join(ended.said)
-    assert tree(tmp_path) <= {"train.jsonl"}
+    ended = andon("train", "--backend", "gloo", "--data", data, "--run-dir", tmp_path / "run", largest_file=10)
+    refused(ended, f"{tmp_path / 'run' / '.lock'}: cannot be written: the file would be larger than the limit")
+    assert tree(tmp_path) == {"train.jsonl"}
