@@ -66,7 +66,7 @@ def environment(threads: int | None = None, devices: Sequence[str] = ()) -> dict
 def fingerprint(environment: Mapping[str, object]) -> dict[str, str]:
     """The part of `environment` that bits depend on, flat: equal fingerprints promise equal bits, others nothing.
 
-    Library versions, machine, libc, CPU model and instruction sets, threads of a replica, models of accelerators,
+    Library and Python versions, machine, libc, CPU model and instruction sets, threads of a replica, models of accelerators,
     and flags that choose kernels. The number of cores, workers or accelerators is not in it.
     """
     packages = _mapping(environment["packages"])
@@ -74,6 +74,8 @@ def fingerprint(environment: Mapping[str, object]) -> dict[str, str]:
     found = {name: str(packages[name]) for name in _BIT_PACKAGES if packages.get(name) is not None}
     for name in ("machine", "libc", "cpu", "instructions", "threads"):
         found[name] = str(environment[name])
+    # The order of rows is drawn by Python's generator.
+    found["python"] = ".".join(str(environment["python"]).split(".")[:2])
     devices = environment["devices"]
     found["devices"] = ", ".join(map(str, devices)) if isinstance(devices, list) else str(devices)
     return found | {f"flag {name}": str(flags[name]) for name in sorted(_BIT_FLAGS & flags.keys())}
