@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -35,10 +36,17 @@ def test_only_known_flags_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("cpu", "another"), ("threads", 7), ("libc", "musl"), ("instructions", "sse"), ("devices", ["H200"])],
+    [
+        ("cpu", "another"),
+        ("threads", 7),
+        ("libc", "musl"),
+        ("instructions", "sse"),
+        ("devices", ["H200"]),
+        ("python", "3.99.0"),
+    ],
 )
 def test_the_fingerprint_changes_with_what_bits_depend_on(name: str, value: object) -> None:
-    """Another CPU, number of threads, libc, instruction set or accelerator is another fingerprint, and named."""
+    """Another CPU, number of threads, libc, instruction set or accelerator is another fingerprint, and named; so is another Python."""
     ours = environment(threads=1)
     (difference,) = differences(fingerprint(ours), fingerprint(ours | {name: value}))
     assert difference.startswith(f"{name}: ")
@@ -49,7 +57,8 @@ def test_the_fingerprint_ignores_where_it_runs() -> None:
     ours = environment(threads=1)
     packages = ours["packages"]
     assert isinstance(packages, Mapping)
-    theirs = ours | {"cores": 99, "platform": "other", "python": "3.13.0", "packages": {**packages, "safetensors": "9"}}
+    patch = f"{sys.version_info.major}.{sys.version_info.minor}.999"
+    theirs = ours | {"cores": 99, "platform": "other", "python": patch, "packages": {**packages, "safetensors": "9"}}
     assert fingerprint(theirs) == fingerprint(ours)
     assert differences(fingerprint(ours), fingerprint(theirs)) == ()
     other = ours | {"packages": {**packages, "torch": "1.0"}}

@@ -66,8 +66,8 @@ def environment(threads: int | None = None, devices: Sequence[str] = ()) -> dict
 def fingerprint(environment: Mapping[str, object]) -> dict[str, str]:
     """The part of `environment` that bits depend on, flat: equal fingerprints promise equal bits, others nothing.
 
-    Library and Python versions, machine, libc, CPU model and instruction sets, threads of a replica, models of accelerators,
-    and flags that choose kernels. The number of cores, workers or accelerators is not in it.
+    Versions of libraries and of Python, machine, libc, CPU model and instruction sets, threads of a replica, models of
+    accelerators, and flags that choose kernels. The number of cores, workers or accelerators is not in it.
     """
     packages = _mapping(environment["packages"])
     flags = _mapping(environment["flags"])
