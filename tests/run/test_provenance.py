@@ -46,7 +46,7 @@ def test_only_known_flags_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_the_fingerprint_changes_with_what_bits_depend_on(name: str, value: object) -> None:
-    """Another CPU, number of threads, libc, instruction set, accelerator or Python is another fingerprint, and named."""
+    """Another CPU, thread count, libc, instruction set, accelerator or Python is another fingerprint, and named."""
     ours = environment(threads=1)
     (difference,) = differences(fingerprint(ours), fingerprint(ours | {name: value}))
     assert difference.startswith(f"{name}: ")
