@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.ranks import run_ranks
+from tests.watch.faults_table import TABLE
 from tests.watch.loop import Trace
 from tests.watch.planted import Planted
-from tests.watch.planted_later import TABLE
 
 WORLD = 2
 CHUNK = 11

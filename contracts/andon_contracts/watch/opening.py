@@ -71,14 +71,9 @@ def watch(
     )  # fmt: skip
     exchange = Exchange(GroupGather(own_group(group, timeout), WIDTH))
     optimizers = [_unwrapped(each) for each in _listed(optimizer)]
-    subject = Subject(model, optimizers, settings.trainable, settings.tied) if isinstance(model, nn.Module) else None
-    problems = [f"model must be a module, not {type(model).__name__}"] if subject is None else []
-    problems += [
-        f"optimizer must be a torch optimizer, not {type(each).__name__}"
-        for each in optimizers
-        if not isinstance(each, torch.optim.Optimizer)
-    ]
-    if subject is not None and not problems:
+    problems = _wrong_types(model, optimizers)
+    subject = None if problems else Subject(model, optimizers, settings.trainable, settings.tied)
+    if subject is not None:
         problems = settings.problems(subject) + _conflicts(model, optimizers, exchange)
     _refuse(exchange, problems, settings.digest())
     assert subject is not None
@@ -86,6 +81,15 @@ def watch(
     for each in optimizers:
         _open[each] = opened
     return opened
+
+
+def _wrong_types(model: object, optimizers: Sequence[object]) -> list[str]:
+    found = [] if isinstance(model, nn.Module) else [f"model must be a module, not {type(model).__name__}"]
+    return found + [
+        f"optimizer must be a torch optimizer, not {type(each).__name__}"
+        for each in optimizers
+        if not isinstance(each, torch.optim.Optimizer)
+    ]
 
 
 def own_group(group: dist.ProcessGroup | None, timeout: datetime.timedelta) -> dist.ProcessGroup | None:

@@ -1,4 +1,4 @@
-"""The faults of randomness, optimizers, adapters, restored state, evaluation and hardware; and the table of all."""
+"""The faults of randomness, optimizers, adapters, restored state, evaluation and hardware."""
 
 # ruff: noqa: D102 - an override does what its class says
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tests.watch import planted as p
 from tests.watch.loop import ROWS, Loop, Model, plan, schedule
-from tests.watch.planted import RANK, Planted
+from tests.watch.planted import RANK
 
 
 class Streams(Loop):
@@ -350,74 +350,3 @@ class OtherRounding(Loop):
         if step == 4 and self.rank == RANK:
             with torch.no_grad():
                 self.model.get_parameter("head.weight").mul_(1 + 2**-23)
-
-
-TABLE: tuple[Planted, ...] = (
-    Planted("F01", "initial weights differ", "replicas-agree", 0, p.RankSeed),
-    Planted("F02", "wrapper bypassed, nothing reduced", "gradients-agree", 1, p.NoReduce),
-    Planted("F04", "adapter outside the wrapper", "gradients-agree", 1, p.AdaptersLocal),
-    Planted("F05", "layer added after wrapping", "gradients-agree", 1, p.AddedLate, clean=p.WithLate),
-    Planted("F05", "layer injected while watched", "parameters-kept", 3, p.AddedAfterWatch),
-    Planted("F08", "parameter replaced", "parameters-kept", 3, p.Replaced),
-    Planted("F10", "only the last micro-batch reduced", "gradients-agree", 1, p.LastMicroOnly),
-    Planted("F11", "buffers not synchronised", "buffers-agree", 1, p.BuffersLocal),
-    Planted("F13", "moment of one rank corrupt", "optimizers-agree", 4, p.MomentCorrupt),
-    Planted("F14", "rank-local learning rate", "hyperparameters-agree", 5, p.LocalRate),
-    Planted("F16", "sum instead of mean", "gradient-law", 1, p.SumNotMean, ("batch", "reference")),
-    Planted("F17", "mean of ranks' means", "gradient-law", 5, p.MeanOfMeans, ("batch", "reference")),
-    Planted("F19", "averaged twice", "gradient-law", 1, p.DoubleAverage, ("batch", "reference")),
-    Planted("F20", "loss times world size", "gradient-law", 1, p.LossTimesWorld, ("batch", "reference")),
-    Planted("F22", "class weights normalised locally", "gradient-law", 1, p.ClassWeightsLocal, ("batch", "reference"),
-            p.ClassWeights),
-    Planted("F23", "reduction of a temporary", "gradients-agree", 1, p.ReducedTemporary),
-    Planted("F25", "collectives in another order", "collectives-agree", 1, p.OtherOrder),
-    Planted("F26", "stale gradient on one rank", "gradient-law", 2, p.StaleGradient, ("batch", "reference")),
-    Planted("F28", "mean of micro-batches' means", "gradient-law", 5, p.MeanOfMicroMeans, ("batch", "reference")),
-    Planted("F29", "accumulation divided twice", "gradient-law", 1, p.DividedTwice, ("batch", "reference")),
-    Planted("F31", "zero_grad missing", "gradient-fresh", 2, p.NoZero),
-    Planted("F32", "zero_grad for each micro-batch", "samples-once", 1, p.ZeroPerMicro, ("batch", "plan")),
-    Planted("F34", "partial window dropped", "samples-once", 5, p.WindowDropped, ("batch", "plan")),
-    Planted("F35", "partial window with the full divisor", "gradient-law", 5, p.WindowFullDivisor,
-            ("batch", "reference")),
-    Planted("F37", "clip norm summed over replicas", "clip-once", 2, p.ClipDoubleNorm, ("clip", "reduced"),
-            p.ClipByHand),
-    Planted("F38", "clip before unscale", "clip-once", 1, p.ClipScaled, ("clip", "reduced")),
-    Planted("F40", "overflow zeroed by clip", "finite", 3, p.Overflow),
-    Planted("F41", "NaN hidden by nan_to_num", "finite", 3, p.NanHidden),
-    Planted("F43", "loss scale of one rank", "scaler-agrees", 4, p.ScaleLocal, ("scaler",), p.Scaled),
-    Planted("F44", "16-bit adapter", "precision-sufficient", 0, p.LowPrecision),
-    Planted("F44", "updates rounded away", "update-applied", 2, p.LowPrecision),
-    Planted("F46", "sampler pads", "samples-once", 5, p.Padded, ("batch",)),
-    Planted("F47", "drop_last", "samples-once", 5, p.DropLast, ("batch", "plan")),
-    Planted("F49", "rank-local order of data", "content-planned", 1, p.LocalOrder, ("batch", "content", "contents")),
-    Planted("F50", "data not sharded", "samples-once", 1, p.NotSharded, ("batch",)),
-    Planted("F52", "label map of one rank", "content-planned", 1, p.LabelMap, ("batch", "content", "contents")),
-    Planted("F53", "labels shifted", "content-planned", 1, p.ShiftedLabels, ("batch", "content", "contents")),
-    Planted("F55", "same dropout masks", "randomness-declared", 1, SameMasks, ("rng",), Streams),
-    Planted("F56", "same augmentation", "randomness-declared", 1, SameMasks, ("rng",), Streams),
-    Planted("F58", "dropout in evaluation", "evaluation-once", 6, DropoutInEvaluation, ("evaluated",), Evaluated),
-    Planted("F59", "shared stream drawn on one rank", "randomness-declared", 4, DrawnOnOneRank, ("rng",), Streams),
-    Planted("F61", "scheduler for each micro-batch", "learning-rate-planned", 2, RatePerMicro, ("schedule",)),
-    Planted("F62", "optimizer holds stale parameters", "parameters-kept", 0, StaleOptimizer),
-    Planted("F64", "head frozen", "parameters-kept", 0, HeadFrozen, ("trainable",)),
-    Planted("F65", "weight decay on biases", "groups-planned", 1, DecayOnBias, ("groups",)),
-    Planted("F67", "adapter gets no gradient", "gradient-present", 1, Detached),
-    Planted("F68", "base trained", "parameters-kept", 0, BaseTrained, ("trainable",)),
-    Planted("F70", "adapter frozen", "parameters-kept", 0, AdapterFrozen, ("trainable",)),
-    Planted("F71", "tied weights untied", "parameters-kept", 0, Untied, ("tied",), Tied),
-    Planted("F73", "head not restored", "checkpoint-whole", 4, HeadLost, ("saved", "loaded"), Resumed),
-    Planted("F74", "nothing loaded", "checkpoint-whole", 4, PrefixMismatch, ("saved", "loaded"), Resumed),
-    Planted("F76", "moments permuted", "checkpoint-whole", 4, MomentsPermuted, ("saved", "loaded"), Resumed),
-    Planted("F77", "schedule restarts", "checkpoint-whole", 4, RateRestarts, ("saved", "loaded"), Resumed),
-    Planted("F79", "batch skipped on resume", "samples-once", 4, BatchSkipped, ("batch", "plan")),
-    Planted("F80", "random state not restored", "checkpoint-whole", 4, RandomLost, ("saved", "loaded"), Resumed),
-    Planted("F83", "only one rank reloads", "checkpoint-whole", 4, OneRankReloads, ("saved", "loaded"), Resumed),
-    Planted("F85", "evaluation pads", "evaluation-once", 6, EvaluationPadded, ("evaluated",), Evaluated),
-    Planted("F86", "metric from integers", "evaluation-once", 6, IntegerMean, ("evaluated",), Evaluated),
-    Planted("F88", "loss of one rank reported", "loss-reported", 1, LocalLoss, ("loss",)),
-    Planted("F89", "bit flip in a weight", "replicas-agree", 4, WeightFlipped),
-    Planted("F89", "bit flip below torch", "replicas-agree", 4, WeightFlippedUnseen),
-    Planted("F91", "corruption after the reduction", "gradients-agree", 4, GradientCorrupt),
-    Planted("F92", "one rank rounds otherwise", "replicas-agree", 4, OtherRounding),
-)  # fmt: skip
-"""Every fault that is planted; `by` is the step of the catalogue at which it shows at the latest."""

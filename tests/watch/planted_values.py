@@ -1,0 +1,165 @@
+"""The faults of clipping, precision and data, planted in the loop of `loop.py`."""
+
+# ruff: noqa: D102 - an override does what its class says
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.watch.loop import BATCH, CLASSES, CLIP, PER_EPOCH, Loop, plan
+from tests.watch.planted import RANK
+
+
+class ClipByHand(Loop):
+    """Right: clipping written out."""
+
+    def clip(self, step: int) -> None:
+        norm = self.norm()
+        for g in self.gradients():
+            g.mul_(min(1.0, CLIP / (norm + 1e-6)))
+
+    def norm(self) -> float:
+        """The norm of the reduced gradient."""
+        return float(torch.stack([(g**2).sum() for g in self.gradients()]).sum().sqrt())
+
+
+class ClipDoubleNorm(ClipByHand):
+    """The norm is summed over replicas that all have the same gradient."""
+
+    def norm(self) -> float:
+        total = torch.tensor(super().norm() ** 2)
+        dist.all_reduce(total)
+        return float(total.sqrt())
+
+
+class ClipScaled(Loop):
+    """Clipped before it is unscaled."""
+
+    def clip(self, step: int) -> None:
+        for g in self.gradients():
+            g.mul_(1024.0)
+        super().clip(step)
+        for g in self.gradients():
+            g.div_(1024.0)
+
+
+class Overflow(Loop):
+    """A finite loss so large that the norm overflows and clipping makes the gradient zero."""
+
+    now = 0
+
+    def global_batch(self, step: int) -> list[int]:
+        self.now = step
+        return super().global_batch(step)
+
+    def backward(self, loss: Tensor) -> None:
+        (loss * (1e21 if self.now == 3 else 1.0)).backward()
+
+
+class NanHidden(Overflow):
+    """A bad row on one rank; its NaNs are replaced by zeros."""
+
+    def backward(self, loss: Tensor) -> None:
+        (loss * (float("nan") if self.now == 3 and self.rank == RANK else 1.0)).backward()
+
+    def reduce(self, step: int) -> None:
+        for g in self.gradients():
+            g.nan_to_num_(0.0, 0.0, 0.0)
+        super().reduce(step)
+
+
+class Scale:
+    """A loss scaler that is asked for its scale."""
+
+    def __init__(self) -> None:
+        self.scale = 65536.0
+
+    def get_scale(self) -> float:
+        """The scale."""
+        return self.scale
+
+
+class Scaled(Loop):
+    """Right, with a loss scaler."""
+
+    def options(self) -> dict[str, object]:
+        self.scaler = Scale()
+        return {**super().options(), "scaler": self.scaler}
+
+
+class ScaleLocal(Scaled):
+    """One rank's scale is halved alone."""
+
+    def before_update(self, step: int) -> None:
+        if step >= 4 and self.rank == RANK:
+            self.scaler.scale = 32768.0
+        self.notes = [self.scaler.scale]
+
+
+class LowPrecision(Loop):
+    """The model is cast to bf16 and trained with a small learning rate."""
+
+    def build(self) -> nn.Module:
+        return super().build().to(torch.bfloat16)
+
+    def load(self, step: int, ids: Sequence[int]) -> tuple[Tensor, Tensor]:
+        x, y = super().load(step, ids)
+        return x.to(torch.bfloat16), y
+
+    def set_rate(self, step: int) -> None:
+        for group in self.opt.param_groups:
+            group["lr"] = 2e-5
+
+
+class Padded(Loop):
+    """The sampler fills the last batch with rows of its beginning."""
+
+    def global_batch(self, step: int) -> list[int]:
+        ids = plan(step)
+        return ids + ids[: BATCH - len(ids)]
+
+
+class DropLast(Loop):
+    """The ragged batch is left out."""
+
+    def step(self, step: int) -> None:
+        if step % PER_EPOCH:
+            super().step(step)
+
+
+class LocalOrder(Loop):
+    """One rank's data set is in another order."""
+
+    def before_watch(self) -> None:
+        if self.rank == RANK:
+            order = torch.randperm(len(self.x), generator=torch.Generator().manual_seed(9))
+            self.x, self.y = self.x[order], self.y[order]
+
+
+class NotSharded(Loop):
+    """Every rank has the first rank's rows."""
+
+    def share(self, ids: Sequence[int]) -> list[list[int]]:
+        rank, self.rank = self.rank, 0
+        mine = super().share(ids)
+        self.rank = rank
+        return mine
+
+
+class LabelMap(Loop):
+    """One rank numbers the classes otherwise."""
+
+    def before_watch(self) -> None:
+        if self.rank == RANK:
+            self.y = (self.y + 1) % CLASSES
+
+
+class ShiftedLabels(Loop):
+    """The collate function shifts the labels by one row."""
+
+    def load(self, step: int, ids: Sequence[int]) -> tuple[Tensor, Tensor]:
+        x, y = super().load(step, ids)
+        return x, y.roll(1)
