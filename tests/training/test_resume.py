@@ -34,6 +34,12 @@ def interrupted(runs: Runs, folder: Path, step: int, *more: str) -> Path:
     return folder
 
 
+def measured(folder: Path) -> list[int]:
+    """The steps of which the metrics tell, in order."""
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line["step"] for line in metrics if "lr" in line]
+
+
 @pytest.mark.parametrize(("step", "backend", "workers"), [(1, "inline", 2), (6, "threads", 3), (9, "gloo", 2)])
 def test_a_resumed_run_ends_with_the_same_bits(
     runs: Runs,
@@ -55,8 +61,7 @@ def test_a_resumed_run_ends_with_the_same_bits(
     assert [s.step for s in records(folder, "step")] == list(range(1, STEPS + 1))
     (resumed,) = records(folder, "resume")
     assert (resumed.step, resumed.backend, resumed.world) == (step, backend, workers)
-    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in metrics if "lr" in line] == list(range(1, STEPS + 1))
+    assert measured(folder) == list(range(1, STEPS + 1))
 
 
 def test_a_finished_run_has_nothing_to_do(runs: Runs, whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,6 +107,7 @@ def test_a_corrupted_checkpoint_is_rejected_by_name(
     assert "resume: from step-00000006" in said
     assert outcome(folder) == outcome(whole)
     assert [s.step for s in records(folder, "step")] == [*range(1, 8), *range(7, STEPS + 1)]
+    assert measured(folder) == list(range(1, STEPS + 1))
 
 
 @pytest.mark.parametrize("backend", ["inline", "gloo"])
