@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from andon.problems import InputError
-from tests.cli.command import Ended, andon, tree
+from tests.cli.command import PATIENCE_S, Ended, andon, tree
 from tests.training.runs import SMALL, STEPS, Runs, records, write_jsonl
 
 SETS = [part for each in (*SMALL, "training.max_steps=2", "run.backend=inline") for part in ("--set", each)]
@@ -192,3 +194,11 @@ def test_no_room_at_all(tmp_path: Path) -> None:
     ended = andon("train", "--backend", "gloo", "--data", data, "--run-dir", tmp_path / "run", largest_file=10)
     refused(ended, f"{tmp_path / 'run' / '.lock'}: cannot be written: the file would be larger than the limit")
     assert tree(tmp_path) == {"train.jsonl"}
+
+
+@pytest.mark.parametrize("closed", ["2>&-", "<&-", "<&- >&- 2>&-"])
+def test_a_closed_standard_stream_changes_no_exit_code(tmp_path: Path, closed: str) -> None:
+    """A message that nobody can read is no error of ours, and an input that is closed is one without texts."""
+    command = f'exec "$0" -m andon check missing.yaml {closed}'
+    ended = subprocess.run(["sh", "-c", command, sys.executable], cwd=tmp_path, timeout=PATIENCE_S, check=False)
+    assert ended.returncode == 2

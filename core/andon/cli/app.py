@@ -18,6 +18,7 @@ _TRACEBACK = "ANDON_TRACEBACK"
 
 def main() -> NoReturn:
     """Run the command line; exits with an `Exit`."""
+    _open_closed_streams()
     try:
         from andon.cli.commands import app
     except ModuleNotFoundError as error:
@@ -37,6 +38,17 @@ def _leave(code: int) -> NoReturn:
             stream.flush()
     atexit._run_exitfuncs()
     os._exit(code)
+
+
+def _open_closed_streams() -> None:
+    """Let standard streams that were closed lead nowhere, here and in ranks: no file of a run may take their place."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number is this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
 
 
 def _run(app: Callable[[], object]) -> int:
