@@ -45,6 +45,9 @@ def test_every_rank_process_ends_with_70(
     assert runs.train(folder, backend="gloo", workers=2, resume="auto") == 0
     assert {**outcome(folder)} == outcome(whole)
     assert summary(folder)["violations"] == 1
+    last = capfd.readouterr().err
+    assert "violations before it was resumed: 1\n" in last
+    assert "no violation" not in last
 
 
 @pytest.mark.parametrize("backend", ["inline", "threads"])

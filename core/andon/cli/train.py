@@ -171,5 +171,6 @@ def _report(folder: RunFolder, code: Exit) -> None:
         f"done: {found.steps} steps on {found.world_size} {found.backend} workers in {found.wall_s:.1f} s, "
         f"held-out accuracy {found.eval['accuracy']:.4f}, macro-F1 {found.eval['macro_f1']:.4f}"
     )
-    say(f"weights {found.weights_digest}, {sum(found.contracts.values())} clause evaluations, no violation")
+    broken = f"violations before it was resumed: {found.violations}" if found.violations else "no violation"
+    say(f"weights {found.weights_digest}, {sum(found.contracts.values())} clause evaluations, {broken}")
     say(f"run folder {folder.path}")
