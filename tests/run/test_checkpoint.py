@@ -165,6 +165,14 @@ def test_prune_keeps_the_latest_and_the_best(tmp_path: Path) -> None:
         prune(tmp_path, keep=0)
 
 
+def test_a_rejected_later_checkpoint_pushes_no_good_one_out(tmp_path: Path) -> None:
+    """After a resume from before a damaged checkpoint, what is saved next is kept although its step is lower."""
+    for step in (2, 4, 6):
+        saved(tmp_path, step)
+    assert [p.name for p in prune(tmp_path, keep=1, newest=4)] == ["step-00000002"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000004", "step-00000006"]
+
+
 def flip(path: Path, at: int) -> None:
     """Change one bit of the byte `at`."""
     data = bytearray(path.read_bytes())

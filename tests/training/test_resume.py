@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from andon.cli.train import run_training
 from andon.config.load import load_config
 from andon.exits import Exit
 from andon.launch.launcher import warm_up
 from andon.problems import InputError
 from andon.run.folder import RunFolder
+from andon.training.outputs import resolved
 from andon.training.run import train
 from andon_contracts.record import Step, chain, decode_line, encode
 from andon_contracts.violation import Violation
@@ -108,6 +110,41 @@ def test_a_corrupted_checkpoint_is_rejected_by_name(
     assert outcome(folder) == outcome(whole)
     assert [s.step for s in records(folder, "step")] == [*range(1, 8), *range(7, STEPS + 1)]
     assert measured(folder) == list(range(1, STEPS + 1))
+
+
+def test_a_run_begun_anew_keeps_what_it_saves_beside_a_damaged_checkpoint(runs: Runs, tmp_path: Path) -> None:
+    """With one checkpoint to keep, a damaged one of a later step does not cost the run the one it has just saved."""
+    keep = "training.keep_checkpoints=1"
+    folder = interrupted(runs, tmp_path / "run", 4, keep)
+    (folder / "checkpoints" / "step-00000004" / "state.json").unlink()
+    interrupted(runs, folder, 2, keep, "run.resume=auto")
+    assert checkpoints(folder) == ["step-00000002", "step-00000004"]
+
+
+def test_the_resolved_configuration_goes_on_from_anywhere(
+    runs: Runs, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run folder's own configuration, used in another working folder, finds the run and its data."""
+    (tmp_path / runs.data.name).write_bytes(runs.data.read_bytes())
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    asked = iter([False, True])
+    config = load_config(None, runs.overrides(f"data.train={runs.data.name}", "run.backend=inline"))
+    assert train(config, RunFolder(Path("run")), lambda: next(asked)) == Exit.PREEMPTED
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert run_training(Path("../run/config.yaml"), (), {"run.resume": "auto"}) == 0
+    assert outcome(tmp_path / "run") == outcome(whole)
+
+
+def test_the_resolved_configuration_names_the_base_model_from_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder becomes an absolute path; what is no folder may be a hub id and stays."""
+    (tmp_path / "base").mkdir()
+    monkeypatch.chdir(tmp_path)
+    folder = RunFolder(Path("run"))
+    assert resolved(load_config(None, ["model.base=base"]), folder).model.base == str(tmp_path / "base")
+    assert resolved(load_config(None, ["model.base=owner/name"]), folder).model.base == "owner/name"
 
 
 @pytest.mark.parametrize("backend", ["inline", "gloo"])

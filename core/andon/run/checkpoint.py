@@ -192,17 +192,19 @@ def newest_valid(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     return None, rejected
 
 
-def prune(folder: Path, keep: int, best: int | None = None) -> list[Path]:
+def prune(folder: Path, keep: int, best: int | None = None, newest: int | None = None) -> list[Path]:
     """Remove all checkpoints but the `keep` latest and the one of step `best`; return what was removed.
 
-    One that is being removed first loses its name, so that a crash leaves no half of a checkpoint. Raises `ValueError`
-    for `keep` < 1 and `InputError` for a disk that refuses.
+    newest: the step that was saved last. Later ones were rejected when the run was resumed: they count for nothing,
+    and stay to be looked at until they are written anew. One that is being removed first loses its name, so that a
+    crash leaves no half of a checkpoint. Raises `ValueError` for `keep` < 1 and `InputError` for a disk that refuses.
     """
     if keep < 1:
         msg = f"at least one checkpoint must stay, not {keep}"
         raise ValueError(msg)
     named = _named(folder)
-    going = [path for step in sorted(named)[:-keep] if step != best for path in named[step]]
+    steps = [step for step in sorted(named) if newest is None or step <= newest]
+    going = [path for step in steps[:-keep] if step != best for path in named[step]]
     for path in going:
         _discard(path)
     return going

@@ -140,7 +140,7 @@ class FolderJournal:
         path = save_checkpoint(self._folder.checkpoints, progress.step, self._tensors(), state, self._ledger.head)
         digest = json.loads((path / MANIFEST).read_bytes())["digest"]
         self._ledger.append(Saved(step=progress.step, name=path.name, digest=digest, best=best))
-        prune(self._folder.checkpoints, self._keep, best=progress.best_step or None)
+        prune(self._folder.checkpoints, self._keep, best=progress.best_step or None, newest=progress.step)
 
     def append(self, record: Record) -> None:
         """Any other record: start, resume, violation, end."""

@@ -44,13 +44,27 @@ def write_start(
     folder: RunFolder, config: Config, environment: Mapping[str, object], material: Material, digests: Mapping[str, str]
 ) -> None:
     """The resolved configuration, the environment, where everything comes from. Raises `InputError` for a bad disk."""
-    write_whole(folder.config, to_yaml(config).encode())
+    write_whole(folder.config, to_yaml(resolved(config, folder)).encode())
     write_json(folder.environment, environment)
     write_provenance(
         folder.provenance,
         identity=config_digest(config),
         digests={**digests, "data": material.rows.digest, "tokenizer": material.tokenizer.digest},
         environment=environment,
+    )
+
+
+def resolved(config: Config, folder: RunFolder) -> Config:
+    """`config` as it can be used again from anywhere: its run folder named, files and folders by absolute paths."""
+    data, base = config.data, config.model.base
+    files = {name: str(Path(path).resolve()) for name, path in (("train", data.train), ("eval", data.eval)) if path}
+    model = {"base": str(Path(base).resolve())} if base is not None and Path(base).is_dir() else {}
+    return config.model_copy(
+        update={
+            "data": data.model_copy(update=files),
+            "model": config.model.model_copy(update=model),
+            "run": config.run.model_copy(update={"dir": str(folder.path.resolve())}),
+        }
     )
 
 
