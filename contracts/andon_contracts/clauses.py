@@ -151,6 +151,16 @@ _ALL = (
         "once",
     ),
     Clause(
+        "audit",
+        (),
+        "invariant",
+        "What one rank computed for a step, gradients of micro-batches and partial sums, has the same bits when "
+        "another rank computes it again.",
+        "issue 3 item 7",
+        "the chosen micro-batches once more, one gather of the sums beside them",
+        "every K-th step, before the reduction; K is chosen to cost a hundredth of the work",
+    ),
+    Clause(
         "loss-equivalent",
         ("F-DP-005", "C-DP-005"),
         "invariant",

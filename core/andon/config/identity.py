@@ -20,6 +20,8 @@ PLACING = frozenset(
         "training.checkpoint_every",
         "contracts.enabled",
         "contracts.base_every",
+        "contracts.audit_every",
+        "contracts.audit_coverage",
         *(f"run.{key}" for key in Run.model_fields),
     }
 )

@@ -162,6 +162,12 @@ class Contracts(Section):
 
     enabled: bool = True
     base_every: Count = Field(default=50, description="steps between two checks that the frozen weights are untouched")
+    audit_every: Annotated[int, Field(ge=0)] | None = Field(
+        default=None, description="steps between two audits; 0: none; null: so many that they cost a hundredth"
+    )
+    audit_coverage: Count | Literal["all"] = Field(
+        default=1, description="micro-batches of each rank that another one computes again in an audit, or all"
+    )
 
 
 _DEVICE = re.compile(r"cpu|(cuda:)?\d{1,4}")

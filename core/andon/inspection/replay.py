@@ -73,7 +73,11 @@ def settings(folder: RunFolder, workers: int | None, backend: str | None) -> Con
     """The run's configuration, placed on `workers` and `backend` where they are given, its contracts on."""
     flags = {"run.workers": workers, "run.backend": backend}
     given = {key: value for key, value in flags.items() if value is not None}
-    return load_config(folder.config, ["contracts.enabled=true", *(["run.devices=null"] if given else [])], given)
+    return load_config(
+        folder.config,
+        ["contracts.enabled=true", "contracts.audit_every=0", *(["run.devices=null"] if given else [])],
+        given,
+    )
 
 
 def replay(config: Config, path: Path, first: int, last: int) -> Replayed:

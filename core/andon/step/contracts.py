@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
-from andon.step.replica import REPORT_FIELDS, bind_to_places
+from andon.step.replica import REPORT_FIELDS, Leaf, bind_to_places
 from andon.step.task import Task
 from andon_contracts.agree import Observation, real_of
 from andon_contracts.judge import in_lockstep, minority
@@ -18,7 +19,10 @@ from andon_contracts.violation import Finding
 
 @dataclass(frozen=True)
 class LeafReport:
-    """What one rank says of one micro-batch; `content` is the digest of the rows as the model was given them."""
+    """What one rank says of one micro-batch; `content` is the digest of the rows as the model was given them.
+
+    `gradient` is the digest of the gradient as it was computed, 0 where no audit is due.
+    """
 
     rank: int
     index: int
@@ -27,6 +31,7 @@ class LeafReport:
     correct: int
     nonfinite: bool
     content: int
+    gradient: int = 0
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,12 @@ def plan_leaves(micro_batches: Sequence[tuple[int, ...]], owners: Sequence[range
     )
 
 
+def leaves_of(plan: Sequence[LeafPlan]) -> list[Leaf]:
+    """The micro-batches of a plan with the places of their first rows in the global batch."""
+    firsts = accumulate((len(leaf.ids) for leaf in plan), initial=0)
+    return [Leaf(leaf.index, first, leaf.ids) for leaf, first in zip(plan, firsts, strict=False)]
+
+
 def padded(reports: torch.Tensor, count: int) -> torch.Tensor:
     """Reports [n, fields] as `count` rows, the missing ones of -1: messages of all ranks have one length.
 
@@ -66,10 +77,12 @@ def reports_of(observations: Sequence[Observation]) -> tuple[LeafReport, ...]:
     for observation in observations:
         assert observation.payload is not None
         for row in observation.payload.view(-1, len(REPORT_FIELDS)).tolist():
-            index, rows, loss, correct, nonfinite, content = row
+            index, rows, loss, correct, nonfinite, content, gradient = row
             if index >= 0:
                 found.append(
-                    LeafReport(observation.rank, index, rows, real_of(loss), correct, bool(nonfinite), content)
+                    LeafReport(
+                        observation.rank, index, rows, real_of(loss), correct, bool(nonfinite), content, gradient
+                    )
                 )
     return tuple(found)
 

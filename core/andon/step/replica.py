@@ -13,6 +13,7 @@ from andon.step.flat import FlatParameters
 from andon.step.keyed import KeyedRandomness
 from andon.step.task import Task
 from andon.step.tree import Node, fold
+from andon_contracts.agree import signed
 from andon_contracts.digest import mix64
 from andon_contracts.observe import digest_of, digest_of_tree, nonfinite
 
@@ -48,19 +49,22 @@ class Leaf:
     ids: Sequence[int]
 
 
-REPORT_FIELDS = ("index", "rows", "loss_bits", "correct", "nonfinite", "content")
-"""The columns of a report: int64 each; `loss_bits` are the bits of the fp64 loss sum."""
+REPORT_FIELDS = ("index", "rows", "loss_bits", "correct", "nonfinite", "content", "gradient")
+"""The columns of a report: int64 each. `loss_bits` are the bits of the fp64 loss sum, `gradient` is the digest of the
+gradient as it was computed, 0 where no audit is due."""
 
 
 @dataclass(frozen=True)
 class PartialGradient:
     """The subtree roots that one replica holds, and what each of its micro-batches gave.
 
-    reports: int64 [micro-batches, len(REPORT_FIELDS)], on the replica's device.
+    reports: int64 [micro-batches, len(REPORT_FIELDS)], on the replica's device. kept: copies of the sums that an audit
+    asked for.
     """
 
     roots: Mapping[Node, torch.Tensor]
     reports: torch.Tensor
+    kept: Mapping[Node, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -123,6 +127,8 @@ class Replica:
         self.parameters = FlatParameters(trainable, device)
         self.optimizer = optimizer.build(self.parameters.weights)
         self.parameters.weights.grad = self.parameters.gradient
+        self.keeping: frozenset[Node] | None = None
+        """The sums of which the next `gradients` keeps copies, for an audit; None: none is due."""
         self._updates = 0
         self._randomness = randomness
         self._scratch = _Scratch(self.parameters.gradient)
@@ -139,18 +145,26 @@ class Replica:
         """
         by_index = {leaf.index: leaf for leaf in leaves}
         reports: list[torch.Tensor] = []
+        kept: dict[Node, torch.Tensor] = {}
+        keeping = self.keeping
 
         def compute(index: int) -> torch.Tensor:
             reports.append(self._leaf(step, by_index[index], task, checked=checked))
+            if keeping is not None:
+                reports[-1][6] = signed(digest_of(self.parameters.gradient))
             return self.parameters.gradient
+
+        def keep(node: Node, value: torch.Tensor) -> None:
+            if keeping is not None and node in keeping:
+                kept[node] = value.clone()  # seldom: a scratch buffer would stay for good
 
         self.parameters.attach_gradient()
         self.model.train()
-        sums = {node: self._keep(fold(node, compute, self._add, self._keep)) for node in roots}
+        sums = {node: self._keep(fold(node, compute, self._add, self._keep, keep)) for node in roots}
         if not self.parameters.attached():
             raise RuntimeError("the model replaced a trainable parameter or its gradient; it would not be trained")
         empty = torch.empty((0, len(REPORT_FIELDS)), dtype=torch.int64, device=self.device)
-        return PartialGradient(sums, torch.stack(reports) if reports else empty)
+        return PartialGradient(sums, torch.stack(reports) if reports else empty, kept)
 
     def _leaf(self, step: int, leaf: Leaf, task: Task, *, checked: bool) -> torch.Tensor:
         self.parameters.gradient.zero_()
@@ -169,6 +183,13 @@ class Replica:
             report[4] = nonfinite(self.parameters.gradient)
             report[5] = bind_to_places(task.content(batch), leaf.first).sum()
         return report
+
+    def gradient_of(self, step: int, leaf: Leaf, task: Task) -> torch.Tensor:
+        """The gradient of one micro-batch alone, [size] fp32, as its owner computes it; changes nothing else."""
+        self.parameters.attach_gradient()
+        self.model.train()
+        self._leaf(step, leaf, task, checked=False)
+        return self.parameters.gradient.clone()
 
     def _keep(self, value: torch.Tensor) -> torch.Tensor:
         return self._scratch.copy_of(value) if value is self.parameters.gradient else value

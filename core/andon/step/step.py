@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import TypeVar
 
 import torch
@@ -13,19 +12,21 @@ import torch
 from andon.backend.base import Backend
 from andon.exits import Exit
 from andon.step.agreement import Agreement
+from andon.step.audit import NO_AUDIT, Audit, AuditSpec
 from andon.step.contracts import (
     LeafPlan,
     LeafReport,
     judge_leaves,
     judge_plans,
     judge_presence,
+    leaves_of,
     padded,
     plan_leaves,
     reports_of,
 )
 from andon.step.plan import GlobalBatch, rank_leaves
 from andon.step.reduce import TreeReduction
-from andon.step.replica import REPORT_FIELDS, Leaf, PartialGradient, Replica
+from andon.step.replica import REPORT_FIELDS, PartialGradient, Replica
 from andon.step.task import Task
 from andon.step.tree import fold
 from andon_contracts import judge
@@ -68,7 +69,13 @@ class TrainingStep:
     """Runs updates on all local replicas of a backend and holds each to its contract."""
 
     def __init__(
-        self, backend: Backend, replicas: Sequence[Replica], task: Task, micro_batches: int, clip_norm: float | None
+        self,
+        backend: Backend,
+        replicas: Sequence[Replica],
+        task: Task,
+        micro_batches: int,
+        clip_norm: float | None,
+        audit: AuditSpec = NO_AUDIT,
     ) -> None:
         """replicas: one for each local rank. micro_batches: M, the leaves of the sum; never a function of world size.
 
@@ -84,6 +91,7 @@ class TrainingStep:
         self._clip_norm = clip_norm
         self._owners = rank_leaves(micro_batches, backend.world_size)
         self._reduce = TreeReduction(micro_batches, replicas[0].parameters.size, backend)
+        self._audit = Audit(audit, backend, replicas, task, self._owners, self._reduce.roots_of_rank)
         # One more than any rank is to compute, so that a surplus is seen.
         self._report_rows = len(self._owners[0]) + 1
         self._agreement = Agreement(backend, replicas, _PLAIN_WIDTH + self._report_rows * len(REPORT_FIELDS))
@@ -102,6 +110,7 @@ class TrainingStep:
         plan, partials, reports, stopping = self._compute(batch, checked=checked, stop=stop)
         if checked:
             judge_leaves(reports, plan, batch.step)
+            self._audited(batch.step, plan, partials, reports)
         rows = sum(report.rows for report in reports)
         norm = self._reduce_and_clip(batch.step, partials, rows, rate, checked=checked)
         if rows:
@@ -138,6 +147,7 @@ class TrainingStep:
         plan: tuple[LeafPlan, ...] = ()
         done: Sequence[PartialGradient | Exception]
         try:
+            self._audit.prepare(batch.step, checked=checked)
             plan = self._plan(batch, checked=checked)
             done = self._backend.map(self._gradient_work(batch, plan, checked=checked))
         except Exception as error:  # noqa: BLE001 - the other ranks must hear of it before it is raised
@@ -164,11 +174,11 @@ class TrainingStep:
     def _gradient_work(
         self, batch: GlobalBatch, plan: Sequence[LeafPlan], *, checked: bool
     ) -> Callable[[int], PartialGradient | Exception]:
-        firsts = list(accumulate((len(leaf.ids) for leaf in plan), initial=0))
+        planned = leaves_of(plan)
 
         def work(index: int) -> PartialGradient | Exception:
             rank = self._backend.ranks[index]
-            leaves = [Leaf(i, firsts[i], plan[i].ids) for i in self._owners[rank]]
+            leaves = [planned[leaf] for leaf in self._owners[rank]]
             try:
                 return self._replicas[index].gradients(
                     batch.step, leaves, self._reduce.roots_of_rank[rank], self._task, checked=checked
@@ -181,6 +191,23 @@ class TrainingStep:
     def _report_table(self, result: PartialGradient | Exception, index: int) -> torch.Tensor:
         none = torch.empty((0, len(REPORT_FIELDS)), dtype=torch.int64, device=self._backend.devices[index])
         return padded(none if isinstance(result, Exception) else result.reports, self._report_rows)
+
+    def _audited(
+        self,
+        step: int,
+        plan: Sequence[LeafPlan],
+        partials: Sequence[PartialGradient],
+        reports: Sequence[LeafReport],
+    ) -> None:
+        """Where an audit is due, other ranks compute again what is about to be reduced."""
+        if not self._audit.spec.due(step):
+            return
+        digests = {report.index: report.gradient for report in reports}
+        observations = self._audit(step, self._agreement, leaves_of(plan), partials, digests)
+        failed = [o.rank for o in observations if o.values["failed"]]
+        if failed:
+            msg = f"rank {failed[0]} failed in the audit of step {step}"
+            raise RankFailed(msg)
 
     def _reduce_and_clip(
         self, step: int, partials: Sequence[PartialGradient], rows: int, rate: float, *, checked: bool

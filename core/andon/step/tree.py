@@ -26,18 +26,29 @@ def subtree_roots(node: Node, start: int, end: int) -> tuple[Node, ...]:
     return subtree_roots((low, middle), start, end) + subtree_roots((middle, high), start, end)
 
 
-def fold(node: Node, leaf: Callable[[int], T], add: Callable[[T, T], T], keep: Callable[[T], T]) -> T:
+def fold(
+    node: Node,
+    leaf: Callable[[int], T],
+    add: Callable[[T, T], T],
+    keep: Callable[[T], T],
+    seen: Callable[[Node, T], None] | None = None,
+) -> T:
     """Sum the leaves of `node` along the tree, computing them from left to right.
 
     `leaf(i)` may return a buffer that the next leaf overwrites: `keep(x)` makes a left summand safe before its right
     sibling is computed. `add(left, right)` may overwrite `left`. At most ceil(log2(leaves)) kept values live at once.
+    `seen(node, sum)` is shown every sum as it is computed, leaves included.
     """
     low, high = node
     if high - low == 1:
-        return leaf(low)
-    middle = (low + high) // 2
-    left = keep(fold((low, middle), leaf, add, keep))
-    return add(left, fold((middle, high), leaf, add, keep))
+        value = leaf(low)
+    else:
+        middle = (low + high) // 2
+        left = keep(fold((low, middle), leaf, add, keep, seen))
+        value = add(left, fold((middle, high), leaf, add, keep, seen))
+    if seen is not None:
+        seen(node, value)
+    return value
 
 
 def finish(node: Node, roots: Mapping[Node, T], add: Callable[[T, T], T]) -> T:

@@ -9,12 +9,13 @@ from andon.problems import InputError, Problem
 from andon.run.checkpoint import Checkpoint
 from andon.run.ledger import LedgerError, LedgerWriter, read_ledger
 from andon.run.provenance import fingerprint
+from andon.step.audit import describe
 from andon.step.state import state_tensors
 from andon.training.journal import FolderJournal, MetricsWriter, SilentJournal, say
 from andon.training.outputs import write_start
 from andon.training.progress import ProgressView
 from andon.training.resume import run_identity
-from andon.training.session import Session
+from andon.training.session import Session, audit_spec
 from andon.training.trainer import Journal, Progress
 from andon_contracts.digest import hex64
 from andon_contracts.record import Broken, Plan, Record, Resume, Start
@@ -126,6 +127,8 @@ def _announce(session: Session) -> None:
         f"training on {len(plan.ids)} rows, {plan.total_steps} steps of {plan.batch_size} rows in "
         f"{plan.micro_batches} micro-batches, {backend.world_size} {backend.name} workers"
     )
+    if session.config.contracts.enabled:
+        say(describe(audit_spec(session.config, backend.world_size), backend.world_size))
     if material.tokenizer.truncated:
         limit = session.config.model.max_length
         say(f"note: {material.tokenizer.truncated} texts were cut to {limit} tokens (model.max_length)")

@@ -26,6 +26,7 @@ from andon.model.build import build_base
 from andon.problems import InputError, Problem
 from andon.run.folder import RunFolder
 from andon.run.provenance import environment
+from andon.step.audit import AuditSpec, default_every
 from andon.step.replica import OptimizerSpec, Replica
 from andon.step.step import TrainingStep
 from andon.training.journal import say
@@ -112,6 +113,16 @@ def _backend(config: Config) -> Iterator[Backend]:
     yield GroupBackend(name, device)
 
 
+def audit_spec(config: Config, world_size: int) -> AuditSpec:
+    """The audit that `config` asks for on `world_size` ranks; by default it costs a hundredth of the work."""
+    every, coverage = config.contracts.audit_every, config.contracts.audit_coverage
+    return AuditSpec(
+        every=default_every(world_size, config.training.micro_batches) if every is None else every,
+        coverage=None if coverage == "all" else coverage,
+        seed=config.seed,
+    )
+
+
 def _assemble(config: Config, folder: RunFolder, backend: Backend, started: float) -> Session:
     material = prepare(config)
     model = attach(build_base(material.model), material.adapter, config.seed)
@@ -119,7 +130,8 @@ def _assemble(config: Config, folder: RunFolder, backend: Backend, started: floa
     first, second = optimizer.betas
     spec = OptimizerSpec(optimizer.name, (first, second), optimizer.eps, optimizer.weight_decay, optimizer.momentum)
     replicas = build_replicas(model, backend, spec, config.seed, material.task, material.plan.ids[0])
-    step = TrainingStep(backend, replicas, material.task, config.training.micro_batches, optimizer.clip_norm)
+    audit = audit_spec(config, backend.world_size)
+    step = TrainingStep(backend, replicas, material.task, config.training.micro_batches, optimizer.clip_norm, audit)
     accelerators = [torch.cuda.get_device_name(device) for device in backend.devices if device.type == "cuda"]
     return Session(
         config=config,

@@ -1,0 +1,59 @@
+"""The audit in a run of the trainer: it changes nothing, is counted, and says what it cannot see."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from andon.config.schema import Config
+from andon.step.audit import AuditSpec
+from andon.step.replica import Replica
+from andon.training.session import audit_spec
+from andon_contracts.violation import Violation
+from tests.training.runs import Runs, outcome, records, summary
+
+EVERY_STEP = ("contracts.audit_every=1", "contracts.audit_coverage=all")
+
+
+def test_an_audited_run_is_the_run(runs: Runs, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Twelve audits of everything leave every bit as it is, and are counted and announced."""
+    assert runs.train(tmp_path / "r", *EVERY_STEP, workers=2) == 0
+    assert outcome(tmp_path / "r") == outcome(run)
+    assert summary(tmp_path / "r")["contracts"]["audit"] == 12
+    assert "audit: every 1 steps another rank computes every micro-batch of each rank again" in capsys.readouterr().err
+
+
+def test_one_worker_is_told_what_it_cannot_see(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line at the start."""
+    assert runs.train(tmp_path / "r", "training.max_steps=1", workers=1) == 0
+    assert "one rank cannot see a persistent fault of its device" in capsys.readouterr().err
+
+
+def test_a_flip_that_all_ranks_share_ends_the_run(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One bit of a gradient of step 2, in float noise: the ledger has step 1, the violation, and no step 2."""
+    inner, flipped = Replica._leaf, [False]
+
+    def wrong(self: Replica, step: int, leaf: Any, task: Any, *, checked: bool) -> Any:
+        report = inner(self, step, leaf, task, checked=checked)
+        if step == 2 and leaf.index == 1 and not flipped[0]:
+            flipped[0] = True
+            self.parameters.gradient.view(-1)[0] += 1e-6
+        return report
+
+    monkeypatch.setattr(Replica, "_leaf", wrong)
+    with pytest.raises(Violation, match="audit broken at step 2"):
+        runs.train(tmp_path / "r", *EVERY_STEP, workers=2)
+    (broken,) = records(tmp_path / "r", "violation")
+    assert (broken.clause, broken.step, broken.tensor) == ("audit", 2, "gradient of micro-batch 1")
+    assert [record.step for record in records(tmp_path / "r", "step")] == [1]
+    assert summary(tmp_path / "r")["violations"] == 1
+
+
+def test_the_default_costs_a_hundredth_and_can_be_switched_off() -> None:
+    """K = ceil(100 W / M) with the default of 8 micro-batches; 0 is never."""
+    assert audit_spec(Config(), 2) == AuditSpec(25, 1, 42)
+    assert audit_spec(Config(), 4) == AuditSpec(50, 1, 42)
+    off = Config.model_validate({"contracts": {"audit_every": 0, "audit_coverage": "all"}})
+    assert audit_spec(off, 2) == AuditSpec(0, None, 42)

@@ -1,0 +1,332 @@
+"""The audit finds what replicas that agree cannot: a wrong bit that every rank is given alike."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from andon.backend.base import Backend
+from andon.backend.group import GroupBackend
+from andon.backend.inprocess import InlineBackend, ThreadsBackend
+from andon.step.audit import AuditSpec, default_every, describe, siblings
+from andon.step.plan import GlobalBatch, rank_leaves
+from andon.step.replica import Leaf, Replica
+from andon.step.step import RankFailed, StepResult, TrainingStep
+from andon.step.task import Task
+from andon.step.tree import Node, finish, fold, subtree_roots
+from andon_contracts.policy import evaluations, reset_evaluations
+from andon_contracts.violation import Violation
+from tests.support.ranks import run_ranks
+from tests.support.toy import CPU, Settings, ToyTask, build, rate, replica, run
+
+LEAVES = 8
+SETTINGS = Settings(LEAVES, sizes=(16, 16, 5))
+ALL = AuditSpec(1, None)
+
+
+def audited(backend: Backend, spec: AuditSpec, task: Task | None = None) -> tuple[TrainingStep, list[Replica]]:
+    """A step that is audited as `spec` says, on fresh replicas."""
+    replicas = [replica() for _ in backend.ranks]
+    return TrainingStep(backend, replicas, task or ToyTask(), LEAVES, 0.2, spec), replicas
+
+
+def inline(world: int) -> InlineBackend:
+    """`world` ranks in turn."""
+    return InlineBackend([CPU] * world)
+
+
+def do(step: TrainingStep, batch: GlobalBatch) -> StepResult:
+    """One update."""
+    return step(batch, rate(batch.step), batch.step)
+
+
+def flip(tensor: torch.Tensor, place: int, bit: int) -> None:
+    """One bit of one element."""
+    tensor.view(torch.int32)[place] ^= 1 << bit
+
+
+def plant_in_gradient(victim: Replica, leaf: int, place: int, bit: int, times: int = 1) -> None:
+    """After backward, the gradient of micro-batch `leaf` has one bit flipped, the next `times` times."""
+    inner, left = victim._leaf, [times]
+
+    def wrong(step: int, given: Leaf, task: Task, *, checked: bool) -> torch.Tensor:
+        report = inner(step, given, task, checked=checked)
+        if given.index == leaf and left[0]:
+            left[0] -= 1
+            flip(victim.parameters.gradient, place, bit)
+        return report
+
+    victim._leaf = wrong  # type: ignore[method-assign, assignment]
+
+
+def plant_in_sum(victim: Replica, root: int, place: int, bit: int) -> None:
+    """The partial sum number `root` has one bit flipped once it is complete, before it is sent."""
+    inner = victim.gradients
+
+    def wrong(*given: Any, **named: Any) -> Any:
+        partial = inner(*given, **named)
+        flip(list(partial.roots.values())[root], place, bit)
+        victim.gradients = inner  # type: ignore[method-assign]
+        return partial
+
+    victim.gradients = wrong  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8, 11])
+@pytest.mark.parametrize("coverage", [1, 2, None])
+def test_an_audit_changes_nothing(world: int, coverage: int | None) -> None:
+    """Every digest, loss and norm of an audited run is that of a run without audits; nothing clean is found broken."""
+    plain = run(inline(world), replace(SETTINGS, clip_norm=0.2))
+    step, replicas = audited(inline(world), AuditSpec(1, coverage))
+    reset_evaluations()
+    step.attest_start({})
+    for batch, expected in zip(SETTINGS.batches(), plain, strict=True):
+        result = do(step, batch)
+        assert (result.loss.hex(), result.grad_norm.hex(), dict(result.digests)) == (
+            expected["loss"], expected["norm"], expected["digests"],
+        )  # fmt: skip
+        assert len({r.weights_digest() for r in replicas}) == 1
+    assert evaluations()["audit"] == len(SETTINGS.sizes)
+
+
+def _unaudited_run_agrees(plant: Callable[[Sequence[Replica]], None]) -> None:
+    """The same fault without an audit: no clause is broken, all ranks agree, and the weights are not the right ones."""
+    wrong: list[int] = []
+    right: list[int] = []
+    for weights, planted in ((wrong, True), (right, False)):
+        step, replicas = audited(inline(2), AuditSpec(0))
+        if planted:
+            plant(replicas)
+        do(step, SETTINGS.batches()[0])
+        weights += [r.weights_digest() for r in replicas]
+    assert len(set(wrong)) == 1
+    assert wrong != right
+
+
+def test_a_flipped_bit_in_a_gradient_is_found_100_of_100() -> None:
+    """Full coverage, K = 1: any bit of any element of any micro-batch of any rank, at that step, and no update."""
+    draw = random.Random(7)
+    for _ in range(100):
+        world = draw.choice([2, 3, 5])
+        step, replicas = audited(inline(world), ALL)
+        leaf, place, bit = draw.randrange(LEAVES), draw.randrange(20 * 9), draw.randrange(22)
+        (owner,) = (rank for rank, run in enumerate(rank_leaves(LEAVES, world)) if leaf in run)
+        plant_in_gradient(replicas[owner], leaf, place, bit)
+        with pytest.raises(Violation, match="audit broken at step 1") as caught:
+            do(step, SETTINGS.batches()[0])
+        assert caught.value.clause == "audit"
+        assert caught.value.tensor == f"gradient of micro-batch {leaf}"
+        assert owner in caught.value.finding.ranks
+        assert all(r.updates == 0 for r in replicas)
+
+
+def test_a_flipped_bit_in_a_partial_sum_is_found_100_of_100() -> None:
+    """After the sum is complete and before it is sent, on any rank, in any of its sums."""
+    draw = random.Random(8)
+    for _ in range(100):
+        world = draw.choice([2, 3, 5])
+        step, replicas = audited(inline(world), ALL)
+        owner = draw.randrange(world)
+        leaves = rank_leaves(LEAVES, world)[owner]
+        roots = subtree_roots((0, LEAVES), leaves.start, leaves.stop)
+        root = draw.randrange(len(roots))
+        plant_in_sum(replicas[owner], root, draw.randrange(20 * 9), draw.randrange(22))
+        with pytest.raises(Violation) as caught:
+            do(step, SETTINGS.batches()[0])
+        assert caught.value.clause == "audit"
+        assert caught.value.tensor == f"partial sum from micro-batch {roots[root][0]} on"
+        assert owner in caught.value.finding.ranks
+
+
+@pytest.mark.parametrize("kind", ["gradient", "sum"])
+def test_replicas_agree_on_what_the_audit_finds(kind: str) -> None:
+    """Without the audit both faults pass: the ranks agree on weights and loss, and are wrong together."""
+
+    def plant(replicas: Sequence[Replica]) -> None:
+        if kind == "gradient":
+            plant_in_gradient(replicas[1], 5, 3, 20)
+        else:
+            plant_in_sum(replicas[1], 0, 3, 20)
+
+    _unaudited_run_agrees(plant)
+
+
+def test_one_pair_that_disagrees_accuses_both_and_several_accuse_one() -> None:
+    """Of two nobody can tell which is wrong; who disagrees with everyone is the culprit."""
+    step, replicas = audited(inline(4), ALL)
+    plant_in_gradient(replicas[2], 4, 0, 5)
+    with pytest.raises(Violation, match="either of both may be wrong") as caught:
+        do(step, SETTINGS.batches()[0])
+    assert len(caught.value.finding.ranks) == 2
+    step, replicas = audited(inline(4), ALL)
+    for leaf in range(LEAVES):  # a device that is always wrong: as owner, and as auditor of another
+        plant_in_gradient(replicas[2], leaf, 0, 5, times=1000)
+    with pytest.raises(Violation) as caught:
+        do(step, SETTINGS.batches()[0])
+    assert caught.value.finding.ranks == (2,)
+
+
+def test_one_rank_finds_what_passes_and_not_what_persists() -> None:
+    """At one rank the audit computes its own work again, and says so."""
+    step, replicas = audited(inline(1), ALL)
+    plant_in_gradient(replicas[0], 3, 0, 5)
+    with pytest.raises(Violation, match="rank 0 computed again") as caught:
+        do(step, SETTINGS.batches()[0])
+    assert caught.value.rank == 0
+    step, replicas = audited(inline(1), ALL)
+    plant_in_gradient(replicas[0], 3, 0, 5, times=1000)
+    do(step, SETTINGS.batches()[0])
+    assert "cannot see a persistent fault" in describe(ALL, 1)
+    assert "cannot see" not in describe(ALL, 2)
+
+
+def test_a_flip_is_found_exactly_where_its_micro_batch_is_drawn() -> None:
+    """At coverage 1 of 4 the draw decides, and nothing else: 50 flips, one a step, in any micro-batch of two ranks."""
+    spec = AuditSpec(1, 1, seed=3)
+    step, replicas = audited(inline(2), spec)
+    draw = random.Random(9)
+    (batch,) = Settings(LEAVES, sizes=(16,)).batches()
+    clean = [r._leaf for r in replicas]
+    outcomes = set()
+    for number in range(1, 51):
+        leaf = draw.randrange(LEAVES)
+        owner = leaf // 4
+        plant_in_gradient(replicas[owner], leaf, draw.randrange(180), draw.randrange(22))
+        drawn = leaf in spec.chosen(number, owner, range(4 * owner, 4 * owner + 4))
+        expected = pytest.raises(Violation, match="audit broken") if drawn else nullcontext()
+        with expected:
+            step(replace(batch, step=number), 0.01, replicas[0].updates + 1)
+        outcomes.add(drawn)
+        for each, leaf_work in zip(replicas, clean, strict=True):
+            each._leaf = leaf_work  # type: ignore[method-assign]
+    assert outcomes == {True, False}
+
+
+@pytest.mark.parametrize(("coverage", "leaves"), [(1, 4), (2, 4), (1, 8), (3, 5)])
+def test_micro_batches_are_drawn_at_the_stated_rate(coverage: int, leaves: int) -> None:
+    """Each of L micro-batches is drawn with probability c / L: 1,000 draws lie in the binomial's 99 % interval."""
+    spec = AuditSpec(1, coverage, seed=11)
+    draw = random.Random(12)
+    found = sum(draw.randrange(leaves) in spec.chosen(number, 1, range(leaves)) for number in range(1000))
+    share = coverage / leaves
+    assert abs(found - 1000 * share) <= 2.576 * math.sqrt(1000 * share * (1 - share))
+
+
+def test_audits_are_due_every_k_steps_and_cost_a_hundredth() -> None:
+    """K = ceil(100 W / M): one of the M / W micro-batches of a rank every K steps is at most 1 % of its work."""
+    assert [number for number in range(1, 10) if AuditSpec(3).due(number)] == [3, 6, 9]
+    assert not any(AuditSpec(0).due(number) for number in range(1, 10))
+    assert default_every(2, 8) == 25
+    assert default_every(1, 8) == 13
+    for world, leaves in ((1, 3), (3, 8), (8, 8), (16, 8)):
+        own = leaves / world
+        assert 1 / (default_every(world, leaves) * own) <= 0.01
+        assert 1 / ((default_every(world, leaves) - 1) * own) > 0.01
+
+
+@given(st.integers(1, 40), st.data())
+def test_what_is_taken_over_completes_what_is_computed_again(leaves: int, data: st.DataObject) -> None:
+    """The siblings of the chosen leaves and these leaves are the tree's leaves, once each, and sum as the tree does."""
+    chosen = data.draw(st.sets(st.integers(0, leaves - 1), min_size=1))
+    root = (0, leaves)
+    taken = siblings(root, sorted(chosen))
+    covered = [leaf for low, high in taken for leaf in range(low, high)]
+    assert sorted([*covered, *chosen]) == list(range(leaves))
+    seen: dict[Node, str] = {}
+    whole = fold(root, str, lambda one, other: f"({one}{other})", str, seen.__setitem__)
+    table: Mapping[Node, str] = {node: seen[node] for node in taken} | {(leaf, leaf + 1): str(leaf) for leaf in chosen}
+    assert finish(root, table, lambda one, other: f"({one}{other})") == whole
+
+
+def test_threads_audit_each_other() -> None:
+    """Ranks in threads find the same."""
+    backend = ThreadsBackend([CPU] * 3)
+    try:
+        step, replicas = audited(backend, ALL)
+        plant_in_gradient(replicas[1], 4, 0, 5)
+        with pytest.raises(Violation, match="gradient of micro-batch 4"):
+            do(step, SETTINGS.batches()[0])
+    finally:
+        backend.close()
+
+
+def _rank_with_flip(coverage: int | None) -> tuple[str, tuple[int, ...], int, int]:
+    """One rank of a group: two clean audited steps, then a flip on rank 1 in the third."""
+    backend = GroupBackend("gloo", CPU)
+    step, (own,) = audited(backend, AuditSpec(1, coverage))
+    first, second, third = SETTINGS.batches()
+    do(step, first)
+    do(step, second)
+    if backend.ranks[0] == 1:
+        plant_in_sum(own, 0, 3, 20)
+    try:
+        do(step, third)
+    except Violation as violation:
+        return violation.clause, violation.finding.ranks, violation.step, own.updates
+    return "", (), 0, own.updates
+
+
+@pytest.mark.parametrize("coverage", [1, None])
+def test_ranks_of_a_group_audit_each_other(coverage: int | None) -> None:
+    """In processes every rank raises the same violation, before the update; one micro-batch reaches the sum above."""
+    outcomes = [outcome.get() for outcome in run_ranks(2, _rank_with_flip, coverage)]
+    assert outcomes == [("audit", (0, 1), 3, 2)] * 2
+
+
+class _FailsOnce(ToyTask):
+    """A task that fails in the second forward pass of micro-batch 0's first row: the auditor's."""
+
+    def __init__(self, row: int) -> None:
+        super().__init__()
+        self.row, self.seen = row, 0
+
+    def load(self, ids: Sequence[int], device: torch.device) -> Any:
+        """The rows; the second time that `row` is among them, an error."""
+        self.seen += self.row in ids
+        if self.row in ids and self.seen == 2:
+            raise MemoryError("no memory for the audit")
+        return super().load(ids, device)
+
+
+def test_an_error_in_the_audit_is_raised_as_itself() -> None:
+    """What fails while it is computed again ends the step with its own error, not with a wait or a violation."""
+    batch = SETTINGS.batches()[0]
+    step, _ = audited(inline(2), ALL, _FailsOnce(batch.ids[0]))
+    with pytest.raises(MemoryError, match="no memory for the audit"):
+        do(step, batch)
+
+
+def _rank_that_fails(row: int) -> str:
+    backend = GroupBackend("gloo", CPU)
+    # Rank 0 computes the row once and rank 1, its auditor, once: only there is a second pass an audit.
+    task = _FailsOnce(row)
+    task.seen = backend.ranks[0]
+    step, _ = audited(backend, ALL, task)
+    try:
+        do(step, SETTINGS.batches()[0])
+    except (RankFailed, MemoryError) as error:
+        return type(error).__name__
+    return "nothing"
+
+
+def test_other_ranks_learn_that_an_audit_failed() -> None:
+    """The rank that failed raises its own error, the other that it noticed; nobody waits."""
+    first = SETTINGS.batches()[0].ids[0]
+    assert [outcome.get() for outcome in run_ranks(2, _rank_that_fails, first)] == ["RankFailed", "MemoryError"]
+
+
+def test_an_unaudited_step_records_no_digest_of_gradients() -> None:
+    """What is not audited costs nothing: the column is 0, and filled at an audited step."""
+    step, _ = build(inline(2), SETTINGS)
+    assert {leaf.gradient for leaf in do(step, SETTINGS.batches()[0]).leaves} == {0}
+    step, _ = audited(inline(2), ALL)
+    assert 0 not in {leaf.gradient for leaf in do(step, SETTINGS.batches()[0]).leaves}
