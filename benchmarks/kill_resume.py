@@ -41,7 +41,9 @@ def main() -> int:
             killed_at, left = _killed(folder, target, step, world, settings, draw)
             found = run(folder, "--workers", str(again), "--resume", "auto", *settings).summary
             same = (found["weights_digest"], found["final_loss"]["hex"]) == wanted
-            rows.append((number, target, f"{step} ({killed_at})", world, again, f"{left:.2f}", "same" if same else "OTHER"))
+            rows.append(
+                (number, target, f"{step} ({killed_at})", world, again, f"{left:.2f}", "same" if same else "OTHER")
+            )
             print(rows[-1], flush=True)
     print(table(("round", "killed", "step wanted (seen)", "workers", "resumed on", "s until all gone", "bits"), rows))
     good = sum(row[-1] == "same" for row in rows)

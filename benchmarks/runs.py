@@ -36,9 +36,7 @@ def environment() -> dict[str, str]:
 def run(folder: Path, *arguments: str, expect: Sequence[int] = (0,)) -> Run:
     """Train in `folder`; raises `RuntimeError` with what the command said if it ended otherwise than expected."""
     start = time.perf_counter()
-    done = subprocess.run(
-        command(folder, *arguments), env=environment(), capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(command(folder, *arguments), env=environment(), capture_output=True, text=True, check=False)
     seconds = time.perf_counter() - start
     if done.returncode not in expect:
         raise RuntimeError(f"exit {done.returncode}: {done.stderr[-2000:]}")

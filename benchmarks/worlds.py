@@ -27,7 +27,15 @@ def main() -> int:
                 rows.append((backend, world, *result, f"{found.seconds:.1f}"))
                 print(rows[-1], flush=True)
         other = run(Path(folder) / "other", "--set", "seed=43", *settings)
-        rows.append(("gloo, seed 43", 2, other.summary["weights_digest"], other.summary["final_loss"]["hex"], f"{other.seconds:.1f}"))
+        rows.append(
+            (
+                "gloo, seed 43",
+                2,
+                other.summary["weights_digest"],
+                other.summary["final_loss"]["hex"],
+                f"{other.seconds:.1f}",
+            )
+        )
     print(table(("backend", "workers", "weights", "final loss", "seconds"), rows))
     differs = (rows[-1][2], rows[-1][3]) not in results
     print(f"{len(results)} result(s) in {len(rows) - 1} runs; another seed gives another: {differs}")
