@@ -28,8 +28,8 @@ from andon_falsify.verdict import Claim, Counterexample, Verdict, conclude, judg
 
 GRADIENT_TOLERANCE = 2e-6
 """Relative L2 per tensor: the noise of fp32 against float64, with a margin that the gradient benchmark prints."""
-GRADIENT_FLOOR = 1e-3
-"""A tensor with less than this share of the whole gradient is measured by that share: it is mostly rounding."""
+GRADIENT_FLOOR = 0.1
+"""A tensor with less than this share of the whole gradient is measured by that share: cancellation leaves rounding."""
 LOSS_TOLERANCE = 1e-6
 NORM_TOLERANCE = 2e-6
 
