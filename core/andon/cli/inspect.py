@@ -1,4 +1,4 @@
-"""Show, diff, replay: what a run has left, looked at afterwards."""
+"""Show, explain, diff, replay: what a run has left, looked at afterwards."""
 
 from __future__ import annotations
 
@@ -59,7 +59,17 @@ def replay(
     raise typer.Exit(report.result.value)
 
 
+def explain(
+    path: Annotated[Path, typer.Argument(help="Bundle of a violation, or the run in which it was.")],
+) -> None:
+    """Explain a violation: what was promised, what was seen, where, and how to look further."""
+    from andon.inspection.explain import explain as explained
+
+    for line in explained(path):
+        typer.echo(line)
+
+
 def register(app: typer.Typer) -> None:
     """Add these commands to `app`."""
-    for command in (show, diff, replay):
+    for command in (show, explain, diff, replay):
         app.command()(command)

@@ -1,0 +1,87 @@
+"""What a violation left, put in words: a bundle that `watch` wrote, or the ledger of a run (issue 3 item 4)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from andon.inspection.recorded import open_recorded
+from andon.problems import InputError, Problem
+from andon_contracts.clauses import CLAUSES
+from andon_contracts.record import Broken
+
+_KNOWN = frozenset(
+    {"clause", "step", "ranks", "world", "tensor", "seen", "applied", "last_equal", "element", "digests", "versions"}
+)
+_SHOWN = 300
+
+
+def explain(path: Path) -> Iterator[str]:
+    """Lines on each violation in the bundle (a folder of `CLAUSE.json`, or one of these) or run at `path`.
+
+    Raises `InputError` where there is none, or what is there is no bundle.
+    """
+    if path.suffix == ".json" and path.is_file():
+        yield from _bundle(path)
+        return
+    files = sorted(path.glob("*.json")) if path.is_dir() and not (path / "ledger.jsonl").exists() else []
+    for file in files:
+        yield from _bundle(file)
+    if not files:
+        yield from _run(path)
+
+
+def _run(path: Path) -> Iterator[str]:
+    found = open_recorded(path)
+    broken = [record for record in found.records if isinstance(record, Broken)]
+    if not broken:
+        raise InputError([Problem(str(path), "its ledger has no violation to explain")])
+    for record in broken:
+        yield from _lines(record.to_json(), record.details)
+        yield f"  look     andon show {path} --step {record.step}"
+        if record.step > 1:
+            yield f"  repeat   andon replay {path} --steps {record.step - 1}"
+
+
+def _bundle(path: Path) -> Iterator[str]:
+    try:
+        body = json.loads(path.read_bytes())
+    except OSError as error:
+        raise InputError([Problem(str(path), f"cannot be read: {error.strerror}")]) from error
+    except ValueError as error:
+        raise InputError([Problem(str(path), f"is no bundle: {error}")]) from error
+    if not isinstance(body, dict) or not {"clause", "step", "seen"} <= body.keys():
+        raise InputError([Problem(str(path), "is no bundle: it names no clause, step and what was seen")])
+    digests = body.get("digests")
+    yield from _lines(body, digests if isinstance(digests, dict) else {})
+    if "applied" in body:
+        yield f"  state    step {body['step']} was {'applied' if body['applied'] else 'not applied'}"
+    if body.get("last_equal") is not None:
+        yield f"  equal    last at step {body['last_equal']}"
+    facts = {**body.get("versions", {}), **{name: body[name] for name in sorted(body.keys() - _KNOWN)}}
+    for name, value in facts.items():
+        yield f"  {name}: {_short(value)}"
+
+
+def _lines(body: Mapping[str, Any], details: Mapping[str, Any]) -> Iterator[str]:
+    """What was broken, what it promises, and where."""
+    clause = CLAUSES.get(body["clause"])
+    yield f"{body['clause']} broken at step {body['step']}"
+    if clause is not None:
+        yield f"  promise  {clause.statement}"
+        yield f"  source   {', '.join([clause.source, *clause.aliases])}"
+        yield f"  checked  {clause.schedule}"
+    of = f" of {body['world']}" if body.get("world") else ""
+    yield f"  ranks    {' '.join(map(str, body.get('ranks') or ())) or 'not attributable'}{of}"
+    if body.get("tensor"):
+        yield f"  where    {body['tensor']}{', ' + body['element'] if body.get('element') else ''}"
+    yield f"  seen     {body['seen']}"
+    for name, value in details.items():
+        yield f"  digests  {name}: {_short(value)}"
+
+
+def _short(value: object) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
