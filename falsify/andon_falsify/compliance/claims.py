@@ -29,7 +29,7 @@ from andon_falsify.verdict import Claim, Counterexample, Verdict, conclude, judg
 GRADIENT_TOLERANCE = 2e-6
 """Relative L2 per tensor: the noise of fp32 against float64, with a margin that the gradient benchmark prints."""
 GRADIENT_FLOOR = 0.1
-"""A tensor with less than this share of the whole gradient is measured by that share: cancellation leaves rounding."""
+"""A tensor with less than this share of all that was summed is measured by it: where rows cancel, rounding is left."""
 LOSS_TOLERANCE = 1e-6
 NORM_TOLERANCE = 2e-6
 
@@ -116,7 +116,7 @@ def gradients(trace: Trace, law: Reference) -> Verdict:
                 seen,
                 expected.gradients,
                 tolerance=GRADIENT_TOLERANCE,
-                floor=GRADIENT_FLOOR,
+                floor=GRADIENT_FLOOR * expected.summed / (global_norm(expected.gradients) or 1.0),
                 factors=factors(trace.case),
                 where=where,
             )
@@ -142,7 +142,7 @@ def norms(trace: Trace, law: Reference) -> Verdict:
     for expected in law.expected:
         norm, seen = global_norm(expected.gradients), reported[expected.step]
         checked += 1
-        if not abs(seen - norm) <= NORM_TOLERANCE * norm:
+        if not abs(seen - norm) <= NORM_TOLERANCE * max(norm, GRADIENT_FLOOR * expected.summed):
             what = "the reported norm is not that of the law"
             ratio = seen / norm if norm else None
             found.append(Counterexample(what, f"step {expected.step}", f"{norm:.9g}", f"{seen:.9g}", ratio))

@@ -6,10 +6,11 @@ update that made it. Only his dropout masks, and the length to which he padded, 
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -67,11 +68,15 @@ def optimizer_law(case: Case) -> Law:
 
 @dataclass(frozen=True)
 class Expected:
-    """The law for one update, from the weights that the accused had before it."""
+    """The law for one update, from the weights that the accused had before it.
+
+    `summed` is the norm that the gradient would have if no row's part cancelled another's: what fp32 rounds is that.
+    """
 
     step: int
     loss: float
     gradients: Mapping[str, Tensor]
+    summed: float
 
 
 class Reference:
@@ -144,12 +149,24 @@ class Reference:
 
     def _expected(self) -> Iterator[Expected]:
         for step in sorted(self.trace.first.values):
-            if not self.trace.first.values[step].weights:
-                continue
-            loss, gradients = gradient(
-                self.model, self.before(step), self.trainable, self.pieces(step), self._weights, self.masks(step)
-            )
-            yield Expected(step, loss, gradients)
+            if self.trace.first.values[step].weights:
+                yield self._row_by_row(step)
+
+    def _row_by_row(self, step: int) -> Expected:
+        """Each row's part by itself; the law is their sum over the count of rows."""
+        weights, masks, rows = self.before(step), self.masks(step), len(planned(self.case)[step])
+        loss, sums, sizes = 0.0, dict.fromkeys(self.trainable, torch.zeros(())), dict.fromkeys(self.trainable, 0.0)
+        for index, piece in enumerate(self.pieces(step)):
+            for row in range(len(piece.labels)):
+                own = Piece(*(part[row : row + 1] for part in (piece.tokens, piece.attention, piece.labels)))
+                of_row = partial(_of_row, masks(index), len(piece.labels), row)
+                part_loss, part = gradient(self.model, weights, self.trainable, [own], self._weights, _always(of_row))
+                loss += part_loss
+                for name, tensor in part.items():
+                    sums[name] = sums[name] + tensor
+                    sizes[name] += float(tensor.norm())
+        gradients = {name: tensor / rows for name, tensor in sums.items()}
+        return Expected(step, loss / rows, gradients, math.hypot(*sizes.values()) / rows)
 
     def trajectory(self) -> Iterator[Update]:
         """The law on its own from the initial weights: nothing of the accused but his masks enters."""
@@ -169,6 +186,16 @@ class Reference:
             class_weights=self._weights,
             masks=masks,
         )
+
+
+def _always(masks: Masks) -> Callable[[int], Masks]:
+    return lambda _: masks
+
+
+def _of_row(masks: Masks, rows: int, row: int, name: str, shape: tuple[int, ...]) -> Tensor | None:
+    """One row of the masks of a micro-batch of `rows` rows."""
+    found = masks(name, (rows, *shape[1:]))
+    return None if found is None else found[row : row + 1]
 
 
 def short_name(name: str) -> str:
