@@ -18,5 +18,5 @@ def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """The package is collected where it is named (`--pyargs andon_falsify`), and through its thin files otherwise."""
-    named = config.getoption("pyargs") or any(_PACKAGE == Path(str(arg)).resolve() for arg in config.args)
+    named = config.getoption("pyargs") or any(Path(str(arg)).resolve() == _PACKAGE for arg in config.args)
     return True if collection_path == _PACKAGE and not named else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
+from andon_falsify.checkers import CLAIMS as CHECKED
 from andon_falsify.checkers import (
     chain_intact,
     gradient_law,
@@ -19,7 +20,6 @@ from andon_falsify.checkers import (
     samples_once,
     schedule,
 )
-from andon_falsify.checkers import CLAIMS as CHECKED
 from andon_falsify.compliance.law import Reference, optimizer_law, planned, short_name
 from andon_falsify.reference.update import State, clip, global_norm
 from andon_falsify.subjects.case import Case
@@ -192,9 +192,7 @@ def layouts(trace: Trace) -> Verdict:
 
 def memory(trace: Trace) -> Verdict:
     """Every rank's peak of live tensor bytes against the trainer's plan, and what rests between updates."""
-    return memory_within.check(
-        trace.gathered("peaks"), trace.first.planned_bytes, resting=trace.gathered("resting")
-    )
+    return memory_within.check(trace.gathered("peaks"), trace.first.planned_bytes, resting=trace.gathered("resting"))
 
 
 def halted(trace: Trace) -> Verdict:
@@ -218,5 +216,3 @@ def _unapplied(trace: Trace, step: int) -> Verdict:
                 what = "weights or optimizer state changed in the update that was to be stopped"
                 found.append(Counterexample(what, f"step {step}, rank {rank}", before, final[rank][0]))
     return conclude(halts.CLAIM, checked, found)
-
-

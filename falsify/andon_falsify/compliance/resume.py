@@ -36,7 +36,7 @@ class Resumed:
 
 
 def cut_and_resume(subject: Subject, case: Case, *, after: int, every: int, world: int, fault: str | None) -> Resumed:
-    """Run `case` whole; cut another run off after update `after`, with checkpoints every `every` updates, and resume it.
+    """Run `case` whole; cut another off after update `after`, with checkpoints every `every` updates; resume it.
 
     `world` and `fault` are those of the run that takes up. No checkpoint is written at the cut itself, as none is by a
     kill: updates after the last one are done again.

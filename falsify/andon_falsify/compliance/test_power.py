@@ -14,7 +14,7 @@ ANYWHERE = [fault.name for fault in FAULTS if fault.kind == "functions"]
 
 @pytest.mark.parametrize("name", BY_BACKEND)
 def test_a_planted_fault_is_killed(laboratory: Laboratory, backend: str, name: str) -> None:
-    """It changes something, the clean run holds, and its claim falls; with the contracts on it does not go unnoticed."""
+    """It changes something, the clean run holds, and its claim falls; with the contracts on it is noticed."""
     assert laboratory.attempt(named(name), backend).problems == []
 
 

@@ -35,7 +35,7 @@ def _graph_kept(parts: Parts, stack: ExitStack) -> None:
     backward = torch.Tensor.backward
 
     def keeping(self: torch.Tensor, *args: Any, **named: Any) -> None:
-        backward(self, *args, **{**named, "retain_graph": True})
+        backward(self, *args, **{**named, "retain_graph": True})  # type: ignore[no-untyped-call]
 
     patched(stack, torch.Tensor, "backward", keeping)
     kept: dict[int, list[torch.Tensor]] = {id(replica.model): [] for replica in parts.replicas}

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+import andon.run.atomic
 import andon.run.ledger
 from andon.backend import devices
 from andon.model.adapter import trainable_parameters
@@ -39,7 +40,8 @@ def _masks_by_rank(parts: Parts, _: ExitStack) -> None:
 def _sum_by_rank(parts: Parts, _: ExitStack) -> None:
     def finish(inner: Any, received: Any) -> torch.Tensor:
         rows = [row for part in received for row in part]
-        return sum(rows[1:], rows[0])
+        total: torch.Tensor = sum(rows[1:], rows[0])
+        return total
 
     around(parts.step._reduce, "_finish", finish)
 
@@ -88,7 +90,7 @@ def _nan_reported(parts: Parts, _: ExitStack) -> None:
 
 
 def _line_lost(parts: Parts, stack: ExitStack) -> None:
-    write = andon.run.ledger.write_all
+    write = andon.run.atomic.write_all
 
     def losing(handle: int, line: bytes) -> None:
         if b'"step":2,' not in line:

@@ -182,5 +182,3 @@ def scaled_partials(replica: Replica, factor: Callable[[PartialGradient], float]
 def rows_of(partial: PartialGradient) -> int:
     """How many rows a replica's partial gradient is of."""
     return int(partial.reports[:, 1].sum()) if len(partial.reports) else 0
-
-

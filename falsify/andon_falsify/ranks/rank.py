@@ -30,7 +30,8 @@ def live(rank: int, world: int, store: str, pipe: Connection) -> None:
 
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=GROUP_TIMEOUT_S)
-    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timeout)
+    shared = dist.FileStore(store, world)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=shared, rank=rank, world_size=world, timeout=timeout)
     served = 0
     while True:
         try:

@@ -116,7 +116,7 @@ def _watch(rank: int, replica: Replica, case: Case, seen: Sightings) -> None:
         if rank == 0:
             seen.values[step] = Values({name: value.clone() for name, value in held.items()}, {})
 
-    replica.set_gradient = set_gradient  # type: ignore[method-assign]
+    replica.set_gradient = set_gradient  # type: ignore[method-assign,assignment]
     replica.gradients = gradients  # type: ignore[method-assign]
 
 

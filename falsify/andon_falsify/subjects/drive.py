@@ -143,9 +143,7 @@ def _opening(parts: Parts, progress: Progress) -> Start | Resume:
     world, name = parts.backend.world_size, parts.backend.name
     if progress.step:
         return Resume(progress.step, "case", _MACHINE, digests, world, name)
-    described = Plan(
-        len(plan.ids), plan.batch_size, plan.micro_batches, plan.seed, plan.epochs, plan.total_steps
-    )
+    described = Plan(len(plan.ids), plan.batch_size, plan.micro_batches, plan.seed, plan.epochs, plan.total_steps)
     return Start("case", _MACHINE, "case", described, digests, world, name)
 
 

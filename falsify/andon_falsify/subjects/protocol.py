@@ -14,7 +14,7 @@ class Subject(Protocol):
     name: str
 
     def run(self, case: Case) -> Trace:
-        """Run `case` to its end, a violation, or the point where it is cut off. An error is in the trace, not raised."""
+        """Run `case` to its end, a violation, or the point where it is cut off. Errors are in the trace, not raised."""
         ...
 
 

@@ -128,5 +128,3 @@ def keep_weights(seen: Sightings, step: int, replica: Replica) -> None:
     if step in seen.values:
         held = {name: value.clone() for name, value in replica.parameters.weight_views().items()}
         seen.values[step] = Values(seen.values[step].gradients, held)
-
-
