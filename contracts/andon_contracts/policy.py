@@ -80,7 +80,7 @@ def clause(name: str, explain: Callable[..., Finding]) -> Callable[[Predicate], 
 
 
 def argument(explain: Callable[..., str]) -> Callable[[Predicate], Predicate]:
-    """Mark a predicate as a test of what a caller passed; `explain` makes the `ValueError`'s message, value included."""
+    """Mark a predicate as a test of what a caller passed; `explain` makes the message, with the value in it."""
 
     def mark(predicate: Predicate) -> Predicate:
         @functools.wraps(predicate)

@@ -1,0 +1,28 @@
+"""What the README says of the code is what the code says."""
+
+from __future__ import annotations
+
+import re
+
+from andon_contracts.clauses import CLAUSES, clauses_table
+from tests.repository.sources import ROOT
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_table_of_clauses_is_the_registry() -> None:
+    """The README's table is generated (`clauses_table`): a clause that was added, renamed or reworded is in it."""
+    assert clauses_table() in README
+
+
+def test_every_clause_in_a_message_is_registered() -> None:
+    """A name in the README's first column is a name that a message can have."""
+    named = re.findall(r"^\| `([a-z-]+)` \|", README, re.MULTILINE)
+    assert named == list(CLAUSES)
+
+
+def test_every_file_that_the_readme_points_to_exists() -> None:
+    """No link leads nowhere."""
+    linked = [target for target in re.findall(r"\]\(([^)#]+)\)", README) if "://" not in target]
+    assert linked
+    assert [target for target in linked if not (ROOT / target).exists()] == []
