@@ -201,3 +201,13 @@ def test_a_configuration_cannot_be_changed() -> None:
     """Ranks are handed one configuration; none of them may come to differ from it."""
     with pytest.raises(ValidationError, match="frozen"):
         Config().run.workers = 3
+
+
+def test_patience_needs_rows_to_validate() -> None:
+    """Early stopping counts epochs without a better validation loss; without validation rows it could never stop."""
+    without, patient = "data.validation_fraction=0", "training.early_stopping_patience=2"
+    assert faults(None, [without, patient]) == [
+        "--set training.early_stopping_patience: needs rows to validate on: a data.validation_fraction above 0 (2)"
+    ]
+    assert load_config(None, [patient]).training.early_stopping_patience == 2
+    assert load_config(None, [without]).training.early_stopping_patience is None

@@ -143,7 +143,7 @@ class Training(Section):
     batch_size: Count = Field(default=32, description="rows of one step, over all workers")
     micro_batches: Count = Field(default=8, description="parts of a batch; the result depends on it, not on workers")
     early_stopping_patience: Count | None = Field(
-        default=None, description="evaluations without a better one; null: never"
+        default=None, description="epochs without a better validation loss; null: never"
     )
     checkpoint_every: Count | None = Field(default=None, description="steps; at the end of every epoch anyway")
     evaluate_every: Count | None = Field(default=None, description="steps; at the end of every epoch anyway")
@@ -235,4 +235,12 @@ class Config(Section):
         if self.schedule.min_lr > self.optimizer.lr:
             what = f"must not be more than optimizer.lr, {self.optimizer.lr} ({self.schedule.min_lr})"
             raise _refuse("schedule.min_lr", what)
+        return self
+
+    @model_validator(mode="after")
+    def _patience_has_a_loss(self) -> Config:
+        patience = self.training.early_stopping_patience
+        if patience is not None and self.data.validation_fraction == 0:
+            what = f"needs rows to validate on: a data.validation_fraction above 0 ({patience})"
+            raise _refuse("training.early_stopping_patience", what)
         return self

@@ -75,7 +75,8 @@ class Trainer:
     evaluate: scores of the validation rows (None where there are none). stop_asked: whether this process was asked to
     end at the next step boundary. base_digest: of the frozen weights at the start. repeats: steps done before, which
     must be repeated exactly. progress, weights: where the run is, and the digest of the weights there; both are of the
-    last step that held, whatever happens in the next.
+    last step that held, whatever happens in the next. patience: epochs in a row without a better validation loss
+    after which training ends; evaluations within an epoch do not count.
     """
 
     backend: Backend
