@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from andon.problems import InputError
 from andon.run import provenance
-from andon.run.provenance import commit, differences, environment, fingerprint, write_provenance
+from andon.run.provenance import commit, differences, environment, fingerprint, read_provenance, write_provenance
 
 
 def test_versions_are_those_installed() -> None:
@@ -97,3 +98,25 @@ def test_provenance_says_what_went_in(tmp_path: Path) -> None:
     assert (found["identity"], found["digests"]) == ("ab" * 8, {"data": "cd" * 8})
     assert found["commit"] == commit()
     assert found["fingerprint"] == fingerprint(found["environment"])
+
+
+def test_provenance_is_read_as_it_was_written(tmp_path: Path) -> None:
+    """Digests by name, and the fingerprint; a digest that is not there is named."""
+    ours = environment(threads=1)
+    write_provenance(tmp_path / "p.json", identity="ab" * 8, digests={"data": "cd" * 8}, environment=ours)
+    found = read_provenance(tmp_path / "p.json")
+    assert found.digest("data") == "cd" * 8
+    assert found.fingerprint == fingerprint(ours)
+    with pytest.raises(InputError, match=r"p\.json: has no digest of 'base'"):
+        found.digest("base")
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"\xff", b"[" * 100_000, b"[]", b"{}", b'{"digests": {"a": 1}, "fingerprint": {}}', None]
+)
+def test_a_damaged_provenance_is_bad_input(tmp_path: Path, content: bytes | None) -> None:
+    """Cut, emptied, of another form, or not there: one problem at the file."""
+    if content is not None:
+        (tmp_path / "p.json").write_bytes(content)
+    with pytest.raises(InputError, match=r"p\.json: "):
+        read_provenance(tmp_path / "p.json")

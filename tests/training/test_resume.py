@@ -230,6 +230,23 @@ def test_a_damaged_ledger_is_refused_by_line(runs: Runs, tmp_path: Path) -> None
         runs.train(folder, resume="auto")
 
 
+def test_what_stands_in_the_place_of_a_ledger_is_refused_by_line(runs: Runs, tmp_path: Path) -> None:
+    """A folder of a run whose ledger holds something else is bad input without `--resume auto`, too."""
+    folder = RunFolder(tmp_path / "run")
+    with folder.open_for_writing():
+        folder.ledger.write_text("mine\n")
+    with pytest.raises(InputError, match=r"ledger\.jsonl:1: "):
+        runs.train(folder.path)
+
+
+def test_a_damaged_provenance_is_refused(runs: Runs, tmp_path: Path) -> None:
+    """It is bad input, at its file."""
+    folder = interrupted(runs, tmp_path / "run", 2)
+    (folder / "provenance.json").write_text("{")
+    with pytest.raises(InputError, match=r"provenance\.json: is no provenance of a run"):
+        runs.train(folder, resume="auto")
+
+
 def test_a_folder_has_one_writer(runs: Runs, tmp_path: Path) -> None:
     """While a process writes to it another is refused, with the pid of the first."""
     folder = RunFolder(tmp_path / "run")

@@ -6,7 +6,6 @@ difference there is said, and is never called wrong.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -16,6 +15,7 @@ from typing import Any
 from andon.config.identity import PLACING
 from andon.config.load import load_config
 from andon.inspection.recorded import Recorded, open_recorded
+from andon.run.provenance import read_provenance
 from andon_contracts.record import Step
 
 _VERSIONS = ("torch", "transformers", "peft", "numpy", "libc")
@@ -75,11 +75,9 @@ def _flat(path: Path) -> dict[str, Any]:
 def _digests(recorded: Recorded) -> dict[str, str]:
     found = dict(recorded.start.digests) if recorded.start is not None else {}
     assert recorded.folder is not None
-    try:
-        found |= json.loads(recorded.folder.provenance.read_bytes())["digests"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return found  # a run that ended before it began has no provenance; the ledger's digests say the same in short
-    return found
+    if not recorded.folder.provenance.exists():
+        return found  # the ledger's digests say the same in short
+    return {**found, **read_provenance(recorded.folder.provenance).digests}
 
 
 def compare(one: Side, other: Side) -> Report:

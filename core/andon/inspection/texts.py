@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -10,6 +9,7 @@ from andon.config.load import load_config
 from andon.data.rows import Row
 from andon.problems import InputError
 from andon.run.folder import RunFolder
+from andon.run.provenance import read_provenance
 from andon.training.rows import read_rows
 
 
@@ -28,11 +28,9 @@ def texts_of(folder: RunFolder | None) -> Texts:
         return Texts(missing="a ledger alone names rows by id; their texts are not in it")
     try:
         found = read_rows(load_config(folder.config))
-        recorded = json.loads(folder.provenance.read_bytes())["digests"]["data"]
+        recorded = read_provenance(folder.provenance).digest("data")
     except InputError as error:
         return Texts(missing=f"the texts are not at hand: {error}")
-    except (OSError, ValueError, KeyError, TypeError):
-        return Texts(missing=f"the texts are not shown: {folder.provenance.name} does not say which data it was")
     if recorded != found.digest:
         return Texts(missing="the texts are not shown: the data is no longer that which the run was trained on")
     return Texts({row.id: row for row in found.train.rows}, tuple(found.train.labels))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from andon.problems import InputError, Problem
 from andon.run.atomic import write_json
 
 _PACKAGES = ("andon", "torch", "transformers", "peft", "safetensors", "tokenizers", "numpy", "icontract")
@@ -117,6 +120,36 @@ def write_provenance(
         "fingerprint": fingerprint(environment),
     }
     write_json(path, found)
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """What the file at `path` says of its run: digests by name, and what its bits may depend on."""
+
+    path: Path
+    digests: Mapping[str, str]
+    fingerprint: Mapping[str, str]
+
+    def digest(self, name: str) -> str:
+        """The digest of this name. Raises `InputError` where the file has none."""
+        if name not in self.digests:
+            raise InputError([Problem(str(self.path), f"has no digest of {name!r}")])
+        return self.digests[name]
+
+
+def read_provenance(path: Path) -> Provenance:
+    """What `write_provenance` wrote to `path`. Raises `InputError` for a file that cannot be read or is another."""
+    try:
+        found = json.loads(path.read_bytes())
+    except OSError as error:
+        raise InputError([Problem(str(path), f"cannot be read: {error.strerror}")]) from error
+    except (ValueError, RecursionError) as error:
+        raise InputError([Problem(str(path), f"is no provenance of a run: {error}")]) from error
+    parts = [_mapping(found).get(name) for name in ("digests", "fingerprint")]
+    if not all(isinstance(part, dict) and all(isinstance(value, str) for value in part.values()) for part in parts):
+        raise InputError([Problem(str(path), "is no provenance of a run: it must hold digests and a fingerprint")])
+    digests, machine = ({name: str(value) for name, value in _mapping(part).items()} for part in parts)
+    return Provenance(path, digests, machine)
 
 
 def _version(name: str) -> str | None:

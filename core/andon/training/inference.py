@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -23,6 +22,7 @@ from andon.model.build import build_base, quiet_loading
 from andon.model.task import ClassificationTask, collate, predictions
 from andon.problems import InputError, Problem
 from andon.run.folder import RunFolder
+from andon.run.provenance import read_provenance
 from andon.training.evaluation import evaluate
 from andon.training.material import adapter_spec, model_spec
 from andon_contracts.digest import hex64
@@ -78,7 +78,7 @@ def _whole_model(folder: RunFolder, num_labels: int) -> nn.Module:
 
 
 def _require_same_base(folder: RunFolder, model: nn.Module) -> None:
-    wanted = json.loads(folder.provenance.read_text())["digests"]["base"]
+    wanted = read_provenance(folder.provenance).digest("base")
     found = hex64(base_digest(model))
     if found != wanted:
         raise InputError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from andon.run.checkpoint import Checkpoint, load_checkpoint, newest_valid
 from andon.run.folder import State
 from andon.run.ledger import LedgerError, head_at
 from andon.run.provenance import differences as other_machine
-from andon.run.provenance import fingerprint
+from andon.run.provenance import fingerprint, read_provenance
 from andon.run.sealed import CheckpointError
 from andon.step.state import restore_state
 from andon.step.step import RankFailed
@@ -72,8 +71,14 @@ def restore(session: Session) -> Checkpoint | None:
 
 
 def repeats_after(session: Session, step: int) -> Repeats:
-    """The steps after `step` that the ledger has already: doing them again must give the same."""
-    return Repeats(earlier_steps(session.folder.ledger, step, fingerprint(session.environment)))
+    """The steps after `step` that the ledger has already: doing them again must give the same.
+
+    Raises `InputError` at the line of a ledger that is damaged.
+    """
+    try:
+        return Repeats(earlier_steps(session.folder.ledger, step, fingerprint(session.environment)))
+    except LedgerError as error:
+        raise InputError([Problem("", f"{error}; the run cannot be resumed")]) from error
 
 
 def _loaded(session: Session, step: int) -> Checkpoint:
@@ -108,14 +113,11 @@ def _choice(session: Session) -> tuple[Checkpoint | None, int]:
 
 
 def _check_ledger(session: Session) -> None:
-    try:
-        repeats_after(session, 0)
-    except LedgerError as error:
-        raise InputError([Problem("", f"{error}; the run cannot be resumed")]) from error
+    repeats_after(session, 0)
     if not session.folder.provenance.exists():
         return
-    was = json.loads(session.folder.provenance.read_bytes())["fingerprint"]
-    changed = other_machine(was, fingerprint(session.environment))
+    was = read_provenance(session.folder.provenance)
+    changed = other_machine(was.fingerprint, fingerprint(session.environment))
     if changed:
         say(f"resume: other machine or versions ({'; '.join(changed)}): the bits may differ from an uninterrupted run")
 
@@ -135,8 +137,8 @@ def identity_at_start(session: Session) -> dict[str, Any] | None:
     folder = session.folder
     if not (folder.ledger.exists() and folder.provenance.exists() and folder.config.exists()):
         return None
-    digests = json.loads(folder.provenance.read_bytes())["digests"]
-    named = {name: digests[name] for name in ("data", "tokenizer", "base", "initial_weights")}
+    was = read_provenance(folder.provenance)
+    named = {name: was.digest(name) for name in ("data", "tokenizer", "base", "initial_weights")}
     return identity(load_config(folder.config)) | named | {"labels": list(session.material.labels)}
 
 
