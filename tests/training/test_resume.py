@@ -94,6 +94,31 @@ def test_resume_auto_on_a_new_folder_starts_anew(
     assert "andon: resume: no checkpoint, starting anew\n" in capsys.readouterr().err
 
 
+def test_resume_auto_without_a_folder_finds_the_run(
+    runs: Runs, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The newest unfinished run of this configuration and data; one of another rate or data, or a finished one, is not
+    meant, and where there is none it starts anew."""
+    monkeypatch.chdir(tmp_path)
+    other = tmp_path / "other.jsonl"
+    other.write_bytes(runs.data.read_bytes().replace(b"thing number 3", b"thing number 9", 1))
+    mine = interrupted(runs, Path("runs/mine"), 2)
+    interrupted(runs, Path("runs/rate"), 2, "optimizer.lr=0.02")
+    interrupted(runs, Path("runs/data"), 2, f"data.train={other}")
+    Path("runs/notes").mkdir()
+    flags = {"run.backend": "inline", "run.workers": 2, "run.resume": "auto"}
+    assert run_training(None, runs.overrides(), flags) == 0
+    said = capsys.readouterr().err
+    assert f"andon: resume: {mine} is the newest unfinished run of this configuration" in said
+    assert "resume: from step-00000002" in said
+    assert outcome(mine) == outcome(whole)
+    before = set(Path("runs").iterdir())
+    assert run_training(None, runs.overrides(), flags) == 0
+    (new,) = set(Path("runs").iterdir()) - before
+    assert f"no unfinished run of this configuration under runs/, starting anew in {new}" in capsys.readouterr().err
+    assert len(records(new, "step")) == STEPS
+
+
 def test_a_corrupted_checkpoint_is_rejected_by_name(
     runs: Runs, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -31,7 +31,7 @@ def train(
     config: ConfigFile = None,
     workers: Annotated[int | None, typer.Option(help="Ranks on this machine.")] = None,
     backend: Annotated[str | None, typer.Option(help="inline, threads, gloo, nccl or mixed.")] = None,
-    resume: Annotated[str | None, typer.Option(help="auto: go on from the newest valid checkpoint.")] = None,
+    resume: Annotated[str | None, typer.Option(help="auto: go on in --run-dir, or the newest unfinished.")] = None,
     run_dir: Annotated[str | None, typer.Option(help="Folder of the run; a new one under runs/ by default.")] = None,
     data: Annotated[str | None, typer.Option(help="Training rows: JSONL, CSV, TSV or Parquet.")] = None,
     eval_data: Annotated[str | None, typer.Option(help="Rows to evaluate on, never trained on.")] = None,

@@ -16,7 +16,7 @@ from andon.exits import Exit
 from andon.launch.context import RankContext, is_rank
 from andon.launch.launcher import PRELOAD, LaunchResult, launch, warm_up
 from andon.problems import InputError, Problem
-from andon.run.folder import RunFolder, State, default_folder
+from andon.run.folder import RUNS, RunFolder, State, default_folder
 from andon.training.entry import ENTRY, payload_of, train_rank
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def run_training(
     if is_rank():
         _be_a_rank(config_path, overrides, flags, started)
     config = load_config(config_path, overrides, flags)
-    folder = RunFolder(Path(config.run.dir) if config.run.dir is not None else default_folder())
+    folder = _folder_of(config)
     if _nothing_to_do(config, folder):
         return Exit.OK
     _check_data(config)
@@ -83,6 +83,23 @@ def _be_a_rank(config_path: Path | None, overrides: Sequence[str], flags: Mappin
         return train_rank(payload_of(config, folder, started))
 
     run_rank(work)
+
+
+def _folder_of(config: Config) -> RunFolder:
+    """The folder that is named; else the run that there is to resume, where that was asked for; else a new one."""
+    if config.run.dir is not None:
+        return RunFolder(Path(config.run.dir))
+    if config.run.resume != "auto":
+        return RunFolder(default_folder())
+    from andon.training.unfinished import newest_unfinished
+
+    found = newest_unfinished(config, RUNS)
+    if found is not None:
+        say(f"resume: {found.path} is the newest unfinished run of this configuration (another one: --run-dir)")
+        return found
+    folder = RunFolder(default_folder())
+    say(f"resume: no unfinished run of this configuration under {RUNS}/, starting anew in {folder.path} (--run-dir)")
+    return folder
 
 
 def _foreign(path: Path) -> Problem:

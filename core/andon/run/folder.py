@@ -18,6 +18,8 @@ from andon.run.atomic import clean_leftovers, is_leftover, json_bytes, remove, s
 
 REPORTS = "reports"
 """Where ranks say how they ended; under torchrun it may be there before the folder has an owner."""
+RUNS = Path("runs")
+"""Where runs lie whose folder nobody names, in the working folder."""
 _LOCK = ".lock"
 _LOCK_LIMIT = 4096
 
@@ -168,7 +170,7 @@ class RunFolder:
             os.ftruncate(handle, len(data))
 
 
-def default_folder(base: Path = Path("runs"), now: datetime | None = None) -> Path:
+def default_folder(base: Path = RUNS, now: datetime | None = None) -> Path:
     """A path under `base` that does not exist, named by the time (UTC) to the second; later ones of a second count."""
     stamp = (now or _now()).strftime("%Y%m%d-%H%M%S")
     path, number = base / stamp, 1

@@ -1,0 +1,54 @@
+"""The run that `--resume auto` means where no folder is named: found without torch, before anything is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from andon.config.identity import identity
+from andon.config.load import load_config
+from andon.config.schema import Config
+from andon.problems import InputError
+from andon.run.folder import RunFolder, State
+from andon.run.provenance import read_provenance
+from andon.training.rows import read_rows
+
+
+def newest_unfinished(config: Config, base: Path) -> RunFolder | None:
+    """The run right under `base` that was written to last, has not ended, and is the one that `config` defines.
+
+    It is the same run where both configurations have one identity and name the same data. Raises `InputError` for
+    data that is wrong. Folders that hold no run, or one whose configuration or provenance cannot be read, are not it.
+    """
+    wanted, data = identity(config), ""
+    for folder in _latest_first(base):
+        if _identity_of(folder) != wanted:
+            continue
+        data = data or read_rows(config).digest
+        if _data_of(folder) == data:
+            return folder
+    return None
+
+
+def _latest_first(base: Path) -> list[RunFolder]:
+    """The unfinished runs under `base`, the one whose ledger grew last before the others."""
+    folders = [RunFolder(path) for path in (base.iterdir() if base.is_dir() else ()) if path.is_dir()]
+    begun = [folder for folder in folders if folder.begun() and folder.state() is State.UNFINISHED]
+    return sorted(begun, key=_last_written, reverse=True)
+
+
+def _last_written(folder: RunFolder) -> tuple[int, str]:
+    return folder.ledger.stat().st_mtime_ns if folder.ledger.exists() else 0, folder.path.name
+
+
+def _identity_of(folder: RunFolder) -> dict[str, object] | None:
+    try:
+        return identity(load_config(folder.config))
+    except InputError:
+        return None
+
+
+def _data_of(folder: RunFolder) -> str | None:
+    try:
+        return read_provenance(folder.provenance).digest("data")
+    except InputError:
+        return None
