@@ -202,3 +202,10 @@ def test_a_closed_standard_stream_changes_no_exit_code(tmp_path: Path, closed: s
     command = f'exec "$0" -m andon check missing.yaml {closed}'
     ended = subprocess.run(["sh", "-c", command, sys.executable], cwd=tmp_path, timeout=PATIENCE_S, check=False)
     assert ended.returncode == 2
+
+
+def test_a_message_that_cannot_be_written_changes_no_exit_code(tmp_path: Path) -> None:
+    """On a full device the command ends as it would have."""
+    command = 'exec "$0" -m andon check missing.yaml 2>/dev/full'
+    ended = subprocess.run(["sh", "-c", command, sys.executable], cwd=tmp_path, timeout=PATIENCE_S, check=False)
+    assert ended.returncode == 2

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
 import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from andon.cli.messages import say
 from andon.exits import Exit
+from andon.messages import BROKEN_STREAM, say
 from andon.problems import InputError
 
 _TRACEBACK = "ANDON_TRACEBACK"
@@ -30,12 +29,18 @@ def main() -> NoReturn:
 
 
 def _leave(code: int) -> NoReturn:
-    """End with `code`; where torch was loaded, without taking its modules down one by one, which takes a second."""
-    if "torch" not in sys.modules:
-        raise SystemExit(code)
+    """End with `code`, whatever became of the standard streams.
+
+    Where torch was loaded, without taking its modules down one by one, which takes a second.
+    """
+    broken = False
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # whoever read it may have gone
+        try:
             stream.flush()
+        except BROKEN_STREAM:  # whoever read it may have gone; the interpreter would end with 120 for that
+            broken = True
+    if "torch" not in sys.modules and not broken:
+        raise SystemExit(code)
     atexit._run_exitfuncs()
     os._exit(code)
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from andon.cli.messages import say
+from andon.messages import say
 
 Run = Annotated[Path, typer.Argument(help="Run folder, or its ledger.jsonl.")]
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from andon.cli.messages import say
 from andon.config.load import load_config
 from andon.exits import Exit
 from andon.launch.context import RankContext, is_rank
 from andon.launch.launcher import PRELOAD, LaunchResult, launch, warm_up
+from andon.messages import say
 from andon.problems import InputError, Problem
 from andon.run.folder import RUNS, RunFolder, State, default_folder
 from andon.training.entry import ENTRY, payload_of, train_rank

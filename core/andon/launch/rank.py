@@ -27,6 +27,7 @@ from andon.launch.context import AGENT_PID, RankContext
 from andon.launch.ending import describe
 from andon.launch.orphan import die_with_parent
 from andon.launch.report import Report, path_of, write_for_torch
+from andon.messages import write
 
 TORCH_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 TRACEBACK = "ANDON_TRACEBACK"
@@ -81,8 +82,7 @@ def run_rank(work: Callable[[RankContext], int], *, run_folder: Path | None = No
     report = _live(work, run_folder)
     if report.exit != Exit.OK:
         line = report.message if report.exit == Exit.USAGE else report.cause
-        # One write: `print` makes two, and ranks share one stderr.
-        sys.stderr.write(f"rank {report.rank}: {line}\n")
+        write(f"rank {report.rank}: {line}\n")
     _leave(report.exit)
 
 
@@ -181,7 +181,7 @@ def _on_stderr(report: Report) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        sys.stderr.write(f"rank {report.rank}: {report.cause} (its report could not be written: {error})\n")
+        write(f"rank {report.rank}: {report.cause} (its report could not be written: {error})\n")
 
 
 def _take_down_group() -> None:

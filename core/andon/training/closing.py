@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 
+from andon.messages import say
 from andon.metrics.scores import Scores
 from andon.problems import InputError
 from andon.training.evaluation import evaluate
-from andon.training.journal import FolderJournal, say
+from andon.training.journal import FolderJournal
 from andon.training.outputs import Result, write_adapter, write_results
 from andon.training.session import Session
 from andon.training.trainer import Journal, Outcome, Trainer

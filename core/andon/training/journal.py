@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -174,10 +173,3 @@ def progress_from(state: Mapping[str, Any]) -> Progress:
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         msg = f"the checkpoint's state has no usable progress: {error}"
         raise ValueError(msg) from error
-
-
-def say(text: str) -> None:
-    """One plain line for whoever watches the run."""
-    # One write: `print` makes two, and ranks share one stderr.
-    sys.stderr.write(f"andon: {text}\n")
-    sys.stderr.flush()

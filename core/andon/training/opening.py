@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 
 from andon.config.identity import config_digest
+from andon.messages import say
 from andon.problems import InputError, Problem
 from andon.run.checkpoint import Checkpoint
 from andon.run.ledger import LedgerError, LedgerWriter, read_ledger
 from andon.run.provenance import fingerprint
 from andon.step.audit import describe
 from andon.step.state import state_tensors
-from andon.training.journal import FolderJournal, MetricsWriter, SilentJournal, say
+from andon.training.journal import FolderJournal, MetricsWriter, SilentJournal
 from andon.training.outputs import write_start
 from andon.training.progress import ProgressView
 from andon.training.resume import run_identity

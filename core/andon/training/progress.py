@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import suppress
 from typing import Any
 
+from andon.messages import BROKEN_STREAM, write
 from andon.metrics.scores import Scores
 from andon.step.plan import GlobalBatch
 from andon.step.step import StepResult
@@ -28,7 +30,8 @@ class ProgressView:
         """One update was done."""
         if self._bar is not None:
             bar, task = self._bar
-            bar.update(task, completed=result.step, description=f"epoch {batch.epoch + 1} loss {result.loss:.4f}")
+            with suppress(*BROKEN_STREAM):
+                bar.update(task, completed=result.step, description=f"epoch {batch.epoch + 1} loss {result.loss:.4f}")
         elif result.step % self._every == 0 or result.step == self._total:
             rate = (result.step - self._done_before) / (time.perf_counter() - self._started)
             self._line(
@@ -48,14 +51,16 @@ class ProgressView:
     def close(self) -> None:
         """Take the bar away."""
         if self._bar is not None:
-            self._bar[0].stop()
+            with suppress(*BROKEN_STREAM):
+                self._bar[0].stop()
             self._bar = None
 
     def _line(self, text: str) -> None:
         if self._bar is not None:
-            self._bar[0].console.print(text)
+            with suppress(*BROKEN_STREAM):
+                self._bar[0].console.print(text)
         else:
-            print(text, file=sys.stderr, flush=True)
+            write(f"{text}\n")
 
 
 def _bar(total: int, done: int) -> Any:

@@ -8,6 +8,7 @@ import torch
 
 from andon.config.identity import differences, identity
 from andon.config.load import load_config
+from andon.messages import say
 from andon.problems import InputError, Problem
 from andon.run.checkpoint import Checkpoint, load_checkpoint, newest_valid
 from andon.run.folder import State
@@ -17,7 +18,6 @@ from andon.run.provenance import fingerprint, read_provenance
 from andon.run.sealed import CheckpointError
 from andon.step.state import restore_state
 from andon.step.step import RankFailed
-from andon.training.journal import say
 from andon.training.repeat import Repeats, earlier_steps
 from andon.training.session import Session
 from andon_contracts.digest import hex64

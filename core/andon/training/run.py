@@ -7,6 +7,7 @@ from contextlib import suppress
 
 from andon.config.schema import Config
 from andon.exits import Exit
+from andon.messages import say
 from andon.metrics.scores import Scores
 from andon.problems import InputError
 from andon.run.checkpoint import Checkpoint
@@ -14,7 +15,7 @@ from andon.run.folder import RunFolder
 from andon.step.schedule import WarmupCosine
 from andon.training.closing import finish, record_violation
 from andon.training.evaluation import evaluate
-from andon.training.journal import progress_from, say
+from andon.training.journal import progress_from
 from andon.training.opening import agree_on_start, earlier_violations, open_journal
 from andon.training.repeat import Repeats
 from andon.training.resume import AlreadyFinished, repeats_after, restore

@@ -21,6 +21,7 @@ from andon.backend.devices import IN_PROCESS, placement
 from andon.backend.group import GroupBackend
 from andon.backend.inprocess import InlineBackend, ThreadsBackend
 from andon.config.schema import Config
+from andon.messages import say
 from andon.model.adapter import attach
 from andon.model.build import build_base
 from andon.problems import InputError, Problem
@@ -29,7 +30,6 @@ from andon.run.provenance import environment
 from andon.step.audit import AuditSpec, default_every
 from andon.step.replica import OptimizerSpec, Replica
 from andon.step.step import TrainingStep
-from andon.training.journal import say
 from andon.training.material import Material, prepare
 from andon.training.replicas import build_replicas
 from andon_contracts.policy import suspended
