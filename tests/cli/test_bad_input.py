@@ -138,6 +138,23 @@ def test_a_run_that_does_not_exist(tmp_path: Path, command: str) -> None:
     refused(andon(command, tmp_path / "empty", *data, stdin=b"\xff\n"), "holds no run of andon")
 
 
+@pytest.mark.parametrize("command", ["eval", "predict", "show", "explain", "diff", "replay", "init", "check"])
+def test_a_path_that_is_too_long(tmp_path: Path, command: str) -> None:
+    """No file system has names of 300 letters: one line that names the path and says so, wherever one is given."""
+    long = "a" * 300
+    more = {"eval": ["none.csv"], "diff": [long], "replay": ["--steps", "1"]}
+    refused(andon(command, long, *more.get(command, []), folder=tmp_path), "cannot be read: File name too long")
+
+
+def test_a_run_with_a_path_that_is_too_long(tmp_path: Path) -> None:
+    """The folder of a run, or of its model: the same line, and nothing is left."""
+    long = "a" * 300
+    for flag in ("--run-dir", "--model"):
+        ended = andon("train", flag, long, "--backend", "inline", folder=tmp_path)
+        refused(ended, f"{long}: cannot be read: File name too long")
+    assert tree(tmp_path) <= {"runs"}
+
+
 def test_init_writes_over_nothing(tmp_path: Path) -> None:
     """A configuration that is there stays; a file in the folder's place is named."""
     (tmp_path / "config.yaml").write_text("mine")

@@ -61,11 +61,12 @@ def train(
 @app.command()
 def init(folder: Annotated[Path, typer.Argument(help="Where config.yaml is written.")]) -> None:
     """Write a commented config.yaml with every setting at its default."""
+    from andon.config.source import is_there
     from andon.config.template import template
     from andon.run.atomic import storage, write_whole
 
     target = folder / "config.yaml"
-    if target.exists():
+    if is_there(target):
         raise InputError([Problem(str(target), "is there already")])
     with storage(target):
         folder.mkdir(parents=True, exist_ok=True)

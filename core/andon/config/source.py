@@ -1,4 +1,4 @@
-"""A file that a user names: there, readable, and a file."""
+"""Paths that a user names: there, readable, and what they should be."""
 
 from __future__ import annotations
 
@@ -28,3 +28,24 @@ def require_file(path: Path, *, empty: bool = False) -> None:
     except ValueError as error:
         fault = f"is no path: {error}"
     raise InputError([Problem(where, fault)])
+
+
+def is_there(path: Path) -> bool:
+    """Whether anything is at `path`. Raises `InputError` for what can be no path, as a name that is too long."""
+    try:
+        return path.exists()
+    except (OSError, ValueError) as error:
+        raise _no_path(path, error) from error
+
+
+def is_folder(path: Path) -> bool:
+    """Whether `path` is a folder. Raises `InputError` for what can be no path, as a name that is too long."""
+    try:
+        return path.is_dir()
+    except (OSError, ValueError) as error:
+        raise _no_path(path, error) from error
+
+
+def _no_path(path: Path, error: OSError | ValueError) -> InputError:
+    what = error.strerror if isinstance(error, OSError) else str(error)
+    return InputError([Problem(str(path), f"cannot be read: {what}")])

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from andon.config.source import is_folder
 from andon.inspection.recorded import open_recorded
 from andon.problems import InputError, Problem
 from andon_contracts.clauses import CLAUSES
@@ -23,10 +24,11 @@ def explain(path: Path) -> Iterator[str]:
 
     Raises `InputError` where there is none, or what is there is no bundle.
     """
+    folder = is_folder(path)
     if path.suffix == ".json" and path.is_file():
         yield from _bundle(path)
         return
-    files = sorted(path.glob("*.json")) if path.is_dir() and not (path / "ledger.jsonl").exists() else []
+    files = sorted(path.glob("*.json")) if folder and not (path / "ledger.jsonl").exists() else []
     for file in files:
         yield from _bundle(file)
     if not files:

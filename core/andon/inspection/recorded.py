@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from andon.config.source import is_folder
 from andon.problems import InputError, Problem
 from andon.run.folder import RunFolder
 from andon.run.ledger import LedgerError, head_at, read_ledger
@@ -73,7 +74,7 @@ def open_recorded(path: Path) -> Recorded:
 
     Raises `InputError` where there is none, it cannot be read, or a line does not fit.
     """
-    folder = RunFolder(path) if path.is_dir() else None
+    folder = RunFolder(path) if is_folder(path) else None
     ledger = folder.ledger if folder is not None else path
     try:
         return Recorded(path, ledger, folder, tuple(read_ledger(ledger)))

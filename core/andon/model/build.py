@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from andon.config.source import is_folder
 from andon.problems import InputError, Problem, ProblemList
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -180,7 +181,7 @@ def _pretrained(spec: ModelSpec) -> Any:
 def _source(base: str) -> tuple[str, bool]:
     """Where to load from, and whether that is a folder."""
     folder = Path(base).expanduser()
-    if folder.is_dir():
+    if is_folder(folder):
         if not (folder / "config.json").is_file():
             hint = "; it is an adapter: give its base model" if (folder / "adapter_config.json").is_file() else ""
             raise InputError([Problem("model.base", f"{base!r} has no config.json, so it is no model{hint}")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from andon.config.source import is_there
 from andon.problems import InputError, Problem
 from andon.run.folder import RunFolder, State
 
@@ -11,7 +12,7 @@ from andon.run.folder import RunFolder, State
 def require_run(path: Path) -> RunFolder:
     """The run folder at `path` with an adapter in it. Raises `InputError` where there is none; reads no data."""
     folder = RunFolder(path)
-    if not path.exists():
+    if not is_there(path):
         raise InputError([Problem(str(path), "there is no such run")])
     if folder.state() in (State.EMPTY, State.FOREIGN):
         raise InputError([Problem(str(path), "holds no run of andon")])

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from andon.config.schema import Config
+from andon.config.source import is_folder
 from andon.data.labels import class_weights
 from andon.data.rows import DataSet
 from andon.data.tokens import Tokenizer, byte_tokenizer, pretrained_tokenizer
@@ -65,7 +66,7 @@ def prepare(config: Config) -> Material:
 def _tokenizer(config: Config) -> Tokenizer:
     if config.model.base is None:
         return byte_tokenizer()
-    return pretrained_tokenizer(config.model.base, local_only=Path(config.model.base).is_dir())
+    return pretrained_tokenizer(config.model.base, local_only=is_folder(Path(config.model.base)))
 
 
 def _task(config: Config, data: DataSet, tokenizer: Tokenizer, weights: Sequence[float]) -> ClassificationTask:
