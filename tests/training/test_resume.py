@@ -272,6 +272,21 @@ def test_a_damaged_provenance_is_refused(runs: Runs, tmp_path: Path) -> None:
         runs.train(folder, resume="auto")
 
 
+def test_a_second_interrupt_says_what_is_left(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A checkpoint is spoken of only where there is one."""
+    begun = interrupted(runs, tmp_path / "begun", 2)
+
+    def interrupted_twice(*arguments: object) -> Exit:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("andon.training.run.train", interrupted_twice)
+    for folder, left in ((begun, "the last checkpoint stands"), (tmp_path / "new", "no checkpoint had been written")):
+        assert runs.train(folder, resume="auto") == Exit.RANK_LOST
+        assert left in capsys.readouterr().err
+
+
 def test_a_folder_has_one_writer(runs: Runs, tmp_path: Path) -> None:
     """While a process writes to it another is refused, with the pid of the first."""
     folder = RunFolder(tmp_path / "run")

@@ -145,7 +145,9 @@ def _train_here(config: Config, folder: RunFolder, started: float) -> Exit:
         try:
             return train(config, folder, lambda: bool(asked), started)
         except KeyboardInterrupt:
-            say("ended at once: a second SIGINT asked for it; the last checkpoint stands")
+            kept = any(folder.checkpoints.glob("step-*"))
+            left = "the last checkpoint stands" if kept else "no checkpoint had been written yet"
+            say(f"ended at once: a second SIGINT asked for it; {left}")
             return Exit.RANK_LOST
 
 
