@@ -24,4 +24,6 @@ class Exit(IntEnum):
     RANK_SILENT = 72
     """A rank gave no answer within the deadline."""
     PREEMPTED = 75
-    """Ended by SIGTERM or SIGUSR1 at a step boundary, with a checkpoint; resume to go on."""
+    """Ended by a signal at a step boundary, with a checkpoint; resume to go on."""
+    INTERRUPTED = 130
+    """Ended by SIGINT where there is no step boundary to end at: before training, or in another command."""

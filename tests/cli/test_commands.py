@@ -94,6 +94,37 @@ def test_predict_labels_each_line(run: Path) -> None:
     assert all(1 / 3 <= one["probability"] <= 1 for one in found)
 
 
+def test_predict_for_a_reader_that_has_enough(run: Path) -> None:
+    """`andon predict RUN | head -1`: the reader goes, the command ends well and says nothing."""
+    command = '"$0" -m andon predict "$1" | head -1; echo "${PIPESTATUS[0]}"'
+    done = subprocess.run(
+        ["bash", "-c", command, sys.executable, str(run)],
+        input="red thing\n" * 2000,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    first, code = done.stdout.splitlines()
+    assert json.loads(first)["text"] == "red thing"
+    assert (code, done.stderr) == ("0", "")
+
+
+def test_an_interrupt_while_the_command_is_imported() -> None:
+    """Ctrl-C before anything was done: one line and 130, as a shell has it."""
+    program = (
+        "import os, signal, sys\n"
+        "class Interrupting:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'andon.cli.commands': os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupting())\n"
+        "from andon.cli.app import main\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, "--help"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "andon: interrupted\n")
+
+
 def test_predict_names_every_bad_line(run: Path) -> None:
     """Bytes that are not UTF-8 and empty lines, by line; nothing is predicted then."""
     ended = andon("predict", run, stdin=b"good\n\xff\n\ngood\n")

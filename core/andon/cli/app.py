@@ -17,15 +17,23 @@ _TRACEBACK = "ANDON_TRACEBACK"
 
 def main() -> NoReturn:
     """Run the command line; exits with an `Exit`."""
-    _open_closed_streams()
+    try:
+        _open_closed_streams()
+        code = _run_command()
+    except KeyboardInterrupt:  # while modules are imported; typer sees those of a command
+        say("interrupted")
+        code = int(Exit.INTERRUPTED)
+    _leave(code)
+
+
+def _run_command() -> int:
     try:
         from andon.cli.commands import app
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("typer", "pydantic", "yaml", "rich", "click"):
             raise
-        say(f"{error.name} is not installed; run: pip install 'andon[train]'")
-        raise SystemExit(int(Exit.USAGE)) from None
-    _leave(guarded(lambda: _run(app)))
+        return _say(f"{error.name} is not installed; run: pip install 'andon[train]'", Exit.USAGE)
+    return guarded(lambda: _run(app))
 
 
 def _leave(code: int) -> NoReturn:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from andon.cli import inspect, plugins
+from andon.cli.output import put
 from andon.problems import InputError, Problem
 
 app = typer.Typer(
@@ -71,7 +72,7 @@ def init(folder: Annotated[Path, typer.Argument(help="Where config.yaml is writt
     with storage(target):
         folder.mkdir(parents=True, exist_ok=True)
     write_whole(target, template().encode())
-    typer.echo(f"wrote {target}\nnext: andon train {target}")
+    put(f"wrote {target}\nnext: andon train {target}")
 
 
 @app.command()
@@ -86,7 +87,7 @@ def check(
     from andon.training.preview import describe
 
     for line in describe(loaded):
-        typer.echo(line)
+        put(line)
 
 
 @app.command(name="eval")
@@ -103,7 +104,7 @@ def evaluate(
     from andon.training.inference import evaluate_run, load_run, read_labelled
 
     rows = read_labelled(folder, data)
-    typer.echo(json.dumps(evaluate_run(load_run(folder), rows).as_dict(), indent=2))
+    put(json.dumps(evaluate_run(load_run(folder), rows).as_dict(), indent=2))
 
 
 @app.command()
@@ -118,7 +119,8 @@ def predict(run: Annotated[Path, typer.Argument(help="Run folder.")]) -> None:
 
     for found in predict(load_run(folder), texts):
         line = {"text": found.text, "label": found.label, "probability": round(found.probability, 6)}
-        typer.echo(json.dumps(line, ensure_ascii=False))
+        if not put(json.dumps(line, ensure_ascii=False)):
+            return
 
 
 inspect.register(app)

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from andon.cli.output import put
 from andon.messages import say
 
 Run = Annotated[Path, typer.Argument(help="Run folder, or its ledger.jsonl.")]
@@ -24,7 +25,7 @@ def show(
     found = open_recorded(run)
     lines = overview(found) if step is None else one_step(found, step, texts_of(found.folder))
     for line in lines:
-        typer.echo(line)
+        put(line)
 
 
 def diff(
@@ -36,7 +37,7 @@ def diff(
 
     report = compare(read_side(one), read_side(other))
     for line in report.lines:
-        typer.echo(line)
+        put(line)
     raise typer.Exit(report.result.value)
 
 
@@ -55,7 +56,7 @@ def replay(
         say(str(error))
         raise typer.Exit(int(error.ends_with)) from None
     for line in report.lines:
-        typer.echo(line)
+        put(line)
     raise typer.Exit(report.result.value)
 
 
@@ -66,7 +67,7 @@ def explain(
     from andon.inspection.explain import explain as explained
 
     for line in explained(path):
-        typer.echo(line)
+        put(line)
 
 
 def register(app: typer.Typer) -> None:
