@@ -1,4 +1,4 @@
-"""For `pytest --pyargs andon_falsify`: the option, the fixtures and the count of the compliance tests."""
+"""For `pytest --pyargs andon_falsify`: the fixtures and the count of the compliance tests."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from andon_falsify.compliance.plugin import register
 
 
 def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
-    """Bring the plugin in before the command line is read."""
+    """Bring the plugin in."""
     register(pluginmanager)

@@ -1,6 +1,7 @@
 """The compliance tests: what a data-parallel trainer must keep, tried on each of its backends.
 
-`pytest --pyargs andon_falsify` runs them; the last line says how many claims were checked of how many.
+`pytest --pyargs andon_falsify` runs them, with `-p andon_falsify.compliance.plugin --backend NAME` on one backend.
+The last line says how many claims were checked of how many.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """What pytest needs for the compliance tests: the option, the fixtures, and the last line that counts the claims.
 
-Registered by the conftest.py beside the tests. Verdicts travel in the reports, so they arrive from pytest-xdist too.
+Registered by the conftest.py beside the tests; with `--pyargs` pytest reads that only after its command line, so there
+`-p andon_falsify.compliance.plugin` brings in the option. Verdicts travel in the tests' reports, so that they arrive
+from the workers of pytest-xdist too.
 """
 
 from __future__ import annotations
@@ -74,7 +76,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """One test for each selected backend, skipped with its reason where this machine cannot run it."""
     if "backend" not in metafunc.fixturenames:
         return
-    chosen = metafunc.config.getoption("--backend") or CPU_BACKENDS
+    chosen = metafunc.config.getoption("--backend", None) or CPU_BACKENDS
     metafunc.parametrize("backend", [_param(name) for name in dict.fromkeys(chosen)])
 
 
@@ -114,9 +116,16 @@ def court(request: pytest.FixtureRequest, subject: Remembering) -> Iterator[Cour
 
 
 @pytest.fixture(scope="session")
-def laboratory(subject: Remembering) -> Laboratory:
-    """Plants faults in our trainer."""
+def session_laboratory(subject: Remembering) -> Laboratory:
+    """Plants faults in our trainer, and keeps the runs without them for the whole session."""
     return Laboratory(subject)
+
+
+@pytest.fixture
+def laboratory(session_laboratory: Laboratory, court: Court) -> Laboratory:
+    """Plants faults in our trainer; the runs are counted with the test's."""
+    del court
+    return session_laboratory
 
 
 class Count:
@@ -193,5 +202,6 @@ def _restored(claim: str, outcome: Outcome, checked: int, text: str) -> Verdict:
 
 def register(pluginmanager: pytest.PytestPluginManager) -> None:
     """Make this module a plugin, once, whichever conftest.py asks first."""
-    if not pluginmanager.has_plugin("andon-falsify"):
-        pluginmanager.register(sys.modules[__name__], "andon-falsify")
+    this = sys.modules[__name__]
+    if not pluginmanager.is_registered(this):
+        pluginmanager.register(this)

@@ -14,9 +14,7 @@ from typing import Any
 from andon_falsify.ranks.rank import Answer, live
 
 DEADLINE_S = 90.0
-"""How long a request may take, the start of the ranks included."""
 GRACE_S = 5.0
-"""How long the other ranks have after one of them failed."""
 _PRELOADED = (
     "torch",
     "torch.distributed",
@@ -28,10 +26,16 @@ _PRELOADED = (
 
 
 class RankPool:
-    """`world` processes in one gloo group. After a failure they are replaced at the next request."""
+    """`world` processes in one gloo group. After a failure they are replaced at the next request.
 
-    def __init__(self, world: int) -> None:
+    deadline_s: how long a request may take, the start of the ranks included; grace_s: how long the other ranks have
+    after one of them failed, and how long a rank has to leave.
+    """
+
+    def __init__(self, world: int, deadline_s: float = DEADLINE_S, grace_s: float = GRACE_S) -> None:
         self.world = world
+        self._deadline_s = deadline_s
+        self._grace_s = grace_s
         self._context = multiprocessing.get_context("forkserver")
         # Imported once, by a server that starts no thread, so that a rank is there in milliseconds.
         self._context.set_forkserver_preload(list(_PRELOADED))
@@ -57,6 +61,11 @@ class RankPool:
             self.close()
         return [answers[rank] for rank in range(self.world)]
 
+    @property
+    def pids(self) -> list[int]:
+        """The processes of the ranks, by rank; none before the first request and after a failure."""
+        return [process.pid for process, _ in self._ranks if process.pid is not None]
+
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="andon-ranks-")
         store = str(Path(self._folder.name) / "store")
@@ -69,7 +78,7 @@ class RankPool:
 
     def _collect(self, answers: dict[int, Answer]) -> None:
         """Read until every rank has answered, or its time is over; a failure shortens the others' time."""
-        deadline = time.monotonic() + DEADLINE_S
+        deadline = time.monotonic() + self._deadline_s
         while len(answers) < self.world:
             open_ = {pipe: rank for rank, (_, pipe) in enumerate(self._ranks) if rank not in answers}
             ready = wait(list(open_), timeout=max(0.0, deadline - time.monotonic()))
@@ -79,14 +88,14 @@ class RankPool:
                 assert isinstance(pipe, Connection)
                 answer = answers[open_[pipe]] = _read(pipe)
                 if not answer.usable:
-                    deadline = min(deadline, time.monotonic() + GRACE_S)
+                    deadline = min(deadline, time.monotonic() + self._grace_s)
 
     def close(self) -> None:
         """End the ranks: a closed pipe is their sign to leave; who stays is killed."""
         for _, pipe in self._ranks:
             pipe.close()
         for process, _ in self._ranks:
-            process.join(GRACE_S)
+            process.join(self._grace_s)
             if process.is_alive():
                 process.kill()
                 process.join()
