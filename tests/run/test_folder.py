@@ -8,13 +8,15 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from andon.problems import InputError
-from andon.run.folder import RunFolder, State, default_folder
+from andon.run.folder import RunFolder, State, new_folder
 from andon.run.ledger import LedgerWriter
 from andon_contracts.record import End
 
@@ -146,13 +148,32 @@ def test_the_owner_cleans_up(tmp_path: Path) -> None:
         assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "checkpoints"]
 
 
-def test_default_folders_do_not_collide(tmp_path: Path) -> None:
+def test_new_folders_do_not_collide(tmp_path: Path) -> None:
     """The name is the time in UTC; a second run of the same second gets a number."""
     now = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
-    assert default_folder(tmp_path, now) == tmp_path / "20260102-030405"
-    for _ in range(2):
-        default_folder(tmp_path, now).mkdir()
-    assert default_folder(tmp_path, now).name == "20260102-030405-3"
+    assert new_folder(tmp_path / "runs", now) == tmp_path / "runs" / "20260102-030405"
+    for number in (2, 3):
+        assert new_folder(tmp_path / "runs", now).name == f"20260102-030405-{number}"
+
+
+def test_a_new_folder_is_one_processs_alone(tmp_path: Path) -> None:
+    """Many that ask for one in the same second get one each: finding a name and taking it is one act."""
+    now = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+    together = threading.Barrier(8)
+
+    def take(_: int) -> Path:
+        together.wait()
+        return new_folder(tmp_path, now)
+
+    with ThreadPoolExecutor(8) as pool:
+        assert len(set(pool.map(take, range(8)))) == 8
+
+
+def test_a_new_folder_where_none_can_be_made(tmp_path: Path) -> None:
+    """A file in the place of the folder of runs is bad input."""
+    (tmp_path / "runs").touch()
+    with pytest.raises(InputError, match="runs"):
+        new_folder(tmp_path / "runs")
 
 
 def test_the_run_folder_needs_no_torch() -> None:

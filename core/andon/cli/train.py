@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from andon.launch.context import RankContext, is_rank
 from andon.launch.launcher import PRELOAD, LaunchResult, launch, warm_up
 from andon.messages import say
 from andon.problems import InputError, Problem
-from andon.run.folder import RUNS, RunFolder, State, default_folder
+from andon.run.folder import RUNS, RunFolder, State, new_folder
 from andon.training.entry import ENTRY, payload_of, train_rank
 
 if TYPE_CHECKING:
@@ -46,10 +46,12 @@ def run_training(
         _be_a_rank(config_path, overrides, flags, started)
     config = load_config(config_path, overrides, flags)
     folder = _folder_of(config)
-    if _nothing_to_do(config, folder):
+    if folder is not None and _nothing_to_do(config, folder):
         return Exit.OK
     _check_data(config)
-    was_there = folder.path.exists()
+    made = folder is None
+    folder = _new_folder(config) if folder is None else folder
+    was_there = not made and folder.path.exists()
     try:
         if config.run.backend in _IN_PROCESS:
             code = _train_here(config, folder, started)
@@ -57,6 +59,9 @@ def run_training(
             code = _train_in_ranks(config, folder, started, entry)
     finally:
         folder.discard_unbegun(keep_folder=was_there)
+        if made:
+            with suppress(OSError):  # it stays where anything is in it
+                folder.path.rmdir()
     _report(folder, code)
     return code
 
@@ -85,20 +90,24 @@ def _be_a_rank(config_path: Path | None, overrides: Sequence[str], flags: Mappin
     run_rank(work)
 
 
-def _folder_of(config: Config) -> RunFolder:
-    """The folder that is named; else the run that there is to resume, where that was asked for; else a new one."""
+def _folder_of(config: Config) -> RunFolder | None:
+    """The folder that is named; else the run that there is to resume, where that was asked for; None: a new one."""
     if config.run.dir is not None:
         return RunFolder(Path(config.run.dir))
     if config.run.resume != "auto":
-        return RunFolder(default_folder())
+        return None
     from andon.training.unfinished import newest_unfinished
 
     found = newest_unfinished(config, RUNS)
     if found is not None:
         say(f"resume: {found.path} is the newest unfinished run of this configuration (another one: --run-dir)")
-        return found
-    folder = RunFolder(default_folder())
-    say(f"resume: no unfinished run of this configuration under {RUNS}/, starting anew in {folder.path} (--run-dir)")
+    return found
+
+
+def _new_folder(config: Config) -> RunFolder:
+    folder = RunFolder(new_folder())
+    if config.run.resume == "auto":
+        say(f"resume: no unfinished run of this configuration under {RUNS}/, starting anew in {folder.path}")
     return folder
 
 

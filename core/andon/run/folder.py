@@ -170,14 +170,28 @@ class RunFolder:
             os.ftruncate(handle, len(data))
 
 
-def default_folder(base: Path = RUNS, now: datetime | None = None) -> Path:
-    """A path under `base` that does not exist, named by the time (UTC) to the second; later ones of a second count."""
+def new_folder(base: Path = RUNS, now: datetime | None = None) -> Path:
+    """A new empty folder under `base`, named by the time (UTC) to the second; later ones of a second count.
+
+    It is this process's alone: making it fails for all others. Raises `InputError` where none can be made.
+    """
     stamp = (now or _now()).strftime("%Y%m%d-%H%M%S")
+    with storage(base):
+        base.mkdir(parents=True, exist_ok=True)
     path, number = base / stamp, 1
-    while path.exists():
+    while not _made(path):
         number += 1
         path = base / f"{stamp}-{number}"
     return path
+
+
+def _made(path: Path) -> bool:
+    with storage(path):
+        try:
+            path.mkdir()
+        except FileExistsError:
+            return False
+    return True
 
 
 def _now() -> datetime:
