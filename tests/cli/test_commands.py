@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from andon.config.load import load_config
+from andon.training.preview import describe
 from tests.cli.command import PATIENCE_S, andon, tree
 from tests.training.runs import SMALL, Runs, outcome, write_csv, write_jsonl
 
@@ -64,6 +65,26 @@ def test_init_writes_what_train_would_do_anyway(tmp_path: Path) -> None:
     ):
         assert part in said
     assert tree(tmp_path) == {"new", "new/config.yaml"}
+
+
+def test_texts_that_are_trained_and_evaluated_on_are_counted(tmp_path: Path) -> None:
+    """Of 13 evaluation rows 3 are training rows too, and 2 training rows are there twice: `check` says so, and `train`
+    warns in one line, which it does not where there are none."""
+    data = write_csv(tmp_path / "train.csv", [*range(30), 4, 5])
+    held, apart = write_csv(tmp_path / "held.csv", range(27, 40)), write_csv(tmp_path / "apart.csv", range(30, 43))
+    columns = ("data.text_column=sentence", "data.label_column=colour", "data.validation_fraction=0")
+    runs = Runs(data)
+    config = load_config(None, runs.overrides(*columns, f"data.eval={held}"))
+    seen = "3 of 13 evaluation rows have a text that is also trained on"
+    assert f"texts: {seen}; 2 training rows repeat the text of an earlier one" in list(describe(config))
+    said = []
+    for name, file in (("held", held), ("apart", apart)):
+        more = (*columns, f"data.eval={file}", "training.max_steps=1", "run.backend=inline")
+        sets = [part for each in runs.overrides(*more) for part in ("--set", each)]
+        ended = andon("train", *sets, "--run-dir", tmp_path / name)
+        assert ended.code == 0, ended.said
+        said.append([line for line in ended.said if "warning" in line])
+    assert said == [[f"andon: warning: {seen}; their scores flatter"], []]
 
 
 def test_eval_gives_the_runs_own_scores(run: Path) -> None:

@@ -130,6 +130,10 @@ def _announce(session: Session) -> None:
     )
     if session.config.contracts.enabled:
         say(describe(audit_spec(session.config, backend.world_size), backend.world_size))
+    seen = material.rows.seen_in_training()
+    if seen:
+        total = len(material.rows.evaluated_on)
+        say(f"warning: {seen} of {total} evaluation rows have a text that is also trained on; their scores flatter")
     if material.tokenizer.truncated:
         limit = session.config.model.max_length
         say(f"note: {material.tokenizer.truncated} texts were cut to {limit} tokens (model.max_length)")

@@ -22,6 +22,7 @@ def describe(config: Config) -> Iterator[str]:
     material = prepare(config)
     model = attach(build_base(material.model), material.adapter, config.seed)
     yield _data(material)
+    yield _texts(material)
     yield _model(model, material)
     yield _plan(material)
     placed = f"{name}: {', '.join(map(str, devices))}"
@@ -36,6 +37,12 @@ def describe(config: Config) -> Iterator[str]:
 def _data(material: Material) -> str:
     held = f"{len(material.rows.validation_ids)} to validate, {len(material.evaluation_ids)} to evaluate on"
     return f"data: {len(material.plan.ids)} rows to train on, {held}; {len(material.labels)} classes"
+
+
+def _texts(material: Material) -> str:
+    rows = material.rows
+    seen = f"{rows.seen_in_training()} of {len(rows.evaluated_on)} evaluation rows have a text that is also trained on"
+    return f"texts: {seen}; {rows.trained_on.repeated_texts()} training rows repeat the text of an earlier one"
 
 
 def _model(model: nn.Module, material: Material) -> str:

@@ -28,6 +28,20 @@ class Rows:
         """SHA-256 over both data sets."""
         return self.train.digest + (self.evaluation.digest if self.evaluation is not None else "")
 
+    @property
+    def trained_on(self) -> DataSet:
+        """The rows that are trained on."""
+        return self.train.subset(self.train_ids)
+
+    @property
+    def evaluated_on(self) -> DataSet:
+        """The rows of the last scores: those of their own, else the validation rows."""
+        return self.evaluation if self.evaluation is not None else self.train.subset(self.validation_ids)
+
+    def seen_in_training(self) -> int:
+        """How many rows that are evaluated on have a text that is also trained on: their scores flatter."""
+        return self.trained_on.shared_texts(self.evaluated_on)
+
 
 def read_rows(config: Config) -> Rows:
     """The rows that `config` names, split once and for all. Raises `InputError` with all that is wrong with them."""
