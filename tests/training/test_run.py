@@ -115,6 +115,10 @@ def test_csv_files_two_classes_and_an_encoder(tmp_path: Path) -> None:
     assert 0.0 <= found["auroc"] <= 1.0
     again = evaluate_run(load_run(RunFolder(tmp_path / "run")), read_labelled(RunFolder(tmp_path / "run"), held))
     assert [list(line) for line in again.confusion] == found["confusion"]
+    assert again.loss == found["loss"]
+    train.write_bytes(train.read_bytes().replace(b"number 1", b"number 9", 1))
+    unknown = evaluate_run(load_run(RunFolder(tmp_path / "run")), read_labelled(RunFolder(tmp_path / "run"), held))
+    assert (unknown.loss, unknown.confusion) == (None, again.confusion)
 
 
 def test_without_an_adapter_everything_trains(runs: Runs, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -16,15 +16,17 @@ from andon.config.schema import Config
 from andon.data.readers import read
 from andon.data.rows import DataSet
 from andon.data.tokens import Tokenizer, pretrained_tokenizer
+from andon.messages import say
 from andon.metrics.scores import Scores
 from andon.model.adapter import attach, base_digest, load_adapter, read_labels
 from andon.model.build import build_base, quiet_loading
-from andon.model.task import ClassificationTask, collate, predictions
+from andon.model.task import collate, predictions
 from andon.problems import InputError, Problem
 from andon.run.folder import RunFolder
 from andon.run.provenance import read_provenance
 from andon.training.evaluation import evaluate
-from andon.training.material import adapter_spec, model_spec
+from andon.training.material import adapter_spec, loss_weights, model_spec, task_of
+from andon.training.rows import read_rows
 from andon_contracts.digest import hex64
 
 
@@ -32,6 +34,7 @@ from andon_contracts.digest import hex64
 class TrainedRun:
     """What a run left: its model with the trained weights, in eval mode on the CPU, its tokenizer and labels."""
 
+    folder: RunFolder
     config: Config
     model: nn.Module
     tokenizer: Tokenizer
@@ -64,7 +67,7 @@ def load_run(folder: RunFolder) -> TrainedRun:
         model = attach(build_base(spec), adapter, config.seed)
         _require_same_base(folder, model)
         load_adapter(model, folder.adapter)
-    return TrainedRun(config, model.eval(), tokenizer, labels)
+    return TrainedRun(folder, config, model.eval(), tokenizer, labels)
 
 
 def _whole_model(folder: RunFolder, num_labels: int) -> nn.Module:
@@ -94,16 +97,30 @@ def read_labelled(folder: RunFolder, data: Path) -> DataSet:
 
 
 def evaluate_run(run: TrainedRun, data: DataSet) -> Scores:
-    """Scores of the rows in `data` (`read_labelled`)."""
-    task = ClassificationTask(
-        run.tokenizer.encode([row.text for row in data.rows], run.config.model.max_length),
-        [row.label for row in data.rows],
-        num_labels=len(run.labels),
-        vocab_size=run.tokenizer.vocab_size,
-        pad_id=run.tokenizer.pad_id,
-        max_length=run.config.model.max_length,
-    )
-    return evaluate(InlineBackend([torch.device("cpu")]), [run.model], task, [row.id for row in data.rows])
+    """Scores of the rows in `data` (`read_labelled`), as the run's own summary has them.
+
+    The loss is weighted as in training. Weights by frequency are those of the training rows: where these are gone or
+    have changed, there is no loss, and a line says so.
+    """
+    weights = _weights(run)
+    task = task_of(run.config, data, run.tokenizer, weights or (1.0,) * len(run.labels))
+    scores = evaluate(InlineBackend([torch.device("cpu")]), [run.model], task, [row.id for row in data.rows])
+    if weights is None:
+        kind = run.config.data.class_weights
+        say(f"note: no loss: its weights ({kind}) come from the training rows, which are gone or have changed")
+        return replace(scores, loss=None)
+    return scores
+
+
+def _weights(run: TrainedRun) -> tuple[float, ...] | None:
+    if run.config.data.class_weights == "uniform":
+        return (1.0,) * len(run.labels)
+    try:
+        rows = read_rows(run.config)
+    except InputError:
+        return None
+    same = rows.digest == read_provenance(run.folder.provenance).digest("data")
+    return loss_weights(run.config, rows) if same else None
 
 
 def predict(run: TrainedRun, texts: Iterable[str], batch_size: int = 64) -> Iterator[Prediction]:

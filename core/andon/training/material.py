@@ -43,12 +43,12 @@ def prepare(config: Config) -> Material:
     """Read, split, encode and plan. Raises `InputError` for anything that the user got wrong."""
     rows = read_rows(config)
     tokenizer = _tokenizer(config)
-    weights = class_weights(config.data.class_weights, rows.train.subset(rows.train_ids).counts())
-    task = _task(config, rows.train, tokenizer, weights)
+    weights = loss_weights(config, rows)
+    task = task_of(config, rows.train, tokenizer, weights)
     if rows.evaluation is None:
         evaluation_task, evaluation_ids = task, rows.validation_ids
     else:
-        evaluation_task = _task(config, rows.evaluation, tokenizer, weights)
+        evaluation_task = task_of(config, rows.evaluation, tokenizer, weights)
         evaluation_ids = tuple(row.id for row in rows.evaluation.rows)
     return Material(
         config=config,
@@ -69,7 +69,13 @@ def _tokenizer(config: Config) -> Tokenizer:
     return pretrained_tokenizer(config.model.base, local_only=is_folder(Path(config.model.base)))
 
 
-def _task(config: Config, data: DataSet, tokenizer: Tokenizer, weights: Sequence[float]) -> ClassificationTask:
+def loss_weights(config: Config, rows: Rows) -> tuple[float, ...]:
+    """The weight of each class in the loss, from the rows that are trained on."""
+    return class_weights(config.data.class_weights, rows.trained_on.counts())
+
+
+def task_of(config: Config, data: DataSet, tokenizer: Tokenizer, weights: Sequence[float]) -> ClassificationTask:
+    """The rows of `data` as what a step or an evaluation works on. weights: one a class, of the loss."""
     return ClassificationTask(
         tokenizer.encode([row.text for row in data.rows], config.model.max_length),
         [row.label for row in data.rows],
