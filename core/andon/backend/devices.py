@@ -11,8 +11,6 @@ from andon.problems import InputError, ProblemList
 
 _NAME = re.compile(r"(?P<cpu>cpu(:0)?)|cuda|(cuda:)?(?P<index>[0-9]{1,9})")
 
-IN_PROCESS = ("inline", "threads")
-
 
 def named_devices(names: Sequence[str | int], gpus: int | None = None) -> tuple[torch.device, ...]:
     """Devices from names: `cpu`, or the index of a GPU (`0`, `cuda:0`). gpus: how many there are (None: ask torch).

@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from andon.config.load import load_config
+from andon.config.schema import IN_PROCESS, Config
 from andon.exits import Exit
 from andon.launch.context import RankContext, is_rank
 from andon.launch.launcher import PRELOAD, LaunchResult, launch, warm_up
@@ -19,10 +20,6 @@ from andon.problems import InputError, Problem
 from andon.run.folder import RUNS, RunFolder, State, new_folder
 from andon.training.entry import ENTRY, payload_of, train_rank
 
-if TYPE_CHECKING:
-    from andon.config.schema import Config
-
-_IN_PROCESS = ("inline", "threads")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _PRELOAD = (
     *PRELOAD,
@@ -53,7 +50,7 @@ def run_training(
     folder = _new_folder(config) if folder is None else folder
     was_there = not made and folder.path.exists()
     try:
-        if config.run.backend in _IN_PROCESS:
+        if config.run.backend in IN_PROCESS:
             code = _train_here(config, folder, started)
         else:
             code = _train_in_ranks(config, folder, started, entry)
@@ -75,7 +72,7 @@ def _be_a_rank(config_path: Path | None, overrides: Sequence[str], flags: Mappin
         if asked not in (None, context.world_size):
             raise InputError([Problem("--workers", f"{asked} were asked for, torchrun started {context.world_size}")])
         config = load_config(config_path, overrides, {**flags, "run.workers": context.world_size})
-        if config.run.backend in _IN_PROCESS:
+        if config.run.backend in IN_PROCESS:
             raise InputError(
                 [Problem("run.backend", f"{config.run.backend} has no ranks; torchrun needs gloo or nccl")]
             )

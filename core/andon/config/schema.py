@@ -170,6 +170,8 @@ class Contracts(Section):
     )
 
 
+IN_PROCESS = ("inline", "threads")
+"""The backends without ranks of their own."""
 _DEVICE = re.compile(r"cpu|(cuda:)?\d{1,4}")
 
 

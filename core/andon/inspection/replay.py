@@ -24,8 +24,8 @@ from andon.run.folder import RunFolder
 from andon.run.provenance import differences as other_machine
 from andon.run.provenance import fingerprint
 from andon.run.sealed import CheckpointError
-from andon.step.schedule import WarmupCosine
 from andon.step.state import restore_state
+from andon.training.material import schedule_of
 from andon.training.repeat import UNKNOWN, step_record
 from andon.training.resume import identity_at_start, run_identity
 from andon.training.session import Session, assembled
@@ -146,8 +146,7 @@ def _compared(session: Session, found: Recorded, source: str, after: int, last: 
     if start is not None:
         return came_to(0, 0, {"weights": start})
     plan = session.material.plan
-    schedule = session.config.schedule
-    rates = WarmupCosine(session.config.optimizer.lr, plan.total_steps, schedule.warmup_fraction, schedule.min_lr)
+    rates = schedule_of(session.config, plan)
     for step in range(after + 1, last + 1):
         batch = plan.batch(step)
         result = session.step(batch, rates.rate(step), step)

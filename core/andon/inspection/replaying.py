@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from andon.config.schema import IN_PROCESS
 from andon.exits import Exit
 from andon.inspection.difference import Report
 from andon.inspection.recorded import open_recorded
@@ -14,7 +15,6 @@ from andon.launch.launcher import launch
 from andon.problems import InputError, Problem
 
 ENTRY = "andon.inspection.replay:replay_rank"
-_IN_PROCESS = ("inline", "threads")
 
 
 class ReplayFailed(RuntimeError):
@@ -38,7 +38,7 @@ def replay_run(path: Path, steps: str, workers: int | None, backend: str | None)
 
     first, last = read_range(steps, found)
     config = settings(found.folder, workers, backend)
-    if config.run.backend in _IN_PROCESS:
+    if config.run.backend in IN_PROCESS:
         return report_of(replay(config, path, first, last), first, last)
     with tempfile.TemporaryDirectory(prefix="andon-replay-") as out:
         payload: dict[str, Any] = {"config": config.model_dump(mode="json"), "path": str(path.absolute()), "out": out}

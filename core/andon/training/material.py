@@ -16,6 +16,7 @@ from andon.model.build import ModelSpec
 from andon.model.task import ClassificationTask
 from andon.problems import InputError
 from andon.step.plan import BatchPlan
+from andon.step.schedule import WarmupCosine
 from andon.training.rows import Rows, read_rows
 
 
@@ -99,6 +100,12 @@ def _plan(config: Config, train_ids: tuple[int, ...]) -> BatchPlan:
         epochs=config.training.epochs,
         max_steps=config.training.max_steps,
     )
+
+
+def schedule_of(config: Config, plan: BatchPlan) -> WarmupCosine:
+    """The learning rate of each step of `plan` that `config` describes."""
+    schedule = config.schedule
+    return WarmupCosine(config.optimizer.lr, plan.total_steps, schedule.warmup_fraction, schedule.min_lr)
 
 
 def model_spec(config: Config, labels: tuple[str, ...], tokenizer: Tokenizer) -> ModelSpec:

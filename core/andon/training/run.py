@@ -12,10 +12,10 @@ from andon.metrics.scores import Scores
 from andon.problems import InputError
 from andon.run.checkpoint import Checkpoint
 from andon.run.folder import RunFolder
-from andon.step.schedule import WarmupCosine
 from andon.training.closing import finish, record_violation
 from andon.training.evaluation import evaluate
 from andon.training.journal import progress_from
+from andon.training.material import schedule_of
 from andon.training.opening import agree_on_start, earlier_violations, open_journal
 from andon.training.repeat import Repeats
 from andon.training.resume import AlreadyFinished, repeats_after, restore
@@ -76,9 +76,7 @@ def _trainer(
         backend=session.backend,
         step=session.step,
         plan=material.plan,
-        schedule=WarmupCosine(
-            config.optimizer.lr, material.plan.total_steps, config.schedule.warmup_fraction, config.schedule.min_lr
-        ),
+        schedule=schedule_of(config, material.plan),
         journal=journal,
         evaluate=validate if material.rows.validation_ids else None,
         stop_asked=stop_asked,

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import nn
 
 from andon.backend.base import Backend
-from andon.backend.devices import IN_PROCESS, placement
+from andon.backend.devices import placement
 from andon.backend.group import GroupBackend
 from andon.backend.inprocess import InlineBackend, ThreadsBackend
-from andon.config.schema import Config
+from andon.config.schema import IN_PROCESS, Config
 from andon.messages import say
 from andon.model.adapter import attach
 from andon.model.build import build_base
