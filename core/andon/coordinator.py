@@ -8,7 +8,6 @@ depend on the number of replicas, and there is no other path for few samples or 
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,7 +27,6 @@ from andon_contracts.policy import clause, enforced, ensure, require
 from andon_contracts.violation import Finding
 
 Device = str | int | torch.device
-_LOG = logging.getLogger(__name__)
 _BACKENDS = {"inline": InlineBackend, "threads": ThreadsBackend}
 
 
@@ -54,30 +52,7 @@ def resolve_devices(devices: Sequence[Device], *, cpu_fallback: bool = False) ->
     """
     if isinstance(devices, str) or not len(devices):
         raise InputError([Problem("devices", f"At least one GPU index required, or 'cpu'; got {devices!r}")])
-    names = [_canonical(device) for device in devices]
-    found = ProblemList()
-    placed: list[torch.device] = []
-    for place, name in enumerate(names):
-        if name.startswith("cuda:") and name in names[:place]:
-            found.add(f"devices[{place}]", f"{name} is named twice; a GPU holds one replica")
-        elif not _is_absent_gpu(name):
-            placed += _named(name, place, found)
-        elif cpu_fallback:
-            _LOG.warning("there is no %s: replica %d trains on the CPU (clause cpu-fallback)", name, place)
-            placed.append(torch.device("cpu"))
-        else:
-            count = torch.cuda.device_count()
-            found.add(f"devices[{place}]", f"there is no GPU {name.removeprefix('cuda:')}; this machine has {count}")
-    found.raise_if_any()
-    return tuple(placed)
-
-
-def _named(name: str, place: int, found: ProblemList) -> tuple[torch.device, ...]:
-    try:
-        return named_devices([name])
-    except InputError as error:
-        found.add(f"devices[{place}]", error.problems[0].what)
-        return ()
+    return named_devices(devices, where="devices", absent="cpu" if cpu_fallback else "refuse")
 
 
 def _canonical(device: Device) -> str:
@@ -86,11 +61,6 @@ def _canonical(device: Device) -> str:
     if text.isdigit():
         return f"cuda:{int(text)}"
     return "cuda:0" if text == "cuda" else text
-
-
-def _is_absent_gpu(name: str) -> bool:
-    index = name.removeprefix("cuda:")
-    return index.isdigit() and name != index and int(index) >= torch.cuda.device_count()
 
 
 def _explain_detached(detached: Sequence[int], step: int) -> Finding:

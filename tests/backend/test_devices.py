@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 
@@ -30,6 +32,18 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
         ("run.devices[4]", "-1 is no device"),
         ("run.devices[5]", "there is no GPU 4321"),
     ]
+
+
+def test_an_absent_gpu_is_the_cpu_only_where_that_was_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    """F-DP-004: each is named in the log; one that is named twice is refused all the same, there or not."""
+    with caplog.at_level(logging.WARNING):
+        assert named_devices([0, 5, "cpu"], gpus=1, absent="cpu") == (_gpu(0), CPU, CPU)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("there is no cuda:5: replica 1 trains on the CPU")
+    with pytest.raises(InputError, match=r"^devices\[1\]: GPU 5 is named twice"):
+        named_devices([5, "cuda:5"], gpus=1, where="devices", absent="cpu")
+    with pytest.raises(InputError, match=r"^run\.devices\[0\]: there is no GPU 5; this machine has 1$"):
+        named_devices([5], gpus=1)
 
 
 @pytest.mark.parametrize(

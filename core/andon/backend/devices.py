@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 
 from andon.problems import InputError, ProblemList
 
+_LOG = logging.getLogger(__name__)
 _NAME = re.compile(r"(?P<cpu>cpu(:0)?)|cuda|(cuda:)?(?P<index>[0-9]{1,9})")
 
 
-def named_devices(names: Sequence[str | int], gpus: int | None = None) -> tuple[torch.device, ...]:
+def named_devices(
+    names: Sequence[str | int | torch.device],
+    gpus: int | None = None,
+    *,
+    where: str = "run.devices",
+    absent: Literal["refuse", "cpu"] = "refuse",
+) -> tuple[torch.device, ...]:
     """Devices from names: `cpu`, or the index of a GPU (`0`, `cuda:0`). gpus: how many there are (None: ask torch).
+
+    where: what messages call the list. absent: what becomes of a GPU that does not exist; `cpu` puts its replica on the
+    CPU, and says so in the log (clause cpu-fallback).
 
     Raises `InputError` with all that is wrong: a name that is none, a GPU that does not exist, a GPU named twice (the
     CPU may be: several replicas can live on it).
@@ -21,20 +33,26 @@ def named_devices(names: Sequence[str | int], gpus: int | None = None) -> tuple[
     found = ProblemList()
     count = torch.cuda.device_count() if gpus is None else gpus
     devices: list[torch.device] = []
+    taken: set[int] = set()
     for place, name in enumerate(names):
-        where = f"run.devices[{place}]"
+        at = f"{where}[{place}]"
         match = _NAME.fullmatch(str(name).strip())
         if match is None:
-            found.add(where, f"{name!r} is no device; write cpu, or the index of a GPU")
+            found.add(at, f"{name!r} is no device; write cpu, or the index of a GPU")
             continue
-        # torch keeps an index in 8 bits and makes another of a larger one, so it is compared before.
-        index = None if match["cpu"] else int(match["index"] or 0)
-        if index is not None and index >= count:
-            found.add(where, f"there is no GPU {index}; this machine has {count}")
-            continue
-        device = torch.device("cpu") if index is None else torch.device("cuda", index)
-        if index is not None and device in devices:
-            found.add(where, f"GPU {index} is named twice; a GPU holds one replica")
+        device = torch.device("cpu")
+        if not match["cpu"]:
+            # torch keeps an index in 8 bits and makes another of a larger one, so it is compared before.
+            index = int(match["index"] or 0)
+            if index in taken:
+                found.add(at, f"GPU {index} is named twice; a GPU holds one replica")
+            elif index < count:
+                device = torch.device("cuda", index)
+            elif absent == "cpu":
+                _LOG.warning("there is no cuda:%d: replica %d trains on the CPU (clause cpu-fallback)", index, place)
+            else:
+                found.add(at, f"there is no GPU {index}; this machine has {count}")
+            taken.add(index)
         devices.append(device)
     found.raise_if_any()
     return tuple(devices)
