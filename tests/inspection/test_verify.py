@@ -127,15 +127,15 @@ def test_runs_are_compared_with_each_other(tmp_path: Path) -> None:
     assert outcomes(one, write(tmp_path / "3.jsonl", other))["same-everywhere"] is FALSIFIED
 
 
-ENTRY = "[andon.commands]\nverify = {target}\n"
+ENTRY = "[andon.commands]\n{name} = {target}\n"
 
 
-def _andon(tmp_path: Path, target: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """`andon` with one installed distribution that has the entry point `verify`."""
+def _andon(tmp_path: Path, target: str, *arguments: str, name: str = "verify") -> subprocess.CompletedProcess[str]:
+    """`andon` with one more installed distribution, that has the entry point `name`."""
     info = tmp_path / "site" / "plugin-1.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin\nVersion: 1\n")
-    (info / "entry_points.txt").write_text(ENTRY.format(target=target))
+    (info / "entry_points.txt").write_text(ENTRY.format(name=name, target=target))
     paths = os.pathsep.join([str(tmp_path / "site"), *filter(None, sys.path)])
     return subprocess.run(
         [sys.executable, "-m", "andon", *arguments],
@@ -166,9 +166,9 @@ def test_a_run_that_is_not_there_is_a_usage_error(tmp_path: Path) -> None:
 
 def test_a_command_whose_package_is_absent_says_so(tmp_path: Path) -> None:
     """A plain message and exit 2, not a traceback; the other commands are not affected."""
-    done = _andon(tmp_path, "absent_package.cli:verify", "verify", "x", "--some", "y")
+    done = _andon(tmp_path, "absent_package.cli:judge", "judge", "x", "--some", "y", name="judge")
     assert done.returncode == 2
-    assert done.stderr == "andon: andon verify: absent_package is not installed; run: pip install 'andon[falsify]'\n"
+    assert done.stderr == "andon: andon judge: absent_package is not installed; run: pip install 'andon[falsify]'\n"
 
 
 def test_the_project_declares_the_command() -> None:

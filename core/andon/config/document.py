@@ -189,9 +189,18 @@ _CoreDumper.yaml_implicit_resolvers = {
 }
 
 
+# Line breaks of YAML 1.1: written as they are, they come back folded into spaces.
+_FOLDED = re.compile("[\x85\u2028\u2029]")
+
+
 def dump(value: Any, *, flow: bool = False) -> str:
     """YAML that `parse` reads back to the same plain values, with keys in the order given; `flow`: on one line."""
+    text = _written(value, flow=flow, readable=True)
+    return _written(value, flow=flow, readable=False) if _FOLDED.search(text) else text
+
+
+def _written(value: Any, *, flow: bool, readable: bool) -> str:
     text: str = yaml.dump(
-        value, Dumper=_CoreDumper, sort_keys=False, allow_unicode=True, width=10**6, default_flow_style=flow
+        value, Dumper=_CoreDumper, sort_keys=False, allow_unicode=readable, width=10**6, default_flow_style=flow
     )
     return text
