@@ -9,11 +9,14 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from andon_falsify.compliance.claims import verdicts
 from andon_falsify.compliance.power import Laboratory, Trial, matrix
 from andon_falsify.faults.registry import FAULTS
 from andon_falsify.ranks.pool import RankPools
-from andon_falsify.subjects.protocol import Remembering
+from andon_falsify.subjects.case import Case, make_rows
+from andon_falsify.subjects.protocol import Remembering, Subject
 from andon_falsify.subjects.trainer import CPU_BACKENDS, AndonTrainer
+from andon_falsify.verdict import Outcome
 
 _INTRODUCTION = """# Faults and the claims that see them
 
@@ -25,11 +28,25 @@ contracts off. **KILLED** stands under the claim that is named for the fault. Wi
 """
 
 
+def clean(subject: Subject, steps: int) -> tuple[str, bool]:
+    """What a run without a fault said in `steps` updates on 2 ranks, and whether it raised and contradicted nothing."""
+    case = Case(rows=make_rows(40), batch_size=10, epochs=-(-steps // 4), max_steps=steps, values=False, backend="gloo")
+    trace = subject.run(case)
+    found = verdicts(trace)
+    fallen = [str(verdict) for verdict in found.values() if verdict.outcome not in (Outcome.HOLDS, Outcome.UNKNOWN)]
+    violations = len(trace.seen.of_kind("violation")) + len(trace.errors)
+    text = (
+        f"without a fault: {violations} violations and {len(fallen)} claims fallen in {len(trace.seen.steps)} updates"
+    )
+    return text, not violations and not fallen and len(trace.seen.steps) == steps
+
+
 def main() -> int:
     """Try all faults; 0 if each changed something and was seen by its claim, and no claim fell without one."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--backend", action="append", choices=CPU_BACKENDS, help="again for another; all if not given")
     parser.add_argument("--write", type=Path, help="the file to write")
+    parser.add_argument("--clean-steps", type=int, default=1000, help="updates of the run without a fault")
     options = parser.parse_args()
     trials: list[Trial] = []
     with RankPools() as pools:
@@ -40,13 +57,14 @@ def main() -> int:
                     trials.append(laboratory.attempt(fault, backend))
                     verdict = "; ".join(trials[-1].problems) or "killed"
                     print(f"{backend:8} {fault.name}: {verdict}", flush=True)
+        unharmed, well = clean(AndonTrainer(pools), options.clean_steps)
     held = sum(not trial.problems for trial in trials)
-    closing = f"{held} of {len(trials)} killed ({len(FAULTS)} faults)"
+    closing = f"{held} of {len(trials)} killed ({len(FAULTS)} faults); {unharmed}"
     text = f"{_INTRODUCTION}\n{matrix(trials)}\n\n{closing}.\n"
     print(text)
     if options.write is not None:
         options.write.write_text(text, encoding="utf-8")
-    return 0 if held == len(trials) else 1
+    return 0 if held == len(trials) and well else 1
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from andon.backend.base import Backend
+from andon.backend.inprocess import InlineBackend
 from andon.model.adapter import AdapterSpec, attach, trainable_parameters
 from andon.model.build import ModelSpec, build_base
 from andon.model.memory import activation_bytes, plan_bytes
@@ -103,7 +104,7 @@ def put_together(case: Case, backend: Backend, meters: dict[int, StorageMeter]) 
     """The trainer of `case` on `backend`. meters: one for each local rank where bytes are to be counted, else empty."""
     place, seen = Place(), Sightings(backend.ranks)
     inside: Callable[[int], AbstractContextManager[object]] = nullcontext
-    if meters and len(backend.ranks) > 1:
+    if meters and in_process(backend):
         inside = meters.__getitem__
     watched = WatchedBackend(backend, place, inside)
     plan, inner = plan_of(case), task_of(case)
@@ -125,6 +126,11 @@ def put_together(case: Case, backend: Backend, meters: dict[int, StorageMeter]) 
     if case.memory:
         seen.planned_bytes = _planned_bytes(case, replicas[0], inner, plan)
     return Parts(case, watched, replicas, task, step, plan, schedule, seen, place)
+
+
+def in_process(backend: Backend) -> bool:
+    """Whether ranks share this process, so that bytes are counted inside of each one's work, in its own thread."""
+    return isinstance(backend, InlineBackend)
 
 
 def _poisoner(case: Case, plan: BatchPlan, seen: Sightings) -> Callable[[tuple[int, ...]], str]:

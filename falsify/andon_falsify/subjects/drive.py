@@ -19,7 +19,7 @@ from andon_contracts.digest import hex64
 from andon_contracts.policy import suspended
 from andon_contracts.record import Broken, End, Plan, Resume, Start
 from andon_contracts.violation import Violation
-from andon_falsify.subjects.assembly import Parts, describe, frozen_of, put_together
+from andon_falsify.subjects.assembly import Parts, describe, frozen_of, in_process, put_together
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.meter import StorageMeter
 from andon_falsify.subjects.trace import Sightings, digest
@@ -50,7 +50,7 @@ def drive(case: Case, backend: Backend) -> Sightings:
         folder = Path(case.folder or stack.enter_context(tempfile.TemporaryDirectory(prefix="andon-falsify-")))
         if meters:
             _adopt(parts, meters)
-            if len(backend.ranks) == 1:
+            if not in_process(backend):
                 stack.enter_context(meters[backend.ranks[0]])
         _train(parts, folder, meters)
         _finish(parts, folder, meters)
