@@ -23,7 +23,7 @@ class ProgressView:
         self._started = time.perf_counter()
         self._done_before = done
         self._bar: Any = None
-        if mode == "always" or (mode == "auto" and sys.stderr.isatty()):
+        if mode == "always" or (mode == "auto" and _on_a_terminal()):
             self._bar = _bar(total_steps, done)
 
     def step(self, batch: GlobalBatch, result: StepResult) -> None:
@@ -61,6 +61,13 @@ class ProgressView:
                 self._bar[0].console.print(text)
         else:
             write(f"{text}\n")
+
+
+def _on_a_terminal() -> bool:
+    try:
+        return sys.stderr.isatty()
+    except ValueError:  # it was closed
+        return False
 
 
 def _bar(total: int, done: int) -> Any:
