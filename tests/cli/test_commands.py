@@ -135,6 +135,7 @@ def test_an_interrupt_while_the_command_is_imported() -> None:
     """Ctrl-C before anything was done: one line and 130, as a shell has it."""
     program = (
         "import os, signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a background job inherits it ignored
         "class Interrupting:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
         "        if name == 'andon.cli.commands': os.kill(os.getpid(), signal.SIGINT)\n"
