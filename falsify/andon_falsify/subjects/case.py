@@ -96,6 +96,16 @@ class Case:
     stop_after: int | None = None
     checkpoint_every: int | None = None
 
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of a rank in an update: `micro_batches` counts those of all ranks."""
+        return max(1, self.micro_batches // self.world)
+
+    @property
+    def local_batch(self) -> int:
+        """Rows of a rank's micro-batch; the global batch is `local_batch x accumulation x world` rows."""
+        return max(1, self.batch_size // (self.accumulation * self.world))
+
     def but(self, **changes: Any) -> Case:
         """This case with `changes`."""
         return replace(self, **changes)
