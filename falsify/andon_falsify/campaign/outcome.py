@@ -1,0 +1,203 @@
+"""What a campaign found: one finding for each claim, subject, backend, world size and accumulation. Plain values.
+
+It is the one data model of all reports, goes to JSON and back without loss, and needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from math import isfinite, nan
+from typing import Any
+
+from andon_falsify.verdict import Counterexample, Outcome, Verdict, closing_line, exit_code, merge
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found of one claim at one place.
+
+    world, accumulation: of the cases behind it, 0 where the claim says nothing of ranks. checked: comparisons made.
+    seed: the campaign's. curve: what is best seen as a picture, one number an update; empty where nothing is.
+    """
+
+    claim: str
+    version: int
+    subject: str
+    subject_version: str
+    backend: str
+    world: int
+    accumulation: int
+    outcome: Outcome
+    why: str = ""
+    checked: int = 0
+    counterexamples: tuple[Counterexample, ...] = ()
+    seed: int = 0
+    curve: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "outcome", Outcome(self.outcome))
+        _ = self.verdict  # what is no verdict is no finding
+
+    @property
+    def verdict(self) -> Verdict:
+        """The finding without its place. Raises `ValueError` for one that contradicts itself."""
+        return Verdict(self.claim, self.outcome, self.why, self.checked, self.counterexamples)
+
+    @property
+    def place(self) -> str:
+        """`gloo, world 2, accumulation 2`, as far as it is known."""
+        named = [f"{name} {number}" for name, number in self._layout() if number]
+        return ", ".join([self.backend, *named] if self.backend else named)
+
+    def _layout(self) -> tuple[tuple[str, int], ...]:
+        return (("world", self.world), ("accumulation", self.accumulation))
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values under the names of the fields. What is not finite is null: JSON knows neither NaN nor Inf."""
+        plain = asdict(self)
+        return plain | {
+            "outcome": self.outcome.value,
+            "counterexamples": [asdict(found) | {"ratio": _real(found.ratio)} for found in self.counterexamples],
+            "curve": [_real(number) for number in self.curve],
+        }
+
+    @classmethod
+    def from_json(cls, plain: Mapping[str, Any]) -> Finding:
+        """What `to_json` wrote. Raises `ValueError` for anything else; fields of a later schema are passed over."""
+        known = _known(cls, plain)
+        try:
+            known["counterexamples"] = tuple(
+                Counterexample(**_known(Counterexample, found)) for found in known.get("counterexamples", ())
+            )
+            known["curve"] = tuple(nan if number is None else float(number) for number in known.get("curve", ()))
+            return cls(**known)
+        except TypeError as error:
+            msg = f"no finding: {error}"
+            raise ValueError(msg) from None
+
+
+@dataclass(frozen=True)
+class Report:
+    """A whole campaign, or several.
+
+    started: ISO 8601, UTC. versions: of every library that matters, by name. machine: fingerprint by name (cpu, torch).
+    runs: cases that were run. not_selected: claims that the budget or the user left out, by name.
+    expected: the claims that are known to fall, by (subject, claim), each with its reason.
+    """
+
+    started: str
+    versions: Mapping[str, str] = field(default_factory=dict)
+    machine: Mapping[str, str] = field(default_factory=dict)
+    findings: tuple[Finding, ...] = ()
+    runs: int = 0
+    not_selected: tuple[str, ...] = ()
+    expected: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    schema: int = SCHEMA
+
+    @property
+    def verdicts(self) -> tuple[Verdict, ...]:
+        """One verdict for each subject and claim: findings merged over backends, world sizes and accumulation."""
+        held: dict[tuple[str, str], list[Verdict]] = {}
+        for finding in self.findings:
+            held.setdefault((finding.subject, finding.claim), []).append(finding.verdict)
+        return tuple(merge(found) for found in held.values())
+
+    @property
+    def closing_line(self) -> str:
+        """`checked K of N claims, R runs, S not applicable, U unknown`."""
+        return closing_line(self.verdicts, self.runs, len(self.not_selected))
+
+    @property
+    def exit_code(self) -> int:
+        """1 if any claim is falsified; else 2 if any is unknown or none was checked; else 0. Nothing is excused."""
+        return exit_code(self.verdicts)
+
+    @property
+    def surprises(self) -> tuple[str, ...]:
+        """Where verdicts differ from `expected`: a claim that fell unannounced, or was to fall and did not.
+
+        An expectation about a subject or claim that was not judged is no surprise.
+        """
+        found = []
+        for (subject, claim), outcome in self.outcomes().items():
+            reason = self.expected.get((subject, claim))
+            if outcome is Outcome.FALSIFIED and reason is None:
+                found.append(f"{subject}: {claim} is falsified, and was not expected to be")
+            elif outcome is not Outcome.FALSIFIED and reason is not None:
+                found.append(f"{subject}: {claim} is {outcome.value}, but was expected to be falsified: {reason}")
+        return tuple(found)
+
+    def outcomes(self) -> dict[tuple[str, str], Outcome]:
+        """The merged outcome by (subject, claim)."""
+        pairs = dict.fromkeys((finding.subject, finding.claim) for finding in self.findings)
+        return dict(zip(pairs, (verdict.outcome for verdict in self.verdicts), strict=True))
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values under the names of the fields."""
+        return {
+            "schema": self.schema,
+            "started": self.started,
+            "versions": dict(self.versions),
+            "machine": dict(self.machine),
+            "runs": self.runs,
+            "findings": [finding.to_json() for finding in self.findings],
+            "not_selected": list(self.not_selected),
+            "expected": [
+                {"subject": subject, "claim": claim, "reason": reason}
+                for (subject, claim), reason in self.expected.items()
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, plain: Mapping[str, Any]) -> Report:
+        """What `to_json` wrote. Raises `ValueError` for another schema and for what is no report."""
+        if plain.get("schema") != SCHEMA:
+            msg = f"a report of schema {SCHEMA} is read, this has {plain.get('schema')!r}"
+            raise ValueError(msg)
+        known = _known(cls, plain)
+        known["findings"] = tuple(Finding.from_json(found) for found in known.get("findings", ()))
+        known["not_selected"] = tuple(known.get("not_selected", ()))
+        try:
+            known["expected"] = {(each["subject"], each["claim"]): each["reason"] for each in known.get("expected", ())}
+            return cls(**known)
+        except (KeyError, TypeError) as error:
+            msg = f"no report: {error}"
+            raise ValueError(msg) from None
+
+
+def joined(reports: Sequence[Report]) -> Report:
+    """Reports of several subjects as one. The first one's start and machine stand. Raises `ValueError` for none."""
+    if not reports:
+        msg = "no report to join"
+        raise ValueError(msg)
+    first = reports[0]
+    return Report(
+        started=min(report.started for report in reports),
+        versions=_united(report.versions for report in reports),
+        machine=first.machine,
+        findings=tuple(finding for report in reports for finding in report.findings),
+        runs=sum(report.runs for report in reports),
+        not_selected=tuple(name for report in reports for name in report.not_selected),
+        expected={key: reason for report in reports for key, reason in report.expected.items()},
+    )
+
+
+def _united(mappings: Iterable[Mapping[str, str]]) -> dict[str, str]:
+    """All in one; a name with several values has them all, joined by "or"."""
+    held: dict[str, dict[str, None]] = {}
+    for mapping in mappings:
+        for name, value in mapping.items():
+            held.setdefault(name, {})[value] = None
+    return {name: " or ".join(values) for name, values in held.items()}
+
+
+def _real(number: float | None) -> float | None:
+    return number if number is not None and isfinite(number) else None
+
+
+def _known(cls: type, plain: Mapping[str, Any]) -> dict[str, Any]:
+    names = {each.name for each in fields(cls)}
+    return {name: value for name, value in plain.items() if name in names}
