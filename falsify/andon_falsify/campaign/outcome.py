@@ -21,6 +21,7 @@ class Finding:
 
     world, accumulation: of the cases behind it, 0 where the claim says nothing of ranks. checked: comparisons made.
     seed: the campaign's. curve: what is best seen as a picture, one number an update; empty where nothing is.
+    curve_name: what its numbers are ("gradient / law"). curve_law: what each should be, where that is one number.
     """
 
     claim: str
@@ -36,6 +37,8 @@ class Finding:
     counterexamples: tuple[Counterexample, ...] = ()
     seed: int = 0
     curve: tuple[float, ...] = ()
+    curve_name: str = ""
+    curve_law: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "outcome", Outcome(self.outcome))
@@ -62,6 +65,7 @@ class Finding:
             "outcome": self.outcome.value,
             "counterexamples": [asdict(found) | {"ratio": _real(found.ratio)} for found in self.counterexamples],
             "curve": [_real(number) for number in self.curve],
+            "curve_law": _real(self.curve_law),
         }
 
     @classmethod
@@ -86,6 +90,7 @@ class Report:
     started: ISO 8601, UTC. versions: of every library that matters, by name. machine: fingerprint by name (cpu, torch).
     runs: cases that were run. not_selected: claims that the budget or the user left out, by name.
     expected: the claims that are known to fall, by (subject, claim), each with its reason.
+    statements: what each claim says, by its name, for those who read the report without the code.
     """
 
     started: str
@@ -95,6 +100,7 @@ class Report:
     runs: int = 0
     not_selected: tuple[str, ...] = ()
     expected: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    statements: Mapping[str, str] = field(default_factory=dict)
     schema: int = SCHEMA
 
     @property
@@ -149,6 +155,7 @@ class Report:
                 {"subject": subject, "claim": claim, "reason": reason}
                 for (subject, claim), reason in self.expected.items()
             ],
+            "statements": dict(self.statements),
         }
 
     @classmethod
@@ -182,6 +189,7 @@ def joined(reports: Sequence[Report]) -> Report:
         runs=sum(report.runs for report in reports),
         not_selected=tuple(name for report in reports for name in report.not_selected),
         expected={key: reason for report in reports for key, reason in report.expected.items()},
+        statements={name: text for report in reports for name, text in report.statements.items()},
     )
 
 
