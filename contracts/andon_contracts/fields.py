@@ -1,4 +1,8 @@
-"""Typed fields of JSON objects: dataclasses that read and write themselves, strictly and to the bit."""
+"""Typed fields of JSON objects: dataclasses that read and write themselves, strictly and to the bit.
+
+A field may be younger than its format (`since`), or may be left out only since a version (`may_lack`): an object of an
+older version is read by the rules that it was written under.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +15,23 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Self, Union, get_args, get_origin, get_type_hints
 
 _HEX16 = re.compile(r"[0-9a-f]{16}")
+_SINCE, _OPTIONAL = "since", "optional since"
+_NEWEST = 1 << 31
 
 Hex16 = Annotated[str, "hex16"]
 """A digest: 16 lower-case hexadecimal digits."""
 Count = Annotated[int, "count"]
 """An integer in [0, 2^63)."""
+
+
+def since(version: int) -> Mapping[str, int]:
+    """Metadata of a field that objects before `version` do not have; its default is None."""
+    return {_SINCE: version}
+
+
+def may_lack(version: int) -> Mapping[str, int]:
+    """Metadata of a field that objects before `version` must have; from then on it may be left out, and is None."""
+    return {_OPTIONAL: version}
 
 
 @dataclass(frozen=True)
@@ -68,18 +84,24 @@ class Part:
         return {name: _plain(value) for name, value in values.items() if value is not None}
 
     @classmethod
-    def from_json(cls, data: object, where: str = "") -> Self:
-        """The inverse of `to_json`. Raises `ValueError` naming a field that is missing, unknown or ill-typed."""
+    def from_json(cls, data: object, where: str = "", version: int = _NEWEST) -> Self:
+        """The inverse of `to_json`, by the rules of `version`.
+
+        Raises `ValueError` naming a field that is missing, unknown or ill-typed.
+        """
         found = json_object(data, where or cls.__name__.lower())
         hints = _hints(cls)
-        unknown = sorted(set(found) - set(hints))
+        specs = [spec for spec in dataclasses.fields(cls) if spec.metadata.get(_SINCE, 0) <= version]
+        unknown = sorted(set(found) - {spec.name for spec in specs})
         if unknown:
             raise ValueError(f"{where or cls.__name__.lower()} has the unknown field {unknown[0]!r}")
         values = {}
-        for spec in dataclasses.fields(cls):
+        for spec in specs:
             place = f"{where}.{spec.name}" if where else spec.name
             if spec.name in found:
-                values[spec.name] = read_field(hints[spec.name], found[spec.name], place)
+                values[spec.name] = read_field(hints[spec.name], found[spec.name], place, version)
+            elif spec.metadata.get(_OPTIONAL, _NEWEST + 1) <= version:
+                values[spec.name] = None
             elif spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING:
                 raise ValueError(f"{place} is missing")
         return cls(**values)
@@ -117,14 +139,14 @@ def _hints(part: type[Part]) -> Mapping[str, Any]:
     return _known_hints[part]
 
 
-def read_field(hint: Any, value: Any, where: str) -> Any:
-    """`value` from JSON as what `hint` says. Raises `ValueError` naming `where` otherwise."""
+def read_field(hint: Any, value: Any, where: str, version: int = _NEWEST) -> Any:
+    """`value` from JSON as what `hint` says in `version`. Raises `ValueError` naming `where` otherwise."""
     if hint is Any:
         return value
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
         (hint,) = (option for option in get_args(hint) if option is not type(None))
-        return read_field(hint, value, where)
+        return read_field(hint, value, where, version)
     if origin is Annotated:
         return _read_marked(get_args(hint)[1], value, where)
     if origin is tuple:
@@ -132,13 +154,15 @@ def read_field(hint: Any, value: Any, where: str) -> Any:
             raise _fault(where, "a list", value)
         if get_args(hint)[0] == Count and all(map(_is_count, value)):
             return tuple(value)
-        return tuple(read_field(get_args(hint)[0], item, f"{where}[{i}]") for i, item in enumerate(value))
+        return tuple(read_field(get_args(hint)[0], item, f"{where}[{i}]", version) for i, item in enumerate(value))
     if origin is not None:
         return {
-            name: read_field(get_args(hint)[1], item, f"{where}.{name}")
+            name: read_field(get_args(hint)[1], item, f"{where}.{name}", version)
             for name, item in json_object(value, where).items()
         }
-    if issubclass(hint, Real | Part):
+    if issubclass(hint, Part):
+        return hint.from_json(value, where, version)
+    if issubclass(hint, Real):
         return hint.from_json(value, where)
     if type(value) is not hint:
         raise _fault(where, f"a {hint.__name__}", value)

@@ -1,11 +1,13 @@
 """The versioned schema of one ledger line, and the chain that links lines (design, One record; issue 3 item 6).
 
 A line is one JSON object with sorted keys and no spaces, ended by a line feed:
-`{"kind":K,"prev":H,"seq":n,"v":1,...}`. `seq` counts from 0. `prev` is the first 16 hexadecimal digits of SHA-256 of
+`{"kind":K,"prev":H,"seq":n,"v":2,...}`. `seq` counts from 0. `prev` is the first 16 hexadecimal digits of SHA-256 of
 the line before, without its line feed, and zeros for the first. The chain is evidence of corruption, not of tampering:
 who rewrites a line can rewrite the rest.
 
-A line is an append-only format: a reader of version 1 refuses what it does not know, so a new field is a new version.
+A line is an append-only format: a reader refuses what it does not know, so a new field is a new version. Version 2
+lets be left out what only our own trainer knows of a step, so that a watch of another's loop can write one, and adds
+what such a watch knows. Lines of version 1 are read by the rules of version 1.
 """
 
 from __future__ import annotations
@@ -17,14 +19,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, get_args
 
-from andon_contracts.fields import Count, Hex16, Part, Real, json_object, read_field
+from andon_contracts.fields import Count, Hex16, Part, Real, json_object, may_lack, read_field, since
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+"""What is written; older versions are read as well."""
 GENESIS = "0" * 16
 """What the first line has for `prev`."""
 MAX_LINE = 1 << 24
 """The longest line, in bytes, that is written or read."""
 
+_MAY_LACK, _SINCE_2 = may_lack(2), since(2)
 _ENVELOPE = frozenset({"v", "kind", "seq", "prev"})
 
 
@@ -32,19 +36,19 @@ _ENVELOPE = frozenset({"v", "kind", "seq", "prev"})
 class Plan(Part):
     """What the run will train on: rows of the training set, size of the global batch, leaves, seed, length."""
 
-    rows: Count
-    batch_size: Count
-    micro_batches: Count
-    seed: Count
-    epochs: Count
-    steps: Count
+    rows: Count | None = field(metadata=_MAY_LACK)
+    batch_size: Count | None = field(metadata=_MAY_LACK)
+    micro_batches: Count | None = field(metadata=_MAY_LACK)
+    seed: Count | None = field(metadata=_MAY_LACK)
+    epochs: Count | None = field(metadata=_MAY_LACK)
+    steps: Count | None = field(metadata=_MAY_LACK)
 
 
 @dataclass(frozen=True)
 class StepDigests(Part):
     """The digests of one step: planned content, reduced gradient before clipping, state after the update."""
 
-    content: Hex16
+    content: Hex16 | None = field(metadata=_MAY_LACK)
     gradient: Hex16
     weights: Hex16
     optimizer: Hex16
@@ -52,12 +56,15 @@ class StepDigests(Part):
 
 @dataclass(frozen=True)
 class RankPart(Part):
-    """What one rank did in a step: the micro-batches and rows that it computed, and what it then held."""
+    """What one rank did in a step: the micro-batches and rows that it computed, and what it then held.
+
+    A digest is left out where the rank holds something that no other one should hold (shards).
+    """
 
     rank: Count
     leaves: tuple[Count, ...]
     ids: tuple[Count, ...]
-    weights: Hex16
+    weights: Hex16 | None = field(metadata=_MAY_LACK)
     gradient: Hex16 | None = None
     optimizer: Hex16 | None = None
     content: Hex16 | None = None
@@ -65,7 +72,7 @@ class RankPart(Part):
 
 @dataclass(frozen=True)
 class Start(Part):
-    """The first line of a run: what defines it and the state that it starts from."""
+    """The first line of a run: what defines it and the state that it starts from. `writer`: None is our trainer."""
 
     kind: ClassVar[str] = "start"
     run: str
@@ -75,6 +82,7 @@ class Start(Part):
     digests: Mapping[str, Hex16]
     world: Count
     backend: str
+    writer: str | None = field(default=None, metadata=_SINCE_2)
 
 
 @dataclass(frozen=True)
@@ -82,22 +90,30 @@ class Step(Part):
     """One update. `step` is its number from 1, `position` that of its first row in the epoch, `ids` its rows in order.
 
     `loss` is the mean over the `count` rows, `grad_norm` the norm before clipping, `correct` the rows classified right.
+    From a watch: `weights_norm` is the 2-norm of the trained parameters after the update; `gradient_at` is "optimizer"
+    where digest and norm are of the gradient that the optimizer got, since nobody said when it was reduced and not yet
+    clipped; `optimizer_index` counts from 0 where several optimizers are watched, and the weights are then its own;
+    `skipped`: the loss scaler let the update change nothing.
     """
 
     kind: ClassVar[str] = "step"
     step: Count
-    epoch: Count
-    position: Count
+    epoch: Count | None = field(metadata=_MAY_LACK)
+    position: Count | None = field(metadata=_MAY_LACK)
     ids: tuple[Count, ...]
-    count: Count
+    count: Count | None = field(metadata=_MAY_LACK)
     lr: Real
-    loss: Real
-    grad_norm: Real
-    correct: Count
+    loss: Real | None = field(metadata=_MAY_LACK)
+    grad_norm: Real | None = field(metadata=_MAY_LACK)
+    correct: Count | None = field(metadata=_MAY_LACK)
     world: Count
     backend: str
     digests: StepDigests
     ranks: tuple[RankPart, ...]
+    weights_norm: Real | None = field(default=None, metadata=_SINCE_2)
+    gradient_at: str | None = field(default=None, metadata=_SINCE_2)
+    optimizer_index: Count | None = field(default=None, metadata=_SINCE_2)
+    skipped: bool | None = field(default=None, metadata=_SINCE_2)
 
 
 @dataclass(frozen=True)
@@ -106,7 +122,7 @@ class Evaluation(Part):
 
     kind: ClassVar[str] = "eval"
     step: Count
-    epoch: Count
+    epoch: Count | None = field(metadata=_MAY_LACK)
     rows: Count
     scores: Mapping[str, Real]
     confusion: tuple[tuple[Count, ...], ...] = ()
@@ -143,7 +159,9 @@ class Resume(Part):
 
 @dataclass(frozen=True)
 class Broken(Part):
-    """A violation: the clause and its finding."""
+    """A violation: the clause and its finding. `action` says what a watch did: "raised", "warned", "called" (a function
+    of the user's), "suspected" (a sign that has innocent causes too); None: the run ended.
+    """
 
     kind: ClassVar[str] = "violation"
     clause: str
@@ -152,6 +170,7 @@ class Broken(Part):
     tensor: str
     seen: str
     details: Mapping[str, str] = field(default_factory=dict)
+    action: str | None = field(default=None, metadata=_SINCE_2)
 
 
 @dataclass(frozen=True)
@@ -203,14 +222,15 @@ def decode_line(line: bytes) -> Line:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not a line of JSON: {error}") from None
     found = json_object(data, "the line")
-    if found.get("v") != SCHEMA_VERSION or isinstance(found.get("v"), bool):
-        raise ValueError(f"version {found.get('v')!r} is not {SCHEMA_VERSION}")
+    version = found.get("v")
+    if type(version) is not int or not 1 <= version <= SCHEMA_VERSION:
+        raise ValueError(f"version {version!r} is none of 1 to {SCHEMA_VERSION}")
     kind = found.get("kind")
     if not isinstance(kind, str) or kind not in KINDS:
         raise ValueError(f"unknown kind {kind!r}")
     body = {name: value for name, value in found.items() if name not in _ENVELOPE}
     seq, prev = read_field(Count, found.get("seq"), "seq"), read_field(Hex16, found.get("prev"), "prev")
-    return Line(seq, prev, KINDS[kind].from_json(body))
+    return Line(seq, prev, KINDS[kind].from_json(body, version=version))
 
 
 def decode(line: bytes) -> Record:

@@ -87,10 +87,20 @@ class StartEvent(Event):
         """What bits may depend on (device model, library versions), as recorded."""
         return self.fields.get("fingerprint")
 
+    @property
+    def watched(self) -> bool:
+        """Whether a watch wrote it, beside a loop that promises nothing, and not the trainer itself."""
+        return self.fields.get("writer") is not None
+
 
 @dataclass(frozen=True)
 class StepEvent(Event):
-    """One update. `ids` is the global batch in plan order, `count` its rows; `number` is the update, from 1."""
+    """One update. `ids` is the global batch in plan order, `count` its rows; `number` is the update, from 1.
+
+    `weights_norm` is the 2-norm of the trained weights after it. `gradient_at` is "optimizer" where the gradient's
+    digest and norm are of what the optimizer got, clipped or not; else they are of the gradient before clipping.
+    `skipped`: a loss scaler let the update change nothing.
+    """
 
     number: int = 0
     epoch: int | None = None
@@ -105,6 +115,9 @@ class StepEvent(Event):
     backend: str | None = None
     digests: Mapping[str, str] = field(default_factory=dict)
     ranks: tuple[RankStep, ...] = ()
+    weights_norm: Number | None = None
+    gradient_at: str | None = None
+    skipped: bool = False
 
     @property
     def finite(self) -> bool:

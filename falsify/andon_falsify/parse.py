@@ -10,7 +10,8 @@ from typing import TypeVar
 
 from andon_falsify.events import Event, Number, Plan, RankStep, RowId, StartEvent, StepEvent, whole
 
-VERSION = 1
+VERSIONS = (1, 2)
+"""Version 2 lets more be left out and adds what a watch of another's loop knows; what is left out is None in both."""
 KINDS = frozenset({"start", "step", "eval", "checkpoint", "resume", "violation", "end"})
 
 Scalar = TypeVar("Scalar")
@@ -26,8 +27,8 @@ def parse_line(text: str, line: int, digest: str) -> Event:
     Raises `LineError` for text that is no JSON object, another version, an unknown kind, or a field of a wrong type.
     """
     fields = _object(text)
-    if fields.get("v") != VERSION:
-        msg = f"version {_quote(fields.get('v'))} is not {VERSION}"
+    if whole(fields.get("v")) not in VERSIONS:
+        msg = f"version {_quote(fields.get('v'))} is none of {', '.join(map(str, VERSIONS))}"
         raise LineError(msg)
     kind = fields.get("kind")
     if not isinstance(kind, str) or kind not in KINDS:
@@ -76,6 +77,9 @@ def _step(fields: Mapping[str, object], base: Event) -> StepEvent:
         lr=_number(fields, "lr"),
         loss=_number(fields, "loss"),
         grad_norm=_number(fields, "grad_norm"),
+        weights_norm=_number(fields, "weights_norm"),
+        gradient_at=_text(fields, "gradient_at"),
+        skipped=fields.get("skipped") is True,
         world=_int(fields, "world"),
         backend=_text(fields, "backend"),
         digests=_digests(fields),

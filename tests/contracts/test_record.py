@@ -57,6 +57,21 @@ STEP = Step(
         RankPart(rank=1, leaves=(2,), ids=(2,), weights=H[2], gradient=H[1], optimizer=H[3]),
     ),
 )
+WATCHED = replace(
+    STEP,
+    epoch=None,
+    position=None,
+    count=None,
+    loss=None,
+    grad_norm=None,
+    correct=None,
+    digests=StepDigests(None, H[1], H[2], H[3]),
+    ranks=(RankPart(rank=0, leaves=(), ids=(), weights=None),),
+    weights_norm=Real.of(0.5),
+    gradient_at="optimizer",
+    optimizer_index=1,
+    skipped=True,
+)
 RECORDS: list[Record] = [
     Start("r1", {"torch": "2.13"}, H[0], Plan(10, 4, 2, 0, 1, 3), {"weights": H[1]}, 2, "gloo"),
     STEP,
@@ -65,6 +80,9 @@ RECORDS: list[Record] = [
     Resume(3, H[0], {"torch": "2.13"}, {"weights": H[1]}, 1, "inline", "step-00000003", torn=17),
     Resume(0, H[0], {}, {}, 1, "inline"),
     Broken("finite", 4, (1,), "lora_A\n\u884c\ud800", "NaN", {"loss": "nan"}),
+    Broken("finite", 4, (1,), "", "NaN", action="warned"),
+    Start("r1", {}, H[0], Plan(10, None, None, None, None, None), {}, 2, "gloo", "watch"),
+    WATCHED,
     End(3, "finished", {"weights": H[1]}, Real.of(-0.0), 0),
 ]
 
@@ -97,7 +115,7 @@ def test_a_line_is_canonical_json() -> None:
     data = json.loads(line)
     assert line == json.dumps(data, sort_keys=True, separators=(",", ":")).encode("ascii") + b"\n"
     assert {name: data[name] for name in ("v", "kind", "seq", "prev")} == {
-        "v": 1,
+        "v": 2,
         "kind": "step",
         "seq": 7,
         "prev": H[0],
@@ -155,14 +173,15 @@ def edited(**changes: object) -> bytes:
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        (edited(v=2), "version 2"),
+        (edited(v=3), "version 3"),
+        (edited(v=0), "version 0"),
         (edited(v=True), "version True"),
         (edited(kind="stop"), "unknown kind 'stop'"),
         (edited(kind=["step"]), "unknown kind"),
         (edited(seq=-1), "seq must be"),
         (edited(seq=None), "seq must be"),
         (edited(prev="0"), "prev must be"),
-        (edited(loss=None), "loss is missing"),
+        (edited(lr=None), "lr is missing"),
         (edited(lr=0.1), "lr must be"),
         (edited(extra=1), "unknown field 'extra'"),
         (edited(ids=[1, "2"]), r"ids\[1\] must be"),
@@ -176,13 +195,13 @@ def edited(**changes: object) -> bytes:
         (b"", "not a line of JSON"),
         (b"\xff", "not a line of JSON"),
         (b"[]", "must be an object"),
-        (b'{"v":1,"v":1}', "twice"),
+        (b'{"v":2,"v":2}', "twice"),
         (b'{"v":NaN}', "NaN is not JSON"),
         (b"[" * 100_000, "not a line of JSON"),
         (b'{"v":' + b"9" * 5000 + b"}", "not a line of JSON"),
         (b" " * (MAX_LINE + 1), "more than"),
     ],
-    ids=range(26),
+    ids=range(27),
 )
 def test_a_wrong_line_is_refused(line: bytes, says: str) -> None:
     """What is no line of this version is a ValueError that names the field, in a message of bounded length."""
@@ -191,8 +210,27 @@ def test_a_wrong_line_is_refused(line: bytes, says: str) -> None:
     assert len(str(caught.value)) < 300
 
 
+def test_a_line_of_version_1_is_read_by_its_own_rules() -> None:
+    """What version 1 wrote is read as ever: its fields are all demanded, and those of version 2 are not known to it."""
+    assert decode(edited(v=1)) == STEP
+    for lacking in ("epoch", "position", "count", "loss", "grad_norm", "correct"):
+        assert getattr(decode(edited(**{lacking: None})), lacking) is None
+        with pytest.raises(ValueError, match=f"{lacking} is missing"):
+            decode(edited(v=1, **{lacking: None}))
+    bare = {"gradient": H[1], "weights": H[2], "optimizer": H[3]}
+    with pytest.raises(ValueError, match=r"digests.content is missing"):
+        decode(edited(v=1, digests=bare))
+    with pytest.raises(ValueError, match=r"ranks\[0\].weights is missing"):
+        decode(edited(v=1, ranks=[{"rank": 0, "leaves": [], "ids": []}]))
+    for name in ("weights_norm", "gradient_at", "optimizer_index", "skipped"):
+        newer = json.loads(encode(WATCHED, 0, GENESIS))[name]
+        assert decode(edited(**{name: newer})) == replace(STEP, **{name: getattr(WATCHED, name)})
+        with pytest.raises(ValueError, match=f"unknown field '{name}'"):
+            decode(edited(v=1, **{name: newer}))
+
+
 @pytest.mark.parametrize(
-    "changes", [{"ids": [1, 2]}, {"backend": 3}, {"step": -1}, {"lr": 0.1}, {"loss": None}, {"step": 1.0}]
+    "changes", [{"ids": [1, 2]}, {"backend": 3}, {"step": -1}, {"lr": 0.1}, {"lr": None}, {"step": 1.0}]
 )
 def test_a_wrong_record_is_not_written(changes: dict[str, object]) -> None:
     """A record that a reader would refuse or read differently is refused by the writer."""

@@ -72,7 +72,8 @@ def test_a_step_line_is_read_field_by_field() -> None:
     ("fields", "why"),
     [
         ([], "a list where an object"),
-        ({**STEP, "v": 2}, "version 2 is not 1"),
+        ({**STEP, "v": 3}, "version 3 is none of 1, 2"),
+        ({**STEP, "v": True}, "version True is none of"),
         ({**STEP, "kind": "stop"}, "kind 'stop'"),
         ({**STEP, "kind": ["step"]}, "kind ['step']"),
         ({**STEP, "step": 0}, "step is 0"),

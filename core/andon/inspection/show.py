@@ -8,9 +8,10 @@ from andon.inspection.recorded import Recorded
 from andon.inspection.texts import Texts
 from andon.problems import InputError, Problem
 from andon_contracts.fields import Real
-from andon_contracts.record import Broken, End, Evaluation, RankPart, Record, Resume, Saved, Start, Step
+from andon_contracts.record import Broken, End, Evaluation, Plan, RankPart, Record, Resume, Saved, Start, Step
 
 _WIDTH = 100
+_UNKNOWN = "not known"
 _VERSIONS = ("torch", "transformers", "peft", "cpu", "devices")
 
 
@@ -64,14 +65,20 @@ def _event(record: Record, found: Recorded) -> Iterator[str]:
 
 
 def _start(record: Start) -> Iterator[str]:
-    plan = record.plan
-    yield f"start       {record.run} on {record.world} {record.backend} workers{_named(record.digests, ', ')}"
-    yield (
-        f"plan        {plan.rows} rows, {plan.steps} steps of {plan.batch_size} rows in {plan.micro_batches} "
-        f"micro-batches, epochs {plan.epochs}, seed {plan.seed}"
-    )
+    by = f", written by a {record.writer}" if record.writer is not None else ""
+    yield f"start       {record.run} on {record.world} {record.backend} workers{by}{_named(record.digests, ', ')}"
+    yield f"plan        {_plan(record.plan)}"
     known = [f"{name} {record.fingerprint[name]}" for name in _VERSIONS if record.fingerprint.get(name)]
     yield f"machine     {', '.join(known)}"
+
+
+def _plan(plan: Plan) -> str:
+    if plan.steps is None:
+        return _UNKNOWN if plan.rows is None else f"{plan.rows} rows an epoch"
+    return (
+        f"{plan.rows} rows, {plan.steps} steps of {plan.batch_size} rows in {plan.micro_batches} "
+        f"micro-batches, epochs {plan.epochs}, seed {plan.seed}"
+    )
 
 
 def _resume(record: Resume) -> str:
@@ -83,7 +90,8 @@ def _resume(record: Resume) -> str:
 def _broken(record: Broken) -> str:
     ranks = f" on ranks {' '.join(map(str, record.ranks))}" if record.ranks else ""
     tensor = f" in {record.tensor}" if record.tensor else ""
-    return f"violation   {record.clause} at step {record.step}{ranks}{tensor}: {record.seen}"
+    action = f" ({record.action})" if record.action is not None else ""
+    return f"violation   {record.clause} at step {record.step}{ranks}{tensor}: {record.seen}{action}"
 
 
 def one_step(found: Recorded, step: int, texts: Texts) -> Iterator[str]:
@@ -96,19 +104,40 @@ def one_step(found: Recorded, step: int, texts: Texts) -> Iterator[str]:
     if record is None:
         return
     times = sum(isinstance(each, Step) and each.step == step for each in found.records)
-    yield f"step {step}: epoch {record.epoch}, rows {record.position} to {record.position + len(record.ids) - 1} of it"
+    yield f"step {step}{_place(record)}"
     if times > 1:
         yield f"  done {times} times, after resumes; this is the last"
-    yield f"  loss        {_exact(record.loss)}, mean over {record.count} rows, {record.correct} right"
-    yield f"  grad_norm   {_exact(record.grad_norm)} before clipping"
+    yield f"  loss        {_exact(record.loss)}{_counted(record)}"
+    yield f"  grad_norm   {_exact(record.grad_norm)} {_point(record)}"
     yield f"  lr          {_exact(record.lr)}"
+    if record.weights_norm is not None:
+        yield f"  norm        {_exact(record.weights_norm)} of the trained weights, after the update"
     for name in ("content", "gradient", "weights", "optimizer"):
-        yield f"  {name:<11} {getattr(record.digests, name)}"
+        yield f"  {name:<11} {getattr(record.digests, name) or _UNKNOWN}"
     yield f"  world       {record.world} {record.backend} workers"
     if texts.missing:
         yield f"  note        {texts.missing}"
     for part in record.ranks:
         yield from _rank(part, record, texts)
+
+
+def _place(record: Step) -> str:
+    which = "" if record.optimizer_index is None else f" of optimizer {record.optimizer_index}"
+    done = ", skipped by the loss scaler" if record.skipped else ""
+    if record.epoch is None or record.position is None:
+        return f"{which}{done}"
+    return (
+        f"{which}{done}: epoch {record.epoch}, rows {record.position} to {record.position + len(record.ids) - 1} of it"
+    )
+
+
+def _counted(record: Step) -> str:
+    mean = f", mean over {record.count} rows" if record.loss is not None and record.count is not None else ""
+    return mean if record.correct is None else f"{mean}, {record.correct} right"
+
+
+def _point(record: Step) -> str:
+    return "as the optimizer got it" if record.gradient_at == "optimizer" else "before clipping"
 
 
 def _missing_or_broken(found: Recorded, step: int) -> Iterator[str]:
@@ -127,8 +156,10 @@ def _rank(part: RankPart, record: Step, texts: Texts) -> Iterator[str]:
     held = {name: getattr(part, name) for name in ("weights", "gradient", "optimizer")}
     own = {name: value for name, value in held.items() if value is not None}
     odd = {name: value for name, value in own.items() if value != getattr(record.digests, name)}
-    digests = f"differs:{_named(odd, ' ')}" if odd else f"the digests above ({', '.join(own)})"
-    yield f"  rank {part.rank}: micro-batches {' '.join(map(str, part.leaves)) or 'none'}, {digests}"
+    alike = f"the digests above ({', '.join(own)})" if own else "no digests: its part has no replica"
+    digests = f"differs:{_named(odd, ' ')}" if odd else alike
+    leaves = f"micro-batches {' '.join(map(str, part.leaves)) or 'none'}, " if record.correct is not None else ""
+    yield f"  rank {part.rank}: {leaves}{digests}"
     for row in part.ids:
         yield f"    {row}{_text(row, texts)}"
 
@@ -145,9 +176,9 @@ def _named(values: Mapping[str, str], before: str) -> str:
     return "".join(f"{before}{name} {value}" for name, value in sorted(values.items()))
 
 
-def _real(value: Real) -> str:
-    return f"{value.value:.6g}"
+def _real(value: Real | None) -> str:
+    return _UNKNOWN if value is None else f"{value.value:.6g}"
 
 
-def _exact(value: Real) -> str:
-    return f"{value.value:.9g} ({value.hex})"
+def _exact(value: Real | None) -> str:
+    return _UNKNOWN if value is None else f"{value.value:.9g} ({value.hex})"

@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from andon.problems import InputError, Problem
+from andon_contracts.ledger import fsync_folder as fsync_folder
+from andon_contracts.ledger import write_all as write_all
 
 _LEFTOVER = ".andon-tmp-"
 _STORAGE = {
@@ -74,15 +76,6 @@ def remove(path: Path) -> None:
             path.unlink()
 
 
-def fsync_folder(folder: Path) -> None:
-    """Make the names in `folder` survive a power cut."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def write_new(path: Path, data: bytes | memoryview) -> None:
     """Create `path` with `data`, fsynced, with the permissions that the umask leaves. Not atomic: `write_whole` is."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -91,13 +84,6 @@ def write_new(path: Path, data: bytes | memoryview) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def write_all(handle: int, data: bytes | memoryview) -> None:
-    """Write all of `data`; a single write may take less."""
-    rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(handle, rest) :]
 
 
 def write_whole(path: Path, data: bytes) -> None:

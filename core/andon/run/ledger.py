@@ -2,82 +2,34 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
-from andon.run.atomic import fsync_folder, storage, write_all
-from andon_contracts.record import GENESIS, MAX_LINE, Line, Record, Step, chain, decode_line, encode, link
+from andon.run.atomic import storage
+from andon_contracts.ledger import LedgerError, LedgerFile, read_lines
+from andon_contracts.record import GENESIS, Record, Step, chain
+
+__all__ = ["LedgerError", "LedgerWriter", "head_at", "read_ledger", "same_again"]
 
 _REPEATED = ("epoch", "position", "ids", "count", "lr", "loss", "grad_norm", "correct", "digests")
 
 
-class LedgerError(ValueError):
-    """A ledger that is not the one that was written; the message names the file and the line."""
-
-
-class LedgerWriter:
-    """Appends records to the ledger at `path`, which is created if it is not there.
-
-    What is there is verified first. A line without its end, as a crash leaves it, is cut off; `torn` is its number of
-    bytes, for the record of the resume. Raises `LedgerError` for any other damage and `InputError` for a disk that
-    refuses. Only the owner of the run folder may hold one.
-    """
+class LedgerWriter(LedgerFile):
+    """A `LedgerFile` whose refusing disk is an `InputError`. Only the owner of the run folder may hold one."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
         with storage(path):
-            self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-            try:
-                self._count, self._digest, self._size = _scan(path)
-                self.torn = os.fstat(self._handle).st_size - self._size
-                if self.torn:
-                    os.ftruncate(self._handle, self._size)
-                    os.fsync(self._handle)
-                fsync_folder(path.parent)
-            except BaseException:
-                os.close(self._handle)
-                raise
-
-    @property
-    def head(self) -> tuple[int, str]:
-        """The number of lines and the digest of the last one: what a checkpoint or summary quotes."""
-        return self._count, self._digest
+            super().__init__(path)
 
     def append(self, record: Record) -> None:
         """Write `record` as the next line, whole: on a disk that refuses, nothing of it stays (`InputError`)."""
-        line = encode(record, self._count, self._digest)
-        with storage(self._path):
-            try:
-                write_all(self._handle, line)
-                self._count, self._digest, self._size = self._count + 1, chain(line), self._size + len(line)
-            except BaseException:
-                os.ftruncate(self._handle, self._size)
-                raise
+        with storage(self.path):
+            super().append(record)
 
     def sync(self) -> None:
         """Make all lines so far survive a power cut; done before a checkpoint that quotes the head."""
-        with storage(self._path):
-            os.fsync(self._handle)
-
-    def close(self) -> None:
-        """Sync and close; more than once is harmless."""
-        if self._handle >= 0:
-            try:
-                self.sync()
-            finally:
-                os.close(self._handle)
-                self._handle = -1
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        with storage(self.path):
+            super().sync()
 
 
 def read_ledger(path: Path) -> Iterator[Record]:
@@ -85,7 +37,7 @@ def read_ledger(path: Path) -> Iterator[Record]:
 
     Raises `LedgerError` at the first line that does not fit, and `FileNotFoundError`.
     """
-    for line, _ in _verified(path):
+    for line, _ in read_lines(path):
         yield line.record
 
 
@@ -96,7 +48,7 @@ def head_at(path: Path, count: int) -> str | None:
     """
     if count == 0:
         return GENESIS
-    for line, raw in _verified(path):
+    for line, raw in read_lines(path):
         if line.seq + 1 == count:
             return chain(raw)
     return None
@@ -118,26 +70,3 @@ def same_again(old: Step, new: Step) -> tuple[str, ...]:
 def _short(value: object) -> str:
     text = str(value)
     return text if len(text) <= 300 else text[:297] + "..."
-
-
-def _scan(path: Path) -> tuple[int, str, int]:
-    """Number of lines, digest of the last, bytes of the whole lines."""
-    count, digest, size = 0, GENESIS, 0
-    for _, raw in _verified(path):
-        count, digest, size = count + 1, chain(raw), size + len(raw)
-    return count, digest, size
-
-
-def _verified(path: Path) -> Iterator[tuple[Line, bytes]]:
-    count, digest = 0, GENESIS
-    with path.open("rb") as file:
-        while raw := file.readline(MAX_LINE + 1):
-            if not raw.endswith(b"\n") and len(raw) <= MAX_LINE:
-                return
-            try:
-                line = decode_line(raw)
-                link(line, count, digest)
-            except ValueError as error:
-                raise LedgerError(f"{path}:{count + 1}: {error}") from None
-            yield line, raw
-            count, digest = count + 1, chain(raw)

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-import andon.run.atomic
-import andon.run.ledger
+import andon_contracts.ledger
 from andon.backend import devices
 from andon.model.adapter import trainable_parameters
 from andon.step.keyed import KeyedRandomness
@@ -90,13 +89,13 @@ def _nan_reported(parts: Parts, _: ExitStack) -> None:
 
 
 def _line_lost(parts: Parts, stack: ExitStack) -> None:
-    write = andon.run.atomic.write_all
+    write = andon_contracts.ledger.write_all
 
     def losing(handle: int, line: bytes) -> None:
         if b'"step":2,' not in line:
             write(handle, line)
 
-    patched(stack, andon.run.ledger, "write_all", losing)
+    patched(stack, andon_contracts.ledger, "write_all", losing)
 
 
 def _moments_lost(parts: Parts, _: ExitStack) -> None:

@@ -1,0 +1,121 @@
+"""The file of a ledger: lines appended whole by one writer, verified as they are read (design, One record).
+
+Who trains with `andon train` and who only watches write the same file; what differs is what a refusing disk means to
+them, so here it is an `OSError`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from andon_contracts.record import GENESIS, MAX_LINE, Line, Record, chain, decode_line, encode, link
+
+
+class LedgerError(ValueError):
+    """A ledger that is not the one that was written; the message names the file and the line."""
+
+
+def write_all(handle: int, data: bytes | memoryview) -> None:
+    """Write all of `data`; a single write may take less."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(handle, rest) :]
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make the names in `folder` survive a power cut."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+class LedgerFile:
+    """Appends records to the ledger at `path`, which is created if it is not there.
+
+    What is there is verified first. A line without its end, as a crash leaves it, is cut off; `torn` is its number of
+    bytes, for the record of the resume. Raises `LedgerError` for any other damage and `OSError` for a disk that
+    refuses. There may be one writer at a time.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        try:
+            self._count, self._digest, self._size = _scan(path)
+            self.torn = os.fstat(self._handle).st_size - self._size
+            if self.torn:
+                os.ftruncate(self._handle, self._size)
+                os.fsync(self._handle)
+            fsync_folder(path.parent)
+        except BaseException:
+            os.close(self._handle)
+            raise
+
+    @property
+    def head(self) -> tuple[int, str]:
+        """The number of lines and the digest of the last one: what a checkpoint or summary quotes."""
+        return self._count, self._digest
+
+    def append(self, record: Record) -> None:
+        """Write `record` as the next line, whole: on a disk that refuses (`OSError`), nothing of it stays."""
+        line = encode(record, self._count, self._digest)
+        try:
+            write_all(self._handle, line)
+            self._count, self._digest, self._size = self._count + 1, chain(line), self._size + len(line)
+        except BaseException:
+            os.ftruncate(self._handle, self._size)
+            raise
+
+    def sync(self) -> None:
+        """Make all lines so far survive a power cut; done before a checkpoint that quotes the head."""
+        os.fsync(self._handle)
+
+    def close(self) -> None:
+        """Sync and close; more than once is harmless."""
+        if self._handle >= 0:
+            try:
+                self.sync()
+            finally:
+                os.close(self._handle)
+                self._handle = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_lines(path: Path) -> Iterator[tuple[Line, bytes]]:
+    """The lines of the ledger at `path` with their bytes, verified as they are read; a torn last one is left out.
+
+    Raises `LedgerError` at the first line that does not fit, and `FileNotFoundError`.
+    """
+    count, digest = 0, GENESIS
+    with path.open("rb") as file:
+        while raw := file.readline(MAX_LINE + 1):
+            if not raw.endswith(b"\n") and len(raw) <= MAX_LINE:
+                return
+            try:
+                line = decode_line(raw)
+                link(line, count, digest)
+            except ValueError as error:
+                raise LedgerError(f"{path}:{count + 1}: {error}") from None
+            yield line, raw
+            count, digest = count + 1, chain(raw)
+
+
+def _scan(path: Path) -> tuple[int, str, int]:
+    """Number of lines, digest of the last, bytes of the whole lines."""
+    count, digest, size = 0, GENESIS, 0
+    for _, raw in read_lines(path):
+        count, digest, size = count + 1, chain(raw), size + len(raw)
+    return count, digest, size
