@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 import threading
 from contextlib import ExitStack
+from pathlib import Path
 
 import torch.distributed as dist
 
 from andon_contracts import policy
 
 _LEFT = ExitStack()
+_KEPT: list[subprocess.Popen[bytes]] = []
 
 
 def describe(word: str) -> tuple[str, int, int]:
@@ -25,9 +30,62 @@ def raise_on(rank: int) -> None:
 
 
 def die_on(rank: int) -> None:
-    """One rank ends without a word."""
+    """One rank ends without an answer."""
     if dist.get_rank() == rank:
+        print("nothing goes on", flush=True)
         os._exit(3)
+
+
+def kill_on(rank: int) -> None:
+    """One rank is killed, as by the kernel where memory runs out."""
+    if dist.get_rank() == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leave_on(rank: int) -> None:
+    """One rank takes itself for a program of its own."""
+    if dist.get_rank() == rank:
+        sys.exit(0)
+
+
+def lie_on(rank: int) -> None:
+    """One rank is in a group of its own."""
+    if dist.get_rank() == rank:
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def answer_nothing_that_travels_on(rank: int) -> object:
+    """One rank returns what pickle refuses."""
+    return threading.Lock() if dist.get_rank() == rank else None
+
+
+def start_on(where: tuple[int, str]) -> None:
+    """One rank starts a process and forgets it."""
+    rank, written = where
+    if dist.get_rank() == rank:
+        Path(written).write_text(str(subprocess.Popen(["sleep", "1000"]).pid))
+
+
+def start_and_die_on(where: tuple[int, str]) -> None:
+    """The same, and the rank is gone."""
+    start_on(where)
+    die_on(where[0])
+
+
+def hide_on(where: tuple[int, str]) -> None:
+    """The process is in a session of its own, and what started it has ended, as a daemon's has."""
+    rank, written = where
+    if dist.get_rank() == rank:
+        subprocess.run(["sh", "-c", f"setsid sleep 1000 & echo $! > {written}"], check=True)
+
+
+def employ_on(where: tuple[int, str]) -> None:
+    """One rank keeps a process that ends when the rank does."""
+    rank, written = where
+    if dist.get_rank() == rank:
+        _KEPT.append(subprocess.Popen(["cat"], stdin=subprocess.PIPE))
+        Path(written).write_text(str(_KEPT[-1].pid))
 
 
 def hang_on(rank: int) -> None:

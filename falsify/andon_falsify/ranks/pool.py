@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
+import signal
 import tempfile
 import time
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any
 
-from andon_falsify.ranks.rank import Answer, live
+from andon_falsify.ranks import leftovers
+from andon_falsify.ranks.last_words import stack, tail
+from andon_falsify.ranks.rank import Answer, Berth, live
 
 DEADLINE_S = 90.0
+START_S = 60.0
 GRACE_S = 5.0
+_GOING_S = 0.5
+"""How long what a rank has started may take to end by itself when the case is over."""
 _PRELOADED = (
     "torch",
     "torch.distributed",
@@ -22,14 +29,23 @@ _PRELOADED = (
     "transformers.models.bert.modeling_bert",
     "peft",
     "andon_falsify.ranks.duty",
+    "andon_falsify.ranks.adoption",
 )
+
+
+@dataclass(frozen=True)
+class _Rank:
+    process: BaseProcess
+    pipe: Connection
+    berth: Berth
 
 
 class RankPool:
     """`world` processes in one gloo group. After a failure they are replaced at the next request.
 
-    deadline_s: how long a request may take, the start of the ranks included; grace_s: how long the other ranks have
-    after one of them failed, and how long a rank has to leave.
+    deadline_s: how long a request may take; the ranks' own start may take `START_S`. grace_s: how long the other ranks
+    have after one of them failed, and how long a rank has to leave. What ranks print goes to a file, of which an error
+    quotes the end.
     """
 
     def __init__(self, world: int, deadline_s: float = DEADLINE_S, grace_s: float = GRACE_S) -> None:
@@ -39,66 +55,88 @@ class RankPool:
         self._context = multiprocessing.get_context("forkserver")
         # Imported once, by a server that starts no thread, so that a rank is there in milliseconds.
         self._context.set_forkserver_preload(list(_PRELOADED))
-        self._ranks: list[tuple[BaseProcess, Connection]] = []
+        self._ranks: list[_Rank] = []
+        self._server = 0
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def run(self, work: str, argument: Any) -> list[Answer]:
         """`work` (module:function) applied to `argument` on every rank; the answers by rank.
 
-        A rank that raised, died or did not answer in time has an answer with the text of it.
+        A rank that raised, died, did not answer in time or left a process behind has an answer with the text of it.
         """
-        if not self._ranks:
-            self._start()
-        request = pickle.dumps((work, argument))
-        answers: dict[int, Answer] = {}
-        for rank, (_, pipe) in enumerate(self._ranks):
-            try:
-                pipe.send_bytes(request)
-            except OSError as error:
-                answers[rank] = Answer(error=f"the rank cannot be reached: {error}", usable=False)
-        self._collect(answers)
-        if not all(answer.usable for answer in answers.values()):
-            self.close()
+        answers: dict[int, Answer] = {} if self._ranks else self._start()
+        if not answers:
+            answers = self._ask(pickle.dumps((work, argument)))
+        left = leftovers.settled(self._server, self.pids, _GOING_S)
+        if left or not all(answer.usable for answer in answers.values()):
+            before = self.pids
+            self._end()
+            left = leftovers.settled(self._server, before, _GOING_S)
+            leftovers.end(left, self._grace_s)
+            _name(left, before, answers)
         return [answers[rank] for rank in range(self.world)]
 
     @property
     def pids(self) -> list[int]:
         """The processes of the ranks, by rank; none before the first request and after a failure."""
-        return [process.pid for process, _ in self._ranks if process.pid is not None]
+        return [rank.process.pid for rank in self._ranks if rank.process.pid is not None]
 
-    def _start(self) -> None:
+    def _start(self) -> dict[int, Answer]:
+        """Start the ranks; the answers of all if one did not get there, else none."""
         self._folder = tempfile.TemporaryDirectory(prefix="andon-ranks-")
-        store = str(Path(self._folder.name) / "store")
-        for rank in range(self.world):
+        for number in range(self.world):
+            berth = Berth(number, self.world, os.getpid(), self._folder.name, self._deadline_s)
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=live, args=(rank, self.world, store, theirs), daemon=True)
+            process = self._context.Process(target=live, args=(berth, theirs), daemon=True)
             process.start()
             theirs.close()
-            self._ranks.append((process, ours))
+            self._ranks.append(_Rank(process, ours, berth))
+        self._server = leftovers.parent_of(self.pids[0])
+        answers = self._collect({}, START_S)
+        return {} if all(answer.usable for answer in answers.values()) else answers
 
-    def _collect(self, answers: dict[int, Answer]) -> None:
+    def _ask(self, request: bytes) -> dict[int, Answer]:
+        answers: dict[int, Answer] = {}
+        for number, rank in enumerate(self._ranks):
+            try:
+                rank.pipe.send_bytes(request)
+            except OSError as error:
+                answers[number] = Answer(error=f"the rank cannot be reached: {error}", usable=False)
+        return self._collect(answers, self._deadline_s)
+
+    def _collect(self, answers: dict[int, Answer], deadline_s: float) -> dict[int, Answer]:
         """Read until every rank has answered, or its time is over; a failure shortens the others' time."""
-        deadline = time.monotonic() + self._deadline_s
+        began = time.monotonic()
+        deadline = began + deadline_s
         while len(answers) < self.world:
-            open_ = {pipe: rank for rank, (_, pipe) in enumerate(self._ranks) if rank not in answers}
+            open_ = {rank.pipe: number for number, rank in enumerate(self._ranks) if number not in answers}
             ready = wait(list(open_), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                answers |= dict.fromkeys(open_.values(), Answer(error="no answer in time; killed", usable=False))
+                waited = time.monotonic() - began
+                answers |= {number: _silent(self._ranks[number], waited) for number in open_.values()}
             for pipe in ready:
                 assert isinstance(pipe, Connection)
-                answer = answers[open_[pipe]] = _read(pipe)
+                answer = answers[open_[pipe]] = _read(self._ranks[open_[pipe]], self._grace_s)
                 if not answer.usable:
                     deadline = min(deadline, time.monotonic() + self._grace_s)
+        return answers
 
     def close(self) -> None:
-        """End the ranks: a closed pipe is their sign to leave; who stays is killed."""
-        for _, pipe in self._ranks:
-            pipe.close()
-        for process, _ in self._ranks:
-            process.join(self._grace_s)
-            if process.is_alive():
-                process.kill()
-                process.join()
+        """End the ranks, and what they have left behind."""
+        before = self.pids
+        self._end()
+        if before:
+            leftovers.end(leftovers.settled(self._server, before, _GOING_S), self._grace_s)
+
+    def _end(self) -> None:
+        """A closed pipe is the ranks' sign to leave; who stays is killed."""
+        for rank in self._ranks:
+            rank.pipe.close()
+        for rank in self._ranks:
+            rank.process.join(self._grace_s)
+            if rank.process.is_alive():
+                rank.process.kill()
+                rank.process.join()
         self._ranks.clear()
         if self._folder is not None:
             self._folder.cleanup()
@@ -108,12 +146,14 @@ class RankPool:
 class RankPools:
     """A pool for each world size, started when it is first asked for. Use as a context manager, or call `close`."""
 
-    def __init__(self) -> None:
+    def __init__(self, deadline_s: float = DEADLINE_S, grace_s: float = GRACE_S) -> None:
         self._pools: dict[int, RankPool] = {}
+        self._deadline_s = deadline_s
+        self._grace_s = grace_s
 
     def of(self, world: int) -> RankPool:
         """The pool of `world` ranks."""
-        return self._pools.setdefault(world, RankPool(world))
+        return self._pools.setdefault(world, RankPool(world, self._deadline_s, self._grace_s))
 
     def close(self) -> None:
         """End all ranks."""
@@ -127,10 +167,41 @@ class RankPools:
         self.close()
 
 
-def _read(pipe: Connection) -> Answer:
+def _read(rank: _Rank, grace_s: float) -> Answer:
     try:
-        answer = pickle.loads(pipe.recv_bytes())  # our own ranks wrote it
+        answer = pickle.loads(rank.pipe.recv_bytes())  # our own ranks wrote it
     except (EOFError, ConnectionResetError):
-        return Answer(error="the rank ended without an answer", usable=False)
+        rank.process.join(grace_s)
+        error = f"the rank {_ending(rank.process.exitcode)} without an answer{tail(rank.berth.printed)}"
+        return Answer(error=error, usable=False)
+    except Exception as error:  # noqa: BLE001 -- an answer may be made of what only the subject can import
+        return Answer(error=f"an answer that cannot be read: {type(error).__name__}: {error}", usable=False)
     assert isinstance(answer, Answer)
     return answer
+
+
+def _ending(code: int | None) -> str:
+    if code is None:
+        return "closed its pipe"
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
+
+
+def _silent(rank: _Rank, waited_s: float) -> Answer:
+    """The answer in the place of one that did not come, with where the rank was, if it wrote that down."""
+    return Answer(error=f"no answer in time ({waited_s:.0f} s); killed{stack(rank.berth.printed)}", usable=False)
+
+
+def _name(left: list[leftovers.Stray], ranks: list[int], answers: dict[int, Answer]) -> None:
+    """Enter what was left behind into the answer of the rank that it is from, or of the first."""
+    for number, pid in enumerate(ranks):
+        own = [stray for stray in left if stray.rank == pid or (number == 0 and stray.rank not in ranks)]
+        if own:
+            said = f"it left processes behind, now ended: {', '.join(map(str, own))}"
+            before = answers[number].error
+            error = f"{before}\n{said}" if before else said
+            answers[number] = Answer(answers[number].value, error, usable=False)

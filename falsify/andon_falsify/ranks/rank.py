@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import datetime
+import faulthandler
 import importlib
 import os
 import pickle
+import sys
 import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from pathlib import Path
+from typing import Any, TextIO
 
 GROUP_TIMEOUT_S = 20.0
+_STACK_AT = 0.9
+"""At this share of the deadline a rank writes down where it is, for the case that it never answers."""
 
 
 @dataclass(frozen=True)
@@ -23,46 +28,94 @@ class Answer:
     usable: bool = True
 
 
-def live(rank: int, world: int, store: str, pipe: Connection) -> None:
-    """The whole life of rank `rank` of `world`; `store` is the path of the group's file, `pipe` leads to the suite."""
+@dataclass(frozen=True)
+class Berth:
+    """Where a rank lives: its number, of how many; the suite's pid; the folder of the store and of what it prints."""
+
+    rank: int
+    world: int
+    suite: int
+    folder: str
+    deadline_s: float
+
+    @property
+    def printed(self) -> Path:
+        """What the rank has written to its standard streams."""
+        return Path(self.folder) / f"rank-{self.rank}.txt"
+
+
+def live(berth: Berth, pipe: Connection) -> None:
+    """The whole life of the rank of `berth`; `pipe` leads to the suite. The first answer says that it is there."""
+    with berth.printed.open("a", encoding="utf-8") as printed:
+        _settle_in(berth, printed)
+        _join(berth)
+        pipe.send_bytes(pickle.dumps(Answer(os.getpid())))
+        served = 0
+        while True:
+            try:
+                work, argument = pickle.loads(pipe.recv_bytes())  # the suite is the only one who writes here
+            except EOFError:
+                # After an error of gloo an ordinary exit may end in SIGABRT.
+                os._exit(0)
+            served += 1
+            faulthandler.dump_traceback_later(berth.deadline_s * _STACK_AT, file=printed)
+            answer = _answer(berth, work, argument, served)
+            faulthandler.cancel_dump_traceback_later()
+            pipe.send_bytes(_pickled(answer))
+
+
+def _settle_in(berth: Berth, printed: TextIO) -> None:
+    """A session of its own, by which what it starts is found; no output between the suite's; no life after it."""
+    from andon.launch.orphan import die_with_parent
+
+    os.setsid()
+    die_with_parent(berth.suite)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(printed.fileno(), stream.fileno())
+
+
+def _join(berth: Berth) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=GROUP_TIMEOUT_S)
-    shared = dist.FileStore(store, world)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=shared, rank=rank, world_size=world, timeout=timeout)
-    served = 0
-    while True:
-        try:
-            work, argument = pickle.loads(pipe.recv_bytes())  # the suite is the only one who writes here
-        except EOFError:
-            # After an error of gloo an ordinary exit may end in SIGABRT.
-            os._exit(0)
-        served += 1
-        answer = _answer(work, argument, served)
-        pipe.send_bytes(pickle.dumps(answer))
+    shared = dist.FileStore(str(Path(berth.folder) / "store"), berth.world)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=shared, rank=berth.rank, world_size=berth.world, timeout=timeout)
 
 
-def _answer(work: str, argument: Any, served: int) -> Answer:
+def _answer(berth: Berth, work: str, argument: Any, served: int) -> Answer:
     """The answer to one request, with the sentinel behind it: all ranks have answered equally often and are clean."""
     module, _, name = work.partition(":")
     try:
         value = getattr(importlib.import_module(module), name)(argument)
-        _sentinel(served)
+        _sentinel(berth, served)
+    except SystemExit as error:
+        return Answer(error=f"it left by sys.exit({error.code!r})", usable=False)
     except Exception as error:  # noqa: BLE001 -- whatever it is, the suite is told
         return Answer(error=f"{type(error).__name__}: {error}\n{traceback.format_exc()}", usable=False)
     return Answer(value)
 
 
-def _sentinel(served: int) -> None:
-    """Raises `RuntimeError` where ranks lost step with each other or a case left contracts switched off."""
+def _pickled(answer: Answer) -> bytes:
+    try:
+        return pickle.dumps(answer)
+    except Exception as error:  # noqa: BLE001 -- pickle raises whatever the value's own code does
+        return pickle.dumps(Answer(error=f"its answer cannot be sent: {type(error).__name__}: {error}", usable=False))
+
+
+def _sentinel(berth: Berth, served: int) -> None:
+    """Raises `RuntimeError` where ranks lost step, the group is another, or a case left contracts switched off."""
     import torch
     import torch.distributed as dist
 
     from andon_contracts.policy import enforced
 
-    counts = torch.zeros(dist.get_world_size(), dtype=torch.int64)
+    world = dist.get_world_size() if dist.is_initialized() else 0
+    if world != berth.world:
+        msg = f"it says it is one of {world} ranks, but {berth.world} were started" if world else "its group is gone"
+        raise RuntimeError(msg)
+    counts = torch.zeros(world, dtype=torch.int64)
     counts[dist.get_rank()] = served
     dist.all_reduce(counts)
     if counts.tolist() != [served] * len(counts) or not enforced():
