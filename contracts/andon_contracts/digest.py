@@ -75,6 +75,7 @@ def _mix_int(value: int) -> int:
     return value ^ (value >> _LAST_SHIFT)
 
 
+@functools.lru_cache(maxsize=4096)
 def _header(*parts: object) -> int:
     text = "\x1f".join(map(str, ("andon-digest-1", *parts)))
     return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:_WORD], "little")
@@ -112,9 +113,9 @@ class _Summer:
         self._total.add_(total)
         self.position += words
 
-    def total(self) -> int:
-        """The sum so far, modulo 2^64."""
-        return int(self._total.item()) & _MASK
+    def total(self) -> Tensor:
+        """The sum so far, 0-dim int64 with the bits of the sum modulo 2^64."""
+        return self._total
 
 
 def _plain(tensor: Tensor) -> Tensor:
@@ -193,6 +194,22 @@ def _sum_stream(pieces: Iterable[Tensor], summer: _Summer) -> None:
         summer.add(buffer[:padded].view(torch.int64))
 
 
+def word_sum_tensor(tensor: Tensor, start: int = 0) -> Tensor:
+    """The `word_sum` as 0-dim int64 with its bits, on the device of `tensor`: an accelerator is not waited for."""
+    tensor = _plain(tensor)
+    size = tensor.numel() * tensor.element_size()
+    kernel = _kernel() if tensor.is_cuda and size and tensor.is_contiguous() else None
+    offset = tensor.storage_offset() * tensor.element_size()
+    if kernel is not None and not (size % _WORD or tensor.data_ptr() % _WORD or offset % _WORD):
+        return kernel(_row_major_bytes(tensor).view(torch.int64), start)
+    summer = _Summer(tensor.device, -(-size // _WORD), start)
+    if size and tensor.is_contiguous():
+        _sum_contiguous(_row_major_bytes(tensor), summer)
+    else:
+        _sum_stream(_pieces(tensor, summer.chunk), summer)
+    return summer.total()
+
+
 def word_sum(tensor: Tensor, start: int = 0) -> int:
     """The sum in [0, 2^64) of the mixed words of `tensor` (any shape, dtype, stride), its first at position `start`.
 
@@ -200,14 +217,7 @@ def word_sum(tensor: Tensor, start: int = 0) -> int:
     sum of the whole, provided that every shard but the last is a multiple of 8 bytes. Reads the tensor once and
     allocates a few chunks at most. Raises `TypeError` for sparse, quantized and meta tensors.
     """
-    tensor = _plain(tensor)
-    size = tensor.numel() * tensor.element_size()
-    summer = _Summer(tensor.device, -(-size // _WORD), start)
-    if size and tensor.is_contiguous():
-        _sum_contiguous(_row_major_bytes(tensor), summer)
-    else:
-        _sum_stream(_pieces(tensor, summer.chunk), summer)
-    return summer.total()
+    return int(word_sum_tensor(tensor, start)) & _MASK
 
 
 def seal(total: int, dtype: torch.dtype, shape: Sequence[int]) -> int:
