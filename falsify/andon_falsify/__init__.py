@@ -1,6 +1,46 @@
 """The attempt to prove a data-parallel trainer wrong: subjects, faults, checkers, a reference, and the tests that ship.
 
-`checkers`, `history`, `verdict` and `reference` import neither the trainer nor its contracts.
+What the author of a subject needs is importable from here and loaded on first use. `checkers`, `history`, `verdict`
+and `reference` import neither the trainer nor its contracts.
 """
 
 from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from andon_falsify.loops.protocol import Loop as Loop
+    from andon_falsify.loops.protocol import Told as Told
+    from andon_falsify.loops.subject import LoopSubject as LoopSubject
+    from andon_falsify.loops.task import collate as collate
+    from andon_falsify.loops.task import dataset as dataset
+    from andon_falsify.loops.task import loop_case as loop_case
+    from andon_falsify.loops.task import model as model
+    from andon_falsify.loops.task import optimizer as optimizer
+    from andon_falsify.subjects.case import Case as Case
+
+_HOME = {
+    "Case": "andon_falsify.subjects.case",
+    "Loop": "andon_falsify.loops.protocol",
+    "LoopSubject": "andon_falsify.loops.subject",
+    "Told": "andon_falsify.loops.protocol",
+    "collate": "andon_falsify.loops.task",
+    "dataset": "andon_falsify.loops.task",
+    "loop_case": "andon_falsify.loops.task",
+    "model": "andon_falsify.loops.task",
+    "optimizer": "andon_falsify.loops.task",
+}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        msg = f"module 'andon_falsify' has no attribute {name!r}"
+        raise AttributeError(msg)
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

@@ -1,4 +1,8 @@
-"""What a training loop offers to be judged, and what it may tell. Everything but `model` and `train` is optional."""
+"""What a training loop offers to be judged, and what it may tell. Everything but `model` and `train` is optional.
+
+A loop may also have `halts = True` (it stops on every rank before an update that is not finite) and
+`to_the_bit = True` (its result has the same bits on any number of ranks): claims that are judged only where made.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +15,25 @@ from torch import Tensor, nn
 from andon_falsify.subjects.case import Case
 
 Make = Callable[[Case], "Loop"]
-"""What `--subject module:make` names: called once on every rank, inside a process group that is already there."""
+"""What `--subject module:make` names: called once on every rank, inside a process group that is already there.
+
+The environment names the rank as torch's launcher does (RANK, WORLD_SIZE, LOCAL_RANK). The global random generators
+are seeded differently on each rank: what has to be equal, the loop seeds itself.
+"""
 
 
 class Told(Protocol):
     """What a loop may tell while it trains. Weights, gradients and updates are seen without it."""
 
     def rows(self, ids: Sequence[int]) -> None:
-        """The rows of the next forward pass on this rank; needed only where `Case.dataset` is not what is trained on.
+        """The rows of the next forward pass on this rank; needed only where `Case.rows` are not what is trained on.
 
-        Rows of `Case.dataset` are recognised by their content when the model is called.
+        Rows of the case are recognised by their content when the model is called.
         """
         ...
 
     def loss(self, value: float | Tensor) -> None:
-        """What the loop reports as the loss of the update that follows, or of the one that was just made."""
+        """What the loop reports as the loss of an update: of the one whose forward passes began, else of the last."""
         ...
 
 
@@ -53,11 +61,23 @@ class Restores(Protocol):
     """A loop that saves and loads: claims about resuming apply."""
 
     def save(self, folder: Path) -> None:
-        """Write all that is needed to go on. Called on every rank, after an update."""
+        """Write all that is needed to go on into `folder`, which exists. Called on every rank, between two updates.
+
+        Exactly: when the model is called for the first time after the update, or after `train` where it is not.
+        """
         ...
 
     def load(self, folder: Path) -> None:
         """Take up what `save` wrote, before `train`, which then goes on with the next update."""
+        ...
+
+
+@runtime_checkable
+class Schedules(Protocol):
+    """A loop with a learning-rate schedule of its own; without it the rate is `Case.lr` at every update."""
+
+    def rate(self, update: int) -> float:
+        """The learning rate that `update` (from 1) is to have: a closed form, not what the optimizer holds."""
         ...
 
 

@@ -1,0 +1,164 @@
+"""A loop seen from outside, on one rank: its rows by content, its gradients and updates by torch's own hooks.
+
+Nothing is asked of the loop but its model. An update is a step of an optimizer that holds parameters of that model.
+The gradient is read before torch's clipping where that is called, else as the optimizer gets it. (An optimizer that
+takes a closure computes its gradient after it was read; such loops cannot be judged here.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from andon_falsify.loops.clipping import clipping_seen
+from andon_falsify.loops.content import Recogniser, arguments_of
+from andon_falsify.loops.parameters import gradients, groups_of, state_of, trained, unwrapped, whole
+from andon_falsify.loops.protocol import Loop, Restores
+from andon_falsify.loops.sightings import LoopSightings, Made, Stranger
+from andon_falsify.subjects.case import Case
+from andon_falsify.subjects.trace import Values, digest
+
+
+class CutOff(BaseException):
+    """The run ends here as by a kill."""
+
+
+class Observer:
+    """Looks at `loop` while it trains, and enters what it sees into `seen`; what the loop tells arrives here too."""
+
+    def __init__(self, loop: Loop, case: Case, seen: LoopSightings) -> None:
+        self._loop = loop
+        self._case = case
+        self._seen = seen
+        self._rank = seen.ranks[0]
+        self._recogniser = Recogniser(case.rows)
+        self._step = seen.resumed_from
+        self._between = True
+        """Whether the forward passes of the next update are still to come."""
+        self._told_rows: list[int] | None = None
+        self._unclipped: dict[str, Tensor] | None = None
+        self._norm: float | None = None
+        self._open: list[int] = []
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Inside, the loop is seen."""
+        inner = unwrapped(self._loop.model)
+        with ExitStack() as stack:
+            for handle in (
+                inner.register_forward_pre_hook(self._forward, with_kwargs=True),
+                register_optimizer_step_pre_hook(self._before_step),
+                register_optimizer_step_post_hook(self._after_step),
+            ):
+                stack.callback(handle.remove)
+            stack.enter_context(clipping_seen(self._clipping))
+            yield
+
+    # -- what the loop may tell
+
+    def rows(self, ids: Sequence[int]) -> None:
+        """See `Told.rows`."""
+        self._told_rows = [int(row) for row in ids]
+
+    def loss(self, value: float | Tensor) -> None:
+        """See `Told.loss`."""
+        self._seen.told_losses[max(1, self._step + (not self._between))] = float(value)
+
+    # -- what is seen
+
+    def finished(self) -> None:
+        """The loop says that it is done."""
+        seen = self._seen
+        seen.updates = self._step
+        if not self._between:
+            sight = seen.of(self._rank, self._step + 1)
+            seen.leftover += [row for leaf in sight.leaves for row in leaf]
+        elif self._case.stop_after == self._step:
+            self._keep()
+
+    def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        ids: list[int | str] | None = self._recogniser.rows(arguments_of(module, args, kwargs))
+        told, self._told_rows = self._told_rows, None
+        if ids is None and told is not None:
+            ids = list(told)
+        known = [row for row in ids or () if isinstance(row, int)]
+        if not torch.is_grad_enabled():
+            self._seen.evaluated += known
+            return
+        if self._between:
+            self._begin()
+        step = self._step + 1
+        if ids is None:
+            self._seen.rowless.append(step)
+        self._seen.strangers += [Stranger(step, self._rank, text) for text in ids or () if isinstance(text, str)]
+        self._seen.of(self._rank, step).leaves.append(tuple(known))
+
+    def _begin(self) -> None:
+        """The first forward pass of an update: the place to save the last one, to cut the run off, or to poison."""
+        self._keep()
+        if self._case.stop_after is not None and self._step >= self._case.stop_after:
+            raise CutOff
+        self._between = False
+        poison = self._case.poison
+        if poison is not None and poison.step == self._step + 1 and poison.leaf % self._case.world == self._rank:
+            self._poison(float("inf") if poison.kind == "inf" else float("nan"))
+
+    def _keep(self) -> None:
+        case, step = self._case, self._step
+        due = case.folder is not None and case.checkpoint_every and step and step % case.checkpoint_every == 0
+        if due and step != self._seen.resumed_from and isinstance(self._loop, Restores):
+            folder = Path(str(case.folder)) / f"step-{step:06d}"
+            folder.mkdir(parents=True, exist_ok=True)
+            self._loop.save(folder)
+
+    def _poison(self, value: float) -> None:
+        """One gradient of this rank's next backward pass is not finite."""
+        parameter = next(iter(trained(unwrapped(self._loop.model)).values()))
+
+        def spoil(gradient: Tensor) -> Tensor:
+            handle.remove()
+            self._seen.poisoned = True
+            return gradient * value
+
+        handle = parameter.register_hook(spoil)  # type: ignore[no-untyped-call]
+
+    def _clipping(self, norm: float | None) -> None:
+        if self._unclipped is None:
+            self._unclipped = gradients(trained(unwrapped(self._loop.model)))
+            self._norm = norm
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        parameters = trained(unwrapped(self._loop.model))
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        mine = {id(p) for p in parameters.values()}
+        if not held & mine or self._open:
+            self._open.append(0)
+            return
+        self._open.append(id(optimizer))
+        step = self._step + 1
+        given = gradients(parameters)
+        raw = given if self._unclipped is None else self._unclipped
+        self._seen.of(self._rank, step).gradient = digest(raw)
+        self._seen.made[step] = Made(
+            type(optimizer).__name__, groups_of(optimizer, parameters), self._norm, self._unclipped is not None
+        )
+        if self._rank == 0 and self._case.values:
+            self._seen.values[step] = Values(raw, {})
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not self._open or self._open.pop() != id(optimizer):
+            return
+        parameters = trained(unwrapped(self._loop.model))
+        self._step += 1
+        weights = {name: whole(parameter) for name, parameter in parameters.items()}
+        sight = self._seen.of(self._rank, self._step)
+        sight.weights, sight.optimizer = digest(weights), digest(state_of(optimizer, parameters))
+        if self._step in self._seen.values:
+            self._seen.values[self._step] = Values(self._seen.values[self._step].gradients, weights)
+        self._between, self._unclipped, self._norm = True, None, None

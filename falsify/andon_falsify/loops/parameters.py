@@ -1,0 +1,81 @@
+"""The model inside its wrappers, and its tensors as plain whole ones, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from andon_falsify.loops.sightings import Group
+
+_WRAPPERS = ("module", "_forward_module", "_original_module", "_orig_mod")
+_DELEGATES = ("DistributedDataParallel", "DataParallel", "OptimizedModule", "_FabricModule", "FullyShardedDataParallel")
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The innermost module of wrappers that only delegate."""
+    while type(model).__name__ in _DELEGATES:
+        inner = next((model._modules[name] for name in _WRAPPERS if name in model._modules), None)
+        if inner is None:
+            break
+        model = inner
+    return model
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A copy of `tensor`, whole: that of one which is sharded is collective."""
+    full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return full.detach().cpu().clone()
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether this rank holds only a part of `tensor`."""
+    return any(not place.is_replicate() for place in getattr(tensor, "placements", ()))
+
+
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that train, by name, in the model's order."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def kept(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of what must not change: parameters that do not train, and buffers."""
+    frozen = {name: whole(parameter) for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    return frozen | {name: whole(buffer) for name, buffer in model.named_buffers()}
+
+
+def gradients(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """Copies of the gradients that there are."""
+    return {name: whole(p.grad) for name, p in parameters.items() if p.grad is not None}
+
+
+def groups_of(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> tuple[Group, ...]:
+    """The optimizer's groups by names of `parameters`, with those settings that are plain values."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    return tuple(
+        Group(
+            tuple(names[id(p)] for p in group["params"] if id(p) in names),
+            {key: _plain(value) for key, value in group.items() if key != "params"},
+        )
+        for group in optimizer.param_groups
+    )
+
+
+def state_of(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """Copies of what the optimizer remembers of each parameter, as `name/key`."""
+    found = {}
+    for name, parameter in parameters.items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                found[f"{name}/{key}"] = whole(value).reshape(-1)
+    return found
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 else value.tolist()
+    if isinstance(value, list | tuple):
+        return tuple(map(_plain, value))
+    return value if isinstance(value, bool | int | float | str | None) else repr(value)

@@ -1,0 +1,83 @@
+"""What was seen of a foreign loop on one rank, beyond what is seen of our own trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from andon_falsify.subjects.trace import Sightings, Tensors, Trace
+
+
+@dataclass(frozen=True)
+class Group:
+    """A parameter group of the optimizer at an update: the names of its parameters, and its settings."""
+
+    names: tuple[str, ...]
+    settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Made:
+    """One update: the optimizer's class and groups, and the norm that torch's clip was given (None: not called)."""
+
+    optimizer: str
+    groups: tuple[Group, ...]
+    norm: float | None
+    clipped: bool
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of the first group."""
+        return float(self.groups[0].settings["lr"])
+
+
+@dataclass(frozen=True)
+class Stranger:
+    """What a forward pass of update `step` was given that is no row of the case."""
+
+    step: int
+    rank: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Law:
+    """The law of one update: mean loss, and each row's gradient by parameter, [rows, *shape], in order of `rows`."""
+
+    rows: tuple[int, ...]
+    losses: Tensor
+    gradients: Tensors
+
+
+@dataclass
+class LoopSightings(Sightings):
+    """What was seen in the process of one rank. `claims` names what the loop offers or says of itself."""
+
+    made: dict[int, Made] = field(default_factory=dict)
+    told_losses: dict[int, float] = field(default_factory=dict)
+    strangers: list[Stranger] = field(default_factory=list)
+    rowless: list[int] = field(default_factory=list)
+    """Updates with a forward pass whose rows could be neither recognised nor were told."""
+    leftover: list[int] = field(default_factory=list)
+    """Rows of forward passes after the last update."""
+    evaluated: list[int] = field(default_factory=list)
+    evaluation: Mapping[str, float] = field(default_factory=dict)
+    rates: dict[int, float] = field(default_factory=dict)
+    claims: frozenset[str] = frozenset()
+    sharded: bool = False
+    architecture: str = ""
+    own_law: dict[int, Law] = field(default_factory=dict)
+    poisoned: bool = False
+    """Whether the planted value was really planted on this rank."""
+    updates: int = 0
+
+
+def first_of(trace: Trace) -> LoopSightings:
+    """What the process of rank 0 saw. Raises `TypeError` for the trace of another kind of subject."""
+    if not isinstance(trace.first, LoopSightings):
+        msg = f"{trace.seen.name} is no trace of a loop"
+        raise TypeError(msg)
+    return trace.first

@@ -1,0 +1,105 @@
+"""The parts of a case that a loop's author needs: model, data set, collate, optimizer. Ordinary torch objects.
+
+Every call gives new objects of the same content, on every rank alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from andon_falsify.subjects.case import PAD, VOCABULARY, Case, Rows, make_rows
+
+
+def loop_case(**changes: Any) -> Case:
+    """The default case of a foreign loop: 29 rows in batches of 12 (12, 12, 5) on 2 ranks, two epochs, no dropout.
+
+    12 rows are the same global batch on 1 to 4 ranks: `micro_batches` (those of all ranks) is world x accumulation,
+    here 2 x 2. `changes` as for `Case.but`.
+    """
+    plain = Case(
+        rows=make_rows(29),
+        batch_size=12,
+        micro_batches=4,
+        epochs=2,
+        dropout=0.0,
+        world=2,
+        backend="gloo",
+    )
+    return plain.but(**changes)
+
+
+def distinct(rows: Rows, longest: int) -> Rows:
+    """`rows` with no two of the same tokens: a repeated one gets a token more, or another last one.
+
+    longest: tokens that a row may have. Raises `ValueError` where no free row is found.
+    """
+    taken: set[tuple[int, ...]] = set()
+    tokens = []
+    for row in rows.tokens:
+        own = row if row not in taken else next((other for other in _near(row, longest) if other not in taken), None)
+        if own is None:
+            msg = f"{len(rows)} rows of at most {longest} tokens cannot all be told apart"
+            raise ValueError(msg)
+        taken.add(own)
+        tokens.append(own)
+    return Rows(tuple(tokens), rows.labels, rows.classes)
+
+
+def _near(row: tuple[int, ...], longest: int) -> Iterable[tuple[int, ...]]:
+    kept = row if len(row) < longest else row[:-1]
+    return ((*kept, token) for token in range(33, VOCABULARY))
+
+
+class RowsDataset(Dataset[dict[str, list[int] | int]]):
+    """The rows of a case: `{"input_ids": [...], "attention_mask": [1, ...], "labels": 2}`, unpadded."""
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, list[int] | int]:
+        tokens = list(self._rows.tokens[index])
+        return {"input_ids": tokens, "attention_mask": [1] * len(tokens), "labels": self._rows.labels[index]}
+
+
+def dataset(case: Case) -> RowsDataset:
+    """The rows of `case` as a map-style data set; the place of a row is its id."""
+    return RowsDataset(case.rows)
+
+
+def collate(items: Sequence[Any]) -> dict[str, Tensor]:
+    """Rows as int64 tensors, padded on the right: input_ids and attention_mask [rows, length], labels [rows]."""
+    length = max((len(item["input_ids"]) for item in items), default=1)
+    padded = [[*item["input_ids"], *[PAD] * (length - len(item["input_ids"]))] for item in items]
+    mask = [[*item["attention_mask"], *[0] * (length - len(item["input_ids"]))] for item in items]
+    return {
+        "input_ids": torch.tensor(padded, dtype=torch.int64).view(-1, length),
+        "attention_mask": torch.tensor(mask, dtype=torch.int64).view(-1, length),
+        "labels": torch.tensor([item["labels"] for item in items], dtype=torch.int64),
+    }
+
+
+def model(case: Case) -> nn.Module:
+    """The model of `case` before training, the same bits on every call and rank, in training mode.
+
+    A small `Qwen3ForSequenceClassification` (`BertForSequenceClassification` for an encoder), not downloaded, with
+    peft's LoRA where the case has a rank. `model(**collate(items))` gives `.loss` (the mean over rows) and `.logits`.
+    """
+    from andon_falsify.subjects.assembly import model_of
+
+    return model_of(case).train()
+
+
+def optimizer(case: Case, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer of `case`, torch's own SGD or AdamW, over those of `parameters` that train."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if case.optimizer == "sgd":
+        return torch.optim.SGD(trained, lr=case.lr, momentum=case.momentum, weight_decay=case.weight_decay)
+    return torch.optim.AdamW(trained, lr=case.lr, weight_decay=case.weight_decay)

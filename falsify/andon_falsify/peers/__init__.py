@@ -1,0 +1,3 @@
+"""Training loops that come with the suite as subjects, each written as its library's documentation teaches."""
+
+from __future__ import annotations

@@ -1,0 +1,118 @@
+"""A data-parallel loop written by hand, and right: sums of losses over the rows of the global batch.
+
+Every rank computes its part of each global batch in micro-batches, divides each sum by the rows of the WHOLE batch,
+and the gradients are added over the ranks. Loss and evaluation are summed in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import clip_grad_norm_
+
+from andon_falsify.loops.protocol import Told
+from andon_falsify.loops.task import collate, dataset, model, optimizer
+from andon_falsify.subjects.case import Case
+
+
+class PlainLoop:
+    """See the module; `halts`: an update that is not finite raises `FloatingPointError` on every rank."""
+
+    halts = True
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.model = model(case)
+        self.optimizer = optimizer(case, self.model.parameters())
+        self.rows = dataset(case)
+        self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.done = 0
+
+    def train(self, told: Told) -> None:
+        """See `Loop.train`."""
+        for update, batch in enumerate(self._batches(), start=1):
+            if update <= self.done:
+                continue
+            mine = batch[dist.get_rank() :: dist.get_world_size()]
+            total = torch.zeros(())
+            for piece in _cut(mine, self.case.local_batch):
+                loss = self._loss_sum(piece) / len(batch)
+                loss.backward()  # type: ignore[no-untyped-call]
+                total += loss.detach()
+            self._add_over_ranks(total)
+            told.loss(total)
+            self._apply()
+            self.done = update
+
+    def _batches(self) -> Iterator[list[int]]:
+        """The global batches of all epochs, the same on every rank and for every number of ranks."""
+        size = self.case.local_batch * self.case.accumulation * self.case.world
+        batches = []
+        for epoch in range(self.case.epochs):
+            order = torch.randperm(len(self.rows), generator=torch.Generator().manual_seed(self.case.seed + epoch))
+            batches += _cut(order.tolist(), size)
+        yield from batches[: self.case.max_steps]
+
+    def _loss_sum(self, ids: Sequence[int]) -> Tensor:
+        batch = collate([self.rows[row] for row in ids])
+        labels = batch.pop("labels")
+        return cross_entropy(self.model(**batch).logits, labels, reduction="sum")
+
+    def _add_over_ranks(self, total: Tensor) -> None:
+        """The sums over all ranks, in place; a rank without rows adds 0."""
+        for parameter in self.trained:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad)
+        dist.all_reduce(total)
+
+    def _apply(self) -> None:
+        if not all(bool(parameter.grad.isfinite().all()) for parameter in self.trained if parameter.grad is not None):
+            raise FloatingPointError("the gradient is not finite")
+        if self.case.clip_norm is not None:
+            clip_grad_norm_(self.trained, self.case.clip_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    @torch.no_grad()
+    def evaluate(self) -> Mapping[str, float]:
+        """See `Evaluates.evaluate`."""
+        self.model.eval()
+        sums = torch.zeros(2, dtype=torch.float64)
+        for piece in _cut(list(range(len(self.rows)))[dist.get_rank() :: dist.get_world_size()], 8):
+            batch = collate([self.rows[row] for row in piece])
+            labels = batch.pop("labels")
+            logits = self.model(**batch).logits
+            sums[0] += cross_entropy(logits, labels, reduction="sum")
+            sums[1] += (logits.argmax(-1) == labels).sum()
+        dist.all_reduce(sums)
+        self.model.train()
+        loss, accuracy = (sums / len(self.rows)).tolist()
+        return {"loss": loss, "accuracy": accuracy}
+
+    def save(self, folder: Path) -> None:
+        """See `Restores.save`. Ranks are alike, so rank 0 writes."""
+        if dist.get_rank() == 0:
+            state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "done": self.done}
+            torch.save(state, folder / "state.pt")
+
+    def load(self, folder: Path) -> None:
+        """See `Restores.load`."""
+        state = torch.load(folder / "state.pt", weights_only=True)
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.done = state["done"]
+
+
+def _cut(rows: list[int], size: int) -> list[list[int]]:
+    return [rows[start : start + size] for start in range(0, len(rows), size)]
+
+
+def make(case: Case) -> PlainLoop:
+    """The loop of one rank."""
+    return PlainLoop(case)
