@@ -161,12 +161,23 @@ def parquet(path: Path) -> Table:
         file = arrow_parquet.ParquetFile(path)
     except (arrow.ArrowException, OSError) as error:
         raise InputError([Problem(str(path), f"is no Parquet file: {error}")]) from error
-    return Table(path, tuple(file.schema_arrow.names), True, _parquet_records(file), " row ")
+    return Table(
+        path, tuple(file.schema_arrow.names), True, _parquet_records(path, file, arrow.ArrowException), " row "
+    )
 
 
-def _parquet_records(file: Any) -> Iterator[Record]:
+def _parquet_records(path: Path, file: Any, refused: type[Exception]) -> Iterator[Record]:
+    """The rows in order. Pages are decoded here, so damage past the footer shows only now (`InputError`)."""
     number = 0
-    for batch in file.iter_batches(batch_size=1024):
-        for fields in batch.to_pylist():
+    batches = file.iter_batches(batch_size=1024)
+    while True:
+        try:
+            rows = next(batches).to_pylist()
+        except StopIteration:
+            return
+        except (refused, OSError, ValueError) as error:
+            what = f"is damaged after row {number}: {str(error).strip()}"
+            raise InputError([Problem(str(path), what)]) from error
+        for fields in rows:
             number += 1
             yield Record(number, fields)
