@@ -1,0 +1,32 @@
+"""Where a subject is tried: what can be tried on it, which claims that judges, and the verdicts of one trial."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from andon_falsify.campaign.trial import Trial
+from andon_falsify.verdict import Claim, Verdict
+
+
+class Bench(Protocol):
+    """A subject with all that judges it. Every kind of subject (our trainer, a loop, a script) has one.
+
+    subject, version: what findings call it. claims: every claim there is of it, in the order of reports.
+    kinds: for each kind of trial that it can be put to, the names of the claims that such a trial judges.
+    runs: how often the subject has been run so far.
+    """
+
+    subject: str
+    version: str
+    claims: tuple[Claim, ...]
+    kinds: Mapping[str, frozenset[str]]
+    runs: int
+
+    def attempt(self, trial: Trial) -> Mapping[str, Verdict]:
+        """Run the subject as `trial` says and judge what it left; the verdicts by claim.
+
+        Nothing is raised for what a subject does wrong: where it gave nothing to judge, every claim of the trial's kind
+        is unknown, for the reason named.
+        """
+        ...
