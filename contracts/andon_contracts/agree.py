@@ -18,7 +18,8 @@ import torch.distributed as dist
 Gather = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 """From one int64 vector for each local replica to one for each rank, in order of rank."""
 
-_HEADER = 6
+HEADER = 6
+"""Integers ahead of the values of a message."""
 _SCHEMA = 1
 _WRAP = 1 << 64
 _SIGN = 1 << 63
@@ -59,32 +60,32 @@ def gather_observations(local: Sequence[Observation], gather: Gather) -> tuple[O
 
     Raises whatever `gather` raises (a peer that died, a timeout); judging is left to `judge`.
     """
-    names = tuple(local[0].values)
-    checksum = _checksum(names)
-    vectors = gather([_encode(observation, checksum) for observation in local])
-    return tuple(_decode(vector, local[0].point, names, checksum) for vector in vectors)
+    names, point = tuple(local[0].values), local[0].point
+    end = HEADER + len(names)
+    vectors = gather([_encode(observation) for observation in local])
+    return tuple(received(vector[:end].tolist(), point, names, vector[end:]) for vector in vectors)
 
 
-def _checksum(names: Sequence[str]) -> int:
-    return zlib.crc32("\0".join(names).encode())
+def header(rank: int, step: int, sequence: int, point: str, names: Sequence[str]) -> list[int]:
+    """The `HEADER` integers ahead of a message of these values' names: who speaks, of which point of which step."""
+    return [_SCHEMA, rank, step, sequence, zlib.crc32(point.encode()), zlib.crc32("\0".join(names).encode())]
 
 
-def _encode(observation: Observation, checksum: int) -> torch.Tensor:
-    point = zlib.crc32(observation.point.encode())
-    header = [_SCHEMA, observation.rank, observation.step, observation.sequence, point, checksum]
-    vector = torch.tensor(header + [signed(value) for value in observation.values.values()], dtype=torch.int64)
+def received(row: Sequence[int], point: str, names: Sequence[str], payload: torch.Tensor | None) -> Observation:
+    """The observation in a message of header and values, as a rank reads it that expects `names` at `point`."""
+    _, rank, step, sequence, *_ = row[:HEADER]
+    same = list(row[:HEADER]) == header(rank, step, sequence, point, names)
+    values = dict(zip(names, row[HEADER : HEADER + len(names)], strict=True))
+    return Observation(rank, step, sequence, point, values, payload=payload, names_match=same)
+
+
+def _encode(observation: Observation) -> torch.Tensor:
+    values = observation.values
+    head = header(observation.rank, observation.step, observation.sequence, observation.point, tuple(values))
+    vector = torch.tensor(head + [signed(value) for value in values.values()], dtype=torch.int64)
     if observation.payload is None:
         return vector
     return torch.cat([vector.to(observation.payload.device), observation.payload.flatten()])
-
-
-def _decode(vector: torch.Tensor, point: str, names: Sequence[str], checksum: int) -> Observation:
-    end = _HEADER + len(names)
-    head: list[int] = vector[:end].tolist()
-    schema, rank, step, sequence, their_point, their_checksum = head[:_HEADER]
-    same = schema == _SCHEMA and their_checksum == checksum and their_point == zlib.crc32(point.encode())
-    values = dict(zip(names, head[_HEADER:], strict=True))
-    return Observation(rank, step, sequence, point, values, payload=vector[end:], names_match=same)
 
 
 # torch 2.13 renamed the collective and warns of the old name; 2.11 has only the old one.

@@ -220,6 +220,11 @@ def word_sum(tensor: Tensor, start: int = 0) -> int:
     return int(word_sum_tensor(tensor, start)) & _MASK
 
 
+def word_sum_of(word: int) -> int:
+    """The `word_sum` of a tensor of at most 8 bytes whose one word is `word`."""
+    return _mix_int(word)
+
+
 def seal(total: int, dtype: torch.dtype, shape: Sequence[int]) -> int:
     """The `tensor_digest` of a tensor of `dtype` and `shape` whose `word_sum` from 0 is `total`, as of its shards."""
     size = dtype.itemsize
