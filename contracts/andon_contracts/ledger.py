@@ -6,6 +6,7 @@ them, so here it is an `OSError`.
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,6 +72,10 @@ class LedgerFile:
         except BaseException:
             os.ftruncate(self._handle, self._size)
             raise
+
+    def lock(self) -> None:
+        """Keep every other process that asks for the lock away until this one closes. Raises `BlockingIOError`."""
+        fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def sync(self) -> None:
         """Make all lines so far survive a power cut; done before a checkpoint that quotes the head."""

@@ -159,8 +159,10 @@ class Resume(Part):
 
 @dataclass(frozen=True)
 class Broken(Part):
-    """A violation: the clause and its finding. `action` says what a watch did: "raised", "warned", "called" (a function
-    of the user's), "suspected" (a sign that has innocent causes too); None: the run ended.
+    """A violation: the clause and its finding.
+
+    `action` says what a watch did: "raised", "warned", "called" (a function of the user's), "suspected" (a sign that
+    has innocent causes too); None: the run ended. `applied`: the update of that step was made before it was found.
     """
 
     kind: ClassVar[str] = "violation"
@@ -171,6 +173,7 @@ class Broken(Part):
     seen: str
     details: Mapping[str, str] = field(default_factory=dict)
     action: str | None = field(default=None, metadata=_SINCE_2)
+    applied: bool | None = field(default=None, metadata=_SINCE_2)
 
 
 @dataclass(frozen=True)

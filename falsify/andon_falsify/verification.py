@@ -120,11 +120,17 @@ def _named(verdict: Verdict, run: Run, runs: Sequence[Run]) -> Verdict:
     return replace(verdict, counterexamples=named)
 
 
+def _watched(run: Run) -> bool:
+    return run.history.start is not None and run.history.start.watched
+
+
 def _replicas(run: Run) -> Verdict:
     return replicas_agree.check(run.history)
 
 
 def _samples(run: Run) -> Verdict:
+    if _watched(run) and not any(step.ids for step in run.history.steps):
+        return not_applicable(samples_once.CLAIM, "the loop told its watch no rows (w.batch)")
     return samples_once.check(run.history)
 
 
@@ -141,7 +147,8 @@ def _finite(run: Run) -> Verdict:
 
 
 def _halts(run: Run) -> Verdict:
-    if not run.history.of_kind("violation") and all(step.finite for step in run.history.steps):
+    acted = [event for event in run.history.of_kind("violation") if event.fields.get("action") in (None, "raised")]
+    if not acted and all(step.finite for step in run.history.steps):
         return not_applicable(halts.CLAIM, "nothing went wrong, so that nothing had to stop")
     return halts.check(run.history)
 
@@ -185,6 +192,9 @@ def _schedule(run: Run) -> Verdict:
 def _between(runs: Sequence[Run]) -> Verdict:
     if len(runs) == 1:
         return not_applicable(same_everywhere.CLAIM, "one ledger; name others of the same run elsewhere")
+    if any(_watched(run) for run in runs):
+        why = "a watched loop promises no equal bits elsewhere; andon diff says where two of its runs part"
+        return not_applicable(same_everywhere.CLAIM, why)
     return same_everywhere.check([run.history for run in runs])
 
 

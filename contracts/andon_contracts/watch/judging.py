@@ -82,6 +82,8 @@ class Verdicts:
     counts: Counter[str] = field(default_factory=Counter)
     silenced: Counter[str] = field(default_factory=Counter)
     suspected: Counter[str] = field(default_factory=Counter)
+    record: Callable[[Violation, str, bool], None] | None = None
+    """Told of each finding that is acted upon: what is done, and whether the update had been made."""
 
     def judge(
         self,
@@ -138,7 +140,16 @@ class Verdicts:
             scene = replace(scene, bundle=str(Path(self.settings.folder) / str(found.step)))
         whole = violation(found.clause, found.finding, scene)
         self.findings.append(whole)
+        if self.record is not None:
+            self.record(whole, self._word(suspicion=suspicion), scene.applied)
         self._act(whole, suspicion=suspicion)
+
+    def _word(self, *, suspicion: bool) -> str:
+        if suspicion:
+            return "suspected"
+        if callable(self.settings.action):
+            return "called"
+        return "raised" if self.settings.action == "raise" else "warned"
 
     def _act(self, whole: Violation, *, suspicion: bool) -> None:
         if self.settings.log is not None:

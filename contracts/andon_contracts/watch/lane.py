@@ -39,7 +39,9 @@ _NOISE = 1e-5
 class Lane:
     """The parameters of one optimizer, the hooks on them, and what the present window of the loop showed."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, subject: Subject, settings: Settings, rows: Rows) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, subject: Subject, settings: Settings, rows: Rows, world: int
+    ) -> None:
         names = subject.name_of()
         held = [p for group in optimizer.param_groups for p in group["params"] if id(p) in names and p.requires_grad]
         self.optimizer = optimizer
@@ -49,6 +51,7 @@ class Lane:
         self.parameters: dict[str, torch.nn.Parameter] = {names[id(p)]: p for p in held}
         self.names = tuple(self.parameters)
         self.updates = settings.start
+        self.world = world
         self.taps = LeafTaps(held, rows.discard)
         self.buffers: int | None = None
         self.gradient_before_clip: list[Tensor] | None = None
@@ -58,6 +61,8 @@ class Lane:
         self._slot = {name: index for index, name in enumerate(subject.names)}
         self._declared = self._declared_values()
         self._norm: float | None = None
+        self._reduced: int | None = None
+        self._share = 0.0
         self._calls: list[tuple[object, ...]] = []
         self._strided = 0
         self._pointers: dict[int, int] = {}
@@ -93,16 +98,26 @@ class Lane:
         mine = {id(p) for p in self._members}
         if self.taps.muted or not any(id(p) in mine for p in parameters):
             return
-        if norm is not None and self._norm is None and self.settings.clip is None:
+        if norm is not None and self._norm is None and self.settings.clip is None and not self.settings.recording:
             self._norm = float(norm)
         self.reduced()
 
     def reduced(self) -> None:
         """What there is now is the reduced gradient, before clipping."""
-        if self.settings.clip is not None and self._norm is None:
-            self._norm = norm_of_chunks(list(chunks(self.gradients())))
+        if self._norm is None and (self.settings.clip is not None or self.settings.recording):
+            parts = list(chunks(self.gradients()))
+            self._norm = norm_of_chunks(parts)
+            if self.settings.recording:
+                self._reduced = self._gradient_digest(parts)
+                self._share = self._norm_share(self.gradients(), self._norm)
         if self.audit_due and self.gradient_before_clip is None:
             self.gradient_before_clip = self.dense_gradients()
+
+    def _gradient_digest(self, parts: Sequence[Tensor]) -> int:
+        return (digest_of_chunks(parts) + text_digest([p.grad is not None for p in self._members])) % (1 << 64)
+
+    def _norm_share(self, tensors: Sequence[Tensor], norm: float) -> float:
+        return self.subject.norm_share(tensors, self.world) if self.subject.sharded else norm
 
     def dense_gradients(self) -> list[Tensor]:
         """A copy of every gradient, zeros where there is none."""
@@ -146,13 +161,26 @@ class Lane:
             "collectives": text_digest(self._calls),
             "strided": self._strided and self._slot[self.names[self._strided - 1]] + 1,
             "weights": self._weights_before(step),
-            "gradient": (digest_of_chunks(parts) + text_digest(present)) % (1 << 64),
+            "gradient": self._gradient_digest(parts),
+            **self._recorded(used, skipped=skipped),
             "norm": bits_of(0.0 if skipped else norm),
             "clipped": bits_of(0.0 if skipped else used),
             "limit": bits_of(self.settings.clip or float("inf")),
             "stale": raw.stale and self._slot[self.names[raw.stale - 1]] + 1,
             "missing": self._missing(step),
             "scale": 0 if self.settings.scaler is None else bits_of(float(self.settings.scaler.get_scale())),
+        }
+
+    def _recorded(self, used: float, *, skipped: bool) -> dict[str, int]:
+        """What only a ledger needs: digest and norm of the reduced gradient before clipping, where that was seen."""
+        share = self._share
+        if self.settings.recording and self._reduced is None:
+            share = self._norm_share(self.gradients(), used)
+        return {
+            "reduced seen": int(self._reduced is not None),
+            "reduced": self._reduced or 0,
+            "norm share": bits_of(share),
+            "skipped": int(skipped),
         }
 
     def _hyperparameters(self) -> int:
@@ -216,12 +244,15 @@ class Lane:
     def after(self) -> dict[str, int]:
         """What is seen just after an update; the count of updates has risen."""
         self.updates += 1
-        self._weights = flat_digest(self._members)
+        parts = list(chunks(self._members))
+        self._weights = digest_of_chunks(parts)
         self._versions = self._marks()
+        share = self._norm_share(self._members, norm_of_chunks(parts)) if self.settings.recording else 0.0
         unmoved = [i for i in self._moving if torch.equal(self._before[i], plain(self._members[i]))]
         self._before, self._moving = [], []
         return {
             "weights": self._weights,
+            "norm share": bits_of(share),
             "optimizer": self._state_digest(),
             "updates": self.updates,
             "unmoved": 0 if not unmoved else self._slot[self.names[unmoved[0]]] + 1,
@@ -251,5 +282,5 @@ class Lane:
         self.taps.reset()
         self.rows.turn()
         self.audit_due = self._audit_next()
-        self.buffers, self._norm, self.gradient_before_clip = None, None, None
+        self.buffers, self._norm, self._reduced, self.gradient_before_clip = None, None, None, None
         self._calls, self._strided, self._pointers = [], 0, {}

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +16,9 @@ from torch import nn
 
 from andon_contracts.agree import GroupGather
 from andon_contracts.halt import Cord, own_store
+from andon_contracts.ledger import LedgerFile
 from andon_contracts.watch.exchange import WIDTH, Exchange
+from andon_contracts.watch.ledger import ledger_path, open_ledger
 from andon_contracts.watch.settings import Action, Plan, Reference, Scaler, Schedule, Settings
 from andon_contracts.watch.subject import Subject
 from andon_contracts.watch.watcher import Watch
@@ -33,6 +38,7 @@ def watch(
     log: Callable[[dict[str, object]], None] | None = None,
     group: dist.ProcessGroup | None = None,
     folder: str | None = None,
+    ledger: str | os.PathLike[str] | None = None,
     trainable: Sequence[str] | None = None,
     tied: Sequence[tuple[str, str]] = (),
     clip: float | None = None,
@@ -55,6 +61,7 @@ def watch(
     allow: clause to reason; findings of it are counted and nothing more.
     log: is given a dict for each finding. group: the replicas (default: all ranks).
     folder: where bundles are written; None writes none.
+    ledger: the file that rank 0 writes a line of every update to; None: what ANDON_LEDGER names, if it names one.
     trainable: name patterns of what is to be trained; tied: pairs of names that must be one tensor.
     clip: the norm that the loop clips to. groups: name pattern to hyperparameters. schedule: the learning rate of an
     update, 1 being the first. scaler: the loss scaler. reference: the loss sum and count of a global batch by ids.
@@ -70,17 +77,41 @@ def watch(
         every=every, plan=plan, rows=rows, contents=contents, start=start, hard_stop=hard_stop,
     )  # fmt: skip
     exchange = Exchange(GroupGather(own_group(group, timeout), WIDTH))
+    path = ledger_path(ledger, _first_rank(group)) if exchange.rank == 0 else None
     optimizers = [_unwrapped(each) for each in _listed(optimizer)]
     problems = _wrong_types(model, optimizers)
     subject = None if problems else Subject(model, optimizers, settings.trainable, settings.tied)
     if subject is not None:
         problems = settings.problems(subject) + _conflicts(model, optimizers, exchange)
-    _refuse(exchange, problems, settings.digest())
+    file = _opened_ledger(path, start, problems)
+    try:
+        recording = _agreed(exchange, problems, settings.digest(), records=file is not None)
+    except ValueError:
+        if file is not None:
+            file.close()
+        raise
     assert subject is not None
-    opened = Watch(model, subject, optimizers, settings, exchange, _cord(exchange, settings, group))
+    settings = replace(settings, recording=recording)
+    opened = Watch(model, subject, optimizers, settings, exchange, _cord(exchange, settings, group), file)
     for each in optimizers:
         _open[each] = opened
     return opened
+
+
+def _first_rank(group: dist.ProcessGroup | None) -> int:
+    """The rank in the world of rank 0 of `group`, which writes."""
+    return 0 if group is None else dist.get_process_group_ranks(group)[0]
+
+
+def _opened_ledger(path: Path | None, start: int, problems: list[str]) -> LedgerFile | None:
+    """The ledger, if one is to be written and nothing is wrong yet; what is wrong with it joins `problems`."""
+    if path is None or problems:
+        return None
+    try:
+        return open_ledger(path, start)
+    except ValueError as error:
+        problems.append(str(error))
+        return None
 
 
 def _wrong_types(model: object, optimizers: Sequence[object]) -> list[str]:
@@ -137,9 +168,13 @@ def _conflicts(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], ex
     return found
 
 
-def _refuse(exchange: Exchange, problems: Sequence[str], settings: int) -> None:
-    """Raise on every rank where any rank has problems, or where the ranks were told different things."""
-    seen = exchange(0, "settings", {"problems": len(problems), "settings": settings})
+def _agreed(exchange: Exchange, problems: Sequence[str], settings: int, *, records: bool) -> bool:
+    """Whether rank 0 writes a ledger.
+
+    Raises `ValueError` on every rank where any rank has problems, or where the ranks were told different things.
+    """
+    values = {"problems": len(problems), "settings": settings, "records": int(records)}
+    seen = exchange(0, "settings", values)
     found = list(problems)
     others = [str(o.rank) for o in seen if o.values["problems"] and o.rank != exchange.rank]
     if others and not found:
@@ -149,3 +184,4 @@ def _refuse(exchange: Exchange, problems: Sequence[str], settings: int) -> None:
     if found:
         msg = "andon.watch: " + "; ".join(found)
         raise ValueError(msg)
+    return bool(seen[0].values["records"])

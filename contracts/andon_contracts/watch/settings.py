@@ -53,6 +53,8 @@ class Settings:
     contents: Callable[[Sequence[int]], Sequence[Any]] | None = None
     start: int = 0
     hard_stop: bool = False
+    recording: bool = False
+    """Whether rank 0 writes a ledger: all ranks then look at what only a ledger needs."""
 
     def digest(self) -> int:
         """What must be the same on all ranks, so that they make the same collectives."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from andon_contracts.loop_clauses import change_of
+from andon_contracts.watch.reading import chunks, norm_of_chunks
 
 _REPLACED, _TOGGLED, _ADDED, _MISSING, _FOREIGN, _UNDECLARED, _FROZEN, _UNTIED = range(1, 9)
 _WRAPPERS = ("module", "_orig_mod", "_forward_module")
@@ -30,6 +32,14 @@ def unwrap(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Whether this rank holds only a part of the tensor (FSDP2, tensor parallel)."""
     return hasattr(tensor, "placements") and any(not p.is_replicate() for p in tensor.placements)
+
+
+def pieces(tensor: torch.Tensor) -> int:
+    """In how many parts the tensor is dealt out; 1 where every rank holds all of it."""
+    found = 1
+    for dimension, placement in enumerate(getattr(tensor, "placements", ())):
+        found *= 1 if placement.is_replicate() else tensor.device_mesh.size(dimension)  # type: ignore[attr-defined]
+    return found
 
 
 @dataclass(frozen=True)
@@ -105,6 +115,20 @@ class Subject:
         """Whether an optimizer holds any parameter of the model."""
         mine = {id(parameter) for parameter in self.parameters.values()}
         return any(member in mine for group in self._groups for member in group)
+
+    def norm_share(self, tensors: Iterable[torch.Tensor], world: int) -> float:
+        """The part of the 2-norm of `tensors` that this rank answers for, of `world`; see `norm_of_all`."""
+        if not self.sharded:
+            return norm_of_chunks(list(chunks(tensors)))
+        by_pieces: dict[int, list[torch.Tensor]] = {}
+        for tensor in tensors:
+            by_pieces.setdefault(pieces(tensor), []).append(tensor)
+        squares = (norm_of_chunks(list(chunks(each))) ** 2 * n / world for n, each in by_pieces.items())
+        return math.sqrt(sum(squares))
+
+    def norm_of_all(self, shares: Sequence[float]) -> float:
+        """The 2-norm of tensors from every rank's `norm_share`: its own where each rank holds all of them."""
+        return math.sqrt(sum(share**2 for share in shares)) if self.sharded else shares[0]
 
     def fault_at_start(self) -> int:
         """A `change_of` for the first disagreement of model, optimizers and what was declared; 0: none."""

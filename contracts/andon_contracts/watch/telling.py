@@ -27,6 +27,7 @@ from andon_contracts.watch import restore
 from andon_contracts.watch.exchange import Exchange
 from andon_contracts.watch.judging import Check, Verdicts
 from andon_contracts.watch.lane import Lane
+from andon_contracts.watch.ledger import Recorder, Told
 from andon_contracts.watch.reading import flat_digest, text_digest
 from andon_contracts.watch.rows import Rows, contents_of, ids_of
 from andon_contracts.watch.settings import Settings
@@ -45,8 +46,11 @@ class Telling:
     _verdicts: Verdicts
     _rows: Rows
     _lanes: dict[int, Lane]
+    _recorder: Recorder
 
     def __init__(self) -> None:
+        self._told_rows = Told()
+        self._epochs = 0
         self._streams: dict[str, tuple[int, int]] = {}
         self._epoch: set[int] = set()
         self._contents: dict[int, int] = {}
@@ -119,6 +123,7 @@ class Telling:
             {"accuracy": right / max(len(triples), 1)},
             self._evaluated.setdefault(key, answers) == answers,
         )
+        self._recorder.evaluated(step, len(triples), {**told.counted, **told.told})
         self._judge_told("evaluation-once", lambda: judge_evaluation(told))
 
     def saved(self, path: str | Path, read: Callable[[], Mapping[str, Tensor]] | None = None) -> None:
@@ -132,6 +137,7 @@ class Telling:
         digests |= {name: by_rank[0] for name, by_rank in self._random(lanes[0].updates).items()}
         if self._exchange.rank == 0:
             restore.write(Path(path), digests)
+        self._recorder.saved(lanes[0].updates, Path(path).name, digests)
         if read is not None:
             on_disk = self._exchange.spread(lanes[0].updates, "on disk", restore.of_tensors(read(), lanes))
             wanted = {n: d for n, d in digests.items() if n.removeprefix("weights ") in lanes[0].subject.parameters}
@@ -147,6 +153,7 @@ class Telling:
         wanted, updates = restore.read(Path(path))
         for lane in lanes:
             lane.updates = updates
+        self._recorder.loaded(updates, Path(path).name, self._exchange.world_size, [lane.optimizer for lane in lanes])
         found = self._exchange.spread(updates, "restored", restore.live(lanes))
         if f"random state of rank {self._exchange.world_size}" in wanted:
             wanted = {name: digest for name, digest in wanted.items() if not name.startswith("random state")}
@@ -211,6 +218,7 @@ class Telling:
 
     def _judge_rows(self, observations: Observations) -> list[int]:
         """Gather the rows of this update, hold them to the plan and to the data, return them in order of rank."""
+        self._told_rows = Told()
         if not any(o.values["rows"] for o in observations):
             return []
         step = observations[0].step
@@ -219,6 +227,9 @@ class Telling:
         parts = self._gather_rows(step, [self._rows.ids, own])
         ids = tuple(tuple(part[0]) for part in parts)
         union = [row for part in ids for row in part]
+        self._told_rows = Told(
+            ids, tuple(content for part in parts for content in part[1]) if contents else (), *self._place(union)
+        )
         plan, rows = self.settings.plan, self.settings.rows
         told = BatchTold(
             step,
@@ -250,13 +261,23 @@ class Telling:
         self._verdicts.judge(_DATA, seen, {}, Scene(self._exchange.world_size))
         return dict(zip(union, found, strict=True))
 
+    def _place(self, union: Sequence[int]) -> tuple[int | None, int | None]:
+        """The epoch of an update with these rows, and how many rows of it were used before; None without `rows`."""
+        if self.settings.rows is None:
+            return None, None
+        return (self._epochs + 1, 0) if self._epoch & set(union) else (self._epochs, len(self._epoch))
+
     def _remember(self, told: BatchTold, union: Sequence[int]) -> None:
         for ids, contents in zip(told.ids, told.contents, strict=True):
             for row, content in zip(ids, contents, strict=False):
                 self._contents.setdefault(row, content)
         if told.rows is not None:
             if self._epoch & set(union):
-                self._epoch.clear()
+                self._turn_epoch()
             self._epoch |= set(union)
             if len(self._epoch) >= told.rows:
-                self._epoch.clear()
+                self._turn_epoch()
+
+    def _turn_epoch(self) -> None:
+        self._epoch.clear()
+        self._epochs += 1

@@ -16,6 +16,7 @@ from andon_contracts.act import Scene, message
 from andon_contracts.agree import real_of
 from andon_contracts.halt import Cord
 from andon_contracts.judge import Details, Observations, in_lockstep
+from andon_contracts.ledger import LedgerFile
 from andon_contracts.loop_clauses import same
 from andon_contracts.violation import Finding, Violation
 from andon_contracts.watch.audit import compare, draws, law
@@ -24,6 +25,7 @@ from andon_contracts.watch.exchange import Exchange
 from andon_contracts.watch.intercept import listen, unlisten
 from andon_contracts.watch.judging import AFTER, BEFORE, LAW, START, Verdicts
 from andon_contracts.watch.lane import Lane
+from andon_contracts.watch.ledger import Recorder, Told
 from andon_contracts.watch.reading import flat_digest, layout_digest
 from andon_contracts.watch.rows import Rows
 from andon_contracts.watch.settings import Settings
@@ -31,6 +33,7 @@ from andon_contracts.watch.subject import Subject
 from andon_contracts.watch.telling import Telling
 
 _LOOKED_AT = ("weights", "gradient", "buffers", "optimizer")
+_REPLICATED = {"weights": "replicas-agree", "gradient": "gradients-agree", "optimizer": "optimizers-agree"}
 _BASE_EVERY = 64
 
 
@@ -63,6 +66,7 @@ class Watch(Telling):
         settings: Settings,
         exchange: Exchange,
         cord: Cord | None = None,
+        ledger: LedgerFile | None = None,
     ) -> None:
         super().__init__()
         self.settings = settings
@@ -72,9 +76,14 @@ class Watch(Telling):
         self._cord = cord
         self._cover = coverage(subject, optimizers, settings, exchange.world_size)
         live = frozenset(name for name, cover in self._cover.items() if cover.live)
-        self._verdicts = Verdicts(settings, exchange.rank, subject.names, live)
+        held = {name: self._cover[clause].state != "not applicable" for name, clause in _REPLICATED.items()}
+        self._recorder = Recorder(ledger, subject, held)
+        self._seen_before: Observations = ()
+        self._last_error: BaseException | None = None
+        self._verdicts = Verdicts(settings, exchange.rank, subject.names, live, record=self._recorder.violation)
         self._rows = Rows()
-        self._lanes = {id(each): Lane(each, subject, settings, self._rows) for each in optimizers}
+        world = exchange.world_size
+        self._lanes = {id(each): Lane(each, subject, settings, self._rows, world) for each in optimizers}
         self._base: int | None = None
         self._base_now = 0
         self._base_marks: list[tuple[int, int]] = []
@@ -87,7 +96,13 @@ class Watch(Telling):
         self._agreed = ""
         self._undo: list[Callable[[], object]] = []
         self._say(opening_lines(self._cover, exchange.world_size, len(subject.trainable)))
-        self._start()
+        try:
+            self._start()
+        except Violation:
+            self._recorder.close("violation")
+            if cord is not None:
+                cord.close()
+            raise
         self._hook(model)
 
     @property
@@ -116,7 +131,7 @@ class Watch(Telling):
             self._intercept_zero(lane)
         listen(self)
         self._undo.append(self._unlisten)
-        atexit.register(self.close)
+        atexit.register(self._leave)
 
     def _unlisten(self) -> None:
         unlisten(self)
@@ -147,6 +162,8 @@ class Watch(Telling):
         }
         observations = self._exchange(0, "start", values)
         tensors: dict[str, Tensor] = dict(subject.parameters)
+        optimizers = [lane.optimizer for lane in self._lanes.values()]
+        self._recorder.opened(self._exchange.world_size, optimizers, self.settings.rows, self.settings.start)
         details = self._look(observations, {"weights": tensors})
         scene = Scene(self._exchange.world_size, tensors=len(tensors))
         if self._verdicts.judge(START, observations, details, scene, self._closer(scene, tensors, observations)):
@@ -170,14 +187,18 @@ class Watch(Telling):
         step = max(lane.updates for lane in self._lanes.values()) + 1
         found = Finding(reason, step, (self._exchange.rank,), "")
         text = message("halt-together", found, Scene(self._exchange.world_size, last_equal=self._last_equal))
-        raise Violation(text if self._cord is None else self._cord.pull(text), clause="halt-together", finding=found)
+        pulled = Violation(text if self._cord is None else self._cord.pull(text), clause="halt-together", finding=found)
+        self._recorder.violation(pulled, "raised", False)
+        raise pulled
 
     def _heed(self) -> None:
         """Raise what another rank pulled the cord for."""
         if self._cord is not None and self._cord.seen is not None:
             self._cord.raised()
             step = max(lane.updates for lane in self._lanes.values()) + 1
-            raise Violation(self._cord.seen, clause="halt-together", finding=Finding(self._cord.seen, step))
+            pulled = Violation(self._cord.seen, clause="halt-together", finding=Finding(self._cord.seen, step))
+            self._recorder.violation(pulled, "raised", False)
+            raise pulled
 
     def _forward(self) -> None:
         self._heed()
@@ -226,6 +247,7 @@ class Watch(Telling):
         values = lane.after()
         self._steps += 1
         observations = self._exchange(lane.updates, f"after {self._number(lane)}", values)
+        self._record(lane, observations)
         details = self._look(observations, {"weights": dict(lane.parameters), "optimizer": lane.state_by_name})
         scene = replace(self._scene(lane, applied=True), before=self._agreed)
         closer = self._closer(scene, lane.parameters, observations)
@@ -235,6 +257,14 @@ class Watch(Telling):
         lane.turn()
         self._spent += time.perf_counter() - began
 
+    def _record(self, lane: Lane, after: Observations) -> None:
+        if not (self._seen_before and in_lockstep(self._seen_before) and in_lockstep(after)):
+            return
+        several = len(self._lanes) > 1
+        step = self.settings.start + self._steps if several else lane.updates
+        index = self._number(lane) if several else None
+        self._recorder.step(self._seen_before, after, self._told_rows, step=step, index=index)
+
     def _number(self, lane: Lane) -> int:
         return list(self._lanes).index(id(lane.optimizer))
 
@@ -242,7 +272,8 @@ class Watch(Telling):
         began = time.perf_counter()
         step = lane.updates + 1
         values = {**lane.before(), **self._told(), "base": self._base_digest(), "first base": self._base or 0}
-        observations = self._exchange(step, f"before {self._number(lane)}", values)
+        observations = self._seen_before = self._exchange(step, f"before {self._number(lane)}", values)
+        self._told_rows = Told()
         details = self._look(
             observations,
             {
@@ -312,16 +343,30 @@ class Watch(Telling):
             undo()
         if self._cord is not None:
             self._cord.close()
-        atexit.unregister(self.close)
+        atexit.unregister(self._leave)
         whole = time.perf_counter() - self._began
         spent = self._spent + sum(lane.taps.spent for lane in self._lanes.values())
-        self._say(closing_lines(self._cover, self._verdicts, self._steps, spent / whole if whole else 0.0))
+        self._recorder.close(_reason(sys.exc_info()[1] or self._last_error))
+        lines = closing_lines(self._cover, self._verdicts, self._steps, spent / whole if whole else 0.0)
+        self._say([*lines, *filter(None, [self._recorder.closing_line()])])
+
+    def _leave(self) -> None:
+        """The interpreter ends, whatever ended it."""
+        self._last_error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        self.close()
 
     def __enter__(self) -> Watch:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _reason(error: BaseException | None) -> str:
+    """Why a watch ends, from the error that is on its way if there is one."""
+    if isinstance(error, Violation):
+        return "violation"
+    return "finished" if error is None or (isinstance(error, SystemExit) and not error.code) else "failed"
 
 
 def _agreed(observations: Observations) -> str:

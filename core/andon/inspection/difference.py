@@ -136,9 +136,9 @@ def _plans(report: Report, one: Recorded, other: Recorded) -> None:
     if one.start is None or other.start is None:
         return
     first, second = one.start.plan.to_json(), other.start.plan.to_json()
-    for name in sorted(first):
-        if first[name] != second[name]:
-            report.add("plan", f"{name}: {first[name]} | {second[name]}")
+    for name in sorted(first.keys() | second.keys()):
+        if first.get(name) != second.get(name):
+            report.add("plan", f"{name}: {first.get(name)} | {second.get(name)}")
 
 
 def _machines(report: Report, one: Recorded, other: Recorded) -> bool:
