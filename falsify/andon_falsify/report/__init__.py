@@ -1,0 +1,3 @@
+"""What a campaign found, for those who were not there: JSON, JUnit XML, one HTML page, a Markdown scoreboard."""
+
+from __future__ import annotations

@@ -1,0 +1,27 @@
+"""Text from anywhere, as text that every format can hold and every reader sees: what is invisible is written out."""
+
+from __future__ import annotations
+
+import re
+
+# Not in XML 1.0, or shown as nothing, or able to turn the order of what follows: controls other than tab and newline,
+# line and paragraph separators, marks of direction, halves of surrogate pairs, noncharacters.
+_HIDDEN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb\ufffe\uffff\ud800-\udfff]"
+)
+
+
+def legible(text: str, most: int | None = None) -> str:
+    """`text` with `\\x00`, `\\udc80`, `\\u202e` for what is invisible; what goes beyond `most` characters is counted.
+
+    The result can be encoded as UTF-8 and stand in XML 1.0, once escaped.
+    """
+    kept = text if most is None else text[:most]
+    shown = _HIDDEN.sub(_written, kept)
+    left = len(text) - len(kept)
+    return f"{shown} … ({left} more characters)" if left else shown
+
+
+def _written(found: re.Match[str]) -> str:
+    code = ord(found[0])
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"

@@ -1,0 +1,94 @@
+"""The scoreboard says what was judged and nothing else, and an expectation that no longer holds is not overlooked."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from andon_falsify.report.scoreboard import code, plain, scoreboard, scoreboard_table
+from tests.falsify.reports import NASTY, REASON, campaign, hostile
+
+
+def cells(markdown: str) -> list[list[str]]:
+    """The rows of the first table in `markdown`, as a reader splits them: at bars that are not escaped."""
+    lines = [line for line in markdown.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+
+
+def sections(markdown: str) -> dict[str, list[str]]:
+    """The lines under each heading."""
+    parts = re.split(r"^## (.+)$", markdown, flags=re.MULTILINE)
+    return {title: body.strip().splitlines() for title, body in zip(parts[1::2], parts[2::2], strict=True)}
+
+
+def test_the_table_has_what_was_judged() -> None:
+    """Subjects with their versions as columns, claims as rows; what was not judged is empty, and - does not apply."""
+    assert cells(scoreboard_table(campaign())) == [
+        ["claim", "andon<br>1.0", "hf_trainer<br>5.23.0", "ddp<br>1.0"],
+        ["---"] * 4,
+        ["`replicas-agree` v1", "holds", "holds", "holds"],
+        ["`samples-once` v1", "holds", "**falsified**", "holds"],
+        ["`gradient-law` v1", "holds", "**falsified** (expected), ratio 4.000", "**falsified**, ratio 1.250"],
+        ["`losses-close` v1", "holds", "unknown", "**UNEXPECTED PASS**"],
+        ["`resume-equal` v1", "holds", "-", ""],
+    ]
+
+
+def test_what_falls_has_its_counterexample_and_its_reason() -> None:
+    """The ratio, what it equals, where, how to see it again, and why it was expected; nothing else falls."""
+    fallen = sections(scoreboard(campaign()))["What falls"]
+    assert [line.partition("` ")[0] for line in fallen if line.startswith("- ")] == [
+        "- **hf_trainer 5.23.0** `samples-once",
+        "- **hf_trainer 5.23.0** `gradient-law",
+        "- **ddp 1.0** `gradient-law",
+    ]
+    assert "(gloo, world 2, accumulation 2): step 1: 29 of 29 tensors" in fallen[1]
+    assert "ratio 4.000 = accumulation 2 x world 2. Repeat with `andon falsify --subject hf_trainer" in fallen[1]
+    assert fallen[2] == f"  - expected, strictly: {REASON}"
+
+
+def test_what_each_does_right_is_said_too() -> None:
+    """With the comparisons behind it: 12 at each place."""
+    right = sections(scoreboard(campaign()))["What each does right"]
+    assert right[1:] == [
+        "- **hf_trainer 5.23.0**, 1 of 3: `replicas-agree` (12 comparisons)",
+        "- **ddp 1.0**, 3 of 4: `replicas-agree` (12 comparisons), `samples-once` (12 comparisons), "
+        "`losses-close` (12 comparisons)",
+    ]
+    assert "`gradient-law` (36 comparisons)" in right[0]
+
+
+def test_a_surprise_leads_and_its_absence_is_not_mentioned() -> None:
+    """An unexpected pass and an unannounced fall stand before everything else; without one there is no section."""
+    found = sections(scoreboard(campaign()))
+    assert next(iter(found)) == "Surprises"
+    assert len(found["Surprises"]) == len(campaign().surprises) == 3
+    expected = {("hf_trainer", "gradient-law"): "x", ("hf_trainer", "samples-once"): "y", ("ddp", "gradient-law"): "z"}
+    assert "Surprises" not in sections(scoreboard(replace(campaign(), expected=expected)))
+
+
+def test_the_measurement_is_named() -> None:
+    """Start, machine, versions, seed and what was left out; the last line counts."""
+    text = scoreboard(campaign())
+    measured = "\n".join(sections(text)["Where this was measured"])
+    for said in ("2026-01-02T03:04:05", "cpu: a processor", "transformers: 5.23.0", "seed 7", "`memory-budget`"):
+        assert said in measured
+    assert text.endswith(f"\n{campaign().closing_line}.\n")
+
+
+def test_no_text_breaks_the_table_or_becomes_markup() -> None:
+    """Bars, backticks, tags and newlines in names stay in their cell, as text."""
+    text = scoreboard(hostile(NASTY))
+    text.encode("utf-8")
+    assert {len(row) for row in cells(text)} == {3}
+    without_code = re.sub(r"(`+)(?!`).+?(?<!`)\1(?!`)", "", text)
+    assert "<" not in without_code.replace("<br>", "")
+    assert [line for line in text.splitlines() if line.startswith("#")] == [f"## {title}" for title in sections(text)]
+
+
+def test_text_and_code_of_markdown() -> None:
+    """What would be emphasis, a link or the end of a code span is shown as it is."""
+    assert plain("a_b *c* _d_ [e](f)\ng") == r"a_b \*c\* \_d\_ \[e\](f) g"
+    assert code("a") == "`a`"
+    assert code("a`b") == "``a`b``"
+    assert code("`a|") == r"`` `a\| ``"
