@@ -1,0 +1,115 @@
+"""Our own trainer on the bench: every claim of the compliance tests, from the same checkers and reference."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Mapping
+
+import torch
+
+from andon_falsify.campaign.blame import blame
+from andon_falsify.campaign.trial import FUNCTIONS, HALT, LAW, MEMORY, RESUME, Trial
+from andon_falsify.checkers import halts, memory_within, resume_equal, same_everywhere
+from andon_falsify.compliance.claims import (
+    AVERAGE,
+    CLAIMS,
+    FACE,
+    FALLBACK,
+    NON_FINITE,
+    SHARDS,
+    halted,
+    memory,
+    verdicts,
+)
+from andon_falsify.compliance.functions import TABLES
+from andon_falsify.compliance.resume import cut_and_resume
+from andon_falsify.peers.registry import installed
+from andon_falsify.subjects.protocol import Remembering, Subject
+from andon_falsify.subjects.trace import Trace
+from andon_falsify.subjects.trainer import why_not
+from andon_falsify.verdict import Claim, Verdict, judge, not_applicable, unknown
+
+_TABLES = frozenset(claim.name for claim in (AVERAGE, NON_FINITE, SHARDS, FACE, FALLBACK))
+_ALONE = {
+    HALT: frozenset({halts.CLAIM.name}),
+    RESUME: frozenset({resume_equal.CLAIM.name}),
+    MEMORY: frozenset({memory_within.CLAIM.name}),
+    FUNCTIONS: _TABLES,
+}
+RESUME_EVERY = 2
+"""A trial of resuming that says nothing else has a checkpoint at every second update."""
+
+
+class AndonBench:
+    """Runs trials on `subject`, which is our trainer or has its sightings. See `Bench`."""
+
+    def __init__(self, subject: Subject, name: str = "andon", version: str = "") -> None:
+        self.subject = name
+        self.version = version or installed("andon")
+        self.claims: tuple[Claim, ...] = CLAIMS
+        law = frozenset(claim.name for claim in CLAIMS) - frozenset().union(*_ALONE.values())
+        self.kinds: Mapping[str, frozenset[str]] = {LAW: law, **_ALONE}
+        self._trainer = Remembering(subject)
+
+    @property
+    def runs(self) -> int:
+        """How often the trainer has been run."""
+        return self._trainer.runs
+
+    def attempt(self, trial: Trial) -> Mapping[str, Verdict]:
+        """See `Bench.attempt`."""
+        reason = why_not(trial.case.backend) if trial.kind != FUNCTIONS else ""
+        if reason:
+            return {name: not_applicable(self._claim(name), reason) for name in self.kinds[trial.kind]}
+        if trial.kind == FUNCTIONS:
+            return _tabulated()
+        if trial.kind == RESUME:
+            return self._resumed(trial)
+        trace = self._trainer.run(trial.case)
+        if trace.errors:
+            return self._unknown(trial.kind, trace)
+        if trial.kind == HALT:
+            return {halts.CLAIM.name: judge(halts.CLAIM, halted, trace)}
+        if trial.kind == MEMORY:
+            return {memory_within.CLAIM.name: judge(memory_within.CLAIM, memory, trace)}
+        return self._law(trace)
+
+    def _law(self, trace: Trace) -> Mapping[str, Verdict]:
+        alone = trace.case.but(world=1, backend="inline", contracts=True, fault=None)
+        base = self._trainer.run(alone) if (trace.case.world, trace.case.backend) != (1, "inline") else None
+        found = verdicts(trace, None if base is None or base.errors else base)
+        if base is not None and base.errors:
+            why = f"the run on one rank to compare with failed: {blame(base.errors)}"
+            found[same_everywhere.CLAIM.name] = unknown(same_everywhere.CLAIM, why)
+        return found
+
+    def _resumed(self, trial: Trial) -> Mapping[str, Verdict]:
+        case = trial.case
+        after, every = case.stop_after or RESUME_EVERY + 1, case.checkpoint_every or RESUME_EVERY
+        plain = case.but(stop_after=None, checkpoint_every=None, fault=None)
+        found = cut_and_resume(
+            self._trainer, plain, after=after, every=every, world=trial.then_world or case.world, fault=case.fault
+        )
+        for part in (found.whole, found.cut, found.taken_up):
+            if part.errors:
+                return self._unknown(RESUME, part)
+        return {resume_equal.CLAIM.name: judge(resume_equal.CLAIM, lambda: found.verdict)}
+
+    def _unknown(self, kind: str, trace: Trace) -> Mapping[str, Verdict]:
+        why = blame(trace.errors)
+        return {name: unknown(self._claim(name), why) for name in self.kinds[kind]}
+
+    def _claim(self, name: str) -> Claim:
+        return next(claim for claim in self.claims if claim.name == name)
+
+
+def _tabulated() -> Mapping[str, Verdict]:
+    found = {}
+    # What a table of wrong input makes the trainer say is not the user's.
+    with contextlib.redirect_stderr(io.StringIO()):
+        for name in sorted(_TABLES):
+            found[name] = TABLES[name]().verdict
+    if torch.cuda.device_count():
+        found[FALLBACK.name] = not_applicable(FALLBACK, "this machine has a GPU that torch can use")
+    return found
