@@ -16,7 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.runs import command, environment, run, table
+from benchmarks.processes import family, ranks, wait_until_gone
+from benchmarks.runs import command, environment, run, steps_of, table
 
 TARGETS = ("rank", "launcher", "group")
 
@@ -62,61 +63,19 @@ def _killed(
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
-    while _steps(folder) < step and launcher.poll() is None:
+    while steps_of(folder) < step and launcher.poll() is None:
         time.sleep(0.01)
-    family = _family(launcher.pid)
-    ranks = _ranks(family)
+    members = family(launcher.pid)
     if target == "rank":
-        os.kill(draw.choice(ranks), signal.SIGKILL)
+        os.kill(draw.choice(ranks(members)), signal.SIGKILL)
     elif target == "launcher":
         os.kill(launcher.pid, signal.SIGKILL)
     else:
         os.killpg(launcher.pid, signal.SIGKILL)
     start = time.perf_counter()
     launcher.wait()
-    while any(_alive(pid) for pid in family):
-        if time.perf_counter() - start > 60:
-            raise RuntimeError(f"processes outlive the run: {[pid for pid in family if _alive(pid)]}")
-        time.sleep(0.01)
-    return _steps(folder), time.perf_counter() - start
-
-
-def _steps(folder: Path) -> int:
-    try:
-        return (folder / "ledger.jsonl").read_bytes().count(b'"kind":"step"')
-    except FileNotFoundError:
-        return 0
-
-
-def _children(pid: int) -> list[int]:
-    try:
-        tasks = list(Path(f"/proc/{pid}/task").iterdir())
-        return [int(child) for task in tasks for child in (task / "children").read_text().split()]
-    except (FileNotFoundError, ProcessLookupError):
-        return []
-
-
-def _family(pid: int) -> list[int]:
-    return [pid] + [member for child in _children(pid) for member in _family(child)]
-
-
-def _ranks(family: list[int]) -> list[int]:
-    """Ranks are the children of the launcher's forkserver."""
-    return [child for pid in family if b"forkserver" in _command_line(pid) for child in _children(pid)]
-
-
-def _command_line(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        return b""
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    wait_until_gone(members)
+    return steps_of(folder), time.perf_counter() - start
 
 
 if __name__ == "__main__":

@@ -44,6 +44,14 @@ def run(folder: Path, *arguments: str, expect: Sequence[int] = (0,)) -> Run:
     return Run(folder, done.returncode, seconds, json.loads(path.read_text()) if path.exists() else {})
 
 
+def steps_of(folder: Path) -> int:
+    """Updates that the ledger in `folder` holds so far."""
+    try:
+        return (folder / "ledger.jsonl").read_bytes().count(b'"kind":"step"')
+    except FileNotFoundError:
+        return 0
+
+
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """A Markdown table."""
     lines = ["| " + " | ".join(header) + " |", "| " + " | ".join("---" for _ in header) + " |"]

@@ -1,0 +1,52 @@
+"""The processes of a run, from outside: who belongs to it, who is a rank, who is still there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+
+def children(pid: int) -> list[int]:
+    """The children of all threads of a process; none where it is gone."""
+    try:
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+        return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def family(pid: int) -> list[int]:
+    """A process and all that descend from it."""
+    return [pid] + [member for child in children(pid) for member in family(child)]
+
+
+def ranks(members: Iterable[int]) -> list[int]:
+    """Ranks are the children of the launcher's forkserver."""
+    return [child for pid in members if b"forkserver" in _command_line(pid) for child in children(pid)]
+
+
+def alive(pid: int) -> bool:
+    """Whether a process is there and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_until_gone(pids: Iterable[int], limit_s: float = 60.0) -> float:
+    """Seconds until none of `pids` is left. Raises `RuntimeError` with those that are after `limit_s`."""
+    start = time.perf_counter()
+    pids = list(pids)
+    while left := [pid for pid in pids if alive(pid)]:
+        if time.perf_counter() - start > limit_s:
+            raise RuntimeError(f"processes outlive the run: {left}")
+        time.sleep(0.01)
+    return time.perf_counter() - start
+
+
+def _command_line(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
