@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import product
 from math import isclose, isfinite, prod
 
@@ -16,30 +16,47 @@ def explain_ratio(ratio: float, factors: Mapping[str, int], tolerance: float = 1
     (repeat it with factors that differ). Factors of 1 explain nothing and are left out. A ratio that is no such product
     is given as a number alone. `tolerance` is relative.
     """
-    shown = f"{ratio:.3f}" if 0.01 <= abs(ratio) < 1e6 else f"{ratio:.3g}"
+    shown = show_ratio(ratio)
     if not isfinite(ratio) or ratio == 0 or isclose(ratio, 1.0, rel_tol=tolerance):
         return shown
-    useful = {name: value for name, value in sorted(factors.items()) if value > 1}
-    sign = "-1 x " if ratio < 0 else ""
-    fits: dict[int, list[str]] = {}
-    for powers in product(_POWERS, repeat=len(useful)):
-        value = prod(base**power for base, power in zip(useful.values(), powers, strict=True))
-        if any(powers) and isclose(value, abs(ratio), rel_tol=tolerance):
-            fits.setdefault(sum(power * power for power in powers), []).append(_product(useful, powers))
     if isclose(ratio, -1.0, rel_tol=tolerance):
         return f"{shown} = the sign"
-    return f"{shown} = {sign}{' or '.join(sorted(fits[min(fits)]))}" if fits else shown
+    found = fitting_powers([(ratio, {name: value for name, value in factors.items() if value > 1})], tolerance)
+    named = sorted(name_product(factors, powers) for powers in found)
+    return f"{shown} = {'-1 x ' if ratio < 0 else ''}{' or '.join(named)}" if found else shown
 
 
-def _product(factors: Mapping[str, int], powers: tuple[int, ...]) -> str:
+def show_ratio(ratio: float) -> str:
+    """With three digits behind the point, or where it is very small or large three significant ones."""
+    return f"{ratio:.3f}" if 0.01 <= abs(ratio) < 1e6 else f"{ratio:.3g}"
+
+
+def fitting_powers(
+    measured: Sequence[tuple[float, Mapping[str, int]]], tolerance: float = 1e-3
+) -> list[Mapping[str, int]]:
+    """The simplest products of powers that give every one of `measured` ratios from its factors, but for the sign.
+
+    Each is a power (-2 to 2, not 0) by the name of its factor; all are equally simple. Factors that are 1 everywhere
+    are left out. None where no product fits all.
+    """
+    names = sorted({name for _, factors in measured for name, value in factors.items() if value > 1})
+    fits: dict[int, list[Mapping[str, int]]] = {}
+    for tried in product(_POWERS, repeat=len(names)):
+        powers = {name: power for name, power in zip(names, tried, strict=True) if power}
+        if powers and all(isclose(_value(factors, powers), abs(r), rel_tol=tolerance) for r, factors in measured):
+            fits.setdefault(sum(power * power for power in tried), []).append(powers)
+    return fits[min(fits)] if fits else []
+
+
+def name_product(factors: Mapping[str, int], powers: Mapping[str, int]) -> str:
     """`accumulation 2 x world 2`, `1 / world 2`, `world 2 squared / accumulation 3`."""
-    above = [
-        _power(name, value, power) for (name, value), power in zip(factors.items(), powers, strict=True) if power > 0
-    ]
-    below = [
-        _power(name, value, -power) for (name, value), power in zip(factors.items(), powers, strict=True) if power < 0
-    ]
+    above = [_power(name, factors[name], power) for name, power in sorted(powers.items()) if power > 0]
+    below = [_power(name, factors[name], -power) for name, power in sorted(powers.items()) if power < 0]
     return " / ".join([" x ".join(above) or "1", *below])
+
+
+def _value(factors: Mapping[str, int], powers: Mapping[str, int]) -> float:
+    return prod(float(factors.get(name, 1)) ** power for name, power in powers.items())
 
 
 def _power(name: str, value: int, power: int) -> str:
