@@ -14,14 +14,19 @@ class Bench(Protocol):
 
     subject, version: what findings call it. claims: every claim there is of it, in the order of reports.
     kinds: for each kind of trial that it can be put to, the names of the claims that such a trial judges.
-    runs: how often the subject has been run so far.
+    words: the options of `andon falsify` that name the subject.
     """
 
     subject: str
     version: str
+    words: tuple[str, ...]
     claims: tuple[Claim, ...]
     kinds: Mapping[str, frozenset[str]]
-    runs: int
+
+    @property
+    def runs(self) -> int:
+        """How often the subject has been run so far."""
+        ...
 
     def attempt(self, trial: Trial) -> Mapping[str, Verdict]:
         """Run the subject as `trial` says and judge what it left; the verdicts by claim.

@@ -33,7 +33,7 @@ class Budget:
 
     kinds: of trials; claims that none of them judges are not selected. draws: cases for each layout and flavour.
     deadline_s: what one run of a subject may take. patience: runs out of that time at one world size, after which no
-    more is tried there. shrink_s: seconds that the search for smaller counterexamples may take, for each claim.
+    more is tried there. shrink_s: seconds that the search for smaller counterexamples may take, for all claims.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Budget:
 BUDGETS: Mapping[str, Budget] = {
     budget.name: budget
     for budget in (
-        Budget("quick", (LAW, HALT, RESUME, FUNCTIONS), (2, 3), (1, 2), (_EVEN, _RAGGED, _ADAMW), 1, 30.0, 10.0),
+        Budget("quick", (LAW, HALT, RESUME, FUNCTIONS), (2, 3), (1, 2), (_EVEN, _RAGGED, _ADAMW), 1, 30.0, 30.0),
         Budget(
             "standard",
             (LAW, HALT, RESUME, MEMORY, FUNCTIONS),
@@ -59,7 +59,7 @@ BUDGETS: Mapping[str, Budget] = {
             (_EVEN, _RAGGED, _ADAMW, _MOMENTUM, _EVERY_WEIGHT, _WEIGHTED),
             1,
             60.0,
-            30.0,
+            120.0,
         ),
         Budget(
             "deep",
@@ -69,7 +69,7 @@ BUDGETS: Mapping[str, Budget] = {
             (_EVEN, _RAGGED, _ADAMW, _MOMENTUM, _EVERY_WEIGHT, _WEIGHTED),
             8,
             120.0,
-            120.0,
+            600.0,
         ),
     )
 }

@@ -47,6 +47,7 @@ class AndonBench:
     def __init__(self, subject: Subject, name: str = "andon", version: str = "") -> None:
         self.subject = name
         self.version = version or installed("andon")
+        self.words: tuple[str, ...] = ()
         self.claims: tuple[Claim, ...] = CLAIMS
         law = frozenset(claim.name for claim in CLAIMS) - frozenset().union(*_ALONE.values())
         self.kinds: Mapping[str, frozenset[str]] = {LAW: law, **_ALONE}

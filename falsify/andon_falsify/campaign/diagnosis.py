@@ -1,0 +1,112 @@
+"""What a measured ratio equals, and which mistake gives just that: "4.000 = accumulation 2 x world 2".
+
+One case cannot tell accumulation 2 from world 2; the ratios of all cases in which a claim fell are explained together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import isclose, isfinite, prod
+
+from andon_falsify.checkers.ratio import fitting_powers, name_product, show_ratio
+from andon_falsify.subjects.case import Case
+from andon_falsify.verdict import Counterexample
+
+Powers = Mapping[str, int]
+Measured = tuple[float, Case]
+
+_CAUSES: Mapping[frozenset[tuple[str, int]], str] = {
+    frozenset(powers.items()): cause
+    for powers, cause in (
+        ({"accumulation": 1, "world": 1}, "the loss was not divided"),
+        ({"world": 1}, "summed over the ranks instead of averaged"),
+        ({"accumulation": 1}, "summed over the micro-batches of a rank instead of averaged"),
+        ({"world": -1}, "divided by the number of ranks once too often, or not summed over them"),
+        ({"accumulation": -1}, "divided by the accumulation once too often, or only one micro-batch of it counts"),
+        ({"accumulation": -1, "world": -1}, "divided by accumulation and world size once too often"),
+        ({"world": 2}, "multiplied by the number of ranks twice"),
+        ({"world": -2}, "divided by the number of ranks twice"),
+        ({"global batch": 1}, "summed over the rows instead of averaged"),
+        ({"global batch": -1}, "divided by the rows of the batch once too often"),
+        ({"local batch": 1}, "summed over the rows of a micro-batch instead of averaged"),
+        ({"local batch": -1}, "divided by the rows of a micro-batch once too often"),
+        ({"updates of an epoch": 1}, "summed over the updates of an epoch"),
+    )
+}
+"""What usually makes a ratio, by the powers of its factors."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Powers of factors that give every measured ratio. sign: -1 where all are negative. cases: how many agree."""
+
+    powers: Powers
+    sign: int
+    cases: int
+
+    def fits(self, ratio: float, case: Case) -> bool:
+        """Whether it gives this ratio too."""
+        factors = _factors(case)
+        value = self.sign * prod(float(factors[name]) ** power for name, power in self.powers.items())
+        return isclose(value, ratio, rel_tol=1e-3)
+
+    def of(self, ratio: float, case: Case) -> str:
+        """`4.000 = accumulation 2 x world 2: the loss was not divided`, for one of the measured."""
+        product = name_product(_factors(case), self.powers) if self.powers else "the sign"
+        signed = f"-1 x {product}" if self.sign < 0 and self.powers else product
+        cause = _CAUSES.get(frozenset(self.powers.items()), "") if self.sign > 0 else ""
+        return f"{show_ratio(ratio)} = {signed}" + (f": {cause}" if cause else "")
+
+
+def explain(measured: Sequence[Measured]) -> Explanation | None:
+    """The simplest product that gives every ratio of `measured`; None where there is none, or none but 1.
+
+    World size and accumulation are tried first, and sizes of batches only where these do not do: a batch is a product
+    of the two, so that it fits by chance whatever they fit.
+    """
+    if not measured or any(not isfinite(ratio) or ratio == 0 for ratio, _ in measured):
+        return None
+    signs = {1 if ratio > 0 else -1 for ratio, _ in measured}
+    if len(signs) > 1:
+        return None
+    sign = signs.pop()
+    if all(isclose(abs(ratio), 1.0, rel_tol=1e-3) for ratio, _ in measured):
+        return Explanation({}, sign, len(measured)) if sign < 0 else None
+    for names in (("accumulation", "world"), tuple(_factors(measured[0][1]))):
+        fitting = fitting_powers([(ratio, _some(_factors(case), names)) for ratio, case in measured])
+        if fitting:
+            return Explanation(fitting[0], sign, len(measured))
+    return None
+
+
+def diagnosed(found: Counterexample, case: Case, common: Explanation | None) -> Counterexample:
+    """`found` with what its ratio equals: by `common`, what all cases have in common, where that fits, else by itself.
+
+    As it is where it has no ratio, or one that nothing explains.
+    """
+    if found.ratio is None:
+        return found
+    own = common if common is not None and common.fits(found.ratio, case) else explain([(found.ratio, case)])
+    return found if own is None else replace(found, equals=own.of(found.ratio, case))
+
+
+def reason(found: Counterexample, case: Case) -> tuple[str, ...]:
+    """What a smaller counterexample must keep, to be one of the same mistake: the factors of its ratio by name."""
+    explanation = explain([(found.ratio, case)]) if found.ratio is not None else None
+    return tuple(sorted(explanation.powers)) if explanation is not None else ()
+
+
+def _factors(case: Case) -> dict[str, int]:
+    batch = case.local_batch * case.accumulation * case.world
+    return {
+        "accumulation": case.accumulation,
+        "world": case.world,
+        "local batch": case.local_batch,
+        "global batch": batch,
+        "updates of an epoch": -(-len(case.rows) // batch),
+    }
+
+
+def _some(factors: Mapping[str, int], names: Sequence[str]) -> dict[str, int]:
+    return {name: factors[name] for name in names}

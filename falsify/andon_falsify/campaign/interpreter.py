@@ -1,0 +1,123 @@
+"""Runs the trials of a campaign on a bench, one after the other, and collects what they say of each claim.
+
+The only loop of the campaign with effects: everything else draws, judges, compares or writes down.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from andon_falsify.campaign.bench import Bench
+from andon_falsify.campaign.budget import Budget
+from andon_falsify.campaign.diagnosis import reason
+from andon_falsify.campaign.shrink import shrink
+from andon_falsify.campaign.trial import FUNCTIONS, Trial
+from andon_falsify.verdict import Outcome, Verdict, unknown
+
+Told = Callable[[Trial, Mapping[str, Verdict]], None]
+"""Is told of every trial that was run to be judged, when it is over."""
+
+
+@dataclass(frozen=True)
+class Campaign:
+    """What is to be done. claims: the names of those selected. exact: the trials are run as they are and not shrunk.
+
+    worlds, accumulations: those that a smaller counterexample may have; none for any smaller one.
+    """
+
+    bench: Bench
+    trials: tuple[Trial, ...]
+    claims: frozenset[str]
+    budget: Budget
+    worlds: tuple[int, ...] = ()
+    accumulations: tuple[int, ...] = ()
+    exact: bool = False
+
+
+@dataclass(frozen=True)
+class Said:
+    """What one trial said of one claim. shrunk: it is the smallest counterexample that was found."""
+
+    trial: Trial
+    verdict: Verdict
+    shrunk: bool = False
+
+
+@dataclass
+class Interpreter:
+    """One campaign under way. `said` holds what is known by now, also after an interruption."""
+
+    campaign: Campaign
+    told: Told = lambda trial, verdicts: None
+    said: list[Said] = field(default_factory=list)
+    _known: dict[Trial, Mapping[str, Verdict]] = field(default_factory=dict)
+    _spent: dict[tuple[str, int], int] = field(default_factory=dict)
+
+    def run(self) -> Sequence[Said]:
+        """Every trial, then the search for smaller counterexamples; what was said of the selected claims."""
+        for trial in self.campaign.trials:
+            if not self.campaign.bench.kinds[trial.kind] & self.campaign.claims:
+                continue
+            found = self._tried(trial)
+            self.told(trial, found)
+            self.said += [Said(trial, verdict) for verdict in found.values()]
+        if not self.campaign.exact:
+            self.said += list(self._smallest())
+        return self.said
+
+    def _tried(self, trial: Trial) -> Mapping[str, Verdict]:
+        """The verdicts of a trial, unless too many at that place had no answer in time."""
+        place, budget = (trial.case.backend, trial.case.world), self.campaign.budget
+        if trial.kind != FUNCTIONS and self._spent.get(place, 0) >= budget.patience:
+            why = f"not tried: {budget.patience} runs on {place[1]} ranks did not end within {budget.deadline_s:.0f} s"
+            names = self.campaign.bench.kinds[trial.kind] & self.campaign.claims
+            return {claim.name: unknown(claim, why) for claim in self.campaign.bench.claims if claim.name in names}
+        began = time.monotonic()
+        found = self._verdicts(trial)
+        outcomes = {verdict.outcome for verdict in found.values()}
+        if outcomes == {Outcome.UNKNOWN} and time.monotonic() - began >= budget.deadline_s / 2:
+            self._spent[place] = self._spent.get(place, 0) + 1
+        return found
+
+    def _verdicts(self, trial: Trial) -> Mapping[str, Verdict]:
+        """The verdicts of a trial on the selected claims; a trial that was run before is not run again."""
+        if trial not in self._known:
+            found = self.campaign.bench.attempt(trial)
+            self._known[trial] = {name: found[name] for name in found if name in self.campaign.claims}
+        return self._known[trial]
+
+    def _smallest(self) -> Iterator[Said]:
+        """For each claim that fell, the smallest case in which it does, for the same reason as in one of the drawn."""
+        began, limit = time.monotonic(), self.campaign.budget.shrink_s
+        fallen: dict[str, list[Said]] = {}
+        for said in self.said:
+            if said.verdict.outcome is Outcome.FALSIFIED and said.trial.kind != FUNCTIONS:
+                fallen.setdefault(said.verdict.claim, []).append(said)
+        for place, (claim, found) in enumerate(fallen.items()):
+            left = limit - (time.monotonic() - began)
+            trial = self._shrunk(claim, max(found, key=_telling).trial, left / (len(fallen) - place))
+            yield Said(trial, self._verdicts(trial)[claim], shrunk=True)
+
+    def _shrunk(self, claim: str, trial: Trial, limit_s: float) -> Trial:
+        why = _reason(trial, self._verdicts(trial)[claim])
+
+        def falls(smaller: Trial) -> bool:
+            verdict = self._verdicts(smaller).get(claim)
+            return verdict is not None and _falsified(verdict) and _reason(smaller, verdict) == why
+
+        return shrink(trial, falls, limit_s, self.campaign.worlds, self.campaign.accumulations)
+
+
+def _telling(said: Said) -> tuple[int, int]:
+    """Most factors in its ratio first; of these, fewest ranks."""
+    return len(_reason(said.trial, said.verdict)), -said.trial.case.world
+
+
+def _falsified(verdict: Verdict) -> bool:
+    return verdict.outcome is Outcome.FALSIFIED
+
+
+def _reason(trial: Trial, verdict: Verdict) -> tuple[str, ...]:
+    return reason(verdict.counterexamples[0], trial.case)

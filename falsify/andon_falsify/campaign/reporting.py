@@ -1,0 +1,145 @@
+"""From what trials said to the findings of a report: merged by claim and place, explained, and repeatable."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import isfinite
+
+from andon_falsify.campaign.bench import Bench
+from andon_falsify.campaign.diagnosis import Explanation, diagnosed, explain
+from andon_falsify.campaign.interpreter import Said
+from andon_falsify.campaign.outcome import Finding, Report
+from andon_falsify.campaign.trial import FUNCTIONS, Trial
+from andon_falsify.verdict import Claim, Verdict, merge, unknown
+
+_KEPT = 3
+"""Counterexamples of one trial that a report keeps; what follows from the first is rarely news."""
+_REASONS = 3
+_MARGIN = re.compile(r"largest relative error (?P<error>\S+), allowed \S+")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """When and where a campaign was run. See `Report`."""
+
+    started: str
+    versions: Mapping[str, str]
+    machine: Mapping[str, str]
+    expected: Mapping[tuple[str, str], str]
+
+
+def report(bench: Bench, said: Sequence[Said], selected: frozenset[str], origin: Origin) -> Report:
+    """All findings about `bench`. A selected claim of which nothing was said is unknown; the others are listed."""
+    findings: list[Finding] = []
+    for claim in bench.claims:
+        if claim.name in selected:
+            own = [each for each in said if each.verdict.claim == claim.name]
+            findings += _findings(bench, claim, own)
+    return Report(
+        started=origin.started,
+        versions=origin.versions,
+        machine=origin.machine,
+        findings=tuple(findings),
+        runs=bench.runs,
+        not_selected=tuple(claim.name for claim in bench.claims if claim.name not in selected),
+        expected=dict(origin.expected),
+        statements={claim.name: claim.statement for claim in bench.claims},
+    )
+
+
+def _findings(bench: Bench, claim: Claim, said: Sequence[Said]) -> list[Finding]:
+    """One finding a place; that of the smallest counterexample first, and in it this counterexample."""
+    if not said:
+        nothing = unknown(claim, "no case that was run says anything of it")
+        return [_finding(bench, claim, ("", 0, 0), 0, nothing, ())]
+    explanation = _explained(said)
+    by_place: dict[tuple[str, int, int], list[Said]] = {}
+    for each in sorted(said, key=_shrunk_first):
+        by_place.setdefault(each.trial.place, []).append(each)
+    found = []
+    for place, held in by_place.items():
+        verdict = merge(_made_repeatable(bench, each, explanation) for each in held)
+        finding = _finding(bench, claim, place, held[0].trial.seed, _condensed(verdict), _curve(held))
+        found.append(finding)
+    return found
+
+
+def _finding(
+    bench: Bench, claim: Claim, place: tuple[str, int, int], seed: int, verdict: Verdict, curve: tuple[float, ...]
+) -> Finding:
+    backend, world, accumulation = place
+    return Finding(
+        claim=claim.name,
+        version=claim.version,
+        subject=bench.subject,
+        subject_version=bench.version,
+        backend=backend,
+        world=world,
+        accumulation=accumulation,
+        outcome=verdict.outcome,
+        why=verdict.why,
+        checked=verdict.checked,
+        counterexamples=verdict.counterexamples,
+        seed=seed,
+        curve=curve,
+        curve_name="seen / law, by update" if curve else "",
+        curve_law=1.0 if curve else None,
+    )
+
+
+def _shrunk_first(said: Said) -> bool:
+    return not said.shrunk
+
+
+def _explained(said: Sequence[Said]) -> Explanation | None:
+    """What all ratios of the claim have in common."""
+    pairs = [(found.ratio, each.trial.case) for each in said for found in each.verdict.counterexamples[:1]]
+    return explain([(ratio, case) for ratio, case in pairs if ratio is not None])
+
+
+def _made_repeatable(bench: Bench, said: Said, common: Explanation | None) -> Verdict:
+    """The verdict with its first counterexamples, each with its explanation, its seed and its command."""
+    command = repeating(bench, said.trial, said.verdict.claim)
+    found = [diagnosed(each, said.trial.case, common) for each in said.verdict.counterexamples[:_KEPT]]
+    named = tuple(replace(each, seed=said.trial.seed, repro=command) for each in found)
+    return replace(said.verdict, counterexamples=named)
+
+
+def repeating(bench: Bench, trial: Trial, claim: str) -> str:
+    """The command that runs exactly this trial again, and says what it says of the claim."""
+    words = ["andon", "falsify", *bench.words]
+    if trial.kind != FUNCTIONS:
+        backend, world, accumulation = trial.place
+        words += ["--backend", backend, "--world", str(world), "--accumulation", str(accumulation)]
+    words += ["--seed", str(trial.seed), "--claim", claim]
+    if trial.kind != FUNCTIONS:
+        words += ["--case", trial.written()]
+    return shlex.join(words)
+
+
+def _curve(said: Sequence[Said]) -> tuple[float, ...]:
+    """The ratios of the first trial that has one at several updates."""
+    for each in said:
+        ratios = [found.ratio for found in each.verdict.counterexamples if found.ratio is not None]
+        if len(ratios) > 1 and all(map(isfinite, ratios)):
+            return tuple(ratios)
+    return ()
+
+
+def _condensed(verdict: Verdict) -> Verdict:
+    """The verdict with the largest of its margins, and with few of its reasons."""
+    reasons = verdict.why.split("; ") if verdict.why else []
+    margins = [match for text in reasons if (match := _MARGIN.fullmatch(text))]
+    if margins:
+        worst = max(margins, key=_error).group()
+        reasons = [text for text in reasons if not _MARGIN.fullmatch(text)] + [worst]
+    more = f"; and {len(reasons) - _REASONS} more" if len(reasons) > _REASONS else ""
+    why = "; ".join(reasons[:_REASONS]) + more
+    return replace(verdict, why=why)
+
+
+def _error(margin: re.Match[str]) -> float:
+    return float(margin["error"])
