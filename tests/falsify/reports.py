@@ -89,7 +89,13 @@ def campaign() -> Report:
 def hostile(text: str) -> Report:
     """A report that has `text` everywhere where a text may stand."""
     example = Counterexample(text, text, text, text, 2.0, text, 1, text)
-    places = {"backend": text, "subject_version": text, "why": text, "curve": (1.0, 2.0), "curve_name": text}
+    places: dict[str, Any] = {
+        "backend": text,
+        "subject_version": text,
+        "why": text,
+        "curve": (1.0, 2.0),
+        "curve_name": text,
+    }
     return Report(
         started=text,
         versions={text: text},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -56,7 +57,7 @@ def test_the_numbers_are_those_of_the_test_cases(tmp_path: Path) -> None:
 
 
 def test_a_failure_stands_alone(tmp_path: Path) -> None:
-    """Counterexample, ratio, place, command and the reason why it was expected are in the text; a skip has its reason."""
+    """Counterexample, ratio, place, command and why it was expected are in the text; a skip has its reason."""
     write_junit(campaign(), tmp_path / "r.xml")
     cases = {(case.get("classname"), case.get("name")): case for case in ElementTree.parse(tmp_path / "r.xml").iter()}
     failure = cases["hf_trainer", "gradient-law[gloo-2]"].find("failure")
@@ -77,8 +78,6 @@ def test_a_failure_stands_alone(tmp_path: Path) -> None:
 def test_cases_of_one_place_are_one_test_case(tmp_path: Path) -> None:
     """Two accumulations on the same backend and world size share a name, which a reader takes for one test."""
     report = campaign()
-    from dataclasses import replace
-
     again = [replace(found, accumulation=3) for found in report.findings]
     write_junit(replace(report, findings=(*report.findings, *again)), tmp_path / "r.xml")
     names = Counter(
@@ -96,4 +95,4 @@ def test_any_text_can_stand_in_it(tmp_path: Path) -> None:
         *("testsuites", "testsuite", "testcase", "properties", "property", "failure", "skipped"),
     }
     shown = NASTY.replace("\x00", "\\x00").replace("\x1b", "\\x1b").replace("\udc80", "\\udc80")
-    assert [suite.get("timestamp") for suite in root][0] == shown.replace("\u202e", "\\u202e")
+    assert root[0].get("timestamp") == shown.replace("\u202e", "\\u202e")

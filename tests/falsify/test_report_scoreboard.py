@@ -49,11 +49,11 @@ def test_what_falls_has_its_counterexample_and_its_reason() -> None:
 
 def test_what_each_does_right_is_said_too() -> None:
     """With the comparisons behind it: 12 at each place."""
+    held = ("replicas-agree", "samples-once", "losses-close")
     right = sections(scoreboard(campaign()))["What each does right"]
     assert right[1:] == [
         "- **hf_trainer 5.23.0**, 1 of 3: `replicas-agree` (12 comparisons)",
-        "- **ddp 1.0**, 3 of 4: `replicas-agree` (12 comparisons), `samples-once` (12 comparisons), "
-        "`losses-close` (12 comparisons)",
+        "- **ddp 1.0**, 3 of 4: " + ", ".join(f"`{name}` (12 comparisons)" for name in held),
     ]
     assert "`gradient-law` (36 comparisons)" in right[0]
 

@@ -1,0 +1,170 @@
+"""The page in a real browser, as its readers meet it: by keyboard, without scripts, in the dark, from a stranger."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from andon_falsify.report.page import write_html
+from tests.falsify.reports import NASTY, RATIO, campaign, hostile
+from tests.support.browser import CHROMIUM, Browser
+
+pytestmark = pytest.mark.skipif(not CHROMIUM.exists(), reason=f"there is no {CHROMIUM} (Debian's package chromium)")
+
+CELL = "gradient-law.hf_trainer"
+CLIPBOARD = ("clipboardReadWrite", "clipboardSanitizedWrite")
+OPEN = "[...document.querySelectorAll('.detail')].filter(each => each.checkVisibility()).map(each => each.id)"
+FOCUS = "document.activeElement.id"
+ROWS = "[...document.querySelectorAll('.matrix tbody tr')].filter(each => each.checkVisibility()).length"
+COLUMNS = "[...document.querySelectorAll('.matrix thead th')].filter(each => each.checkVisibility()).length"
+SHOWN = (
+    "[...document.querySelectorAll('.matrix .cell')].filter(each => each.checkVisibility({visibilityProperty: true}))"
+    ".length"
+)
+SAID = """
+new Promise(done => {
+  const said = document.getElementById('said');
+  const look = () => said.textContent ? done(said.textContent) : requestAnimationFrame(look);
+  look();
+})
+"""
+"""What a screen reader is told once something was done."""
+FAINT = """
+(() => {
+  const channels = text => text.match(/[\\d.]+/g).map(Number);
+  const light = part => { part /= 255; return part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4; };
+  const luminance = ([r, g, b]) => 0.2126 * light(r) + 0.7152 * light(g) + 0.0722 * light(b);
+  const behind = each => {
+    const [r, g, b, alpha = 1] = channels(getComputedStyle(each).backgroundColor);
+    return alpha === 1 || !each.parentElement ? [r, g, b] : behind(each.parentElement);
+  };
+  const words = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  const found = [];
+  let seen = 0;
+  while (words.nextNode()) {
+    const each = words.currentNode.parentElement;
+    if (!words.currentNode.data.trim() || !each.checkVisibility({visibilityProperty: true})) continue;
+    const ink = getComputedStyle(each)[each.closest('svg') ? 'fill' : 'color'];
+    const two = [luminance(channels(ink)), luminance(behind(each))].sort((a, b) => b - a);
+    seen += 1;
+    if ((two[0] + 0.05) / (two[1] + 0.05) < 4.5) found.push(each.className + ': ' + words.currentNode.data.trim());
+  }
+  return [seen, found];
+})()
+"""
+"""How many texts are seen, and those whose contrast with what is behind them is under 4.5 to 1 (WCAG 2, AA)."""
+
+
+@pytest.fixture
+def browser(tmp_path: Path) -> Iterator[Browser]:
+    """A browser of its own for each test."""
+    with Browser(tmp_path / "profile") as opened:
+        yield opened
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Path:
+    """The page of the campaign."""
+    write_html(campaign(), tmp_path / "page.html")
+    return tmp_path / "page.html"
+
+
+def tab_to(browser: Browser, wanted: str) -> None:
+    """Press Tab until the element of that id has the focus."""
+    for _ in range(80):
+        if browser.value(FOCUS) == wanted:
+            return
+        browser.press("Tab")
+    pytest.fail(f"{wanted} is not reached by the Tab key")
+
+
+def test_without_scripts_the_table_is_read_and_opened_by_keyboard(browser: Browser, page: Path) -> None:
+    """A screen reader is told of every row and column; a cell opens its counterexample and gives the focus back."""
+    browser.scripting(False)
+    browser.open(page)
+    told = browser.outline()
+    claims = [name for role, name in told if role == "rowheader"]
+    assert [name.split()[0] for name in claims] == list(campaign().statements)
+    subjects = [name for role, name in told if role == "columnheader"]
+    assert [name.split(" ")[0] for name in subjects] == ["claim", "andon", "hf_trainer", "ddp"]
+    assert "1 falsified, as expected" in " ".join(subjects[2].split())
+    assert ("link", "gradient-law on hf_trainer 5.23.0: falsified, as expected ratio 4.000") in told
+    assert browser.value(OPEN) == []
+
+    tab_to(browser, f"cell:{CELL}")
+    browser.press("Enter")
+    assert browser.value(OPEN) == [CELL]
+    assert browser.value(FOCUS) == CELL
+    assert browser.value("document.querySelector('.detail:target code:not(h2 code)').textContent") == RATIO.repro
+    assert RATIO.equals in browser.value("document.querySelector('.detail:target').innerText")
+    browser.press("Tab")
+    browser.press("Enter")
+    assert browser.value(OPEN) == []
+    assert browser.value(FOCUS) == f"cell:{CELL}"
+
+
+def test_without_scripts_the_table_is_filtered(browser: Browser, page: Path) -> None:
+    """An unticked subject has no column, an unticked verdict no cell, and a row without cells is not shown."""
+    browser.scripting(False)
+    browser.open(page)
+    assert (browser.value(ROWS), browser.value(COLUMNS), browser.value(SHOWN)) == (5, 1 + 3, 5 + 5 + 4)
+    tab_to(browser, "show-holds")
+    browser.press("Space")
+    # What is left: samples-once, gradient-law twice, losses-close twice, resume-equal.
+    assert (browser.value(ROWS), browser.value(COLUMNS), browser.value(SHOWN)) == (4, 1 + 3, 6)
+    tab_to(browser, "show-s1")
+    browser.press("Space")
+    # Without the second subject: gradient-law and losses-close, of the third.
+    assert (browser.value(ROWS), browser.value(COLUMNS), browser.value(SHOWN)) == (2, 1 + 2, 2)
+
+
+def test_an_address_opens_its_cell_and_the_command_is_copied(browser: Browser, page: Path) -> None:
+    """What is shared is one counterexample: the address opens it, the button copies its command, Escape closes it.
+
+    A browser that keeps its clipboard to itself gets the command selected.
+    """
+    for permissions, said, held in (
+        ((), "The command is selected, to be copied by key.", "getSelection().toString()"),
+        (CLIPBOARD, "The command was copied.", "navigator.clipboard.readText()"),
+    ):
+        browser.permit(*permissions)
+        browser.open(page, f"#{CELL}")
+        assert browser.value(OPEN) == [CELL]
+        browser.value("document.querySelector('.detail:target .copy').focus()")
+        browser.press("Enter")
+        assert browser.value(SAID) == said
+        assert browser.value(held) == RATIO.repro
+    browser.press("Escape")
+    assert browser.value(OPEN) == []
+    assert browser.value(FOCUS) == f"cell:{CELL}"
+    assert browser.requests() == [page.as_uri()]
+    assert browser.complaints() == []
+
+
+def test_a_report_of_a_stranger_does_nothing(browser: Browser, tmp_path: Path) -> None:
+    """What is in a report is never run; and if the page did let something through, the browser would not run it."""
+    path = tmp_path / "page.html"
+    write_html(hostile(NASTY), path)
+    browser.open(path)
+    assert "break" in browser.value("document.title")
+    assert browser.value("[document.scripts.length, document.images.length]") == [1, 0]
+    assert browser.complaints() == []
+
+    path.write_text(path.read_text(encoding="utf-8").replace("</h1>", f'</h1>{NASTY[:90]}">', 1), encoding="utf-8")
+    browser.open(path)
+    assert browser.value("[document.scripts.length, document.images.length]") == [2, 1]
+    assert "break" in browser.value("document.title")
+    assert len(browser.complaints()) >= 2
+
+
+def test_everything_can_be_read_in_the_light_and_in_the_dark(browser: Browser, page: Path) -> None:
+    """Every text has the contrast that WCAG asks for, in the table and in what a cell opens."""
+    for scheme, back in (("light", "rgb(246, 247, 248)"), ("dark", "rgb(18, 20, 23)")):
+        browser.colours(scheme)
+        browser.open(page, f"#{CELL}")
+        seen, faint = browser.value(FAINT)
+        assert faint == []
+        assert seen > 120
+        assert browser.value("getComputedStyle(document.body).backgroundColor") == back
