@@ -51,7 +51,7 @@ def train(request: Request) -> LoopSightings:
     with _undone(request.case), contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         try:
             return _run(request)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             said = printed.getvalue()[-_SHOWN:].strip()
             msg = f"{type(error).__name__}: {error}" + (f"\nthe loop printed: {said}" if said else "")
             raise LoopError(msg) from error

@@ -68,7 +68,9 @@ class Observer:
 
     def loss(self, value: float | Tensor) -> None:
         """See `Told.loss`."""
-        self._seen.told_losses[max(1, self._step + (not self._between))] = float(value)
+        # A rank without rows has no forward pass; what it tells after it told of the last update is of the next.
+        later = not self._between or self._step in self._seen.told_losses
+        self._seen.told_losses[max(1, self._step + later)] = float(value)
 
     # -- what is seen
 

@@ -41,9 +41,13 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def kept(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of what must not change: parameters that do not train, and buffers."""
+    """Copies of what must not change: parameters that do not train, and buffers but those of running statistics."""
     frozen = {name: whole(parameter) for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    return frozen | {name: whole(buffer) for name, buffer in model.named_buffers()}
+    for prefix, module in model.named_modules():
+        if not hasattr(module, "running_mean"):
+            own = module.named_buffers(prefix, recurse=False)
+            frozen |= {name: whole(buffer) for name, buffer in own}
+    return frozen
 
 
 def gradients(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:

@@ -16,13 +16,12 @@ from andon_falsify.subjects.case import PAD, VOCABULARY, Case, Rows, make_rows
 
 
 def loop_case(**changes: Any) -> Case:
-    """The default case of a foreign loop: 29 rows in batches of 12 (12, 12, 5) on 2 ranks, two epochs, no dropout.
+    """The default case of a foreign loop: 31 rows in batches of 12 (12, 12, 7) on 2 ranks, two epochs, no dropout.
 
-    12 rows are the same global batch on 1 to 4 ranks: `micro_batches` (those of all ranks) is world x accumulation,
-    here 2 x 2. `changes` as for `Case.but`.
+    12 rows are one global batch on 1 to 4 ranks, see `shaped`. `changes` as for `Case.but`.
     """
     plain = Case(
-        rows=make_rows(29),
+        rows=make_rows(31),
         batch_size=12,
         micro_batches=4,
         epochs=2,
@@ -31,6 +30,17 @@ def loop_case(**changes: Any) -> Case:
         backend="gloo",
     )
     return plain.but(**changes)
+
+
+def shaped(case: Case, world: int, accumulation: int) -> Case:
+    """`case` on `world` ranks with `accumulation` micro-batches each, at the same global batch.
+
+    Raises `ValueError` where the rows of a batch cannot be dealt evenly.
+    """
+    if case.batch_size % (world * accumulation):
+        msg = f"{case.batch_size} rows are not {world} ranks x {accumulation} micro-batches of one size"
+        raise ValueError(msg)
+    return case.but(world=world, micro_batches=world * accumulation)
 
 
 def distinct(rows: Rows, longest: int) -> Rows:

@@ -1,0 +1,102 @@
+"""One step of the loop's own kind of optimizer, with the settings that it had, from the gradient before clipping."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from andon_falsify.compliance.claims import UPDATE
+from andon_falsify.compliance.law import short_name
+from andon_falsify.loops.law import LoopLaw
+from andon_falsify.loops.sightings import Group, Made
+from andon_falsify.reference.update import AdamW, Law, Sgd, State, clip
+from andon_falsify.subjects.case import Case
+from andon_falsify.verdict import Counterexample, Verdict, conclude, not_applicable
+
+_OFF = ("maximize", "amsgrad", "nesterov", "dampening")
+"""Settings that the law does not know."""
+
+
+def updates(law: LoopLaw) -> Verdict:
+    """Rank 0's weights after every update against one optimizer step with his own gradient, clipped once.
+
+    A group may decay less than the case says only by not decaying at all (biases and norms usually do not). The
+    distance may be a thousandth of the step and two roundings of the weights.
+    """
+    why = _cannot(law)
+    if why:
+        return not_applicable(UPDATE, why)
+    found, checked, states = [], 0, dict[tuple[str, ...], State]()
+    for step in sorted(law.first.values):
+        if not law.first.values[step].weights:
+            continue
+        made = law.first.made[step]
+        where = f"step {step}"
+        found += [Counterexample(text, where, planned, held) for text, planned, held in _settings(made, law.case)]
+        before, after = law.before(step), law.after(step)
+        given = {short_name(n): g.double() for n, g in law.first.values[step].gradients.items()}
+        wanted = _stepped(made, before, clip(given, law.case.clip_norm)[0], states)
+        for name, tensor in after.items():
+            checked += 1
+            target = wanted.get(name, before[name])
+            moved, off = float((target - before[name]).norm()), float((tensor - target).norm())
+            if not off <= 1e-3 * moved + 2.0**-23 * float(target.norm()) + 1e-12:
+                what = f"{name} is not where one step of {made.optimizer} leads"
+                ends = f"a step that ends {off:.3g} away"
+                found.append(Counterexample(what, where, f"a step of length {moved:.3g}", ends))
+    return conclude(UPDATE, checked, found)
+
+
+def _cannot(law: LoopLaw) -> str:
+    """Why the update of these optimizers is not known, or ""."""
+    if not law.case.values or law.first.resumed_from:
+        return "values were not recorded from the first update on"
+    for made in law.first.made.values():
+        if made.optimizer not in ("SGD", "AdamW", "Adam"):
+            return f"the law knows SGD and AdamW, not {made.optimizer}"
+        for group in made.groups:
+            on = [name for name in _OFF if group.settings.get(name)]
+            if on:
+                return f"the law does not know {made.optimizer} with {', '.join(on)}"
+    return ""
+
+
+def _settings(made: Made, case: Case) -> Iterator[tuple[str, str, str]]:
+    """What the optimizer has otherwise than the case says: what, expected, seen."""
+    kind = {"adamw": "AdamW", "sgd": "SGD"}[case.optimizer]
+    decay = any(group.settings.get("weight_decay") for group in made.groups)
+    if made.optimizer != kind and not (made.optimizer == "Adam" and kind == "AdamW" and not decay):
+        yield "another optimizer than the case's", kind, made.optimizer
+    for group in made.groups:
+        if group.settings.get("weight_decay", 0.0) not in (0.0, case.weight_decay):
+            yield "another weight decay", f"{case.weight_decay}", f"{group.settings['weight_decay']}"
+        if "momentum" in group.settings and group.settings["momentum"] != case.momentum:
+            yield "another momentum", f"{case.momentum}", f"{group.settings['momentum']}"
+    if case.weight_decay and not decay:
+        yield "no group decays its weights", f"weight decay {case.weight_decay}", "0"
+
+
+def _stepped(
+    made: Made, before: Mapping[str, Tensor], gradients: Mapping[str, Tensor], states: dict[tuple[str, ...], State]
+) -> dict[str, Tensor]:
+    """The trained weights after one step, group by group; `states` is taken on."""
+    found: dict[str, Tensor] = {}
+    for group in made.groups:
+        names = tuple(short_name(name) for name in group.names)
+        weights = {name: before[name] for name in names}
+        own = {name: gradients[name] for name in names if name in gradients}
+        stepped, states[names] = _law_of(made.optimizer, group).step(
+            weights, own, states.get(names, State()), float(group.settings["lr"])
+        )
+        found |= stepped
+    return found
+
+
+def _law_of(optimizer: str, group: Group) -> Law:
+    held: Mapping[str, Any] = group.settings
+    if optimizer == "SGD":
+        return Sgd(held["momentum"], held["weight_decay"])
+    fast, slow = held["betas"]
+    return AdamW((fast, slow), held["eps"], held["weight_decay"] if optimizer == "AdamW" else 0.0)

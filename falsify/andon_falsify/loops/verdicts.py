@@ -1,0 +1,294 @@
+"""The claims that are judged of a foreign loop, as verdicts. A claim that cannot be checked does not apply, and why."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+from andon_falsify.checkers import (
+    gradient_law,
+    halts,
+    layout_equal,
+    loss_finite,
+    losses_close,
+    replicas_agree,
+    resume_equal,
+    same_everywhere,
+    samples_once,
+    schedule,
+)
+from andon_falsify.compliance.claims import BASE, UPDATE, base_frozen, halted, layouts
+from andon_falsify.compliance.resume import Resumed
+from andon_falsify.loops.evaluating import EVALUATION, evaluation
+from andon_falsify.loops.explain import Comparison, compare
+from andon_falsify.loops.law import LoopLaw, laws, mean
+from andon_falsify.loops.sameness import across, alike
+from andon_falsify.loops.samples import samples
+from andon_falsify.loops.sightings import first_of
+from andon_falsify.loops.updating import updates
+from andon_falsify.reference.update import clip, global_norm
+from andon_falsify.subjects.case import Case, Poison
+from andon_falsify.subjects.protocol import Subject
+from andon_falsify.subjects.trace import Trace
+from andon_falsify.verdict import (
+    Claim,
+    Counterexample,
+    Outcome,
+    Verdict,
+    conclude,
+    judge,
+    merge,
+    not_applicable,
+    unknown,
+)
+
+GRADIENT_TOLERANCE = 2e-5
+"""Relative L2 per tensor; ten times what our own trainer is allowed, for means of means of fp32 losses."""
+GRADIENT_FLOOR = 0.1
+LOSS_TOLERANCE = 1e-5
+_SHOWN = 4
+
+ONE_RUN: tuple[Claim, ...] = (
+    replicas_agree.CLAIM,
+    samples_once.CLAIM,
+    gradient_law.CLAIM,
+    UPDATE,
+    losses_close.CLAIM,
+    loss_finite.CLAIM,
+    schedule.CLAIM,
+    BASE,
+    layout_equal.CLAIM,
+    EVALUATION,
+)
+"""What one run of a case decides."""
+MORE_RUNS: tuple[Claim, ...] = (same_everywhere.CLAIM, resume_equal.CLAIM, halts.CLAIM)
+"""What needs further runs: `across`, `resuming`, `halting`."""
+CLAIMS: tuple[Claim, ...] = (*ONE_RUN, *MORE_RUNS)
+"""Every claim that is judged of a loop."""
+
+
+def verdicts(trace: Trace) -> dict[str, Verdict]:
+    """What one run says of every claim in `ONE_RUN`, by name. Where a rank failed, all of them are unknown."""
+    why = _failed(trace)
+    if why:
+        return {claim.name: unknown(claim, why) for claim in ONE_RUN}
+    law = LoopLaw(trace)
+    checks: dict[Claim, Callable[[], Verdict]] = {
+        replicas_agree.CLAIM: partial(_replicas, trace),
+        samples_once.CLAIM: partial(samples, law),
+        gradient_law.CLAIM: partial(gradients, law),
+        UPDATE: partial(updates, law),
+        losses_close.CLAIM: partial(losses, law),
+        loss_finite.CLAIM: partial(_finite, trace),
+        schedule.CLAIM: partial(_schedule, trace),
+        BASE: partial(base_frozen, trace),
+        layout_equal.CLAIM: partial(layouts, trace),
+        EVALUATION: partial(evaluation, law),
+    }
+    return {claim.name: _shortened(judge(claim, check)) for claim, check in checks.items()}
+
+
+def judge_loop(subject: Subject, case: Case, variants: Sequence[Case] = ()) -> dict[str, Verdict]:
+    """Every claim on `case`: its own run, the same global batches as `variants` have them, a resume, a planted NaN."""
+    trace = subject.run(case)
+    found = verdicts(trace)
+    if not _failed(trace):
+        found |= {
+            same_everywhere.CLAIM.name: _shortened(_everywhere(subject, trace, variants)),
+            resume_equal.CLAIM.name: judge(resume_equal.CLAIM, resuming, subject, trace),
+            halts.CLAIM.name: judge(halts.CLAIM, halting, subject, trace),
+        }
+    return found | {claim.name: unknown(claim, _failed(trace)) for claim in CLAIMS if claim.name not in found}
+
+
+def factors(case: Case) -> dict[str, int]:
+    """What a wrong ratio is explained by."""
+    return {"world": case.world, "accumulation": case.accumulation, "rows": case.local_batch}
+
+
+def comparisons(trace: Trace) -> list[Comparison]:
+    """The gradient of every update against the law's, for diagnosis; empty where there is no law."""
+    law = LoopLaw(trace)
+    return [] if law.why_not else [compare(law, step, factors(trace.case)) for step, _ in laws(law)]
+
+
+def gradients(law: LoopLaw) -> Verdict:
+    """Rank 0's gradient of every update against the law; a wrong one is said to be what it is.
+
+    Where the case clips and torch's clip was not called, a gradient that is the law's but clipped is the law's.
+    """
+    claim = gradient_law.CLAIM
+    if law.why_not:
+        return not_applicable(claim, law.why_not)
+    found = [_gradient(law, step) for step, _ in laws(law)]
+    if law.unknown_updates:
+        found.append(unknown(claim, f"the rows of update {min(law.unknown_updates)} are not all known"))
+    if not found:
+        return unknown(claim, "no update with known rows was made")
+    merged = merge(found)
+    return replace(merged, why="; ".join(filter(None, (_worst(merged), law.note))))
+
+
+def _gradient(law: LoopLaw, step: int) -> Verdict:
+    expected, seen = mean(law.of(step)), law.seen(step)
+    size = global_norm(expected)
+    limit = law.case.clip_norm
+    if limit is not None and not law.first.made[step].clipped and global_norm(seen) <= limit * (1 + 1e-5) < size:
+        expected = clip(expected, limit)[0]
+    summed = sum(float(part.flatten(1).norm(dim=1).sum()) for part in law.of(step).gradients.values())
+    verdict = gradient_law.check(
+        seen,
+        expected,
+        tolerance=GRADIENT_TOLERANCE,
+        floor=GRADIENT_FLOOR * max(1.0, summed / len(law.of(step).rows) / (size or 1.0)),
+        factors=factors(law.case),
+        where=f"step {step}",
+    )
+    if verdict.outcome is not Outcome.FALSIFIED:
+        return verdict
+    told = compare(law, step, factors(law.case))
+    overall = f"relative error {told.relative:.3g} over all tensors; {told.words}".removesuffix("; ")
+    named = tuple(replace(each, what=f"{each.what}; {overall}") for each in verdict.counterexamples)
+    return replace(verdict, counterexamples=named)
+
+
+def _worst(verdict: Verdict) -> str:
+    """The largest of the errors that `gradient_law.check` noted."""
+    notes = [note for note in verdict.why.split("; ") if note.startswith("largest relative error")]
+    return max(notes, key=_error_in, default=verdict.why)
+
+
+def _error_in(note: str) -> float:
+    return float(note.removeprefix("largest relative error ").partition(",")[0])
+
+
+def losses(law: LoopLaw) -> Verdict:
+    """What the loop reports as loss on rank 0 against the law's, where it reports one."""
+    claim, told = losses_close.CLAIM, law.first.told_losses
+    if law.why_not:
+        return not_applicable(claim, law.why_not)
+    known = {step: float(each.losses.mean()) for step, each in laws(law) if step in told}
+    if not known:
+        return not_applicable(claim, "the loop tells no loss (told.loss)")
+    found = []
+    for step, wanted in known.items():
+        one = losses_close.check([told[step]], [wanted], start=1, bound=LOSS_TOLERANCE, factors=factors(law.case))
+        named = tuple(replace(each, where=f"step {step}") for each in one.counterexamples)
+        found.append(replace(one, counterexamples=named))
+    merged = merge(found)
+    return replace(merged, why=merged.why or law.note)
+
+
+def _replicas(trace: Trace) -> Verdict:
+    """Weights, optimizer state and gradient at every update, and what does not train at the end, on all ranks."""
+    if first_of(trace).sharded:
+        return not_applicable(replicas_agree.CLAIM, "the parameters are sharded: no rank has a replica")
+    verdict = replicas_agree.check(trace.seen)
+    ends = {rank: end for rank, (_, end) in trace.gathered("frozen").items() if end}
+    odd = [rank for rank, end in ends.items() if end != ends[0]]
+    if verdict.outcome is Outcome.NOT_APPLICABLE or not odd:
+        return verdict
+    where = f"ranks {', '.join(map(str, odd))}"
+    apart = Counterexample("frozen weights or buffers differ between ranks", where, ends[0], ends[odd[0]])
+    return merge([verdict, conclude(replicas_agree.CLAIM, len(ends), [apart])])
+
+
+def _finite(trace: Trace) -> Verdict:
+    if not first_of(trace).told_losses:
+        return not_applicable(loss_finite.CLAIM, "the loop tells no loss (told.loss)")
+    return loss_finite.check(trace.seen)
+
+
+def _schedule(trace: Trace) -> Verdict:
+    """The declared rate of every update, or that of the case throughout."""
+    first = first_of(trace)
+    if "schedules" in first.claims:
+        return schedule.check(trace.seen, first.rates.__getitem__)
+    if len({made.rate for made in first.made.values()}) > 1:
+        return not_applicable(schedule.CLAIM, "the rate changes, and the loop declares no schedule (`rate`)")
+    return schedule.check(trace.seen, lambda _: trace.case.lr)
+
+
+def _everywhere(subject: Subject, trace: Trace, variants: Sequence[Case]) -> Verdict:
+    others = [subject.run(case) for case in variants]
+    broken = "; ".join(filter(None, map(_failed, others)))
+    if broken:
+        return unknown(same_everywhere.CLAIM, broken)
+    return judge(same_everywhere.CLAIM, across, [trace, *others])
+
+
+def resuming(subject: Subject, trace: Trace, after: int = 0) -> Verdict:
+    """A run that is cut off after update `after` (by default in the middle) and resumed, against the whole `trace`.
+
+    It saved once, at half of that way, so that updates are done again. To the bit where the loop says so.
+    """
+    claim, first = resume_equal.CLAIM, first_of(trace)
+    if "restores" not in first.claims:
+        return not_applicable(claim, "the loop does not save and load (`save`, `load`)")
+    after = after or 2 * len(first.made) // 3
+    every = max(1, after // 2 + after % 2)
+    if not 0 < after < len(first.made):
+        return unknown(claim, f"{len(first.made)} updates are too few to cut one off")
+    with tempfile.TemporaryDirectory(prefix="andon-resume-") as folder:
+        case = trace.case.but(folder=folder, checkpoint_every=every)
+        resumed = Resumed(trace, subject.run(case.but(stop_after=after)), subject.run(case))
+    broken = "; ".join(filter(None, map(_failed, (resumed.cut, resumed.taken_up))))
+    if broken:
+        return unknown(claim, broken)
+    if not resumed.taken_up.first.resumed_from:
+        return unknown(claim, f"nothing had been saved when the run was cut off after update {after}")
+    if "to_the_bit" in first.claims:
+        return resumed.verdict
+    found = [alike(claim, resumed.whole, [resumed.taken_up]), _gap(claim, resumed.whole, resumed.taken_up)]
+    return merge(found)
+
+
+def _gap(claim: Claim, whole: Trace, taken_up: Trace) -> Verdict:
+    """The resumed run begins with the update after the one that was saved, and ends with the last."""
+    wanted = [step for step in whole.seen.trajectory if step > taken_up.first.resumed_from]
+    made = list(taken_up.seen.trajectory)
+    apart = [Counterexample("other updates than those that were left", "", f"{wanted}", f"{made}")]
+    return conclude(claim, len(wanted), [] if made == wanted else apart)
+
+
+def halting(subject: Subject, trace: Trace) -> Verdict:
+    """A NaN in the gradient of the last rank, planted in the second update: every rank is to stop before it.
+
+    Judged only of loops that say they halt (`halts = True`): most trainers do not mean to.
+    """
+    if "halts" not in first_of(trace).claims:
+        return not_applicable(halts.CLAIM, "the loop does not say that it stops at what is not finite (`halts`)")
+    case = trace.case.but(poison=Poison(2, trace.case.world - 1, "nan"))
+    poisoned = subject.run(case)
+    if poisoned.errors:
+        texts = "; ".join(f"rank {rank}: {_head(text)}" for rank, text in sorted(poisoned.errors.items()))
+        apart = Counterexample("the ranks did not stop together", "step 2", "every rank stops at step 2", texts)
+        return conclude(halts.CLAIM, 1, [apart])
+    if not any(getattr(part, "poisoned", False) for part in poisoned.parts):
+        return unknown(halts.CLAIM, "the NaN was never planted: the last rank computed nothing in update 2")
+    return halted(poisoned)
+
+
+def _failed(trace: Trace) -> str:
+    """What went wrong with the ranks, in words; "" where all of them came to the end."""
+    if trace.errors:
+        return "; ".join(f"rank {rank}: {_head(text)}" for rank, text in sorted(trace.errors.items()))
+    if not first_of(trace).made and not first_of(trace).resumed_from:
+        return "no step of an optimizer over parameters of the loop's `model` was seen"
+    return ""
+
+
+def _head(text: str) -> str:
+    """An error without its traceback."""
+    return text.partition("\nTraceback")[0].strip()
+
+
+def _shortened(verdict: Verdict) -> Verdict:
+    """The first counterexamples of many, with the number of the others."""
+    more = len(verdict.counterexamples) - _SHOWN
+    if more <= 0:
+        return verdict
+    why = f"{verdict.why}; {more} more counterexamples" if verdict.why else f"{more} more counterexamples"
+    return replace(verdict, counterexamples=verdict.counterexamples[:_SHOWN], why=why)
