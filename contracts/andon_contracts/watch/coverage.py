@@ -41,6 +41,12 @@ def coverage(
     found["base-frozen"] = Cover("live") if subject.frozen else Cover("not applicable", "no parameter is frozen")
     if world > 1:
         found |= _limits(subject, optimizers)
+    if subject.unused_expected:
+        why = "find_unused_parameters says that some have none: only an adapter wholly without one is reported"
+        found["gradient-present"] = Cover("degraded", why)
+    if subject.sharded:
+        found["finite"] = Cover("degraded", "what the optimizer gets: the shards show no raw gradient")
+        found["gradient-fresh"] = Cover("not observable", "the shards show no raw gradient")
     if settings.trainable is None:
         found["parameters-kept"] = Cover("degraded", "trainable= declares nothing: held to the set of the start only")
     return found | _declared(settings, world)
@@ -55,6 +61,8 @@ def _limits(subject: Subject, optimizers: Sequence[torch.optim.Optimizer]) -> di
         found["optimizers-agree"] = Cover("not applicable", "each rank keeps a part of the optimizer state")
     if not subject.buffers():
         found["buffers-agree"] = Cover("not applicable", "the model has no buffers")
+    elif subject.begins_unseen:
+        found["buffers-agree"] = Cover("not observable", "compiled code broadcasts them, and hooks in it do not run")
     if "DistributedDataParallel" in subject.wrappers:
         found["collectives-agree"] = Cover("degraded", "DDP's own reductions run below Python")
     return found

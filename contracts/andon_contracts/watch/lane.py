@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from andon_contracts.agree import bits_of
-from andon_contracts.watch.leaves import LeafTaps, Raw
+from andon_contracts.watch.leaves import LeafTaps
+from andon_contracts.watch.presence import Presence
 from andon_contracts.watch.reading import (
     chunks,
     digest_of_chunks,
@@ -23,12 +24,11 @@ from andon_contracts.watch.reading import (
     state_tensors,
     text_digest,
 )
+from andon_contracts.watch.reductions import Reductions
 from andon_contracts.watch.rows import Rows
 from andon_contracts.watch.settings import Settings
 from andon_contracts.watch.subject import Subject
 
-_NEVER = 8
-"""After so many updates a gradient that was always zero counts as none."""
 _REREAD = 16
 """The weights are read again before every so many-th update, whatever their versions say."""
 _SPARSE = 64
@@ -52,7 +52,9 @@ class Lane:
         self.names = tuple(self.parameters)
         self.updates = settings.start
         self.world = world
-        self.taps = LeafTaps(held, rows.discard)
+        self.taps = LeafTaps(held, self._thrown_away)
+        self.presence = Presence(held, self.names, subject, self.taps)
+        self.reductions = Reductions(held)
         self.buffers: int | None = None
         self.gradient_before_clip: list[Tensor] | None = None
         self.audit_due = settings.reference is not None
@@ -63,15 +65,10 @@ class Lane:
         self._norm: float | None = None
         self._reduced: int | None = None
         self._share = 0.0
-        self._calls: list[tuple[object, ...]] = []
-        self._strided = 0
-        self._pointers: dict[int, int] = {}
         self._weights = 0
         self._versions: list[tuple[int, int]] = []
         self._before: list[Tensor] = []
         self._moving: list[int] = []
-        self._absent = set(range(len(held)))
-        self._zero = set(range(len(held)))
 
     def _declared_values(self) -> list[tuple[int, int, str, Any]]:
         """(index of the parameter, of its group, hyperparameter, value) for what `groups` says of names."""
@@ -127,12 +124,7 @@ class Lane:
         """The loop is about to reduce a tensor over all ranks."""
         if self.taps.muted or not (group is None or group is dist.group.WORLD):
             return
-        if not self._pointers:
-            self._pointers = {p.grad.data_ptr(): i for i, p in enumerate(self._members) if p.grad is not None}
-        index = self._pointers.get(tensor.data_ptr(), -1)
-        self._calls.append((index, tuple(tensor.shape), str(tensor.dtype)))
-        if not tensor.is_contiguous() and index >= 0:
-            self._strided = index + 1
+        self.reductions.add(tensor)
 
     def before(self) -> dict[str, int]:
         """What is seen just before an update, as integers; the names and their number never change."""
@@ -140,12 +132,11 @@ class Lane:
         overflow = getattr(self.optimizer, "found_inf", None)
         skipped = overflow is not None and bool(overflow)
         raw = self.taps.read()
-        present = [p.grad is not None for p in self._members]
         parts = list(chunks(self.gradients()))
         used = norm_of_chunks(parts)
         norm = used if self._norm is None else self._norm
         bad = 0 if skipped else raw.nonfinite
-        self._note_touched(raw, present)
+        self.presence.window(raw.touched, raw.nonzero)
         self._remember(step)
         return {
             "change": self.subject.change(),
@@ -156,18 +147,18 @@ class Lane:
             "ungrouped": self._ungrouped(),
             "modes": text_digest(self.subject.modes()),
             "buffers": 0 if self.buffers is None else self.buffers,
-            "nonfinite": 0 if not bad else self._slot[self.names[bad - 1]] + 1,
+            "nonfinite": self._place(bad),
             "repaired": int(bad > 0 and used < float("inf")),
-            "collectives": text_digest(self._calls),
-            "strided": self._strided and self._slot[self.names[self._strided - 1]] + 1,
+            "collectives": self.reductions.digest(),
+            "strided": self._place(self.reductions.strided),
             "weights": self._weights_before(step),
             "gradient": self._gradient_digest(parts),
             **self._recorded(used, skipped=skipped),
             "norm": bits_of(0.0 if skipped else norm),
             "clipped": bits_of(0.0 if skipped else used),
             "limit": bits_of(self.settings.clip or float("inf")),
-            "stale": raw.stale and self._slot[self.names[raw.stale - 1]] + 1,
-            "missing": self._missing(step),
+            "stale": self._place(raw.stale),
+            "missing": self._place(self.presence.missing()),
             "scale": 0 if self.settings.scaler is None else bits_of(float(self.settings.scaler.get_scale())),
         }
 
@@ -182,6 +173,10 @@ class Lane:
             "norm share": bits_of(share),
             "skipped": int(skipped),
         }
+
+    def _place(self, member: int) -> int:
+        """The place among all parameters of a member, each plus one; 0 for 0."""
+        return member and self._slot[self.names[member - 1]] + 1
 
     def _hyperparameters(self) -> int:
         shown = [
@@ -203,29 +198,6 @@ class Lane:
 
     def _marks(self) -> list[tuple[int, int]]:
         return [(p._version, p.data_ptr()) for p in self._members]
-
-    def _note_touched(self, raw: Raw, present: Sequence[bool]) -> None:
-        self._absent -= raw.touched
-        self._absent -= {i for i, there in enumerate(present) if there}
-        self._zero -= raw.nonzero
-
-    def _missing(self, step: int) -> int:
-        """A parameter (index plus one) that never had a gradient: for two windows, or only zeros for `_NEVER`."""
-        window = step - self.settings.start
-        absent = self._absent if window >= 2 else self._dead_adapter()
-        zero = {i for i in self._zero if not self._waits_for_other_half(i)} if window >= _NEVER else set()
-        found = min(absent | zero, default=None)
-        return 0 if found is None else self._slot[self.names[found]] + 1
-
-    def _dead_adapter(self) -> set[int]:
-        """All adapter tensors at once without a gradient: no layer drop does that, so one window says it."""
-        adapter = {i for i, name in enumerate(self.names) if "lora_" in name}
-        return adapter if adapter and adapter <= self._absent else set()
-
-    def _waits_for_other_half(self, index: int) -> bool:
-        """LoRA's A has a zero gradient as long as its B is zero."""
-        other = self.names[index].replace("lora_A", "lora_B")
-        return other != self.names[index] and other in self.parameters and not bool(plain(self.parameters[other]).any())
 
     def _remember(self, step: int) -> None:
         window = step - self.settings.start
@@ -282,5 +254,24 @@ class Lane:
         self.taps.reset()
         self.rows.turn()
         self.audit_due = self._audit_next()
-        self.buffers, self._norm, self._reduced, self.gradient_before_clip = None, None, None, None
-        self._calls, self._strided, self._pointers = [], 0, {}
+        self.buffers = None
+        self._forget_reduced()
+
+    def _forget_reduced(self) -> None:
+        self._norm, self._reduced, self.gradient_before_clip = None, None, None
+        self.reductions.clear()
+
+    def discard(self) -> None:
+        """The gradients were thrown away, perhaps with nothing in them: what the window showed is of no concern."""
+        if self.taps.started or self.rows.ids:
+            self.taps.discard()
+        self._forget_reduced()
+
+    def _thrown_away(self) -> None:
+        self.rows.discard()
+        self._forget_reduced()
+
+    def close(self) -> None:
+        """Take every hook off."""
+        self.taps.close()
+        self.presence.close()

@@ -17,15 +17,15 @@ _REPLACED, _TOGGLED, _ADDED, _MISSING, _FOREIGN, _UNDECLARED, _FROZEN, _UNTIED =
 _WRAPPERS = ("module", "_orig_mod", "_forward_module")
 
 
-def unwrap(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
-    """The innermost module of wrappers that only delegate, and the wrappers' class names from the outside in."""
-    names: list[str] = []
+def unwrap(model: nn.Module) -> tuple[nn.Module, tuple[nn.Module, ...]]:
+    """The innermost module of wrappers that only delegate, and the wrappers from the outside in."""
+    wrappers: list[nn.Module] = []
     while True:
         wraps = type(model).__name__ in ("DistributedDataParallel", "DataParallel", "OptimizedModule", "_FabricModule")
         inner = next((model._modules[n] for n in _WRAPPERS if n in model._modules), None) if wraps else None
         if inner is None:
-            return model, tuple(names)
-        names.append(type(model).__name__)
+            return model, tuple(wrappers)
+        wrappers.append(model)
         model = inner
 
 
@@ -64,7 +64,17 @@ class Subject:
         tied: Sequence[tuple[str, str]],
     ) -> None:
         """declared: name patterns of the trainable parameters; tied: pairs of names that share a tensor."""
-        self.inner, self.wrappers = unwrap(model)
+        self.inner, wrapping = unwrap(model)
+        self.wrappers = tuple(type(each).__name__ for each in wrapping)
+        self.unused_expected = any(getattr(each, "find_unused_parameters", False) for each in wrapping)
+        compiled = self.wrappers.index("OptimizedModule") if "OptimizedModule" in self.wrappers else None
+        in_place = getattr(self.inner, "_compiled_call_impl", None) is not None
+        # Hooks inside of what is compiled do not run.
+        self.called = self.inner if compiled is None else wrapping[compiled]
+        self.compiled = compiled is not None or in_place
+        self.begins_unseen = in_place or (
+            compiled is not None and "DistributedDataParallel" in self.wrappers[compiled:]
+        )
         self.modules = list(self.inner.modules())
         self.slots = [
             Slot(owner, attribute, f"{prefix}.{attribute}" if prefix else attribute, parameter, parameter.requires_grad)

@@ -22,6 +22,7 @@ from andon_contracts.violation import Finding, Violation
 from andon_contracts.watch.audit import compare, draws, law
 from andon_contracts.watch.coverage import closing_lines, coverage, opening_lines
 from andon_contracts.watch.exchange import Exchange
+from andon_contracts.watch.forward import ForwardTap
 from andon_contracts.watch.intercept import listen, unlisten
 from andon_contracts.watch.judging import AFTER, BEFORE, LAW, START, Verdicts
 from andon_contracts.watch.lane import Lane
@@ -35,24 +36,6 @@ from andon_contracts.watch.telling import Telling
 _LOOKED_AT = ("weights", "gradient", "buffers", "optimizer")
 _REPLICATED = {"weights": "replicas-agree", "gradient": "gradients-agree", "optimizer": "optimizers-agree"}
 _BASE_EVERY = 64
-
-
-class ForwardTap:
-    """The forward pre-hook. A copy of the model (an average of weights, say) is not watched: copies see nothing."""
-
-    def __init__(self, see: Callable[[], None] | None) -> None:
-        self._see = see
-
-    def __call__(self, module: nn.Module, args: object) -> None:
-        """The module's forward pass begins."""
-        if self._see is not None and not torch.compiler.is_compiling():
-            self._see()
-
-    def __deepcopy__(self, memo: object) -> ForwardTap:
-        return ForwardTap(None)
-
-    def __reduce__(self) -> tuple[type[ForwardTap], tuple[None]]:
-        return ForwardTap, (None,)
 
 
 class Watch(Telling):
@@ -99,11 +82,13 @@ class Watch(Telling):
         try:
             self._start()
         except Violation:
+            for lane in self._lanes.values():
+                lane.close()
             self._recorder.close("violation")
             if cord is not None:
                 cord.close()
             raise
-        self._hook(model)
+        self._hook()
 
     @property
     def findings(self) -> tuple[Violation, ...]:
@@ -119,15 +104,13 @@ class Watch(Telling):
         if self._exchange.rank == 0:
             print("\n".join(lines), file=sys.stderr, flush=True)
 
-    def _hook(self, model: nn.Module) -> None:
-        compiled = isinstance(getattr(model, "_orig_mod", None), nn.Module)
-        target = model if compiled else self._subject.inner
-        self._undo.append(target.register_forward_pre_hook(ForwardTap(self._forward)).remove)
+    def _hook(self) -> None:
+        self._undo.append(self._subject.called.register_forward_pre_hook(ForwardTap(self._forward)).remove)
         for lane in self._lanes.values():
             self._undo.append(lane.optimizer.register_step_pre_hook(self._pre).remove)
             self._undo.append(lane.optimizer.register_step_post_hook(self._post).remove)
             lane.taps.heed = self._heed
-            self._undo.append(lane.taps.close)
+            self._undo.append(lane.close)
             self._intercept_zero(lane)
         listen(self)
         self._undo.append(self._unlisten)
@@ -144,8 +127,7 @@ class Watch(Telling):
             original(*args, **kwargs)
             if lane.taps.backward_seen:
                 self._rows.spent()
-            if lane.taps.started or self._rows.ids:
-                lane.taps.discard()
+            lane.discard()
 
         optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
         self._undo.append(lambda: optimizer.__dict__.pop("zero_grad", None))
