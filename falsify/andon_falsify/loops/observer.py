@@ -81,7 +81,7 @@ class Observer:
         if not self._between:
             sight = seen.of(self._rank, self._step + 1)
             seen.leftover += [row for leaf in sight.leaves for row in leaf]
-        elif self._case.stop_after == self._step:
+        elif self._due:
             self._keep()
 
     def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -102,21 +102,27 @@ class Observer:
         self._seen.of(self._rank, step).leaves.append(tuple(known))
 
     def _begin(self) -> None:
-        """The first forward pass of an update: the place to save the last one, to cut the run off, or to poison."""
-        self._keep()
-        if self._case.stop_after is not None and self._step >= self._case.stop_after:
+        """The first forward pass of an update: the place to save the last one, or to poison this one."""
+        if self._due:
+            self._keep()
+        if self._case.stop_after == self._step > 0:
             raise CutOff
         self._between = False
         poison = self._case.poison
         if poison is not None and poison.step == self._step + 1 and poison.leaf % self._case.world == self._rank:
             self._poison(float("inf") if poison.kind == "inf" else float("nan"))
 
-    def _keep(self) -> None:
+    @property
+    def _due(self) -> bool:
+        """Whether the state after the last update is to be saved."""
         case, step = self._case, self._step
-        due = case.folder is not None and case.checkpoint_every and step and step % case.checkpoint_every == 0
-        if due and step != self._seen.resumed_from and isinstance(self._loop, Restores):
-            folder = Path(str(case.folder)) / f"step-{step:06d}"
-            folder.mkdir(parents=True, exist_ok=True)
+        every = case.checkpoint_every if case.folder is not None and isinstance(self._loop, Restores) else None
+        return bool(every) and step > self._seen.resumed_from and step % (every or 1) == 0
+
+    def _keep(self) -> None:
+        folder = Path(str(self._case.folder)) / f"step-{self._step:06d}"
+        folder.mkdir(parents=True, exist_ok=True)
+        if isinstance(self._loop, Restores):
             self._loop.save(folder)
 
     def _poison(self, value: float) -> None:
@@ -164,3 +170,5 @@ class Observer:
         if self._step in self._seen.values:
             self._seen.values[self._step] = Values(self._seen.values[self._step].gradients, weights)
         self._between, self._unclipped, self._norm = True, None, None
+        if self._case.stop_after == self._step and not self._due:
+            raise CutOff

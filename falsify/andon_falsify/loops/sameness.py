@@ -105,15 +105,13 @@ def across(traces: Sequence[Trace]) -> Verdict:
 
 def alike(claim: Claim, first: Trace, others: Sequence[Trace]) -> Verdict:
     """Each of `others` against `first`: rows of every update, then the weights after it."""
-    held = noise(first)
+    apart = [(other, list(_rows(first, other)), list(_apart(first, other))) for other in others]
+    held = noise(first) if any(distance for _, _, distances in apart for _, distance in distances) else {}
     found: list[Counterexample] = []
     checked, nearest = 0, 0.0
-    for other in others:
-        differing = list(_rows(first, other))
+    for other, differing, distances in apart:
         found += differing
-        for step, distance in _apart(first, other):
-            if differing:
-                break
+        for step, distance in [] if differing else distances:
             allowed = max(FLOOR, MARGIN * held[step]) if step in held else UNMEASURED
             checked += 1
             nearest = max(nearest, distance / allowed)
@@ -123,8 +121,9 @@ def alike(claim: Claim, first: Trace, others: Sequence[Trace]) -> Verdict:
                 limit = f"at most {allowed:.2e} of their movement ({MARGIN:g} x the noise of fp32)"
                 found.append(Counterexample(what, where, limit, f"{distance:.2e}"))
                 break
-    basis = f"noise of fp32 {max(held.values()):.1e} of the movement" if held else "noise not measured: own model"
+    basis = f"noise of fp32 {max(held.values()):.1e} of the movement" if held else "noise not measured"
     note = f"largest difference {nearest:.2g} of what is allowed; {basis}, margin {MARGIN:g}"
+    note = note if nearest else "the same bits"
     missing = "" if checked else "no update is in both runs with its weights"
     return conclude(claim, checked, found, missing, "" if found else note)
 

@@ -21,14 +21,14 @@ from andon_falsify.checkers import (
 )
 from andon_falsify.compliance.claims import BASE, UPDATE, base_frozen, halted, layouts
 from andon_falsify.compliance.resume import Resumed
+from andon_falsify.loops.averages import gradients, losses
 from andon_falsify.loops.evaluating import EVALUATION, evaluation
-from andon_falsify.loops.explain import Comparison, compare
-from andon_falsify.loops.law import LoopLaw, laws, mean
+from andon_falsify.loops.law import LoopLaw
+from andon_falsify.loops.record import global_batch, planned_updates
 from andon_falsify.loops.sameness import across, alike
 from andon_falsify.loops.samples import samples
 from andon_falsify.loops.sightings import first_of
 from andon_falsify.loops.updating import updates
-from andon_falsify.reference.update import clip, global_norm
 from andon_falsify.subjects.case import Case, Poison
 from andon_falsify.subjects.protocol import Subject
 from andon_falsify.subjects.trace import Trace
@@ -44,10 +44,6 @@ from andon_falsify.verdict import (
     unknown,
 )
 
-GRADIENT_TOLERANCE = 2e-5
-"""Relative L2 per tensor; ten times what our own trainer is allowed, for means of means of fp32 losses."""
-GRADIENT_FLOOR = 0.1
-LOSS_TOLERANCE = 1e-5
 _SHOWN = 4
 
 ONE_RUN: tuple[Claim, ...] = (
@@ -103,84 +99,6 @@ def judge_loop(subject: Subject, case: Case, variants: Sequence[Case] = ()) -> d
     return found | {claim.name: unknown(claim, _failed(trace)) for claim in CLAIMS if claim.name not in found}
 
 
-def factors(case: Case) -> dict[str, int]:
-    """What a wrong ratio is explained by."""
-    return {"world": case.world, "accumulation": case.accumulation, "rows": case.local_batch}
-
-
-def comparisons(trace: Trace) -> list[Comparison]:
-    """The gradient of every update against the law's, for diagnosis; empty where there is no law."""
-    law = LoopLaw(trace)
-    return [] if law.why_not else [compare(law, step, factors(trace.case)) for step, _ in laws(law)]
-
-
-def gradients(law: LoopLaw) -> Verdict:
-    """Rank 0's gradient of every update against the law; a wrong one is said to be what it is.
-
-    Where the case clips and torch's clip was not called, a gradient that is the law's but clipped is the law's.
-    """
-    claim = gradient_law.CLAIM
-    if law.why_not:
-        return not_applicable(claim, law.why_not)
-    found = [_gradient(law, step) for step, _ in laws(law)]
-    if law.unknown_updates:
-        found.append(unknown(claim, f"the rows of update {min(law.unknown_updates)} are not all known"))
-    if not found:
-        return unknown(claim, "no update with known rows was made")
-    merged = merge(found)
-    return replace(merged, why="; ".join(filter(None, (_worst(merged), law.note))))
-
-
-def _gradient(law: LoopLaw, step: int) -> Verdict:
-    expected, seen = mean(law.of(step)), law.seen(step)
-    size = global_norm(expected)
-    limit = law.case.clip_norm
-    if limit is not None and not law.first.made[step].clipped and global_norm(seen) <= limit * (1 + 1e-5) < size:
-        expected = clip(expected, limit)[0]
-    summed = sum(float(part.flatten(1).norm(dim=1).sum()) for part in law.of(step).gradients.values())
-    verdict = gradient_law.check(
-        seen,
-        expected,
-        tolerance=GRADIENT_TOLERANCE,
-        floor=GRADIENT_FLOOR * max(1.0, summed / len(law.of(step).rows) / (size or 1.0)),
-        factors=factors(law.case),
-        where=f"step {step}",
-    )
-    if verdict.outcome is not Outcome.FALSIFIED:
-        return verdict
-    told = compare(law, step, factors(law.case))
-    overall = f"relative error {told.relative:.3g} over all tensors; {told.words}".removesuffix("; ")
-    named = tuple(replace(each, what=f"{each.what}; {overall}") for each in verdict.counterexamples)
-    return replace(verdict, counterexamples=named)
-
-
-def _worst(verdict: Verdict) -> str:
-    """The largest of the errors that `gradient_law.check` noted."""
-    notes = [note for note in verdict.why.split("; ") if note.startswith("largest relative error")]
-    return max(notes, key=_error_in, default=verdict.why)
-
-
-def _error_in(note: str) -> float:
-    return float(note.removeprefix("largest relative error ").partition(",")[0])
-
-
-def losses(law: LoopLaw) -> Verdict:
-    """What the loop reports as loss on rank 0 against the law's, where it reports one."""
-    claim, told = losses_close.CLAIM, law.first.told_losses
-    if law.why_not:
-        return not_applicable(claim, law.why_not)
-    known = {step: float(each.losses.mean()) for step, each in laws(law) if step in told}
-    if not known:
-        return not_applicable(claim, "the loop tells no loss (told.loss)")
-    found = []
-    for step, wanted in known.items():
-        one = losses_close.check([told[step]], [wanted], start=1, bound=LOSS_TOLERANCE, factors=factors(law.case))
-        named = tuple(replace(each, where=f"step {step}") for each in one.counterexamples)
-        found.append(replace(one, counterexamples=named))
-    merged = merge(found)
-    return replace(merged, why=merged.why or law.note)
-
-
 def _replicas(trace: Trace) -> Verdict:
     """Weights, optimizer state and gradient at every update, and what does not train at the end, on all ranks."""
     if first_of(trace).sharded:
@@ -220,17 +138,17 @@ def _everywhere(subject: Subject, trace: Trace, variants: Sequence[Case]) -> Ver
 
 
 def resuming(subject: Subject, trace: Trace, after: int = 0) -> Verdict:
-    """A run that is cut off after update `after` (by default in the middle) and resumed, against the whole `trace`.
+    """A run that is cut off after update `after` (by default at two thirds) and resumed, against the whole `trace`.
 
-    It saved once, at half of that way, so that updates are done again. To the bit where the loop says so.
+    It saved before the cut, where the next update gives every rank rows, so that all ranks save at one place; for that
+    it may be cut off later. To the bit where the loop says so, else within the noise of fp32.
     """
     claim, first = resume_equal.CLAIM, first_of(trace)
     if "restores" not in first.claims:
         return not_applicable(claim, "the loop does not save and load (`save`, `load`)")
-    after = after or 2 * len(first.made) // 3
-    every = max(1, after // 2 + after % 2)
-    if not 0 < after < len(first.made):
-        return unknown(claim, f"{len(first.made)} updates are too few to cut one off")
+    every, after = _saved_and_cut(trace, after or 2 * len(first.made) // 3)
+    if not every:
+        return unknown(claim, f"no place to save and cut off {len(first.made)} updates: too few, or too few rows")
     with tempfile.TemporaryDirectory(prefix="andon-resume-") as folder:
         case = trace.case.but(folder=folder, checkpoint_every=every)
         resumed = Resumed(trace, subject.run(case.but(stop_after=after)), subject.run(case))
@@ -245,6 +163,21 @@ def resuming(subject: Subject, trace: Trace, after: int = 0) -> Verdict:
     return merge(found)
 
 
+def _saved_and_cut(trace: Trace, after: int) -> tuple[int, int]:
+    """After which updates to save (the multiples of the first number), and after which to cut off; 0, 0 for nowhere."""
+    last = len(first_of(trace).made)
+    safe = {
+        step
+        for step in range(1, last)
+        if all(any(part.of(rank, step + 1).leaves) for part in trace.parts for rank in part.ranks)
+    }
+    late = [(every, max(after, every)) for every in sorted(safe, key=lambda step: (step > after, abs(step - after)))]
+    for every, cut in [pair for pair in late if pair[1] > pair[0]] + late:
+        if cut < last and all(step in safe for step in range(every, cut + 1, every)):
+            return every, cut
+    return 0, 0
+
+
 def _gap(claim: Claim, whole: Trace, taken_up: Trace) -> Verdict:
     """The resumed run begins with the update after the one that was saved, and ends with the last."""
     wanted = [step for step in whole.seen.trajectory if step > taken_up.first.resumed_from]
@@ -253,21 +186,30 @@ def _gap(claim: Claim, whole: Trace, taken_up: Trace) -> Verdict:
     return conclude(claim, len(wanted), [] if made == wanted else apart)
 
 
+def poison_of(case: Case) -> Poison:
+    """Where `halting` plants a NaN: in the last rank, in an update with all its rows, not the first if there is one."""
+    size = global_batch(case)
+    later = 2 if len(case.rows) >= 2 * size else -(-len(case.rows) // size) + 1
+    return Poison(later if later <= planned_updates(case) else 1, case.world - 1, "nan")
+
+
 def halting(subject: Subject, trace: Trace) -> Verdict:
-    """A NaN in the gradient of the last rank, planted in the second update: every rank is to stop before it.
+    """A NaN in the gradient of one rank (see `poison_of`): every rank is to stop before that update.
 
     Judged only of loops that say they halt (`halts = True`): most trainers do not mean to.
     """
     if "halts" not in first_of(trace).claims:
         return not_applicable(halts.CLAIM, "the loop does not say that it stops at what is not finite (`halts`)")
-    case = trace.case.but(poison=Poison(2, trace.case.world - 1, "nan"))
-    poisoned = subject.run(case)
+    poison = poison_of(trace.case)
+    poisoned = subject.run(trace.case.but(poison=poison))
     if poisoned.errors:
         texts = "; ".join(f"rank {rank}: {_head(text)}" for rank, text in sorted(poisoned.errors.items()))
-        apart = Counterexample("the ranks did not stop together", "step 2", "every rank stops at step 2", texts)
-        return conclude(halts.CLAIM, 1, [apart])
+        where = f"step {poison.step}"
+        return conclude(
+            halts.CLAIM, 1, [Counterexample("the ranks did not stop together", where, f"all stop at {where}", texts)]
+        )
     if not any(getattr(part, "poisoned", False) for part in poisoned.parts):
-        return unknown(halts.CLAIM, "the NaN was never planted: the last rank computed nothing in update 2")
+        return unknown(halts.CLAIM, f"the NaN was never planted: the last rank had no row in update {poison.step}")
     return halted(poisoned)
 
 
