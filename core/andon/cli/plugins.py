@@ -13,7 +13,7 @@ GROUP = "andon.commands"
 
 
 def register(app: typer.Typer) -> None:
-    """Add every command of `GROUP` to `app`.
+    """Add every command of `GROUP` to `app`. A function may say by its `command_class` how its options are read.
 
     One whose package is not installed, or lacks what it needs, is listed all the same and says so when it is called.
     """
@@ -26,7 +26,7 @@ def register(app: typer.Typer) -> None:
         if isinstance(found, typer.Typer):
             app.add_typer(found, name=point.name)
         else:
-            app.command(point.name)(found)
+            app.command(point.name, cls=getattr(found, "command_class", None))(found)
 
 
 _ANYTHING = {"allow_extra_args": True, "ignore_unknown_options": True}
