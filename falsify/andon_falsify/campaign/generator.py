@@ -14,6 +14,8 @@ from andon_falsify.campaign.budget import Budget, Flavour
 from andon_falsify.campaign.trial import FUNCTIONS, HALT, LAW, MEMORY, RESUME, Trial
 from andon_falsify.subjects.case import Case, Poison, make_rows
 
+_DROPOUT = 0.1
+"""Of every second case; the others have none."""
 _KINDS_OF_POISON = ("nan", "inf", "gradient")
 
 
@@ -26,11 +28,8 @@ class Layout:
     accumulations: tuple[int, ...]
 
 
-def draw(seed: int, budget: Budget, layout: Layout, kinds: Collection[str], dropout: float = 0.1) -> Iterator[Trial]:
-    """The trials of `kinds` that `budget` has for `layout`; the cheapest and most telling first.
-
-    dropout: of every second case; the others, and with 0 all, have none.
-    """
+def draw(seed: int, budget: Budget, layout: Layout, kinds: Collection[str]) -> Iterator[Trial]:
+    """The trials of `kinds` that `budget` has for `layout`; the cheapest and most telling first."""
     wanted = [kind for kind in budget.kinds if kind in kinds]
     if FUNCTIONS in wanted:
         yield Trial(FUNCTIONS, Case(), seed)
@@ -38,14 +37,14 @@ def draw(seed: int, budget: Budget, layout: Layout, kinds: Collection[str], drop
     if LAW in wanted:
         for number, flavour in product(range(budget.draws), budget.flavours):
             for backend, world, accumulation in places:
-                case = _case(seed, number, flavour, world, accumulation, dropout)
+                case = _case(seed, number, flavour, world, accumulation)
                 yield Trial(LAW, case.but(backend=backend), seed)
     for kind in wanted:
         if kind in _DRAWN:
-            yield from _once_each(kind, seed, budget, places, dropout)
+            yield from _once_each(kind, seed, budget, places)
 
 
-def _case(seed: int, number: int, flavour: Flavour, world: int, accumulation: int, dropout: float) -> Case:
+def _case(seed: int, number: int, flavour: Flavour, world: int, accumulation: int) -> Case:
     """One or two whole batches, and where it is ragged a rest that does not divide evenly among the micro-batches."""
     drawn = random.Random(f"case {seed} {number} {flavour.name} {world} {accumulation}")
     leaves = world * accumulation
@@ -61,7 +60,7 @@ def _case(seed: int, number: int, flavour: Flavour, world: int, accumulation: in
         micro_batches=leaves,
         epochs=2,
         seed=drawn.randrange(1000),
-        dropout=drawn.choice([0.0, dropout]),
+        dropout=drawn.choice([0.0, _DROPOUT]),
         world=world,
         **flavour.settings,
     )
@@ -70,20 +69,21 @@ def _case(seed: int, number: int, flavour: Flavour, world: int, accumulation: in
 Places = Sequence[tuple[str, int, int]]
 
 
-def _once_each(kind: str, seed: int, budget: Budget, places: Places, dropout: float) -> Iterator[Trial]:
+def _once_each(kind: str, seed: int, budget: Budget, places: Places) -> Iterator[Trial]:
     """Trials of `kind`, at every place for some of the flavours."""
     for (at, (backend, world, accumulation)), number in product(enumerate(places), range(budget.draws)):
         flavour = budget.flavours[(at + number) % len(budget.flavours)]
-        case = _case(seed, number, flavour, world, accumulation, dropout).but(backend=backend)
+        case = _case(seed, number, flavour, world, accumulation).but(backend=backend)
         drawn = random.Random(f"{kind} {seed} {number} {world} {accumulation}")
         yield _DRAWN[kind](drawn, case, seed, tuple(dict.fromkeys(world for _, world, _ in places)))
 
 
 def _halting(drawn: random.Random, case: Case, seed: int, _: Sequence[int]) -> Trial:
-    """A value that is not finite, in any micro-batch of the first or second update, which is one with all its rows."""
-    step = drawn.randint(1, min(2, len(case.rows) // case.batch_size))
-    poison = Poison(step, drawn.randrange(case.micro_batches), drawn.choice(_KINDS_OF_POISON))
-    return Trial(HALT, case.but(poison=poison), seed)
+    """A value that is not finite, in any micro-batch of the first or second update, which have all their rows."""
+    whole, rest = divmod(len(case.rows), case.batch_size)
+    longer = case.but(rows=make_rows(max(2, whole) * case.batch_size + rest, drawn.randrange(32)))
+    poison = Poison(drawn.randint(1, 2), drawn.randrange(case.micro_batches), drawn.choice(_KINDS_OF_POISON))
+    return Trial(HALT, longer.but(poison=poison), seed)
 
 
 def _resuming(drawn: random.Random, case: Case, seed: int, worlds: Sequence[int]) -> Trial:

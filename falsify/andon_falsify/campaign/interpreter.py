@@ -16,6 +16,8 @@ from andon_falsify.campaign.shrink import shrink
 from andon_falsify.campaign.trial import FUNCTIONS, Trial
 from andon_falsify.verdict import Outcome, Verdict, unknown
 
+_FAILURES = 4
+"""So many trials that failed in one and the same way, with none that did not, and no further one is run."""
 Told = Callable[[Trial, Mapping[str, Verdict]], None]
 """Is told of every trial that was run to be judged, when it is over."""
 
@@ -53,33 +55,53 @@ class Interpreter:
     told: Told = lambda trial, verdicts: None
     said: list[Said] = field(default_factory=list)
     _known: dict[Trial, Mapping[str, Verdict]] = field(default_factory=dict)
-    _spent: dict[tuple[str, int], int] = field(default_factory=dict)
+    _late: dict[tuple[str, int], int] = field(default_factory=dict)
+    _failures: list[str] = field(default_factory=list)
+    _worked: bool = False
 
     def run(self) -> Sequence[Said]:
         """Every trial, then the search for smaller counterexamples; what was said of the selected claims."""
         for trial in self.campaign.trials:
-            if not self.campaign.bench.kinds[trial.kind] & self.campaign.claims:
-                continue
-            found = self._tried(trial)
-            self.told(trial, found)
-            self.said += [Said(trial, verdict) for verdict in found.values()]
+            if self.campaign.bench.kinds[trial.kind] & self.campaign.claims and not self._moot(trial):
+                found = self._tried(trial)
+                self.told(trial, found)
+                self.said += [Said(trial, verdict) for verdict in found.values()]
         if not self.campaign.exact:
             self.said += list(self._smallest())
         return self.said
 
+    def _moot(self, trial: Trial) -> bool:
+        """Whether such a trial has shown that its claims do not apply there: what is lacking is not case by case."""
+        alike = [each for each in self.said if each.trial.kind == trial.kind and each.trial.place[0] == trial.place[0]]
+        return bool(alike) and all(each.verdict.outcome is Outcome.NOT_APPLICABLE for each in alike)
+
     def _tried(self, trial: Trial) -> Mapping[str, Verdict]:
-        """The verdicts of a trial, unless too many at that place had no answer in time."""
-        place, budget = (trial.case.backend, trial.case.world), self.campaign.budget
-        if trial.kind != FUNCTIONS and self._spent.get(place, 0) >= budget.patience:
-            why = f"not tried: {budget.patience} runs on {place[1]} ranks did not end within {budget.deadline_s:.0f} s"
+        """The verdicts of a trial, unless it is hopeless."""
+        why = self._hopeless(trial)
+        if why:
             names = self.campaign.bench.kinds[trial.kind] & self.campaign.claims
             return {claim.name: unknown(claim, why) for claim in self.campaign.bench.claims if claim.name in names}
         began = time.monotonic()
         found = self._verdicts(trial)
-        outcomes = {verdict.outcome for verdict in found.values()}
-        if outcomes == {Outcome.UNKNOWN} and time.monotonic() - began >= budget.deadline_s / 2:
-            self._spent[place] = self._spent.get(place, 0) + 1
+        if {verdict.outcome for verdict in found.values()} == {Outcome.UNKNOWN}:
+            if time.monotonic() - began >= self.campaign.budget.deadline_s / 2:
+                place = (trial.case.backend, trial.case.world)
+                self._late[place] = self._late.get(place, 0) + 1
+            self._failures.append(next(iter(found.values())).why)
+        elif trial.kind != FUNCTIONS:
+            self._worked = True
         return found
+
+    def _hopeless(self, trial: Trial) -> str:
+        """Why a trial is not worth its time: its place had no answer in time too often, or nothing ever works."""
+        budget, place = self.campaign.budget, (trial.case.backend, trial.case.world)
+        if trial.kind == FUNCTIONS:
+            return ""
+        if self._late.get(place, 0) >= budget.patience:
+            return f"not tried: {budget.patience} runs on {place[1]} ranks did not end within {budget.deadline_s:.0f} s"
+        if not self._worked and self._failures.count(self._failures[-1] if self._failures else "") >= _FAILURES:
+            return self._failures[-1]
+        return ""
 
     def _verdicts(self, trial: Trial) -> Mapping[str, Verdict]:
         """The verdicts of a trial on the selected claims; a trial that was run before is not run again."""

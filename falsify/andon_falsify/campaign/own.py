@@ -25,9 +25,10 @@ from andon_falsify.compliance.claims import (
 from andon_falsify.compliance.functions import TABLES
 from andon_falsify.compliance.resume import cut_and_resume
 from andon_falsify.peers.registry import installed
+from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.protocol import Remembering, Subject
 from andon_falsify.subjects.trace import Trace
-from andon_falsify.subjects.trainer import why_not
+from andon_falsify.subjects.trainer import CPU_BACKENDS, GPU_BACKENDS, why_not
 from andon_falsify.verdict import Claim, Verdict, judge, not_applicable, unknown
 
 _TABLES = frozenset(claim.name for claim in (AVERAGE, NON_FINITE, SHARDS, FACE, FALLBACK))
@@ -48,6 +49,8 @@ class AndonBench:
         self.subject = name
         self.version = version or installed("andon")
         self.words: tuple[str, ...] = ()
+        self.every_backend: tuple[str, ...] = (*CPU_BACKENDS, *GPU_BACKENDS)
+        self.backends = tuple(name for name in self.every_backend if not why_not(name))
         self.claims: tuple[Claim, ...] = CLAIMS
         law = frozenset(claim.name for claim in CLAIMS) - frozenset().union(*_ALONE.values())
         self.kinds: Mapping[str, frozenset[str]] = {LAW: law, **_ALONE}
@@ -57,6 +60,10 @@ class AndonBench:
     def runs(self) -> int:
         """How often the trainer has been run."""
         return self._trainer.runs
+
+    def suited(self, case: Case) -> Case:
+        """See `Bench.suited`: our trainer understands every case."""
+        return case
 
     def attempt(self, trial: Trial) -> Mapping[str, Verdict]:
         """See `Bench.attempt`."""

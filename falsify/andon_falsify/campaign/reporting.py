@@ -18,7 +18,8 @@ from andon_falsify.verdict import Claim, Verdict, merge, unknown
 _KEPT = 3
 """Counterexamples of one trial that a report keeps; what follows from the first is rarely news."""
 _REASONS = 3
-_MARGIN = re.compile(r"largest relative error (?P<error>\S+), allowed \S+")
+_MARGIN = re.compile(r"largest (?:relative error|difference) (?P<share>[^ ,]+)[ ,].*")
+"""How near a comparison came to its bound, as checkers note it."""
 
 
 @dataclass(frozen=True)
@@ -134,12 +135,12 @@ def _condensed(verdict: Verdict) -> Verdict:
     reasons = verdict.why.split("; ") if verdict.why else []
     margins = [match for text in reasons if (match := _MARGIN.fullmatch(text))]
     if margins:
-        worst = max(margins, key=_error).group()
+        worst = max(margins, key=_share).group()
         reasons = [text for text in reasons if not _MARGIN.fullmatch(text)] + [worst]
     more = f"; and {len(reasons) - _REASONS} more" if len(reasons) > _REASONS else ""
     why = "; ".join(reasons[:_REASONS]) + more
     return replace(verdict, why=why)
 
 
-def _error(margin: re.Match[str]) -> float:
-    return float(margin["error"])
+def _share(margin: re.Match[str]) -> float:
+    return float(margin["share"])

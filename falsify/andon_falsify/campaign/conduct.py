@@ -1,0 +1,116 @@
+"""One campaign from a request to its report."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from andon.problems import InputError, Problem
+from andon_falsify.campaign.bench import Bench
+from andon_falsify.campaign.generator import Layout, draw
+from andon_falsify.campaign.interpreter import Campaign, Interpreter, Told
+from andon_falsify.campaign.machine import fingerprint, versions
+from andon_falsify.campaign.opening import open_bench
+from andon_falsify.campaign.outcome import Report
+from andon_falsify.campaign.reporting import Origin, report
+from andon_falsify.campaign.request import Request, check_names
+from andon_falsify.campaign.trial import Trial, read_trial
+from andon_falsify.peers.registry import PEERS
+from andon_falsify.ranks.pool import RankPools
+
+Began = Callable[[Bench, Campaign], None]
+"""Is told what is about to be run."""
+
+
+@dataclass(frozen=True)
+class Listeners:
+    """Who is told of what goes on: when a campaign begins, and of every trial."""
+
+    began: Began = lambda bench, campaign: None
+    told: Told = lambda trial, verdicts: None
+
+
+class CutShortError(Exception):
+    """A campaign that did not come to its end. report: what was known by then; the cause is chained."""
+
+    def __init__(self, known: Report) -> None:
+        super().__init__("the campaign was cut short")
+        self.report = known
+
+
+def conduct(request: Request, listeners: Listeners | None = None) -> Report:
+    """Do what `request` asks for; every process that was started has ended afterwards.
+
+    Raises `InputError` for names that the subject does not know, and `CutShortError` where something that is no
+    finding ended it.
+    """
+    listeners = listeners or Listeners()
+    with RankPools(deadline_s=request.budget.deadline_s) as pools:
+        bench = open_bench(request, pools)
+        campaign = planned(request, bench)
+        origin = origin_of(request)
+        listeners.began(bench, campaign)
+        interpreter = Interpreter(campaign, listeners.told)
+        try:
+            interpreter.run()
+        except (Exception, KeyboardInterrupt) as error:
+            raise CutShortError(report(bench, interpreter.said, campaign.claims, origin)) from error
+        return report(bench, interpreter.said, campaign.claims, origin)
+
+
+def planned(request: Request, bench: Bench) -> Campaign:
+    """The trials that `request` asks for, and the claims that they are to judge.
+
+    Raises `InputError` for claims and backends that `bench` does not know, and for a case that is none.
+    """
+    names = tuple(claim.name for claim in bench.claims)
+    check_names("--claim", request.claims, names, "claim")
+    check_names("--backend", request.backends, bench.every_backend, "backend")
+    trials = _exactly(request) if request.case is not None else _drawn(request, bench)
+    judged = frozenset().union(*(bench.kinds.get(trial.kind, frozenset()) for trial in trials))
+    return Campaign(
+        bench=bench,
+        trials=tuple(trials),
+        claims=frozenset(request.claims or judged),
+        budget=request.budget,
+        worlds=request.worlds,
+        accumulations=request.accumulations,
+        exact=request.case is not None,
+    )
+
+
+def _drawn(request: Request, bench: Bench) -> Sequence[Trial]:
+    budget = request.budget
+    layout = Layout(
+        request.backends or bench.backends,
+        request.worlds or budget.worlds,
+        request.accumulations or budget.accumulations,
+    )
+    # A claim that is asked for by name is tried whatever the budget says of its kind.
+    asked = tuple(kind for kind, judged in bench.kinds.items() if judged & set(request.claims))
+    budget = replace(budget, kinds=asked) if request.claims else budget
+    found = [trial for seed in request.seeds for trial in draw(seed, budget, layout, tuple(bench.kinds))]
+    return list(dict.fromkeys(replace(trial, case=bench.suited(trial.case)) for trial in found))
+
+
+def _exactly(request: Request) -> Sequence[Trial]:
+    assert request.case is not None
+    (backend,), (world,), (accumulation,) = request.backends, request.worlds, request.accumulations
+    try:
+        return [
+            read_trial(request.case, backend=backend, world=world, accumulation=accumulation, seed=request.seeds[0])
+        ]
+    except ValueError as error:
+        raise InputError([Problem("--case", str(error))]) from None
+
+
+def origin_of(request: Request) -> Origin:
+    """Now, here, with these libraries; and what is known of a bundled subject as it is installed."""
+    peer = PEERS.get(request.subject) if request.script is None else None
+    return Origin(
+        started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        versions=versions(peer.measured if peer is not None else ()),
+        machine=fingerprint(),
+        expected=peer.expectations if peer is not None else {},
+    )

@@ -1,0 +1,81 @@
+"""A training loop of anyone's on the bench: what `loops.verdicts` judges of it, trial by trial."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from andon_falsify.campaign.blame import blame
+from andon_falsify.campaign.trial import HALT, LAW, RESUME, Trial
+from andon_falsify.checkers import halts, resume_equal, same_everywhere
+from andon_falsify.loops import verdicts as loops
+from andon_falsify.loops.sameness import across
+from andon_falsify.subjects.case import Case, Poison
+from andon_falsify.subjects.protocol import Remembering, Subject
+from andon_falsify.subjects.trace import Trace
+from andon_falsify.verdict import Claim, Verdict, judge, unknown
+
+_BACKEND = "gloo"
+
+
+class LoopBench:
+    """Runs trials on `subject`, a `LoopSubject`. See `Bench`.
+
+    name: how `--subject` names it, and findings. version: of what it trains with, "" where that is not known.
+    """
+
+    def __init__(self, subject: Subject, name: str, version: str = "") -> None:
+        self.subject = name
+        self.version = version
+        self.words: tuple[str, ...] = ("--subject", name)
+        self.backends: tuple[str, ...] = (_BACKEND,)
+        self.every_backend: tuple[str, ...] = (_BACKEND,)
+        self.claims: tuple[Claim, ...] = loops.CLAIMS
+        one_run = frozenset(claim.name for claim in loops.ONE_RUN)
+        self.kinds: Mapping[str, frozenset[str]] = {
+            LAW: one_run | {same_everywhere.CLAIM.name},
+            HALT: frozenset({halts.CLAIM.name}),
+            RESUME: frozenset({resume_equal.CLAIM.name}),
+        }
+        self._loop = Remembering(subject)
+
+    @property
+    def runs(self) -> int:
+        """How often the loop has been run."""
+        return self._loop.runs
+
+    def suited(self, case: Case) -> Case:
+        """See `Bench.suited`: a foreign loop's dropout masks are not known, and it is not told to weigh classes.
+
+        A NaN is planted in the second update of the last rank; when a run saves is the loop's judge to say.
+        """
+        poison = None if case.poison is None else Poison(2, case.world - 1, "nan")
+        return case.but(dropout=0.0, class_weights=None, poison=poison, checkpoint_every=None)
+
+    def attempt(self, trial: Trial) -> Mapping[str, Verdict]:
+        """See `Bench.attempt`."""
+        plain = trial.case.but(poison=None, stop_after=None, checkpoint_every=None)
+        try:
+            trace = self._loop.run(plain)
+        except ValueError as error:  # a case that no loop can be judged on
+            return self._unknown(trial.kind, str(error))
+        if trace.errors:
+            return self._unknown(trial.kind, blame(trace.errors))
+        if trial.kind == HALT:
+            return {halts.CLAIM.name: judge(halts.CLAIM, loops.halting, self._loop, trace)}
+        if trial.kind == RESUME:
+            after = trial.case.stop_after or 0
+            return {resume_equal.CLAIM.name: judge(resume_equal.CLAIM, loops.resuming, self._loop, trace, after)}
+        return loops.verdicts(trace) | {same_everywhere.CLAIM.name: self._elsewhere(trace)}
+
+    def _elsewhere(self, trace: Trace) -> Verdict:
+        """The same global batches on one rank: at once, or row by row where the trace is of just that."""
+        case = trace.case
+        alone = case.but(world=1, micro_batches=1 if case.micro_batches > 1 else case.batch_size)
+        other = self._loop.run(alone)
+        if other.errors:
+            why = f"the run on one rank to compare with failed: {blame(other.errors)}"
+            return unknown(same_everywhere.CLAIM, why)
+        return judge(same_everywhere.CLAIM, across, [trace, other])
+
+    def _unknown(self, kind: str, why: str) -> Mapping[str, Verdict]:
+        return {claim.name: unknown(claim, why) for claim in self.claims if claim.name in self.kinds[kind]}

@@ -1,0 +1,54 @@
+"""The bench of what a request names."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+from andon_falsify.campaign.bench import Bench
+from andon_falsify.campaign.request import OURS, Request
+from andon_falsify.peers.registry import PEERS, installed
+from andon_falsify.ranks.pool import RankPools
+
+
+def open_bench(request: Request, pools: RankPools) -> Bench:
+    """The subject of `request` on its bench; its ranks are those of `pools`.
+
+    Nothing of a foreign subject is imported here: that is the business of its ranks, which may die of it.
+    """
+    if request.script is not None:
+        return _script(request.script, request.budget.deadline_s)
+    if request.subject == OURS:
+        from andon_falsify.campaign.own import AndonBench
+        from andon_falsify.subjects.trainer import AndonTrainer
+
+        return AndonBench(AndonTrainer(pools))
+    from andon_falsify.campaign.foreign import LoopBench
+    from andon_falsify.loops.subject import LoopSubject
+
+    _look_in_the_current_folder()
+    name, peer = request.subject, PEERS.get(request.subject)
+    version = peer.version if peer is not None else _version(name)
+    return LoopBench(LoopSubject(peer.make if peer is not None else name, name, pools), name, version)
+
+
+def _script(command: str, deadline_s: float) -> Bench:
+    """The bench for a user's own command."""
+    scripts = importlib.import_module("andon_falsify.scripts")
+    bench: Bench = scripts.open_script(command, deadline_s)
+    return bench
+
+
+def _look_in_the_current_folder() -> None:
+    """As `python -m` does: `mytrainer:make` names a file that lies there. Ranks take over where modules are found."""
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+
+
+def _version(make: str) -> str:
+    """The version of the distribution that brings the module of `make`, "" where none does."""
+    names = packages_distributions().get(make.partition(":")[0].partition(".")[0], [])
+    return installed(names[0]) if names else ""

@@ -1,0 +1,130 @@
+"""What a user asks of `andon falsify`: options as they were typed, and what they mean; all that is wrong, at once.
+
+Needs no torch, so that a typing mistake is answered at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from andon.problems import InputError, Problem
+from andon_falsify.campaign.budget import BUDGETS, Budget
+from andon_falsify.peers.registry import PEERS
+
+OURS = "andon"
+_MOST_RANKS, _MOST_SEEDS = 64, 10_000
+_NAMED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options as they were typed; None or empty where they were not."""
+
+    subject: str | None = None
+    script: str | None = None
+    backend: str | None = None
+    world: str | None = None
+    accumulation: str | None = None
+    seed: str = "0"
+    budget: str = "quick"
+    claims: tuple[str, ...] = ()
+    case: str | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the options mean. Empty worlds, accumulations or backends: those of the budget, and of the machine.
+
+    subject: a bundled name, `module:make`, or our own trainer. case: a trial as JSON, to be run exactly as it is.
+    """
+
+    subject: str
+    script: str | None
+    backends: tuple[str, ...]
+    worlds: tuple[int, ...]
+    accumulations: tuple[int, ...]
+    seeds: tuple[int, ...]
+    budget: Budget
+    claims: tuple[str, ...]
+    case: str | None
+
+
+def understood(options: Options) -> Request:
+    """What `options` mean. Raises `InputError` with everything that is wrong with them."""
+    wrong: list[Problem] = []
+    worlds = _numbers("--world", options.world, _MOST_RANKS, wrong)
+    accumulations = _numbers("--accumulation", options.accumulation, _MOST_RANKS, wrong)
+    backends = _words(options.backend)
+    seeds = _seeds(options.seed, wrong)
+    if options.budget not in BUDGETS:
+        wrong.append(Problem("--budget", f"must be one of {', '.join(BUDGETS)}, not {options.budget!r}"))
+    wrong += _subject_problems(options)
+    if options.case is not None and not all(len(given) == 1 for given in (backends, worlds, accumulations, seeds)):
+        need = "--backend, --world, --accumulation and --seed"
+        wrong.append(Problem("--case", f"is one case, so that it needs one each of {need}"))
+    if wrong:
+        raise InputError(wrong)
+    return Request(
+        subject=options.subject or OURS,
+        script=options.script,
+        backends=backends,
+        worlds=worlds,
+        accumulations=accumulations,
+        seeds=seeds,
+        budget=BUDGETS[options.budget],
+        claims=tuple(name for given in options.claims for name in _words(given)),
+        case=options.case,
+    )
+
+
+def check_names(option: str, given: Sequence[str], known: Collection[str], what: str) -> None:
+    """Raises `InputError` where one of the `given` names is not `known`, with what it is probably meant to be."""
+    wrong = []
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            meant = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+            wrong.append(Problem(option, f"there is no {what} {name!r}; {meant}"))
+    if wrong:
+        raise InputError(wrong)
+
+
+def _subject_problems(options: Options) -> list[Problem]:
+    subject = options.subject
+    if options.script is not None:
+        both = [Problem("--script", "and --subject are two ways to name one thing: give one")] if subject else []
+        return both + ([] if options.script.strip() else [Problem("--script", "names no command")])
+    if subject is None or subject == OURS or _NAMED.fullmatch(subject):
+        return []
+    if subject in PEERS:
+        return [Problem("--subject", PEERS[subject].missing)] if PEERS[subject].missing else []
+    near = difflib.get_close_matches(subject, [OURS, *PEERS], n=1)
+    meant = f"did you mean {near[0]}?" if near else f"bundled are {', '.join([OURS, *PEERS])}"
+    return [Problem("--subject", f"{subject!r} is neither bundled nor package.module:make; {meant}")]
+
+
+def _words(given: str | None) -> tuple[str, ...]:
+    """Words between commas, each once."""
+    return tuple(dict.fromkeys(word.strip() for word in (given or "").split(",") if word.strip()))
+
+
+def _numbers(option: str, given: str | None, most: int, wrong: list[Problem]) -> tuple[int, ...]:
+    words = _words(given)
+    if given is not None and (not words or not all(word.isdecimal() and 1 <= int(word) <= most for word in words)):
+        wrong.append(Problem(option, f"must be numbers from 1 to {most}, as in 2,3; not {given!r}"))
+        return ()
+    return tuple(dict.fromkeys(map(int, words)))
+
+
+def _seeds(given: str, wrong: list[Problem]) -> tuple[int, ...]:
+    """`7`, or `0-199` for each of them."""
+    first, dash, last = given.strip().partition("-")
+    if first.isdecimal() and (last if dash else first).isdecimal():
+        seeds = range(int(first), int(last if dash else first) + 1)
+        if 0 < len(seeds) <= _MOST_SEEDS:
+            return tuple(seeds)
+    wrong.append(Problem("--seed", f"must be a number, or two as in 0-199, not {given!r}"))
+    return ()
