@@ -150,7 +150,7 @@ def test_a_curve_lies_where_its_numbers_are() -> None:
     assert 0 <= high < between < low <= HEIGHT
     assert between == pytest.approx((low + high) / 2, abs=0.11)
     assert curve.law == f"{between:.1f}"
-    assert curve.words == ("the value at each of 3 updates; first 1, last 2, lowest 1, highest 3; it should be 2")
+    assert curve.words == ("one number an update: 3 numbers; first 1, last 2, lowest 1, highest 3; it should be 2")
 
 
 def test_a_curve_breaks_where_a_number_is_not_finite() -> None:

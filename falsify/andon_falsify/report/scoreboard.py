@@ -140,7 +140,7 @@ def _decided(table: Table, subject: Subject) -> list[Cell]:
 
 def _measured(report: Report) -> Iterator[str]:
     yield _bullet(f"started {plain(report.started)}")
-    for name, value in {**report.machine, **report.versions}.items():
+    for name, value in {**report.versions, **report.machine}.items():
         yield _bullet(f"{plain(name)}: {plain(value)}")
     seeds = dict.fromkeys(str(finding.seed) for finding in report.findings)
     if seeds:

@@ -92,7 +92,7 @@ def _ticks(finite: Sequence[float], law: float | None, height: _Scale) -> tuple[
 def _words(finding: Finding, finite: Sequence[float]) -> str:
     """The picture for those who do not see it."""
     lost = len(finding.curve) - len(finite)
-    said = [f"{finding.curve_name or 'the value'} at each of {len(finding.curve)} updates"]
+    said = [f"{finding.curve_name or 'one number an update'}: {len(finding.curve)} numbers"]
     said.append(f"first {finite[0]:.4g}, last {finite[-1]:.4g}, lowest {min(finite):.4g}, highest {max(finite):.4g}")
     if finding.curve_law is not None:
         said.append(f"it should be {finding.curve_law:.4g}")

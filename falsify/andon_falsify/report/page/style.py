@@ -15,9 +15,17 @@ CLASSES = {
 """The class, and the symbol, of each mark."""
 
 
+_FEW = 4
+
+
 def width_rule(subjects: int) -> str:
-    """Columns stay wide enough to be read, and narrow enough to be compared."""
-    return f".matrix {{ width: {18 + 8.5 * subjects}rem; min-width: min(100%, {18 + 20 * subjects}rem) }}\n"
+    """Columns stay wide enough to be read and narrow enough to be compared; statements have what room is left."""
+    first = 30 if subjects <= _FEW else 18
+    return (
+        f":root {{ --first: {first}rem }}\n"
+        f".matrix {{ min-width: calc(min(var(--first), 45vw) + {8.5 * subjects}rem) }}\n"
+        f".frame {{ max-width: {first + 20 * subjects}rem }}\n"
+    )
 
 
 def filter_rules(subjects: int) -> str:
