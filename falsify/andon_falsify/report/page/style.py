@@ -22,9 +22,9 @@ def width_rule(subjects: int) -> str:
     """Columns stay wide enough to be read and narrow enough to be compared; statements have what room is left."""
     first = 30 if subjects <= _FEW else 18
     return (
-        f":root {{ --first: {first}rem }}\n"
-        f".matrix {{ min-width: calc(min(var(--first), 45vw) + {8.5 * subjects}rem) }}\n"
-        f".frame {{ max-width: {first + 20 * subjects}rem }}\n"
+        f"@media screen {{\n  :root {{ --first: {first}rem }}\n"
+        f"  .matrix {{ min-width: calc(min(var(--first), 45vw) + {8.5 * subjects}rem) }}\n"
+        f"  .frame {{ max-width: {first + 20 * subjects}rem }}\n}}\n"
     )
 
 
