@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import platform
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import torch
-
+from andon_contracts.agree import Observation, real_of
+from andon_contracts.bundle import Evidence, explaining, write_account, write_part
+from andon_contracts.judge import minority
 from andon_contracts.violation import Finding, Violation
 
 _BETWEEN_RANKS = frozenset(
@@ -23,6 +22,7 @@ _BETWEEN_RANKS = frozenset(
         "collectives-agree",
         "scaler-agrees",
         "trees-agree",
+        "halt-together",
     }
 )
 
@@ -65,7 +65,57 @@ class Scene:
 
 def violation(clause: str, finding: Finding, scene: Scene) -> Violation:
     """The error for `finding`, with the whole message."""
-    return Violation(message(clause, finding, scene), clause=clause, finding=finding)
+    return Violation(message(clause, finding, scene), clause=clause, finding=finding, bundle=scene.bundle)
+
+
+def conclude(found: Violation, scene: Scene, evidence: Evidence, facts: Mapping[str, object]) -> Violation:
+    """The error for what all ranks found alike, after each of them has left its part of the bundle.
+
+    All ranks have just answered, so that the lowest live one is the first; it writes the account.
+    """
+    place = evidence.place(found.step)
+    if place is None:
+        return violation(found.clause, found.finding, scene)
+    whole = violation(found.clause, found.finding, replace(scene, bundle=str(place)))
+    at = {"step": found.step, "point": "after the update" if scene.applied else "before the update"}
+    failed = write_part(place, found.clause, evidence, at, found.tensor)
+    if evidence.rank == 0:
+        known = {**asdict(scene), "cause": whole.cause, "message": str(whole), "likely": _likely(found.clause, scene)}
+        failed = write_account(place, found.clause, found.finding, {**known, **facts}) or failed
+    if failed:
+        whole.add_note(f"not all of the bundle could be written: {failed}")
+    return whole
+
+
+def agreed(observations: Sequence[Observation], *, moments: bool) -> str:
+    """What was equal on all ranks just before an update and what was not, as one line.
+
+    moments: whether the optimizer states were seen equal after the update before.
+    """
+    held = {
+        "weights": _column_is_one(observations, "weights"),
+        "moments": moments,
+        "reduced gradient": _column_is_one(observations, "gradient"),
+    }
+    equal = [word for word, one in held.items() if one]
+    shown = [f"{_listed(equal)} agreed"] if equal else []
+    rates = [real_of(o.values["rate"]) for o in observations]
+    if len(set(rates)) > 1:
+        odd = minority(rates)
+        named = odd or range(len(rates))
+        others = [] if not odd else [f"{next(r for i, r in enumerate(rates) if i not in odd)!r} on the others"]
+        shown.append(f"lr differs: {', '.join([*(f'{rates[i]!r} on rank {i}' for i in named), *others])}")
+    elif not _column_is_one(observations, "hyperparameters"):
+        shown.append("hyperparameters differ")
+    return "; ".join(shown)
+
+
+def _column_is_one(observations: Sequence[Observation], name: str) -> bool:
+    return len({o.values[name] for o in observations}) == 1
+
+
+def _listed(words: Sequence[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
 def message(clause: str, finding: Finding, scene: Scene) -> str:
@@ -74,13 +124,20 @@ def message(clause: str, finding: Finding, scene: Scene) -> str:
         ("where", _where(finding, scene)),
         ("seen", finding.seen),
         ("before", scene.before),
-        ("likely", f"{LIKELY[clause]}  [inference, not proof]" if clause in LIKELY else ""),
+        ("likely", f"{likely}  [inference, not proof]" if (likely := _likely(clause, scene)) else ""),
         ("state", _state(finding, scene)),
-        ("bundle", f"{scene.bundle}  explain: andon explain {scene.bundle}" if scene.bundle else ""),
+        ("bundle", f"{scene.bundle}  explain: {explaining(Path(scene.bundle))}" if scene.bundle else ""),
         ("silence", f'andon.watch(..., allow={{"{clause}": "<reason>"}})'),
     ]
     head = f"{clause} broken {_when(finding, scene)}: {_who(clause, finding, scene.world)}."
     return "\n".join([head, *(f"  {name:<8} {text}" for name, text in rows if text)])
+
+
+def _likely(clause: str, scene: Scene) -> str:
+    """What usually is the cause of a broken clause, given what else was seen."""
+    if clause in ("replicas-agree", "optimizers-agree") and "lr differs" in scene.before:
+        return LIKELY["hyperparameters-agree"]
+    return LIKELY.get(clause, "")
 
 
 def _when(finding: Finding, scene: Scene) -> str:
@@ -97,10 +154,20 @@ def _who(clause: str, finding: Finding, world: int) -> str:
     if clause not in _BETWEEN_RANKS:
         return f"seen on {shown}" if finding.ranks else "seen on all ranks"
     if not finding.ranks:
-        return "ranks 0 and 1 differ" if world == 2 else "the ranks differ, with no majority"
+        return "ranks 0 and 1 differ" if world == 2 else _parties(finding, world)
     others = [rank for rank in range(world) if rank not in finding.ranks]
     verb = "differs" if len(finding.ranks) == 1 else "differ"
     return f"{shown} {verb} from {'rank' if len(others) == 1 else 'ranks'} {', '.join(map(str, others))}"
+
+
+def _parties(finding: Finding, world: int) -> str:
+    """Which ranks agree among themselves, where none of these parties is the larger half."""
+    digests = finding.details[0][1].split() if finding.details else []
+    if len(digests) != world:
+        return "the ranks differ, with no majority"
+    parties = [[rank for rank in range(world) if digests[rank] == one] for one in dict.fromkeys(digests)]
+    named = [f"rank{'s' * (len(party) > 1)} {', '.join(map(str, party))}" for party in parties]
+    return f"{_listed(named)} differ, with no majority"
 
 
 def _where(finding: Finding, scene: Scene) -> str:
@@ -118,33 +185,3 @@ def _state(finding: Finding, scene: Scene) -> str:
     )
     known = "" if scene.last_equal is None else f"; last state known equal: step {scene.last_equal}"
     return done + known
-
-
-def write_bundle(folder: Path, found: Violation, scene: Scene, facts: Mapping[str, object]) -> Scene:
-    """Write what is needed to look into `found` to `folder`/STEP/bundle.json; the scene with its place.
-
-    A disk that refuses hides no violation: the scene then says why there is no bundle.
-    """
-    place = folder / str(found.step)
-    finding = found.finding
-    body = {
-        "clause": found.clause,
-        "step": finding.step,
-        "ranks": finding.ranks,
-        "world": scene.world,
-        "tensor": finding.tensor,
-        "seen": finding.seen,
-        "applied": scene.applied,
-        "last_equal": scene.last_equal,
-        "element": scene.element,
-        "digests": dict(finding.details),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "system": platform.platform()},
-        **facts,
-    }
-    try:
-        place.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(body, indent=2, sort_keys=True, default=repr) + "\n"
-        (place / f"{found.clause}.json").write_text(text, encoding="utf-8")
-    except OSError as error:
-        return replace(scene, bundle=f"none ({error})")
-    return replace(scene, bundle=str(place))

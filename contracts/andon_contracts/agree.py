@@ -7,10 +7,12 @@ not a mispairing.
 
 from __future__ import annotations
 
+import datetime
 import struct
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +22,7 @@ Gather = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
 HEADER = 6
 """Integers ahead of the values of a message."""
+_LOOK = datetime.timedelta(seconds=0.2)
 _SCHEMA = 1
 _WRAP = 1 << 64
 _SIGN = 1 << 63
@@ -89,7 +92,7 @@ def _encode(observation: Observation) -> torch.Tensor:
 
 
 # torch 2.13 renamed the collective and warns of the old name; 2.11 has only the old one.
-_all_gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class GroupGather:
@@ -104,6 +107,10 @@ class GroupGather:
         self.world_size = 1 if group is None else dist.get_world_size(group)
         self._group = group
         self._width = width
+        self.heed: Callable[[], None] | None = None
+        """Called now and then while a gather waits; what it raises ends the wait."""
+        self.lost: Callable[[RuntimeError], None] | None = None
+        """Called with the error that ended a gather, before it is raised."""
 
     def __call__(self, local: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The vector of each rank, by rank, from the one of this rank. Raises what the group raises."""
@@ -114,5 +121,19 @@ class GroupGather:
         sent = mine.new_zeros(max(self._width, length))
         sent[:length] = mine
         received = sent.new_empty(self.world_size * sent.numel())
-        _all_gather(received, sent, group=self._group)
+        self._wait(_all_gather(received, sent, group=self._group, async_op=True))
         return [row[:length] for row in received.view(self.world_size, -1).unbind(0)]
+
+    def _wait(self, work: Any) -> None:
+        while True:
+            try:
+                work.wait(_LOOK)
+                return
+            except RuntimeError as error:
+                # A wait that ends early says the same as a collective that failed: only the work knows.
+                if work.is_completed():
+                    if self.lost is not None:
+                        self.lost(error)
+                    raise
+            if self.heed is not None:
+                self.heed()

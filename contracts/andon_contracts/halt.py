@@ -1,111 +1,271 @@
-"""Halt together: what one rank found reaches all others, whatever they are doing.
+"""Halt together: what one rank found reaches all others, whatever they are doing (issue 3 item 4).
 
-The cord is a key in a store (a connection of our own to the store of the process group). A thread on every rank looks
-at it; a rank that runs Python raises at its next hook. A rank that is blocked where no Python runs, as in a
-collective, is ended by the thread only with `hard_stop`; otherwise its own timeout, or the end of the rank that it
-waits for, ends it, and the message says so.
+The cord is a key in a store (`wire`). A rank that learns that it was pulled writes its part of the bundle, and raises:
+at its next hook; where it sleeps or reads, by a signal to its main thread (`interrupt`). A rank that is blocked where
+no Python runs, as in a collective, is ended by its own thread with `hard_stop`, and one that cannot even do that by who
+pulled, if it runs on the same machine. Without `hard_stop` its groups are aborted where the backend can; otherwise its
+own timeout ends it, or the end of the rank that it waits for, and the message says which.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import replace
+from typing import NoReturn
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-_POLL_S = 0.2
-_GRACE_S = 1.0
-"""How long a rank has to raise by itself before `hard_stop` ends it, and the puller waits for the others."""
-_KEY = "pulled"
+from andon_contracts import interrupt
+from andon_contracts.blocked import abort_groups, what_ends
+from andon_contracts.bundle import Evidence, write_account, write_part
+from andon_contracts.causes import Cause, consequence
+from andon_contracts.ends import Teller, Whereabouts
+from andon_contracts.error_file import tell_launcher
+from andon_contracts.lookout import Lookout
+from andon_contracts.stacks import doing, line_of
+from andon_contracts.violation import Violation
+from andon_contracts.wire import POLL_S, Wire
+
+_LOOK_S = 0.5
+_RAISE_S = 0.4
+"""How long a rank has to come to a hook of ours, before its main thread is interrupted."""
+_UNBLOCK_S = 0.6
+"""How long it has then, before `hard_stop` ends it, or its groups are aborted."""
+_SETTLE_S = 2.0
+"""How long who pulled waits for the others."""
+_LAST_S = 2.0
+"""With `hard_stop`: how long a rank that raised, and that nobody caught, has to end."""
+_PATIENCE_S = 30.0
 
 
 class Cord:
-    """What any rank may pull, once. `seen` is the message of who pulled it, on every rank."""
+    """What any rank may pull, once. `cause` is why, on every rank; `evidence` what this rank has for a bundle."""
 
-    def __init__(self, store: Store, rank: int, world_size: int, *, hard_stop: bool) -> None:
-        self.seen: str | None = None
-        self._store = store
-        self._rank = rank
-        self._world_size = world_size
-        self._hard_stop = hard_stop
-        self._over = threading.Event()
-        self._raised = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="andon-cord", daemon=True)
+    def __init__(
+        self, store: Store, rank: int, world_size: int, *, hard_stop: bool, patience_s: float = _PATIENCE_S
+    ) -> None:
+        """patience_s: how long a process may be stopped, or one on another machine silent, before it hangs."""
+        self.cause: Cause | None = None
+        self.evidence = Evidence(rank=rank, world=world_size)
+        self._rank, self._world, self._hard_stop = rank, world_size, hard_stop
+        self._at = Whereabouts(point="before the first update")
+        self._at_time = time.monotonic()
+        self._known, self._raised, self._released = threading.Event(), threading.Event(), threading.Event()
+        self._over, self._awake = threading.Event(), threading.Event()
+        self._pulled_here, self._crashed = False, False
+        self._pulling = threading.Lock()
+        self._owner = threading.get_ident()
+        self._kept = _shared_store()
+        self._wire = Wire(store, rank, world_size, self._learn, self._progress, _keeper(self._kept))
+        self._lookout = Lookout(self._wire, rank, patience_s)
+        self._interruptible = interrupt.enlist(self.heed)
         self._hook: Callable[..., object] = sys.excepthook
         self._mine = self._excepthook
         sys.excepthook = self._mine
+        self._thread = threading.Thread(target=self._watch, name="andon-cord", daemon=True)
         self._thread.start()
 
-    def pull(self, message: str) -> str:
-        """Tell all ranks to stop for `message`; returns the first one that was given. Waits briefly for the others."""
-        bits = self._store.compare_set(_KEY, "", message)
-        self.seen = bits.decode("utf-8", "replace")
-        self._raised.set()
-        self._acknowledge()
-        _tell_launcher(self.seen)
-        deadline = time.monotonic() + _GRACE_S
-        others = [f"ended {rank}" for rank in range(self._world_size) if rank != self._rank]
-        with contextlib.suppress(RuntimeError):
-            while time.monotonic() < deadline and not all(self._store.check([key]) for key in others):
-                self._over.wait(_POLL_S / 4)
-        return self.seen
+    # what a rank does
 
-    def raised(self) -> None:
-        """This rank runs Python and is about to raise what was seen: it needs no hard stop."""
-        self._raised.set()
+    def at(self, step: int, point: str, last_equal: int | None) -> None:
+        """This rank works at update `step` and has come to `point`."""
+        self._at, self._at_time = Whereabouts(step, point, 0.0, last_equal), time.monotonic()
+
+    def heed(self, *, again: bool = False) -> None:
+        """Raise `Violation` if any rank pulled the cord.
+
+        Once, so that a loop that caught it can save what it has; `again` before an update, which nothing excuses.
+        """
+        if self.cause is not None and (again or not self._raised.is_set()):
+            self._raised.set()
+            raise self.cause.violation()
+
+    def pull(self, reason: str) -> NoReturn:
+        """Tell all ranks to stop for `reason` and raise `Violation`. Waits briefly for the others."""
+        raise self._pull(self._teller.pulled(reason, self._whereabouts())).violation()
+
+    def lost(self, error: BaseException) -> None:
+        """A collective raised `error`: raise `Violation` from it where it only says that another rank is gone."""
+        if consequence(error) is not None and not self._raised.is_set():
+            raise self._pull(self._cause_behind(error)).violation() from error
+
+    def failed(self, error: BaseException) -> None:
+        """`error` ends this rank's loop: the others need not wait for it."""
+        if self._over.is_set():
+            return
+        if self.cause is not None:
+            self._raised.set()
+            self._tell_launcher(self.cause)
+        elif consequence(error) is not None:
+            self._pull(self._cause_behind(error))
+        elif isinstance(error, Violation):
+            self._pull(Cause.of_violation(error, self._rank))
+        else:
+            self._pull(self._teller.failed(error, self._whereabouts(), line_of(error)))
 
     def close(self) -> None:
-        """Stop looking."""
+        """This rank is done: say so, and stop looking."""
+        if self._over.is_set():
+            return
         self._over.set()
+        for event in (self._awake, self._raised, self._released):
+            event.set()
+        interrupt.dismiss(self.heed)
         if sys.excepthook is self._mine:
             sys.excepthook = self._hook
+        self._wire.leave()
         if threading.current_thread() is not self._thread:
-            self._thread.join(5 * _POLL_S)
+            self._thread.join(_LOOK_S)
 
-    def _acknowledge(self) -> None:
-        # Who pulled may be gone already, and with it the store.
-        with contextlib.suppress(RuntimeError):
-            self._store.set(f"ended {self._rank}", "1")
+    # how it comes about
 
-    def _look(self) -> None:
-        while not self._over.wait(_POLL_S):
-            try:
-                pulled = self._store.check([_KEY])
-            except RuntimeError:
-                return  # the store is gone: the launcher knows why
-            if pulled:
-                self.seen = self.seen or self._store.get(_KEY).decode("utf-8", "replace")
-                self._acknowledge()
-                self._end()
+    @property
+    def _teller(self) -> Teller:
+        return Teller(self._rank, self._world, self.evidence.folder)
+
+    def _whereabouts(self) -> Whereabouts:
+        return replace(self._at, since_s=time.monotonic() - self._at_time)
+
+    def _progress(self) -> dict[str, object]:
+        return vars(self._whereabouts())
+
+    def _learn(self, cause: Cause) -> None:
+        if self.cause is None:
+            self.cause = cause
+        self._known.set()
+        self._awake.set()
+
+    def _pull(self, cause: Cause) -> Cause:
+        """Publish `cause` from the thread of the loop, leave what there is to leave, and wait for the others."""
+        self._pulled_here = True
+        self._raised.set()
+        first = self._publish(cause)
+        self._leave_evidence(first, with_state=True)
+        self._tell_launcher(first)
+        self._wire.acknowledge()
+        self._settle()
+        return first
+
+    def _publish(self, cause: Cause) -> Cause:
+        with self._pulling:
+            if self.cause is None:
+                self._wire.publish(cause)
+                if not self._known.wait(_SETTLE_S / 2):
+                    self._learn(cause)  # the store does not answer: at least this rank acts on what it knows
+        assert self.cause is not None
+        return self.cause
+
+    def _cause_behind(self, error: BaseException) -> Cause:
+        """Who is gone, or whom the others wait for, where `error` says that somebody is."""
+        deadline = time.monotonic() + _SETTLE_S / 2
+        while self.cause is None:
+            found = self._lookout.gone(self._teller) or self._lookout.missing(self._teller, error)
+            if found is not None:
+                return found.with_rows(("noticed", f"by rank {self._rank}: {str(error).strip().partition(chr(10))[0]}"))
+            if time.monotonic() > deadline:
+                return self._teller.unknown(error, self._whereabouts())
+            self._known.wait(POLL_S / 2)
+        return self.cause
+
+    def _settle(self) -> None:
+        """Wait until all on this machine know or are gone; with `hard_stop` end those that cannot even know."""
+        deadline = time.monotonic() + (_SETTLE_S if self._hard_stop else _SETTLE_S / 2)
+        while self._lookout.unaware() and time.monotonic() < deadline:
+            time.sleep(POLL_S / 4)
+        if self._hard_stop:
+            for rank, process in self._lookout.unaware().items():
+                if process.kill():
+                    _say(f"andon: rank {rank} of {self._world} could not end itself, and rank {self._rank} ended it")
+
+    # the thread that looks out, and acts where the loop cannot
+
+    def _watch(self) -> None:
+        while not self._over.is_set():
+            self._awake.wait(_LOOK_S)
+            self._awake.clear()
+            if self._over.is_set():
+                return
+            found = None if self._known.is_set() else self._lookout.trouble(self._teller, _LOOK_S)
+            if found is not None:
+                self._publish(found)
+                self._act(settle=True)
+                return
+            if self._known.is_set():
+                self._act(settle=False)
                 return
 
-    def _end(self) -> None:
-        if not self._hard_stop or self._raised.wait(_GRACE_S) or self._over.is_set():
+    def _act(self, *, settle: bool) -> None:
+        assert self.cause is not None
+        cause = self.cause
+        if self._pulled_here:
+            self._see_out()
             return
-        text = f"{self.seen}\n  state    rank {self._rank} was blocked where no Python runs, and was ended (hard_stop)"
-        _tell_launcher(text)
-        print(text, file=sys.stderr, flush=True)
-        os._exit(1)
+        self._leave_evidence(cause, with_state=False)
+        self._tell_launcher(cause)
+        self._wire.acknowledge()
+        if settle:
+            self._settle()
+        if not self._raised.wait(_RAISE_S) and self._interruptible:
+            interrupt.interrupt()
+        if self._raised.wait(_UNBLOCK_S):
+            self._see_out()
+        elif not self._over.is_set():
+            self._unblock(cause)
+
+    def _unblock(self, cause: Cause) -> None:
+        place = doing(self._owner)
+        if self._hard_stop:
+            _end_process(
+                f"{cause.text}\n  ended    rank {self._rank}, which was blocked {place}: no hook ran (hard_stop)"
+            )
+        aborted = abort_groups()
+        if not aborted or not self._raised.wait(_UNBLOCK_S):
+            _say(f"{cause.text}\n  blocked  rank {self._rank} {place}: {what_ends(aborted)}")
+        self._raised.wait()
+        self._see_out()
+
+    def _see_out(self) -> None:
+        """With `hard_stop`: a rank whose error nobody caught ends, whatever holds its process up."""
+        self._released.wait()
+        if self._hard_stop and self._crashed:
+            time.sleep(_LAST_S)
+            os._exit(1)
+
+    def _leave_evidence(self, cause: Cause, *, with_state: bool) -> None:
+        place = self.evidence.place(cause.step)
+        if place is None or cause.written:
+            return
+        at = {**self._progress(), "doing": doing(self._owner)}
+        failed = write_part(place, cause.clause, self.evidence, at, cause.tensor if with_state else None)
+        if self._lookout.lowest_live():
+            facts = {"cause": cause.kind, "message": cause.text, "world": self._world}
+            failed = write_account(place, cause.clause, cause.violation().finding, facts) or failed
+        if failed:
+            _say(f"andon: rank {self._rank} could not write all of its bundle: {failed}")
+
+    def _tell_launcher(self, cause: Cause) -> None:
+        tell_launcher(cause.text, late=cause.rank != self._rank)
 
     def _excepthook(self, kind: type[BaseException], error: BaseException, trace: object) -> None:
-        if self.seen is None:
-            with contextlib.suppress(RuntimeError):
-                self.pull(f"rank {self._rank} failed, which is no violation: {kind.__name__}: {error}")
+        self.failed(error)
         self._hook(kind, error, trace)
+        if self.cause is not None and self.cause.text != str(error) and not isinstance(error, KeyboardInterrupt):
+            _say(self.cause.text)
+        self._crashed = True
+        self._released.set()
 
 
 def own_store(name: str) -> Store | None:
     """A connection of our own to the process group's store, with keys under `name`; None without a group."""
-    if not dist.is_available() or not dist.is_initialized():
+    shared = _shared_store()
+    if shared is None:
         return None
-    shared = dist.distributed_c10d._get_default_store()
     clone = getattr(shared, "clone", None)
     if clone is not None:
         with contextlib.suppress(RuntimeError, NotImplementedError):
@@ -113,11 +273,33 @@ def own_store(name: str) -> Store | None:
     return PrefixStore(f"andon/{name}", shared)
 
 
-def _tell_launcher(message: str) -> None:
-    """Write torch's error file, if the launcher named one, so that it names the right cause."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path or Path(path).exists():
-        return
-    extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
-    with contextlib.suppress(OSError):
-        Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}), encoding="utf-8")
+def _shared_store() -> Store | None:
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    return dist.distributed_c10d._get_default_store()
+
+
+def _keeper(shared: Store | None) -> int | None:
+    """The rank in whose process the store lives: torch's launcher keeps its own, a file needs no process."""
+    while isinstance(shared, PrefixStore):
+        shared = shared.underlying_store
+    if not isinstance(shared, TCPStore) or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return None
+    return 0
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _end_process(text: str) -> NoReturn:
+    """Print `text` and end, even where nobody reads what is printed, or the loop holds the lock of standard output."""
+
+    def last_words() -> None:
+        _say(text)
+        sys.stdout.flush()
+
+    speaking = threading.Thread(target=last_words, daemon=True)
+    speaking.start()
+    speaking.join(_RAISE_S)
+    os._exit(1)

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
+
+Kind = Literal["violation", "failed", "out of memory", "died", "hangs", "left"]
+"""What stopped the ranks. `failed` is an error that a rank raised, `died` a process that ended without a word, `hangs`
+one that is stopped or that the others waited for in vain, `left` one that closed its watch while the others went on."""
 
 
 @dataclass(frozen=True)
@@ -25,11 +30,24 @@ class Violation(RuntimeError):
 
     A `RuntimeError` and not icontract's `AssertionError`, so that `except AssertionError` cannot swallow it. It
     survives pickling, hence process boundaries, with its attributes: all arguments but the message have defaults.
+    Where ranks halt together because one of them failed, ran out of memory, died or hangs, `cause` says so and
+    `clause` is `halt-together`: that is no violation of the loop's own contracts. `bundle` is the folder of what was
+    left to look into, if any.
     """
 
-    def __init__(self, message: str, *, clause: str = "", finding: Finding | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        clause: str = "",
+        finding: Finding | None = None,
+        cause: Kind = "violation",
+        bundle: str = "",
+    ) -> None:
         super().__init__(message)
         self.clause = clause
+        self.cause = cause
+        self.bundle = bundle
         self.finding = finding if finding is not None else Finding(seen=message)
 
     @classmethod
@@ -51,6 +69,10 @@ class Violation(RuntimeError):
     def tensor(self) -> str:
         """The tensor or value at which it was found; empty where it is no single one."""
         return self.finding.tensor
+
+
+# The name under which users know it, in tracebacks too.
+Violation.__module__ = "andon"
 
 
 def describe(clause: str, finding: Finding) -> str:

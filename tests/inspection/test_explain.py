@@ -6,34 +6,63 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from andon.inspection.explain import explain
 from andon.problems import InputError
-from andon_contracts.act import Scene, violation, write_bundle
+from andon_contracts.act import Scene, conclude
+from andon_contracts.bundle import Evidence
 from andon_contracts.clauses import CLAUSES
 from andon_contracts.record import Broken
-from andon_contracts.violation import Finding
+from andon_contracts.violation import Finding, Violation
 from tests.inspection.ledgers import whole_run, write
 
 FINDING = Finding("they differ (rank 0: aa, rank 1: bb)", 412, (1,), "lora_A.q_proj", (("lora_A.q_proj", "aa bb"),))
 
 
+def _left_by(folder: Path, rank: int, tensors: dict[str, torch.Tensor], batch: list[int]) -> str:
+    """The folder of the bundle after `rank` of 2 has left its part."""
+    scene = Scene(world=2, applied=True, last_equal=411, before="weights agreed", element="first at [0, 1]")
+    evidence = Evidence(folder, rank, 2, lambda: batch, lambda _: iter(tensors.items()))
+    return conclude(Violation.of("replicas-agree", FINDING), scene, evidence, {}).bundle
+
+
 def test_a_bundle_is_explained(tmp_path: Path) -> None:
-    """What `watch` wrote comes back: clause with its promise, step, rank, tensor, digests, batch, versions."""
-    scene = Scene(world=4, applied=True, last_equal=411, element="first at [3, 881]")
-    error = violation("replicas-agree", FINDING, scene)
-    place = write_bundle(tmp_path, error, scene, {"batch": [5, 7]}).bundle
+    """What `watch` wrote comes back: the clause with its promise, and of each rank its batch, stack and tensors."""
+    one, other = torch.zeros(2, 3), torch.zeros(2, 3)
+    other[0, 1], other[1, 2] = 0.25, -0.5
+    place = _left_by(tmp_path, 1, {"weights lora_A.q_proj": other, "weights same": one}, [7])
+    assert _left_by(tmp_path, 0, {"weights lora_A.q_proj": one, "weights same": one}, [5, 6]) == place
     lines = list(explain(Path(place)))
     assert lines[0] == "replicas-agree broken at step 412"
-    assert f"  promise  {CLAUSES['replicas-agree'].statement}" in lines
-    assert "  ranks    1 of 4" in lines
-    assert "  where    lora_A.q_proj, first at [3, 881]" in lines
-    assert "  digests  lora_A.q_proj: aa bb" in lines
-    assert "  state    step 412 was applied" in lines
-    assert "  equal    last at step 411" in lines
-    assert "  batch: [5, 7]" in lines
+    for line in (
+        f"  promise  {CLAUSES['replicas-agree'].statement}",
+        "  ranks    1 of 2",
+        "  where    lora_A.q_proj, first at [0, 1]",
+        "  before   weights agreed",
+        "  digests  lora_A.q_proj: aa bb",
+        "  state    step 412 was applied",
+        "  equal    last at step 411",
+        "    batch       rows 5 6",
+        "    batch       rows 7",
+        "  differs  weights lora_A.q_proj: 2 of 6 elements, by up to 0.5",
+    ):
+        assert line in lines
+    assert not any("weights same" in line for line in lines)
+    assert any("test_explain.py" in line and "_left_by" in line for line in lines), "the stack of the main thread"
+    assert any(line.startswith("    collectives not available: ") for line in lines)
     assert any(line.startswith("  torch: ") for line in lines)
     assert list(explain(Path(place) / "replicas-agree.json")) == lines
+
+
+def test_a_damaged_part_hides_no_other(tmp_path: Path) -> None:
+    """A rank's file that was torn is named, and so is all that the others left."""
+    place = Path(_left_by(tmp_path, 0, {"weights lora_A.q_proj": torch.ones(2)}, [5]))
+    (place / "replicas-agree" / "rank-1.json").write_text('{"rank": 1')
+    (place / "replicas-agree" / "rank-0.safetensors").write_bytes(b"\xff" * 20)
+    lines = list(explain(place))
+    assert "    batch       rows 5" in lines
+    assert any(line.startswith("  rank-1   cannot be read: ") for line in lines)
 
 
 def test_a_run_is_explained_by_its_ledger(tmp_path: Path) -> None:

@@ -70,9 +70,9 @@ def test_a_flipped_bit_is_named_by_rank_tensor_and_element(tmp_path: Path) -> No
     assert lines[0] == "replicas-agree broken after step 2: rank 1 of 3 differs from ranks 0, 2."
     assert "2.weight (1 of 4 tensors), first at [1, 3]: 0x" in lines[1]
     assert any("last state known equal: step 1" in line for line in lines)
-    bundle = json.loads((tmp_path / "2" / "replicas-agree.json").read_text())
-    assert (bundle["clause"], bundle["step"], bundle["ranks"]) == ("replicas-agree", 2, [1])
-    assert list(bundle["digests"]) == ["2.weight"]
+    record = json.loads((tmp_path / "2" / "replicas-agree.json").read_text())["record"]
+    assert (record["clause"], record["step"], record["ranks"]) == ("replicas-agree", 2, [1])
+    assert list(record["details"]) == ["2.weight"]
 
 
 def _two_ranks(_: str) -> str:

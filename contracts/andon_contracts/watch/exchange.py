@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from andon_contracts.agree import GroupGather, Observation, gather_observations
 from andon_contracts.digest import mix64
-from andon_contracts.judge import majority
+from andon_contracts.judge import minority
 from andon_contracts.observe import digests_by_name
 from andon_contracts.watch.reading import plain, text_digest
 
@@ -29,12 +29,13 @@ class Element:
     width: int
 
     def __str__(self) -> str:
-        most = majority(self.bits)
         count = 2 * self.width
-        shown = [f"{bits % (1 << 8 * self.width):#0{count + 2}x}" for bits in (*self.bits, most)]
-        odd = [f"{shown[rank]} on rank {rank}" for rank, bits in enumerate(self.bits) if bits != most]
+        shown = [f"{bits % (1 << 8 * self.width):#0{count + 2}x}" for bits in self.bits]
+        odd = minority(self.bits)
+        named = [f"{shown[rank]} on rank {rank}" for rank in odd or range(len(shown))]
+        others = [f"{next(bits for rank, bits in enumerate(shown) if rank not in odd)} on the others"] if odd else []
         where = f"first at {list(self.index)}: " if self.index else ""
-        return f"{where}{', '.join(odd)}, {shown[-1]} on the others"
+        return where + ", ".join(named + others)
 
 
 class Exchange:
@@ -45,6 +46,10 @@ class Exchange:
         self._sequence = 0
         self.rank = gather.rank
         self.world_size = gather.world_size
+
+    def attend(self, heed: Callable[[], None], lost: Callable[[BaseException], None]) -> None:
+        """Call `heed` now and then while a gather waits, and `lost` with the error of one that failed."""
+        self._gather.heed, self._gather.lost = heed, lost
 
     def __call__(
         self, step: int, point: str, values: Mapping[str, int], payload: Tensor | None = None

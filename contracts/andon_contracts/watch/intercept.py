@@ -25,6 +25,9 @@ class Listener(Protocol):
     def reducing(self, tensor: torch.Tensor, group: object) -> None:
         """`tensor` is about to be reduced over `group`."""
 
+    def lost(self, error: BaseException) -> None:
+        """A reduction raised `error`."""
+
 
 _listeners: list[Listener] = []
 _originals: list[tuple[Any, str, Callable[..., Any]]] = []
@@ -97,6 +100,11 @@ def _around_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
     def reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
         for listener in _listeners:
             listener.reducing(tensor, group)
-        return original(tensor, op, group, async_op)
+        try:
+            return original(tensor, op, group, async_op)
+        except RuntimeError as error:
+            for listener in list(_listeners):
+                listener.lost(error)
+            raise
 
     return reduce

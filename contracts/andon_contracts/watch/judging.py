@@ -6,12 +6,12 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 
 from andon_contracts import loop_clauses as clauses
 from andon_contracts import told_clauses
-from andon_contracts.act import Scene, violation, write_bundle
+from andon_contracts.act import Scene, conclude
+from andon_contracts.bundle import Evidence
 from andon_contracts.judge import Details, Observations
 from andon_contracts.violation import Violation
 from andon_contracts.watch.settings import Settings
@@ -84,6 +84,8 @@ class Verdicts:
     suspected: Counter[str] = field(default_factory=Counter)
     record: Callable[[Violation, str, bool], None] | None = None
     """Told of each finding that is acted upon: what is done, and whether the update had been made."""
+    evidence: Evidence = field(default_factory=Evidence)
+    """What this rank has for a bundle."""
 
     def judge(
         self,
@@ -134,11 +136,7 @@ class Verdicts:
         if not first and (suspicion or self.settings.action != "raise"):
             return
         scene = scene if closer is None else closer(found)
-        if self.rank == 0 and self.settings.folder is not None:
-            scene = write_bundle(Path(self.settings.folder), found, scene, facts or {})
-        elif self.settings.folder is not None:
-            scene = replace(scene, bundle=str(Path(self.settings.folder) / str(found.step)))
-        whole = violation(found.clause, found.finding, scene)
+        whole = conclude(found, scene, self.evidence, facts or {})
         self.findings.append(whole)
         if self.record is not None:
             self.record(whole, self._word(suspicion=suspicion), scene.applied)

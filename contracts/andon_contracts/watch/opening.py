@@ -26,6 +26,7 @@ from andon_contracts.watch.watcher import Watch
 _open: weakref.WeakKeyDictionary[torch.optim.Optimizer, Watch] = weakref.WeakKeyDictionary()
 _cords: dict[str, int] = {}
 _TIMEOUT = datetime.timedelta(minutes=30)
+_PATIENCE = datetime.timedelta(seconds=30)
 
 
 def watch(
@@ -53,6 +54,7 @@ def watch(
     start: int = 0,
     hard_stop: bool = False,
     timeout: datetime.timedelta = _TIMEOUT,
+    patience: datetime.timedelta = _PATIENCE,
 ) -> Watch:
     """Hold a training loop to the contracts of a step. Collective: call it on every rank, after wrapping the model.
 
@@ -67,6 +69,8 @@ def watch(
     update, 1 being the first. scaler: the loss scaler. reference: the loss sum and count of a global batch by ids.
     plan: the ids of an update's global batch. rows: the number of rows of an epoch. contents: the rows of ids, as
     they are told to `Watch.batch`. start: the updates done before. hard_stop: end ranks that are blocked elsewhere.
+    timeout: how long a rank waits for the others. patience: how long a rank's process may be stopped, or one on another
+    machine give no sign of life, before all halt.
 
     Raises `ValueError` on every rank where any rank got something wrong, and what `action` says for what does not
     hold at the start already.
@@ -92,14 +96,16 @@ def watch(
         raise
     assert subject is not None
     settings = replace(settings, recording=recording)
-    opened = Watch(model, subject, optimizers, settings, exchange, _cord(exchange, settings, group), file)
+    opened = Watch(model, subject, optimizers, settings, exchange, _cord(exchange, hard_stop, patience, group), file)
     for each in optimizers:
         _open[each] = opened
     return opened
 
 
 def _first_rank(group: dist.ProcessGroup | None) -> int:
-    """The rank in the world of rank 0 of `group`, which writes."""
+    """The rank in the world of rank 0 of `group`, which writes; torchrun's number where there is no group at all."""
+    if not dist.is_available() or not dist.is_initialized():
+        return int(os.environ.get("RANK", "0"))
     return 0 if group is None else dist.get_process_group_ranks(group)[0]
 
 
@@ -112,6 +118,11 @@ def _opened_ledger(path: Path | None, start: int, problems: list[str]) -> Ledger
     except ValueError as error:
         problems.append(str(error))
         return None
+
+
+def is_watched(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a watch of this optimizer is open."""
+    return optimizer in _open and not _open[optimizer].closed
 
 
 def _wrong_types(model: object, optimizers: Sequence[object]) -> list[str]:
@@ -135,14 +146,18 @@ def own_group(group: dist.ProcessGroup | None, timeout: datetime.timedelta) -> d
     return part
 
 
-def _cord(exchange: Exchange, settings: Settings, group: dist.ProcessGroup | None) -> Cord | None:
+def _cord(
+    exchange: Exchange, hard_stop: bool, patience: datetime.timedelta, group: dist.ProcessGroup | None
+) -> Cord | None:
     """What any rank may pull to stop all; its name in the store is one on the ranks of `group` and on no others."""
     if exchange.world_size == 1:
         return None
     ranks = "all" if group is None else "-".join(map(str, dist.get_process_group_ranks(group)))
     number = _cords[ranks] = _cords.get(ranks, 0) + 1
     store = own_store(f"{ranks}/{number}")
-    return None if store is None else Cord(store, exchange.rank, exchange.world_size, hard_stop=settings.hard_stop)
+    if store is None:
+        return None
+    return Cord(store, exchange.rank, exchange.world_size, hard_stop=hard_stop, patience_s=patience.total_seconds())
 
 
 def _listed(optimizer: Any) -> list[Any]:
@@ -158,7 +173,7 @@ def _unwrapped(optimizer: Any) -> Any:
 
 def _conflicts(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], exchange: Exchange) -> list[str]:
     found = []
-    if any(each in _open and not _open[each].closed for each in optimizers):
+    if any(map(is_watched, optimizers)):
         found.append("the optimizer is watched already: close that watch first")
     wrapped = getattr(model, "process_group", None)
     if isinstance(wrapped, dist.ProcessGroup) and dist.get_world_size(wrapped) != exchange.world_size:

@@ -5,22 +5,26 @@ from __future__ import annotations
 import atexit
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from andon_contracts.act import Scene, message
-from andon_contracts.agree import real_of
+from andon_contracts.act import Scene, agreed
+from andon_contracts.bundle import Evidence
+from andon_contracts.causes import Cause
+from andon_contracts.ends import POINTS, Teller, Whereabouts
 from andon_contracts.halt import Cord
 from andon_contracts.judge import Details, Observations, in_lockstep
 from andon_contracts.ledger import LedgerFile
 from andon_contracts.loop_clauses import same
-from andon_contracts.violation import Finding, Violation
+from andon_contracts.violation import Violation
 from andon_contracts.watch.audit import compare, draws, law
 from andon_contracts.watch.coverage import closing_lines, coverage, opening_lines
+from andon_contracts.watch.evidence import closer_look, tensors_of
 from andon_contracts.watch.exchange import Exchange
 from andon_contracts.watch.forward import ForwardTap
 from andon_contracts.watch.intercept import listen, unlisten
@@ -33,7 +37,6 @@ from andon_contracts.watch.settings import Settings
 from andon_contracts.watch.subject import Subject
 from andon_contracts.watch.telling import Telling
 
-_LOOKED_AT = ("weights", "gradient", "buffers", "optimizer")
 _REPLICATED = {"weights": "replicas-agree", "gradient": "gradients-agree", "optimizer": "optimizers-agree"}
 _BASE_EVERY = 64
 
@@ -63,8 +66,14 @@ class Watch(Telling):
         self._recorder = Recorder(ledger, subject, held)
         self._seen_before: Observations = ()
         self._last_error: BaseException | None = None
-        self._verdicts = Verdicts(settings, exchange.rank, subject.names, live, record=self._recorder.violation)
         self._rows = Rows()
+        evidence = self._evidence()
+        self._verdicts = Verdicts(
+            settings, exchange.rank, subject.names, live, record=self._recorder.violation, evidence=evidence
+        )
+        if cord is not None:
+            cord.evidence = evidence
+            exchange.attend(lambda: cord.heed(again=True), cord.lost)
         world = exchange.world_size
         self._lanes = {id(each): Lane(each, subject, settings, self._rows, world) for each in optimizers}
         self._base: int | None = None
@@ -77,15 +86,18 @@ class Watch(Telling):
         self._spent = 0.0
         self._steps = 0
         self._agreed = ""
+        self._moments = True
         self._undo: list[Callable[[], object]] = []
         self._say(opening_lines(self._cover, exchange.world_size, len(subject.trainable)))
+        self._at(0)
         try:
             self._start()
-        except Violation:
+        except Violation as found:
             for lane in self._lanes.values():
                 lane.close()
             self._recorder.close("violation")
             if cord is not None:
+                cord.failed(found)
                 cord.close()
             raise
         self._hook()
@@ -99,6 +111,16 @@ class Watch(Telling):
     def evaluations(self) -> dict[str, int]:
         """How often each clause was evaluated."""
         return dict(self._verdicts.evaluations)
+
+    def _evidence(self) -> Evidence:
+        folder = None if self.settings.folder is None else Path(self.settings.folder)
+        return Evidence(
+            folder,
+            self._exchange.rank,
+            self._exchange.world_size,
+            lambda: list(self._rows.ids),
+            lambda named: tensors_of(self._subject, list(self._lanes.values()), named),
+        )
 
     def _say(self, lines: Sequence[str]) -> None:
         if self._exchange.rank == 0:
@@ -148,7 +170,8 @@ class Watch(Telling):
         self._recorder.opened(self._exchange.world_size, optimizers, self.settings.rows, self.settings.start)
         details = self._look(observations, {"weights": tensors})
         scene = Scene(self._exchange.world_size, tensors=len(tensors))
-        if self._verdicts.judge(START, observations, details, scene, self._closer(scene, tensors, observations)):
+        closer = closer_look(self._exchange, 0, scene, {"replicas-agree": tensors})
+        if self._verdicts.judge(START, observations, details, scene, closer):
             self._last_equal = self.settings.start
 
     def _base_digest(self) -> int:
@@ -166,24 +189,31 @@ class Watch(Telling):
         A rank that is blocked in a collective is ended with `hard_stop`, otherwise by its own timeout.
         """
         self._demand_open()
-        step = max(lane.updates for lane in self._lanes.values()) + 1
-        found = Finding(reason, step, (self._exchange.rank,), "")
-        text = message("halt-together", found, Scene(self._exchange.world_size, last_equal=self._last_equal))
-        pulled = Violation(text if self._cord is None else self._cord.pull(text), clause="halt-together", finding=found)
-        self._recorder.violation(pulled, "raised", False)
-        raise pulled
+        if self._cord is not None:
+            self._cord.pull(reason)
+        raise Teller(0, 1, self._verdicts.evidence.folder).pulled(reason, Whereabouts(self._now())).violation()
 
-    def _heed(self) -> None:
+    def _now(self) -> int:
+        return max(lane.updates for lane in self._lanes.values()) + 1
+
+    def _at(self, place: int) -> None:
+        """Where this rank is within its step, for those who would miss it."""
+        if self._cord is not None:
+            self._cord.at(self._now(), POINTS[place], self._last_equal)
+
+    def lost(self, error: BaseException) -> None:
+        """A reduction of the loop failed."""
+        if self._cord is not None:
+            self._cord.lost(error)
+
+    def _heed(self, *, again: bool = False) -> None:
         """Raise what another rank pulled the cord for."""
-        if self._cord is not None and self._cord.seen is not None:
-            self._cord.raised()
-            step = max(lane.updates for lane in self._lanes.values()) + 1
-            pulled = Violation(self._cord.seen, clause="halt-together", finding=Finding(self._cord.seen, step))
-            self._recorder.violation(pulled, "raised", False)
-            raise pulled
+        if self._cord is not None:
+            self._cord.heed(again=again)
 
     def _forward(self) -> None:
         self._heed()
+        self._at(1)
         lanes = [lane for lane in self._lanes.values() if not lane.taps.started]
         if not lanes or not torch.is_grad_enabled() or any(lane.taps.muted for lane in lanes):
             return
@@ -207,7 +237,8 @@ class Watch(Telling):
             lane.reducing(tensor, group)
 
     def _pre(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        self._heed()
+        self._heed(again=True)
+        self._at(2)
         lane = self._lanes[id(optimizer)]
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
@@ -232,10 +263,12 @@ class Watch(Telling):
         self._record(lane, observations)
         details = self._look(observations, {"weights": dict(lane.parameters), "optimizer": lane.state_by_name})
         scene = replace(self._scene(lane, applied=True), before=self._agreed)
-        closer = self._closer(scene, lane.parameters, observations)
+        closer = closer_look(self._exchange, lane.updates, scene, {"replicas-agree": lane.parameters}, lane)
         self._verdicts.judge(AFTER, observations, details, scene, closer, self._facts())
         if same(observations, "weights"):
             self._last_equal = lane.updates
+        self._moments = same(observations, "optimizer")
+        self._at(0)
         lane.turn()
         self._spent += time.perf_counter() - began
 
@@ -264,10 +297,15 @@ class Watch(Telling):
                 "buffers": self._subject.buffers_by_name(),
             },
         )
-        self._agreed = _agreed(observations)
+        self._agreed = agreed(observations, moments=self._moments)
         scene = replace(self._scene(lane, applied=False), before=self._agreed)
         gradients = {name: g for name, g in lane.gradients_by_name().items() if g.numel()}
-        closer = self._closer(scene, {**lane.parameters, **gradients}, observations)
+        tensors: dict[str, Mapping[str, Tensor]] = {
+            "replicas-agree": lane.parameters,
+            "gradients-agree": gradients,
+            "buffers-agree": self._subject.buffers_by_name(),
+        }
+        closer = closer_look(self._exchange, step, scene, tensors)
         self._verdicts.judge(BEFORE, observations, details, scene, closer, self._facts())
         if in_lockstep(observations):
             ids = self._judge_rows(observations)
@@ -293,10 +331,9 @@ class Watch(Telling):
         """The digests by tensor of what differs between ranks, the first time that it does."""
         if not in_lockstep(observations):
             return {}
-        clause = {"weights": "replicas-agree", "gradient": "gradients-agree", "optimizer": "optimizers-agree"}
         found = {}
         for name, of in tensors.items():
-            named = clause.get(name, "buffers-agree")
+            named = _REPLICATED.get(name, "buffers-agree")
             if same(observations, name) or self._verdicts.known(named) or named not in self._verdicts.live:
                 continue
             step = observations[0].step
@@ -306,16 +343,6 @@ class Watch(Telling):
                 found[name] = self._exchange.look(step, name, of)
         return found
 
-    def _closer(self, scene: Scene, tensors: Any, observations: Observations) -> Callable[[Violation], Scene]:
-        def look(found: Violation) -> Scene:
-            if found.clause not in ("replicas-agree", "gradients-agree") or found.tensor not in tensors:
-                return scene
-            tensor = tensors[found.tensor]
-            element = self._exchange.first_difference(observations[0].step, tensor)
-            return replace(scene, element="" if element is None else str(element))
-
-        return look
-
     def close(self) -> None:
         """Take every hook off and say what was checked, how often, at what cost, and what was not. Not collective."""
         if self.closed:
@@ -324,6 +351,7 @@ class Watch(Telling):
         for undo in reversed(self._undo):
             undo()
         if self._cord is not None:
+            self._record_cause(self._cord.cause)
             self._cord.close()
         atexit.unregister(self._leave)
         whole = time.perf_counter() - self._began
@@ -331,6 +359,11 @@ class Watch(Telling):
         self._recorder.close(_reason(sys.exc_info()[1] or self._last_error))
         lines = closing_lines(self._cover, self._verdicts, self._steps, spent / whole if whole else 0.0)
         self._say([*lines, *filter(None, [self._recorder.closing_line()])])
+
+    def _record_cause(self, cause: Cause | None) -> None:
+        """What stopped the loop from elsewhere goes into the ledger here, where no line is being written."""
+        if cause is not None and not cause.written and cause.clause not in {found.clause for found in self.findings}:
+            self._recorder.violation(cause.violation(), "raised", False)
 
     def _leave(self) -> None:
         """The interpreter ends, whatever ended it."""
@@ -340,7 +373,9 @@ class Watch(Telling):
     def __enter__(self) -> Watch:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is not None and self._cord is not None and not self.closed:
+            self._cord.failed(error)
         self.close()
 
 
@@ -349,14 +384,3 @@ def _reason(error: BaseException | None) -> str:
     if isinstance(error, Violation):
         return "violation"
     return "finished" if error is None or (isinstance(error, SystemExit) and not error.code) else "failed"
-
-
-def _agreed(observations: Observations) -> str:
-    """What was equal on all ranks just before an update and what was not, as one line."""
-    words = {"weights": "weights", "gradient": "reduced gradient", "hyperparameters": "hyperparameters"}
-    equal = [word for name, word in words.items() if same(observations, name)]
-    shown = [f"{', '.join(equal)} agreed"] if equal else []
-    if not same(observations, "rate"):
-        rates = ", ".join(f"{real_of(o.values['rate'])!r} on rank {o.rank}" for o in observations)
-        shown.append(f"lr differs: {rates}")
-    return "; ".join(shown)

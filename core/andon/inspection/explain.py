@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from andon.config.source import is_folder
+from andon.inspection.parts import explain_parts
 from andon.inspection.recorded import open_recorded
 from andon.problems import InputError, Problem
 from andon_contracts.clauses import CLAUSES
 from andon_contracts.record import Broken
 
-_KNOWN = frozenset(
-    {"clause", "step", "ranks", "world", "tensor", "seen", "applied", "last_equal", "element", "digests", "versions"}
-)
+_ENDS = {"failed": "failed", "out of memory": "ran out of memory", "died": "died", "hangs": "hangs", "left": "left"}
 _SHOWN = 300
 
 
@@ -41,47 +40,67 @@ def _run(path: Path) -> Iterator[str]:
     if not broken:
         raise InputError([Problem(str(path), "its ledger has no violation to explain")])
     for record in broken:
-        yield from _lines(record.to_json(), record.details)
+        yield from _lines(record.to_json(), record.details, {})
         yield f"  look     andon show {path} --step {record.step}"
         if record.step > 1:
             yield f"  repeat   andon replay {path} --steps {record.step - 1}"
 
 
 def _bundle(path: Path) -> Iterator[str]:
+    body = _json(path)
+    try:
+        version = body["record"].pop("v")
+        record = Broken.from_json(body["record"], version=version)
+    except (KeyError, AttributeError, TypeError, ValueError) as error:
+        problem = f"is no bundle: it has no record of a violation ({error})"
+        raise InputError([Problem(str(path), problem)]) from error
+    yield from _lines(record.to_json(), record.details, body)
+    yield from explain_parts(path.with_suffix(""), record.tensor)
+    for name, value in sorted(_mapping(body.get("versions")).items()):
+        yield f"  {name}: {_short(value)}"
+
+
+def _json(path: Path) -> dict[str, Any]:
     try:
         body = json.loads(path.read_bytes())
     except OSError as error:
         raise InputError([Problem(str(path), f"cannot be read: {error.strerror}")]) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError([Problem(str(path), f"is no bundle: {error}")]) from error
-    if not isinstance(body, dict) or not {"clause", "step", "seen"} <= body.keys():
-        raise InputError([Problem(str(path), "is no bundle: it names no clause, step and what was seen")])
-    digests = body.get("digests")
-    yield from _lines(body, digests if isinstance(digests, dict) else {})
-    if "applied" in body:
-        yield f"  state    step {body['step']} was {'applied' if body['applied'] else 'not applied'}"
-    if body.get("last_equal") is not None:
-        yield f"  equal    last at step {body['last_equal']}"
-    facts = {**body.get("versions", {}), **{name: body[name] for name in sorted(body.keys() - _KNOWN)}}
-    for name, value in facts.items():
-        yield f"  {name}: {_short(value)}"
+    return _mapping(body)
 
 
-def _lines(body: Mapping[str, Any], details: Mapping[str, Any]) -> Iterator[str]:
-    """What was broken, what it promises, and where."""
+def _mapping(found: object) -> dict[str, Any]:
+    return found if isinstance(found, dict) else {}
+
+
+def _lines(body: Mapping[str, Any], details: Mapping[str, Any], scene: Mapping[str, Any]) -> Iterator[str]:
+    """What was broken, what it promises, and where; `scene` is what a bundle says besides its record."""
     clause = CLAUSES.get(body["clause"])
-    yield f"{body['clause']} broken at step {body['step']}"
+    cause = scene.get("cause", "violation")
+    yield (
+        f"{body['clause']} broken at step {body['step']}"
+        if cause == "violation"
+        else f"no violation: a rank {_ENDS.get(cause, cause)}, at step {body['step']}"
+    )
     if clause is not None:
         yield f"  promise  {clause.statement}"
         yield f"  source   {', '.join([clause.source, *clause.aliases])}"
         yield f"  checked  {clause.schedule}"
-    of = f" of {body['world']}" if body.get("world") else ""
+    of = f" of {scene['world']}" if scene.get("world") else ""
     yield f"  ranks    {' '.join(map(str, body.get('ranks') or ())) or 'not attributable'}{of}"
     if body.get("tensor"):
-        yield f"  where    {body['tensor']}{', ' + body['element'] if body.get('element') else ''}"
+        yield f"  where    {body['tensor']}{', ' + scene['element'] if scene.get('element') else ''}"
     yield f"  seen     {body['seen']}"
+    for name in ("before", "likely"):
+        if scene.get(name):
+            yield f"  {name:<8} {scene[name]}{'  [inference, not proof]' if name == 'likely' else ''}"
     for name, value in details.items():
         yield f"  digests  {name}: {_short(value)}"
+    if "applied" in scene:
+        yield f"  state    step {body['step']} was {'applied' if scene['applied'] else 'not applied'}"
+    if scene.get("last_equal") is not None:
+        yield f"  equal    last at step {scene['last_equal']}"
 
 
 def _short(value: object) -> str:

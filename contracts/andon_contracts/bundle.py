@@ -1,0 +1,143 @@
+"""The bundle: what is needed to look into a violation, or into another end, without the processes that saw it.
+
+FOLDER/STEP/CLAUSE.json is the account, written by the lowest live rank: the ledger's record of the violation, the
+message, versions. FOLDER/STEP/CLAUSE/ has a part for each live rank, written by that rank, without a collective:
+`rank-R.json` (batch ids, stacks of all Python threads, digests by tensor), `rank-R.safetensors` (tensors),
+`rank-R.collectives.json` (torch's record of its collectives, where it keeps one). Nothing in it is a pickle.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import socket
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from andon_contracts.fingerprint import environment
+from andon_contracts.observe import digest_of
+from andon_contracts.record import SCHEMA_VERSION, Broken
+from andon_contracts.stacks import collectives, stacks
+from andon_contracts.tensor_file import NAMES, write_tensors
+from andon_contracts.violation import Finding
+
+LIMIT_BYTES = 1 << 26
+"""The most bytes of tensors that one rank writes: what was named first, then the trained state in order."""
+
+
+def _no_ids() -> Sequence[int]:
+    return ()
+
+
+def _no_tensors(_: str) -> Iterable[tuple[str, Tensor]]:
+    return ()
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a rank can put into a bundle. `folder`: where bundles go, None for nowhere; `rank` of `world`.
+
+    `tensors` gives the tensors that matter where that of a name is broken, these first, by what they are.
+    """
+
+    folder: Path | None = None
+    rank: int = 0
+    world: int = 1
+    ids: Callable[[], Sequence[int]] = field(default=_no_ids)
+    tensors: Callable[[str], Iterable[tuple[str, Tensor]]] = field(default=_no_tensors)
+
+    def place(self, step: int) -> Path | None:
+        """The folder of the bundle of `step`."""
+        return None if self.folder is None else self.folder / str(step)
+
+
+def explaining(place: Path) -> str:
+    """The command that explains the bundle at `place`."""
+    return f"andon explain {shlex.quote(str(place))}"
+
+
+def versions() -> dict[str, object]:
+    """What this process runs on, and the libraries that are installed."""
+    devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    found = environment(torch.get_num_threads(), devices)
+    packages = found.pop("packages")
+    return {**found, **(packages if isinstance(packages, dict) else {}), "torch": torch.__version__}
+
+
+def write_account(place: Path, clause: str, finding: Finding, facts: Mapping[str, object]) -> str:
+    """Write PLACE/CLAUSE.json. Empty, or why the disk took nothing: a full disk hides no violation."""
+    record = Broken(clause, finding.step, finding.ranks, finding.tensor, finding.seen, dict(finding.details))
+    body = {
+        "record": {"v": SCHEMA_VERSION, **record.to_json()},
+        "explain": explaining(place),
+        "versions": versions(),
+        **facts,
+    }
+    return _write_json(place / f"{clause}.json", body)
+
+
+def write_part(
+    place: Path, clause: str, evidence: Evidence, at: Mapping[str, object], tensor: str | None = None
+) -> str:
+    """Write what this rank knows under PLACE/CLAUSE/. Empty, or why the disk took nothing.
+
+    at: where this rank is. tensor: the one that is broken, with which the state is written too; None writes no
+    tensors, as from a thread that must not wait for a device.
+    """
+    folder, rank = place / clause, evidence.rank
+    record, why = collectives()
+    body: dict[str, object] = {
+        "rank": rank,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "ids": list(evidence.ids()),
+        "threads": stacks(),
+        "collectives": why or f"rank-{rank}.collectives.json",
+        **at,
+    }
+    failed = "" if record is None else _write_json(folder / f"rank-{rank}.collectives.json", record)
+    if tensor is not None:
+        failed = _write_state(folder, evidence, tensor, body) or failed
+    return _write_json(folder / f"rank-{rank}.json", body) or failed
+
+
+def _write_state(folder: Path, evidence: Evidence, tensor: str, body: dict[str, object]) -> str:
+    kept: dict[str, Tensor] = {}
+    left_out: list[str] = []
+    digests: dict[str, str] = {}
+    size = 0
+    try:
+        for name, found in evidence.tensors(tensor):
+            if name in digests:
+                continue
+            digests[name] = f"{digest_of(found):016x}"
+            if found.dtype not in NAMES or size + found.nbytes > LIMIT_BYTES:
+                left_out.append(name)
+                continue
+            # A copy, so that what is written is what was digested even where the loop goes on.
+            kept[name] = found.detach().cpu().clone()
+            size += found.nbytes
+        folder.mkdir(parents=True, exist_ok=True)
+        write_tensors(folder / f"rank-{evidence.rank}.safetensors", kept, {"rank": str(evidence.rank)})
+    except (OSError, RuntimeError) as error:
+        body["tensors"] = f"not written: {error}"
+        return str(error)
+    body["tensors"] = {"file": f"rank-{evidence.rank}.safetensors", "left out": left_out, "limit bytes": LIMIT_BYTES}
+    body["digests"] = digests
+    return ""
+
+
+def _write_json(path: Path, body: Mapping[str, object]) -> str:
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps(body, indent=2, sort_keys=True, default=repr) + "\n", encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        return str(error)
+    return ""

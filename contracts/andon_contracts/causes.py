@@ -1,0 +1,102 @@
+"""Why all ranks stop: a violation, or one of the ends that are none, told apart (issue 3 item 4)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from typing import Literal
+
+from andon_contracts.violation import Finding, Kind, Violation
+
+HALT = "halt-together"
+
+_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
+_SILENT = ("Timed out waiting", "Wait timeout", "timed out after", "Timed out after", "Socket Timeout")
+_NETWORK_ERRORS = frozenset({"DistBackendError", "DistNetworkError", "DistStoreError"})
+_NO_MEMORY = ("can't allocate memory", "out of memory", "Cannot allocate memory")
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why all ranks stop, the same on every rank. `text` is the whole message, `rank` whose doing it is, if known."""
+
+    kind: Kind
+    text: str
+    rank: int | None = None
+    step: int = 0
+    clause: str = HALT
+    seen: str = ""
+    tensor: str = ""
+    ranks: tuple[int, ...] = ()
+    bundle: str = ""
+    written: bool = False
+    """Whether the bundle was written when the violation was judged, on every rank."""
+
+    @classmethod
+    def of_violation(cls, error: Violation, rank: int) -> Cause:
+        """What `error`, raised on `rank`, tells the others."""
+        found = error.finding
+        return cls(
+            error.cause, str(error), rank, found.step, error.clause or HALT, found.seen, found.tensor, found.ranks,
+            error.bundle, written=bool(error.bundle),
+        )  # fmt: skip
+
+    def violation(self) -> Violation:
+        """The error that every live rank raises."""
+        ranks = self.ranks or (() if self.rank is None else (self.rank,))
+        finding = Finding(self.seen or self.text.partition("\n")[0], self.step, ranks, self.tensor)
+        return Violation(self.text, clause=self.clause, finding=finding, cause=self.kind, bundle=self.bundle)
+
+    def with_rows(self, *rows: tuple[str, str]) -> Cause:
+        """The same with further rows (name, text) under its message."""
+        return replace(self, text="\n".join([self.text, *row_lines(rows)]))
+
+    def to_json(self) -> str:
+        """As it travels to the other ranks."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Cause:
+        """What `to_json` gave. Raises `ValueError` for anything else."""
+        try:
+            body = json.loads(text)
+            return cls(**{**body, "ranks": tuple(body["ranks"])})
+        except (TypeError, KeyError) as error:
+            raise ValueError(f"not a cause: {error}") from error
+
+
+def row_lines(rows: tuple[tuple[str, str], ...]) -> list[str]:
+    """The rows of a message that say something, one line each."""
+    return [f"  {name:<8} {text}" for name, text in rows if text]
+
+
+def consequence(error: BaseException) -> Literal["lost", "silent"] | None:
+    """Whether an error only says that another rank is lost or silent; None where it is this rank's own.
+
+    Gloo raises a plain `RuntimeError` for a peer that is gone, so its text has to be read; torch's own network and
+    store errors have types.
+    """
+    from_gloo = type(error) is RuntimeError and "gloo" in str(error)
+    if type(error).__name__ not in _NETWORK_ERRORS and not from_gloo:
+        return None
+    text = str(error)
+    if any(phrase in text for phrase in _SILENT):
+        return "silent"
+    return "lost" if any(phrase in text for phrase in _LOST) or not from_gloo else None
+
+
+def kind_of(error: BaseException) -> Kind:
+    """What an error is that is no consequence of another rank's end."""
+    if isinstance(error, Violation):
+        return error.cause
+    name, text = type(error).__name__, str(error)
+    starved = isinstance(error, MemoryError) or name == "OutOfMemoryError"
+    if starved or (isinstance(error, RuntimeError | OSError) and any(phrase in text for phrase in _NO_MEMORY)):
+        return "out of memory"
+    return "failed"
+
+
+def first_line(error: BaseException) -> str:
+    """The error's type and the first line of its text."""
+    text = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,0 +1,127 @@
+"""The message of each end that is no violation: who, what, in which step, and what is known besides."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from andon_contracts.bundle import explaining
+from andon_contracts.causes import HALT, Cause, first_line, kind_of, row_lines
+from andon_contracts.peers import Process, ending
+from andon_contracts.violation import Kind
+
+POINTS = ("before its forward pass", "in its forward or backward pass", "at its update")
+"""Where a rank can be within a step, in order."""
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """How far a rank is: the update at which it works (1 is the first), at which of the `POINTS`, since how many
+    seconds; and the last update after which all weights were seen equal."""
+
+    step: int = 0
+    point: str = POINTS[0]
+    since_s: float = 0.0
+    last_equal: int | None = None
+
+    @classmethod
+    def of(cls, told: Mapping[str, Any] | None) -> Whereabouts:
+        """What a rank told of itself; nothing where it told nothing."""
+        told = told or {}
+        return cls(
+            int(told.get("step", 0)),
+            str(told.get("point", POINTS[0])),
+            float(told.get("since_s", 0)),
+            told.get("last_equal"),
+        )
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """What is greater the further a rank is."""
+        return self.step, POINTS.index(self.point) if self.point in POINTS else 0
+
+    def __str__(self) -> str:
+        return f"step {self.step}, {self.point}" if self.step else "an unknown step"
+
+
+@dataclass(frozen=True)
+class Teller:
+    """Who composes messages: `rank` of `world`, with `folder` for bundles, if any."""
+
+    rank: int
+    world: int
+    folder: Path | None = None
+
+    def failed(self, error: BaseException, at: Whereabouts, line: str) -> Cause:
+        """This rank raised `error` in `line` of the loop."""
+        kind = kind_of(error)
+        verb = "ran out of memory" if kind == "out of memory" else "failed"
+        return self._cause(kind, self.rank, verb, first_line(error), at, ("where", line))
+
+    def died(self, rank: int, process: Process, code: int | None, kills: int, at: Whereabouts) -> Cause:
+        """The process of `rank` is gone. kills: how many the system ended for want of memory since the watch began."""
+        likely = f"memory ran out: the system ended {kills} process{'es' * (kills != 1)} for that since the watch began"
+        row = ("likely", f"{likely}  [inference, not proof]" if kills > 0 and code in (None, -9) else "")
+        seen = f"its process {process.pid} on {process.host} {ending(code)}"
+        return self._cause("died", rank, "died", seen, at, row)
+
+    def stopped(self, rank: int, process: Process, at: Whereabouts) -> Cause:
+        """The process of `rank` is there and does not run."""
+        seen = f"its process {process.pid} on {process.host} is stopped (by a signal, a debugger)"
+        return self._cause("hangs", rank, "hangs", seen, at)
+
+    def silent(self, rank: int, process: Process, seconds: float, at: Whereabouts) -> Cause:
+        """A rank on another machine gives no sign of life."""
+        seen = (
+            f"its process {process.pid} on {process.host} has given no sign of life for {seconds:.0f} s: "
+            "it died, is stopped, or cannot be reached"
+        )
+        return self._cause("hangs", rank, "hangs", seen, at)
+
+    def behind(self, rank: int, at: Whereabouts) -> Cause:
+        """The process of `rank` runs, but the others waited for it until a timeout."""
+        passed = f"it passed no hook for {at.since_s:.0f} s"
+        seen = f"its process runs, but the others waited for it until their timeout; {passed}"
+        return self._cause("hangs", rank, "hangs", seen, at)
+
+    def left(self, rank: int, at: Whereabouts) -> Cause:
+        """`rank` closed its watch or ended in order, and the others still needed it."""
+        return self._cause("left", rank, "left", "it closed its watch, or ended, while the others went on", at)
+
+    def unknown(self, error: BaseException, at: Whereabouts) -> Cause:
+        """This rank lost another one, and nothing says which."""
+        seen = f"another rank died, hangs or cannot be reached; which one is not known ({first_line(error)})"
+        return self._cause("died", None, "lost another rank", seen, at, who=self.rank)
+
+    def pulled(self, reason: str, at: Whereabouts) -> Cause:
+        """The loop of this rank told all to stop."""
+        head = f"rank {self.rank} of {self.world} pulled the cord at {at}: {reason}"
+        return self._told("violation", self.rank, head, reason, at)
+
+    def _cause(
+        self,
+        kind: Kind,
+        rank: int | None,
+        verb: str,
+        seen: str,
+        at: Whereabouts,
+        *rows: tuple[str, str],
+        who: int | None = None,
+    ) -> Cause:
+        head = f"rank {who if rank is None else rank} of {self.world} {verb} at {at}, which is no violation: {seen}"
+        return self._told(kind, rank, head, seen, at, *rows)
+
+    def _told(
+        self, kind: Kind, rank: int | None, head: str, seen: str, at: Whereabouts, *rows: tuple[str, str]
+    ) -> Cause:
+        place = None if self.folder is None else self.folder / str(at.step)
+        shown = (
+            *rows,
+            ("state", "" if at.last_equal is None else f"last state known equal: step {at.last_equal}"),
+            ("bundle", "" if place is None else f"{place}  explain: {explaining(place)}"),
+        )
+        text = "\n".join([head if head.endswith(".") else f"{head}.", *row_lines(shown)])
+        ranks = () if rank is None else (rank,)
+        return Cause(kind, text, rank, at.step, HALT, seen, "", ranks, "" if place is None else str(place))

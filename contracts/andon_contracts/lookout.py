@@ -1,0 +1,98 @@
+"""Looking out for ranks that ended without a word, are stopped, or keep the others waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from andon_contracts.causes import Cause, consequence
+from andon_contracts.ends import Teller, Whereabouts
+from andon_contracts.peers import Process, memory_kills
+from andon_contracts.wire import News, Wire
+
+
+class Lookout:
+    """What one rank sees of the others: on its own machine their processes, elsewhere the next rank's signs of life."""
+
+    def __init__(self, wire: Wire, rank: int, patience_s: float) -> None:
+        """patience_s: how long a process may be stopped, or one on another machine silent."""
+        self._wire, self._rank, self._patience_s = wire, rank, patience_s
+        self._kills = memory_kills()
+        self._left: set[int] = set()
+        self._stopped_s: dict[int, float] = {}
+
+    def trouble(self, teller: Teller, passed_s: float) -> Cause | None:
+        """A rank that died, or that has been stopped or silent for too long; asked every `passed_s`."""
+        found = self.gone(teller)
+        if found is not None:
+            return found
+        for rank, process in self._wire.processes.items():
+            # Counted in looks of this thread: a pause of the whole job is nobody's hang.
+            stopped = process.look() == "stopped"
+            self._stopped_s[rank] = self._stopped_s.get(rank, 0.0) + passed_s if stopped else 0.0
+            if self._stopped_s[rank] >= self._patience_s:
+                return teller.stopped(rank, process, self._at(rank, self._wire.ask()))
+        return self._silent(teller)
+
+    def gone(self, teller: Teller) -> Cause | None:
+        """A rank whose process is gone without having left in order."""
+        for rank, process in self._wire.processes.items():
+            if rank in self._left or process.look() != "gone":
+                continue
+            code, news = process.exit_code(), self._wire.ask()
+            lost_with_store = self._wire.broken and rank == self._wire.keeper
+            if code == 0 or (news is None and not lost_with_store) or (news is not None and rank in news.left):
+                self._left.add(rank)
+                continue
+            now = memory_kills()
+            kills = 0 if now is None or self._kills is None else now - self._kills
+            return teller.died(rank, process, code, kills, self._at(rank, news))
+        return None
+
+    def missing(self, teller: Teller, error: BaseException) -> Cause | None:
+        """Whom a collective waited for that raised `error`: one that is stopped, left, or is behind all others."""
+        for rank, process in self._wire.processes.items():
+            if process.look() == "stopped":
+                return teller.stopped(rank, process, self._at(rank, self._wire.ask()))
+        news = self._wire.ask()
+        if news is None:
+            return None
+        left = sorted(news.left - {self._rank})
+        if left:
+            return teller.left(left[0], self._at(left[0], news))
+        if consequence(error) != "silent":
+            return None
+        at = {rank: Whereabouts.of(told) for rank, told in news.progress.items()}
+        last = min(at, key=lambda rank: at[rank].order, default=self._rank)
+        if last != self._rank and at[last].order < max(each.order for each in at.values()):
+            return teller.behind(last, at[last])
+        return None
+
+    def unaware(self) -> Mapping[int, Process]:
+        """The ranks on this machine that live, have not left, and have not said that they know of the cause."""
+        seen = {rank: (process, process.look()) for rank, process in self._wire.processes.items()}
+        known = self._wire.ended | self._wire.left | self._left
+        # A store that does not answer says nothing about who knows; that a process is stopped needs no store.
+        states = ("runs", "stopped") if self._wire.answers() else ("stopped",)
+        return {rank: process for rank, (process, state) in seen.items() if state in states and rank not in known}
+
+    def lowest_live(self) -> bool:
+        """Whether no rank before this one is there to write what one rank has to write."""
+        before = [process for rank, process in self._wire.processes.items() if rank < self._rank]
+        if not self._wire.processes:
+            return self._rank == 0
+        return len(before) == self._rank and all(process.look() in ("gone", "stopped") for process in before)
+
+    def _silent(self, teller: Teller) -> Cause | None:
+        rank, seconds = self._wire.following, self._wire.silent_s
+        if seconds < self._patience_s and not self._keeper_lost():
+            return None
+        rank = self._wire.keeper if self._keeper_lost() and self._wire.keeper is not None else rank
+        return teller.silent(rank, self._wire.processes[rank], seconds, self._at(rank, self._wire.ask()))
+
+    def _keeper_lost(self) -> bool:
+        keeper = self._wire.keeper
+        there = self._wire.broken and keeper is not None and keeper in self._wire.processes
+        return there and keeper is not None and self._wire.processes[keeper].look() == "elsewhere"
+
+    def _at(self, rank: int, news: News | None) -> Whereabouts:
+        return Whereabouts.of(None if news is None else news.progress.get(rank))

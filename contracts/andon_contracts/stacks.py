@@ -1,0 +1,83 @@
+"""What this process is doing: the stacks of its Python threads, and torch's record of its collectives."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+_OURS = ("andon_contracts",)
+_MOST_FRAMES = 64
+_PLACES = (
+    ("torch.utils.data", "in the data loader"),
+    ("torch.distributed", "in a collective"),
+    ("torch.autograd", "in backward"),
+    ("torch.cuda", "waiting for the device"),
+)
+"""By the package of a frame, innermost first: where a rank is, in words."""
+
+
+def stacks() -> list[dict[str, object]]:
+    """Every Python thread of this process: `name`, `main`, `frames` from the outermost as `file:line function`."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    main = threading.main_thread().ident
+    return [
+        {"name": names.get(ident, f"thread {ident}"), "main": ident == main, "frames": _frames(frame)}
+        for ident, frame in sys._current_frames().items()
+    ]
+
+
+def _frames(frame: Any) -> list[str]:
+    found = traceback.extract_stack(frame, limit=_MOST_FRAMES)
+    return [f"{each.filename}:{each.lineno} {each.name}" for each in found]
+
+
+def doing(ident: int) -> str:
+    """Where the thread is: in a collective, in backward, in the data loader; and the line of the user's loop."""
+    frame = sys._current_frames().get(ident)
+    place, line = "", ""
+    while frame is not None and not (place and line):
+        module = frame.f_globals.get("__name__", "")
+        if not place:
+            place = next((word for package, word in _PLACES if module.startswith(package)), "")
+        if not line and module.partition(".")[0] not in (*_OURS, "torch", "threading", "multiprocessing"):
+            line = f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"
+        frame = frame.f_back
+    return ", ".join(part for part in (place, line) if part) or "where no Python runs"
+
+
+def line_of(error: BaseException) -> str:
+    """The innermost line of the user's own code that `error` came through; empty where there is none."""
+    found = [
+        f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in (*_OURS, "torch")
+    ]
+    return found[-1] if found else ""
+
+
+def collectives() -> tuple[Mapping[str, Any] | None, str]:
+    """Torch's own record of this process's collectives (its Flight Recorder), or None and why there is none."""
+    dump = getattr(getattr(torch._C, "_distributed_c10d", None), "_dump_fr_trace_json", None)
+    dump = dump or getattr(getattr(torch._C, "_distributed_c10d", None), "_dump_nccl_trace_json", None)
+    if dump is None:
+        return None, "not available: this torch has no Flight Recorder"
+    try:
+        found = json.loads(dump())
+    except (RuntimeError, ValueError) as error:
+        return None, f"not available: {error}"
+    if not found.get("entries"):
+        return None, "not available: it is empty; TORCH_FR_BUFFER_SIZE=2000 lets torch keep it, for gloo too"
+    return found, ""
+
+
+def pending(entries: Sequence[Mapping[str, Any]], most: int) -> list[str]:
+    """The last `most` of the recorded collectives, in words: name, sizes, state."""
+    return [
+        f"{entry.get('profiling_name')} {entry.get('input_sizes')} {entry.get('state')}" for entry in entries[-most:]
+    ]

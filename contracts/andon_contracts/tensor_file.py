@@ -1,0 +1,93 @@
+"""Tensors on the disk without pickle: the safetensors format, written and read with torch alone.
+
+Eight bytes of length, a JSON header that says where each tensor lies, the bytes. Reading runs no code that the file
+brings, and believes no length that it gives.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import os
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NAMES: Mapping[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""The kinds of tensors that the format has, by its names for them."""
+_DTYPES = {name: dtype for dtype, name in NAMES.items()}
+_MOST_HEADER = 1 << 26
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Write dense tensors to `path`, whole or not at all.
+
+    Raises `OSError` where the disk refuses, and `ValueError` for a kind of tensor that is not in `NAMES`.
+    """
+    odd = [f"{name} ({tensor.dtype})" for name, tensor in tensors.items() if tensor.dtype not in NAMES]
+    if odd:
+        raise ValueError(f"the format has no such kind of tensor: {', '.join(odd)}")
+    held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name, tensor in held.items():
+        begin, end = end, end + tensor.nbytes
+        header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with part.open("wb") as file:
+            file.write(struct.pack("<Q", len(text)) + text)
+            for tensor in held.values():
+                file.write((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()) if tensor.nbytes else b"")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of `path`, on the CPU. Raises `OSError`, and `ValueError` for what is no such file."""
+    data = path.read_bytes()
+    size = struct.unpack("<Q", data[:8])[0] if len(data) >= 8 else _MOST_HEADER
+    if size > min(len(data) - 8, _MOST_HEADER):
+        raise ValueError(f"{path}: the header does not fit into the file")
+    try:
+        header = json.loads(data[8 : 8 + size])
+        if not isinstance(header, dict):
+            raise TypeError("the header is no object")
+        body = memoryview(data)[8 + size :]
+        return {name: _tensor(body, place) for name, place in header.items() if name != "__metadata__"}
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ValueError(f"{path}: {error!r}") from error
+
+
+def _tensor(body: memoryview, place: Mapping[str, Any]) -> Tensor:
+    dtype, shape = _DTYPES[place["dtype"]], [int(size) for size in place["shape"]]
+    begin, end = (int(offset) for offset in place["data_offsets"])
+    if min(shape, default=0) < 0 or not 0 <= begin <= end <= len(body):
+        raise ValueError("a tensor lies outside the file")
+    if math.prod(shape) * dtype.itemsize != end - begin:
+        raise ValueError("a tensor's shape does not fit its bytes")
+    if begin == end:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(body[begin:end]), dtype=dtype).reshape(shape)
