@@ -39,44 +39,46 @@ _CAUSES: Mapping[frozenset[tuple[str, int]], str] = {
 
 @dataclass(frozen=True)
 class Explanation:
-    """Powers of factors that give every measured ratio. sign: -1 where all are negative. cases: how many agree."""
+    """Powers of factors that give every measured ratio; several where the cases cannot tell them apart.
 
-    powers: Powers
-    sign: int
-    cases: int
+    sign: -1 where all ratios are negative. With no powers at all it is the sign alone.
+    """
+
+    products: tuple[Powers, ...]
+    sign: int = 1
 
     def fits(self, ratio: float, case: Case) -> bool:
         """Whether it gives this ratio too."""
         factors = _factors(case)
-        value = self.sign * prod(float(factors[name]) ** power for name, power in self.powers.items())
-        return isclose(value, ratio, rel_tol=1e-3)
+        values = [
+            prod(float(factors[name]) ** power for name, power in each.items()) for each in self.products or ({},)
+        ]
+        return all(isclose(self.sign * value, ratio, rel_tol=1e-3) for value in values)
 
     def of(self, ratio: float, case: Case) -> str:
-        """`4.000 = accumulation 2 x world 2: the loss was not divided`, for one of the measured."""
-        product = name_product(_factors(case), self.powers) if self.powers else "the sign"
-        signed = f"-1 x {product}" if self.sign < 0 and self.powers else product
-        cause = _CAUSES.get(frozenset(self.powers.items()), "") if self.sign > 0 else ""
-        return f"{show_ratio(ratio)} = {signed}" + (f": {cause}" if cause else "")
+        """`4.000 = accumulation 2 x world 2: the loss was not divided`, for a ratio that it fits."""
+        named = " or ".join(sorted(name_product(_factors(case), powers) for powers in self.products)) or "the sign"
+        signed = f"-1 x {named}" if self.sign < 0 and self.products else named
+        cause = _CAUSES.get(frozenset(self.products[0].items()), "") if len(self.products) == 1 else ""
+        return f"{show_ratio(ratio)} = {signed}" + (f": {cause}" if cause and self.sign > 0 else "")
 
 
 def explain(measured: Sequence[Measured]) -> Explanation | None:
-    """The simplest product that gives every ratio of `measured`; None where there is none, or none but 1.
+    """The simplest products that give every ratio of `measured`; None where there are none, or none but 1.
 
     World size and accumulation are tried first, and sizes of batches only where these do not do: a batch is a product
     of the two, so that it fits by chance whatever they fit.
     """
-    if not measured or any(not isfinite(ratio) or ratio == 0 for ratio, _ in measured):
-        return None
     signs = {1 if ratio > 0 else -1 for ratio, _ in measured}
-    if len(signs) > 1:
+    if len(signs) != 1 or any(not isfinite(ratio) or ratio == 0 for ratio, _ in measured):
         return None
-    sign = signs.pop()
+    (sign,) = signs
     if all(isclose(abs(ratio), 1.0, rel_tol=1e-3) for ratio, _ in measured):
-        return Explanation({}, sign, len(measured)) if sign < 0 else None
+        return Explanation((), sign) if sign < 0 else None
     for names in (("accumulation", "world"), tuple(_factors(measured[0][1]))):
         fitting = fitting_powers([(ratio, _some(_factors(case), names)) for ratio, case in measured])
         if fitting:
-            return Explanation(fitting[0], sign, len(measured))
+            return Explanation(tuple(fitting), sign)
     return None
 
 
@@ -94,7 +96,7 @@ def diagnosed(found: Counterexample, case: Case, common: Explanation | None) -> 
 def reason(found: Counterexample, case: Case) -> tuple[str, ...]:
     """What a smaller counterexample must keep, to be one of the same mistake: the factors of its ratio by name."""
     explanation = explain([(found.ratio, case)]) if found.ratio is not None else None
-    return tuple(sorted(explanation.powers)) if explanation is not None else ()
+    return tuple(sorted({name for each in explanation.products for name in each})) if explanation is not None else ()
 
 
 def _factors(case: Case) -> dict[str, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,14 +11,12 @@ from andon_falsify.campaign.bench import Bench
 from andon_falsify.campaign.diagnosis import Explanation, diagnosed, explain
 from andon_falsify.campaign.interpreter import Said
 from andon_falsify.campaign.outcome import Finding, Report
+from andon_falsify.campaign.reasons import condensed
 from andon_falsify.campaign.trial import FUNCTIONS, Trial
 from andon_falsify.verdict import Claim, Verdict, merge, unknown
 
 _KEPT = 3
 """Counterexamples of one trial that a report keeps; what follows from the first is rarely news."""
-_REASONS = 3
-_MARGIN = re.compile(r"largest (?:relative error|difference) (?P<share>[^ ,]+)[ ,].*")
-"""How near a comparison came to its bound, as checkers note it."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,9 @@ def _findings(bench: Bench, claim: Claim, said: Sequence[Said]) -> list[Finding]
     found = []
     for place, held in by_place.items():
         verdict = merge(_made_repeatable(bench, each, explanation) for each in held)
-        finding = _finding(bench, claim, place, held[0].trial.seed, _condensed(verdict), _curve(held))
+        finding = _finding(
+            bench, claim, place, held[0].trial.seed, replace(verdict, why=condensed(verdict.why)), _curve(held)
+        )
         found.append(finding)
     return found
 
@@ -128,19 +127,3 @@ def _curve(said: Sequence[Said]) -> tuple[float, ...]:
         if len(ratios) > 1 and all(map(isfinite, ratios)):
             return tuple(ratios)
     return ()
-
-
-def _condensed(verdict: Verdict) -> Verdict:
-    """The verdict with the largest of its margins, and with few of its reasons."""
-    reasons = verdict.why.split("; ") if verdict.why else []
-    margins = [match for text in reasons if (match := _MARGIN.fullmatch(text))]
-    if margins:
-        worst = max(margins, key=_share).group()
-        reasons = [text for text in reasons if not _MARGIN.fullmatch(text)] + [worst]
-    more = f"; and {len(reasons) - _REASONS} more" if len(reasons) > _REASONS else ""
-    why = "; ".join(reasons[:_REASONS]) + more
-    return replace(verdict, why=why)
-
-
-def _share(margin: re.Match[str]) -> float:
-    return float(margin["share"])

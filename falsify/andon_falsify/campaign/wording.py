@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from andon_falsify.campaign.bench import Bench
 from andon_falsify.campaign.interpreter import Campaign
 from andon_falsify.campaign.outcome import Finding, Report
+from andon_falsify.campaign.reasons import condensed
 from andon_falsify.campaign.trial import Trial
 from andon_falsify.verdict import Outcome, Verdict
 
@@ -47,16 +48,13 @@ def verdict_lines(report: Report) -> Iterator[str]:
 
 
 def _outcome(verdict: Verdict, findings: list[Finding]) -> str:
+    why = condensed(verdict.why)
     if verdict.outcome is Outcome.HOLDS:
-        return f"holds ({verdict.checked} comparisons{_because(verdict.why)})"
+        return f"holds ({verdict.checked} comparisons" + (f"; {why})" if why else ")")
     same = [finding.place for finding in findings if finding.outcome is verdict.outcome and finding.place]
     places = "; ".join(same[:_PLACES]) + (f"; and {len(same) - _PLACES} more places" if len(same) > _PLACES else "")
     at = f" at {places}" if places and verdict.outcome is not Outcome.NOT_APPLICABLE else ""
-    return f"{verdict.outcome.value}{at}" + (f" ({verdict.why})" if verdict.why else "")
-
-
-def _because(why: str) -> str:
-    return f"; {why}" if why else ""
+    return f"{verdict.outcome.value}{at}" + (f" ({why})" if why else "")
 
 
 def _expected(report: Report, finding: Finding, verdict: Verdict) -> str:
