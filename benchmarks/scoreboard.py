@@ -23,7 +23,7 @@ from andon_falsify.report.scoreboard import scoreboard
 
 _INTRODUCTION = """# Scoreboard
 
-Written by `python -m benchmarks.scoreboard --write docs/scoreboard.md`; do not edit.
+Written by `python -m benchmarks.scoreboard --budget {budget} --write docs/scoreboard.md`; do not edit.
 
 What the suite found of our trainer and of loops as the documentation of each library teaches them. A library does not
 promise every claim: the table says what such a loop does on ragged batches and several ranks, with the versions named,
@@ -56,8 +56,11 @@ def main() -> int:
     if options.source is not None:
         report = read_json(options.source)
     else:
-        report = joined(list(campaigns(options.subject or [OURS, *PEERS], options.budget, options.seed)))
-    text = f"{_INTRODUCTION}\n{scoreboard(report)}"
+        found = list(campaigns(options.subject or [OURS, *PEERS], options.budget, options.seed))
+        if not found:
+            parser.error("none of these subjects can be judged here")
+        report = joined(found)
+    text = f"{_INTRODUCTION.format(budget=options.budget)}\n{scoreboard(report)}"
     print(text)
     if options.write is not None:
         write_whole(options.write, text.encode())

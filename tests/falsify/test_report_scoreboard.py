@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
+import pytest
+
+from andon_falsify.report.document import write_json
 from andon_falsify.report.scoreboard import code, plain, scoreboard, scoreboard_table
 from tests.falsify.reports import NASTY, REASON, campaign, hostile
 
@@ -84,6 +88,19 @@ def test_no_text_breaks_the_table_or_becomes_markup() -> None:
     without_code = re.sub(r"(`+)(?!`).+?(?<!`)\1(?!`)", "", text)
     assert "<" not in without_code.replace("<br>", "")
     assert [line for line in text.splitlines() if line.startswith("#")] == [f"## {title}" for title in sections(text)]
+
+
+def test_the_command_fails_where_a_verdict_was_not_expected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unexpected pass and an unannounced fall end it with 1; with every fall expected it ends with 0."""
+    command = pytest.importorskip("benchmarks.scoreboard", reason="benchmarks/ is in the checkout only")
+    right = {("hf_trainer", "gradient-law"): REASON, ("hf_trainer", "samples-once"): "y", ("ddp", "gradient-law"): "z"}
+    strict = right | {("ddp", "losses-close"): "each rank reports its own loss"}
+    for expected, code_ in ((right, 0), (strict, 1), ({}, 1)):
+        write_json(replace(campaign(), expected=expected), tmp_path / "r.json")
+        written = tmp_path / "scoreboard.md"
+        monkeypatch.setattr("sys.argv", ["scoreboard", "--from", str(tmp_path / "r.json"), "--write", str(written)])
+        assert command.main() == code_
+        assert cells(written.read_text(encoding="utf-8"))[0] == cells(scoreboard_table(campaign()))[0]
 
 
 def test_text_and_code_of_markdown() -> None:
