@@ -39,32 +39,36 @@ class Outcome:
         return self.value
 
 
-def run_ranks(world: int, work: Work, *args: Any) -> list[Outcome]:
+def run_ranks(world: int, work: Work, *args: Any, deadline_s: float = DEADLINE_S) -> list[Outcome]:
     """work(*args) in each of `world` ranks of a gloo group of their own; the outcomes by rank.
 
-    `work` is a function of a module that a new process can import. Ranks that have not answered after `DEADLINE_S`
+    `work` is a function of a module that a new process can import. Ranks that have not answered after `deadline_s`
     are killed, by pid, and have a `TimeoutError` as their outcome.
     """
     with tempfile.TemporaryDirectory() as folder:
-        started = [_start(rank, world, Path(folder) / "store", work, args) for rank in range(world)]
+        store = Path(folder) / "store"
+        started = [_start(rank, world, store, deadline_s, work, args) for rank in range(world)]
         try:
-            return _collect({rank: reader for rank, (_, reader) in enumerate(started)})
+            return _collect({rank: reader for rank, (_, reader) in enumerate(started)}, deadline_s)
         finally:
             for process, reader in started:
                 _end(process)
                 reader.close()
 
 
-def _start(rank: int, world: int, store: Path, work: Work, args: tuple[Any, ...]) -> tuple[BaseProcess, Connection]:
+def _start(
+    rank: int, world: int, store: Path, deadline_s: float, work: Work, args: tuple[Any, ...]
+) -> tuple[BaseProcess, Connection]:
     reader, writer = _CONTEXT.Pipe(duplex=False)
-    process = _CONTEXT.Process(target=_rank, args=(rank, world, str(store), writer, work, args), daemon=True)
+    given = (rank, world, str(store), deadline_s, writer, work, args)
+    process = _CONTEXT.Process(target=_rank, args=given, daemon=True)
     process.start()
     writer.close()
     return process, reader
 
 
-def _collect(readers: Mapping[int, Connection]) -> list[Outcome]:
-    deadline = time.monotonic() + DEADLINE_S
+def _collect(readers: Mapping[int, Connection], deadline_s: float) -> list[Outcome]:
+    deadline = time.monotonic() + deadline_s
     found: dict[int, Outcome] = {}
     while len(found) < len(readers):
         waiting = {reader: rank for rank, reader in readers.items() if rank not in found}
@@ -74,7 +78,7 @@ def _collect(readers: Mapping[int, Connection]) -> list[Outcome]:
         for reader in ready:
             assert isinstance(reader, Connection)
             found[waiting[reader]] = _read(reader)
-    late = Outcome(error=TimeoutError(f"no answer within {DEADLINE_S} s"))
+    late = Outcome(error=TimeoutError(f"no answer within {deadline_s} s"))
     return [found.get(rank, late) for rank in readers]
 
 
@@ -94,12 +98,14 @@ def _end(process: BaseProcess) -> None:
         process.join()
 
 
-def _rank(rank: int, world: int, store: str, writer: Connection, work: Work, args: tuple[Any, ...]) -> None:
+def _rank(
+    rank: int, world: int, store: str, deadline_s: float, writer: Connection, work: Work, args: tuple[Any, ...]
+) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    timeout = datetime.timedelta(seconds=DEADLINE_S)
+    timeout = datetime.timedelta(seconds=deadline_s)
     try:
         dist.init_process_group(
             "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timeout

@@ -65,8 +65,8 @@ def plan(step: int) -> list[int]:
 
 
 def schedule(step: int) -> float:
-    """A linear decay, so that a schedule that is out of step shows."""
-    return RATE * (1 - 0.01 * step)
+    """A decay, so that a schedule that is out of step shows."""
+    return RATE / (1 + 0.01 * step)
 
 
 @dataclass

@@ -331,7 +331,7 @@ class WeightFlippedUnseen(Loop):
 
     def before_update(self, step: int) -> None:
         if step == 4 and self.rank == RANK:
-            self.model.get_parameter("lora_A.weight").data.view(torch.int32)[0, 0] ^= 1
+            self.model.get_parameter("lora_A.weight").data.view(torch.int32)[0, 0] ^= 1 << 12
 
 
 class GradientCorrupt(Loop):

@@ -1,0 +1,89 @@
+"""False alarms: `python -m benchmarks.clean_runs` runs 1,000 right steps of every kind of loop under a watch.
+
+Each kind runs on 2 ranks (gloo), with `action` set to collect. Printed are a table and one line of JSON; the exit code
+is 1 if a watch said anything, or a loop did not end. `--kind` (again and again) chooses, `--steps` shortens. Kinds
+whose libraries are not installed are listed as such. The last kind is a run of our own trainer under its contracts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.runs import run, table
+from tests.support.ranks import run_ranks
+from tests.watch.clean_kinds import KINDS, installed, run_kinds
+
+TRAINER = "trainer of andon"
+_SMALL = ("training.batch_size=8", "training.micro_batches=2")
+_LOADED_ONCE = ("torch", "torch.distributed.fsdp", "icontract", "torch._dynamo", "accelerate", "lightning.fabric",
+                "transformers.trainer")  # fmt: skip
+Row = dict[str, Any]
+
+
+def main() -> int:
+    """Run the kinds that were asked for; 1 if a watch said anything."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--kind", action="append", choices=[*KINDS, TRAINER], metavar="KIND", default=[])
+    parser.add_argument("--deadline", type=float, default=900.0, help="seconds that a kind may take")
+    parser.add_argument("--json", type=Path, help="where the JSON goes too")
+    options = parser.parse_args()
+    # Imported by a server that starts no thread, once for all ranks; what is not installed is passed over.
+    multiprocessing.set_forkserver_preload(list(_LOADED_ONCE))
+    rows = [_row(name, options.steps, options.deadline) for name in options.kind or [*KINDS, TRAINER]]
+    header = ("kind", "steps", "evaluations", "violations", "suspicions")
+    print(table(header, [[row[word] for word in header] for row in rows]))
+    text = json.dumps({"steps": options.steps, "ranks": 2, "kinds": rows})
+    print(text)
+    if options.json is not None:
+        options.json.write_text(text + "\n", encoding="utf-8")
+    return int(any(row["violations"] or row["suspicions"] or row["said"] for row in rows))
+
+
+def _row(name: str, steps: int, deadline_s: float) -> Row:
+    measure: Callable[[str, int, float], Row] = _of_trainer if name == TRAINER else _of_kind
+    row: Row = {"kind": name, "steps": 0, "evaluations": 0, "violations": 0, "suspicions": 0, "said": [], "note": ""}
+    row |= measure(name, steps, deadline_s)
+    for said in row["said"]:
+        print(f"{name}: {said}", flush=True)
+    return row
+
+
+def _of_kind(name: str, steps: int, deadline_s: float) -> Row:
+    if not installed(KINDS[name]):
+        return {"note": f"not run: needs {', '.join(KINDS[name].needs)}"}
+    outcomes = run_ranks(2, run_kinds, [name], steps, deadline_s=deadline_s)
+    errors = [f"{type(o.error).__name__}: {o.error}" for o in outcomes if o.error is not None]
+    if errors:
+        return {"said": errors}
+    by_rank = [outcome.get()[name] for outcome in outcomes]
+    return {
+        "steps": steps,
+        "evaluations": by_rank[0].evaluations,
+        "violations": max(len(seen.violations) for seen in by_rank),
+        "suspicions": max(len(seen.suspicions) for seen in by_rank),
+        "said": sorted({said for seen in by_rank for said in (*seen.violations, *seen.suspicions)}),
+    }
+
+
+def _of_trainer(name: str, steps: int, deadline_s: float) -> Row:
+    settings = [f"training.max_steps={steps}", *_SMALL]
+    words = [word for setting in settings for word in ("--set", setting)]
+    with tempfile.TemporaryDirectory() as folder:
+        found = run(Path(folder) / "run", "--backend", "gloo", "--workers", "2", *words, expect=(0, 70))
+    return {
+        "steps": found.summary.get("steps", 0),
+        "evaluations": sum(found.summary.get("contracts", {}).values()),
+        "violations": int(found.code != 0),
+        "said": [f"ended with exit code {found.code}"] * (found.code != 0),
+    }
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

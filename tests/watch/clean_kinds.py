@@ -1,0 +1,78 @@
+"""Every kind of right loop, by name: what 1,000 steps of each must not make a watch say anything about."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+
+import torch
+
+from tests.watch import clean_peers, clean_state
+from tests.watch.clean import Kind, Seen
+from tests.watch.clean_loops import (
+    RightLoop,
+    by_hand,
+    compiled,
+    compiled_to_code,
+    ddp_finding_unused,
+    ddp_views,
+    foreach,
+    fused,
+    lbfgs,
+    momentum,
+    sgd,
+    warm_up,
+)
+from tests.watch.clean_models import Checkpointed, LayerDrop, Normed, SparseEmbedding, WithUnused
+
+UNUSED = {"allow": {"gradient-present": "the layer is there for another task"}}
+
+KINDS = {
+    "plain loop": Kind(RightLoop(wrap=by_hand)),
+    "plain loop, gradients zeroed, not None": Kind(RightLoop(wrap=by_hand, set_to_none=False)),
+    "plain loop, all lines told": Kind(clean_state.all_told),
+    "DDP": Kind(RightLoop()),
+    "DDP, gradient views, static graph": Kind(RightLoop(wrap=ddp_views, clip=0.1)),
+    "FSDP2": Kind(clean_peers.sharded),
+    "AdamW foreach, clipping": Kind(RightLoop(optimizer=foreach, clip=1.0)),
+    "AdamW fused": Kind(RightLoop(optimizer=fused)),
+    "SGD": Kind(RightLoop(optimizer=sgd)),
+    "SGD with momentum, clipping by norm": Kind(RightLoop(optimizer=momentum, clip=0.05)),
+    "SGD, clipping by value": Kind(RightLoop(optimizer=sgd, clip_value=0.01)),
+    "accumulation 4, clipping": Kind(RightLoop(accumulate=4, clip=0.1)),
+    "ragged last batch, accumulation": Kind(RightLoop(ragged=True, accumulate=2)),
+    "bf16 autocast": Kind(RightLoop(model=Normed, autocast=torch.bfloat16)),
+    "fp16, scaler that skips": Kind(RightLoop(scaled=True, autocast=torch.float16, clip=1.0)),
+    "fp16, scaler that skips, AdamW fused": Kind(RightLoop(scaled=True, autocast=torch.float16, optimizer=fused)),
+    "fp16, scaler that skips, plain loop": Kind(RightLoop(scaled=True, autocast=torch.float16, wrap=by_hand)),
+    "warm-up from learning rate 0": Kind(RightLoop(rate=warm_up, told={"schedule": warm_up})),
+    "batch norm, dropout, accumulation": Kind(RightLoop(model=Normed, accumulate=4)),
+    "batch norm, evaluation on one rank": Kind(RightLoop(model=Normed, optimizer=momentum, evaluate=True)),
+    "unused parameters, DDP": Kind(RightLoop(model=WithUnused, wrap=ddp_finding_unused)),
+    "unused parameters, plain loop, allowed": Kind(RightLoop(model=WithUnused, wrap=by_hand, told=UNUSED)),
+    "layer drop, DDP": Kind(RightLoop(model=LayerDrop, wrap=ddp_finding_unused)),
+    "layer drop, plain loop, SGD": Kind(RightLoop(model=LayerDrop, wrap=by_hand, optimizer=sgd)),
+    "layer drop alike on all ranks": Kind(RightLoop(model=LayerDrop, wrap=by_hand, one_seed=True, accumulate=2)),
+    "checkpointed activations, tied weights": Kind(RightLoop(model=Checkpointed)),
+    "sparse gradients": Kind(RightLoop(model=SparseEmbedding, optimizer=sgd)),
+    "average of weights": Kind(clean_state.averaged),
+    "two optimizers": Kind(clean_state.two_optimizers),
+    "two optimizers in turn": Kind(clean_state.alternating),
+    "LBFGS": Kind(RightLoop(optimizer=lbfgs, closure=True)),
+    "resumed in the middle": Kind(clean_state.resumed),
+    "torch.compile, traced": Kind(RightLoop(wrap=compiled), weight="heavy"),
+    "torch.compile, to code": Kind(RightLoop(wrap=compiled_to_code), weight="slow"),
+    "Accelerate": Kind(clean_peers.accelerated, ("accelerate",), "heavy"),
+    "Lightning Fabric": Kind(clean_peers.fabric, ("lightning",), "heavy"),
+    "Trainer of transformers": Kind(clean_peers.transformers_trainer, ("transformers", "accelerate"), "heavy"),
+}
+
+
+def installed(kind: Kind) -> bool:
+    """Whether this machine has what the loop uses."""
+    return all(importlib.util.find_spec(name) is not None for name in kind.needs)
+
+
+def run_kinds(names: Sequence[str], steps: int) -> dict[str, Seen]:
+    """What a watch saw on this rank of each kind, of so many steps."""
+    return {name: KINDS[name].run(steps) for name in names}

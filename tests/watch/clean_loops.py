@@ -1,0 +1,207 @@
+"""Right loops that differ in how they wrap, accumulate, clip, scale and optimize, written out once."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import andon
+from andon_contracts.watch import Watch
+from tests.watch.clean import Seen, ignore, seen_by
+from tests.watch.loop import Model, data
+
+Optimizers = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+EVEN_ROWS = 32
+SKIPS_FROM = 2.0**24
+"""A loss scale at which float16 overflows."""
+
+
+def adamw(parameters: list[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
+    """AdamW at a rate at which a small model learns."""
+    return torch.optim.AdamW(parameters, lr=1e-2, **options)
+
+
+def foreach(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """AdamW over lists of tensors."""
+    return adamw(parameters, foreach=True)
+
+
+def fused(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """AdamW in one kernel, which itself skips an update that overflowed."""
+    return adamw(parameters, fused=True)
+
+
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Without anything."""
+    return torch.optim.SGD(parameters, lr=1e-2)
+
+
+def momentum(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """SGD with momentum."""
+    return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9)
+
+
+def lbfgs(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Evaluates its closure several times an update."""
+    return torch.optim.LBFGS(parameters, lr=1e-2, max_iter=3)
+
+
+def by_hand(model: nn.Module) -> nn.Module:
+    """No wrapper: the loop itself broadcasts buffers and reduces gradients."""
+    return model
+
+
+def ddp(model: nn.Module) -> nn.Module:
+    """Torch's own wrapper."""
+    return DistributedDataParallel(model)
+
+
+def ddp_finding_unused(model: nn.Module) -> nn.Module:
+    """The wrapper, told that not every parameter is used."""
+    return DistributedDataParallel(model, find_unused_parameters=True)
+
+
+def ddp_views(model: nn.Module) -> nn.Module:
+    """The wrapper whose gradients are views of its buckets, over a graph that never changes."""
+    return DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True)
+
+
+def compiled(model: nn.Module) -> nn.Module:
+    """The wrapper around a traced and differentiated graph, without code for it being generated."""
+    return DistributedDataParallel(torch.compile(model, backend="aot_eager"))
+
+
+def compiled_to_code(model: nn.Module) -> nn.Module:
+    """A compiled wrapper."""
+    whole: nn.Module = torch.compile(DistributedDataParallel(model))
+    return whole
+
+
+def warm_up(step: int) -> float:
+    """From 0, which the first update has."""
+    return 1e-3 * min(step - 1, 10)
+
+
+@dataclass(frozen=True)
+class RightLoop:
+    """How a loop is built and run; `told` is what its watch is told once."""
+
+    model: Callable[[], nn.Module] = Model
+    optimizer: Optimizers = adamw
+    wrap: Callable[[nn.Module], nn.Module] = ddp
+    accumulate: int = 1
+    clip: float | None = None
+    clip_value: float | None = None
+    rate: Callable[[int], float] | None = None
+    set_to_none: bool = True
+    autocast: torch.dtype | None = None
+    scaled: bool = False
+    closure: bool = False
+    evaluate: bool = False
+    ragged: bool = False
+    one_seed: bool = False
+    told: Mapping[str, Any] = field(default_factory=dict)
+
+    def __call__(self, steps: int) -> Seen:
+        """Train for so many steps under a watch; raises `RuntimeError` where a scaler was to skip and did not."""
+        torch.manual_seed(0)
+        run = Run(self, self.model())
+        torch.manual_seed(100 + (0 if self.one_seed else dist.get_rank()))
+        for step in range(1, steps + 1):
+            run.step(step)
+        run.watch.close()
+        if self.scaled and run.scaler.get_scale() >= SKIPS_FROM * 2 ** (steps / 4):
+            raise RuntimeError("the scaler skipped no step")
+        return seen_by(run.watch)
+
+
+class Run:
+    """One run of a `RightLoop` on this rank."""
+
+    def __init__(self, how: RightLoop, inner: nn.Module) -> None:
+        self.how = how
+        self.inner = inner
+        self.model = how.wrap(inner)
+        self.optimizer = how.optimizer([p for p in inner.parameters() if p.requires_grad])
+        self.scaler = torch.amp.GradScaler("cpu", enabled=how.scaled, init_scale=SKIPS_FROM, growth_interval=4)
+        told = {**how.told, **({"scaler": self.scaler} if how.scaled else {})}
+        self.watch: Watch = andon.watch(self.model, self.optimizer, action=ignore, **told)
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+
+    def step(self, step: int) -> None:
+        """One update, or one that the scaler skips."""
+        if self.how.rate is not None:
+            self.optimizer.param_groups[0]["lr"] = self.how.rate(step)
+        if self.how.closure:
+            self.optimizer.step(lambda: float(self.backward(step)))
+        else:
+            self.backward(step)
+            self.scaler.unscale_(self.optimizer)
+            self.clip()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        if self.how.evaluate and self.rank == 0:
+            self.evaluate()
+
+    def clip(self) -> None:
+        """As was asked."""
+        if self.how.clip is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.how.clip)
+        if self.how.clip_value is not None:
+            nn.utils.clip_grad_value_(self.model.parameters(), self.how.clip_value)
+
+    @torch.no_grad()
+    def evaluate(self) -> None:
+        """On this rank alone."""
+        self.model.eval()
+        self.inner(data()[0])
+        self.model.train()
+
+    def backward(self, step: int) -> Tensor:
+        """The gradient of the mean over all ranks; the sum of the ranks' losses."""
+        self.optimizer.zero_grad(set_to_none=self.how.set_to_none)
+        x, y = data()
+        rows = len(x) if self.how.ragged and step % 3 == 0 else EVEN_ROWS
+        total = torch.zeros(())
+        parts = torch.arange(self.rank, rows, self.world).tensor_split(self.how.accumulate)
+        for number, part in enumerate(parts, 1):
+            self.model.require_backward_grad_sync = number == len(parts)  # type: ignore[assignment]
+            total += self.micro_batch(x[part], y[part], rows)
+        if self.how.wrap is by_hand:
+            self.reduce()
+        dist.all_reduce(total)
+        return total
+
+    def micro_batch(self, x: Tensor, y: Tensor, rows: int) -> Tensor:
+        """Forward and backward; the share of these rows in the mean over all `rows`."""
+        if self.how.wrap is by_hand:
+            for buffer in self.model.buffers():
+                dist.broadcast(buffer, 0)
+        dtype = self.how.autocast
+        with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
+            share = nn.functional.cross_entropy(self.model(x), y, reduction="sum") / rows
+        # The reduction is a mean over ranks.
+        self.scaler.scale(share * self.world).backward()
+        return share.detach()
+
+    def reduce(self) -> None:
+        """The mean over ranks of what any rank has."""
+        for p in itertools.filterfalse(_frozen, self.model.parameters()):
+            there = torch.tensor(p.grad is not None, dtype=torch.int32)
+            dist.all_reduce(there)
+            if not there:
+                continue
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            dist.all_reduce(p.grad)
+            p.grad /= self.world
+
+
+def _frozen(parameter: nn.Parameter) -> bool:
+    return not parameter.requires_grad

@@ -1,0 +1,102 @@
+"""Small models whose training is right and unusual in some way: batch statistics, dropped layers, tied weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.watch.loop import CLASSES, FEATURES
+
+WIDTH = 16
+
+
+class Normed(nn.Module):
+    """A model with batch statistics and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Linear(FEATURES, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.Dropout(0.2), nn.Linear(WIDTH, CLASSES)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, FEATURES] to [rows, CLASSES]."""
+        logits: Tensor = self.net(x)
+        return logits
+
+
+class WithUnused(Normed):
+    """With a layer that nobody calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(2, 2)
+
+
+class LayerDrop(nn.Module):
+    """Residual layers, each left out of half of the forward passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, FEATURES] to [rows, CLASSES]."""
+        hidden = torch.tanh(self.first(x))
+        for layer in self.layers:
+            if not self.training or torch.rand(()) < 0.5:
+                hidden = hidden + 0.1 * torch.tanh(layer(hidden))
+        logits: Tensor = self.head(hidden)
+        return logits
+
+
+class Checkpointed(nn.Module):
+    """Attention blocks whose activations are computed again in the backward pass, and two layers with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
+        self.last.weight = self.first.weight
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(FEATURES, 2, WIDTH, batch_first=True) for _ in range(2))
+        self.head = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, FEATURES] to [rows, CLASSES]."""
+        hidden = self.first(x)[:, None]
+        for block in self.blocks:
+            hidden = checkpoint(block, hidden, use_reentrant=False)
+        logits: Tensor = self.head(self.last(hidden).squeeze(1))
+        return logits
+
+
+class SparseEmbedding(nn.Module):
+    """The signs of the features are words whose embeddings have sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.EmbeddingBag(2 * FEATURES, CLASSES, mode="sum", sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, FEATURES] to [rows, CLASSES]."""
+        logits: Tensor = self.words((x > 0).long() + 2 * torch.arange(FEATURES))
+        return logits
+
+
+class Replying(nn.Module):
+    """`Normed` as the Trainer of transformers wants it: labels in, a loss and logits out."""
+
+    accepts_loss_kwargs = False
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Any]:
+        """[rows, FEATURES] and [rows] to the mean loss and [rows, CLASSES]."""
+        logits = self.inner(x)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
