@@ -68,7 +68,8 @@ def mix64(words: Tensor) -> Tensor:
     return mixed
 
 
-def _mix_int(value: int) -> int:
+def mix_integer(value: int) -> int:
+    """`mix64` of one integer, taken modulo 2^64; in [0, 2^64)."""
     value &= _MASK
     for shift, factor in _ROUNDS:
         value = ((value ^ (value >> shift)) * factor) & _MASK
@@ -222,7 +223,7 @@ def word_sum(tensor: Tensor, start: int = 0) -> int:
 
 def word_sum_of(word: int) -> int:
     """The `word_sum` of a tensor of at most 8 bytes whose one word is `word`."""
-    return _mix_int(word)
+    return mix_integer(word)
 
 
 def seal(total: int, dtype: torch.dtype, shape: Sequence[int]) -> int:
@@ -230,7 +231,7 @@ def seal(total: int, dtype: torch.dtype, shape: Sequence[int]) -> int:
     size = dtype.itemsize
     for extent in shape:
         size *= extent
-    return _mix_int(total + _header("tensor", size, dtype, *shape))
+    return mix_integer(total + _header("tensor", size, dtype, *shape))
 
 
 def tensor_digest(tensor: Tensor) -> int:
@@ -244,8 +245,8 @@ def tensor_digest(tensor: Tensor) -> int:
 
 def join(digests: Mapping[str, int]) -> int:
     """The `tree_digest` of a tree from the `tensor_digest` of each of its names."""
-    total = sum(_mix_int(digest + _header("name", name)) for name, digest in digests.items())
-    return _mix_int(total + _header("tree", len(digests)))
+    total = sum(mix_integer(digest + _header("name", name)) for name, digest in digests.items())
+    return mix_integer(total + _header("tree", len(digests)))
 
 
 def tree_digest(tree: Mapping[str, Tensor]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -11,18 +12,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from andon_contracts.agree import bits_of
+from andon_contracts.watch.kept import Kept
 from andon_contracts.watch.leaves import LeafTaps
 from andon_contracts.watch.presence import Presence
 from andon_contracts.watch.reading import (
-    chunks,
-    digest_of_chunks,
-    flat_digest,
+    Reader,
+    Reading,
+    Text,
+    extremes,
     layout_digest,
-    norm_of_chunks,
     plain,
     state_digest,
-    state_tensors,
-    text_digest,
 )
 from andon_contracts.watch.reductions import Reductions
 from andon_contracts.watch.rows import Rows
@@ -34,6 +34,7 @@ _REREAD = 16
 _SPARSE = 64
 _NOISE = 1e-5
 """Gradients that are so much smaller than the largest are rounding errors of zero, as before a batch norm."""
+_version = attrgetter("_version")
 
 
 class Lane:
@@ -59,6 +60,7 @@ class Lane:
         self.gradient_before_clip: list[Tensor] | None = None
         self.audit_due = settings.reference is not None
         self._members = held
+        self._mine = {id(p) for p in held}
         self._layout = layout_digest(self.parameters)
         self._slot = {name: index for index, name in enumerate(subject.names)}
         self._declared = self._declared_values()
@@ -66,7 +68,10 @@ class Lane:
         self._reduced: int | None = None
         self._share = 0.0
         self._weights = 0
-        self._versions: list[tuple[int, int]] = []
+        self._versions: list[int] = []
+        self._kept = Kept(optimizer, held)
+        self._readers = {"gradient": Reader(), "weights": Reader()}
+        self._texts = {"present": Text(), "hyperparameters": Text(), "modes": Text()}
         self._before: list[Tensor] = []
         self._moving: list[int] = []
 
@@ -92,8 +97,7 @@ class Lane:
 
     def clipping(self, parameters: Sequence[Tensor], norm: Tensor | None) -> None:
         """The loop is about to clip: what there is now is the reduced gradient."""
-        mine = {id(p) for p in self._members}
-        if self.taps.muted or not any(id(p) in mine for p in parameters):
+        if self.taps.muted or not any(id(p) in self._mine for p in parameters):
             return
         if norm is not None and self._norm is None and self.settings.clip is None and not self.settings.recording:
             self._norm = float(norm)
@@ -102,16 +106,26 @@ class Lane:
     def reduced(self) -> None:
         """What there is now is the reduced gradient, before clipping."""
         if self._norm is None and (self.settings.clip is not None or self.settings.recording):
-            parts = list(chunks(self.gradients()))
-            self._norm = norm_of_chunks(parts)
+            seen = self._read_gradient()
+            self._norm = seen.norm
             if self.settings.recording:
-                self._reduced = self._gradient_digest(parts)
+                self._reduced = seen.digest
                 self._share = self._norm_share(self.gradients(), self._norm)
         if self.audit_due and self.gradient_before_clip is None:
             self.gradient_before_clip = self.dense_gradients()
 
-    def _gradient_digest(self, parts: Sequence[Tensor]) -> int:
-        return (digest_of_chunks(parts) + text_digest([p.grad is not None for p in self._members])) % (1 << 64)
+    def _read_gradient(self) -> Reading:
+        """Digest and norm of the gradients that are there; the digest says which parameters have one."""
+        gradients = [p.grad for p in self._members]
+        there = [g for g in gradients if g is not None]
+        present = self._texts["present"].digest([g is not None for g in gradients])
+        seen = self._readers["gradient"].read(there, norm=True)
+        return Reading((seen.digest + present) % (1 << 64), seen.norm)
+
+    def portable(self) -> None:
+        """The ranks' devices differ: digests must be the same on all of them."""
+        for reader in (*self._readers.values(), self._kept.reader):
+            reader.portable = True
 
     def _norm_share(self, tensors: Sequence[Tensor], norm: float) -> float:
         return self.subject.norm_share(tensors, self.world) if self.subject.sharded else norm
@@ -132,8 +146,8 @@ class Lane:
         overflow = getattr(self.optimizer, "found_inf", None)
         skipped = overflow is not None and bool(overflow)
         raw = self.taps.read()
-        parts = list(chunks(self.gradients()))
-        used = norm_of_chunks(parts)
+        gradient = self._read_gradient()
+        used = gradient.norm
         norm = used if self._norm is None else self._norm
         bad = 0 if skipped else raw.nonfinite
         self.presence.window(raw.touched, raw.nonzero)
@@ -145,14 +159,14 @@ class Lane:
             "rate": bits_of(self.rate),
             "planned": bits_of(self.rate if self.settings.schedule is None else float(self.settings.schedule(step))),
             "ungrouped": self._ungrouped(),
-            "modes": text_digest(self.subject.modes()),
+            "modes": self._texts["modes"].digest(self.subject.modes()),
             "buffers": 0 if self.buffers is None else self.buffers,
             "nonfinite": self._place(bad),
             "repaired": int(bad > 0 and used < float("inf")),
             "collectives": self.reductions.digest(),
             "strided": self._place(self.reductions.strided),
             "weights": self._weights_before(step),
-            "gradient": self._gradient_digest(parts),
+            "gradient": gradient.digest,
             **self._recorded(used, skipped=skipped),
             "norm": bits_of(0.0 if skipped else norm),
             "clipped": bits_of(0.0 if skipped else used),
@@ -183,7 +197,7 @@ class Lane:
             {k: float(v) if isinstance(v, Tensor) else v for k, v in group.items() if not k.startswith("param")}
             for group in self.optimizer.param_groups
         ]
-        return text_digest(shown, [len(group["params"]) for group in self.optimizer.param_groups])
+        return self._texts["hyperparameters"].digest([shown, [len(g["params"]) for g in self.optimizer.param_groups]])
 
     def _ungrouped(self) -> int:
         groups = self.optimizer.param_groups
@@ -193,11 +207,11 @@ class Lane:
     def _weights_before(self, step: int) -> int:
         """The digest of the weights: read where a version says that they were written, and now and then."""
         if self._marks() != self._versions or step % _REREAD == 0:
-            self._weights = flat_digest(self._members)
+            self._weights = self._readers["weights"].read(self._members).digest
         return self._weights
 
-    def _marks(self) -> list[tuple[int, int]]:
-        return [(p._version, p.data_ptr()) for p in self._members]
+    def _marks(self) -> list[int]:
+        return [*map(_version, self._members), *map(Tensor.data_ptr, self._members)]
 
     def _remember(self, step: int) -> None:
         window = step - self.settings.start
@@ -206,9 +220,9 @@ class Lane:
             self._before = [plain(p).clone() for p in self._members]
             rates = {id(p): float(group.get("lr", 1)) for group in self.optimizer.param_groups for p in group["params"]}
             sizes = {
-                i: float(torch.linalg.vector_norm(plain(p.grad), ord=float("inf")))
+                i: max(map(abs, map(float, extremes(p.grad))))
                 for i, p in enumerate(self._members)
-                if p.grad is not None and p.grad.numel() and rates[id(p)]
+                if p.grad is not None and plain(p.grad).numel() and rates[id(p)]
             }
             least = _NOISE * max(sizes.values(), default=0.0)
             self._moving = [i for i, size in sizes.items() if size > least]
@@ -216,27 +230,19 @@ class Lane:
     def after(self) -> dict[str, int]:
         """What is seen just after an update; the count of updates has risen."""
         self.updates += 1
-        parts = list(chunks(self._members))
-        self._weights = digest_of_chunks(parts)
+        seen = self._readers["weights"].read(self._members, norm=self.settings.recording)
+        self._weights = seen.digest
         self._versions = self._marks()
-        share = self._norm_share(self._members, norm_of_chunks(parts)) if self.settings.recording else 0.0
+        share = self._norm_share(self._members, seen.norm) if self.settings.recording else 0.0
         unmoved = [i for i in self._moving if torch.equal(self._before[i], plain(self._members[i]))]
         self._before, self._moving = [], []
         return {
             "weights": self._weights,
             "norm share": bits_of(share),
-            "optimizer": self._state_digest(),
+            "optimizer": self._kept.digest(),
             "updates": self.updates,
             "unmoved": 0 if not unmoved else self._slot[self.names[unmoved[0]]] + 1,
         }
-
-    def _state_digest(self) -> int:
-        tensors: list[Tensor] = []
-        rest: list[object] = []
-        state = self.optimizer.state
-        for parameter in self._members:
-            state_tensors(state.get(parameter, {}), tensors, rest)
-        return (flat_digest(tensors) + text_digest(rest)) % (1 << 64)
 
     def state_by_name(self) -> dict[str, int]:
         """The digest of what the optimizer keeps for each parameter."""

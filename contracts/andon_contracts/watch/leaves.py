@@ -1,6 +1,7 @@
 """Hooks on the leaves: every raw local gradient is seen before it is added, averaged, clipped or repaired.
 
-A hook computes one norm and waits for nothing; the norms are looked at together, just before the update.
+A hook finds the smallest and the largest element and waits for nothing; they are looked at together, just before the
+update.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from andon_contracts.watch.reading import plain
+from andon_contracts.watch.reading import extremes, values_of
+
+_INFINITE = float("inf")
 
 
 @dataclass(frozen=True)
@@ -26,13 +29,6 @@ class Raw:
     """Parameters that got a gradient."""
     nonzero: frozenset[int]
     """Parameters that got one that is not all zero."""
-
-
-def _norm(gradient: Tensor) -> Tensor:
-    # The largest element: finite where all are, whatever their squares are, and zero where all are.
-    found = plain(gradient)
-    norm: Tensor = torch.linalg.vector_norm(found, ord=float("inf")) if found.numel() else found.new_zeros(())
-    return norm
 
 
 def _nothing() -> None:
@@ -50,9 +46,10 @@ class LeafTaps:
         self.backward_seen = False
         self._discarded = discarded
         self._count = len(parameters)
-        self._norms: list[Tensor] = []
         self._owners: list[int] = []
-        self._left: list[tuple[int, Tensor]] = []
+        self._lows: list[Tensor] = []
+        self._highs: list[Tensor] = []
+        self._left: list[tuple[int, Tensor, Tensor]] = []
         self._started = bytearray(self._count)
         self._handles: list[RemovableHandle] = [
             parameter.register_hook(self._hook(index, parameter))  # type: ignore[no-untyped-call]
@@ -69,12 +66,14 @@ class LeafTaps:
             if not self._started[index]:
                 self._started[index] = True
                 if held is not None:
-                    self._left.append((index, _norm(held)))
+                    self._left.append((index, *extremes(held)))
             elif held is None:
                 self._forget(index)
             self.backward_seen = True
             self._owners.append(index)
-            self._norms.append(_norm(gradient))
+            low, high = extremes(gradient)
+            self._lows.append(low)
+            self._highs.append(high)
             self.spent += time.perf_counter() - began
 
         return see
@@ -90,31 +89,31 @@ class LeafTaps:
             self.discard()
             self._started[index] = True
 
+    def _clear(self) -> None:
+        for seen in (self._owners, self._lows, self._highs, self._left):
+            seen.clear()
+        self.backward_seen = False
+
     def discard(self) -> None:
         """The gradients so far were thrown away: what they showed is of no concern."""
-        self._norms.clear()
-        self._owners.clear()
-        self._left.clear()
+        self._clear()
         self._started = bytearray(b"\x01" * self._count)
-        self.backward_seen = False
         self._discarded()
 
     def read(self) -> Raw:
         """What the window showed. One wait for the device."""
-        norms = torch.stack([n.float().to(self._norms[0].device) for n in self._norms]).tolist() if self._norms else []
-        left = torch.stack([norm.float() for _, norm in self._left]).tolist() if self._left else []
-        bad = [owner for owner, norm in zip(self._owners, norms, strict=True) if not norm < float("inf")]
-        stale = [index for (index, _), norm in zip(self._left, left, strict=True) if norm != 0]
-        nonzero = frozenset(owner for owner, norm in zip(self._owners, norms, strict=True) if norm != 0)
+        lows, highs = values_of(self._lows), values_of(self._highs)
+        seen = list(zip(self._owners, lows, highs, strict=True))
+        bad = [owner for owner, low, high in seen if not (low > -_INFINITE and high < _INFINITE)]
+        nonzero = frozenset(owner for owner, low, high in seen if low != 0 or high != 0)
+        left = values_of([low for _, low, _ in self._left]), values_of([high for _, _, high in self._left])
+        stale = [index for (index, _, _), low, high in zip(self._left, *left, strict=True) if low != 0 or high != 0]
         return Raw(min(bad, default=-1) + 1, min(stale, default=-1) + 1, frozenset(self._owners), nonzero)
 
     def reset(self) -> None:
         """A new window begins: the optimizer has taken what there was."""
-        self._norms.clear()
-        self._owners.clear()
-        self._left.clear()
+        self._clear()
         self._started = bytearray(self._count)
-        self.backward_seen = False
 
     def close(self) -> None:
         """Take the hooks off."""

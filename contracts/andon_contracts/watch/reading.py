@@ -1,24 +1,30 @@
 """Cheap reading of many tensors at once: their bits as a few flat chunks, and one digest of those.
 
 A loop has hundreds of small tensors, and looking at each costs more than reading them. So tensors of one kind are
-copied together into chunks, and a chunk is digested as one. Names, shapes and order are bound by a digest of the
+copied together into chunks, and a chunk is looked at as one. Names, shapes and order are bound by a digest of the
 layout, which is compared as well.
 """
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from torch import Tensor
 
-from andon_contracts.digest import join, word_sum
+from andon_contracts.digest import join, mix_integer, tensor_digest, word_sum_tensor
+from andon_contracts.watch.checksum import checksum
 
 CHUNK_BYTES = 1 << 24
+_CPU_BYTES = 1 << 20
+"""What is copied and looked at together stays in a second-level cache."""
 _SMALL_BYTES = 1 << 18
-_WORD = 8
-_WRAP = 1 << 64
+_ORDINARY = (Tensor, torch.nn.Parameter)
+_dtype_of = attrgetter("dtype")
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -52,32 +58,152 @@ def chunks(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
         yield torch.cat(small) if len(small) > 1 else small[0]
 
 
-def digest_of_chunks(parts: Sequence[Tensor]) -> int:
-    """One digest in [0, 2^64) of the bits of `parts` in order."""
-    total, start = 0, 0
-    for part in parts:
-        total += word_sum(part, start)
-        start += -(-part.numel() * part.element_size() // _WORD)
-    return total % _WRAP
-
-
-def flat_digest(tensors: Iterable[Tensor]) -> int:
-    """One digest in [0, 2^64) of the bits of `tensors` in order; their layout is to be compared apart."""
-    return digest_of_chunks(list(chunks(tensors)))
-
-
 def norm_of_chunks(parts: Sequence[Tensor]) -> float:
     """The 2-norm of all elements; in fp32 as torch's clipping computes it, so that it overflows where that does."""
     if not parts:
         return 0.0
-    norms = [torch.linalg.vector_norm(part.float() if part.element_size() < 4 else part) for part in parts]
+    return _joined([_norm(part) for part in parts])
+
+
+def _norm(part: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(part.float() if part.element_size() < 4 else part)
+    return norm
+
+
+def _joined(norms: Sequence[Tensor]) -> float:
+    if len(norms) <= 1:
+        return float(norms[0]) if norms else 0.0
     return float(torch.linalg.vector_norm(torch.stack([norm.to(norms[0]) for norm in norms])))
+
+
+def extremes(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """The smallest and the largest element, 0-dim, without a wait for the device; zeros for an empty tensor.
+
+    Both are finite where all elements are, whatever their squares are; both are NaN where one is, zero where all are.
+    """
+    if type(tensor) not in _ORDINARY or tensor.layout != torch.strided:
+        tensor = plain(tensor)
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    if not tensor.numel():
+        return tensor.new_zeros(()), tensor.new_zeros(())
+    low, high = torch.aminmax(tensor)
+    return low, high
+
+
+def values_of(scalars: Sequence[Tensor]) -> list[float]:
+    """The values of 0-dim tensors, with one wait for each device."""
+    if not scalars:
+        return []
+    if len({scalar.device for scalar in scalars}) > 1:
+        scalars = [scalar.cpu() for scalar in scalars]
+    found: list[float] = torch.stack(list(scalars)).tolist()
+    return found
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What one look at some tensors gave: a digest in [0, 2^64) of their bits in order, and their 2-norm."""
+
+    digest: int
+    norm: float
+
+
+class Reader:
+    """Looks at one list of tensors again and again; what was found of its layout is kept while the dtypes stay.
+
+    The digest binds bits and order; names and shapes are to be compared apart. It is one on all CPUs, and one on all
+    other devices; `portable` digests are one everywhere, and on a CPU several times slower.
+    """
+
+    def __init__(self, *, portable: bool = False) -> None:
+        self.portable = portable
+        self._dtypes: list[torch.dtype] | None = None
+        self._groups: list[list[int]] = []
+        self._special = False
+
+    def read(self, tensors: Sequence[Tensor], *, norm: bool = False) -> Reading:
+        """The digest of `tensors`, and where asked their norm as `norm_of_chunks` has it (0.0 where not)."""
+        dtypes = list(map(_dtype_of, tensors))
+        known = dtypes == self._dtypes
+        if not known:
+            self._plan(tensors, dtypes)
+        try:
+            return self._look(tensors, norm=norm)
+        except RuntimeError:
+            # Other devices, layouts or kinds of tensors under the dtypes of before.
+            if not known:
+                raise
+        self._plan(tensors, dtypes)
+        return self._look(tensors, norm=norm)
+
+    def _plan(self, tensors: Sequence[Tensor], dtypes: list[torch.dtype]) -> None:
+        """Which tensors are copied together: small ones of one dtype and device; a large one stays alone."""
+        self._dtypes = dtypes
+        self._special = any(type(t) not in _ORDINARY or t.layout != torch.strided for t in tensors)
+        self._groups = []
+        open_: dict[Hashable, tuple[list[int], int]] = {}
+        for index, tensor in enumerate(map(plain, tensors)):
+            size = tensor.numel() * tensor.element_size()
+            kind = (tensor.dtype, tensor.device)
+            group, filled = open_.get(kind, ([], 0))
+            most = _CPU_BYTES if tensor.device.type == "cpu" else CHUNK_BYTES
+            if not group or size > _SMALL_BYTES or filled + size > most:
+                group, filled = [], 0
+                self._groups.append(group)
+            group.append(index)
+            if size <= _SMALL_BYTES:
+                open_[kind] = (group, filled + size)
+
+    def _look(self, tensors: Sequence[Tensor], *, norm: bool) -> Reading:
+        if self._special:
+            tensors = [plain(tensor) for tensor in tensors]
+        sums: list[int | Tensor] = []
+        norms: list[Tensor] = []
+        with torch.no_grad():
+            for group in self._groups:
+                part = _together([tensors[index] for index in group])
+                on_cpu = part.device.type == "cpu" and not self.portable
+                sums.append(checksum(part) if on_cpu else word_sum_tensor(part))
+                if norm:
+                    norms.append(_norm(part))
+        return Reading(functools.reduce(_chained, sums, len(tensors)), _joined(norms))
+
+
+def _together(tensors: Sequence[Tensor]) -> Tensor:
+    if len(tensors) == 1:
+        return tensors[0].detach().resolve_conj().resolve_neg().reshape(-1)
+    flat: Tensor = torch._utils._flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
+    return flat
+
+
+def _chained(total: int, value: int | Tensor) -> int:
+    return mix_integer(total + int(value))
+
+
+def flat_digest(tensors: Iterable[Tensor]) -> int:
+    """One digest in [0, 2^64) of the bits of `tensors` in order, as a `Reader` gives it."""
+    return Reader().read(list(tensors)).digest
 
 
 def text_digest(*parts: object) -> int:
     """A digest in [0, 2^62) of plain values that have a stable `repr`."""
     data = repr(parts).encode("utf-8", "backslashreplace")
     return zlib.crc32(data) << 30 ^ zlib.adler32(data)
+
+
+class Text:
+    """The `text_digest` of a value that seldom is another than before."""
+
+    def __init__(self) -> None:
+        self._value: object = self
+        self._digest = 0
+
+    def digest(self, value: object) -> int:
+        """The digest of `value`, which nobody may change afterwards."""
+        if value != self._value:
+            self._value, self._digest = value, text_digest(value)
+        return self._digest
 
 
 def layout_digest(tensors: Mapping[str, Tensor]) -> int:
@@ -106,5 +232,5 @@ def state_digest(state: Mapping[str, object]) -> int:
     tensors: list[Tensor] = []
     rest: list[object] = []
     state_tensors(state, tensors, rest)
-    found = {str(index): flat_digest([tensor]) for index, tensor in enumerate(tensors)}
+    found = {str(index): tensor_digest(plain(tensor)) for index, tensor in enumerate(tensors)}
     return join(found | {"values": text_digest(rest, [(tuple(t.shape), str(t.dtype)) for t in tensors])})
