@@ -59,15 +59,51 @@ def installed(name: str) -> str:
 
 _HERE = "andon_falsify.peers"
 
+_TWICE = "the last batches of an epoch are filled up with rows that were visited already"
+_MEANS = "the mean of the micro-batches' means: a row of a smaller micro-batch counts for more"
+_ACCELERATE = {"accelerate": "1.15.0"}
+_TRAINER = {"transformers": "5.23.0", **_ACCELERATE}
+
 PEERS: Mapping[str, Peer] = {
     peer.name: peer
     for peer in (
         Peer("plain", f"{_HERE}.plain:make"),
+        Peer("ddp", f"{_HERE}.ddp:make", expected={"samples-once": _TWICE, "gradient-law": _MEANS}),
+        Peer("fsdp2", f"{_HERE}.fsdp2:make", expected={"samples-once": _TWICE, "gradient-law": _MEANS}),
+        Peer("accelerate", f"{_HERE}.accelerate:make", _ACCELERATE, {"samples-once": _TWICE}),
         Peer(
-            "ddp",
-            f"{_HERE}.ddp:make",
+            "fabric",
+            f"{_HERE}.fabric:make",
+            {"lightning": "2.6.6"},
+            {"samples-once": _TWICE, "gradient-law": _MEANS},
+            "andon[falsify,lightning]",
+        ),
+        Peer(
+            "hf_trainer",
+            f"{_HERE}.hf_trainer:make",
+            _TRAINER,
+            {
+                "samples-once": _TWICE,
+                "gradient-law": "a classifier's gradient is multiplied by accumulation x world size",
+                "losses-close": "and so is the loss that is logged",
+                "evaluation-law": "eval_loss is multiplied by the world size",
+                "same-everywhere": "the factor is another one for another number of ranks",
+            },
+        ),
+        Peer(
+            "hf_trainer_mended",
+            f"{_HERE}.hf_trainer:make_mended",
+            _TRAINER,
+            {"samples-once": _TWICE, "evaluation-law": "eval_loss counts the rows twice that fill up the last batch"},
+        ),
+        Peer(
+            "seed",
+            f"{_HERE}.seed:make",
             expected={
-                "gradient-law": "the mean of the ranks' means: a row of the rank with fewer rows counts for more",
+                "replicas-agree": "each worker updates by its own shard, and its optimizer remembers that",
+                "samples-once": "every epoch has the same order",
+                "gradient-law": "the work of all workers but the first is thrown away",
+                "same-everywhere": "the first worker's shard is another one for another number of workers",
             },
         ),
     )

@@ -1,0 +1,91 @@
+"""Hugging Face's Trainer with its default arguments, and the same with its known faults switched off as far as it goes.
+
+`make` leaves every argument that decides what is computed at its default. `make_mended` sets
+`average_tokens_across_devices=False` on the arguments and `accepts_loss_kwargs=False` on the model, which together
+keep a classifier's loss from being multiplied by accumulation x world size.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from typing import Any
+
+from accelerate.state import AcceleratorState
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from andon_falsify.loops.protocol import Told
+from andon_falsify.loops.task import collate, dataset, model, optimizer
+from andon_falsify.peers.launched import as_launched
+from andon_falsify.subjects.case import Case
+
+
+class _Losses(TrainerCallback):
+    """Tells what the trainer logs as the loss of each update."""
+
+    def __init__(self, told: Told) -> None:
+        self.told = told
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
+        if logs and "loss" in logs:
+            self.told.loss(logs["loss"])
+
+
+class HfTrainerLoop:
+    """See the module."""
+
+    def __init__(self, case: Case, *, mended: bool) -> None:
+        self.case = case
+        AcceleratorState._reset_state(reset_partial_state=True)
+        self.model: nn.Module = model(case)
+        if mended:
+            base: Any = self.model
+            base = base.get_base_model() if case.rank else base
+            base.accepts_loss_kwargs = False
+        as_launched()
+        mend: dict[str, Any] = {"average_tokens_across_devices": False} if mended else {}
+        self._folder = tempfile.TemporaryDirectory(prefix="andon-hf-trainer-")
+        arguments = TrainingArguments(
+            self._folder.name,
+            use_cpu=True,
+            per_device_train_batch_size=case.local_batch,
+            per_device_eval_batch_size=case.local_batch,
+            gradient_accumulation_steps=case.accumulation,
+            num_train_epochs=case.epochs,
+            max_steps=case.max_steps or -1,
+            max_grad_norm=case.clip_norm or 0.0,
+            lr_scheduler_type="constant",
+            logging_steps=1,
+            save_strategy="no",
+            disable_tqdm=True,
+            seed=case.seed,
+            **mend,
+        )
+        self.trainer = Trainer(
+            self.model,
+            arguments,
+            data_collator=collate,
+            train_dataset=dataset(case),
+            eval_dataset=dataset(case),
+            optimizers=(optimizer(case, self.model.parameters()), None),
+        )
+
+    def train(self, told: Told) -> None:
+        """See `Loop.train`."""
+        self.trainer.add_callback(_Losses(told))
+        self.trainer.train()
+
+    def evaluate(self) -> Mapping[str, float]:
+        """See `Evaluates.evaluate`: the loss that `Trainer.evaluate` reports."""
+        return {"loss": self.trainer.evaluate()["eval_loss"]}
+
+
+def make(case: Case) -> HfTrainerLoop:
+    """The loop of one rank, with default arguments."""
+    return HfTrainerLoop(case, mended=False)
+
+
+def make_mended(case: Case) -> HfTrainerLoop:
+    """The same with the two switches of the module's description."""
+    return HfTrainerLoop(case, mended=True)
