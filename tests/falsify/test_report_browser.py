@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,11 @@ def test_without_scripts_the_table_is_filtered(browser: Browser, page: Path) -> 
     browser.press("Space")
     # Without the second subject: gradient-law and losses-close, of the third.
     assert (browser.value(ROWS), browser.value(COLUMNS), browser.value(SHOWN)) == (2, 1 + 2, 2)
+
+    one = tuple(finding for finding in campaign().findings if finding.subject == "andon")
+    write_html(replace(campaign(), findings=one), page)
+    browser.open(page)
+    assert (browser.value(ROWS), browser.value(COLUMNS), browser.value(SHOWN)) == (5, 1 + 1, 5)
 
 
 def test_an_address_opens_its_cell_and_the_command_is_copied(browser: Browser, page: Path) -> None:
