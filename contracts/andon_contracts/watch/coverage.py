@@ -10,7 +10,7 @@ import torch
 
 from andon_contracts.watch.judging import Verdicts
 from andon_contracts.watch.settings import Settings
-from andon_contracts.watch.subject import Subject
+from andon_contracts.watch.subject import Several, Subject
 
 State = Literal["live", "degraded", "not applicable", "not observable"]
 _REPLICAS = ("replicas-agree", "gradients-agree", "optimizers-agree")
@@ -59,6 +59,8 @@ def _limits(subject: Subject, optimizers: Sequence[torch.optim.Optimizer]) -> di
         found["update-applied"] = Cover("degraded", "this rank's shards only")
     elif any(type(each).__name__ == "ZeroRedundancyOptimizer" for each in optimizers):
         found["optimizers-agree"] = Cover("not applicable", "each rank keeps a part of the optimizer state")
+    if isinstance(subject.inner, Several):
+        found["buffers-agree"] = Cover("not observable", "several modules: no one forward pass after which to look")
     if not subject.buffers():
         found["buffers-agree"] = Cover("not applicable", "the model has no buffers")
     elif subject.begins_unseen:

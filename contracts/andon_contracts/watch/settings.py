@@ -88,8 +88,7 @@ class Settings:
             found.append(f"every must be at least 1, not {self.every}")
         if self.clip is not None and not self.clip > 0:
             found.append(f"clip must be above 0, not {self.clip}")
-        found += [_unknown_clause(name) for name in self.allow if name not in CLAUSES]
-        found += [f"allow[{n!r}] must give a reason" for n, reason in self.allow.items() if not reason]
+        found += allow_problems(self.allow)
         named = [*(self.trainable or ()), *self.groups, *(name for pair in self.tied for name in pair)]
         found += [f"no parameter is named {name!r}" for name in unknown_names(named, subject.names)]
         if not subject.trainable:
@@ -97,6 +96,12 @@ class Settings:
         elif not subject.shares_with_optimizers():
             found.append("the optimizer holds no parameter of this model: is it the optimizer of another one?")
         return found
+
+
+def allow_problems(allow: Mapping[str, str]) -> list[str]:
+    """All that is wrong with `allow`, in words: names that are no clause, reasons that are none."""
+    found = [_unknown_clause(name) for name in allow if name not in CLAUSES]
+    return found + [f"allow[{n!r}] must give a reason" for n, reason in allow.items() if not reason]
 
 
 def _unknown_clause(name: str) -> str:

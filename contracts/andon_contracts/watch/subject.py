@@ -29,6 +29,17 @@ def unwrap(model: nn.Module) -> tuple[nn.Module, tuple[nn.Module, ...]]:
         model = inner
 
 
+class Several(nn.Module):
+    """Modules, inside their wrappers, and loose parameters that one optimizer trains and no module holds together."""
+
+    def __init__(self, modules: Sequence[nn.Module], loose: Sequence[nn.Parameter]) -> None:
+        super().__init__()
+        for index, module in enumerate(modules):
+            self.add_module(str(index), unwrap(module)[0])
+        for index, parameter in enumerate(loose):
+            self.register_parameter(f"loose{index}", parameter)
+
+
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Whether this rank holds only a part of the tensor (FSDP2, tensor parallel)."""
     return hasattr(tensor, "placements") and any(not p.is_replicate() for p in tensor.placements)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from andon_contracts.act import Scene
 from andon_contracts.agree import bits_of
@@ -55,6 +55,16 @@ class Telling:
         self._epoch: set[int] = set()
         self._contents: dict[int, int] = {}
         self._evaluated: dict[tuple[int, int], int] = {}
+
+    @property
+    def violations(self) -> int:
+        """How many findings so far are violations: neither suspicions nor silenced."""
+        return self._verdicts.counts.total()
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters whose updates are watched."""
+        return [parameter for lane in self._lanes.values() for parameter in lane.parameters.values()]
 
     def batch(self, ids: Sequence[int] | Tensor, content: Sequence[object] | None = None) -> None:
         """The rows that this rank is about to train on; once for each micro-batch.

@@ -13,10 +13,17 @@ from andon.messages import BROKEN_STREAM, say
 from andon.problems import InputError
 
 _TRACEBACK = "ANDON_TRACEBACK"
+_WATCH = "watch"
+"""The one command that needs no extra, and whose script ends as it likes: it does not pass through here."""
 
 
 def main() -> NoReturn:
-    """Run the command line; exits with an `Exit`."""
+    """Run the command line; exits with an `Exit`, or as the script does that `andon watch` runs."""
+    if sys.argv[1:2] == [_WATCH]:
+        _open_closed_streams()
+        from andon_contracts.watch.script import main as run_watched
+
+        sys.exit(run_watched(sys.argv[2:]))
     try:
         _open_closed_streams()
         code = _run_command()

@@ -123,5 +123,14 @@ def predict(run: Annotated[Path, typer.Argument(help="Run folder.")]) -> None:
             return
 
 
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+def watch(context: typer.Context) -> None:
+    """Run a training script of your own and hold its every update to the contracts; see andon watch --help."""
+    # Listed here for --help alone: `main` runs it before typer is imported, which it does not need.
+    from andon_contracts.watch.script import main
+
+    raise typer.Exit(main(context.args))
+
+
 inspect.register(app)
 plugins.register(app)

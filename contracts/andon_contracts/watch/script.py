@@ -1,0 +1,147 @@
+"""`andon watch SCRIPT ARGS`: a training script as it is, watched without a line in it (issue 3).
+
+Needs torch and icontract alone; `python -m andon_contracts.watch` is the same where nothing else is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import runpy
+import sys
+import traceback
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from andon_contracts.error_file import tell_launcher
+from andon_contracts.violation import Violation
+
+_USAGE, _VIOLATION = 2, 70
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What was asked for: options of the watch, the ledger, and the script or module with its own arguments."""
+
+    options: dict[str, Any]
+    ledger: str | None
+    module: bool
+    command: list[str]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="andon watch",
+        usage="andon watch [OPTIONS] SCRIPT [ARGS...]  |  andon watch [OPTIONS] -m MODULE [ARGS...]",
+        description="Run a training script as it is, and hold every update of its torch optimizers to the contracts "
+        "of a step. Under several ranks: torchrun ... -m andon watch SCRIPT ARGS.",
+        epilog=f"The script's exit code is passed on; {_VIOLATION} says that --action raise found a violation.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--action", choices=("warn", "raise"), default="warn", help="on a violation (default: warn)")
+    parser.add_argument("--ledger", metavar="PATH", help="write a line of every update (as ANDON_LEDGER does)")
+    parser.add_argument(
+        "--allow", metavar="CLAUSE=REASON", action="append", default=[], help="silence a clause; may be repeated"
+    )
+    parser.add_argument("--folder", metavar="PATH", help="where bundles of violations are written")
+    parser.add_argument("--checks", default="step", help="step; an audit needs a reference, so a line in the script")
+    parser.add_argument("--hard-stop", action="store_true", help="end ranks that are blocked where no Python runs")
+    parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGS...]")
+    return parser
+
+
+def parse(arguments: Sequence[str]) -> Asked:
+    """What `arguments` ask for. Exits with 2, all that is wrong said, where they make no sense."""
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    from andon_contracts.watch.settings import allow_problems
+
+    allow = {clause.strip(): reason.strip() for clause, _, reason in (text.partition("=") for text in given.allow)}
+    problems = allow_problems(allow)
+    if given.checks != "step":
+        audit = "an audit needs reference=, which only a line in the script can give: andon.watch(..., reference=)"
+        problems.append(audit if given.checks == "audit" else f"--checks is 'step', not {given.checks!r}")
+    if not given.command:
+        problems.append("name the script to run")
+    elif not given.module and not Path(given.command[0]).is_file():
+        problems.append(f"can't open file {given.command[0]!r}")
+    if problems:
+        parser.error("; ".join(problems))
+    options = {"action": given.action, "allow": allow, "folder": given.folder, "hard_stop": given.hard_stop}
+    return Asked(options, given.ledger, given.module, given.command)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what `arguments` (those of the process if None) ask for, watched; returns the exit code.
+
+    What the script raises passes through, its own `SystemExit` too.
+    """
+    asked = parse(sys.argv[1:] if arguments is None else arguments)
+    from andon_contracts.watch.standby import Standby
+
+    if asked.ledger is not None:
+        os.environ["ANDON_LEDGER"] = os.path.abspath(asked.ledger)
+    _hide_our_frames()
+    standby = Standby(asked.options)
+    try:
+        with standby:
+            _run(asked)
+    except Violation as found:
+        _report(found)
+        # A halt for a rank that failed by itself is that rank's failure, and no violation.
+        return _VIOLATION if standby.violated or found.clause != "halt-together" else 1
+    except SystemExit as ended:
+        if ended.code or not standby.violated:
+            raise
+    if not standby.watches:
+        print("andon watch: no optimizer of torch made an update, so nothing was watched", file=sys.stderr)
+    return _VIOLATION if standby.violated else 0
+
+
+def _run(asked: Asked) -> None:
+    """The script or module as Python runs one: it is `__main__`, and its folder is looked in first for modules."""
+    sys.argv = list(asked.command)
+    name = asked.command[0]
+    if asked.module:
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+        return
+    if not sys.flags.safe_path:
+        sys.path[0] = str(Path(name).resolve().parent)
+    main_module = types.ModuleType("__main__")
+    vars(main_module).update(__file__=name, __builtins__=__builtins__)
+    sys.modules["__main__"] = main_module
+    with io.open_code(name) as file:
+        code = compile(file.read(), name, "exec")
+    exec(code, vars(main_module))
+
+
+def _report(found: Violation) -> None:
+    """The whole message once for each machine, its first line from the other ranks."""
+    text = f"andon.Violation: {found}"
+    tell_launcher(text, late=False)
+    local = os.environ.get("LOCAL_RANK", "0")
+    shown = text if local == "0" else f"rank {os.environ.get('RANK', local)}: {text.partition(chr(10))[0]}"
+    print(shown, file=sys.stderr, flush=True)
+
+
+def _hide_our_frames() -> None:
+    """Let a traceback begin where the script does: leave out what ran before it, by the files on the stack now."""
+    before = {each.f_code.co_filename for each, _ in traceback.walk_stack(None)} | {__file__, runpy.__file__}
+    shown = sys.excepthook
+
+    def show(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+        while trace is not None and _file(trace) in before:
+            trace = trace.tb_next
+        shown(kind, error.with_traceback(trace), trace)
+
+    sys.excepthook = show
+
+
+def _file(trace: types.TracebackType) -> str:
+    name = trace.tb_frame.f_code.co_filename
+    return str(runpy.__file__) if name == "<frozen runpy>" else name

@@ -1,0 +1,154 @@
+"""A watch that nobody asked for in the script: opened by the first update of each optimizer of torch (issue 3).
+
+Torch's global step hooks say when an optimizer makes its first update, or the clip call just before it: every rank
+comes to that together, so the watch is opened there. What was before, the raw gradients and buffers of the very first
+window, is not seen.
+"""
+
+from __future__ import annotations
+
+import datetime
+import sys
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from andon_contracts.halt import own_store
+from andon_contracts.watch.discovery import members, optimizer_of, trained_by
+from andon_contracts.watch.intercept import listen, unlisten
+from andon_contracts.watch.opening import is_watched, watch
+from andon_contracts.watch.watcher import Watch
+
+_TOGETHER = datetime.timedelta(minutes=2)
+"""How long the other ranks have to come to the first update as well."""
+
+
+class CannotWatch(SystemExit):
+    """What keeps the script from being watched, said on standard error; no `except Exception` of it may hide that."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(2)
+        self.why = why
+
+
+class Standby:
+    """Opens a watch for every optimizer of this process that makes an update, with `options` of `andon.watch`."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self.watches: list[Watch] = []
+        self._options = dict(options)
+        self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._running: list[torch.optim.Optimizer] = []
+        self._clipped: set[int] = set()
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> Self:
+        self._handles = [
+            register_optimizer_step_pre_hook(self._before),
+            register_optimizer_step_post_hook(self._after),
+        ]
+        listen(self)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        unlisten(self)
+        for each in self.watches:
+            if isinstance(error, SystemExit):  # the script's own way to end; the others have theirs
+                each.close()
+            else:
+                each.__exit__(kind, error, trace)
+
+    @property
+    def violated(self) -> bool:
+        """Whether any watch found what it was told to raise for."""
+        return any(each.settings.action == "raise" and each.violations for each in self.watches)
+
+    def _before(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        inner = self._is_inside(optimizer)
+        self._running.append(optimizer)
+        if not inner and optimizer not in self._seen:
+            self._open(optimizer)
+
+    def _after(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        while self._running and self._running.pop() is not optimizer:
+            pass
+
+    def _is_inside(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether another optimizer makes this update by it, as one does that deals its state out over ranks."""
+        if optimizer in self._running:  # its last update raised, and so never ended
+            del self._running[self._running.index(optimizer) :]
+        mine = set(map(id, members(optimizer)))
+        return any(mine <= set(map(id, members(outer))) for outer in self._running)
+
+    def clipping(self, parameters: Sequence[torch.Tensor], norm: torch.Tensor | None) -> None:
+        """The script is about to clip: an optimizer of these parameters makes its first update soon."""
+        if not parameters or id(parameters[0]) in self._clipped:
+            return
+        self._clipped.add(id(parameters[0]))
+        optimizer = optimizer_of(parameters)
+        if optimizer is None or optimizer in self._seen:
+            return
+        opened = self._open(optimizer)
+        if opened is not None:
+            opened.clipping(parameters, norm)
+
+    def reducing(self, tensor: torch.Tensor, group: object) -> None:
+        """Of no concern before there is a watch."""
+
+    def lost(self, error: BaseException) -> None:
+        """Of no concern before there is a watch."""
+
+    def _open(self, optimizer: torch.optim.Optimizer) -> Watch | None:
+        self._seen.add(optimizer)
+        if is_watched(optimizer):
+            return None
+        model, optimizers = trained_by(optimizer)
+        if any(is_watched(each) for each in optimizers):
+            optimizers = [optimizer]
+        self._make_way(optimizers, model)
+        self._seen.update(optimizers)
+        self._await_others()
+        try:
+            opened = watch(model, optimizers, **self._options)
+        except ValueError as error:
+            raise _refusal(str(error)) from None
+        self.watches.append(opened)
+        return opened
+
+    def _make_way(self, optimizers: Sequence[torch.optim.Optimizer], model: torch.nn.Module) -> None:
+        """Close the watch of a model for which there is a new optimizer: it would miss what that one trains."""
+        mine = {id(parameter) for parameter in model.parameters()}
+        for each in self.watches:
+            if not each.closed and any(id(parameter) in mine for parameter in each.parameters):
+                print("andon watch: another optimizer trains this model now, so it is watched anew", file=sys.stderr)
+                each.close()
+
+    def _await_others(self) -> None:
+        """Wait until every rank is here. Raises `CannotWatch` where one does not come: it may not be watched at all."""
+        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+            return
+        store = own_store(f"standby/{len(self.watches)}")
+        assert store is not None
+        store.set(str(dist.get_rank()), "1")
+        missing = []
+        for rank in range(dist.get_world_size()):
+            try:
+                store.wait([str(rank)], _TOGETHER)
+            except RuntimeError:
+                missing.append(str(rank))
+        if missing:
+            raise _refusal(
+                f"rank {', '.join(missing)} did not come to the first update of a watched optimizer within "
+                f"{_TOGETHER.total_seconds():.0f} s; start every rank with `-m andon watch`, as torchrun does"
+            )
+
+
+def _refusal(why: str) -> CannotWatch:
+    print(f"andon watch: {why.removeprefix('andon.watch: ')}", file=sys.stderr, flush=True)
+    return CannotWatch(why)
