@@ -1,19 +1,26 @@
-"""What pytest needs for the compliance tests: the option, the fixtures, and the last line that counts the claims.
+"""What pytest needs for the compliance tests: the options, the fixtures, and the last line that counts the claims.
 
-Registered by the conftest.py beside the tests; with `--pyargs` pytest reads that only after its command line, so there
-`-p andon_falsify.compliance.plugin` brings in the option. Verdicts travel in the tests' reports, so that they arrive
-from the workers of pytest-xdist too.
+Brought in by the entry point `andon_falsify` (entry.py) where `--pyargs andon_falsify` is given, and by the conftest.py
+beside the tests. Without `--subject` or `--script` our own trainer's tests are collected; with one of them the claims
+about that subject. Verdicts travel in the tests' reports, so that they arrive from the workers of pytest-xdist too.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
+from andon.problems import InputError
+from andon_falsify.campaign.request import Options, understood
+from andon_falsify.campaign.suite import Suite
+from andon_falsify.compliance import counting
 from andon_falsify.compliance.claims import CLAIMS
 from andon_falsify.compliance.power import Laboratory
 from andon_falsify.ranks.pool import RankPools
@@ -21,10 +28,15 @@ from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.protocol import Remembering
 from andon_falsify.subjects.trace import Trace
 from andon_falsify.subjects.trainer import CPU_BACKENDS, GPU_BACKENDS, AndonTrainer, why_not
-from andon_falsify.verdict import Claim, Counterexample, Outcome, Verdict, closing_line, merge, not_applicable, unknown
+from andon_falsify.verdict import Verdict
 
-_VERDICT, _CLAIMS, _RUNS = "andon verdict", "andon claims", "andon runs"
-_ACCEPTED = (Outcome.HOLDS, Outcome.NOT_APPLICABLE)
+_SUITE = pytest.StashKey[Suite]()
+"""The campaign against the subject that was named; not there where none was."""
+_OF_A_SUBJECT = "test_subject.py"
+_FOLDERS = (Path(__file__).parent, Path(__file__).parents[2])
+"""Where compliance tests lie: in the package, and in a checkout beside it those that collect them."""
+_PROFILES = {"quick": "andon-dev", "standard": "andon-ci", "deep": "andon-deep"}
+"""How hard hypothesis searches, by budget, where neither its own option nor the project says."""
 
 
 class Court:
@@ -50,30 +62,103 @@ class Court:
         """Enter `verdicts` into the count; the test fails unless each holds or does not apply."""
         for verdict in verdicts:
             entry = json.dumps([verdict.claim, verdict.outcome.value, verdict.checked, str(verdict)])
-            self._node.user_properties.append((_VERDICT, entry))
-        broken = [str(verdict) for verdict in verdicts if verdict.outcome not in _ACCEPTED]
+            self._node.user_properties.append((counting.VERDICT, entry))
+        broken = [str(verdict) for verdict in verdicts if verdict.outcome not in counting.ACCEPTED]
         if broken:
             pytest.fail("\n".join(broken), pytrace=False)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--backend NAME`, more than once if need be."""
-    parser.addoption(
+    """The options of `andon falsify`, as far as they make sense for tests."""
+    group = parser.getgroup("andon", "the attempt to prove a data-parallel trainer wrong (andon_falsify)")
+    group.addoption(
         "--backend",
         action="append",
         choices=[*CPU_BACKENDS, *GPU_BACKENDS],
         help="the backend to try to falsify (again for another); all that run on a CPU if not given",
     )
+    group.addoption("--subject", help="the trainer: a bundled name, package.module:make, or andon for our own")
+    group.addoption("--script", help="or a command that trains, with {world}, {local_batch} and {accumulation} in it")
+    group.addoption("--world", help="numbers of ranks, as in 2,3")
+    group.addoption("--accumulation", help="micro-batches of a rank in an update, as in 1,2")
+    group.addoption("--seed", help="what cases are drawn from: a number, or several as in 0-199")
+    group.addoption("--budget", help="quick, standard or deep")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the mark and whoever counts."""
+    """Register the mark and whoever counts; where a subject is named, make its tests."""
     config.addinivalue_line("markers", "claim(*names): the claims that a test checks")
-    config.pluginmanager.register(Count(), "andon-falsify-count")
+    _search_as_hard_as(config)
+    suite = _suite(config)
+    if suite is not None:
+        config.stash[_SUITE] = suite
+    config.pluginmanager.register(counting.Count(suite.claims if suite is not None else CLAIMS), "andon-falsify-count")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """End the ranks of a campaign."""
+    if (suite := config.stash.get(_SUITE, None)) is not None:
+        suite.close()
+
+
+def _suite(config: pytest.Config) -> Suite | None:
+    """The campaign that the options ask for. Raises `UsageError` with all that is wrong with them."""
+    given = {name: config.getoption(name) for name in ("subject", "script", "world", "accumulation", "seed", "budget")}
+    given = {name: value for name, value in given.items() if value is not None}
+    if not given:
+        return None
+    if "subject" not in given and "script" not in given:
+        options = ", ".join(f"--{name}" for name in given)
+        raise pytest.UsageError(f"{options}: of which trainer? add --subject or --script (--subject andon for our own)")
+    try:
+        return Suite(understood(Options(**given, backend=",".join(config.getoption("backend") or ()) or None)))
+    except InputError as error:
+        raise pytest.UsageError(*map(str, error.problems)) from None
+
+
+def _search_as_hard_as(config: pytest.Config) -> None:
+    """Load the profile of hypothesis that fits the budget, unless one was chosen elsewhere."""
+    slow = [HealthCheck.too_slow]
+    settings.register_profile("andon-dev", deadline=None, max_examples=25)
+    settings.register_profile(
+        "andon-ci", deadline=None, max_examples=50, derandomize=True, database=None, suppress_health_check=slow
+    )
+    settings.register_profile("andon-deep", deadline=None, max_examples=1000, suppress_health_check=slow)
+    chosen = config.getoption("--hypothesis-profile", None) or os.environ.get("HYPOTHESIS_PROFILE")
+    if not chosen and settings().max_examples == settings.get_profile("default").max_examples:
+        settings.load_profile(_PROFILES.get(config.getoption("budget") or "quick", "andon-dev"))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Our own trainer's tests, or those of the subject that was named: never both."""
+    ours = collection_path.parent.name in ("compliance", "falsify") and collection_path.match("test_*.py")
+    if not ours or (
+        collection_path.parent.name == "falsify" and not (collection_path.parent / "andon_falsify").is_dir()
+    ):
+        return None
+    return True if (collection_path.name == _OF_A_SUBJECT) != (_SUITE in config.stash) else None
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With xdist: all claims at one place go to one worker, since they are judged of the same runs."""
+    if _SUITE not in config.stash:
+        return None
+    from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
+
+    class ByPlace(LoadScopeScheduling):  # type: ignore[misc]
+        """Tests whose names begin alike, up to the claim."""
+
+        def _split_scope(self, nodeid: str) -> str:
+            return nodeid.rpartition(": ")[0] or nodeid
+
+    return ByPlace(config, log)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One test for each selected backend, skipped with its reason where this machine cannot run it."""
+    """One test for each claim and place of a subject; for each selected backend, skipped where it cannot run here."""
+    if "claim_at_place" in metafunc.fixturenames:
+        metafunc.parametrize("claim_at_place", list(metafunc.config.stash[_SUITE].tests()), ids=str)
     if "backend" not in metafunc.fixturenames:
         return
     chosen = metafunc.config.getoption("--backend", None) or CPU_BACKENDS
@@ -91,7 +176,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     known = {claim.name for claim in CLAIMS}
     if unknown_names := [name for name in names if name not in known]:
         raise pytest.UsageError(f"{item.nodeid}: there is no claim {', '.join(unknown_names)}")
-    item.user_properties.append((_CLAIMS, ",".join(names)))
+    item.user_properties.append((counting.CLAIMS, ",".join(names)))
 
 
 @pytest.fixture(scope="session")
@@ -107,12 +192,23 @@ def subject(pools: RankPools) -> Remembering:
     return Remembering(AndonTrainer(pools))
 
 
+@pytest.fixture(scope="session")
+def suite(pytestconfig: pytest.Config) -> Suite:
+    """The campaign against the subject that was named."""
+    return pytestconfig.stash[_SUITE]
+
+
 @pytest.fixture
 def court(request: pytest.FixtureRequest, subject: Remembering) -> Iterator[Court]:
     """Runs cases and holds verdicts for one test."""
-    before = subject.runs
+    suite = request.config.stash.get(_SUITE, None)
+
+    def runs() -> int:
+        return subject.runs + (suite.runs if suite is not None else 0)
+
+    before = runs()
     yield Court(request, subject)
-    request.node.user_properties.append((_RUNS, str(subject.runs - before)))
+    request.node.user_properties.append((counting.RUNS, str(runs() - before)))
 
 
 @pytest.fixture(scope="session")
@@ -126,78 +222,6 @@ def laboratory(session_laboratory: Laboratory, court: Court) -> Laboratory:
     """Plants faults in our trainer; the runs are counted with the test's."""
     del court
     return session_laboratory
-
-
-class Count:
-    """Collects what the reports say of claims, and closes the session with the count."""
-
-    def __init__(self) -> None:
-        self._verdicts: dict[str, list[Verdict]] = {}
-        self._selected: dict[str, str] = {}
-        self._runs = 0
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Take the verdicts out of a test's last report."""
-        if report.when != "teardown":
-            if report.skipped:
-                self._skipped(report)
-            return
-        for name, value in report.user_properties:
-            if name == _VERDICT:
-                claim, outcome, checked, text = json.loads(str(value))
-                self._verdicts.setdefault(claim, []).append(_restored(claim, Outcome(outcome), checked, text))
-            elif name == _CLAIMS:
-                self._selected |= dict.fromkeys(filter(None, str(value).split(",")), report.nodeid)
-            elif name == _RUNS:
-                self._runs += int(str(value))
-
-    def _skipped(self, report: pytest.TestReport) -> None:
-        reason = str(report.longrepr[2]) if isinstance(report.longrepr, tuple) else str(report.longrepr)
-        names = [value for name, value in report.user_properties if name == _CLAIMS]
-        for name in filter(None, ",".join(map(str, names)).split(",")):
-            self._verdicts.setdefault(name, []).append(not_applicable(_claim(name), reason))
-
-    def verdicts(self) -> list[Verdict]:
-        """One verdict for each claim that a test was to check; unknown where none did."""
-        names = [claim.name for claim in CLAIMS if claim.name in {*self._selected, *self._verdicts}]
-        return [
-            merge(self._verdicts[name])
-            if name in self._verdicts
-            else unknown(_claim(name), f"no test said anything, {self._selected[name]} was to")
-            for name in names
-        ]
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """A claim that is unknown fails the session, as a falsified one does."""
-        if hasattr(session.config, "workerinput") or session.exitstatus != pytest.ExitCode.OK:
-            return
-        if any(verdict.outcome not in _ACCEPTED for verdict in self.verdicts()):
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
-
-    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """The claims that do not simply hold, and the count."""
-        verdicts = self.verdicts()
-        if not verdicts:
-            return
-        terminalreporter.section("claims")
-        for verdict in verdicts:
-            if verdict.outcome is not Outcome.HOLDS:
-                terminalreporter.write_line(str(verdict))
-        left_out = len(CLAIMS) - len(verdicts)
-        terminalreporter.write_line(closing_line(verdicts, self._runs, left_out))
-
-
-def _claim(name: str) -> Claim:
-    return next(claim for claim in CLAIMS if claim.name == name)
-
-
-def _restored(claim: str, outcome: Outcome, checked: int, text: str) -> Verdict:
-    """A verdict as far as the count needs it; its counterexamples are in the report of the test that failed."""
-    if outcome is Outcome.FALSIFIED:
-        return Verdict(claim, outcome, "", checked, (Counterexample(text.partition("\n")[2].strip()),))
-    why = text.partition("(")[2].removesuffix(")") if outcome is not Outcome.HOLDS else ""
-    return Verdict(claim, outcome, why, checked)
 
 
 def register(pluginmanager: pytest.PytestPluginManager) -> None:

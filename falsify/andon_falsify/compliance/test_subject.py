@@ -1,0 +1,17 @@
+"""The claims about any subject that `--subject` or `--script` names, case by case as `andon falsify` tries them."""
+
+from __future__ import annotations
+
+import pytest
+
+from andon_falsify.campaign.suite import Suite, Tried
+from andon_falsify.compliance.plugin import Court
+from andon_falsify.verdict import Outcome
+
+
+def test_the_claim(court: Court, suite: Suite, claim_at_place: Tried) -> None:
+    """It holds in every case at its place; falsified and unknown fail, what does not apply is skipped and says why."""
+    verdict = suite.verdict(claim_at_place)
+    court.hold(verdict)
+    if verdict.outcome is Outcome.NOT_APPLICABLE:
+        pytest.skip(verdict.why)
