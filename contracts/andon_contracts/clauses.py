@@ -124,6 +124,15 @@ _ALL = (
         "every step",
     ),
     Clause(
+        "updates-planned",
+        (),
+        "post",
+        "A run makes as many updates as were planned, no fewer and no more.",
+        "faults F82",
+        "one comparison",
+        "before the first update too many, and at the end, where `updates` is declared",
+    ),
+    Clause(
         "base-frozen",
         ("FALSIFY-LORA-001", "F-FREEZE-003", "F-FREEZE-008"),
         "invariant",

@@ -88,6 +88,7 @@ def _declared(settings: Settings, world: int) -> dict[str, Cover]:
             "live" if settings.contents else "degraded",
             "" if settings.contents else "needs w.batch(content=); no contents=: held to what the same row was before",
         ),
+        "updates-planned": when(settings.updates, "updates="),
         "loss-reported": Cover("live", "where w.loss tells one"),
         "randomness-declared": Cover("live", "where w.rng declares streams"),
         "evaluation-once": Cover("live", "where w.evaluated tells one"),

@@ -52,6 +52,7 @@ def watch(
     rows: int | None = None,
     contents: Callable[[Sequence[int]], Sequence[Any]] | None = None,
     start: int = 0,
+    updates: int | None = None,
     hard_stop: bool = False,
     timeout: datetime.timedelta = _TIMEOUT,
     patience: datetime.timedelta = _PATIENCE,
@@ -68,7 +69,8 @@ def watch(
     clip: the norm that the loop clips to. groups: name pattern to hyperparameters. schedule: the learning rate of an
     update, 1 being the first. scaler: the loss scaler. reference: the loss sum and count of a global batch by ids.
     plan: the ids of an update's global batch. rows: the number of rows of an epoch. contents: the rows of ids, as
-    they are told to `Watch.batch`. start: the updates done before. hard_stop: end ranks that are blocked elsewhere.
+    they are told to `Watch.batch`. start: the updates done before. updates: how many there are to be at the end.
+    hard_stop: end ranks that are blocked elsewhere.
     timeout: how long a rank waits for the others. patience: how long a rank's process may be stopped, or one on another
     machine give no sign of life, before all halt.
 
@@ -78,7 +80,8 @@ def watch(
     settings = Settings(
         checks=checks, action=action, allow=dict(allow or {}), log=log, folder=folder, trainable=trainable,
         tied=tuple(tied), clip=clip, groups=dict(groups or {}), schedule=schedule, scaler=scaler, reference=reference,
-        every=every, plan=plan, rows=rows, contents=contents, start=start, hard_stop=hard_stop,
+        every=every, plan=plan, rows=rows, contents=contents, start=start,
+        updates=updates, hard_stop=hard_stop,
     )  # fmt: skip
     exchange = Exchange(GroupGather(own_group(group, timeout), WIDTH))
     path = ledger_path(ledger, _first_rank(group)) if exchange.rank == 0 else None

@@ -5,23 +5,27 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from andon_contracts.observe import digests_by_name
 from andon_contracts.watch.lane import Lane
-from andon_contracts.watch.reading import flat_digest, plain, text_digest
+from andon_contracts.watch.reading import flat_digest, plain, state_digest, text_digest
 
 
 def live(lanes: Sequence[Lane]) -> dict[str, int]:
-    """The digests of weights, buffers, optimizer states and hyperparameters, by name."""
+    """The digests of weights, buffers, optimizer states and hyperparameters, by name. Collective where sharded."""
     found: dict[str, int] = {}
     subject = lanes[0].subject
     found |= {f"weights {n}": d for n, d in digests_by_name(_dense(subject.parameters)).items()}
     found |= {f"buffer {n}": d for n, d in digests_by_name(_dense(subject.buffers_by_name())).items()}
     for lane in lanes:
-        found |= {f"optimizer state {n}": d for n, d in lane.state_by_name().items()}
+        found |= {
+            f"optimizer state {n}": state_digest(_whole_state(lane.optimizer.state.get(p, {})))
+            for n, p in lane.parameters.items()
+        }
         found |= {
             f"group {index} {key}": text_digest(value)
             for index, group in enumerate(lane.optimizer.param_groups)
@@ -43,7 +47,17 @@ def of_tensors(tensors: Mapping[str, Tensor], lanes: Sequence[Lane]) -> dict[str
 
 
 def _dense(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: plain(tensor) for name, tensor in tensors.items()}
+    return {name: plain(_whole(tensor)) for name, tensor in tensors.items()}
+
+
+def _whole(value: Any) -> Any:
+    """A sharded tensor put together from all ranks, so that its digest is one wherever it is kept; else the value."""
+    gathered = getattr(value, "full_tensor", None)
+    return value if gathered is None else gathered()
+
+
+def _whole_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _whole(value) for name, value in state.items()}
 
 
 def _beside(path: Path) -> Path:
@@ -56,11 +70,11 @@ def write(path: Path, digests: Mapping[str, int]) -> None:
     _beside(path).write_text(text + "\n", encoding="utf-8")
 
 
-def read(path: Path) -> tuple[dict[str, int], int]:
-    """The digests beside the checkpoint at `path`, and its number of updates. Raises `ValueError` without them."""
+def read(path: Path) -> tuple[dict[str, int], int, str]:
+    """The digests beside the checkpoint at `path`, its number of updates, and why there are none; "" if there are."""
     try:
         found = {name: int(text, 16) for name, text in json.loads(_beside(path).read_text(encoding="utf-8")).items()}
     except (OSError, ValueError) as error:
-        raise ValueError(f"{_beside(path)} does not say what was saved: {error}") from None
+        return {}, 0, f"{_beside(path)} does not say what was saved: {error}"
     updates = found.pop("updates", 0)
-    return found, updates
+    return found, updates, ""

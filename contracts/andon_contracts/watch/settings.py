@@ -52,6 +52,7 @@ class Settings:
     rows: int | None = None
     contents: Callable[[Sequence[int]], Sequence[Any]] | None = None
     start: int = 0
+    updates: int | None = None
     hard_stop: bool = False
     recording: bool = False
     """Whether rank 0 writes a ledger: all ranks then look at what only a ledger needs."""
@@ -70,6 +71,7 @@ class Settings:
             self.every,
             self.rows,
             self.start,
+            self.updates,
             declared,
             self.action if isinstance(self.action, str) else "callable",
         ]
@@ -86,6 +88,8 @@ class Settings:
             found.append("checks='audit' needs reference=, a function of the model and ids to (loss sum, count)")
         if self.every < 1:
             found.append(f"every must be at least 1, not {self.every}")
+        if self.updates is not None and self.updates < self.start:
+            found.append(f"updates must be at least start ({self.start}), not {self.updates}")
         if self.clip is not None and not self.clip > 0:
             found.append(f"clip must be above 0, not {self.clip}")
         found += allow_problems(self.allow)

@@ -1,9 +1,8 @@
-"""What a loop can tell its watch: rows, losses, random streams, evaluations, checkpoints."""
+"""What a loop can tell its watch of each step: rows, losses, random streams."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Hashable, Sequence
 from typing import Literal
 
 import torch
@@ -15,46 +14,35 @@ from andon_contracts.judge import Observations
 from andon_contracts.told_clauses import (
     STREAMS,
     BatchTold,
-    EvaluationTold,
     judge_contents,
     judge_data,
-    judge_evaluation,
-    judge_restored,
     judge_rows,
 )
 from andon_contracts.violation import Violation
-from andon_contracts.watch import restore
-from andon_contracts.watch.exchange import Exchange
-from andon_contracts.watch.judging import Check, Verdicts
-from andon_contracts.watch.lane import Lane
-from andon_contracts.watch.ledger import Recorder, Told
+from andon_contracts.watch.judging import Check
+from andon_contracts.watch.ledger import Told
+from andon_contracts.watch.outcomes import Outcomes
 from andon_contracts.watch.reading import flat_digest, text_digest
 from andon_contracts.watch.rows import Rows, contents_of, ids_of
-from andon_contracts.watch.settings import Settings
 
 _MUST = {"agree": 1, "differ": 2}
-_WRAP = 1 << 64
+_SAMPLE = 256
+"""About so many rows are compared at the start."""
 _DATA = (Check("content-planned", judge_data),)
 
 
-class Telling:
+class Telling(Outcomes):
     """The methods of a watch with which a loop tells it what hooks cannot see. All ranks must tell alike."""
 
-    settings: Settings
-    closed: bool
-    _exchange: Exchange
-    _verdicts: Verdicts
     _rows: Rows
-    _lanes: dict[int, Lane]
-    _recorder: Recorder
 
     def __init__(self) -> None:
+        super().__init__()
         self._told_rows = Told()
         self._epochs = 0
         self._streams: dict[str, tuple[int, int]] = {}
         self._epoch: set[int] = set()
         self._contents: dict[int, int] = {}
-        self._evaluated: dict[tuple[int, int], int] = {}
 
     @property
     def violations(self) -> int:
@@ -92,9 +80,10 @@ class Telling:
         for lane in self._lanes.values():
             lane.reduced()
 
-    def rng(self, name: str, must: Literal["differ", "agree"], state: Tensor | None = None) -> None:
-        """A random stream that must differ between ranks, or agree; `state` is torch's on the CPU if not given.
+    def rng(self, name: str, must: Literal["differ", "agree"], state: Tensor | Hashable = None) -> None:
+        """A random stream that must differ between ranks, or agree; tell it before anything is drawn from it.
 
+        state: a tensor, or plain values (`random.getstate()`, bytes); torch's on the CPU if not given.
         Raises `ValueError` for a fifth stream and for another word than "differ" and "agree".
         """
         self._demand_open()
@@ -102,98 +91,18 @@ class Telling:
             raise ValueError(f"must is 'differ' or 'agree', not {must!r}")
         if name not in self._streams and len(self._streams) == STREAMS:
             raise ValueError(f"{name!r} is one random stream more than {STREAMS}")
-        digest = flat_digest([torch.get_rng_state() if state is None else state])
+        found = torch.get_rng_state() if state is None else state
+        digest = flat_digest([found]) if isinstance(found, Tensor) else text_digest(found)
         self._streams[name] = (_MUST[must], digest)
 
-    def evaluated(
-        self,
-        ids: Sequence[int] | Tensor,
-        predictions: Sequence[int] | Tensor,
-        labels: Sequence[int] | Tensor,
-        metrics: Mapping[str, float] | None = None,
-        rows: int | None = None,
-    ) -> None:
-        """What this rank evaluated, and the metrics that the loop reports (`accuracy` is recounted). Collective."""
-        self._demand_open()
-        table = [ids_of(ids), [int(p) for p in predictions], [int(y) for y in labels]]
-        if len({len(column) for column in table}) > 1:
-            raise ValueError(f"ids, predictions and labels have {[len(column) for column in table]} rows")
-        step = next(iter(self._lanes.values())).updates
-        parts = self._gather_rows(step, table)
-        triples = [row for part in parts for row in zip(*part, strict=True)]
-        right = sum(p == y for _, p, y in triples)
-        weights = flat_digest(p for lane in self._lanes.values() for p in lane.parameters.values())
-        key = (weights, text_digest(sorted(row[0] for row in triples)))
-        answers = text_digest(sorted(triples))
-        told = EvaluationTold(
-            step,
-            tuple(tuple(part[0]) for part in parts),
-            rows,
-            dict(metrics or {}),
-            {"accuracy": right / max(len(triples), 1)},
-            self._evaluated.setdefault(key, answers) == answers,
-        )
-        self._recorder.evaluated(step, len(triples), {**told.counted, **told.told})
-        self._judge_told("evaluation-once", lambda: judge_evaluation(told))
-
-    def saved(self, path: str | Path, read: Callable[[], Mapping[str, Tensor]] | None = None) -> None:
-        """A checkpoint was saved at `path`: digests of all that is live go to `path`.andon.json. Collective.
-
-        read: gives what is on the disk by parameter name, to be held to what is live.
-        """
-        self._demand_open()
-        lanes = list(self._lanes.values())
-        digests = restore.live(lanes) | {"updates": lanes[0].updates}
-        digests |= {name: by_rank[0] for name, by_rank in self._random(lanes[0].updates).items()}
-        if self._exchange.rank == 0:
-            restore.write(Path(path), digests)
-        self._recorder.saved(lanes[0].updates, Path(path).name, digests)
-        if read is not None:
-            on_disk = self._exchange.spread(lanes[0].updates, "on disk", restore.of_tensors(read(), lanes))
-            wanted = {n: d for n, d in digests.items() if n.removeprefix("weights ") in lanes[0].subject.parameters}
-            self._judge_restored(wanted, on_disk)
-
-    def loaded(self, path: str | Path) -> None:
-        """The checkpoint at `path` was loaded: all that is live is what was live at its save. Collective.
-
-        Raises `ValueError` where the save was not told to a watch.
-        """
-        self._demand_open()
-        lanes = list(self._lanes.values())
-        wanted, updates = restore.read(Path(path))
-        for lane in lanes:
-            lane.updates = updates
-        self._recorder.loaded(updates, Path(path).name, self._exchange.world_size, [lane.optimizer for lane in lanes])
-        found = self._exchange.spread(updates, "restored", restore.live(lanes))
-        if f"random state of rank {self._exchange.world_size}" in wanted:
-            wanted = {name: digest for name, digest in wanted.items() if not name.startswith("random state")}
-        else:
-            found |= self._random(updates)
-        self._judge_restored(wanted, found)
-
-    def _random(self, updates: int) -> dict[str, tuple[int, ...]]:
-        """The random state of each rank, by a name that says the rank; a state has one value wherever it is judged."""
-        (states,) = self._exchange.spread(updates, "random", restore.random_state()).values()
-        return {f"random state of rank {rank}": (state,) * len(states) for rank, state in enumerate(states)}
-
-    def _judge_restored(self, wanted: Mapping[str, int], found: Mapping[str, tuple[int, ...]]) -> None:
-        step = next(iter(self._lanes.values())).updates
-        saved = {name: digest % _WRAP for name, digest in wanted.items()}
-        live = {name: tuple(digest % _WRAP for digest in by_rank) for name, by_rank in found.items()}
-        self._judge_told("checkpoint-whole", lambda: judge_restored(saved=saved, found=live, step=step))
-
-    def _judge_told(self, clause: str, judge: Callable[[], object]) -> None:
-        if clause not in self._verdicts.live:
-            return
-        self._verdicts.evaluations[clause] += 1
-        try:
-            judge()
-        except Violation as found:
-            self._verdicts.take(found, Scene(self._exchange.world_size, applied=True))
-
-    def _demand_open(self) -> None:
-        if self.closed:
-            raise ValueError("this watch is closed")
+    def _look_at_data(self) -> None:
+        """Hold the ranks' data sets to each other at the start, in a sample of their rows."""
+        contents, rows = self.settings.contents, self.settings.rows
+        if contents is not None and rows is not None:
+            ids = range(0, rows, max(rows // _SAMPLE, 1))
+            found = text_digest(contents_of(contents(ids), len(ids)))
+            seen = self._exchange(0, "data", {"data": found})
+            self._verdicts.judge(_DATA, seen, {}, Scene(self._exchange.world_size))
 
     def _told(self) -> dict[str, int]:
         """The integers of a step that come from what was told."""
@@ -211,20 +120,6 @@ class Telling:
         for index, (must, digest) in enumerate(streams):
             values |= {f"stream {index} must": must, f"stream {index}": digest}
         return values
-
-    def _gather_rows(self, step: int, columns: Sequence[Sequence[int]]) -> list[list[list[int]]]:
-        """By rank, some columns of integers of one length on each rank."""
-        counts = [o.values["count"] for o in self._exchange(step, "count", {"count": len(columns[0])})]
-        most = max(counts)
-        table = torch.zeros(len(columns), most, dtype=torch.int64)
-        for index, column in enumerate(columns):
-            table[index, : len(column)] = torch.tensor(list(column), dtype=torch.int64)
-        seen = self._exchange(step, "rows", {}, table.flatten())
-        return [
-            [list(row[:count]) for row in o.payload.view(len(columns), most).tolist()]
-            for o, count in zip(seen, counts, strict=True)
-            if o.payload is not None
-        ]
 
     def _judge_rows(self, observations: Observations) -> list[int]:
         """Gather the rows of this update, hold them to the plan and to the data, return them in order of rank."""

@@ -173,6 +173,7 @@ class Watch(Telling):
         closer = closer_look(self._exchange, 0, scene, {"replicas-agree": tensors})
         if self._verdicts.judge(START, observations, details, scene, closer):
             self._last_equal = self.settings.start
+        self._look_at_data()
 
     def _base_digest(self) -> int:
         frozen = list(self._subject.frozen.values())
@@ -308,6 +309,7 @@ class Watch(Telling):
         closer = closer_look(self._exchange, step, scene, tensors)
         self._verdicts.judge(BEFORE, observations, details, scene, closer, self._facts())
         if in_lockstep(observations):
+            self._judge_count(lane.updates, over=False)
             ids = self._judge_rows(observations)
             self._audit(lane, step, ids, scene)
         self._spent += time.perf_counter() - began
@@ -344,7 +346,10 @@ class Watch(Telling):
         return found
 
     def close(self) -> None:
-        """Take every hook off and say what was checked, how often, at what cost, and what was not. Not collective."""
+        """Take every hook off and say what was checked, how often, at what cost, and what was not. Not collective.
+
+        Raises `Violation`, where the action is to raise, if fewer updates were made than planned.
+        """
         if self.closed:
             return
         self.closed = True
@@ -356,9 +361,14 @@ class Watch(Telling):
         atexit.unregister(self._leave)
         whole = time.perf_counter() - self._began
         spent = self._spent + sum(lane.taps.spent for lane in self._lanes.values())
-        self._recorder.close(_reason(sys.exc_info()[1] or self._last_error))
-        lines = closing_lines(self._cover, self._verdicts, self._steps, spent / whole if whole else 0.0)
-        self._say([*lines, *filter(None, [self._recorder.closing_line()])])
+        reason = _reason(sys.exc_info()[1] or self._last_error)
+        try:
+            if reason == "finished":
+                self._judge_count(max(lane.updates for lane in self._lanes.values()), over=True)
+        finally:
+            self._recorder.close(reason)
+            lines = closing_lines(self._cover, self._verdicts, self._steps, spent / whole if whole else 0.0)
+            self._say([*lines, *filter(None, [self._recorder.closing_line()])])
 
     def _record_cause(self, cause: Cause | None) -> None:
         """What stopped the loop from elsewhere goes into the ledger here, where no line is being written."""
@@ -368,7 +378,11 @@ class Watch(Telling):
     def _leave(self) -> None:
         """The interpreter ends, whatever ended it."""
         self._last_error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-        self.close()
+        try:
+            self.close()
+        except Violation as found:
+            # An error here would neither end the process otherwise nor be shown as what it is.
+            self._say([f"andon.Violation: {found}"])
 
     def __enter__(self) -> Watch:
         return self
