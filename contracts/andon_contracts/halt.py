@@ -10,6 +10,8 @@ own timeout ends it, or the end of the rank that it waits for, and the message s
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
+import multiprocessing.util
 import os
 import sys
 import threading
@@ -68,6 +70,8 @@ class Cord:
         self._hook: Callable[..., object] = sys.excepthook
         self._mine = self._excepthook
         sys.excepthook = self._mine
+        # A process of multiprocessing catches what its function raises, and ends without the interpreter's last calls.
+        self._last_call = multiprocessing.util.Finalize(None, self._at_exit, exitpriority=100)
         self._thread = threading.Thread(target=self._watch, name="andon-cord", daemon=True)
         self._thread.start()
 
@@ -119,6 +123,7 @@ class Cord:
         interrupt.dismiss(self.heed)
         if sys.excepthook is self._mine:
             sys.excepthook = self._hook
+        self._last_call.cancel()
         self._wire.leave()
         if threading.current_thread() is not self._thread:
             self._thread.join(_LOOK_S)
@@ -235,7 +240,7 @@ class Cord:
         self._released.wait()
         if self._hard_stop and self._crashed:
             time.sleep(_LAST_S)
-            os._exit(1)
+            _end_process("")
 
     def _leave_evidence(self, cause: Cause, *, with_state: bool) -> None:
         place = self.evidence.place(cause.step)
@@ -257,8 +262,24 @@ class Cord:
         self._hook(kind, error, trace)
         if self.cause is not None and self.cause.text != str(error) and not isinstance(error, KeyboardInterrupt):
             _say(self.cause.text)
+        self._crash()
+
+    def _crash(self) -> None:
+        """Nobody caught the error: the process is to end now."""
         self._crashed = True
         self._released.set()
+        if self._hard_stop:
+            interrupt.alarm(2 * _LAST_S)
+
+    def _at_exit(self) -> None:
+        error = sys.exc_info()[1]
+        if isinstance(error, SystemExit):
+            error = error.__context__ if error.code else None
+        if error is None:
+            self.close()
+        else:
+            self.failed(error)
+            self._crash()
 
 
 def own_store(name: str) -> Store | None:
@@ -296,10 +317,15 @@ def _end_process(text: str) -> NoReturn:
     """Print `text` and end, even where nobody reads what is printed, or the loop holds the lock of standard output."""
 
     def last_words() -> None:
-        _say(text)
+        if text:
+            _say(text)
         sys.stdout.flush()
 
     speaking = threading.Thread(target=last_words, daemon=True)
     speaking.start()
     speaking.join(_RAISE_S)
+    # As the interpreter does when it ends: a loader's process that is blocked would not notice by itself.
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()
     os._exit(1)

@@ -50,3 +50,10 @@ def interrupt() -> None:
     main = threading.main_thread()
     if _heeding and main.ident is not None and main.is_alive():
         signal.pthread_kill(main.ident, _SIGNAL)
+
+
+def alarm(seconds: float) -> None:
+    """Let the system end this process by SIGALRM after that time: no thread has to run for it, no lock to be free."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
