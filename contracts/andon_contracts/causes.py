@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
-from andon_contracts.violation import Finding, Kind, Violation
+from andon_contracts.violation import Finding, Halted, Kind, Violation
 
 HALT = "halt-together"
 
@@ -45,7 +45,8 @@ class Cause:
         """The error that every live rank raises."""
         ranks = self.ranks or (() if self.rank is None else (self.rank,))
         finding = Finding(self.seen or self.text.partition("\n")[0], self.step, ranks, self.tensor)
-        return Violation(self.text, clause=self.clause, finding=finding, cause=self.kind, bundle=self.bundle)
+        kind = Violation if self.kind == "violation" else Halted
+        return kind(self.text, clause=self.clause, finding=finding, cause=self.kind, bundle=self.bundle)
 
     def with_rows(self, *rows: tuple[str, str]) -> Cause:
         """The same with further rows (name, text) under its message."""

@@ -30,9 +30,7 @@ class Violation(RuntimeError):
 
     A `RuntimeError` and not icontract's `AssertionError`, so that `except AssertionError` cannot swallow it. It
     survives pickling, hence process boundaries, with its attributes: all arguments but the message have defaults.
-    Where ranks halt together because one of them failed, ran out of memory, died or hangs, `cause` says so and
-    `clause` is `halt-together`: that is no violation of the loop's own contracts. `bundle` is the folder of what was
-    left to look into, if any.
+    `bundle` is the folder of what was left to look into, if any.
     """
 
     def __init__(
@@ -71,8 +69,15 @@ class Violation(RuntimeError):
         return self.finding.tensor
 
 
-# The name under which users know it, in tracebacks too.
-Violation.__module__ = "andon"
+class Halted(Violation):
+    """All ranks stop because one of them failed, ran out of memory, died, hangs or left: no contract of the loop broke.
+
+    `cause` says which of these it was; `clause` is `halt-together`.
+    """
+
+
+# The names under which users know them, in tracebacks too.
+Violation.__module__ = Halted.__module__ = "andon"
 
 
 def describe(clause: str, finding: Finding) -> str:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from andon.step.reduce import TreeReduction as TreeReduction
     from andon.step.shard import shard_samples as shard_samples
     from andon_contracts.clauses import CLAUSES as CLAUSES
+    from andon_contracts.violation import Halted as Halted
     from andon_contracts.violation import Violation as Violation
     from andon_contracts.watch import AndonWarning as AndonWarning
     from andon_contracts.watch import assert_same as assert_same
@@ -32,6 +33,7 @@ _HOME = {
     "ClassifyConfig": "andon.pipeline",
     "ClassifyPipeline": "andon.pipeline",
     "DataParallelCoordinator": "andon.coordinator",
+    "Halted": "andon_contracts.violation",
     "SafetySample": "andon.pipeline",
     "TransformerConfig": "andon.pipeline",
     "TreeReduction": "andon.step.reduce",
