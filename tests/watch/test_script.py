@@ -1,0 +1,314 @@
+"""`andon watch SCRIPT`: the script runs as it would alone, and what it trains is found and watched."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import andon
+from andon.run.ledger import read_ledger
+from andon_contracts.record import Broken, End, Step
+from andon_contracts.watch import script, standby
+from tests.support.ranks import run_ranks
+
+HEAD = """
+import sys, torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+rank, world = dist.get_rank(), dist.get_world_size()
+rows = torch.randn(12, 4, generator=torch.Generator().manual_seed(1))
+def net(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+def grads(*parameters):
+    for p in parameters:
+        dist.all_reduce(p.grad)
+def mine(step):
+    return rows[4 * step : 4 * step + 4][rank::world]
+"""
+CLIPPED = """
+model = DistributedDataParallel(net())
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+for step in range(3):
+    model(mine(step)).square().mean().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+BY_HAND = """
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+for step in range(3):
+    (model(mine(step)).square().mean() / world).backward()
+    grads(*model.parameters())
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+ADVERSARIES = """
+one, other = net(1), net(2)
+first = torch.optim.SGD(one.parameters(), lr=0.05)
+second = torch.optim.Adam(other.parameters(), lr=0.05)
+for step in range(3):
+    for model, optimizer in ((one, first), (other, second)):
+        model(mine(step)).square().mean().backward()
+        grads(*model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+TWO_OPTIMIZERS = """
+model = DistributedDataParallel(net())
+inner = model.module
+optimizers = [torch.optim.SGD(inner[2].parameters(), lr=0.05), torch.optim.Adam(inner[0].parameters(), lr=0.05)]
+for step in range(3):
+    model(mine(step)).square().mean().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+LOOSE = """
+encoder, head, scale = nn.Linear(4, 5), nn.Linear(5, 2), nn.Parameter(torch.ones(()))
+for module in (encoder, head):
+    for p in module.parameters():
+        dist.broadcast(p.data, 0)
+optimizer = torch.optim.SGD([*head.parameters(), scale, *encoder.parameters()], lr=0.05)
+for step in range(3):
+    (scale * head(encoder(mine(step)))).square().mean().backward()
+    grads(*head.parameters(), scale, *encoder.parameters())
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+PHASES = """
+model = net()
+for p in model[0].parameters():
+    p.requires_grad_(False)
+for phase in range(2):
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.05)
+    for step in range(2):
+        model(mine(step)).square().mean().backward()
+        grads(*trained)
+        optimizer.step()
+        optimizer.zero_grad()
+    model.requires_grad_(True)
+"""
+ZERO = """
+from torch.distributed.optim import ZeroRedundancyOptimizer
+model = DistributedDataParallel(net())
+optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.05)
+for step in range(3):
+    model(mine(step)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+CLOSURE = """
+model = net()
+optimizer = torch.optim.LBFGS(model.parameters(), lr=0.05, max_iter=2)
+def closure():
+    optimizer.zero_grad()
+    loss = model(rows).square().mean()
+    loss.backward()
+    return loss
+for step in range(3):
+    optimizer.step(closure)
+"""
+OWN_LINE = """
+import andon
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+with andon.watch(model, optimizer):
+    model(rows).square().mean().backward()
+    optimizer.step()
+"""
+UPDATES = {
+    "clipped": (CLIPPED, [3]),
+    "by hand": (BY_HAND, [3]),
+    "adversaries": (ADVERSARIES, [3, 3]),
+    "two optimizers": (TWO_OPTIMIZERS, [6]),
+    "loose": (LOOSE, [3]),
+    "phases": (PHASES, [2, 2]),
+    "zero": (ZERO, [3]),
+    "closure": (CLOSURE, [3]),
+    "own line": (OWN_LINE, [1]),
+}
+"""Each script, and how many updates the ledger of each of its watches holds."""
+
+
+def _run_all(folder: str) -> list[int]:
+    codes = []
+    for name, (body, _) in UPDATES.items():
+        path = Path(folder, f"{name}.py")
+        path.write_text(HEAD + body)
+        codes.append(script.main(["--action", "raise", "--ledger", str(Path(folder, f"{name}.jsonl")), str(path)]))
+    return codes
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the scripts ran on two ranks, with their ledgers."""
+    found = tmp_path_factory.mktemp("scripts")
+    assert [outcome.get() for outcome in run_ranks(2, _run_all, str(found))] == [[0] * len(UPDATES)] * 2
+    return found
+
+
+def ledgers(folder: Path, name: str) -> list[list[object]]:
+    """The records of the ledgers of a script, in the order of its watches."""
+    return [list(read_ledger(path)) for path in (folder / f"{name}.jsonl", folder / f"{name}-2.jsonl") if path.exists()]
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_what_a_script_trains_is_found(folder: Path, name: str) -> None:
+    """One watch for each model, whatever optimizers share in it, from the first update to the last; no false alarm."""
+    found = ledgers(folder, name)
+    assert [sum(isinstance(record, Step) for record in each) for each in found] == UPDATES[name][1]
+    for *records, end in found:
+        assert isinstance(end, End)
+        assert end.reason == "finished"
+        assert not any(isinstance(record, Broken) for record in records)
+        indices = {record.optimizer_index for record in records if isinstance(record, Step)}
+        assert indices == ({0, 1} if name == "two optimizers" else {None})
+
+
+def test_the_first_update_is_seen_before_clipping(folder: Path) -> None:
+    """The watch opens with the clip call: the norms are those of one process, the first one too."""
+    (records,) = ledgers(folder, "clipped")
+    rows = torch.randn(12, 4, generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    for step in (record for record in records if isinstance(record, Step)):
+        model(rows[4 * step.step - 4 : 4 * step.step]).square().mean().backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        assert norm > 0.2
+        assert step.gradient_at is None
+        assert step.grad_norm is not None
+        assert step.grad_norm.value == pytest.approx(float(norm), rel=1e-4)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+# how it ends
+
+
+def _endings(folder: str) -> list[object]:
+    parted = BY_HAND.replace("grads(*model.parameters())", "pass")
+    bodies = {"violated": parted, "swallowed": f"try:\n{textwrap.indent(parted, '    ')}\nexcept Exception: pass\n"}
+    bodies |= {"warned": parted, "left": BY_HAND + "\nsys.exit(3)", "said": "sys.exit('words')", "idle": "pass"}
+    bodies["argued"] = "assert sys.argv[1:] == ['--lr', '1', '--action'], sys.argv"
+    found: list[object] = []
+    for name, body in bodies.items():
+        path = Path(folder, f"{name}.py")
+        path.write_text(HEAD + body)
+        action = "warn" if name == "warned" else "raise"
+        arguments = ["--lr", "1", "--action"] if name == "argued" else []
+        try:
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always", andon.AndonWarning)
+                found.append(script.main(["--action", action, str(path), *arguments]))
+            found[-1] = (found[-1], len(said) > 0) if name == "warned" else found[-1]
+        except SystemExit as ended:
+            found.append(("exit", ended.code))
+    return found
+
+
+def test_the_exit_code_is_the_scripts_and_70_is_ours(tmp_path: Path) -> None:
+    """A violation that raises ends with 70, also where the script swallowed it; a script's own exit is passed on."""
+    for rank, outcome in enumerate(run_ranks(2, _endings, str(tmp_path))):
+        assert outcome.get() == [70, 70, (0, rank == 0), ("exit", 3), ("exit", "words"), 0, 0]
+
+
+def _alone(folder: str) -> str:
+    if dist.get_rank() == 1:
+        return ""
+    standby._TOGETHER = standby.datetime.timedelta(seconds=0.5)
+    path = Path(folder, "alone.py")
+    path.write_text(HEAD + BY_HAND.replace("grads(*model.parameters())", "pass"))
+    try:
+        script.main([str(path)])
+    except standby.CannotWatch as refused:
+        return f"{refused.code} {refused.why}"
+    return "watched"
+
+
+def test_a_rank_that_nobody_watches_is_a_clear_refusal(tmp_path: Path) -> None:
+    """Where only some ranks were started under the watch, they say so and end; they do not wait for ever."""
+    found = run_ranks(2, _alone, str(tmp_path))[0].get()
+    assert found.startswith("2 rank 1 did not come to the first update")
+
+
+FAILING = """
+import sys, os
+assert __name__ == "__main__" and sys.argv == [__file__, "--x"], sys.argv
+assert sys.path[0] == os.path.dirname(os.path.abspath(__file__)), sys.path[0]
+print([name for name in ("transformers", "peft", "hypothesis", "pydantic", "typer") if name in sys.modules])
+import beside
+def fail():
+    try:
+        {}["first"]
+    except KeyError:
+        raise RuntimeError("second")
+fail()
+"""
+
+
+def test_errors_look_as_they_would_alone(tmp_path: Path) -> None:
+    """Standard output, standard error and exit code of a failing script are to the letter those without us."""
+    (tmp_path / "failing.py").write_text(FAILING)
+    (tmp_path / "beside.py").touch()
+    (tmp_path / "wrong.py").write_text("x = (\n")
+    for name in ("failing.py", "wrong.py"):
+        alone, watched = (
+            subprocess.run(
+                [sys.executable, *how, str(tmp_path / name), "--x"], capture_output=True, text=True, check=False
+            )
+            for how in ([], ["-m", "andon_contracts.watch", "--action", "raise"])
+        )
+        assert (watched.stdout, watched.stderr) == (alone.stdout, alone.stderr)
+        assert watched.returncode == alone.returncode == 1
+        assert "Error" in watched.stderr
+        assert watched.stdout == ("[]\n" if name == "failing.py" else "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "name the script to run"),
+        (["nothing.py"], "can't open file 'nothing.py'"),
+        (["--checks", "audit", __file__], "only a line in the script can give"),
+        (["--allow", "replicas-agre=x", __file__], "did you mean 'replicas-agree'"),
+        (["--allow", "replicas-agree", __file__], "must give a reason"),
+        (["--action", "cry", __file__], "invalid choice"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_words(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each mistake ends with 2 and says what is wrong, before the script runs."""
+    with pytest.raises(SystemExit) as ended:
+        script.main(arguments)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_torchrun_starts_it(tmp_path: Path) -> None:
+    """The line of the documentation: two ranks under torchrun, through the `andon` command, with a ledger."""
+    path = tmp_path / "train.py"
+    path.write_text("import torch.distributed\ntorch.distributed.init_process_group('gloo')\n" + HEAD + CLIPPED)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launcher, "-m", "andon", "watch", "--action", "raise", "--ledger", str(tmp_path / "l.jsonl"), str(path)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    assert "andon.watch: 2 ranks, 4 trainable tensors" in done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "l.jsonl").read_text().splitlines()]
+    assert [line["kind"] for line in lines] == ["start", "step", "step", "step", "end"]
+    assert [(line["world"], line["grad_norm"]["value"] > 0.2) for line in lines[1:-1]] == [(2, True)] * 3
