@@ -120,6 +120,7 @@ class Loop:
             "schedule": schedule,
             "trainable": ["lora_*", "head.*"],
             "tied": [],
+            "updates": self.steps,
         }
         wanted = self.lines | ({"every"} if "reference" in self.lines else set())
         return {name: value for name, value in known.items() if name in wanted}
@@ -177,7 +178,7 @@ class Loop:
         self.clip(step)
         self.set_rate(step)
         self.before_update(step)
-        self.opt.step()
+        self.update()
         self.after_update(step)
         self.zero()
 
@@ -243,6 +244,10 @@ class Loop:
 
     def before_update(self, step: int) -> None:
         """Nothing."""
+
+    def update(self) -> None:
+        """The optimizer's."""
+        self.opt.step()
 
     def after_update(self, step: int) -> None:
         """Nothing."""

@@ -1,10 +1,9 @@
-"""The faults of randomness, optimizers, adapters, restored state, evaluation and hardware."""
+"""The faults of optimizers, adapters, restored state and hardware."""
 
 # ruff: noqa: D102 - an override does what its class says
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,44 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.watch import planted as p
-from tests.watch.loop import ROWS, Loop, Model, plan, schedule
+from tests.watch.loop import Loop, Model, plan, schedule
 from tests.watch.planted import RANK
-
-
-class Streams(Loop):
-    """Right: masks differ between ranks, the shuffle is one."""
-
-    def before_watch(self) -> None:
-        self.shared = torch.Generator().manual_seed(7)
-
-    def seed(self, step: int) -> int:
-        """The seed of this rank's masks."""
-        return 1000 * self.rank + step
-
-    def before_update(self, step: int) -> None:
-        torch.manual_seed(self.seed(step))
-        self.draw(step)
-        self.watch.rng("dropout", "differ")
-        self.watch.rng("shuffle", "agree", self.shared.get_state())
-        self.notes = [torch.rand(2).tolist(), torch.rand(2, generator=self.shared).tolist()]
-
-    def draw(self, step: int) -> None:
-        """Nothing is drawn between."""
-
-
-class SameMasks(Streams):
-    """One seed on all ranks."""
-
-    def seed(self, step: int) -> int:
-        return step
-
-
-class DrawnOnOneRank(Streams):
-    """One rank draws from the shared stream."""
-
-    def draw(self, step: int) -> None:
-        if step == 4 and self.rank == RANK:
-            torch.rand(1, generator=self.shared)
 
 
 class RatePerMicro(Loop):
@@ -229,6 +192,22 @@ class RateRestarts(Resumed):
             group["lr"] = schedule(step if step <= self.resume_after else step - self.resume_after)
 
 
+class OneUpdateFewer(Loop):
+    """The last update is not made."""
+
+    def step(self, step: int) -> None:
+        if step < self.steps:
+            super().step(step)
+
+
+class OneUpdateMore(Loop):
+    """One update is made after the last."""
+
+    def finish(self) -> None:
+        self.step(self.steps + 1)
+        self.trace.states.append(self.state())
+
+
 class BatchSkipped(Loop):
     """One batch too many is skipped on resume."""
 
@@ -249,72 +228,6 @@ class OneRankReloads(Resumed):
     def load_weights(self, weights: dict[str, Tensor]) -> None:
         if self.rank == 0:
             super().load_weights(weights)
-
-
-class Evaluated(Loop):
-    """Right: all rows once, twice the same."""
-
-    def finish(self) -> None:
-        for turn in range(2):
-            ids = self.evaluation_ids()
-            answers = self.predict(ids, turn)
-            right = torch.tensor([sum(a == int(self.y[i]) for a, i in zip(answers, ids, strict=True)), len(ids)])
-            dist.all_reduce(right)
-            metrics = {"accuracy": self.accuracy(right)}
-            self.notes = [*self.notes, ids, answers, metrics]
-            self.watch.evaluated(ids, answers, self.y[torch.tensor(ids)], metrics, rows=ROWS)
-        self.trace.states.append(self.state())
-
-    def evaluation_ids(self) -> list[int]:
-        """This rank's rows."""
-        return list(range(self.rank, ROWS, self.world))
-
-    @torch.no_grad()
-    def predict(self, ids: Sequence[int], turn: int) -> list[int]:
-        """The classes."""
-        self.model.eval()
-        found: list[int] = self.model(self.x[torch.tensor(list(ids))]).argmax(1).tolist()
-        self.model.train()
-        return found
-
-    def accuracy(self, right: Tensor) -> float:
-        """From the counts of all ranks."""
-        return float(right[0]) / float(right[1])
-
-
-class EvaluationPadded(Evaluated):
-    """Filled up to the same number of rows on each rank."""
-
-    def evaluation_ids(self) -> list[int]:
-        mine = super().evaluation_ids()
-        return mine + [0] * (-(-ROWS // self.world) - len(mine))
-
-
-class IntegerMean(Evaluated):
-    """A mean of integers, rounded down."""
-
-    def accuracy(self, right: Tensor) -> float:
-        return float(100 * right[0] // right[1]) / 100
-
-
-class DropoutInEvaluation(Evaluated):
-    """Noise that is on in evaluation."""
-
-    def predict(self, ids: Sequence[int], turn: int) -> list[int]:
-        found = super().predict(ids, turn)
-        return [(a + turn * (i == 3)) % 3 for a, i in zip(found, ids, strict=True)]
-
-
-class LocalLoss(Loop):
-    """The loss of this rank is reported as the loss of all."""
-
-    def reported(self, step: int, micro: int, loss_sum: float, rows: int) -> float | None:
-        known = super().reported(step, micro, loss_sum, rows)
-        if known is None:
-            return None
-        local = sum(float(str(n)) for n in self.notes) / rows * self.world
-        self.notes = [*self.notes, "local"]
-        return local
 
 
 class WeightFlipped(Loop):

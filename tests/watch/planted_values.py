@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,17 +36,6 @@ class ClipDoubleNorm(ClipByHand):
         return float(total.sqrt())
 
 
-class ClipScaled(Loop):
-    """Clipped before it is unscaled."""
-
-    def clip(self, step: int) -> None:
-        for g in self.gradients():
-            g.mul_(1024.0)
-        super().clip(step)
-        for g in self.gradients():
-            g.div_(1024.0)
-
-
 class Overflow(Loop):
     """A finite loss so large that the norm overflows and clipping makes the gradient zero."""
 
@@ -71,32 +61,40 @@ class NanHidden(Overflow):
         super().reduce(step)
 
 
-class Scale:
-    """A loss scaler that is asked for its scale."""
-
-    def __init__(self) -> None:
-        self.scale = 65536.0
-
-    def get_scale(self) -> float:
-        """The scale."""
-        return self.scale
-
-
 class Scaled(Loop):
-    """Right, with a loss scaler."""
+    """Right, with a loss scaler: unscaled after the reduction and before clipping."""
 
-    def options(self) -> dict[str, object]:
-        self.scaler = Scale()
-        return {**super().options(), "scaler": self.scaler}
+    def options(self) -> dict[str, Any]:
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+        known = super().options()
+        return known | {"scaler": self.scaler} if "scaler" in self.lines else known
+
+    def backward(self, loss: Tensor) -> None:
+        self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+
+    def clip(self, step: int) -> None:
+        self.scaler.unscale_(self.opt)
+        super().clip(step)
+
+    def update(self) -> None:
+        self.scaler.step(self.opt)
+        self.scaler.update()
+
+
+class ClipScaled(Scaled):
+    """Clipped before it is unscaled."""
+
+    def clip(self, step: int) -> None:
+        Loop.clip(self, step)
+        self.scaler.unscale_(self.opt)
 
 
 class ScaleLocal(Scaled):
-    """One rank's scale is halved alone."""
+    """One rank's scale is halved alone, after step 3."""
 
-    def before_update(self, step: int) -> None:
-        if step >= 4 and self.rank == RANK:
-            self.scaler.scale = 32768.0
-        self.notes = [self.scaler.scale]
+    def after_update(self, step: int) -> None:
+        if step == 3 and self.rank == RANK:
+            self.scaler.update(new_scale=512.0)
 
 
 class LowPrecision(Loop):

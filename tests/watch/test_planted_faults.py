@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.ranks import run_ranks
-from tests.watch.faults_table import TABLE
+from tests.watch.faults_table import CATALOGUE, TABLE
 from tests.watch.loop import Trace
 from tests.watch.planted import Planted
 
@@ -37,6 +37,11 @@ def _name(fault: Planted) -> str:
 
 
 numbered = pytest.mark.parametrize(("number", "fault"), list(enumerate(TABLE)), ids=map(_name, TABLE))
+
+
+def test_every_fault_of_the_catalogue_is_planted() -> None:
+    """At least once each, and nothing is planted that the catalogue does not have."""
+    assert {fault.code for fault in TABLE} == CATALOGUE
 
 
 @numbered

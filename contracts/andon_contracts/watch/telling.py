@@ -75,7 +75,7 @@ class Telling(Outcomes):
         self._rows.reported = reported
 
     def reduced(self) -> None:
-        """The gradients are reduced now, and neither unscaled nor clipped yet; for loops that clip by hand."""
+        """The gradients are reduced and unscaled now, and not clipped yet; for loops that clip by hand."""
         self._demand_open()
         for lane in self._lanes.values():
             lane.reduced()
