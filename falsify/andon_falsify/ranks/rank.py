@@ -7,7 +7,6 @@ import faulthandler
 import importlib
 import os
 import pickle
-import sys
 import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -58,6 +57,7 @@ def live(berth: Berth, pipe: Connection) -> None:
                 # After an error of gloo an ordinary exit may end in SIGABRT.
                 os._exit(0)
             served += 1
+            _redirect(printed)
             faulthandler.dump_traceback_later(berth.deadline_s * _STACK_AT, file=printed)
             answer = _answer(berth, work, argument, served)
             faulthandler.cancel_dump_traceback_later()
@@ -65,13 +65,18 @@ def live(berth: Berth, pipe: Connection) -> None:
 
 
 def _settle_in(berth: Berth, printed: TextIO) -> None:
-    """A session of its own, by which what it starts is found; no output between the suite's; no life after it."""
+    """A session of its own, by which what it starts is found, and no life after the suite's."""
     from andon.launch.orphan import die_with_parent
 
     os.setsid()
     die_with_parent(berth.suite)
-    for stream in (sys.stdout, sys.stderr):
-        os.dup2(printed.fileno(), stream.fileno())
+    _redirect(printed)
+
+
+def _redirect(printed: TextIO) -> None:
+    """Let the standard streams lead to `printed`, whatever a case has done to them: not between the suite's lines."""
+    for descriptor in (1, 2):
+        os.dup2(printed.fileno(), descriptor)
 
 
 def _join(berth: Berth) -> None:

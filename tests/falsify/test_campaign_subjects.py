@@ -1,0 +1,99 @@
+"""Subjects that misbehave: the verdict is unknown and says in which way, nothing stays behind, other cases go on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import psutil
+import pytest
+
+from andon_falsify.campaign.budget import BUDGETS
+from andon_falsify.campaign.foreign import LoopBench
+from andon_falsify.campaign.generator import Layout, draw
+from andon_falsify.campaign.interpreter import Campaign, Interpreter
+from andon_falsify.campaign.trial import LAW, Trial
+from andon_falsify.loops.subject import LoopSubject
+from andon_falsify.loops.task import loop_case
+from andon_falsify.ranks.pool import RankPools
+from andon_falsify.verdict import Outcome
+from tests.falsify.misbehaving.littering import COMMAND
+
+HERE = "tests.falsify.misbehaving"
+TRIAL = Trial(LAW, loop_case(epochs=1))
+
+
+@pytest.fixture
+def pools() -> Iterator[RankPools]:
+    """Ranks with all the time that a loaded machine may need."""
+    with RankPools(deadline_s=60.0, grace_s=1.0) as held:
+        yield held
+
+
+def bench(make: str, pools: RankPools) -> LoopBench:
+    """A misbehaving subject on its bench."""
+    return LoopBench(LoopSubject(f"{HERE}.{make}", make, pools), make)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        ("absent:make", "No module named 'tests.falsify.misbehaving.absent'"),
+        ("broken:make", "OSError: no licence was found"),
+        ("unfinished:not_a_function", "names no function"),
+        ("unfinished:make_nothing", "NoneType is no loop"),
+        ("unfinished:make_without_train", "has no method `train(told)`"),
+        ("unfinished:make_without_model", "its `model` is None"),
+        ("dying:make_killed", "rank 1 was killed by SIGKILL"),
+        ("dying:make_exiting", "rank 1 ended with exit code 7"),
+        ("dying:make_leaving", "rank 1: SystemExit: enough at "),
+        ("dying:make_raising", "rank 1: ArithmeticError: nothing adds up at "),
+        ("lying:make", "it says it is one of 1 ranks, but 2 were started"),
+        ("littering:make", f"({' '.join(COMMAND)})"),
+    ],
+)
+def test_what_a_subject_does_wrong_is_named(pools: RankPools, make: str, said: str) -> None:
+    """Every claim of the trial is unknown for one reason in one line: the first cause, not what other ranks saw."""
+    found = bench(make, pools).attempt(TRIAL)
+    assert {verdict.outcome for verdict in found.values()} == {Outcome.UNKNOWN}
+    (why,) = {verdict.why for verdict in found.values()}
+    assert said in why
+    assert "\n" not in why
+    assert len(found) > 5
+
+
+@pytest.mark.parametrize("make", ["deadlocking:make_waiting", "deadlocking:make_alone"])
+def test_a_deadlock_ends_with_the_deadline(make: str) -> None:
+    """Whether a rank waits by itself or in a collective, it is given up, and none of the ranks is left."""
+    with RankPools(deadline_s=3.0, grace_s=0.5) as pools:
+        found = bench(make, pools).attempt(TRIAL)
+        assert all("no answer in time (3 s); killed" in verdict.why for verdict in found.values())
+        assert pools.of(2).pids == []
+
+
+def test_nothing_that_a_subject_started_stays(pools: RankPools) -> None:
+    """What the loop left is ended, though it was in a session of its own."""
+    bench("littering:make", pools).attempt(TRIAL)
+    assert [process.pid for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"] == [*COMMAND]] == []
+
+
+def test_nonsense_on_the_standard_streams_changes_nothing(pools: RankPools, capfd: pytest.CaptureFixture[str]) -> None:
+    """A right loop that prints like this is a right loop, and nothing of it comes between the suite's lines."""
+    found = bench("garbling:make", pools).attempt(TRIAL)
+    assert {verdict.outcome for verdict in found.values()} == {Outcome.HOLDS}, found
+    printed = capfd.readouterr()
+    assert (printed.out, printed.err) == ("", "")
+
+
+def test_the_other_cases_go_on(pools: RankPools) -> None:
+    """A loop that is killed on three ranks is judged on two."""
+    subject = bench("dying:make_killed_on_three", pools)
+    budget = replace(BUDGETS["quick"], kinds=(LAW,), flavours=BUDGETS["quick"].flavours[1:2])
+    trials = draw(3, budget, Layout(("gloo",), (3, 2), (1,)), [LAW])
+    claims = frozenset({"replicas-agree", "gradient-law"})
+    suited = tuple(replace(trial, case=subject.suited(trial.case)) for trial in trials)
+    said = Interpreter(Campaign(subject, suited, claims, budget)).run()
+    found = {(each.trial.case.world, each.verdict.claim): each.verdict.outcome for each in said}
+    assert found == {
+        (world, claim): Outcome.UNKNOWN if world == 3 else Outcome.HOLDS for world in (2, 3) for claim in claims
+    }
