@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from andon_falsify.report.cells import Subject, tabulate
 from andon_falsify.report.document import write_json
 from andon_falsify.report.scoreboard import code, plain, scoreboard, scoreboard_table
-from tests.falsify.reports import NASTY, REASON, campaign, hostile
+from tests.falsify.reports import NASTY, RATIO, REASON, campaign, finding, hostile
 
 
 def cells(markdown: str) -> list[list[str]]:
@@ -41,14 +42,21 @@ def test_the_table_has_what_was_judged() -> None:
 def test_what_falls_has_its_counterexample_and_its_reason() -> None:
     """The ratio, what it equals, where, how to see it again, and why it was expected; nothing else falls."""
     fallen = sections(scoreboard(campaign()))["What falls"]
-    assert [line.partition("` ")[0] for line in fallen if line.startswith("- ")] == [
-        "- **hf_trainer 5.23.0** `samples-once",
-        "- **hf_trainer 5.23.0** `gradient-law",
-        "- **ddp 1.0** `gradient-law",
+    assert [line for line in fallen if line.startswith("### ")] == ["### hf_trainer 5.23.0", "### ddp 1.0"]
+    assert [line.split()[1] for line in fallen if line.startswith("- ")] == [
+        "`samples-once`",
+        "`gradient-law`",
+        "`gradient-law`",
     ]
-    assert "(gloo, world 2, accumulation 2): step 1: 29 of 29 tensors" in fallen[1]
-    assert "ratio 4.000 = accumulation 2 x world 2. Repeat with `andon falsify --subject hf_trainer" in fallen[1]
-    assert fallen[2] == f"  - expected, strictly: {REASON}"
+    gradient = fallen.index(next(line for line in fallen if "4.000" in line))
+    assert fallen[gradient].startswith(
+        "- `gradient-law` (gloo, world 2, accumulation 2), ratio **4.000 = accumulation 2 x world 2**: step 1: 29 of 29"
+    )
+    assert fallen[gradient].endswith(f"; expected relative error &lt;= 2e-06, seen {RATIO.seen}")
+    assert fallen[gradient + 1 : gradient + 3] == [
+        f"  - expected, strictly: {REASON}",
+        f"  - repeat with `{RATIO.repro}`",
+    ]
 
 
 def test_what_each_does_right_is_said_too() -> None:
@@ -87,7 +95,7 @@ def test_no_text_breaks_the_table_or_becomes_markup() -> None:
     assert {len(row) for row in cells(text)} == {3}
     without_code = re.sub(r"(`+)(?!`).+?(?<!`)\1(?!`)", "", text)
     assert "<" not in without_code.replace("<br>", "")
-    assert [line for line in text.splitlines() if line.startswith("#")] == [f"## {title}" for title in sections(text)]
+    assert [line for line in text.splitlines() if re.match("##? ", line)] == [f"## {title}" for title in sections(text)]
 
 
 def test_the_command_fails_where_a_verdict_was_not_expected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,6 +109,20 @@ def test_the_command_fails_where_a_verdict_was_not_expected(tmp_path: Path, monk
         monkeypatch.setattr("sys.argv", ["scoreboard", "--from", str(tmp_path / "r.json"), "--write", str(written)])
         assert command.main() == code_
         assert cells(written.read_text(encoding="utf-8"))[0] == cells(scoreboard_table(campaign()))[0]
+
+
+def test_a_subject_is_named_once() -> None:
+    """A version that names its library is not said to be one of the subject's own name."""
+    assert str(Subject("andon", "0.1.0")) == "andon 0.1.0"
+    assert str(Subject("accelerate", "accelerate 1.15.0")) == "accelerate 1.15.0"
+    assert str(Subject("hf_trainer", "transformers 5.23.0")) == "hf_trainer (transformers 5.23.0)"
+    assert str(Subject("mine:make", "")) == "mine:make"
+
+
+def test_what_most_subjects_are_judged_on_comes_first() -> None:
+    """Rows that are full stand above those that are not."""
+    found = (finding("own", "andon"), finding("both", "andon"), finding("both", "ddp"), finding("last", "ddp"))
+    assert tabulate(replace(campaign(), findings=found)).claims == ("both", "own", "last")
 
 
 def test_text_and_code_of_markdown() -> None:

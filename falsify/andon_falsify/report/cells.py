@@ -31,7 +31,10 @@ class Subject:
     version: str
 
     def __str__(self) -> str:
-        return f"{self.name} {self.version}".strip()
+        """`andon 0.1.0`, and where the version names libraries `hf_trainer (transformers 5.23.0)`."""
+        if not self.version or self.version.startswith(f"{self.name} "):
+            return self.version or self.name
+        return f"{self.name} {self.version}" if self.version[0].isdecimal() else f"{self.name} ({self.version})"
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """The cells of a report with its subjects and claims, each in the order in which it first appears."""
+    """The cells of a report. Subjects are in the order of the report, and so are claims that as many were judged on."""
 
     subjects: tuple[Subject, ...]
     claims: tuple[str, ...]
@@ -122,6 +125,9 @@ def tabulate(report: Report) -> Table:
         Cell(claim, found[0].version, subject, tuple(found), report.expected.get((subject.name, claim)))
         for (claim, subject), found in held.items()
     )
+    judged = Counter(cell.claim for cell in cells)
     return Table(
-        tuple(dict.fromkeys(cell.subject for cell in cells)), tuple(dict.fromkeys(cell.claim for cell in cells)), cells
+        tuple(dict.fromkeys(cell.subject for cell in cells)),
+        tuple(sorted(judged, key=lambda each: -judged[each])),
+        cells,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
-from andon_falsify.campaign.outcome import Finding, Report
+from andon_falsify.campaign.outcome import Report
 from andon_falsify.report.cells import Cell, Mark, Subject, Table, tabulate
 from andon_falsify.report.legible import legible
 from andon_falsify.verdict import Outcome
@@ -81,7 +81,7 @@ def _cell(cell: Cell | None) -> str:
 
 
 def _section(title: str, lines: Iterable[str]) -> str:
-    body = "\n".join(lines)
+    body = "\n".join(lines).strip()
     return f"## {title}\n\n{body}" if body else ""
 
 
@@ -90,29 +90,30 @@ def _bullet(text: str) -> str:
 
 
 def _fallen(table: Table) -> Iterator[str]:
-    """Of each cell that fell its first counterexample, and why it was expected."""
+    """Of each cell that fell the counterexample that says most, why it was expected, and how to see it again."""
     for subject in table.subjects:
-        for cell in _marked(table, subject, Outcome.FALSIFIED):
-            finding = next(found for found in cell.deciding if cell.example in found.counterexamples)
-            yield _bullet(f"**{plain(str(subject))}** {code(cell.claim)}{_place(finding)}: {_example(cell)}")
-            if cell.reason is not None:
-                yield f"  - expected, strictly: {plain(cell.reason)}"
+        fallen = _marked(table, subject, Outcome.FALSIFIED)
+        if fallen:
+            yield f"### {plain(str(subject))}\n"
+            for cell in fallen:
+                yield from _counterexample(cell)
+            yield ""
 
 
-def _example(cell: Cell) -> str:
+def _counterexample(cell: Cell) -> Iterator[str]:
     found = cell.example
     assert found is not None
-    said = [f"{found.where}: {found.what}" if found.where else found.what]
+    finding = next(each for each in cell.deciding if found in each.counterexamples)
+    place = f" ({plain(finding.place)})" if finding.place else ""
+    ratio = "" if found.ratio is None else f", ratio **{plain(found.equals or f'{found.ratio:.3f}')}**"
+    said = f"{found.where}: {found.what}" if found.where else found.what
     if found.expected or found.seen:
-        said.append(f"expected {found.expected or 'nothing'}, seen {found.seen or 'nothing'}")
-    if found.ratio is not None:
-        said.append(f"ratio {found.equals or f'{found.ratio:.3f}'}")
-    text = plain("; ".join(said))
-    return f"{text}. Repeat with {code(found.repro)}" if found.repro else text
-
-
-def _place(finding: Finding) -> str:
-    return f" ({plain(finding.place)})" if finding.place else ""
+        said += f"; expected {found.expected or 'nothing'}, seen {found.seen or 'nothing'}"
+    yield _bullet(f"{code(cell.claim)}{place}{ratio}: {plain(said)}")
+    if cell.reason is not None:
+        yield f"  - expected, strictly: {plain(cell.reason)}"
+    if found.repro:
+        yield f"  - repeat with {code(found.repro)}"
 
 
 def _right(table: Table) -> Iterator[str]:
