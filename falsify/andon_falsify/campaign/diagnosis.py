@@ -15,6 +15,7 @@ from andon_falsify.verdict import Counterexample
 
 Powers = Mapping[str, int]
 Measured = tuple[float, Case]
+_LAYOUT = ("accumulation", "world")
 
 _CAUSES: Mapping[frozenset[tuple[str, int]], str] = {
     frozenset(powers.items()): cause
@@ -66,8 +67,8 @@ class Explanation:
 def explain(measured: Sequence[Measured]) -> Explanation | None:
     """The simplest products that give every ratio of `measured`; None where there are none, or none but 1.
 
-    World size and accumulation are tried first, and sizes of batches only where these do not do: a batch is a product
-    of the two, so that it fits by chance whatever they fit.
+    World size and accumulation go before sizes of batches that are no simpler: a batch is a product of the two, so that
+    it fits by chance whatever they fit.
     """
     signs = {1 if ratio > 0 else -1 for ratio, _ in measured}
     if len(signs) != 1 or any(not isfinite(ratio) or ratio == 0 for ratio, _ in measured):
@@ -75,11 +76,15 @@ def explain(measured: Sequence[Measured]) -> Explanation | None:
     (sign,) = signs
     if all(isclose(abs(ratio), 1.0, rel_tol=1e-3) for ratio, _ in measured):
         return Explanation((), sign) if sign < 0 else None
-    for names in (("accumulation", "world"), tuple(_factors(measured[0][1]))):
-        fitting = fitting_powers([(ratio, _some(_factors(case), names)) for ratio, case in measured])
-        if fitting:
-            return Explanation(tuple(fitting), sign)
-    return None
+    cases = [(ratio, _factors(case)) for ratio, case in measured]
+    layout = fitting_powers([(ratio, {name: factors[name] for name in _LAYOUT}) for ratio, factors in cases])
+    sizes = fitting_powers(cases)
+    simplest = layout if layout and (not sizes or _complexity(layout) <= max(2, _complexity(sizes))) else sizes
+    return Explanation(tuple(simplest), sign) if simplest else None
+
+
+def _complexity(fitting: Sequence[Powers]) -> int:
+    return sum(power * power for power in fitting[0].values())
 
 
 def diagnosed(found: Counterexample, case: Case, common: Explanation | None) -> Counterexample:
@@ -108,7 +113,3 @@ def _factors(case: Case) -> dict[str, int]:
         "global batch": batch,
         "updates of an epoch": -(-len(case.rows) // batch),
     }
-
-
-def _some(factors: Mapping[str, int], names: Sequence[str]) -> dict[str, int]:
-    return {name: factors[name] for name in names}

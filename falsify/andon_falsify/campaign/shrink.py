@@ -93,6 +93,7 @@ def _fewer_rows(case: Case) -> Iterator[dict[str, Any]]:
             batch = local * case.world * case.accumulation
             rows = max(whole * batch + min(rest, batch - 1), case.rows.classes)
             yield {"rows": _drawn(case, rows), "batch_size": batch}
+            yield {"batch_size": batch}
 
 
 def _shorter(case: Case) -> Iterator[dict[str, Any]]:

@@ -1,0 +1,108 @@
+"""What a ratio equals: told from several cases where one cannot tell, with the mistake that gives it."""
+
+from __future__ import annotations
+
+import pytest
+
+from andon_falsify.campaign.blame import blame
+from andon_falsify.campaign.diagnosis import diagnosed, explain, reason
+from andon_falsify.campaign.reasons import condensed
+from andon_falsify.subjects.case import Case, make_rows
+from andon_falsify.verdict import Counterexample
+
+
+def laid_out(world: int, accumulation: int, local: int = 2) -> Case:
+    """A case with batches of world x accumulation x local rows, two and a bit in an epoch."""
+    batch = world * accumulation * local
+    return Case(rows=make_rows(2 * batch + 1), batch_size=batch, micro_batches=world * accumulation, world=world)
+
+
+@pytest.mark.parametrize(
+    ("measured", "said"),
+    [
+        ([(4.0, (2, 2))], "4.000 = accumulation 2 x world 2: the loss was not divided"),
+        ([(2.0, (2, 2))], "2.000 = accumulation 2 or world 2"),
+        ([(2.0, (2, 2)), (3.0, (3, 2))], "2.000 = world 2: summed over the ranks instead of averaged"),
+        (
+            [(2.0, (2, 2)), (2.0, (3, 2))],
+            "2.000 = accumulation 2: summed over the micro-batches of a rank instead of averaged",
+        ),
+        ([(0.5, (2, 2)), (1 / 3, (3, 2))], "0.500 = 1 / world 2: divided by the number of ranks once too often"),
+        ([(8.0, (2, 2)), (12.0, (3, 2))], "8.000 = global batch 8: summed over the rows instead of averaged"),
+        ([(-1.0, (2, 2))], "-1.000 = the sign"),
+        ([(-2.0, (2, 1))], "-2.000 = -1 x world 2"),
+        ([(1.37, (2, 2))], ""),
+        ([(1.0, (2, 2))], ""),
+        ([(2.0, (2, 2)), (-3.0, (3, 2))], ""),
+        ([(float("nan"), (2, 2))], ""),
+        ([], ""),
+    ],
+)
+def test_ratios_are_explained_together(measured: list[tuple[float, tuple[int, int]]], said: str) -> None:
+    """The simplest product that fits all; where two do, both are named and no mistake is guessed."""
+    pairs = [(ratio, laid_out(*place)) for ratio, place in measured]
+    found = explain(pairs)
+    shown = "" if found is None else found.of(*pairs[0])
+    assert shown.startswith(said)
+    assert bool(shown) == bool(said)
+
+
+def test_a_counterexample_is_explained_by_what_all_cases_say() -> None:
+    """Alone 2.000 could be either factor; with the other case it is the world. One that does not fit keeps its own."""
+    two, three = laid_out(2, 2), laid_out(3, 2)
+    common = explain([(2.0, two), (3.0, three)])
+    assert "world 2" in diagnosed(Counterexample("off", ratio=2.0), two, common).equals
+    assert "accumulation" not in diagnosed(Counterexample("off", ratio=2.0), two, common).equals
+    assert diagnosed(Counterexample("off", ratio=4.0), two, common).equals.startswith(
+        "4.000 = accumulation 2 x world 2"
+    )
+    plain = Counterexample("off")
+    assert diagnosed(plain, two, common) is plain
+
+
+def test_a_smaller_case_must_keep_the_factors() -> None:
+    """4 = accumulation 2 x world 2 is no example of 2 = world 2."""
+    found = Counterexample("off", ratio=4.0)
+    assert reason(found, laid_out(2, 2)) == ("accumulation", "world")
+    assert reason(Counterexample("off", ratio=2.0), laid_out(2, 1)) == ("world",)
+    assert reason(Counterexample("off"), laid_out(2, 1)) == ()
+
+
+@pytest.mark.parametrize(
+    ("errors", "said"),
+    [
+        (
+            {0: "RuntimeError: gloo: Connection closed by peer", 1: "the rank was killed by SIGKILL"},
+            "rank 1 was killed",
+        ),
+        ({0: "no answer in time (5 s); killed", 1: "ArithmeticError: no\nTraceback"}, "rank 1: ArithmeticError: no"),
+        ({0: "RuntimeError: Timed out waiting 20000ms", 1: "no answer in time (5 s); killed"}, "rank 1: no answer"),
+        (
+            {0: "ValueError: bad", 1: "RuntimeError: socket\nit left processes behind, now ended: 7 (x)"},
+            "rank 0: ValueError: bad; rank 1: it left processes behind, now ended: 7 (x)",
+        ),
+        ({2: ""}, "rank 2: an error without a text"),
+    ],
+)
+def test_the_cause_is_named_and_not_its_echo(errors: dict[int, str], said: str) -> None:
+    """Who died or raised before who only noticed, or waited; what was left behind is said in any case."""
+    assert blame(errors).startswith(said)
+    assert "\n" not in blame(errors)
+
+
+def test_the_place_of_an_error_is_that_in_the_subjects_own_code() -> None:
+    """The innermost frame that is neither a library's nor the suite's."""
+    text = (
+        "LoopError: ValueError: bad\n"
+        '  File "/x/andon_falsify/loops/duty.py", line 3, in train\n'
+        '  File "/x/mine.py", line 12, in train\n'
+        '  File "/x/site-packages/torch/nn.py", line 9, in forward\n'
+    )
+    assert blame({0: text}) == "rank 0: ValueError: bad at /x/mine.py:12 in train"
+
+
+def test_reasons_that_differ_in_numbers_are_one() -> None:
+    """Of many margins the worst, of many reasons the first three."""
+    many = "largest relative error 4.1e-07, allowed 2e-05; largest relative error 5.4e-07, allowed 2e-05; a; b; c"
+    assert condensed(many) == "largest relative error 5.4e-07, allowed 2e-05; a; b; and 1 more"
+    assert condensed("") == ""

@@ -1,0 +1,125 @@
+"""The data model of reports: exact in JSON, merged by subject and claim, counted in the last line."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from andon_falsify.campaign.outcome import Finding, Report, joined
+from andon_falsify.verdict import Counterexample, Outcome
+
+FALLEN = Counterexample("off", "step 1", "1", "4", 4.0, "4.000 = accumulation 2 x world 2", 7, "andon falsify")
+
+
+def finding(claim: str = "gradient-law", outcome: Outcome = Outcome.HOLDS, **changes: object) -> Finding:
+    """One finding at two ranks; a falsified one has a counterexample."""
+    found = (FALLEN,) if outcome is Outcome.FALSIFIED else ()
+    plain: dict[str, object] = {"checked": 3, "counterexamples": found, "seed": 7, "why": "because"}
+    return Finding(claim, 1, "mine", "1.0", "gloo", 2, 2, outcome, **(plain | changes))  # type: ignore[arg-type]
+
+
+def report(*findings: Finding, **changes: object) -> Report:
+    """A report of `findings`."""
+    plain: dict[str, object] = {
+        "versions": {"torch": "2.13.0"},
+        "machine": {"cpu": "x"},
+        "findings": findings,
+        "runs": 5,
+    }
+    return Report("2026-01-01T00:00:00+00:00", **(plain | changes))  # type: ignore[arg-type]
+
+
+def test_a_report_survives_json() -> None:
+    """Every field comes back as it was, expectations by their pairs too."""
+    whole = report(
+        finding(outcome=Outcome.FALSIFIED, curve=(1.0, 4.0), curve_name="seen / law", curve_law=1.0),
+        finding("replicas-agree"),
+        not_selected=("memory-budget",),
+        expected={("mine", "gradient-law"): "known"},
+        statements={"gradient-law": "It is the mean."},
+    )
+    assert Report.from_json(json.loads(json.dumps(whole.to_json(), allow_nan=False))) == whole
+
+
+def test_what_is_not_finite_is_null() -> None:
+    """JSON has neither NaN nor Inf; a strict reader must be able to read what is written."""
+    odd = Counterexample("off", ratio=math.inf)
+    plain = finding(outcome=Outcome.FALSIFIED, counterexamples=(odd,), curve=(math.nan, 1.0)).to_json()
+    assert plain["counterexamples"][0]["ratio"] is None
+    assert plain["curve"] == [None, 1.0]
+    again = Finding.from_json(json.loads(json.dumps(plain, allow_nan=False)))
+    assert math.isnan(again.curve[0])
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        ({"schema": 2}, "schema 1 is read, this has 2"),
+        ({"schema": 1}, "no report"),
+        ({"schema": 1, "started": "", "findings": [{}]}, "no finding"),
+        ({"schema": 1, "started": "", "findings": [finding().to_json() | {"outcome": "maybe"}]}, "maybe"),
+        ({"schema": 1, "started": "", "findings": [finding().to_json() | {"checked": 0}]}, "nothing was compared"),
+        ({"schema": 1, "started": "", "findings": [finding().to_json() | {"counterexamples": [{}]}]}, "no finding"),
+        ({"schema": 1, "started": "", "expected": [{"subject": "mine"}]}, "no report"),
+    ],
+)
+def test_what_is_no_report_is_refused(broken: dict[str, object], said: str) -> None:
+    """Another schema, a missing field, an unknown outcome, a claim that holds though nothing was compared."""
+    with pytest.raises(ValueError, match=said):
+        Report.from_json(broken)
+
+
+def test_claims_are_counted_once_a_subject() -> None:
+    """Places of one claim are one claim, the gravest outcome counts; what was left out counts in N alone."""
+    several = report(
+        finding(),
+        finding(outcome=Outcome.UNKNOWN),
+        finding("replicas-agree"),
+        finding("memory-budget", Outcome.NOT_APPLICABLE),
+        not_selected=("schedule", "resume-equal"),
+    )
+    assert several.closing_line == "checked 1 of 5 claims, 5 runs, 1 not applicable, 1 unknown"
+    assert several.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "code"),
+    [
+        ([Outcome.HOLDS], 0),
+        ([Outcome.HOLDS, Outcome.NOT_APPLICABLE], 0),
+        ([Outcome.NOT_APPLICABLE], 2),
+        ([Outcome.HOLDS, Outcome.UNKNOWN], 2),
+        ([Outcome.UNKNOWN, Outcome.FALSIFIED], 1),
+    ],
+)
+def test_exit_codes(outcomes: list[Outcome], code: int) -> None:
+    """1 falsified, 2 unknown or nothing checked, else 0: expectations excuse nothing."""
+    found = [finding(str(place), outcome) for place, outcome in enumerate(outcomes)]
+    expected = {("mine", each.claim): "known" for each in found}
+    assert report(*found, expected=expected).exit_code == code
+
+
+def test_a_surprise_is_a_fall_unannounced_or_one_that_did_not_happen() -> None:
+    """Strict: an expected failure that holds is as much a surprise as an unexpected one."""
+    whole = report(
+        finding("fell", Outcome.FALSIFIED),
+        finding("announced", Outcome.FALSIFIED),
+        finding("held"),
+        finding("stood"),
+        expected={("mine", "announced"): "known", ("mine", "stood"): "mended?", ("other", "x"): "not judged"},
+    )
+    assert [text.partition(",")[0] for text in whole.surprises] == [
+        "mine: fell is falsified",
+        "mine: stood is holds",
+    ]
+
+
+def test_reports_of_several_subjects_are_joined() -> None:
+    """Runs add up, versions that differ are both named, the earliest start stands."""
+    other = report(finding(), versions={"torch": "2.14.0"}, runs=2)
+    both = joined([report(finding()), other])
+    assert (both.runs, both.versions["torch"], len(both.findings)) == (7, "2.13.0 or 2.14.0", 2)
+    with pytest.raises(ValueError, match="no report to join"):
+        joined([])
