@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,27 +23,27 @@ def abort_groups() -> tuple[str, ...]:
     return tuple(sorted(set(aborted)))
 
 
-def what_ends(aborted: tuple[str, ...]) -> str:
-    """What ends a rank that is blocked now, where `aborted` are the backends whose groups were aborted."""
+def what_ends(place: str, aborted: tuple[str, ...]) -> str:
+    """What ends a rank that is blocked in `place` now, where `aborted` are the backends whose groups were aborted."""
     if aborted:
-        return f"its {', '.join(aborted)} groups were aborted, and it raises when the aborted call returns"
-    waits = sorted({f"{backend.name()}: {timeout}" for backend in _backends() if (timeout := _timeout(backend))})
+        return f"its {', '.join(aborted)} groups were aborted; it raises when the aborted call returns"
+    if "in a collective" not in place:
+        return "it raises when Python runs again; hard_stop=True ends it at once"
+    group = dist.distributed_c10d._get_default_group() if dist.is_initialized() else None
+    waits = sorted({f"{each.name()}: {each.options._timeout}" for each in _backends_of(group)})
     return (
-        "it raises at its next hook; a collective ends with the rank that it waits for, or by its own timeout "
-        f"({', '.join(waits) or 'none known'}), since this backend cannot be aborted; hard_stop=True ends it at once"
+        "its group cannot be aborted; it ends with the rank that it waits for, or by the group's own timeout "
+        f"({', '.join(waits)}); hard_stop=True ends it at once"
     )
 
 
 def _backends() -> Iterator[Any]:
-    if not dist.is_available() or not dist.is_initialized():
-        return
-    for group in list(dist.distributed_c10d._world.pg_map):
-        for device in ("cuda", "cpu"):
-            try:
-                yield group._get_backend(torch.device(device))
-            except RuntimeError:  # this group has none for that device
-                continue
+    if dist.is_available() and dist.is_initialized():
+        for group in list(dist.distributed_c10d._world.pg_map):
+            yield from _backends_of(group)
 
 
-def _timeout(backend: Any) -> datetime.timedelta | None:
-    return getattr(getattr(backend, "options", None), "_timeout", None)
+def _backends_of(group: dist.ProcessGroup | None) -> Iterator[Any]:
+    for device in () if group is None else ("cuda", "cpu"):
+        with contextlib.suppress(RuntimeError):  # the group has none for that device
+            yield group._get_backend(torch.device(device))

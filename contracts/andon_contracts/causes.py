@@ -98,6 +98,6 @@ def kind_of(error: BaseException) -> Kind:
 
 
 def first_line(error: BaseException) -> str:
-    """The error's type and the first line of its text."""
-    text = str(error).strip().partition("\n")[0]
+    """The error's type and the first sentence of its text."""
+    text = str(error).strip().partition("\n")[0].partition(". ")[0]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

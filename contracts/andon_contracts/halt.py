@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from andon_contracts import interrupt
 from andon_contracts.blocked import abort_groups, what_ends
 from andon_contracts.bundle import Evidence, write_account, write_part
-from andon_contracts.causes import Cause, consequence
+from andon_contracts.causes import Cause, consequence, first_line
 from andon_contracts.ends import Teller, Whereabouts
 from andon_contracts.error_file import tell_launcher
 from andon_contracts.lookout import Lookout
@@ -172,7 +172,7 @@ class Cord:
         while self.cause is None:
             found = self._lookout.gone(self._teller) or self._lookout.missing(self._teller, error)
             if found is not None:
-                return found.with_rows(("noticed", f"by rank {self._rank}: {str(error).strip().partition(chr(10))[0]}"))
+                return found.with_rows(("noticed", f"by rank {self._rank}: {first_line(error)}"))
             if time.monotonic() > deadline:
                 return self._teller.unknown(error, self._whereabouts())
             self._known.wait(POLL_S / 2)
@@ -181,7 +181,8 @@ class Cord:
     def _settle(self) -> None:
         """Wait until all on this machine know or are gone; with `hard_stop` end those that cannot even know."""
         deadline = time.monotonic() + (_SETTLE_S if self._hard_stop else _SETTLE_S / 2)
-        while self._lookout.unaware() and time.monotonic() < deadline:
+        # One that is stopped will not learn of it however long one waits.
+        while time.monotonic() < deadline and any(each.look() == "runs" for each in self._lookout.unaware().values()):
             time.sleep(POLL_S / 4)
         if self._hard_stop:
             for rank, process in self._lookout.unaware().items():
@@ -231,7 +232,7 @@ class Cord:
             )
         aborted = abort_groups()
         if not aborted or not self._raised.wait(_UNBLOCK_S):
-            _say(f"{cause.text}\n  blocked  rank {self._rank} {place}: {what_ends(aborted)}")
+            _say(f"{cause.text}\n  blocked  rank {self._rank} {place}: {what_ends(place, aborted)}")
         self._raised.wait()
         self._see_out()
 

@@ -30,8 +30,9 @@ from andon_contracts.watch.forward import ForwardTap
 from andon_contracts.watch.intercept import listen, unlisten
 from andon_contracts.watch.judging import AFTER, BEFORE, LAW, START, Verdicts
 from andon_contracts.watch.lane import Lane
-from andon_contracts.watch.ledger import Recorder, Told
+from andon_contracts.watch.ledger import Recorder, Told, reason_of
 from andon_contracts.watch.reading import flat_digest, layout_digest
+from andon_contracts.watch.replicas import Replicas
 from andon_contracts.watch.rows import Rows
 from andon_contracts.watch.settings import Settings
 from andon_contracts.watch.subject import Subject
@@ -51,6 +52,7 @@ class Watch(Telling):
         optimizers: Sequence[torch.optim.Optimizer],
         settings: Settings,
         exchange: Exchange,
+        replicas: Replicas,
         cord: Cord | None = None,
         ledger: LedgerFile | None = None,
     ) -> None:
@@ -60,9 +62,11 @@ class Watch(Telling):
         self._subject = subject
         self._exchange = exchange
         self._cord = cord
-        self._cover = coverage(subject, optimizers, settings, exchange.world_size)
+        self._replicas, exchange.alike = replicas, not replicas.cut
+        self._cover = coverage(subject, optimizers, settings, exchange.world_size, replicas)
         live = frozenset(name for name, cover in self._cover.items() if cover.live)
-        held = {name: self._cover[clause].state != "not applicable" for name, clause in _REPLICATED.items()}
+        absent = {name for name, clause in _REPLICATED.items() if self._cover[clause].state == "not applicable"}
+        held = {name: not replicas.cut and name not in absent for name in _REPLICATED}
         self._recorder = Recorder(ledger, subject, held)
         self._seen_before: Observations = ()
         self._last_error: BaseException | None = None
@@ -164,7 +168,7 @@ class Watch(Telling):
             "weights": flat_digest(subject.parameters.values()),
             "imprecise": low[0] + 1 if low else 0,
         }
-        observations = self._exchange(0, "start", values)
+        observations = self._replicas.align(self._exchange(0, "start", values))
         tensors: dict[str, Tensor] = dict(subject.parameters)
         optimizers = [lane.optimizer for lane in self._lanes.values()]
         self._recorder.opened(self._exchange.world_size, optimizers, self.settings.rows, self.settings.start)
@@ -173,6 +177,7 @@ class Watch(Telling):
         closer = closer_look(self._exchange, 0, scene, {"replicas-agree": tensors})
         if self._verdicts.judge(START, observations, details, scene, closer):
             self._last_equal = self.settings.start
+            self._at(0)
         self._look_at_data()
 
     def _base_digest(self) -> int:
@@ -260,8 +265,9 @@ class Watch(Telling):
         lane = self._lanes[id(optimizer)]
         values = lane.after()
         self._steps += 1
-        observations = self._exchange(lane.updates, f"after {self._number(lane)}", values)
-        self._record(lane, observations)
+        seen = self._exchange(lane.updates, f"after {self._number(lane)}", values)
+        self._record(lane, seen)
+        observations = self._replicas.align(seen)
         details = self._look(observations, {"weights": dict(lane.parameters), "optimizer": lane.state_by_name})
         scene = replace(self._scene(lane, applied=True), before=self._agreed)
         closer = closer_look(self._exchange, lane.updates, scene, {"replicas-agree": lane.parameters}, lane)
@@ -288,7 +294,8 @@ class Watch(Telling):
         began = time.perf_counter()
         step = lane.updates + 1
         values = {**lane.before(), **self._told(), "base": self._base_digest(), "first base": self._base or 0}
-        observations = self._seen_before = self._exchange(step, f"before {self._number(lane)}", values)
+        self._seen_before = self._exchange(step, f"before {self._number(lane)}", values)
+        observations = self._replicas.align(self._seen_before)
         self._told_rows = Told()
         details = self._look(
             observations,
@@ -340,9 +347,10 @@ class Watch(Telling):
                 continue
             step = observations[0].step
             if callable(of):
-                found[name] = self._exchange.spread(step, f"tensors of {name}", of())
+                looked = self._exchange.spread(step, f"tensors of {name}", of())
             else:
-                found[name] = self._exchange.look(step, name, of)
+                looked = self._exchange.look(step, name, of)
+            found[name] = self._replicas.align_tensors(looked)
         return found
 
     def close(self) -> None:
@@ -361,7 +369,7 @@ class Watch(Telling):
         atexit.unregister(self._leave)
         whole = time.perf_counter() - self._began
         spent = self._spent + sum(lane.taps.spent for lane in self._lanes.values())
-        reason = _reason(sys.exc_info()[1] or self._last_error)
+        reason = reason_of(sys.exc_info()[1] or self._last_error)
         try:
             if reason == "finished":
                 self._judge_count(max(lane.updates for lane in self._lanes.values()), over=True)
@@ -391,10 +399,3 @@ class Watch(Telling):
         if error is not None and self._cord is not None and not self.closed:
             self._cord.failed(error)
         self.close()
-
-
-def _reason(error: BaseException | None) -> str:
-    """Why a watch ends, from the error that is on its way if there is one."""
-    if isinstance(error, Violation):
-        return "violation"
-    return "finished" if error is None or (isinstance(error, SystemExit) and not error.code) else "failed"
