@@ -1,0 +1,164 @@
+"""`andon falsify`: exit codes, the last line, what it says to bad input, and that what it prints can be repeated."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from andon.cli.commands import app
+from andon.problems import InputError
+from andon_falsify.campaign import conduct
+from andon_falsify.campaign.outcome import Report
+from andon_falsify.campaign.request import Options, understood
+
+SMALL = {"rows": [5, 0], "batch_size": 4, "hidden": 8, "heads": 1, "inner": 8, "rank": 1, "dropout": 0.0}
+BROKEN = SMALL | {"fault": "last shard not trained", "contracts": False, "optimizer": "sgd", "clip_norm": None}
+HERE = ("--backend", "inline", "--world", "2", "--accumulation", "1")
+CLOSING = re.compile(r"checked \d+ of \d+ claims, \d+ runs, \d+ not applicable, \d+ unknown")
+
+
+def falsify(*words: str) -> tuple[int, list[str], str]:
+    """The exit code, the lines of standard output, and standard error of `andon falsify` with `words`."""
+    done = CliRunner().invoke(app, ["falsify", *words], standalone_mode=True)
+    return done.exit_code, done.stdout.splitlines(), done.stderr
+
+
+def exact(case: object, *more: str) -> tuple[int, list[str], str]:
+    """One case on two inline ranks."""
+    return falsify(*HERE, "--case", json.dumps(case), *more)
+
+
+def test_0_where_every_claim_holds() -> None:
+    """One claim of one case; the others are listed as not selected, and counted."""
+    code, lines, _ = exact(SMALL, "--claim", "gradient-law", "--claim", "replicas-agree")
+    assert code == 0
+    assert lines[0].startswith("andon 0.1.0 on inline; exactly one case, seed 0: 1 trials, 2 of 21 claims")
+    assert "gradient-law v1: holds" in lines[2]
+    assert lines[-2].startswith("not selected (19): samples-once, ")
+    assert lines[-1] == "checked 2 of 21 claims, 2 runs, 0 not applicable, 0 unknown"
+
+
+def test_1_where_a_claim_is_falsified_and_its_command_repeats_it(tmp_path: Path) -> None:
+    """The command that is printed with a counterexample prints the same counterexample, word for word."""
+    report = tmp_path / "r.json"
+    code, lines, _ = exact(BROKEN, "--seed", "3", "--claim", "gradient-law", "--json", str(report))
+    assert code == 1
+    (fallen,) = [line for line in lines if line.startswith("  step 1")]
+    words = shlex.split(fallen.partition("repeat with: ")[2])
+    assert words[:2] == ["andon", "falsify"]
+    assert falsify(*words[2:])[1] == lines
+    (finding,) = Report.from_json(json.loads(report.read_text())).findings
+    assert (finding.outcome.value, finding.world, finding.seed) == ("falsified", 2, 3)
+    assert CLOSING.fullmatch(lines[-1])
+
+
+def test_2_where_nothing_could_be_checked() -> None:
+    """A backend that this machine has not is not applicable; of nothing checked nothing is proved."""
+    nowhere = ("--backend", "mixed", "--world", "2", "--accumulation", "1", "--claim", "replicas-agree")
+    code, lines, _ = falsify(*nowhere)
+    assert code == 2
+    assert "replicas-agree v1: not applicable" in lines[1]
+    assert lines[-1] == "checked 0 of 21 claims, 0 runs, 1 not applicable, 0 unknown"
+
+
+def test_70_where_the_suite_itself_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of ours is no verdict about the subject: it is said, and what was known by then is shown."""
+
+    def broken(*_: object) -> None:
+        raise LookupError("lost")
+
+    monkeypatch.setattr("andon_falsify.campaign.own.AndonBench.attempt", broken)
+    code, lines, said = exact(SMALL, "--claim", "gradient-law")
+    assert code == 70
+    assert "internal error: LookupError: lost" in said
+    assert lines[-1] == "checked 0 of 21 claims, 0 runs, 0 not applicable, 1 unknown"
+
+
+def test_130_after_an_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C shows what is known and is no verdict either."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("andon_falsify.campaign.own.AndonBench.attempt", interrupted)
+    code, lines, said = exact(SMALL, "--claim", "gradient-law")
+    assert (code, said.strip()) == (130, "andon: interrupted")
+    assert CLOSING.fullmatch(lines[-1])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--bogus"], "No such option: --bogus"),
+        (["--world", "0"], "--world: must be numbers from 1 to 64, as in 2,3; not '0'"),
+        (["--world", ""], "--world: must be numbers"),
+        (["--accumulation", "two"], "--accumulation: must be numbers"),
+        (["--seed", "9-3"], "--seed: must be a number, or two as in 0-199, not '9-3'"),
+        (["--budget", "huge"], "--budget: must be one of quick, standard, deep, not 'huge'"),
+        (["--subject", "plane"], "did you mean plain?"),
+        (["--subject", "a:b", "--script", "x"], "two ways to name one thing"),
+        (["--script", " "], "--script: names no command"),
+        (["--case", "{}"], "--case: is one case, so that it needs one each of"),
+        (["--json", "/nowhere/at/all.json"], "--json: /nowhere/at is no folder"),
+        (["--backend", "glo"], "there is no backend 'glo'; did you mean gloo?"),
+        (["--claim", "gradient"], "there is no claim 'gradient'; did you mean gradient-law?"),
+        ([*HERE, "--case", '{"lr": "x"}'], "--case: lr must be a number from 0, not 'x'"),
+    ],
+)
+def test_64_and_words_for_bad_input(words: list[str], said: str) -> None:
+    """Never 2, which says that a claim is unknown, and never a traceback."""
+    code, _, error = falsify(*words)
+    assert code == 64
+    assert said in error
+    assert "Traceback" not in error
+
+
+def test_all_that_is_wrong_is_said_at_once() -> None:
+    """Four mistakes, four lines."""
+    with pytest.raises(InputError) as caught:
+        understood(Options(subject="plane", world="x", accumulation="-1", budget="big", seed="one"))
+    assert [problem.where for problem in caught.value.problems] == [
+        "--world",
+        "--accumulation",
+        "--seed",
+        "--budget",
+        "--subject",
+    ]
+
+
+def test_options_mean_what_they_say() -> None:
+    """Lists between commas, each entry once; a range of seeds; several claims."""
+    request = understood(Options(world="3, 2,3", backend="gloo", seed="4-6", claims=("a,b", "c")))
+    assert (request.worlds, request.backends, request.seeds) == ((3, 2), ("gloo",), (4, 5, 6))
+    assert (request.subject, request.claims, request.budget.name) == ("andon", ("a", "b", "c"), "quick")
+
+
+def test_a_claim_by_name_is_tried_whatever_the_budget_leaves_out() -> None:
+    """The quick budget weighs no memory, unless it is asked to; nothing else is run then."""
+    from andon_falsify.campaign.opening import open_bench
+    from andon_falsify.ranks.pool import RankPools
+
+    request = understood(Options(claims=("memory-budget",), world="2", backend="inline"))
+    with RankPools() as pools:
+        campaign = conduct.planned(request, open_bench(request, pools))
+    assert {trial.kind for trial in campaign.trials} == {"memory"}
+
+
+def test_a_mistyped_option_is_answered_without_torch() -> None:
+    """As a process: exit code 64 comes from the command itself, and before anything heavy is imported."""
+    program = (
+        "import sys; sys.argv = ['andon', 'falsify', '--world', 'x']\n"
+        "from andon.cli.app import main\n"
+        "try: main()\n"
+        "finally: sys.stderr.write(f\"torch: {'torch' in sys.modules}\")\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 64
+    assert done.stderr.endswith("torch: False")

@@ -1,0 +1,202 @@
+"""What a campaign does with what its trials say: goes on, gives up, shrinks, and writes down how to repeat it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import pytest
+
+from andon_falsify.campaign.bench import Bench
+from andon_falsify.campaign.budget import BUDGETS
+from andon_falsify.campaign.generator import Layout, draw
+from andon_falsify.campaign.interpreter import Campaign, Interpreter
+from andon_falsify.campaign.outcome import Report
+from andon_falsify.campaign.own import AndonBench
+from andon_falsify.campaign.reporting import Origin, report
+from andon_falsify.campaign.trial import FUNCTIONS, HALT, LAW, Trial
+from andon_falsify.ranks.pool import RankPools
+from andon_falsify.subjects.case import Case, make_rows
+from andon_falsify.subjects.trainer import AndonTrainer
+from andon_falsify.verdict import Claim, Counterexample, Outcome, Verdict, conclude, not_applicable, unknown
+
+SUM, HALTS, TABLE = (Claim(name, 1, f"It is {name}.") for name in ("sum", "halts", "table"))
+QUICK = BUDGETS["quick"]
+Says = Callable[[Trial], Verdict]
+
+
+class Oracle:
+    """A bench whose verdicts a test gives, and which notes what it is asked."""
+
+    subject, version = "mine", "1.0"
+    words = ("--subject", "a b:make")
+    backends = every_backend = ("gloo",)
+    claims = (SUM, HALTS, TABLE)
+    kinds: Mapping[str, frozenset[str]] = {
+        LAW: frozenset({"sum"}),
+        HALT: frozenset({"halts"}),
+        FUNCTIONS: frozenset({"table"}),
+    }
+
+    def __init__(self, says: Says) -> None:
+        self._says = says
+        self.asked: list[Trial] = []
+
+    @property
+    def runs(self) -> int:
+        """One for each question."""
+        return len(self.asked)
+
+    def suited(self, case: Case) -> Case:
+        """Any case."""
+        return case
+
+    def attempt(self, trial: Trial) -> Mapping[str, Verdict]:
+        """What the test says."""
+        self.asked.append(trial)
+        (name,) = self.kinds[trial.kind]
+        return {name: replace(self._says(trial), claim=name)}
+
+
+def campaign(bench: Bench, *kinds: str, worlds: tuple[int, ...] = (2, 3), **changes: object) -> Campaign:
+    """The quick trials of `kinds`."""
+    trials = tuple(draw(7, QUICK, Layout(("gloo",), worlds, (1, 2)), kinds or (LAW,)))
+    judged = frozenset().union(*(bench.kinds[kind] for kind in kinds or (LAW,)))
+    return replace(Campaign(bench, trials, judged, QUICK), **changes)  # type: ignore[arg-type]
+
+
+def found(one: Campaign) -> Report:
+    """The report of a campaign that is run."""
+    said = Interpreter(one).run()
+    return report(one.bench, said, one.claims, Origin("now", {}, {}, {}))
+
+
+def holds(_: Trial) -> Verdict:
+    """It holds."""
+    return conclude(SUM, 1, [])
+
+
+def falls_with(ratio: Callable[[Case], float]) -> Says:
+    """Falsified in every case with a ratio of it."""
+    return lambda trial: conclude(SUM, 1, [Counterexample("off", "step 1", ratio=ratio(trial.case))])
+
+
+def test_every_place_has_a_finding_of_its_own() -> None:
+    """Four layouts, three cases each, merged; nothing is run twice."""
+    bench = Oracle(holds)
+    whole = found(campaign(bench))
+    places = [(finding.world, finding.accumulation) for finding in whole.findings]
+    assert places == [(2, 1), (2, 2), (3, 1), (3, 2)]
+    assert {finding.checked for finding in whole.findings} == {3}
+    assert (whole.runs, whole.exit_code, whole.not_selected) == (12, 0, ("halts", "table"))
+
+
+def test_a_fall_is_shrunk_explained_and_repeatable() -> None:
+    """Minimal first: still 4 = accumulation x world, three rows, one for each class; one exact command."""
+    whole = found(campaign(Oracle(falls_with(lambda case: float(case.world * case.accumulation)))))
+    first = whole.verdicts[0].counterexamples[0]
+    assert first.equals == "4.000 = accumulation 2 x world 2: the loss was not divided"
+    words = shlex.split(first.repro)
+    assert words[:4] == ["andon", "falsify", "--subject", "a b:make"]
+    given = dict(zip(words[2::2], words[3::2], strict=True))
+    assert (given["--world"], given["--accumulation"], given["--seed"], given["--claim"]) == ("2", "2", "7", "sum")
+    assert '"rows":[3,0]' in given["--case"]
+    assert all(each.repro for verdict in whole.verdicts for each in verdict.counterexamples)
+    assert all(each.seed == 7 for verdict in whole.verdicts for each in verdict.counterexamples)
+
+
+def test_ratios_of_all_places_are_explained_together() -> None:
+    """2.000 on two ranks with accumulation 2 is the world, because on three ranks it is 3.000."""
+    whole = found(campaign(Oracle(falls_with(lambda case: float(case.world)))))
+    told = {each.equals for verdict in whole.verdicts for each in verdict.counterexamples}
+    assert told == {f"{world}.000 = world {world}: summed over the ranks instead of averaged" for world in (2, 3)}
+
+
+def test_an_exact_case_is_not_shrunk() -> None:
+    """What a repeated command shows is what it says."""
+    bench = Oracle(falls_with(lambda case: 2.0))
+    found(campaign(bench, exact=True))
+    assert len(bench.asked) == 12
+
+
+def test_a_claim_that_does_not_apply_is_tried_once() -> None:
+    """What a subject lacks it lacks in every case; the kinds that apply go on."""
+    bench = Oracle(lambda trial: not_applicable(HALTS, "no brakes") if trial.kind == HALT else holds(trial))
+    whole = found(campaign(bench, LAW, HALT))
+    assert sum(trial.kind == HALT for trial in bench.asked) == 1
+    assert {finding.outcome for finding in whole.findings if finding.claim == "halts"} == {Outcome.NOT_APPLICABLE}
+
+
+def test_a_subject_that_never_works_is_given_up() -> None:
+    """After four trials that ended in the same way; the tables of calls are still looked at."""
+    bench = Oracle(lambda trial: holds(trial) if trial.kind == FUNCTIONS else unknown(SUM, "no module"))
+    whole = found(campaign(bench, FUNCTIONS, LAW))
+    assert len(bench.asked) == 5
+    assert [finding.why for finding in whole.findings if finding.claim == "sum"] == ["no module"] * 4
+    assert whole.exit_code == 2
+
+
+def test_other_failures_do_not_stop_a_campaign() -> None:
+    """One place that always fails leaves the others to be judged, though it fails four times and more."""
+    bench = Oracle(lambda trial: unknown(SUM, "crash") if trial.case.world == 3 else holds(trial))
+    whole = found(campaign(bench))
+    assert len(bench.asked) == 12
+    assert [finding.outcome.value for finding in whole.findings] == ["holds", "holds", "unknown", "unknown"]
+
+
+def test_a_place_that_is_always_late_costs_two_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two runs that gave no answer in time, and that number of ranks is left; the other is tried to the end."""
+    clock = [0.0]
+    monkeypatch.setattr("andon_falsify.campaign.interpreter.time.monotonic", lambda: clock[0])
+
+    def says(trial: Trial) -> Verdict:
+        if trial.case.world == 2:
+            return holds(trial)
+        clock[0] += QUICK.deadline_s
+        return unknown(SUM, "no answer in time")
+
+    bench = Oracle(says)
+    whole = found(campaign(bench))
+    asked = [trial.case.world for trial in bench.asked]
+    assert (asked.count(2), asked.count(3)) == (6, 2)
+    said = {finding.why for finding in whole.findings if finding.world == 3}
+    assert any("not tried: 2 runs on 3 ranks did not end within 30 s" in why for why in said)
+
+
+def test_a_claim_of_which_nothing_is_said_is_unknown() -> None:
+    """A selected claim never goes missing."""
+    whole = found(replace(campaign(Oracle(holds)), claims=frozenset({"sum", "halts"})))
+    (missing,) = [finding for finding in whole.findings if finding.claim == "halts"]
+    assert (missing.outcome, missing.why) == (Outcome.UNKNOWN, "no case that was run says anything of it")
+    assert whole.closing_line == "checked 1 of 3 claims, 12 runs, 0 not applicable, 1 unknown"
+
+
+def test_a_planted_fault_is_found_shrunk_and_found_again() -> None:
+    """Our own trainer with a shard that is not trained: from 3 ranks to 2 and few rows; the same case falls again."""
+    case = Case(
+        rows=make_rows(7),
+        batch_size=3,
+        micro_batches=3,
+        world=3,
+        optimizer="sgd",
+        clip_norm=None,
+        dropout=0.0,
+        hidden=8,
+        heads=1,
+        inner=8,
+        rank=1,
+        fault="last shard not trained",
+        contracts=False,
+    )
+    with RankPools() as pools:
+        bench = AndonBench(AndonTrainer(pools))
+        one = Campaign(bench, (Trial(LAW, case),), frozenset({"gradient-law"}), replace(QUICK, shrink_s=60.0))
+        said = Interpreter(one).run()
+        (small,) = [each for each in said if each.shrunk]
+        assert small.trial.case.world == 2
+        assert len(small.trial.case.rows) < 5
+        assert small.trial.case.max_steps == 1 or len(small.trial.case.rows) <= small.trial.case.batch_size
+        again = AndonBench(AndonTrainer(pools)).attempt(small.trial)["gradient-law"]
+    assert again == small.verdict
+    assert again.outcome is Outcome.FALSIFIED
