@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from andon_contracts.watch.judging import Verdicts
+from andon_contracts.watch.replicas import Replicas
 from andon_contracts.watch.settings import Settings
 from andon_contracts.watch.subject import Several, Subject
 
@@ -32,7 +33,11 @@ class Cover:
 
 
 def coverage(
-    subject: Subject, optimizers: Sequence[torch.optim.Optimizer], settings: Settings, world: int
+    subject: Subject,
+    optimizers: Sequence[torch.optim.Optimizer],
+    settings: Settings,
+    world: int,
+    replicas: Replicas,
 ) -> dict[str, Cover]:
     """Each clause that a watch knows, with whether it is looked at here."""
     alone = Cover("not observable", "one process: there is nothing to compare with")
@@ -40,7 +45,7 @@ def coverage(
     found |= dict.fromkeys(_ALONE, Cover("live"))
     found["base-frozen"] = Cover("live") if subject.frozen else Cover("not applicable", "no parameter is frozen")
     if world > 1:
-        found |= _limits(subject, optimizers)
+        found |= _limits(subject, optimizers, replicas)
     if subject.unused_expected:
         why = "find_unused_parameters says that some have none: only an adapter wholly without one is reported"
         found["gradient-present"] = Cover("degraded", why)
@@ -52,12 +57,16 @@ def coverage(
     return found | _declared(settings, world)
 
 
-def _limits(subject: Subject, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Cover]:
+def _limits(subject: Subject, optimizers: Sequence[torch.optim.Optimizer], replicas: Replicas) -> dict[str, Cover]:
     found: dict[str, Cover] = {}
-    if subject.sharded:
+    if replicas.cut:
+        why = f"between the {replicas.copies} replicas of each of {len(set(replicas.parts))} parts"
+        found |= dict.fromkeys(_REPLICAS, Cover("live", why))
+    elif subject.sharded:
         found |= dict.fromkeys(_REPLICAS, Cover("not applicable", "the parameters are sharded: no shard has a replica"))
+    if subject.sharded:
         found["update-applied"] = Cover("degraded", "this rank's shards only")
-    elif any(type(each).__name__ == "ZeroRedundancyOptimizer" for each in optimizers):
+    if any(type(each).__name__ == "ZeroRedundancyOptimizer" for each in optimizers):
         found["optimizers-agree"] = Cover("not applicable", "each rank keeps a part of the optimizer state")
     if isinstance(subject.inner, Several):
         found["buffers-agree"] = Cover("not observable", "several modules: no one forward pass after which to look")

@@ -46,6 +46,8 @@ class Exchange:
         self._sequence = 0
         self.rank = gather.rank
         self.world_size = gather.world_size
+        self.alike = True
+        """Whether every rank should hold the same tensors; where not, no element of them is compared."""
 
     def attend(self, heed: Callable[[], None], lost: Callable[[BaseException], None]) -> None:
         """Call `heed` now and then while a gather waits, and `lost` with the error of one that failed."""
@@ -76,7 +78,7 @@ class Exchange:
     def first_difference(self, step: int, tensor: Tensor) -> Element | None:
         """The first element in which the ranks' `tensor`s differ; None where they do not. A few gathers."""
         words = _bits(tensor)
-        if not self._one(step, words.numel()):
+        if not self.alike or not self._one(step, words.numel()):
             return None
         first, size = 0, words.numel()
         while size > _BLOCKS:

@@ -257,6 +257,13 @@ class Recorder:
         warnings.warn(f"andon.watch: ledger: {self.lost}", AndonWarning, stackline())
 
 
+def reason_of(error: BaseException | None) -> str:
+    """Why a watch ends, from the error that is on its way if there is one."""
+    if isinstance(error, Violation):
+        return "violation"
+    return "finished" if error is None or (isinstance(error, SystemExit) and not error.code) else "failed"
+
+
 def _hex(digest: int) -> str:
     return f"{digest % (1 << 64):016x}"
 

@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from andon_contracts.agree import GroupGather
+from andon_contracts.agree import GroupGather, Observation
 from andon_contracts.halt import Cord, own_store
 from andon_contracts.ledger import LedgerFile
 from andon_contracts.watch.exchange import WIDTH, Exchange
 from andon_contracts.watch.ledger import ledger_path, open_ledger
+from andon_contracts.watch.replicas import Replicate, part_of, replicas_of
 from andon_contracts.watch.settings import Action, Plan, Reference, Scaler, Schedule, Settings
 from andon_contracts.watch.subject import Subject
 from andon_contracts.watch.watcher import Watch
@@ -53,6 +54,7 @@ def watch(
     contents: Callable[[Sequence[int]], Sequence[Any]] | None = None,
     start: int = 0,
     updates: int | None = None,
+    replicate: Replicate | None = None,
     hard_stop: bool = False,
     timeout: datetime.timedelta = _TIMEOUT,
     patience: datetime.timedelta = _PATIENCE,
@@ -70,7 +72,8 @@ def watch(
     update, 1 being the first. scaler: the loss scaler. reference: the loss sum and count of a global batch by ids.
     plan: the ids of an update's global batch. rows: the number of rows of an epoch. contents: the rows of ids, as
     they are told to `Watch.batch`. start: the updates done before. updates: how many there are to be at the end.
-    hard_stop: end ranks that are blocked elsewhere.
+    replicate: the group, or the dimension of a device mesh, of the ranks that hold what this one holds, where not all
+    do; shards say it themselves. hard_stop: end ranks that are blocked elsewhere.
     timeout: how long a rank waits for the others. patience: how long a rank's process may be stopped, or one on another
     machine give no sign of life, before all halt.
 
@@ -90,16 +93,19 @@ def watch(
     subject = None if problems else Subject(model, optimizers, settings.trainable, settings.tied)
     if subject is not None:
         problems = settings.problems(subject) + _conflicts(model, optimizers, exchange)
+    part = _part(subject, replicate, exchange.rank, problems)
     file = _opened_ledger(path, start, problems)
     try:
-        recording = _agreed(exchange, problems, settings.digest(), records=file is not None)
+        seen = _agreed(exchange, problems, settings.digest(), {"records": int(file is not None), **part})
+        replicas = replicas_of([o.values["part"] for o in seen], [o.values["copies"] for o in seen])
     except ValueError:
         if file is not None:
             file.close()
         raise
     assert subject is not None
-    settings = replace(settings, recording=recording)
-    opened = Watch(model, subject, optimizers, settings, exchange, _cord(exchange, hard_stop, patience, group), file)
+    settings = replace(settings, recording=bool(seen[0].values["records"]))
+    cord = _cord(exchange, hard_stop, patience, group)
+    opened = Watch(model, subject, optimizers, settings, exchange, replicas, cord, file)
     for each in optimizers:
         _open[each] = opened
     return opened
@@ -110,6 +116,17 @@ def _first_rank(group: dist.ProcessGroup | None) -> int:
     if not dist.is_available() or not dist.is_initialized():
         return int(os.environ.get("RANK", "0"))
     return 0 if group is None else dist.get_process_group_ranks(group)[0]
+
+
+def _part(subject: Subject | None, replicate: Replicate | None, rank: int, problems: list[str]) -> dict[str, int]:
+    """Which part of the model this rank holds, for the others; what is wrong with `replicate` joins `problems`."""
+    part, copies = 0, 0
+    if subject is not None:
+        try:
+            part, copies = part_of(subject, replicate, rank)
+        except ValueError as error:
+            problems.append(str(error))
+    return {"part": part, "copies": copies}
 
 
 def _opened_ledger(path: Path | None, start: int, problems: list[str]) -> LedgerFile | None:
@@ -186,13 +203,14 @@ def _conflicts(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], ex
     return found
 
 
-def _agreed(exchange: Exchange, problems: Sequence[str], settings: int, *, records: bool) -> bool:
-    """Whether rank 0 writes a ledger.
+def _agreed(
+    exchange: Exchange, problems: Sequence[str], settings: int, values: Mapping[str, int]
+) -> tuple[Observation, ...]:
+    """What every rank says of `values`.
 
     Raises `ValueError` on every rank where any rank has problems, or where the ranks were told different things.
     """
-    values = {"problems": len(problems), "settings": settings, "records": int(records)}
-    seen = exchange(0, "settings", values)
+    seen = exchange(0, "settings", {"problems": len(problems), "settings": settings, **values})
     found = list(problems)
     others = [str(o.rank) for o in seen if o.values["problems"] and o.rank != exchange.rank]
     if others and not found:
@@ -202,4 +220,4 @@ def _agreed(exchange: Exchange, problems: Sequence[str], settings: int, *, recor
     if found:
         msg = "andon.watch: " + "; ".join(found)
         raise ValueError(msg)
-    return bool(seen[0].values["records"])
+    return seen
