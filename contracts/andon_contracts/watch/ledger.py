@@ -35,7 +35,7 @@ from andon_contracts.record import (
     Step,
     StepDigests,
 )
-from andon_contracts.violation import Violation
+from andon_contracts.violation import Halted, Violation
 from andon_contracts.watch.judging import AndonWarning, stackline
 from andon_contracts.watch.reading import flat_digest, layout_digest, text_digest
 from andon_contracts.watch.subject import Subject
@@ -259,7 +259,7 @@ class Recorder:
 
 def reason_of(error: BaseException | None) -> str:
     """Why a watch ends, from the error that is on its way if there is one."""
-    if isinstance(error, Violation):
+    if isinstance(error, Violation) and not isinstance(error, Halted):
         return "violation"
     return "finished" if error is None or (isinstance(error, SystemExit) and not error.code) else "failed"
 

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from andon_contracts.error_file import tell_launcher
-from andon_contracts.violation import Violation
+from andon_contracts.violation import Halted, Violation
 
-_USAGE, _VIOLATION = 2, 70
+_FAILED, _VIOLATION = 1, 70
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _run(asked)
     except Violation as found:
         _report(found)
-        # A halt for a rank that failed by itself is that rank's failure, and no violation.
-        return _VIOLATION if standby.violated or found.clause != "halt-together" else 1
+        return _FAILED if isinstance(found, Halted) and not standby.violated else _VIOLATION
     except SystemExit as ended:
         if ended.code or not standby.violated:
             raise
@@ -122,7 +121,7 @@ def _run(asked: Asked) -> None:
 
 def _report(found: Violation) -> None:
     """The whole message once for each machine, its first line from the other ranks."""
-    text = f"andon.Violation: {found}"
+    text = f"andon.{type(found).__name__}: {found}"
     tell_launcher(text, late=False)
     local = os.environ.get("LOCAL_RANK", "0")
     shown = text if local == "0" else f"rank {os.environ.get('RANK', local)}: {text.partition(chr(10))[0]}"
