@@ -11,7 +11,7 @@ from andon_falsify.loops.law import LoopLaw, laws, mean
 from andon_falsify.reference.update import clip, global_norm
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.trace import Trace
-from andon_falsify.verdict import Outcome, Verdict, merge, not_applicable, unknown
+from andon_falsify.verdict import Counterexample, Outcome, Verdict, merge, not_applicable, unknown
 
 GRADIENT_TOLERANCE = 2e-5
 """Relative L2 per tensor; ten times what our own trainer is allowed, for means of means of fp32 losses."""
@@ -92,7 +92,13 @@ def losses(law: LoopLaw) -> Verdict:
     found = []
     for step, wanted in known.items():
         one = losses_close.check([told[step]], [wanted], start=1, bound=LOSS_TOLERANCE, factors=factors(law.case))
-        named = tuple(replace(each, where=f"step {step}") for each in one.counterexamples)
+        named = tuple(_of_update(each, step) for each in one.counterexamples)
         found.append(replace(one, counterexamples=named))
     merged = merge(found)
     return replace(merged, why=merged.why or law.note)
+
+
+def _of_update(found: Counterexample, step: int) -> Counterexample:
+    """A counterexample of one update: a ratio that is no product of the case's sizes is chance."""
+    said = replace(found, what="the reported loss is not that of the law", where=f"step {step}")
+    return said if " = " in found.equals else replace(said, ratio=None, equals="")

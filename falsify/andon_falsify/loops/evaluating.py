@@ -31,7 +31,7 @@ def evaluation(law: LoopLaw) -> Verdict:
     if law.why_not:
         return not_applicable(EVALUATION, law.why_not)
     rows = tuple(range(len(law.case.rows)))
-    last = max(law.updates)
+    last = max(step for step, values in law.first.values.items() if values.weights)
     weights = {**law.before(1), **law.after(last)}
     loss = float(law.row_losses(weights, rows).mean())
     found, checked = [], 0

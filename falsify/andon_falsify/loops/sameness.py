@@ -36,10 +36,10 @@ def noise(trace: Trace) -> dict[int, float]:
     """For each update: the largest distance so far of fp32 weights from float64 ones, over the movement of these.
 
     Both are trained on the rows that `trace` shows, at its learning rates, in this process. Empty for a loop over a
-    model of its own.
+    model of its own, and where some rows are not known.
     """
     law = LoopLaw(trace)
-    if law.why_not or "recomputes" in law.first.claims:
+    if law.why_not or law.unknown_updates or "recomputes" in law.first.claims:
         return {}
     batches = [list(law.of(step).rows) for step in law.updates]
     rates = [law.first.made[step].rate for step in law.updates]

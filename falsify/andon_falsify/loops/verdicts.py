@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -123,7 +124,7 @@ def _schedule(trace: Trace) -> Verdict:
     """The declared rate of every update, or that of the case throughout."""
     first = first_of(trace)
     if "schedules" in first.claims:
-        return schedule.check(trace.seen, first.rates.__getitem__)
+        return schedule.check(trace.seen, lambda step: first.rates.get(step, math.nan))
     if len({made.rate for made in first.made.values()}) > 1:
         return not_applicable(schedule.CLAIM, "the rate changes, and the loop declares no schedule (`rate`)")
     return schedule.check(trace.seen, lambda _: trace.case.lr)

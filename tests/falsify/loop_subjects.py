@@ -1,0 +1,175 @@
+"""Loops to judge, each the bundled right one with one thing changed, and one over a model of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from andon_falsify import Case, Told
+from andon_falsify.loops.task import collate
+from andon_falsify.peers.plain import PlainLoop
+
+
+class Undivided(PlainLoop):
+    """As if no mean were taken over micro-batches and ranks."""
+
+    def _loss_sum(self, ids: Sequence[int]) -> Tensor:
+        return super()._loss_sum(ids) * self.case.accumulation * self.case.world
+
+
+class Unreduced(PlainLoop):
+    """Every rank trains on its own rows alone."""
+
+    def _add_over_ranks(self, total: Tensor) -> None:
+        dist.all_reduce(total)
+
+
+class Twice(PlainLoop):
+    """Row 5 counts twice, and nothing else is wrong."""
+
+    def _loss_sum(self, ids: Sequence[int]) -> Tensor:
+        batch = collate([self.rows[row] for row in ids])
+        labels = batch.pop("labels")
+        times = torch.tensor([2.0 if row == 5 else 1.0 for row in ids])
+        return times @ cross_entropy(self.model(**batch).logits, labels, reduction="none")
+
+
+class Relabelled(PlainLoop):
+    """The model is given row 4 with the label of another class."""
+
+    def _loss_sum(self, ids: Sequence[int]) -> Tensor:
+        batch = collate([self.rows[row] for row in ids])
+        if 4 in ids:
+            batch["labels"][list(ids).index(4)] = 2
+        count: float = len(ids)
+        loss: Tensor = self.model(**batch).loss
+        return loss * count
+
+
+class Forgetful(PlainLoop):
+    """The optimizer's state is not restored."""
+
+    def load(self, folder: Path) -> None:
+        """The weights and the place, without the moments."""
+        state = torch.load(folder / "state.pt", weights_only=True)
+        self.model.load_state_dict(state["model"])
+        self.done = state["done"]
+
+
+class Unclipped(PlainLoop):
+    """The case's limit of the gradient is not kept."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case.but(clip_norm=None))
+
+
+class Careless(PlainLoop):
+    """It says that it halts, and steps on NaN."""
+
+    def _apply(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+class Rounded(PlainLoop):
+    """Evaluates by the mean of the ranks' means."""
+
+    def evaluate(self) -> Mapping[str, float]:
+        """Rank 0 has a row more than the others."""
+        mine = list(range(len(self.rows)))[dist.get_rank() :: dist.get_world_size()]
+        with torch.no_grad():
+            mean = self._loss_sum(mine) / len(mine)
+        dist.all_reduce(mean)
+        return {"loss": float(mean) / dist.get_world_size()}
+
+
+class Decaying(PlainLoop):
+    """The rate halves after the first update, which nobody declared to be a schedule of another kind."""
+
+    def rate(self, update: int) -> float:
+        """Constant."""
+        return self.case.lr
+
+    def _apply(self) -> None:
+        super()._apply()
+        self.optimizer.param_groups[0]["lr"] = self.case.lr / 2
+
+
+class Bag(nn.Module):
+    """Class scores of the mean of a row's token vectors."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.tokens = nn.EmbeddingBag(128, 8)
+        self.head = nn.Linear(8, classes)
+
+    def forward(self, tokens: Tensor, starts: Tensor) -> Tensor:
+        """tokens: int64 of all rows in a line; starts: where each row begins."""
+        scores: Tensor = self.head(self.tokens(tokens, starts).tanh())
+        return scores
+
+
+class OwnModel(PlainLoop):
+    """A bag of tokens that is no model of transformers; it tells its rows. `wrong`: it forgets one rank's gradient."""
+
+    def __init__(self, case: Case, *, wrong: bool = False) -> None:
+        super().__init__(case)
+        torch.manual_seed(1)
+        self.model = Bag(case.rows.classes)
+        self.trained = list(self.model.parameters())
+        self.optimizer = torch.optim.SGD(self.trained, lr=case.lr)
+        self.told: Told | None = None
+        self.wrong = wrong
+
+    def train(self, told: Told) -> None:
+        """As the right one, with the rows told."""
+        self.told = told
+        super().train(told)
+
+    def _loss_sum(self, ids: Sequence[int]) -> Tensor:
+        assert self.told is not None
+        self.told.rows(ids)
+        return self.loss_sum(self.model, ids)[0]
+
+    def _add_over_ranks(self, total: Tensor) -> None:
+        if self.wrong and dist.get_rank() == 1:
+            self.optimizer.zero_grad()
+        super()._add_over_ranks(total)
+
+    def loss_sum(self, model: nn.Module, ids: Sequence[int]) -> tuple[Tensor, int]:
+        """See `Recomputes.loss_sum`."""
+        tokens = [torch.tensor(self.case.rows.tokens[row]) for row in ids]
+        starts = torch.tensor([0, *map(len, tokens)]).cumsum(0)[:-1]
+        labels = torch.tensor([self.case.rows.labels[row] for row in ids])
+        return cross_entropy(model(torch.cat(tokens), starts), labels, reduction="sum"), len(ids)
+
+    def evaluate(self) -> Mapping[str, float]:
+        """Nothing."""
+        return {}
+
+
+def own_model(case: Case) -> OwnModel:
+    """Right."""
+    return OwnModel(case)
+
+
+def own_model_wrong(case: Case) -> OwnModel:
+    """Wrong."""
+    return OwnModel(case, wrong=True)
+
+
+def raising(case: Case) -> PlainLoop:
+    """A loop that cannot be made."""
+    print("looking for the file")
+    msg = f"no weights for {case.world} ranks"
+    raise FileNotFoundError(msg)
+
+
+def nothing(case: Case) -> object:
+    """What is no loop."""
+    return object()

@@ -1,0 +1,142 @@
+"""Foreign loops in real processes: a right one holds on every claim, a wrong one falls by the claim that names it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import pytest
+
+from andon_falsify.loops.averages import comparisons
+from andon_falsify.loops.subject import LoopSubject
+from andon_falsify.loops.task import loop_case, shaped
+from andon_falsify.loops.verdicts import CLAIMS, across, halting, judge_loop, resuming, verdicts
+from andon_falsify.ranks.pool import RankPools
+from andon_falsify.subjects.case import Case
+from andon_falsify.verdict import Outcome, Verdict
+
+HERE = "tests.falsify.loop_subjects"
+PEERS = "andon_falsify.peers"
+CLIPPED = loop_case()
+SGD = loop_case(optimizer="sgd", lr=0.05, clip_norm=None, weight_decay=0.0)
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[RankPools]:
+    """Ranks for the tests of this file in which none fails, there before a test looks which processes there are."""
+    with RankPools() as held:
+        for world in (1, 2, 3):
+            held.of(world).run("builtins:repr", "")
+        yield held
+
+
+@pytest.fixture
+def own_pools() -> Iterator[RankPools]:
+    """Ranks for one test."""
+    with RankPools() as held:
+        yield held
+
+
+def falsified(found: Mapping[str, Verdict]) -> set[str]:
+    """The claims that fell."""
+    return {name for name, verdict in found.items() if verdict.outcome is Outcome.FALSIFIED}
+
+
+@pytest.mark.parametrize(
+    ("case", "others"),
+    [(CLIPPED, [shaped(CLIPPED, 1, 1)]), (shaped(SGD, 1, 4), [shaped(SGD, 2, 1)]), (shaped(SGD, 3, 2), [])],
+    ids=["AdamW clipped on 2", "SGD on 1", "SGD on 3"],
+)
+def test_a_right_loop_holds_on_every_claim(pools: RankPools, case: Case, others: list[Case]) -> None:
+    """No claim is falsified or unknown, on ragged batches, and what does not apply says why."""
+    found = judge_loop(LoopSubject(f"{PEERS}.plain:make", pools=pools), case, others)
+    open_ = {"same-everywhere"} if not others else set()
+    alone = {"replicas-agree", "layout-equal"} if case.world == 1 else set()
+    assert {name: str(verdict) for name, verdict in found.items() if verdict.outcome is not Outcome.HOLDS}.keys() == (
+        open_ | alone
+    )
+    assert found.keys() == {claim.name for claim in CLAIMS}
+    assert all(found[name].why for name in open_ | alone)
+
+
+@pytest.mark.parametrize(
+    ("loop", "case", "fallen"),
+    [
+        ("Undivided", SGD, {"gradient-law", "losses-close"}),
+        ("Unreduced", SGD, {"replicas-agree", "gradient-law", "losses-close", "evaluation-law"}),
+        ("Twice", SGD, {"gradient-law", "losses-close"}),
+        ("Relabelled", SGD, {"samples-once"}),
+        ("Unclipped", CLIPPED, {"update-law"}),
+        ("Rounded", SGD, {"evaluation-law"}),
+        ("Decaying", SGD, {"schedule"}),
+    ],
+)
+def test_a_wrong_loop_falls_by_the_claims_that_name_its_fault(
+    pools: RankPools, loop: str, case: Case, fallen: set[str]
+) -> None:
+    """One run decides, and no claim falls that the fault does not touch."""
+    found = verdicts(LoopSubject(f"{HERE}:{loop}", pools=pools).run(case))
+    assert falsified(found) == fallen, "\n".join(map(str, found.values()))
+
+
+def test_the_ratio_is_named_by_what_was_not_divided(pools: RankPools) -> None:
+    """4 = accumulation 2 x world 2 on every update, which points where the law does."""
+    trace = LoopSubject(f"{HERE}:Undivided", pools=pools).run(SGD)
+    (first, *_) = verdicts(trace)["gradient-law"].counterexamples
+    assert first.equals.startswith("4.000 = accumulation 2 x world 2")
+    assert [round(each.ratio or 0, 3) for each in comparisons(trace)] == [4.0] * 6
+
+
+def test_rows_that_count_more_than_others_are_named(pools: RankPools) -> None:
+    """By least squares over the rows' own gradients: row 5 twice, every other once."""
+    trace = LoopSubject(f"{HERE}:Twice", pools=pools).run(SGD)
+    shares = next(each.shares for each in comparisons(trace) if 5 in each.shares)
+    assert {row: round(times, 2) for row, times in shares.items() if round(times, 2) != 1} == {5: 2.0}
+    assert "row 5 counts 2 times" in str(verdicts(trace)["gradient-law"])
+
+
+def test_the_tutorial_of_ddp_takes_a_mean_of_means(pools: RankPools) -> None:
+    """31 rows, 2 ranks, 2 micro-batches: the last update is 3, 1, 3, 1 rows, the first two are right; a row repeats."""
+    subject = LoopSubject(f"{PEERS}.ddp:make", pools=pools)
+    trace = subject.run(SGD)
+    found = verdicts(trace)
+    assert falsified(found) == {"gradient-law", "samples-once"}
+    assert "the mean of the means of 4 micro-batches (of 3, 1, 3, 1 rows)" in str(found["gradient-law"])
+    assert [each.step for each in comparisons(trace) if each.relative > 0.1] == [3, 6]
+    assert "32 visits of 31 rows" in str(found["samples-once"])
+    assert across([trace, subject.run(shaped(SGD, 1, 2))]).outcome is Outcome.FALSIFIED
+
+
+def test_a_resume_without_moments_and_a_step_on_nan_are_seen(pools: RankPools) -> None:
+    """What needs a second run: the moments of AdamW after a resume, and the NaN of one rank."""
+    forgetful, careless = (LoopSubject(f"{HERE}:{name}", pools=pools) for name in ("Forgetful", "Careless"))
+    assert resuming(forgetful, forgetful.run(CLIPPED)).outcome is Outcome.FALSIFIED
+    assert halting(careless, careless.run(SGD)).outcome is Outcome.FALSIFIED
+
+
+def test_a_model_of_the_loops_own_is_judged_by_its_own_forward_pass(pools: RankPools) -> None:
+    """The verdict says that it is not independent; a lost gradient is seen, and what cannot be known does not apply."""
+    case = SGD.but(optimizer="sgd", momentum=0.0)
+    right, wrong = (
+        verdicts(LoopSubject(f"{HERE}:{name}", pools=pools).run(case)) for name in ("own_model", "own_model_wrong")
+    )
+    assert not falsified(right), "\n".join(map(str, right.values()))
+    assert right["gradient-law"].outcome is Outcome.HOLDS
+    assert "not independent" in right["gradient-law"].why
+    assert right["evaluation-law"].outcome is Outcome.NOT_APPLICABLE
+    assert falsified(wrong) == {"gradient-law"}
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (f"{HERE}:raising", "FileNotFoundError: no weights for 2 ranks"),
+        (f"{HERE}:nothing", "has no method `train(told)`"),
+        (f"{HERE}:absent", "names no function"),
+        ("no_such_package.loop:make", "No module named 'no_such_package'"),
+    ],
+)
+def test_what_is_no_loop_makes_every_claim_unknown_with_the_reason(own_pools: RankPools, make: str, said: str) -> None:
+    """Nothing is raised to the caller, and the ranks serve the next loop."""
+    found = verdicts(LoopSubject(make, pools=own_pools).run(SGD))
+    assert {verdict.outcome for verdict in found.values()} == {Outcome.UNKNOWN}
+    assert all(said in verdict.why for verdict in found.values())

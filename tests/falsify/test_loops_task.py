@@ -1,0 +1,70 @@
+"""What the author of a loop is given: rows that can be told apart, batches, and places with one global batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from andon_falsify import collate, dataset, loop_case, model, optimizer
+from andon_falsify.loops.content import Recogniser
+from andon_falsify.loops.subject import LoopSubject
+from andon_falsify.loops.task import distinct, shaped
+from andon_falsify.subjects.case import Rows, make_rows
+
+
+def test_rows_become_distinct_and_keep_their_labels() -> None:
+    """Equal rows get other tokens, the rest stays; where no free row is left it is said."""
+    rows = Rows(((40,), (40,), (41, 42), (40,)), (0, 1, 1, 2), 3)
+    found = distinct(rows, longest=2)
+    assert len(set(found.tokens)) == 4
+    assert (found.tokens[0], found.tokens[2], found.labels) == ((40,), (41, 42), rows.labels)
+    assert distinct(make_rows(31), 16) == make_rows(31)
+    with pytest.raises(ValueError, match="cannot all be told apart"):
+        distinct(Rows(((40,),) * 100, (0,) * 100, 1), longest=1)
+
+
+def test_rows_are_recognised_by_content_whatever_the_padding() -> None:
+    """Left or right, with more columns, without a mask; another label or other tokens are named; -100 is no row."""
+    case = loop_case()
+    batch = collate([dataset(case)[row] for row in (30, 2, 7)])
+    knows = Recogniser(case.rows)
+    assert knows.rows(batch) == [30, 2, 7]
+    wider = {name: torch.nn.functional.pad(batch[name], (4, 0), value=127 * (name == "input_ids")) for name in batch}
+    assert knows.rows({**wider, "labels": batch["labels"]}) == [30, 2, 7]
+    assert knows.rows({"input_ids": batch["input_ids"]}) == [30, 2, 7]
+    labels = torch.tensor([(case.rows.labels[30] + 1) % 3, -100, case.rows.labels[7]])
+    assert knows.rows({**batch, "labels": labels}) == ["row 30 with label 0 instead of 2", 7]
+    assert knows.rows({**batch, "input_ids": batch["input_ids"] + 1})[0].startswith("tokens [")  # type: ignore
+    assert knows.rows({"x": batch["input_ids"]}) is None
+
+
+def test_a_case_has_one_global_batch_on_every_place() -> None:
+    """12 rows on 1 to 4 ranks with 1 to 3 micro-batches; what cannot be dealt evenly is refused."""
+    for world, accumulation in ((1, 1), (1, 3), (2, 3), (3, 2), (4, 1)):
+        case = shaped(loop_case(), world, accumulation)
+        assert (case.world, case.accumulation) == (world, accumulation)
+        assert case.local_batch * world * accumulation == 12
+    with pytest.raises(ValueError, match="12 rows are not 5 ranks x 1"):
+        shaped(loop_case(), 5, 1)
+
+
+def test_every_call_gives_the_same_model_and_the_optimizer_of_the_case() -> None:
+    """The same bits, not the same object; only what trains is in the optimizer."""
+    case = loop_case(optimizer="sgd", momentum=0.5, lr=0.25)
+    one, other = model(case), model(case)
+    assert one is not other
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+    stepping = optimizer(case, one.parameters())
+    assert stepping.param_groups[0]["params"] == [p for p in one.parameters() if p.requires_grad]
+    assert (stepping.defaults["lr"], stepping.defaults["momentum"]) == (0.25, 0.5)
+
+
+def test_a_subject_that_a_rank_could_not_find_is_refused() -> None:
+    """A function of the main program or inside another has no name that a rank can import."""
+    with pytest.raises(ValueError, match="cannot be imported by a rank"):
+        LoopSubject(lambda case: None)  # type: ignore[arg-type, return-value]
+    with pytest.raises(ValueError, match=r"write package\.module:make"):
+        LoopSubject("mytrainer")
+    from andon_falsify.peers.plain import make
+
+    assert LoopSubject(make).make == "andon_falsify.peers.plain:make"
