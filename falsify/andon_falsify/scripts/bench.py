@@ -1,0 +1,161 @@
+"""A script on the bench: each trial is its command on one layout, against the same global batch on one rank."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+from andon_falsify.campaign.trial import LAW, RESUME, Trial
+from andon_falsify.checkers import (
+    chain_intact,
+    loss_finite,
+    replicas_agree,
+    resume_equal,
+    same_everywhere,
+    samples_once,
+)
+from andon_falsify.history import History
+from andon_falsify.scripts.command import Command
+from andon_falsify.scripts.judging import replicas, resumed, same, samples
+from andon_falsify.scripts.running import Done, run
+from andon_falsify.subjects.case import Case, make_rows
+from andon_falsify.verdict import Claim, Verdict, judge, not_applicable, unknown
+
+_GLOBAL_BATCH = 12
+"""Rows of a global batch: it can be dealt to 1, 2, 3, 4 and 6 micro-batches."""
+_TIMES = 6
+"""A script starts torch anew on every rank, so that a run may take so many times what one of a warm rank may."""
+_PLAIN = Case(
+    rows=make_rows(3),
+    batch_size=_GLOBAL_BATCH,
+    max_steps=1,
+    optimizer="sgd",
+    weight_decay=0.0,
+    clip_norm=None,
+    hidden=8,
+    heads=1,
+    inner=8,
+    rank=1,
+    dropout=0.0,
+    backend="script",
+)
+"""A script has its own rows, model and seed: of a case only the layout says something to it."""
+
+ONE_RUN: tuple[Claim, ...] = (
+    replicas_agree.CLAIM,
+    samples_once.CLAIM,
+    same_everywhere.CLAIM,
+    loss_finite.CLAIM,
+    chain_intact.CLAIM,
+)
+
+
+class ScriptBench:
+    """Runs trials by a user's command. See `Bench`."""
+
+    def __init__(self, command: Command, deadline_s: float) -> None:
+        self.subject = command.text
+        self.version = ""
+        self.words: tuple[str, ...] = ("--script", command.text)
+        self.backends: tuple[str, ...] = ("script",)
+        self.every_backend: tuple[str, ...] = ("script",)
+        self.claims: tuple[Claim, ...] = (*ONE_RUN, resume_equal.CLAIM)
+        self.kinds: Mapping[str, frozenset[str]] = {
+            LAW: frozenset(claim.name for claim in ONE_RUN),
+            RESUME: frozenset({resume_equal.CLAIM.name}),
+        }
+        self.runs = 0
+        self._command = command
+        self._deadline_s = _TIMES * deadline_s
+        self._known: dict[tuple[int, int, int], Done] = {}
+
+    def suited(self, case: Case) -> Case:
+        """See `Bench.suited`: the layout alone, at one global batch for all."""
+        accumulation = case.accumulation if self._command.accumulates else 1
+        leaves = case.world * accumulation
+        batch = _GLOBAL_BATCH if _GLOBAL_BATCH % leaves == 0 else leaves
+        return _PLAIN.but(world=case.world, micro_batches=leaves, batch_size=batch)
+
+    def attempt(self, trial: Trial) -> Mapping[str, Verdict]:
+        """See `Bench.attempt`."""
+        if trial.kind == RESUME:
+            return {resume_equal.CLAIM.name: judge(resume_equal.CLAIM, self._resumed, trial.case)}
+        done = self._run(trial.case)
+        why = self._fault(done, trial.case)
+        if why:
+            return {claim.name: unknown(claim, why) for claim in ONE_RUN}
+        history = done.history
+        checks = {
+            replicas_agree.CLAIM: partial(replicas, history, trial.case.world),
+            samples_once.CLAIM: partial(samples, history),
+            same_everywhere.CLAIM: partial(self._elsewhere, trial.case, history),
+            loss_finite.CLAIM: partial(_losses, history),
+            chain_intact.CLAIM: partial(chain_intact.check, history),
+        }
+        return {claim.name: judge(claim, check) for claim, check in checks.items()}
+
+    def _run(self, case: Case) -> Done:
+        """The run on the layout of `case`; each layout is run once."""
+        layout = (case.world, case.local_batch, case.accumulation)
+        if layout not in self._known:
+            with tempfile.TemporaryDirectory(prefix="andon-script-") as folder:
+                self.runs += 1
+                words = self._command.words(case, str(Path(folder) / "run"))
+                self._known[layout] = run(words, Path(folder), self._deadline_s)
+        return self._known[layout]
+
+    def _fault(self, done: Done, case: Case) -> str:
+        """Why a run gives nothing to judge."""
+        if done.error:
+            return done.error
+        if done.stray:
+            return f"it left processes behind, which were ended: {', '.join(done.stray)}"
+        if not done.history.steps:
+            return "its ledger has no update: the watch saw no step of the optimizer that it was given"
+        worlds = {step.world for step in done.history.steps} - {case.world}
+        return f"it was asked to train on {case.world} ranks, and its ledger says {worlds.pop()}" if worlds else ""
+
+    def _elsewhere(self, case: Case, history: History) -> Verdict:
+        alone = case.but(world=1, micro_batches=1)
+        if (case.world, case.accumulation) == (1, 1):
+            return not_applicable(same_everywhere.CLAIM, "this is the layout that the others are compared with")
+        done = self._run(alone)
+        why = self._fault(done, alone)
+        if why:
+            return unknown(same_everywhere.CLAIM, f"the run on one rank to compare with: {why}")
+        layout = f"{case.world} ranks x {case.accumulation} x {case.local_batch} rows"
+        return same(done.history, history, layout)
+
+    def _resumed(self, case: Case) -> Verdict:
+        """The run on this layout, and the same one killed half-way and taken up in the same folder."""
+        claim = resume_equal.CLAIM
+        if not self._command.resumes:
+            return not_applicable(claim, "the command does not say how it resumes ({resume:WORDS} and {folder})")
+        whole = self._run(case)
+        why = self._fault(whole, case)
+        if why:
+            return unknown(claim, why)
+        half = -(-len(whole.history.trajectory) // 2)
+        with tempfile.TemporaryDirectory(prefix="andon-script-") as folder:
+            base, own = Path(folder), str(Path(folder) / "run")
+            self.runs += 2
+            cut = run(self._command.words(case, own), base / "cut", self._deadline_s, partial(_reached, half))
+            again = run(self._command.words(case, own, resumed=True), base / "again", self._deadline_s)
+        why = cut.error or self._fault(again, case)
+        return unknown(claim, why) if why else resumed(whole.history, cut.history, again.history)
+
+
+def _reached(step: int, ledger: Path) -> bool:
+    """Whether the ledger shows the update `step`."""
+    try:
+        return ledger.read_bytes().count(b'"kind":"step"') >= step
+    except FileNotFoundError:
+        return False
+
+
+def _losses(history: History) -> Verdict:
+    if all(step.loss is None for step in history.steps):
+        return not_applicable(loss_finite.CLAIM, "the script tells no loss (w.loss)")
+    return loss_finite.check(history)

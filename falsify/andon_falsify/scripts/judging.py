@@ -1,0 +1,175 @@
+"""What ledgers of one script on several layouts say, without a reference.
+
+Two layouts of the same global batch must make the same updates: the same rows, the same gradient, the same loss. Their
+fp32 sums are rounded differently, so norms are compared to `TOLERANCE` at the first update, and to more later, since
+differences grow. Where a script draws at random by rank (dropout), its layouts differ for that reason too: such runs
+can only be compared with it switched off.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from andon_falsify.checkers import replicas_agree, resume_equal, same_everywhere, samples_once
+from andon_falsify.history import History, Number, StepEvent
+from andon_falsify.verdict import Counterexample, Verdict, conclude, not_applicable, unknown
+
+TOLERANCE = 1e-4
+"""Relative, of norms and losses at the first update. Rounding gives about 1e-6, a wrong average 1e-2 and more."""
+_DOUBLINGS = 6
+"""The tolerance doubles with each update, so many times."""
+_COMPARED = 50
+"""Updates; later ones differ by what differed before."""
+_SHOWN = 6
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A number of an update that layouts must share."""
+
+    name: str
+    what: str
+
+
+_MEASURES = (
+    Measure("lr", "the learning rate"),
+    Measure("grad_norm", "the norm of the reduced gradient"),
+    Measure("loss", "the loss that is told"),
+    Measure("weights_norm", "the norm of the weights after the update"),
+)
+
+
+def same(base: History, other: History, layout: str) -> Verdict:
+    """`other` against `base`, the run on one rank at once; `layout` is what messages call `other`."""
+    claim = same_everywhere.CLAIM
+    ours, theirs = base.trajectory, other.trajectory
+    if not ours:
+        return unknown(claim, "the run on one rank made no update")
+    found: list[Counterexample] = []
+    checked = 0
+    for number in sorted(ours.keys() & theirs.keys())[:_COMPARED]:
+        compared, found = _step(ours[number], theirs[number], layout)
+        checked += compared
+        if found:
+            break
+    if not found and len(ours) != len(theirs):
+        what = "another number of updates"
+        found = [Counterexample(what, layout, str(len(ours)), str(len(theirs)))]
+    return conclude(claim, checked, found, note=_unseen(base))
+
+
+def _step(ours: StepEvent, theirs: StepEvent, layout: str) -> tuple[int, list[Counterexample]]:
+    """The first thing in causal order that differs; a gradient of another scale explains the loss that differs too."""
+    where = f"step {ours.number}, {layout}"
+    rows = _other_rows(ours, theirs, where)
+    if rows:
+        return 1, rows
+    checked, found = int(bool(ours.ids)), []
+    for measure in _MEASURES:
+        before, after = getattr(ours, measure.name), getattr(theirs, measure.name)
+        if before is None or after is None:
+            continue
+        checked += 1
+        if not _close(before, after, ours.number):
+            found.append(_apart(measure, before, after, where))
+    return checked, found
+
+
+def _close(ours: Number, theirs: Number, step: int) -> bool:
+    if ours.value is None or theirs.value is None:
+        return ours.value == theirs.value
+    allowed: float = TOLERANCE * 2.0 ** min(step - 1, _DOUBLINGS)
+    return abs(theirs.value - ours.value) <= allowed * max(abs(ours.value), 1e-12)
+
+
+def _apart(measure: Measure, ours: Number, theirs: Number, where: str) -> Counterexample:
+    ratio = theirs.value / ours.value if ours.value and theirs.value is not None else None
+    return Counterexample(f"{measure.what} is another one", where, str(ours), str(theirs), ratio)
+
+
+def _other_rows(ours: StepEvent, theirs: StepEvent, where: str) -> list[Counterexample]:
+    if not ours.ids or not theirs.ids or Counter(ours.ids) == Counter(theirs.ids):
+        return []
+    only, extra = Counter(ours.ids) - Counter(theirs.ids), Counter(theirs.ids) - Counter(ours.ids)
+    return [Counterexample("other rows are trained on", where, _named(only) or "no further", _named(extra) or "none")]
+
+
+def _unseen(history: History) -> str:
+    """What could not be compared, for those who read that it holds."""
+    first = next(iter(history.trajectory.values()))
+    missing = [] if first.ids else ["rows (w.batch)"]
+    missing += [] if first.loss is not None else ["losses (w.loss)"]
+    return f"not told, so not compared: {' and '.join(missing)}" if missing else ""
+
+
+def samples(history: History) -> Verdict:
+    """Of R rows that are ever visited, every R visits in a row visit each once: epochs, whatever their borders."""
+    claim = samples_once.CLAIM
+    visits = [row for step in history.trajectory.values() for row in step.ids]
+    if not visits:
+        return not_applicable(claim, "the script tells no rows (w.batch)")
+    rows, found, checked = set(visits), list[Counterexample](), 0
+    for epoch, start in enumerate(range(0, len(visits), len(rows))):
+        own = Counter(visits[start : start + len(rows)])
+        checked += 1
+        twice = Counter({row: times for row, times in own.items() if times > 1})
+        if twice:
+            lost = rows - own.keys()
+            what = f"in visits {start + 1} to {start + own.total()} of {len(rows)} rows some came more than once"
+            never = f"never {_named(Counter(lost))}, " if lost and own.total() == len(rows) else ""
+            found.append(Counterexample(what, f"epoch {epoch}", "each once", f"{never}more than once {_named(twice)}"))
+            break
+    return conclude(claim, checked, found)
+
+
+def replicas(history: History, world: int) -> Verdict:
+    """Digests of all ranks at every update."""
+    claim = replicas_agree.CLAIM
+    if world == 1:
+        return not_applicable(claim, "one rank has nobody to agree with")
+    return replicas_agree.check(history)
+
+
+def resumed(whole: History, cut: History, taken_up: History) -> Verdict:
+    """The run that was taken up ends as the whole one: its updates are the last ones of that, and go on from the cut.
+
+    Its ledger may count from 1 again, so updates are matched from the end.
+    """
+    claim = resume_equal.CLAIM
+    every, done, again = (list(history.trajectory.values()) for history in (whole, cut, taken_up))
+    if not done or len(done) >= len(every):
+        return unknown(claim, f"the run was to be killed before its end, and made {len(done)} of {len(every)} updates")
+    if not again:
+        return unknown(claim, "the run that was taken up made no update")
+    if len(again) >= len(every):
+        what = f"a run that was killed after update {len(done)} was not taken up: it began anew"
+        return conclude(claim, 1, [Counterexample(what, "", f"at most {len(every) - 1} updates", str(len(again)))])
+    if len(again) < len(every) - len(done):
+        what = f"killed after update {len(done)}, it was taken up later than that"
+        return conclude(
+            claim, 1, [Counterexample(what, "", f"at least {len(every) - len(done)} updates", str(len(again)))]
+        )
+    found = next(filter(None, _differences(every[-len(again) :], again)), None)
+    return conclude(claim, len(again), [found] if found else [])
+
+
+def _differences(whole: list[StepEvent], again: list[StepEvent]) -> Iterator[Counterexample | None]:
+    for ours, theirs in zip(whole, again, strict=True):
+        where = f"step {ours.number}, taken up"
+        rows = _other_rows(ours, theirs, where)
+        if rows:
+            yield rows[0]
+        for name in ("gradient", "weights", "optimizer"):
+            if ours.digests.get(name) != theirs.digests.get(name):
+                held, seen = str(ours.digests.get(name)), str(theirs.digests.get(name))
+                yield Counterexample(f"the {name} is another one than without the kill", where, held, seen)
+        yield None
+
+
+def _named(rows: Counter[int | str]) -> str:
+    order = sorted(rows, key=str)
+    rest = f" and {len(order) - _SHOWN} more" if len(order) > _SHOWN else ""
+    shown = ", ".join(f"{row} ({rows[row]} times)" if rows[row] > 1 else str(row) for row in order[:_SHOWN])
+    return f"{shown}{rest}"

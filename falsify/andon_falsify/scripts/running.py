@@ -1,0 +1,131 @@
+"""One run of a command: started, watched by the clock, ended with all that it started, and its ledger read."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from andon.launch.orphan import Process
+from andon_falsify.history import History, read_history
+
+_MARK = "ANDON_FALSIFY_RUN"
+"""Set for the command: whatever it starts has it too, wherever it may have gone."""
+_POLL_S = 0.02
+_GRACE_S = 2.0
+_SHOWN = 300
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a run came to. error: why it gives nothing to judge, "" where it does. stray: what it left running."""
+
+    history: History
+    error: str = ""
+    stray: tuple[str, ...] = ()
+
+
+def run(
+    words: Sequence[str], folder: Path, deadline_s: float, stop: Callable[[Path], bool] = lambda ledger: False
+) -> Done:
+    """Run `words` with `ANDON_LEDGER` set to a new ledger in `folder`, and read that.
+
+    stop: is asked all the time, with the ledger's path, and kills the run (SIGKILL, all of it at once) where it says
+    so. Every process that has come of the run has ended afterwards.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    ledger, output = folder / f"ledger-{uuid.uuid4().hex[:8]}.jsonl", folder / "output.txt"
+    mark = uuid.uuid4().hex
+    environment = {**os.environ, _MARK: mark, "ANDON_LEDGER": str(ledger)}
+    with output.open("wb") as said:
+        try:
+            process = subprocess.Popen(
+                words, env=environment, stdin=subprocess.DEVNULL, stdout=said, stderr=said, start_new_session=True
+            )
+        except OSError as error:
+            return Done(History("no run", ()), f"the command cannot be started: {error}")
+        ended = _watched(process, deadline_s, lambda: stop(ledger))
+        stray = _end_all(mark, process)
+    return Done(_read(ledger), _fault(process, ended, ledger, output), stray)
+
+
+def _watched(process: subprocess.Popen[bytes], deadline_s: float, stop: Callable[[], bool]) -> str:
+    """ "": it ended by itself; else `stopped` or `late`."""
+    deadline = time.monotonic() + deadline_s
+    while process.poll() is None:
+        if stop():
+            return "stopped"
+        if time.monotonic() > deadline:
+            return f"late: no end within {deadline_s:.0f} s"
+        time.sleep(_POLL_S)
+    return ""
+
+
+def _end_all(mark: str, process: subprocess.Popen[bytes]) -> tuple[str, ...]:
+    """Kill what carries `mark`; the commands of those that outlived a command that had ended by itself."""
+    left_alone = process.poll() is not None
+    deadline = time.monotonic() + (_GRACE_S if left_alone else 0.0)
+    while (found := _marked(mark)) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    names = tuple(f"{pid} ({_command(pid)})" for pid in found) if left_alone else ()
+    while found := _marked(mark):
+        for pid in found:
+            held = Process.of(pid)
+            if held is not None:
+                held.send(signal.SIGKILL)
+        time.sleep(_POLL_S)
+    process.wait()
+    return names
+
+
+def _marked(mark: str) -> list[int]:
+    wanted = f"{_MARK}={mark}".encode()
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                if wanted in (folder / "environ").read_bytes().split(b"\0"):
+                    found.append(int(folder.name))
+            except OSError:  # it has ended, or is somebody else's
+                continue
+    return found
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace").strip()[:80]
+    except OSError:
+        return "ended"
+
+
+def _read(ledger: Path) -> History:
+    return read_history(ledger) if ledger.exists() else History(str(ledger), ())
+
+
+def _fault(process: subprocess.Popen[bytes], ended: str, ledger: Path, output: Path) -> str:
+    if ended == "stopped":
+        return ""
+    if ended:
+        return ended.removeprefix("late: ")
+    if process.returncode:
+        return f"the command ended with {process.returncode}: {_last_words(output)}"
+    if not ledger.exists():
+        return "it left no ledger: no watch was opened; put `andon.watch(...)` into the script, or `-m andon watch` before it"
+    return ""
+
+
+def _last_words(output: Path) -> str:
+    """The error itself where there is a traceback: launchers say much after it."""
+    lines = [line.strip() for line in output.read_bytes().decode("utf-8", "backslashreplace").splitlines()]
+    errors = [line for line in lines if _is_error(line)]
+    return ((errors or [line for line in lines if line]) or ["it said nothing"])[-1 if not errors else 0][:_SHOWN]
+
+
+def _is_error(line: str) -> bool:
+    name, colon, _ = line.rpartition("]: ")[2].partition(":")
+    return bool(colon) and name.isidentifier() and name.endswith(("Error", "Exception", "Violation", "Interrupt"))

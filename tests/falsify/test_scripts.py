@@ -1,0 +1,189 @@
+"""Script mode: a command with places in it is run on layouts of one global batch, and its ledgers are held together."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from andon.problems import InputError
+from andon_falsify.campaign.trial import LAW, RESUME, Trial
+from andon_falsify.history import History, chain_digest, read_lines
+from andon_falsify.scripts import open_script
+from andon_falsify.scripts.command import Command
+from andon_falsify.scripts.judging import TOLERANCE, resumed, same, samples
+from andon_falsify.scripts.running import run
+from andon_falsify.subjects.case import Case
+from andon_falsify.verdict import Outcome
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "scripts"
+FULL = "run {world} {local_batch} {accumulation} {folder} {resume:--go-on now}"
+
+
+def ledger(*steps: dict[str, Any]) -> History:
+    """A history of updates with these fields; norms are plain numbers here."""
+    lines: list[bytes] = []
+    for number, fields in enumerate(steps, start=1):
+        found: dict[str, Any] = {"v": 2, "kind": "step", "step": number, "world": 2, "ids": [], "ranks": [], **fields}
+        for name in ("grad_norm", "loss", "weights_norm", "lr"):
+            if name in found:
+                found[name] = {"value": found[name], "hex": float(found[name]).hex()}
+        prev = chain_digest(lines[-1].removesuffix(b"\n")) if lines else "0" * 16
+        lines.append(json.dumps({"seq": number - 1, "prev": prev, **found}).encode() + b"\n")
+    return read_lines(lines, "ledger")
+
+
+def test_places_are_filled_for_a_layout() -> None:
+    """3 ranks x 2 micro-batches of a batch of 12 are 2 rows each; words for resuming appear only then."""
+    case = Case(batch_size=12, world=3, micro_batches=6)
+    assert Command.read(FULL).words(case, "a b") == ["run", "3", "2", "2", "a b"]
+    assert Command.read(FULL).words(case, "f", resumed=True) == ["run", "3", "2", "2", "f", "--go-on", "now"]
+
+
+@pytest.mark.parametrize(
+    ("text", "missing"),
+    [
+        ("run {local_batch}", ["{world}"]),
+        ("run", ["{world}", "{local_batch}"]),
+        ("run {world} {local_batch} {resume:again}", ["{folder}"]),
+        ("run {world} {local_batch} 'x", ["quotation"]),
+    ],
+)
+def test_a_command_without_its_places_is_refused(text: str, missing: list[str]) -> None:
+    """All that is missing is said at once."""
+    with pytest.raises(InputError) as refused:
+        Command.read(text)
+    assert [word for word in missing if word not in str(refused.value)] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "seen", "outcome"),
+    [
+        ("grad_norm", 2.0, Outcome.FALSIFIED),
+        ("grad_norm", 1.0 + 3 * TOLERANCE, Outcome.FALSIFIED),
+        ("grad_norm", 1.0 + TOLERANCE / 3, Outcome.HOLDS),
+        ("loss", 1.01, Outcome.FALSIFIED),
+        ("weights_norm", 0.9, Outcome.FALSIFIED),
+        ("lr", 0.5, Outcome.FALSIFIED),
+    ],
+)
+def test_a_number_that_differs_between_layouts_falls_with_its_ratio(name: str, seen: float, outcome: Outcome) -> None:
+    """Beyond the tolerance a number falls, with seen / expected as its ratio; rounding does not."""
+    plain = {"grad_norm": 1.0, "loss": 1.0, "weights_norm": 1.0, "lr": 1.0}
+    verdict = same(ledger(plain), ledger({**plain, name: seen}), "2 ranks")
+    assert verdict.outcome is outcome
+    assert [found.ratio for found in verdict.counterexamples] == ([pytest.approx(seen)] if outcome != "holds" else [])
+
+
+def test_other_rows_are_named_before_what_follows_from_them() -> None:
+    """With other rows the norms differ too; only the rows are said."""
+    ours, theirs = {"ids": [1, 2, 3], "grad_norm": 1.0}, {"ids": [3, 1, 4], "grad_norm": 5.0}
+    (found,) = same(ledger(ours), ledger(theirs), "2 ranks").counterexamples
+    assert (found.expected, found.seen) == ("2", "4")
+
+
+def test_another_number_of_updates_falls() -> None:
+    """A layout that makes fewer updates of the same batches lost some."""
+    step = {"grad_norm": 1.0}
+    assert same(ledger(step, step), ledger(step), "2 ranks").outcome is Outcome.FALSIFIED
+
+
+@pytest.mark.parametrize(
+    ("batches", "outcome"),
+    [
+        ([[0, 1, 2], [3, 4], [4, 2, 0], [1, 3]], Outcome.HOLDS),
+        ([[0, 1, 2], [3, 4, 0], [4, 2, 0], [1, 3, 4]], Outcome.FALSIFIED),
+        ([[0, 1], [0, 2], [0, 1], [3, 2]], Outcome.FALSIFIED),
+        ([[0, 1, 2], [3, 4], [0, 1]], Outcome.HOLDS),
+        ([[], []], Outcome.NOT_APPLICABLE),
+    ],
+)
+def test_rows_come_once_in_every_stretch(batches: list[list[int]], outcome: Outcome) -> None:
+    """Whole epochs, an epoch cut short, padding by repeated rows, rows left out, and rows that are not told."""
+    assert samples(ledger(*({"ids": batch} for batch in batches))).outcome is outcome
+
+
+def steps(*weights: int) -> History:
+    """Updates that leave weights of these digests."""
+    return ledger(*({"digests": {"weights": f"{number:016x}", "gradient": "0" * 16}} for number in weights))
+
+
+@pytest.mark.parametrize(
+    ("again", "outcome"),
+    [
+        (steps(3, 4), Outcome.HOLDS),
+        (steps(2, 3, 4), Outcome.HOLDS),
+        (steps(3, 9), Outcome.FALSIFIED),
+        (steps(4), Outcome.FALSIFIED),
+        (steps(1, 2, 3, 4), Outcome.FALSIFIED),
+        (steps(), Outcome.UNKNOWN),
+    ],
+)
+def test_a_run_that_is_taken_up_ends_as_the_whole_one(again: History, outcome: Outcome) -> None:
+    """Killed after two of four updates: taken up there or before with the same state; not later, not anew."""
+    assert resumed(steps(1, 2, 3, 4), steps(1, 2), again).outcome is outcome
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("import sys; sys.exit(3)", "ended with 3"),
+        ("raise KeyError('label')", "KeyError: 'label'"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "ended with -9"),
+        ("print('hello')", "left no ledger"),
+        ("import time; time.sleep(60)", "no end within 1 s"),
+    ],
+)
+def test_a_command_that_gives_nothing_to_judge_says_why(program: str, said: str, tmp_path: Path) -> None:
+    """It fails, dies, writes nothing, or never ends: the reason is named."""
+    assert said in run([sys.executable, "-c", program], tmp_path, 1.0 if "60" in program else 30.0).error
+
+
+def test_a_command_that_cannot_be_started_says_why(tmp_path: Path) -> None:
+    """There is no such program."""
+    assert "cannot be started" in run(["no-such-program-here"], tmp_path, 5.0).error
+
+
+def test_what_a_command_leaves_running_is_named_and_ended(tmp_path: Path) -> None:
+    """A process in a session of its own, whose parent has ended, is found and killed."""
+    pid = tmp_path / "pid"
+    left = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(100)"
+    program = f"""
+import os, subprocess, sys
+subprocess.Popen([sys.executable, "-c", {left!r}], start_new_session=True)
+while not os.path.exists({str(pid)!r}) or not open({str(pid)!r}).read():
+    pass
+"""
+    done = run([sys.executable, "-c", program], tmp_path / "run", 30.0)
+    assert [stray.partition(" ")[0] for stray in done.stray] == [pid.read_text()]
+    number = int(pid.read_text())
+    assert not psutil.pid_exists(number) or psutil.Process(number).status() == psutil.STATUS_ZOMBIE
+
+
+def torchrun(script: str, more: str = "") -> str:
+    """The command that runs an example, with its places."""
+    launch = f"{shlex.quote(sys.executable)} -m torch.distributed.run --standalone --nproc-per-node {{world}}"
+    return f"{launch} {shlex.quote(str(EXAMPLES / script))} --batch {{local_batch}} {more}"
+
+
+@pytest.mark.parametrize(("more", "outcome"), [("", Outcome.FALSIFIED), ("--mended", Outcome.HOLDS)])
+def test_a_sum_in_place_of_a_mean_falls_and_its_mend_holds(more: str, outcome: Outcome) -> None:
+    """Summed gradients on two ranks are twice those of one; divided, they are the same."""
+    bench = open_script(torchrun("all_reduce_by_hand.py", more), 30.0)
+    found = bench.attempt(Trial(LAW, bench.suited(Case(world=2, micro_batches=2))))
+    assert found["same-everywhere"].outcome is outcome, found
+    ratios = [each.ratio for each in found["same-everywhere"].counterexamples]
+    assert ratios[:1] == ([pytest.approx(2.0, rel=1e-3)] if outcome == "falsified" else [])
+    assert found["samples-once"].outcome is found["replicas-agree"].outcome is Outcome.HOLDS
+
+
+def test_a_script_that_does_not_say_how_it_resumes_is_not_judged_on_it() -> None:
+    """Nothing is run for a claim that does not apply."""
+    bench = open_script("run {world} {local_batch}", 30.0)
+    (verdict,) = bench.attempt(Trial(RESUME, bench.suited(Case()))).values()
+    assert (verdict.outcome, bench.runs) == (Outcome.NOT_APPLICABLE, 0)
