@@ -60,7 +60,12 @@ def installed(name: str) -> str:
 _HERE = "andon_falsify.peers"
 
 _TWICE = "the last batches of an epoch are filled up with rows that were visited already"
-_MEANS = "the mean of the micro-batches' means: a row of a smaller micro-batch counts for more"
+_MEANS = (
+    "means of micro-batches are averaged, so that a row of a smaller one counts for more; a last window that is short "
+    "is divided as if it were full"
+)
+_DEPENDS = "which rows fill up an epoch, and how much a row counts, depend on the number of ranks"
+_AS_TAUGHT = {"samples-once": _TWICE, "gradient-law": _MEANS, "same-everywhere": _DEPENDS}
 _ACCELERATE = {"accelerate": "1.15.0"}
 _TRAINER = {"transformers": "5.23.0", **_ACCELERATE}
 
@@ -68,14 +73,14 @@ PEERS: Mapping[str, Peer] = {
     peer.name: peer
     for peer in (
         Peer("plain", f"{_HERE}.plain:make"),
-        Peer("ddp", f"{_HERE}.ddp:make", expected={"samples-once": _TWICE, "gradient-law": _MEANS}),
-        Peer("fsdp2", f"{_HERE}.fsdp2:make", expected={"samples-once": _TWICE, "gradient-law": _MEANS}),
-        Peer("accelerate", f"{_HERE}.accelerate:make", _ACCELERATE, {"samples-once": _TWICE}),
+        Peer("ddp", f"{_HERE}.ddp:make", expected=_AS_TAUGHT),
+        Peer("fsdp2", f"{_HERE}.fsdp2:make", expected=_AS_TAUGHT),
+        Peer("accelerate", f"{_HERE}.accelerate:make", _ACCELERATE, _AS_TAUGHT),
         Peer(
             "fabric",
             f"{_HERE}.fabric:make",
             {"lightning": "2.6.6"},
-            {"samples-once": _TWICE, "gradient-law": _MEANS},
+            _AS_TAUGHT,
             "andon[falsify,lightning]",
         ),
         Peer(
@@ -94,7 +99,11 @@ PEERS: Mapping[str, Peer] = {
             "hf_trainer_mended",
             f"{_HERE}.hf_trainer:make_mended",
             _TRAINER,
-            {"samples-once": _TWICE, "evaluation-law": "eval_loss counts the rows twice that fill up the last batch"},
+            {
+                "samples-once": _TWICE,
+                "evaluation-law": "eval_loss counts the rows twice that fill up the last batch",
+                "same-everywhere": _DEPENDS,
+            },
         ),
         Peer(
             "seed",
