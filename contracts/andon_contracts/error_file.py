@@ -9,15 +9,17 @@ import time
 from pathlib import Path
 
 _LATE_S = 5
+VARIABLE = "TORCHELASTIC_ERROR_FILE"
 
 
-def tell_launcher(message: str, *, late: bool) -> None:
-    """Write `TORCHELASTIC_ERROR_FILE`, if torch's launcher named one. Whole or not at all: a torn one stops torchrun.
+def tell_launcher(message: str, *, late: bool, path: str | None = None) -> None:
+    """Write the error file that torch's launcher named for this process, if it named one, or the one at `path`.
 
-    Torch takes the earliest failure, in whole seconds, for the root cause. late: another rank is the cause, so that
-    this one's file must not look like the first; it then replaces what was written of the consequence here.
+    Whole or not at all: a torn one stops torchrun. Torch takes the earliest failure, in whole seconds, for the root
+    cause. late: another rank is the cause, so that this one's file must not look like the first; it then replaces what
+    was written of the consequence here.
     """
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    path = path or os.environ.get(VARIABLE)
     if not path or (Path(path).exists() and not late):
         return
     extra = {"py_callstack": message, "timestamp": str(int(time.time()) + _LATE_S * late)}

@@ -62,7 +62,7 @@ class Cord:
         self._over, self._awake = threading.Event(), threading.Event()
         self._pulled_here, self._crashed = False, False
         self._pulling = threading.Lock()
-        self._owner = threading.get_ident()
+        self._owner, self._process = threading.get_ident(), os.getpid()
         self._kept = _shared_store()
         self._wire = Wire(store, rank, world_size, self._learn, self._progress, _keeper(self._kept))
         self._lookout = Lookout(self._wire, rank, patience_s)
@@ -100,8 +100,8 @@ class Cord:
             raise self._pull(self._cause_behind(error)).violation() from error
 
     def failed(self, error: BaseException) -> None:
-        """`error` ends this rank's loop: the others need not wait for it."""
-        if self._over.is_set():
+        """`error` ends this rank's loop: the others need not wait for it. That of a forked child is its own affair."""
+        if self._over.is_set() or os.getpid() != self._process:
             return
         if self.cause is not None:
             self._raised.set()
@@ -186,6 +186,8 @@ class Cord:
             time.sleep(POLL_S / 4)
         if self._hard_stop:
             for rank, process in self._lookout.unaware().items():
+                if self.cause is not None and process.error_file:
+                    tell_launcher(self.cause.text, late=self.cause.rank != rank, path=process.error_file)
                 if process.kill():
                     _say(f"andon: rank {rank} of {self._world} could not end itself, and rank {self._rank} ended it")
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from andon_contracts.error_file import VARIABLE
+
 State = Literal["runs", "stopped", "gone", "elsewhere"]
 _PROC = Path("/proc")
 _STATE, _STARTED, _EXIT_CODE = 0, 19, 49
@@ -25,18 +27,23 @@ _HINTS = {
 
 @dataclass(frozen=True)
 class Process:
-    """A process of this or another machine. `machine` names a boot and a space of process ids; empty: not known."""
+    """A process of this or another machine. `machine` names a boot and a space of process ids; empty: not known.
+
+    `error_file` is what torch's launcher reads of it, if there is one.
+    """
 
     machine: str
     host: str
     pid: int
     started: int
+    error_file: str = ""
 
     @classmethod
     def here(cls) -> Process:
         """This process."""
         fields = _fields(os.getpid())
-        return cls(_machine(), socket.gethostname(), os.getpid(), int(fields[_STARTED]) if fields else 0)
+        started = int(fields[_STARTED]) if fields else 0
+        return cls(_machine(), socket.gethostname(), os.getpid(), started, os.environ.get(VARIABLE, ""))
 
     def look(self) -> State:
         """What it does now; `elsewhere` where that cannot be seen from here."""
@@ -69,11 +76,6 @@ class Process:
             finally:
                 os.close(handle)
         return False
-
-
-def visible(process: Process) -> bool:
-    """Whether `process` is on this machine and can be watched; asked while it is known to live."""
-    return process.look() in ("runs", "stopped")
 
 
 def ending(code: int | None) -> str:
