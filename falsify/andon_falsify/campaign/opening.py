@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from importlib.metadata import packages_distributions
 from pathlib import Path
@@ -19,7 +18,9 @@ def open_bench(request: Request, pools: RankPools) -> Bench:
     Nothing of a foreign subject is imported here: that is the business of its ranks, which may die of it.
     """
     if request.script is not None:
-        return _script(request.script, request.budget.deadline_s)
+        from andon_falsify.scripts import open_script
+
+        return open_script(request.script, request.budget.deadline_s)
     if request.subject == OURS:
         from andon_falsify.campaign.own import AndonBench
         from andon_falsify.subjects.trainer import AndonTrainer
@@ -32,13 +33,6 @@ def open_bench(request: Request, pools: RankPools) -> Bench:
     name, peer = request.subject, PEERS.get(request.subject)
     version = peer.version if peer is not None else _version(name)
     return LoopBench(LoopSubject(peer.make if peer is not None else name, name, pools), name, version)
-
-
-def _script(command: str, deadline_s: float) -> Bench:
-    """The bench for a user's own command."""
-    scripts = importlib.import_module("andon_falsify.scripts")
-    bench: Bench = scripts.open_script(command, deadline_s)
-    return bench
 
 
 def _look_in_the_current_folder() -> None:
