@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from andon_falsify.command import USAGE, FalsifyCommand
+
 if TYPE_CHECKING:
     from andon_falsify.verdict import Verdict
 
-_USAGE = 64
 _SHOWN = 5
 
 Runs = Annotated[list[Path], typer.Argument(help="Run folders or ledgers; several are compared with each other.")]
@@ -27,7 +28,7 @@ def verify(runs: Runs) -> None:
         read = [read_run(path) for path in runs]
     except OSError as error:
         sys.stderr.write(f"andon: {error.filename}: {error.strerror}\n")
-        raise typer.Exit(_USAGE) from None
+        raise typer.Exit(USAGE) from None
     verdicts = judged(read)
     statements = {claim.name: claim for claim in ALL}
     for verdict in verdicts:
@@ -38,6 +39,9 @@ def verify(runs: Runs) -> None:
             typer.echo(f"  and {len(verdict.counterexamples) - _SHOWN} more")
     typer.echo(closing_line(verdicts, len(read)))
     raise typer.Exit(exit_code(verdicts))
+
+
+verify.command_class = FalsifyCommand  # type: ignore[attr-defined]
 
 
 def _why(verdict: Verdict) -> str:

@@ -31,7 +31,7 @@ _USAGE_ERROR = typer.BadParameter.__mro__[1]
 
 
 class FalsifyCommand(TyperCommand):
-    """A command that ends with 64 where its options cannot be read: 2 says that a claim is unknown."""
+    """A command that gives verdicts, so that 2 is one: it ends with 64 where its options cannot be read."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """See click."""

@@ -120,6 +120,12 @@ def test_64_and_words_for_bad_input(words: list[str], said: str) -> None:
     assert "Traceback" not in error
 
 
+def test_verify_gives_verdicts_too() -> None:
+    """`andon verify` has the same codes: an unknown option is 64, and so is a ledger that is not there."""
+    for words in (["--bogus"], ["/nowhere/at/all"]):
+        assert CliRunner().invoke(app, ["verify", *words]).exit_code == 64
+
+
 def test_all_that_is_wrong_is_said_at_once() -> None:
     """Four mistakes, four lines."""
     with pytest.raises(InputError) as caught:

@@ -161,7 +161,7 @@ def test_a_place_that_is_always_late_costs_two_deadlines(monkeypatch: pytest.Mon
     asked = [trial.case.world for trial in bench.asked]
     assert (asked.count(2), asked.count(3)) == (6, 2)
     said = {finding.why for finding in whole.findings if finding.world == 3}
-    assert any("not tried: 2 runs on 3 ranks did not end within 30 s" in why for why in said)
+    assert any("not tried: 2 runs on 3 ranks did not end within 60 s" in why for why in said)
 
 
 def test_a_claim_of_which_nothing_is_said_is_unknown() -> None:

@@ -50,7 +50,7 @@ class Budget:
 BUDGETS: Mapping[str, Budget] = {
     budget.name: budget
     for budget in (
-        Budget("quick", (LAW, HALT, RESUME, FUNCTIONS), (2, 3), (1, 2), (_EVEN, _RAGGED, _ADAMW), 1, 30.0, 30.0),
+        Budget("quick", (LAW, HALT, RESUME, FUNCTIONS), (2, 3), (1, 2), (_EVEN, _RAGGED, _ADAMW), 1, 60.0, 30.0),
         Budget(
             "standard",
             (LAW, HALT, RESUME, MEMORY, FUNCTIONS),
@@ -58,7 +58,7 @@ BUDGETS: Mapping[str, Budget] = {
             (1, 2, 3),
             (_EVEN, _RAGGED, _ADAMW, _MOMENTUM, _EVERY_WEIGHT, _WEIGHTED),
             1,
-            60.0,
+            90.0,
             120.0,
         ),
         Budget(
@@ -68,7 +68,7 @@ BUDGETS: Mapping[str, Budget] = {
             (1, 2, 3),
             (_EVEN, _RAGGED, _ADAMW, _MOMENTUM, _EVERY_WEIGHT, _WEIGHTED),
             8,
-            120.0,
+            180.0,
             600.0,
         ),
     )

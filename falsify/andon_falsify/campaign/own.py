@@ -38,6 +38,7 @@ _ALONE = {
     MEMORY: frozenset({memory_within.CLAIM.name}),
     FUNCTIONS: _TABLES,
 }
+_ALONE_IS_THE_MEASURE = "one inline rank is what the others are compared with"
 RESUME_EVERY = 2
 """A trial of resuming that says nothing else has a checkpoint at every second update."""
 
@@ -86,8 +87,10 @@ class AndonBench:
     def _law(self, trace: Trace) -> Mapping[str, Verdict]:
         alone = trace.case.but(world=1, backend="inline", contracts=True, fault=None)
         base = self._trainer.run(alone) if (trace.case.world, trace.case.backend) != (1, "inline") else None
-        found = verdicts(trace, None if base is None or base.errors else base)
-        if base is not None and base.errors:
+        found = dict(verdicts(trace, None if base is None or base.errors else base))
+        if base is None:
+            found[same_everywhere.CLAIM.name] = not_applicable(same_everywhere.CLAIM, _ALONE_IS_THE_MEASURE)
+        elif base.errors:
             why = f"the run on one rank to compare with failed: {blame(base.errors)}"
             found[same_everywhere.CLAIM.name] = unknown(same_everywhere.CLAIM, why)
         return found

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 GROUP_TIMEOUT_S = 20.0
+"""What a collective may wait at least; half of the deadline where that is more, for a loaded machine."""
 _STACK_AT = 0.9
 """At this share of the deadline a rank writes down where it is, for the case that it never answers."""
 
@@ -84,7 +85,7 @@ def _join(berth: Berth) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    timeout = datetime.timedelta(seconds=GROUP_TIMEOUT_S)
+    timeout = datetime.timedelta(seconds=max(GROUP_TIMEOUT_S, berth.deadline_s / 2))
     shared = dist.FileStore(str(Path(berth.folder) / "store"), berth.world)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=shared, rank=berth.rank, world_size=berth.world, timeout=timeout)
 
