@@ -6,6 +6,8 @@ import math
 
 import torch
 
+from andon_falsify.checkers.ratio import explain_ratio
+from andon_falsify.loops.averages import factors
 from andon_falsify.loops.law import LoopLaw
 from andon_falsify.verdict import Claim, Counterexample, Verdict, conclude, not_applicable
 
@@ -39,7 +41,9 @@ def evaluation(law: LoopLaw) -> Verdict:
         checked += 1
         if not math.isclose(seen["loss"], loss, rel_tol=TOLERANCE):
             what, ratio = "the evaluation loss is not that of every row once", seen["loss"] / loss
-            found.append(Counterexample(what, "after the last update", f"{loss:.7g}", f"{seen['loss']:.7g}", ratio))
+            equals = explain_ratio(ratio, factors(law.case))
+            where, shown = "after the last update", f"{seen['loss']:.7g}"
+            found.append(Counterexample(what, where, f"{loss:.7g}", shown, ratio, equals))
     if "accuracy" in seen:
         checked += 1
         fewest, most = _right(law, weights, rows)
