@@ -8,8 +8,10 @@ not a mispairing.
 from __future__ import annotations
 
 import datetime
+import functools
 import struct
 import zlib
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -71,7 +73,12 @@ def gather_observations(local: Sequence[Observation], gather: Gather) -> tuple[O
 
 def header(rank: int, step: int, sequence: int, point: str, names: Sequence[str]) -> list[int]:
     """The `HEADER` integers ahead of a message of these values' names: who speaks, of which point of which step."""
-    return [_SCHEMA, rank, step, sequence, zlib.crc32(point.encode()), zlib.crc32("\0".join(names).encode())]
+    return [_SCHEMA, rank, step, sequence, *_signature(point, tuple(names))]
+
+
+@functools.lru_cache(maxsize=256)
+def _signature(point: str, names: tuple[str, ...]) -> tuple[int, int]:
+    return zlib.crc32(point.encode()), zlib.crc32("\0".join(names).encode())
 
 
 def received(row: Sequence[int], point: str, names: Sequence[str], payload: torch.Tensor | None) -> Observation:
@@ -85,14 +92,11 @@ def received(row: Sequence[int], point: str, names: Sequence[str], payload: torc
 def _encode(observation: Observation) -> torch.Tensor:
     values = observation.values
     head = header(observation.rank, observation.step, observation.sequence, observation.point, tuple(values))
-    vector = torch.tensor(head + [signed(value) for value in values.values()], dtype=torch.int64)
+    words = array("Q", [*head, *(value % _WRAP for value in values.values())])
+    vector = torch.frombuffer(words, dtype=torch.int64)
     if observation.payload is None:
         return vector
     return torch.cat([vector.to(observation.payload.device), observation.payload.flatten()])
-
-
-# torch 2.13 renamed the collective and warns of the old name; 2.11 has only the old one.
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class GroupGather:
@@ -120,9 +124,10 @@ class GroupGather:
             return [mine]
         sent = mine.new_zeros(max(self._width, length))
         sent[:length] = mine
-        received = sent.new_empty(self.world_size * sent.numel())
-        self._wait(_all_gather(received, sent, group=self._group, async_op=True))
-        return [row[:length] for row in received.view(self.world_size, -1).unbind(0)]
+        rows = list(sent.new_empty(self.world_size, sent.numel()).unbind())
+        # The group's own method: a wrapper of torch.distributed costs as much again, and its name depends on torch's.
+        self._wait(self._group.allgather([rows], [sent]))
+        return [row[:length] for row in rows]
 
     def _wait(self, work: Any) -> None:
         while True:

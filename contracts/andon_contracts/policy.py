@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -109,7 +109,45 @@ def require(predicate: Predicate) -> Callable[[F], F]:
 
 def ensure(predicate: Predicate) -> Callable[[F], F]:
     """A postcondition that stays on under `python -O`. The predicate must be marked by `clause` or `argument`."""
-    return icontract.ensure(predicate, error=_error_of(predicate), enabled=True)
+    decorate = icontract.ensure(predicate, error=_error_of(predicate), enabled=True)
+
+    def ensured(function: F) -> F:
+        decorated = decorate(function)
+        decorated.__andon_ensures__ = (*getattr(function, "__andon_ensures__", ()), predicate)  # type: ignore[attr-defined]
+        return decorated
+
+    return ensured
+
+
+def ensure_all(functions: Sequence[Callable[..., Any]]) -> Callable[[F], F]:
+    """All postconditions that `ensure` gave to `functions`, in their order, as one: for the price of one call.
+
+    Each is evaluated and counted until one is false, which is then the error. What is decorated must have the
+    parameters that they ask for.
+    """
+    predicates: list[Predicate] = [
+        predicate for function in functions for predicate in getattr(function, "__andon_ensures__", ())
+    ]
+    asked = [(predicate, tuple(inspect.signature(predicate).parameters)) for predicate in predicates]
+    names = dict.fromkeys(["result", *(name for _, parameters in asked for name in parameters)])
+    signature = inspect.Signature([inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names])
+
+    def broken(given: Mapping[str, Any]) -> Predicate | None:
+        for predicate, parameters in asked:
+            if not predicate(*[given[name] for name in parameters]):
+                return predicate
+        return None
+
+    def all_hold(**given: Any) -> bool:
+        return broken(given) is None
+
+    def error(**given: Any) -> Exception:
+        found = broken(given)
+        assert found is not None
+        return _error_of(found)(**{name: given[name] for name in inspect.signature(found).parameters})
+
+    all_hold.__signature__ = error.__signature__ = signature  # type: ignore[attr-defined]
+    return icontract.ensure(all_hold, error=error, enabled=True)
 
 
 def _error_of(predicate: Predicate) -> Callable[..., Exception]:

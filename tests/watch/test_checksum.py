@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from andon_contracts.watch.checksum import COLUMNS, checksum
+from andon_contracts.watch.checksum import ROW, STRIDE, checksum
 
-LENGTHS = (0, 1, 2, 3, COLUMNS - 1, COLUMNS, COLUMNS + 1, 5 * COLUMNS, 4097 * COLUMNS + 3)
-"""In words: less than a row, whole rows, rows and a rest, more rows than are folded at once."""
+LENGTHS = (0, 1, 2, ROW, STRIDE - 1, STRIDE, STRIDE + 1, 5 * ROW, 5 * STRIDE, ROW * STRIDE, (1 << 19) + 3)
+"""In words: less than a row, whole rows or lines, with a rest of either, more than is folded at once."""
 
 
 def _random(words: int, seed: int = 0) -> torch.Tensor:
@@ -36,9 +36,9 @@ def test_one_bit_anywhere_is_seen(length: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64, torch.complex128])
 def test_the_same_bytes_have_one_checksum_wherever_they_lie(dtype: torch.dtype) -> None:
     """Memory that starts between two words, or ends between two, counts by its bytes alone."""
-    raw = _random(3 * COLUMNS).view(torch.uint8)
+    raw = _random(3 * ROW).view(torch.uint8)
     width = dtype.itemsize
-    for count in (0, 1, 8 * COLUMNS // width + 1, raw.numel() // width):
+    for count in (0, 1, 8 * STRIDE // width + 1, raw.numel() // width):
         size = count * width
         shifted = torch.empty(size + width, dtype=torch.uint8)
         shifted[width:] = raw[:size]
@@ -52,59 +52,63 @@ def _every_second(change: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("rows", [1, 2, 7])
 def test_what_changes_only_top_bits_is_seen(rows: int) -> None:
     """Half of all signs flipped, as in a conjugate: each word changes in its top bit alone, in whole rows."""
-    for start in (torch.zeros(rows * COLUMNS * 2), torch.randn(rows * COLUMNS * 2)):
+    for start in (torch.zeros(rows * ROW * 2), torch.randn(rows * ROW * 2)):
         other = start.clone()
         _every_second(other).neg_()
         assert not torch.equal(other.view(torch.int32), start.view(torch.int32))
         assert checksum(other) != checksum(start)
 
 
-def test_exchanged_words_rows_and_columns_are_seen() -> None:
-    """The same words in another order: two neighbours, two rows, two columns, two corners with two."""
-    words = _random(6 * COLUMNS)
-    table = words.view(6, COLUMNS)
+def test_exchanged_words_rows_and_lines_are_seen() -> None:
+    """The same words in another order; and corners of a square, which cancel in its rows and in its columns."""
+    words = _random(6 * ROW * STRIDE)
     seen = {checksum(words)}
-    for one, other in (((0, 0), (0, 1)), ((1, 5), (3, 5))):
-        swapped = table.clone()
-        swapped[one], swapped[other] = table[other].clone(), table[one].clone()
-        seen.add(checksum(swapped.view(-1)))
-    rows, columns, corners = table.clone(), table.clone(), torch.zeros_like(table)
-    rows[[0, 4]] = table[[4, 0]]
-    columns[:, [3, 9]] = table[:, [9, 3]]
-    corners[0, 3] = corners[4, 9] = 1
-    crossed = torch.zeros_like(table)
-    crossed[0, 9] = crossed[4, 3] = 1
-    seen |= {checksum(each.view(-1)) for each in (rows, columns, corners, crossed)}
-    assert len(seen) == 7
+    for one, other in ((0, 1), (5, 5 + ROW), (5, 5 + STRIDE), (7, 7 + ROW * STRIDE)):
+        swapped = words.clone()
+        swapped[one], swapped[other] = words[other].clone(), words[one].clone()
+        seen.add(checksum(swapped))
+    for width in (ROW, STRIDE, 128):
+        rows = words[: 128 * width].view(-1, width).clone()
+        columns = rows.clone()
+        rows[[0, 4]] = rows[[4, 0]]
+        columns[:, [3, 9]] = columns[:, [9, 3]]
+        seen |= {checksum(words[: 128 * width]), checksum(rows.view(-1)), checksum(columns.view(-1))}
+    for width in (ROW, 64, 128):
+        corners = words.clone()
+        for place, change in ((3, 1), (9, -1), (4 * width + 3, -1), (4 * width + 9, 1)):
+            corners[place] += change
+        seen.add(checksum(corners))
+    assert len(seen) == 1 + 4 + 3 * 3 + 3
 
 
-@given(st.lists(st.tuples(st.integers(0, 4 * COLUMNS + 9), st.integers(0, 63)), min_size=1, max_size=3, unique=True))
+@given(st.lists(st.tuples(st.integers(0, 4 * STRIDE + 9), st.integers(0, 63)), min_size=1, max_size=3, unique=True))
 def test_few_flipped_bits_are_seen(flips: list[tuple[int, int]]) -> None:
-    """Up to three bits, wherever they are, in the same word, row or column or not."""
-    words = torch.zeros(4 * COLUMNS + 10, dtype=torch.int64)
+    """Up to three bits, wherever they are, in the same word, row or line or not."""
+    words = torch.zeros(4 * STRIDE + 10, dtype=torch.int64)
     before = checksum(words)
     for place, bit in flips:
         words[place] ^= -(1 << 63) if bit == 63 else 1 << bit
     assert checksum(words) != before
 
 
-def test_the_value_is_the_one_of_the_definition() -> None:
-    """Row sums under weights, column sums and the rest, folded by halves: written out in Python's integers."""
-    words = _random(3 * COLUMNS + 4).tolist()
-    weights = [_mixed((index + 1) % (1 << 64)) for index in range(COLUMNS + 2 * (4096 + 2 * COLUMNS))]
-    across, folding = [w | 1 for w in weights[:COLUMNS]], weights[COLUMNS:]
-    table = [words[row * COLUMNS : (row + 1) * COLUMNS] for row in range(3)]
-    sums = [sum(a * w for a, w in zip(across, row, strict=True)) for row in table]
-    sums += [sum(column) for column in zip(*table, strict=True)]
-    sums = [_signed(value) for value in sums + words[3 * COLUMNS :]]
-    low, high = folding[: len(folding) // 2], folding[len(folding) // 2 :]
-    total = sum(value * a + (value >> 32) * b for value, a, b in zip(sums, low, high, strict=False))
+@pytest.mark.parametrize("length", [5, 3 * STRIDE + 4])
+def test_the_value_is_the_one_of_the_definition(length: int) -> None:
+    """Sums of rows, sums of lines and what one layout leaves over, folded by halves: in Python's integers."""
+    words = _random(length).tolist()
+    longest = (1 << 19) // ROW + 3 * STRIDE
+    weights = [_mixed(index + 1) for index in range(2 * longest)]
+    rows, lines = length // ROW, length // STRIDE
+    sums = [sum(words[row * ROW : (row + 1) * ROW]) for row in range(rows)] if lines else []
+    sums += [sum(words[place : lines * STRIDE : STRIDE]) for place in range(STRIDE)] if lines else []
+    sums += words[min(rows * ROW, lines * STRIDE) :]
+    halves = [half for value in sums for half in (_signed(value, 32), _signed(value >> 32, 32))]
+    total = sum(half * weight for half, weight in zip(halves, weights, strict=False))
     assert checksum(torch.tensor(words)) == _mixed(total % (1 << 64))
 
 
-def _signed(value: int) -> int:
-    value %= 1 << 64
-    return value - (1 << 64) if value >> 63 else value
+def _signed(value: int, bits: int) -> int:
+    value %= 1 << bits
+    return value - (1 << bits) if value >> (bits - 1) else value
 
 
 def _mixed(value: int) -> int:

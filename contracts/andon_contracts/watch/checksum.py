@@ -1,15 +1,16 @@
-"""A checksum of flat memory that a CPU computes at the speed of one multiplication a word.
+"""A checksum of flat memory that a CPU computes at the speed of two additions a word.
 
 The digest of `andon_contracts.digest` mixes every word, which costs a dozen passes where torch has no kernel for it. A
-watch compares the memory of ranks several times a step, and needs only that a difference is seen. So the 64-bit words
-are laid out in rows of `COLUMNS`, and two sums are kept, modulo 2^64: of each row, weighted by an odd random weight
-for each column; and of each column, without weights. These sums, and the words of a last row that is not full, are
-folded into one integer by multilinear hashing of their halves (Carter and Wegman, 1979; Lemire and Kaser, 2014).
+watch compares the memory of ranks several times a step, and needs only that a difference is seen. So of the 64-bit
+words two kinds of sums are kept, modulo 2^64: one of each `ROW` consecutive words, and one of all words that are
+`STRIDE` apart. These sums, and the words at the end that one of the two layouts leaves over, are folded into one
+integer by multilinear hashing of their halves (Carter and Wegman, 1979; Lemire and Kaser, 2014).
 
-A difference in up to three words is never lost in the sums, since some row or some column has exactly one of them; nor
-is one in the top bit of every word of a row, since their number is odd. A larger one is lost only where it cancels in
-every row under the weights and in every column without. What is not lost is missed by the fold with a probability of
-at most 2^-33. The value does not depend on the order of summation. It is not a cryptographic digest.
+Two words of a row are never of one stride, so a difference in up to three words is never lost in the sums: some sum has
+exactly one of them. Nor is one in the top bit of every word of a row, since their number is odd. A larger one is lost
+only where it cancels in every row and in every stride; both are odd lengths, unlike those of anything in memory. What
+is not lost is missed by the fold with a probability of at most 2^-33. The value does not depend on the order of
+summation. It is not a cryptographic digest.
 """
 
 from __future__ import annotations
@@ -21,20 +22,17 @@ from torch import Tensor
 
 from andon_contracts.digest import mix64, mix_integer
 
-COLUMNS = 129
-_ROWS = 4096
-"""Rows that are folded at once, about 4 MiB."""
+ROW, STRIDE = 129, 131
+_BLOCK = 1 << 19
+"""Words that are folded at once: 4 MiB."""
 _WORD = 8
-_HALF = 32
 
 
 @functools.cache
-def _weights() -> tuple[Tensor, Tensor, Tensor]:
-    """Random weights: odd ones of the columns, and those of the low and of the high halves of what is folded."""
-    longest = _ROWS + 2 * COLUMNS
-    words = mix64(torch.arange(1, COLUMNS + 2 * longest + 1, dtype=torch.int64))
-    across, low, high = torch.split(words, [COLUMNS, longest, longest])
-    return across | 1, low, high
+def _weights() -> Tensor:
+    """Random weights of the halves of the words that are folded."""
+    longest = 2 * (_BLOCK // ROW + 3 * STRIDE)
+    return mix64(torch.arange(1, longest + 1, dtype=torch.int64))
 
 
 def _copied(flat: Tensor) -> Tensor:
@@ -45,33 +43,37 @@ def _copied(flat: Tensor) -> Tensor:
     return words
 
 
-def _words(flat: Tensor) -> tuple[Tensor, Tensor]:
+def _words(flat: Tensor) -> tuple[Tensor, Tensor | None]:
     """The bytes of `flat` as int64 words: those in place, where its memory is aligned to words, and those copied."""
     width = flat.element_size()
-    if flat.storage_offset() * width % _WORD or flat.data_ptr() % _WORD:
-        return _copied(flat), _copied(flat[:0])
-    whole = flat.numel() - flat.numel() % max(1, _WORD // width)
-    return flat[:whole].view(torch.int64), _copied(flat[whole:])
+    aligned = not (flat.storage_offset() * width % _WORD or flat.data_ptr() % _WORD)
+    over = flat.numel() % max(1, _WORD // width)
+    if aligned and not over:
+        return flat.view(torch.int64), None
+    body = flat[: flat.numel() - over]
+    last = _copied(flat[flat.numel() - over :]) if over else None
+    return body.view(torch.int64) if aligned else _copied(body), last
 
 
 def _fold(sums: Tensor) -> int:
-    _, low, high = _weights()
-    count = sums.numel()
-    return int(torch.dot(sums, low[:count])) + int(torch.dot(sums >> _HALF, high[:count]))
+    halves = sums.view(torch.int32).to(torch.int64)
+    return int(torch.dot(halves, _weights()[: halves.numel()]))
+
+
+def _sums(words: Tensor) -> Tensor:
+    """What is folded of at most `_BLOCK` words."""
+    rows, lines = words.numel() // ROW, words.numel() // STRIDE
+    if not lines:
+        return words
+    by_row = words.as_strided((rows, ROW), (ROW, 1)).sum(1)
+    by_line = words.as_strided((lines, STRIDE), (STRIDE, 1)).sum(0)
+    return torch.cat([by_row, by_line, words[min(rows * ROW, lines * STRIDE) :]])
 
 
 def checksum(flat: Tensor) -> int:
     """The checksum in [0, 2^64) of the bytes of `flat`: 1-dim, contiguous, of any dtype, on a CPU."""
     words, last = _words(flat)
-    rows = words.numel() // COLUMNS
-    rest = words[rows * COLUMNS :]
-    rest = torch.cat([rest, last]) if last.numel() else rest
-    if not rows:
-        return mix_integer(_fold(rest))
-    across = _weights()[0]
     total = 0
-    for block in torch.split(words[: rows * COLUMNS].view(rows, COLUMNS), _ROWS):
-        rows -= block.shape[0]
-        parts = [torch.mv(block, across), block.sum(0)]
-        total = mix_integer(total + _fold(torch.cat(parts if rows else [*parts, rest])))
-    return total
+    for block in torch.split(words, _BLOCK) if words.numel() > _BLOCK else (words,):
+        total = mix_integer(total + _fold(_sums(block)))
+    return total if last is None else mix_integer(total + _fold(last))

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from andon_contracts.agree import bits_of
+from andon_contracts.watch.extremes import extremes
 from andon_contracts.watch.kept import Kept
 from andon_contracts.watch.leaves import LeafTaps
 from andon_contracts.watch.presence import Presence
@@ -19,7 +20,6 @@ from andon_contracts.watch.reading import (
     Reader,
     Reading,
     Text,
-    extremes,
     layout_digest,
     plain,
     state_digest,
@@ -122,10 +122,10 @@ class Lane:
         seen = self._readers["gradient"].read(there, norm=True)
         return Reading((seen.digest + present) % (1 << 64), seen.norm)
 
-    def portable(self) -> None:
-        """The ranks' devices differ: digests must be the same on all of them."""
+    def portable(self, portable: bool) -> None:
+        """Whether digests must be the same on all kinds of devices, because the ranks' devices differ."""
         for reader in (*self._readers.values(), self._kept.reader):
-            reader.portable = True
+            reader.portable = portable
 
     def _norm_share(self, tensors: Sequence[Tensor], norm: float) -> float:
         return self.subject.norm_share(tensors, self.world) if self.subject.sharded else norm

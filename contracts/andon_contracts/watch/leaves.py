@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from andon_contracts.watch.reading import extremes, values_of
+from andon_contracts.watch.extremes import Extremes, extremes, values_of
 
 _INFINITE = float("inf")
 
@@ -46,9 +46,7 @@ class LeafTaps:
         self.backward_seen = False
         self._discarded = discarded
         self._count = len(parameters)
-        self._owners: list[int] = []
-        self._lows: list[Tensor] = []
-        self._highs: list[Tensor] = []
+        self._seen = Extremes(parameters)
         self._left: list[tuple[int, Tensor, Tensor]] = []
         self._started = bytearray(self._count)
         self._handles: list[RemovableHandle] = [
@@ -70,10 +68,7 @@ class LeafTaps:
             elif held is None:
                 self._forget(index)
             self.backward_seen = True
-            self._owners.append(index)
-            low, high = extremes(gradient)
-            self._lows.append(low)
-            self._highs.append(high)
+            self._seen.add(index, gradient)
             self.spent += time.perf_counter() - began
 
         return see
@@ -81,17 +76,17 @@ class LeafTaps:
     @property
     def started(self) -> bool:
         """Whether a backward pass of this window has reached a parameter."""
-        return bool(self._owners)
+        return self._seen.any
 
     def _forget(self, index: int) -> None:
         # Somebody threw the window away by hand; with the first parameter that shows it, all of it goes.
-        if index in self._owners:
+        if self._seen.has(index):
             self.discard()
             self._started[index] = True
 
     def _clear(self) -> None:
-        for seen in (self._owners, self._lows, self._highs, self._left):
-            seen.clear()
+        self._seen.clear()
+        self._left.clear()
         self.backward_seen = False
 
     def discard(self) -> None:
@@ -101,14 +96,14 @@ class LeafTaps:
         self._discarded()
 
     def read(self) -> Raw:
-        """What the window showed. One wait for the device."""
-        lows, highs = values_of(self._lows), values_of(self._highs)
-        seen = list(zip(self._owners, lows, highs, strict=True))
+        """What the window showed. One wait for each device."""
+        seen = self._seen.read()
         bad = [owner for owner, low, high in seen if not (low > -_INFINITE and high < _INFINITE)]
-        nonzero = frozenset(owner for owner, low, high in seen if low != 0 or high != 0)
+        nonzero = frozenset([owner for owner, low, high in seen if low != 0 or high != 0])
+        touched = frozenset([owner for owner, _, _ in seen])
         left = values_of([low for _, low, _ in self._left]), values_of([high for _, _, high in self._left])
         stale = [index for (index, _, _), low, high in zip(self._left, *left, strict=True) if low != 0 or high != 0]
-        return Raw(min(bad, default=-1) + 1, min(stale, default=-1) + 1, frozenset(self._owners), nonzero)
+        return Raw(min(bad, default=-1) + 1, min(stale, default=-1) + 1, touched, nonzero)
 
     def reset(self) -> None:
         """A new window begins: the optimizer has taken what there was."""

@@ -20,10 +20,11 @@ from andon_contracts.digest import join, mix_integer, tensor_digest, word_sum_te
 from andon_contracts.watch.checksum import checksum
 
 CHUNK_BYTES = 1 << 24
-_CPU_BYTES = 1 << 20
-"""What is copied and looked at together stays in a second-level cache."""
+_CPU_BYTES = 1 << 22
+"""So much is copied and looked at together: on a CPU, so that most of it is still in a cache."""
 _SMALL_BYTES = 1 << 18
-_ORDINARY = (Tensor, torch.nn.Parameter)
+ORDINARY = (Tensor, torch.nn.Parameter)
+"""Types of tensors that are what they hold, unless they are sparse."""
 _dtype_of = attrgetter("dtype")
 
 
@@ -76,31 +77,6 @@ def _joined(norms: Sequence[Tensor]) -> float:
     return float(torch.linalg.vector_norm(torch.stack([norm.to(norms[0]) for norm in norms])))
 
 
-def extremes(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """The smallest and the largest element, 0-dim, without a wait for the device; zeros for an empty tensor.
-
-    Both are finite where all elements are, whatever their squares are; both are NaN where one is, zero where all are.
-    """
-    if type(tensor) not in _ORDINARY or tensor.layout != torch.strided:
-        tensor = plain(tensor)
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
-    if not tensor.numel():
-        return tensor.new_zeros(()), tensor.new_zeros(())
-    low, high = torch.aminmax(tensor)
-    return low, high
-
-
-def values_of(scalars: Sequence[Tensor]) -> list[float]:
-    """The values of 0-dim tensors, with one wait for each device."""
-    if not scalars:
-        return []
-    if len({scalar.device for scalar in scalars}) > 1:
-        scalars = [scalar.cpu() for scalar in scalars]
-    found: list[float] = torch.stack(list(scalars)).tolist()
-    return found
-
-
 @dataclass(frozen=True)
 class Reading:
     """What one look at some tensors gave: a digest in [0, 2^64) of their bits in order, and their 2-norm."""
@@ -140,7 +116,7 @@ class Reader:
     def _plan(self, tensors: Sequence[Tensor], dtypes: list[torch.dtype]) -> None:
         """Which tensors are copied together: small ones of one dtype and device; a large one stays alone."""
         self._dtypes = dtypes
-        self._special = any(type(t) not in _ORDINARY or t.layout != torch.strided for t in tensors)
+        self._special = any(type(t) not in ORDINARY or t.layout != torch.strided for t in tensors)
         self._groups = []
         open_: dict[Hashable, tuple[list[int], int]] = {}
         for index, tensor in enumerate(map(plain, tensors)):

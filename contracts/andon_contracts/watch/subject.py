@@ -6,6 +6,7 @@ import fnmatch
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from andon_contracts.loop_clauses import change_of
 from andon_contracts.watch.reading import chunks, norm_of_chunks
 
 _REPLACED, _TOGGLED, _ADDED, _MISSING, _FOREIGN, _UNDECLARED, _FROZEN, _UNTIED = range(1, 9)
+_modules_of, _parameters_of, _requires_grad = map(attrgetter, ("_modules", "_parameters", "requires_grad"))
 _WRAPPERS = ("module", "_orig_mod", "_forward_module")
 
 
@@ -93,6 +95,10 @@ class Subject:
             for attribute, parameter in owner._parameters.items()
             if parameter is not None
         ]
+        self._owners = [slot.owner for slot in self.slots]
+        self._attributes = [slot.attribute for slot in self.slots]
+        self._known = [id(slot.parameter) for slot in self.slots]
+        self._trainable = [slot.trainable for slot in self.slots]
         self.names = tuple(slot.name for slot in self.slots)
         self.parameters = self._first_of_each()
         self.trainable = {name: p for name, p in self.parameters.items() if p.requires_grad}
@@ -111,10 +117,10 @@ class Subject:
         return dict(found.values())
 
     def _members(self) -> list[list[int]]:
-        return [[id(p) for p in group["params"]] for each in self._optimizers for group in each.param_groups]
+        return [list(map(id, group["params"])) for each in self._optimizers for group in each.param_groups]
 
     def _sizes(self) -> list[int]:
-        return [len(module._modules) + len(module._parameters) for module in self.modules]
+        return [*map(len, map(_modules_of, self.modules)), *map(len, map(_parameters_of, self.modules))]
 
     def name_of(self) -> Mapping[int, str]:
         """The name of each parameter by its identity."""
@@ -130,7 +136,7 @@ class Subject:
 
     def modes(self) -> bytes:
         """The mode of every module, in order."""
-        return bytes(module.training for module in self.modules)
+        return bytes([module.training for module in self.modules])
 
     def shares_with_optimizers(self) -> bool:
         """Whether an optimizer holds any parameter of the model."""
@@ -173,17 +179,22 @@ class Subject:
 
     def change(self) -> int:
         """A `change_of` for the first thing that is not as it was at the start; 0 where all is."""
-        for i, slot in enumerate(self.slots):
-            parameter = slot.owner._parameters.get(slot.attribute)
-            if parameter is not slot.parameter:
-                return change_of(_REPLACED, i)
-            if parameter.requires_grad != slot.trainable:
-                return change_of(_TOGGLED, i)
+        now = list(map(dict.get, map(_parameters_of, self._owners), self._attributes))
+        found = list(map(id, now))
+        if found != self._known:
+            return change_of(_REPLACED, _first_odd(found, self._known))
+        trainable = list(map(_requires_grad, now))
+        if trainable != self._trainable:
+            return change_of(_TOGGLED, _first_odd(trainable, self._trainable))
         if self._sizes() != self._counts:
             return change_of(_ADDED, len(self.slots))
         if self._members() != self._groups:
             return change_of(_FOREIGN, len(self.slots))
         return 0
+
+
+def _first_odd(found: Sequence[object], known: Sequence[object]) -> int:
+    return next(index for index, (one, other) in enumerate(zip(found, known, strict=True)) if one != other)
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:

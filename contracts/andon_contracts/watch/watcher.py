@@ -5,41 +5,38 @@ from __future__ import annotations
 import atexit
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from andon_contracts.act import Scene, agreed
 from andon_contracts.bundle import Evidence
 from andon_contracts.causes import Cause
 from andon_contracts.ends import POINTS, Teller, Whereabouts
 from andon_contracts.halt import Cord
-from andon_contracts.judge import Details, Observations, in_lockstep
+from andon_contracts.judge import Observations, in_lockstep
 from andon_contracts.ledger import LedgerFile
 from andon_contracts.loop_clauses import same
 from andon_contracts.violation import Violation
 from andon_contracts.watch.audit import compare, draws, law
+from andon_contracts.watch.base import FrozenBase
 from andon_contracts.watch.coverage import closing_lines, coverage, opening_lines
-from andon_contracts.watch.evidence import closer_look, tensors_of
+from andon_contracts.watch.evidence import tensors_of
 from andon_contracts.watch.exchange import Exchange
 from andon_contracts.watch.forward import ForwardTap
 from andon_contracts.watch.intercept import listen, unlisten
-from andon_contracts.watch.judging import AFTER, BEFORE, LAW, START, Verdicts
+from andon_contracts.watch.judging import AFTER, BEFORE, LAW, Verdicts
 from andon_contracts.watch.lane import Lane
 from andon_contracts.watch.ledger import Recorder, Told, reason_of
-from andon_contracts.watch.reading import flat_digest, layout_digest
+from andon_contracts.watch.reading import Reader, layout_digest
 from andon_contracts.watch.replicas import Replicas
 from andon_contracts.watch.rows import Rows
+from andon_contracts.watch.second_look import REPLICATED, SecondLook
 from andon_contracts.watch.settings import Settings
 from andon_contracts.watch.subject import Subject
 from andon_contracts.watch.telling import Telling
-
-_REPLICATED = {"weights": "replicas-agree", "gradient": "gradients-agree", "optimizer": "optimizers-agree"}
-_BASE_EVERY = 64
 
 
 class Watch(Telling):
@@ -65,10 +62,11 @@ class Watch(Telling):
         self._replicas, exchange.alike = replicas, not replicas.cut
         self._cover = coverage(subject, optimizers, settings, exchange.world_size, replicas)
         live = frozenset(name for name, cover in self._cover.items() if cover.live)
-        absent = {name for name, clause in _REPLICATED.items() if self._cover[clause].state == "not applicable"}
-        held = {name: not replicas.cut and name not in absent for name in _REPLICATED}
+        absent = {name for name, clause in REPLICATED.items() if self._cover[clause].state == "not applicable"}
+        held = {name: not replicas.cut and name not in absent for name in REPLICATED}
         self._recorder = Recorder(ledger, subject, held)
         self._seen_before: Observations = ()
+        self._aligned: Observations = ()
         self._last_error: BaseException | None = None
         self._rows = Rows()
         evidence = self._evidence()
@@ -80,17 +78,16 @@ class Watch(Telling):
             exchange.attend(lambda: cord.heed(again=True), cord.lost)
         world = exchange.world_size
         self._lanes = {id(each): Lane(each, subject, settings, self._rows, world) for each in optimizers}
-        self._base: int | None = None
-        self._base_now = 0
-        self._base_marks: list[tuple[int, int]] = []
-        self._buffer_marks: list[tuple[int, int]] = []
+        self._second_look = SecondLook(exchange, replicas, self._verdicts, subject, self._rows)
+        self._before_holds = self._verdicts.quick(BEFORE)
+        self._after_holds = self._verdicts.quick(AFTER)
+        self._base = FrozenBase(list(subject.frozen.values()))
+        self._buffer_reader = Reader()
+        self._buffer_marks: list[int] = []
         self._buffer_digest = 0
-        self._last_equal: int | None = None
         self._began = time.perf_counter()
         self._spent = 0.0
         self._steps = 0
-        self._agreed = ""
-        self._moments = True
         self._undo: list[Callable[[], object]] = []
         self._say(opening_lines(self._cover, exchange.world_size, len(subject.trainable)))
         self._at(0)
@@ -135,7 +132,8 @@ class Watch(Telling):
         for lane in self._lanes.values():
             self._undo.append(lane.optimizer.register_step_pre_hook(self._pre).remove)
             self._undo.append(lane.optimizer.register_step_post_hook(self._post).remove)
-            lane.taps.heed = self._heed
+            if self._cord is not None:
+                lane.taps.heed = self._cord.heed
             self._undo.append(lane.close)
             self._intercept_zero(lane)
         listen(self)
@@ -160,34 +158,30 @@ class Watch(Telling):
 
     def _start(self) -> None:
         subject = self._subject
-        self._base = self._base_digest()
+        portable = self._devices_differ()
         low = [i for i, slot in enumerate(subject.slots) if slot.trainable and slot.parameter.element_size() < 4]
         values = {
             "change": subject.fault_at_start(),
             "layout": layout_digest(subject.parameters),
-            "weights": flat_digest(subject.parameters.values()),
+            "weights": Reader(portable=portable).read(list(subject.parameters.values())).digest,
             "imprecise": low[0] + 1 if low else 0,
         }
         observations = self._replicas.align(self._exchange(0, "start", values))
-        tensors: dict[str, Tensor] = dict(subject.parameters)
         optimizers = [lane.optimizer for lane in self._lanes.values()]
         self._recorder.opened(self._exchange.world_size, optimizers, self.settings.rows, self.settings.start)
-        details = self._look(observations, {"weights": tensors})
-        scene = Scene(self._exchange.world_size, tensors=len(tensors))
-        closer = closer_look(self._exchange, 0, scene, {"replicas-agree": tensors})
-        if self._verdicts.judge(START, observations, details, scene, closer):
-            self._last_equal = self.settings.start
+        if self._second_look.start(observations):
+            self._second_look.last_equal = self.settings.start
             self._at(0)
         self._look_at_data()
 
-    def _base_digest(self) -> int:
-        frozen = list(self._subject.frozen.values())
-        marks = [(p._version, p.data_ptr()) for p in frozen]
-        if self._base is not None and marks == self._base_marks and self._steps % _BASE_EVERY:
-            return self._base_now
-        self._base_marks = marks
-        self._base_now = flat_digest(frozen)
-        return self._base_now
+    def _devices_differ(self) -> bool:
+        """Whether replicas are on different kinds of devices; if so, their digests are made comparable. Collective."""
+        kinds = {parameter.device.type for parameter in self._subject.parameters.values()}
+        differ = not same(self._exchange(0, "devices", {"on the CPU": int(kinds == {"cpu"})}), "on the CPU")
+        self._buffer_reader.portable = differ
+        for lane in self._lanes.values():
+            lane.portable(differ)
+        return differ
 
     def pull(self, reason: str) -> NoReturn:
         """Stop all ranks, whatever they are doing: this one raises `Violation` now, the others at their next hook.
@@ -205,7 +199,7 @@ class Watch(Telling):
     def _at(self, place: int) -> None:
         """Where this rank is within its step, for those who would miss it."""
         if self._cord is not None:
-            self._cord.at(self._now(), POINTS[place], self._last_equal)
+            self._cord.at(self._now(), POINTS[place], self._second_look.last_equal)
 
     def lost(self, error: BaseException) -> None:
         """A reduction of the loop failed."""
@@ -220,14 +214,16 @@ class Watch(Telling):
     def _forward(self) -> None:
         self._heed()
         self._at(1)
+        if "buffers-agree" not in self._verdicts.live or not torch.is_grad_enabled():
+            return
         lanes = [lane for lane in self._lanes.values() if not lane.taps.started]
-        if not lanes or not torch.is_grad_enabled() or any(lane.taps.muted for lane in lanes):
+        if not lanes or any(lane.taps.muted for lane in lanes):
             return
         began = time.perf_counter()
         buffers = self._subject.buffers()
-        marks = [(b._version, b.data_ptr()) for b in buffers]
+        marks = [mark for buffer in buffers for mark in (buffer._version, buffer.data_ptr())]
         if marks != self._buffer_marks or not self._buffer_digest:
-            self._buffer_marks, self._buffer_digest = marks, flat_digest(buffers)
+            self._buffer_marks, self._buffer_digest = marks, self._buffer_reader.read(buffers).digest
         for lane in lanes:
             lane.buffers = self._buffer_digest
         self._spent += time.perf_counter() - began
@@ -268,19 +264,19 @@ class Watch(Telling):
         seen = self._exchange(lane.updates, f"after {self._number(lane)}", values)
         self._record(lane, seen)
         observations = self._replicas.align(seen)
-        details = self._look(observations, {"weights": dict(lane.parameters), "optimizer": lane.state_by_name})
-        scene = replace(self._scene(lane, applied=True), before=self._agreed)
-        closer = closer_look(self._exchange, lane.updates, scene, {"replicas-agree": lane.parameters}, lane)
-        self._verdicts.judge(AFTER, observations, details, scene, closer, self._facts())
+        if not self._after_holds(observations):
+            self._second_look.after(lane, observations, self._aligned)
         if same(observations, "weights"):
-            self._last_equal = lane.updates
-        self._moments = same(observations, "optimizer")
+            self._second_look.last_equal = lane.updates
+        self._second_look.moments = same(observations, "optimizer")
         self._at(0)
         lane.turn()
         self._spent += time.perf_counter() - began
 
     def _record(self, lane: Lane, after: Observations) -> None:
-        if not (self._seen_before and in_lockstep(self._seen_before) and in_lockstep(after)):
+        if not self.settings.recording or not self._seen_before:
+            return
+        if not (in_lockstep(self._seen_before) and in_lockstep(after)):
             return
         several = len(self._lanes) > 1
         step = self.settings.start + self._steps if several else lane.updates
@@ -293,65 +289,27 @@ class Watch(Telling):
     def _before(self, lane: Lane) -> None:
         began = time.perf_counter()
         step = lane.updates + 1
-        values = {**lane.before(), **self._told(), "base": self._base_digest(), "first base": self._base or 0}
+        values = {**lane.before(), **self._told(), "base": self._base.digest(), "first base": self._base.first}
         self._seen_before = self._exchange(step, f"before {self._number(lane)}", values)
-        observations = self._replicas.align(self._seen_before)
+        observations = self._aligned = self._replicas.align(self._seen_before)
         self._told_rows = Told()
-        details = self._look(
-            observations,
-            {
-                "weights": dict(lane.parameters),
-                "gradient": lane.gradients_by_name(),
-                "buffers": self._subject.buffers_by_name(),
-            },
-        )
-        self._agreed = agreed(observations, moments=self._moments)
-        scene = replace(self._scene(lane, applied=False), before=self._agreed)
-        gradients = {name: g for name, g in lane.gradients_by_name().items() if g.numel()}
-        tensors: dict[str, Mapping[str, Tensor]] = {
-            "replicas-agree": lane.parameters,
-            "gradients-agree": gradients,
-            "buffers-agree": self._subject.buffers_by_name(),
-        }
-        closer = closer_look(self._exchange, step, scene, tensors)
-        self._verdicts.judge(BEFORE, observations, details, scene, closer, self._facts())
+        if not self._before_holds(observations):
+            self._second_look.before(lane, observations)
         if in_lockstep(observations):
             self._judge_count(lane.updates, over=False)
             ids = self._judge_rows(observations)
-            self._audit(lane, step, ids, scene)
+            self._audit(lane, step, ids)
         self._spent += time.perf_counter() - began
 
-    def _audit(self, lane: Lane, step: int, ids: Sequence[int], scene: Scene) -> None:
+    def _audit(self, lane: Lane, step: int, ids: Sequence[int]) -> None:
         """Recompute the gradient in this one process and hold the reduced one to it. All ranks do it or none."""
         reference = self.settings.reference
         if reference is None or not lane.audit_due or not ids or draws(self._subject.inner):
             return
         found = lane.gradient_before_clip or lane.dense_gradients()
         values = compare(found, law(lane, reference, ids), max(self._rows.batches, 1))
+        scene = self._second_look.scene(lane, self._aligned, applied=False)
         self._verdicts.judge(LAW, self._exchange(step, "audit", values), {}, scene)
-
-    def _scene(self, lane: Lane, *, applied: bool) -> Scene:
-        return Scene(self._exchange.world_size, applied, self._last_equal, tensors=len(lane.names))
-
-    def _facts(self) -> dict[str, object]:
-        return {"ids": list(self._rows.ids)}
-
-    def _look(self, observations: Observations, tensors: dict[str, Any]) -> Details:
-        """The digests by tensor of what differs between ranks, the first time that it does."""
-        if not in_lockstep(observations):
-            return {}
-        found = {}
-        for name, of in tensors.items():
-            named = _REPLICATED.get(name, "buffers-agree")
-            if same(observations, name) or self._verdicts.known(named) or named not in self._verdicts.live:
-                continue
-            step = observations[0].step
-            if callable(of):
-                looked = self._exchange.spread(step, f"tensors of {name}", of())
-            else:
-                looked = self._exchange.look(step, name, of)
-            found[name] = self._replicas.align_tensors(looked)
-        return found
 
     def close(self) -> None:
         """Take every hook off and say what was checked, how often, at what cost, and what was not. Not collective.

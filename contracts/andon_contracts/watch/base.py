@@ -1,0 +1,84 @@
+"""The frozen weights: all of them read at the start, and again part by part, so that no step pays for all."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
+
+import torch
+from torch import Tensor
+
+from andon_contracts.digest import mix_integer
+from andon_contracts.watch.reading import flat_digest, plain
+
+ROUND = 64
+"""Looks within which every frozen weight was read."""
+_PART_BYTES = 1 << 20
+_version = attrgetter("_version")
+
+
+class FrozenBase:
+    """The digest of weights that nobody is to change. All are read where a version counter of torch moved."""
+
+    def __init__(self, frozen: Sequence[torch.nn.Parameter]) -> None:
+        self._frozen = frozen
+        self._parts: list[list[Tensor]] = []
+        self._sums: list[int] = []
+        self._marks: list[int] = []
+        self._looks = 0
+        self.first = self._read_all()
+        """The digest at the start, in [0, 2^64)."""
+        self._now = self.first
+
+    def digest(self) -> int:
+        """The digest of what was last read of each weight; one call for each update."""
+        if self._marks != self._marked():
+            self._now = self._read_all()
+            return self._now
+        parts, looks = len(self._parts), self._looks
+        self._looks += 1
+        changed = False
+        for index in range(parts * (looks % ROUND) // ROUND, parts * (looks % ROUND + 1) // ROUND):
+            seen = flat_digest(self._parts[index])
+            changed |= seen != self._sums[index]
+            self._sums[index] = seen
+        if changed:
+            self._now = _joined(self._sums)
+        return self._now
+
+    def _marked(self) -> list[int]:
+        return [*map(_version, self._frozen), *map(Tensor.data_ptr, self._frozen)]
+
+    def _read_all(self) -> int:
+        self._marks = self._marked()
+        self._parts = list(_parts(self._frozen))
+        self._sums = [flat_digest(part) for part in self._parts]
+        return _joined(self._sums)
+
+
+def _parts(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """`tensors` in order as lists of views of about `_PART_BYTES`, large ones in slices."""
+    part: list[Tensor] = []
+    size = 0
+    for tensor in map(plain, tensors):
+        for piece in _slices(tensor):
+            bytes_ = piece.numel() * piece.element_size()
+            if part and size + bytes_ > _PART_BYTES:
+                yield part
+                part, size = [], 0
+            part.append(piece)
+            size += bytes_
+    if part:
+        yield part
+
+
+def _slices(tensor: Tensor) -> Sequence[Tensor]:
+    # Only a contiguous tensor has slices that stay views of it.
+    if not tensor.is_contiguous():
+        return (tensor,)
+    return torch.split(tensor.view(-1), max(1, _PART_BYTES // tensor.element_size()))
+
+
+def _joined(sums: Sequence[int]) -> int:
+    return functools.reduce(lambda total, value: mix_integer(total + value), sums, len(sums))
