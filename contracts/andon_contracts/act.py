@@ -122,7 +122,8 @@ def message(clause: str, finding: Finding, scene: Scene) -> str:
     """Several lines: what is broken and where are facts, `likely` is an inference, `state` and `bundle` the scope."""
     rows = [
         ("where", _where(finding, scene)),
-        ("seen", finding.seen),
+        # Between ranks the bits of an element say it; the digests that are seen besides are in the bundle.
+        ("seen", "" if scene.element and clause in _BETWEEN_RANKS else finding.seen),
         ("before", scene.before),
         ("likely", f"{likely}  [inference, not proof]" if (likely := _likely(clause, scene)) else ""),
         ("state", _state(finding, scene)),

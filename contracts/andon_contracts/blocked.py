@@ -44,6 +44,8 @@ def _backends() -> Iterator[Any]:
 
 
 def _backends_of(group: dist.ProcessGroup | None) -> Iterator[Any]:
-    for device in () if group is None else ("cuda", "cpu"):
+    if group is None:
+        return
+    for device in ("cuda", "cpu"):
         with contextlib.suppress(RuntimeError):  # the group has none for that device
             yield group._get_backend(torch.device(device))

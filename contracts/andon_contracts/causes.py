@@ -62,7 +62,7 @@ class Cause:
         try:
             body = json.loads(text)
             return cls(**{**body, "ranks": tuple(body["ranks"])})
-        except (TypeError, KeyError) as error:
+        except (TypeError, KeyError, ValueError) as error:
             raise ValueError(f"not a cause: {error}") from error
 
 

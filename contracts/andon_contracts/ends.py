@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ class Whereabouts:
     seconds; and the last update after which all weights were seen equal."""
 
     step: int = 0
-    point: str = POINTS[0]
+    point: str = ""
     since_s: float = 0.0
     last_equal: int | None = None
 
@@ -32,7 +32,7 @@ class Whereabouts:
         told = told or {}
         return cls(
             int(told.get("step", 0)),
-            str(told.get("point", POINTS[0])),
+            str(told.get("point", "")),
             float(told.get("since_s", 0)),
             told.get("last_equal"),
         )
@@ -42,23 +42,31 @@ class Whereabouts:
         """What is greater the further a rank is."""
         return self.step, POINTS.index(self.point) if self.point in POINTS else 0
 
+    def at_least(self, other: Whereabouts) -> Whereabouts:
+        """Where a rank is that told this of itself, at some time, to one that is at `other` now.
+
+        Ranks pass an update together, so that none is a step behind one that has begun it.
+        """
+        return self if self.step >= other.step else replace(other, point="", since_s=0.0)
+
     def __str__(self) -> str:
-        return f"step {self.step}, {self.point}" if self.step else "an unknown step"
+        return f"step {self.step}, {self.point}" if self.point else f"step {self.step}"
 
 
 @dataclass(frozen=True)
 class Teller:
-    """Who composes messages: `rank` of `world`, with `folder` for bundles, if any."""
+    """Who composes messages: `rank` of `world`, which is `at` some step, with `folder` for bundles, if any."""
 
     rank: int
     world: int
+    at: Whereabouts
     folder: Path | None = None
 
-    def failed(self, error: BaseException, at: Whereabouts, line: str) -> Cause:
+    def failed(self, error: BaseException, line: str) -> Cause:
         """This rank raised `error` in `line` of the loop."""
         kind = kind_of(error)
         verb = "ran out of memory" if kind == "out of memory" else "failed"
-        return self._cause(kind, self.rank, verb, first_line(error), at, ("where", line))
+        return self._cause(kind, self.rank, verb, first_line(error), self.at, ("where", line))
 
     def died(self, rank: int, process: Process, code: int | None, kills: int, at: Whereabouts) -> Cause:
         """The process of `rank` is gone. kills: how many the system ended for want of memory since the watch began."""
@@ -90,15 +98,15 @@ class Teller:
         """`rank` closed its watch or ended in order, and the others still needed it."""
         return self._cause("left", rank, "left", "it closed its watch, or ended, while the others went on", at)
 
-    def unknown(self, error: BaseException, at: Whereabouts) -> Cause:
+    def unknown(self, error: BaseException) -> Cause:
         """This rank lost another one, and nothing says which."""
         seen = f"another rank died, hangs or cannot be reached; which one is not known ({first_line(error)})"
-        return self._cause("died", None, "lost another rank", seen, at, who=self.rank)
+        return self._cause("died", None, "lost another rank", seen, self.at, who=self.rank)
 
-    def pulled(self, reason: str, at: Whereabouts) -> Cause:
+    def pulled(self, reason: str) -> Cause:
         """The loop of this rank told all to stop."""
-        head = f"rank {self.rank} of {self.world} pulled the cord at {at}: {reason}"
-        return self._told("violation", self.rank, head, reason, at)
+        head = f"rank {self.rank} of {self.world} pulled the cord at {self.at}: {reason}"
+        return self._told("violation", self.rank, head, reason, self.at)
 
     def _cause(
         self,

@@ -92,7 +92,7 @@ class Cord:
 
     def pull(self, reason: str) -> NoReturn:
         """Tell all ranks to stop for `reason` and raise `Violation`. Waits briefly for the others."""
-        raise self._pull(self._teller.pulled(reason, self._whereabouts())).violation()
+        raise self._pull(self._teller.pulled(reason)).violation()
 
     def lost(self, error: BaseException) -> None:
         """A collective raised `error`: raise `Violation` from it where it only says that another rank is gone."""
@@ -111,7 +111,7 @@ class Cord:
         elif isinstance(error, Violation):
             self._pull(Cause.of_violation(error, self._rank))
         else:
-            self._pull(self._teller.failed(error, self._whereabouts(), line_of(error)))
+            self._pull(self._teller.failed(error, line_of(error)))
 
     def close(self) -> None:
         """This rank is done: say so, and stop looking."""
@@ -132,7 +132,7 @@ class Cord:
 
     @property
     def _teller(self) -> Teller:
-        return Teller(self._rank, self._world, self.evidence.folder)
+        return Teller(self._rank, self._world, self._whereabouts(), self.evidence.folder)
 
     def _whereabouts(self) -> Whereabouts:
         return replace(self._at, since_s=time.monotonic() - self._at_time)
@@ -174,7 +174,7 @@ class Cord:
             if found is not None:
                 return found.with_rows(("noticed", f"by rank {self._rank}: {first_line(error)}"))
             if time.monotonic() > deadline:
-                return self._teller.unknown(error, self._whereabouts())
+                return self._teller.unknown(error)
             self._known.wait(POLL_S / 2)
         return self.cause
 

@@ -30,7 +30,7 @@ class Lookout:
             stopped = process.look() == "stopped"
             self._stopped_s[rank] = self._stopped_s.get(rank, 0.0) + passed_s if stopped else 0.0
             if self._stopped_s[rank] >= self._patience_s:
-                return teller.stopped(rank, process, self._at(rank, self._wire.ask()))
+                return teller.stopped(rank, process, _at(teller, rank, self._wire.ask()))
         return self._silent(teller)
 
     def gone(self, teller: Teller) -> Cause | None:
@@ -45,20 +45,20 @@ class Lookout:
                 continue
             now = memory_kills()
             kills = 0 if now is None or self._kills is None else now - self._kills
-            return teller.died(rank, process, code, kills, self._at(rank, news))
+            return teller.died(rank, process, code, kills, _at(teller, rank, news))
         return None
 
     def missing(self, teller: Teller, error: BaseException) -> Cause | None:
         """Whom a collective waited for that raised `error`: one that is stopped, left, or is behind all others."""
         for rank, process in self._wire.processes.items():
             if process.look() == "stopped":
-                return teller.stopped(rank, process, self._at(rank, self._wire.ask()))
+                return teller.stopped(rank, process, _at(teller, rank, self._wire.ask()))
         news = self._wire.ask()
         if news is None:
             return None
         left = sorted(news.left - {self._rank})
         if left:
-            return teller.left(left[0], self._at(left[0], news))
+            return teller.left(left[0], _at(teller, left[0], news))
         if consequence(error) != "silent":
             return None
         at = {rank: Whereabouts.of(told) for rank, told in news.progress.items()}
@@ -87,12 +87,13 @@ class Lookout:
         if seconds < self._patience_s and not self._keeper_lost():
             return None
         rank = self._wire.keeper if self._keeper_lost() and self._wire.keeper is not None else rank
-        return teller.silent(rank, self._wire.processes[rank], seconds, self._at(rank, self._wire.ask()))
+        return teller.silent(rank, self._wire.processes[rank], seconds, _at(teller, rank, self._wire.ask()))
 
     def _keeper_lost(self) -> bool:
         keeper = self._wire.keeper
         there = self._wire.broken and keeper is not None and keeper in self._wire.processes
         return there and keeper is not None and self._wire.processes[keeper].look() == "elsewhere"
 
-    def _at(self, rank: int, news: News | None) -> Whereabouts:
-        return Whereabouts.of(None if news is None else news.progress.get(rank))
+
+def _at(teller: Teller, rank: int, news: News | None) -> Whereabouts:
+    return Whereabouts.of(None if news is None else news.progress.get(rank)).at_least(teller.at)

@@ -179,6 +179,7 @@ class Wire:
         )
 
     def _say_goodbye(self) -> None:
+        self._tell_progress()
         self._store.set(f"left {self._rank}", "1")
         saw = self._store.add("saw", 0 if self._keeper_left or self.keeper == self._rank else 1)
         deadline = time.monotonic() + 3 * POLL_S

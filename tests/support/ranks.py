@@ -123,6 +123,6 @@ def _rank(
     with suppress(RuntimeError):
         dist.destroy_process_group()
     # What multiprocessing itself would call: an open watch says that this rank left, so that none takes it for dead.
-    multiprocessing.util._exit_function()
+    multiprocessing.util._exit_function()  # type: ignore[attr-defined]
     # After a gloo error an ordinary exit may end in SIGABRT.
     os._exit(0)

@@ -1,8 +1,16 @@
-"""One rank pulls the cord, and all live ranks end, whatever they are doing; none hangs and none is left."""
+"""One rank stops, and all live ranks end, whatever they are doing, and say why; none hangs and none is left."""
 
 from __future__ import annotations
 
+import datetime
+import json
 import multiprocessing
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Callable
@@ -14,14 +22,22 @@ import torch.distributed as dist
 from torch import nn
 
 import andon
-from andon_contracts.violation import Violation
+from andon_contracts.violation import Halted, Violation
 from tests.support.ranks import run_ranks
 
+REASON = "a row that no rank may train on"
 
-def _watched(*, hard_stop: bool) -> tuple[nn.Module, andon.Watch]:  # type: ignore[name-defined]
+
+def _watched(folder: str | None = None, *, hard_stop: bool) -> tuple[nn.Module, andon.Watch]:  # type: ignore[name-defined]
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
-    return model, andon.watch(model, torch.optim.SGD(model.parameters(), lr=0.1), hard_stop=hard_stop)
+    return model, andon.watch(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        hard_stop=hard_stop,
+        folder=folder,
+        patience=datetime.timedelta(seconds=1),
+    )
 
 
 def _in_backward(model: nn.Module) -> None:
@@ -37,46 +53,214 @@ def _in_the_loader(model: nn.Module) -> None:
     threading.Event().wait()
 
 
-def _work(path: str, place: Callable[[nn.Module], None]) -> None:
-    model, w = _watched(hard_stop=True)
+def _in_a_read(model: nn.Module) -> None:
+    os.read(os.pipe()[0], 1)
+
+
+# a rank that says stop
+
+
+def _stop(place: Callable[[nn.Module], None]) -> None:
+    model, w = _watched(hard_stop=False)
     if dist.get_rank() == 1:
-        w.pull("a row that no rank may train on")
-    try:
-        place(model)
-    except Violation as found:
-        Path(path, str(dist.get_rank())).write_text(str(found))
-        raise
+        w.pull(REASON)
+    place(model)
 
 
-@pytest.mark.parametrize("place", [_in_backward, _in_a_collective, _in_the_loader])
-def test_all_ranks_end_wherever_they_are(place: Callable[[nn.Module], None]) -> None:
-    """With `hard_stop`, ranks in backward raise and ranks that run no Python are ended: no rank has to be killed."""
-    with tempfile.TemporaryDirectory() as folder:
-        outcomes = run_ranks(3, _work, folder, place)
-        errors = [outcome.error for outcome in outcomes]
-        assert isinstance(errors[1], Violation)
-        assert "a row that no rank may train on" in str(errors[1])
-        assert not any(isinstance(error, TimeoutError) for error in errors), errors
-        if place is _in_backward:
-            assert {str(error) for error in errors} == {str(errors[1])}
-        else:
-            # Ended by the cord, or in a collective by the connection of the rank that raised.
-            assert all(isinstance(errors[rank], ChildProcessError | RuntimeError) for rank in (0, 2))
+@pytest.mark.parametrize("place", [_in_backward, _in_a_collective, _in_the_loader, _in_a_read])
+def test_all_ranks_raise_the_same_wherever_they_are(place: Callable[[nn.Module], None]) -> None:
+    """In backward, asleep, in a read, and in a collective whose peer has raised: one error, and no force is needed."""
+    errors = [outcome.error for outcome in run_ranks(3, _stop, place)]
+    assert {type(error) for error in errors} == {Violation}, errors
+    assert len({str(error) for error in errors}) == 1
+    assert str(errors[0]).startswith(f"rank 1 of 3 pulled the cord at step 1, before its forward pass: {REASON}.")
+    assert {(error.clause, error.step, error.rank) for error in errors if isinstance(error, Violation)} == {
+        ("halt-together", 1, 1)
+    }
     assert multiprocessing.active_children() == []
 
 
-def _soft() -> str:
-    model, w = _watched(hard_stop=False)
-    try:
+def _end_the_blocked(folder: str) -> list[str]:
+    model, w = _watched(folder, hard_stop=True)
+    rank = dist.get_rank()
+    Path(folder, f"pid-{rank}").write_text(str(os.getpid()))
+    dist.barrier()
+    if rank != 1:
+        _in_a_collective(model)
+    # This rank lives on, so that no connection that it closes ends the others.
+    others = [os.pidfd_open(int(Path(folder, f"pid-{other}").read_text())) for other in (0, 2)]
+    with pytest.raises(Violation):
+        w.pull(REASON)
+    for other in others:
+        select.select([other], [], [])
+    parts = Path(folder, "1", "halt-together").iterdir()
+    return sorted(path.name for path in parts if not path.name.endswith(".collectives.json"))
+
+
+def test_a_rank_where_no_python_runs_is_ended_with_hard_stop() -> None:
+    """Blocked in a collective, it writes its part of the bundle, with what it was doing, and ends itself."""
+    with tempfile.TemporaryDirectory() as folder:
+        outcomes = run_ranks(3, _end_the_blocked, folder)
+        assert [type(outcome.error) for outcome in outcomes] == [ChildProcessError, type(None), ChildProcessError]
+        assert outcomes[1].get() == ["rank-0.json", "rank-1.json", "rank-1.safetensors", "rank-2.json"]
+        part = json.loads(Path(folder, "1", "halt-together", "rank-2.json").read_text())
+        assert part["doing"].startswith("in a collective, ")
+        main = next(thread["frames"] for thread in part["threads"] if thread["main"])
+        assert any(frame.endswith(" _in_a_collective") for frame in main)
+        account = json.loads(Path(folder, "1", "halt-together.json").read_text())
+        assert (account["record"]["ranks"], account["record"]["seen"]) == ([1], REASON)
+        assert account["explain"] == f"andon explain {folder}/1"
+
+
+# a rank that ends otherwise
+
+
+def _fail() -> None:
+    raise ValueError("boom")
+
+
+def _starve() -> None:
+    torch.empty(1 << 60, dtype=torch.uint8)
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _freeze() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+ENDS = {
+    _fail: ("failed", r"failed at step 1, before its forward pass, which is no violation: ValueError: boom\."),
+    _starve: ("out of memory", r"ran out of memory at step 1, before its forward pass, which is no violation: Run"),
+    # At which point of the step it was it says every second, if it comes to that.
+    _die: ("died", r"died at step 1(, before its forward pass)?, which is no violation: its process \d+ on "),
+    _freeze: ("hangs", r"hangs at step 1(, before its forward pass)?, which is no violation: its process \d+ on "),
+}
+
+
+def _end(folder: str, end: Callable[[], None]) -> None:
+    # Only by force does a stopped rank end.
+    model, w = _watched(folder, hard_stop=end is _freeze)
+    with w:
+        dist.barrier()
         if dist.get_rank() == 1:
-            w.pull("stop")
-        _in_backward(model)
-    except Violation as found:
+            end()
+        (_in_the_loader, _in_the_loader, _in_backward)[dist.get_rank()](model)
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_an_end_that_is_no_violation_is_told_apart(end: Callable[[], None]) -> None:
+    """The others raise `andon.Halted`, which says whose end it was and of which kind; the lowest live one writes."""
+    kind, words = ENDS[end]
+    with tempfile.TemporaryDirectory() as folder:
+        errors = [outcome.error for outcome in run_ranks(3, _end, folder, end)]
+        for error in (errors[0], errors[2]):
+            assert type(error) is Halted, errors
+            assert (error.cause, error.clause, error.rank, error.step) == (kind, "halt-together", 1, 1)
+            assert re.match("rank 1 of 3 " + words, str(error)), error
+        assert str(errors[0]) == str(errors[2])
+        account = json.loads(Path(folder, "1", "halt-together.json").read_text())
+        assert (account["cause"], account["message"]) == (kind, str(errors[0]))
+        parts = {path.name for path in Path(folder, "1", "halt-together").glob("rank-?.json")}
+        assert parts == {"rank-0.json", "rank-2.json"} | ({"rank-1.json"} if end in (_fail, _starve) else set())
+    assert multiprocessing.active_children() == []
+
+
+def _leave() -> str:
+    model, w = _watched(hard_stop=False)
+    if dist.get_rank() == 1:
         w.close()
-        return f"{found.clause} {found.step}"
-    return ""
+        return "left"
+    with pytest.raises(Halted) as caught:
+        _in_a_collective(model)
+    return f"{caught.value.cause}: {caught.value}"
 
 
-def test_without_hard_stop_ranks_that_run_python_raise_the_same() -> None:
-    """The same clause and step on every rank, and no process is ended from outside."""
-    assert [outcome.get() for outcome in run_ranks(3, _soft)] == ["halt-together 1"] * 3
+def test_a_rank_that_leaves_the_others_is_named() -> None:
+    """The connection that breaks says nothing; the error that is raised says that rank 1 closed its watch."""
+    said = [outcome.get() for outcome in run_ranks(2, _leave)]
+    assert said[1] == "left"
+    assert said[0].startswith("left: rank 1 of 2 left at step 1, before its forward pass, which is no violation: ")
+
+
+def _swallow() -> list[str]:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    w = andon.watch(model, optimizer)
+    found: list[str] = []
+    for _attempt in range(2):
+        try:
+            if found:
+                optimizer.step()
+            elif dist.get_rank() == 1:
+                w.pull(REASON)
+            else:
+                _in_the_loader(model)
+        except Violation as error:
+            found.append(str(error))
+    model(torch.ones(2, 3))  # what saves or evaluates after the error is not disturbed
+    return found
+
+
+def test_nobody_trains_on_after_a_halt() -> None:
+    """A loop that swallows the error gets it again before its next update, and is otherwise left alone."""
+    for outcome in run_ranks(2, _swallow):
+        found = outcome.get()
+        assert len(found) == 2
+        assert len(set(found)) == 1
+
+
+# processes whose error nobody catches for us
+
+
+def _bare(rank: int, folder: str) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
+    model, _ = _watched(hard_stop=False)
+    dist.barrier()
+    if rank == 1:
+        raise ValueError("boom")
+    try:
+        _in_the_loader(model)
+    except Halted as error:
+        Path(folder, "said").write_text(f"{error.cause}: {error}")
+
+
+def test_an_error_that_multiprocessing_catches_is_heard() -> None:
+    """Its processes call no excepthook, and skip what runs at an interpreter's exit."""
+    context = multiprocessing.get_context("forkserver")
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [context.Process(target=_bare, args=(rank, folder)) for rank in range(2)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+        assert [process.exitcode for process in ranks] == [0, 1]
+        assert Path(folder, "said").read_text().startswith("failed: rank 1 of 2 failed at step 1")
+
+
+SCRIPT = f"""
+import os, time, torch, torch.distributed as dist, andon
+dist.init_process_group("gloo")
+model = torch.nn.Linear(2, 2)
+andon.watch(model, torch.optim.SGD(model.parameters(), lr=0.1), hard_stop=True)
+dist.barrier()
+if dist.get_rank() == 1:
+    raise ValueError("{REASON}")
+time.sleep(600)
+"""
+
+
+def test_torchs_launcher_names_the_cause(tmp_path: Path) -> None:
+    """Whichever rank it sees end first, its root cause is rank 1, in our words."""
+    (tmp_path / "loop.py").write_text(SCRIPT)
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--log-dir", str(tmp_path)]
+    done = subprocess.run([sys.executable, *words, str(tmp_path / "loop.py")], capture_output=True, text=True)
+    assert done.returncode == 1
+    root = done.stderr.partition("Root Cause")[2]
+    assert "rank      : 1 " in root
+    assert (
+        f"rank 1 of 2 failed at step 1, before its forward pass, which is no violation: ValueError: {REASON}." in root
+    )

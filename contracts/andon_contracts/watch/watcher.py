@@ -191,7 +191,7 @@ class Watch(Telling):
         self._demand_open()
         if self._cord is not None:
             self._cord.pull(reason)
-        raise Teller(0, 1, self._verdicts.evidence.folder).pulled(reason, Whereabouts(self._now())).violation()
+        raise Teller(0, 1, Whereabouts(self._now()), self._verdicts.evidence.folder).pulled(reason).violation()
 
     def _now(self) -> int:
         return max(lane.updates for lane in self._lanes.values()) + 1

@@ -1,0 +1,121 @@
+"""What is printed where ranks differ: fact, inference and scope apart, the minority by rank, and the bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import andon
+from andon_contracts.violation import Violation
+from tests.support.ranks import run_ranks
+
+
+class _Row(nn.Module):
+    """Its loss is the sum of its parameter, whose gradient is therefore 1 in every element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(2, 3))
+
+    def forward(self) -> torch.Tensor:
+        return self.w.sum()
+
+
+def _raised(optimizer: Callable[..., torch.optim.Optimizer], folder: str, disturb: Callable[..., None]) -> Violation:
+    """What two updates raise, where `disturb` comes between them."""
+    model = _Row()
+    chosen = optimizer(model.parameters())
+    allow = {"hyperparameters-agree": "the test sets them apart"}
+    with andon.watch(model, chosen, action="raise", folder=folder, allow=allow):
+        try:
+            for _step in range(2):
+                model().backward()
+                chosen.step()
+                chosen.zero_grad()
+                disturb(model, chosen)
+        except Violation as found:
+            return found
+    raise AssertionError("nothing was raised")
+
+
+def _sgd(parameters: object) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.5)  # type: ignore[arg-type]
+
+
+def _adam(parameters: object) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.5)  # type: ignore[arg-type]
+
+
+def _halve_rate(odd: tuple[int, ...]) -> Callable[..., None]:
+    def disturb(model: _Row, optimizer: torch.optim.Optimizer) -> None:
+        if dist.get_rank() in odd:
+            optimizer.param_groups[0]["lr"] = 0.25
+
+    return disturb
+
+
+def _rate(folder: str, odd: tuple[int, ...]) -> Violation:
+    return _raised(_sgd, folder, _halve_rate(odd))
+
+
+WHO = {
+    (2, (1,)): "ranks 0 and 1 differ",
+    (3, (2,)): "rank 2 of 3 differs from ranks 0, 1",
+    (4, (3,)): "rank 3 of 4 differs from ranks 0, 1, 2",
+    (4, (2, 3)): "ranks 0, 1 and ranks 2, 3 differ, with no majority",
+}
+
+
+@pytest.mark.parametrize(("world", "odd"), WHO)
+def test_a_rank_with_its_own_rate_is_named(world: int, odd: tuple[int, ...], tmp_path: Path) -> None:
+    """Every line of the message. The weights are -0.5 after step 1, and -1 or, at half the rate, -0.75 after step 2."""
+    found = [outcome.get() for outcome in run_ranks(world, _rate, str(tmp_path), odd)]
+    assert len({str(error) for error in found}) == 1
+    few = 2 * len(odd) < world
+    bits, rates = {False: "0xbf800000", True: "0xbf400000"}, {False: 0.5, True: 0.25}
+    named = odd if few else range(world)
+
+    def by_rank(of: dict[bool, object]) -> str:
+        return ", ".join([f"{of[rank in odd]} on rank {rank}" for rank in named] + [f"{of[False]} on the others"] * few)
+
+    assert str(found[0]).splitlines() == [
+        f"replicas-agree broken after step 2: {WHO[world, odd]}.",
+        f"  where    w (1 of 1 tensors), first at [0, 0]: {by_rank(bits)}",
+        f"  before   weights, moments and reduced gradient agreed; lr differs: {by_rank(rates)}",
+        "  likely   a rank-local scheduler decision  [inference, not proof]",
+        "  state    step 2 was applied; last state known equal: step 1",
+        f"  bundle   {tmp_path}/2  explain: andon explain {tmp_path}/2",
+        '  silence  andon.watch(..., allow={"replicas-agree": "<reason>"})',
+    ]
+    assert found[0].bundle == f"{tmp_path}/2"
+
+
+def _move_weight(model: _Row, optimizer: torch.optim.Optimizer) -> None:
+    with torch.no_grad():
+        model.w[1, 2] += dist.get_rank() == 1
+
+
+def _move_moment(model: _Row, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.state[model.w]["exp_avg_sq"][0, 1] += dist.get_rank() == 1
+
+
+def _at_once(folder: str) -> list[Violation]:
+    return [_raised(_sgd, folder, _move_weight), _raised(_adam, folder, _move_moment)]
+
+
+def test_the_element_is_one_of_what_differs(tmp_path: Path) -> None:
+    """A weight that was moved before an update shows the weight's bits (-0.5 + 1), not the gradient's; a moment that
+    was moved is named by its key."""
+    for outcome in run_ranks(3, _at_once, str(tmp_path)):
+        weight, moment = outcome.get()
+        assert str(weight).splitlines()[:2] == [
+            "replicas-agree broken at step 2, before its update: rank 1 of 3 differs from ranks 0, 2.",
+            "  where    w (1 of 1 tensors), first at [1, 2]: 0x3f000000 on rank 1, 0xbf000000 on the others",
+        ]
+        assert moment.clause == "optimizers-agree"
+        assert "  where    w (1 of 1 tensors), exp_avg_sq first at [0, 1]: 0x" in str(moment)
