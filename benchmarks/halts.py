@@ -1,0 +1,194 @@
+"""Stop four ranks from one of them, wherever the others are: `python -m benchmarks.halts`.
+
+Each round starts ranks, brings all but rank 1 to a place (in a collective, in backward, in the data loader, or each in
+another), lets rank 1 break (a violation, an error, no memory, SIGKILL, SIGSTOP), and measures the seconds from there
+to the end of the last rank. A round is good if that is within the limit, every rank ended other than with 0, every
+live rank said why, and no process is left, those of the data loader included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from torch._C._distributed_c10d import TCPStore
+
+from benchmarks.halting_rank import CULPRIT, REASON
+from benchmarks.processes import alive, family
+from benchmarks.runs import table
+
+PLACES = ("collective", "backward", "layers", "loader", "reading", "mixed")
+_SAYS = {
+    "violation": REASON,
+    "error": f"failed at step 1, before its forward pass, which is no violation: ValueError: {REASON}",
+    "memory": "ran out of memory at step 1, before its forward pass, which is no violation: ",
+    "killed": "died at step 1, before its forward pass, which is no violation: ",
+    "stopped": "hangs at step 1, before its forward pass, which is no violation: ",
+}
+"""What every live rank must say, by what rank 1 did."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """What became of one round; `ended` says of each rank how: exit code, and whether it was ended or raised."""
+
+    place: str
+    cause: str
+    seconds: float
+    codes: tuple[int, ...]
+    ended: tuple[str, ...]
+    left: tuple[int, ...]
+    silent: tuple[int, ...]
+
+    def good(self, limit_s: float) -> bool:
+        """Whether it kept what is promised."""
+        return self.seconds <= limit_s and not self.left and not self.silent and 0 not in self.codes
+
+
+def main() -> int:
+    """Print a line for each round and a table; 0 if all were good."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--places", default=",".join(PLACES))
+    parser.add_argument("--causes", default="violation", help=f"of {','.join(_SAYS)}")
+    parser.add_argument("--soft", action="store_true", help="without hard_stop")
+    parser.add_argument("--torchrun", action="store_true", help="under torch's launcher, which ends ranks too")
+    parser.add_argument("--timeout", type=float, default=60.0, help="of the loop's process group, in seconds")
+    parser.add_argument("--patience", type=float, default=2.0, help="for a stopped process, added to the limit")
+    parser.add_argument("--limit", type=float, default=5.0, help="seconds")
+    parser.add_argument("--show", action="store_true", help="print what the ranks said")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    rounds = []
+    for number in range(options.rounds):
+        places, causes = options.places.split(","), options.causes.split(",")
+        found = _round(places[number % len(places)], causes[number // len(places) % len(causes)], options)
+        rounds.append(found)
+        good = found.good(options.limit + options.patience * (found.cause == "stopped"))
+        print(
+            f"{number} {found.place} {found.cause} {found.seconds:.2f} s {', '.join(found.ended)}", end="", flush=True
+        )
+        print("" if good else f"  NOT GOOD: left {found.left}, silent {found.silent}", flush=True)
+    if options.json:
+        options.json.write_text(json.dumps([asdict(one) for one in rounds], indent=1) + "\n")
+    print(_summary(rounds))
+    limits = [options.limit + options.patience * (one.cause == "stopped") for one in rounds]
+    count = sum(one.good(limit) for one, limit in zip(rounds, limits, strict=True))
+    times = sorted(one.seconds for one in rounds)
+    print(f"{count} of {len(rounds)} good; median {statistics.median(times):.2f} s, longest {times[-1]:.2f} s")
+    return 0 if count == len(rounds) else 1
+
+
+def _summary(rounds: Sequence[Round]) -> str:
+    rows = []
+    for place, cause in dict.fromkeys((one.place, one.cause) for one in rounds):
+        these = [one for one in rounds if (one.place, one.cause) == (place, cause)]
+        times = [one.seconds for one in these]
+        how = dict.fromkeys(word.partition(" ")[2] for one in these for word in one.ended)
+        left = sum(len(one.left) for one in these)
+        rows.append(
+            (place, cause, len(these), f"{statistics.median(times):.2f}", f"{max(times):.2f}", left, "; ".join(how))
+        )
+    return table(("others are", "rank 1", "rounds", "median s", "longest s", "left", "how they ended"), rows)
+
+
+def _round(place: str, cause: str, options: argparse.Namespace) -> Round:
+    mixed = ("collective", "", "backward", "loader", "layers", "reading")
+    places = [mixed[rank % len(mixed)] if place == "mixed" else place for rank in range(options.ranks)]
+    with tempfile.TemporaryDirectory() as base:
+        folder = Path(base)
+        words = [",".join(places), cause, str(folder), f"--timeout={options.timeout}", f"--patience={options.patience}"]
+        started = _start(words + ["--hard-stop"] * (not options.soft), folder, options)
+        began = _wait_for_start(folder, started)
+        members = {pid for process in started for pid in family(process.pid)}
+        ends: dict[int, float] = {}
+        ranks = [int((folder / f"pid-{rank}").read_text()) for rank in range(options.ranks)]
+        deadline = began + options.timeout + 30
+        while len(ends) < len(ranks) and time.monotonic() < deadline:
+            ends |= {pid: time.monotonic() for pid in ranks if pid not in ends and not alive(pid)}
+            members |= {pid for rank in ranks if rank not in ends for pid in family(rank)}
+            time.sleep(0.01)
+        for process in started:
+            if not options.torchrun and not alive(process.pid):
+                process.wait()
+        time.sleep(0.2)
+        left = tuple(sorted(pid for pid in members if alive(pid) and (not options.torchrun or pid != started[0].pid)))
+        for pid in left:
+            os.kill(pid, 9)
+        codes = tuple(process.wait() for process in started)
+        said = _said(folder, options)
+        if options.show:
+            print("\n".join(f"--- rank {rank}\n{text}" for rank, text in enumerate(said)), flush=True)
+        return Round(
+            place,
+            cause,
+            max(ends.values(), default=deadline) - began if len(ends) == len(ranks) else deadline - began,
+            codes,
+            tuple(_how(rank, codes, said) for rank in range(options.ranks)),
+            left,
+            tuple(rank for rank, text in enumerate(said) if _SAYS[cause] not in text and not _mute(rank, cause)),
+        )
+
+
+def _mute(rank: int, cause: str) -> bool:
+    """Whether a rank cannot say anything."""
+    return rank == CULPRIT and cause in ("killed", "stopped")
+
+
+def _start(words: list[str], folder: Path, options: argparse.Namespace) -> list[subprocess.Popen[bytes]]:
+    module = ["-m", "benchmarks.halting_rank", *words]
+    if options.torchrun:
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks)]
+        launcher += ["--log-dir", str(folder / "logs"), "--redirects", "2"]
+        with (folder / "launcher").open("wb") as file:
+            return [subprocess.Popen([sys.executable, *launcher, *module], stdout=file, stderr=file)]
+    # Held here, as a launcher holds it: no rank is more needed than another.
+    store = TCPStore("localhost", 0, None, is_master=True, wait_for_workers=False)
+    options.store = store
+    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    found = []
+    for rank in range(options.ranks):
+        environment = {**os.environ, **address, "RANK": str(rank), "WORLD_SIZE": str(options.ranks)}
+        with (folder / f"said-{rank}").open("wb") as file:
+            found.append(subprocess.Popen([sys.executable, *module], env=environment, stdout=file, stderr=file))
+    return found
+
+
+def _wait_for_start(folder: Path, started: list[subprocess.Popen[bytes]]) -> float:
+    while not (folder / "began").exists() or not (folder / "began").read_text():
+        if any(process.poll() is not None for process in started):
+            for process in started:
+                process.kill()
+            raise RuntimeError("\n".join(path.read_text() for path in sorted(folder.glob("said-*"))))
+        time.sleep(0.005)
+    return float((folder / "began").read_text())
+
+
+def _said(folder: Path, options: argparse.Namespace) -> list[str]:
+    if not options.torchrun:
+        return [(folder / f"said-{rank}").read_text() for rank in range(options.ranks)]
+    # The launcher ends the other ranks as soon as it sees one gone: what counts is what it names as the cause.
+    text = (folder / "launcher").read_text()
+    return [text.partition("Root Cause")[2]] * options.ranks
+
+
+def _how(rank: int, codes: Sequence[int], said: Sequence[str]) -> str:
+    if len(codes) == 1:
+        return f"{rank}: by the launcher"
+    text = said[rank]
+    word = "ended by its own thread" if "  ended    rank" in text else "raised" if "Traceback" in text else "was ended"
+    return f"{rank}: {word}, exit {codes[rank]}"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
