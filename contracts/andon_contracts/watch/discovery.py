@@ -48,6 +48,12 @@ def trained_by(optimizer: torch.optim.Optimizer) -> tuple[nn.Module, list[torch.
     return model, sorted(found, key=lambda each: min(_places(each, place), default=len(place)))
 
 
+def outermost(model: nn.Module) -> nn.Module:
+    """The outermost module that holds `model`, the one that reduces its gradients where there is one."""
+    held = {id(parameter) for parameter in model.parameters()}
+    return max(_roots(held), key=lambda root: _merit(root, held), default=model)
+
+
 def _first(pair: tuple[int, object]) -> int:
     return pair[0]
 

@@ -1,0 +1,50 @@
+"""`andon.watch` for the `Trainer` of Lightning.
+
+Trainer(callbacks=[WatchCallback(action="raise", ids=lambda batch: batch["ids"])], ...)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from andon_contracts.watch import Watch, watch
+
+
+class WatchCallback(Callback):  # type: ignore[misc, unused-ignore]
+    """Watches every update of `Trainer.fit`. `watch` is the open watch, None before and after training."""
+
+    def __init__(self, *, ids: Callable[[Any], Sequence[int] | torch.Tensor] | None = None, **options: Any) -> None:
+        """ids: from a batch to the ids of its rows. options: those of `andon.watch`."""
+        self.watch: Watch | None = None
+        self._ids = ids
+        self._options = options
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Open the watch, on every rank, after `trainer.global_step` updates."""
+        start = {"start": trainer.global_step} if trainer.global_step else {}
+        model = trainer.strategy.model or pl_module
+        self.watch = watch(model, trainer.optimizers, **{**start, **self._options})
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Tell which rows come."""
+        if self.watch is not None and self._ids is not None:
+            self.watch.batch(self._ids(batch))
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Close it."""
+        self._close()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Close it, and let the other ranks know why this one stops."""
+        if self.watch is not None:
+            self.watch.__exit__(type(exception), exception, exception.__traceback__)
+            self.watch = None
+
+    def _close(self) -> None:
+        if self.watch is not None:
+            self.watch.close()
+            self.watch = None

@@ -1,0 +1,82 @@
+"""`andon.watch` for the `Trainer` of transformers.
+
+    callback = WatchCallback(action="raise")
+    Trainer(model, arguments, callbacks=[callback], ...)
+
+Callbacks do not see batches. Which rows were trained on is told by the collator, for a data set whose rows carry an
+id: `Trainer(..., data_collator=callback.collator(inner), callbacks=[callback])`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from andon_contracts.watch import Watch, watch
+from andon_contracts.watch.discovery import outermost
+
+_BATCH_KEY = "andon_ids"
+
+
+@dataclass(frozen=True)
+class WithIds:
+    """A collator that passes the ids of the rows on with the batch. Can be pickled if `inner` can."""
+
+    inner: Callable[[list[dict[str, Any]]], Mapping[str, Any]]
+    column: str
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The batch of `inner`, from rows without their ids, and the ids beside it."""
+        plain = [{name: value for name, value in row.items() if name != self.column} for row in rows]
+        return {**self.inner(plain), _BATCH_KEY: torch.tensor([int(row[self.column]) for row in rows])}
+
+
+class WatchCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
+    """Watches every update of `Trainer.train`. `watch` is the open watch, None before and after training."""
+
+    def __init__(self, *, ids: str | None = None, **options: Any) -> None:
+        """ids: the column of the rows that holds their id, for `collator`. options: those of `andon.watch`."""
+        self.watch: Watch | None = None
+        self._ids = ids
+        self._options = options
+
+    def collator(self, inner: Callable[[list[dict[str, Any]]], Mapping[str, Any]]) -> WithIds:
+        """`inner` with the ids of rows told to the watch. Raises `ValueError` without `ids`."""
+        if self._ids is None:
+            raise ValueError("WatchCallback(ids=) must name the column that holds the id of a row")
+        return WithIds(inner, self._ids)
+
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
+        """The trainer is made: from now on its model finds ids in a batch, which it must not be given."""
+        if self._ids is None:
+            return
+        if args.remove_unused_columns:
+            raise ValueError(f"the column {self._ids!r} is removed: TrainingArguments(remove_unused_columns=False)")
+        model: nn.Module = given["model"]
+        model.register_forward_pre_hook(self._take_ids, with_kwargs=True)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        """Open the watch, on every rank, after `state.global_step` updates."""
+        start = {"start": state.global_step} if state.global_step else {}
+        self.watch = watch(outermost(given["model"]), given["optimizer"], **{**start, **self._options})
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Close it."""
+        if self.watch is not None:
+            self.watch.close()
+            self.watch = None
+
+    def _take_ids(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        ids = kwargs.pop(_BATCH_KEY, None)
+        if ids is None:
+            return None
+        if self.watch is not None and model.training and torch.is_grad_enabled():
+            self.watch.batch(ids)
+        return args, kwargs

@@ -1,0 +1,144 @@
+"""Every example runs on two ranks: its watch sees all of it, finds nothing, and would find a fault."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import runpy
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from andon.run.ledger import read_ledger
+from andon_contracts.record import Broken, End, Record, Step
+from andon_falsify.verdict import Outcome
+from andon_falsify.verification import read_run, verify
+from tests.support.ranks import run_ranks
+
+FOLDER = Path(__file__).parents[2] / "examples" / "watch"
+STEPS, FLIPPED = 8, 3
+NEEDS = {
+    "ddp": (),
+    "fsdp2": (),
+    "accelerate_loop": ("accelerate",),
+    "fabric_loop": ("lightning",),
+    "lightning_callback": ("lightning",),
+    "hf_trainer": ("transformers", "accelerate"),
+}
+"""Each example, and the packages that it needs."""
+TOGETHER = (("ddp", "fsdp2"), ("accelerate_loop",), ("fabric_loop", "lightning_callback"), ("hf_trainer",))
+"""Those that share processes, since a library is imported once in each."""
+TELLS_ROWS = frozenset(NEEDS) - {"fsdp2"}
+
+
+def absent(name: str) -> str:
+    """The packages that the example needs and that are not installed."""
+    return ", ".join(package for package in NEEDS[name] if importlib.util.find_spec(package) is None)
+
+
+@contextmanager
+def launched(port: int, ledger: Path) -> Iterator[None]:
+    """What torchrun says to a rank; `port` is that of the launcher's store."""
+    rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    os.environ |= {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": "0", "MASTER_ADDR": "localhost"}
+    os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "examples"}
+    os.environ["ANDON_LEDGER"] = str(ledger)
+    if "accelerate.state" in sys.modules:  # it remembers the group of the run before
+        state: Any = sys.modules["accelerate.state"]
+        state.AcceleratorState._reset_state()
+        state.PartialState._reset_state()
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def flip() -> torch.utils.hooks.RemovableHandle:
+    """Rank 1 loses a bit of its first trained tensor after update FLIPPED, as a faulty memory would."""
+    seen: list[object] = []
+
+    def hook(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        seen.append(optimizer)
+        if len(seen) == FLIPPED and os.environ["RANK"] == "1":
+            first = optimizer.param_groups[0]["params"][0]
+            getattr(first, "to_local", lambda: first)().data.view(torch.int32).view(-1)[0] ^= 1 << 20
+
+    return register_optimizer_step_post_hook(hook)
+
+
+def _run(names: tuple[str, ...], ports: Sequence[int], folder: str) -> None:
+    os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
+    dist.destroy_process_group()
+    with Path(folder, f"{names[0]}.{os.environ['RANK']}").open("w") as said:
+        os.dup2(said.fileno(), 2)
+        runs = [(name, broken) for name in names for broken in (False, True)]
+        for port, (name, broken) in zip(ports, runs, strict=True):
+            with launched(port, Path(folder, f"{name}{'-flipped' * broken}.jsonl")):
+                handle = flip() if broken else None
+                runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
+                if handle is not None:
+                    handle.remove()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # for the end of a rank of ours
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """By example that could run, the folder with its ledgers and what its ranks said."""
+    found = {}
+    for names in TOGETHER:
+        if able := tuple(name for name in names if not absent(name)):
+            folder = tmp_path_factory.mktemp(able[0])
+            # One for each run: a second group on one store would meet the addresses of the first.
+            stores = [
+                dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False) for _ in range(2 * len(able))
+            ]
+            for outcome in run_ranks(2, _run, able, [store.port for store in stores], str(folder)):
+                outcome.get()
+            found |= dict.fromkeys(able, folder)
+    return found
+
+
+def records_of(ran: dict[str, Path], name: str, kind: str = "") -> list[Record]:
+    """The ledger of an example, whole."""
+    if missing := absent(name):
+        pytest.skip(f"needs {missing}")
+    return list(read_ledger(ran[name] / f"{name}{kind}.jsonl"))
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_an_example_is_watched_from_its_first_update_to_its_last(ran: dict[str, Path], name: str) -> None:
+    """The ledger has every update and an end, the watch finds nothing, and the checkers hold what it says."""
+    *records, end = records_of(ran, name)
+    assert not any(isinstance(record, Broken) for record in records)
+    steps = [record for record in records if isinstance(record, Step)]
+    assert [(step.step, step.world, len(step.ranks)) for step in steps] == [(n, 2, 2) for n in range(1, STEPS + 1)]
+    assert isinstance(end, End)
+    assert (end.reason, end.step) == ("finished", STEPS)
+    assert all(step.gradient_at is None for step in steps), "clipping was not seen"
+    verdicts = {verdict.claim: verdict.outcome for verdict in verify([read_run(ran[name] / f"{name}.jsonl")])}
+    assert verdicts["replicas-agree"] is (Outcome.NOT_APPLICABLE if name == "fsdp2" else Outcome.HOLDS)
+    assert verdicts["samples-once"] is (Outcome.HOLDS if name in TELLS_ROWS else Outcome.NOT_APPLICABLE)
+    assert Outcome.FALSIFIED not in verdicts.values()
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_an_example_that_loses_a_bit_is_caught(ran: dict[str, Path], name: str) -> None:
+    """A bit that one rank loses is found with the next update; of shards without a replica nobody can tell."""
+    broken = [record for record in records_of(ran, name, "-flipped") if isinstance(record, Broken)]
+    if name == "fsdp2":
+        assert broken == []
+        return
+    assert (broken[0].clause, broken[0].step) == ("replicas-agree", FLIPPED + 1)
+
+
+def test_every_example_is_tried() -> None:
+    """None is forgotten here, and each is named in the documentation."""
+    assert {path.stem for path in FOLDER.glob("*.py")} == set(NEEDS) == {name for group in TOGETHER for name in group}
+    text = (FOLDER.parents[1] / "docs" / "watch.md").read_text(encoding="utf-8")
+    assert [name for name in NEEDS if f"examples/watch/{name}.py" not in text] == []
