@@ -6,7 +6,7 @@ import datetime
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -86,15 +86,33 @@ def watch(
         every=every, plan=plan, rows=rows, contents=contents, start=start,
         updates=updates, hard_stop=hard_stop,
     )  # fmt: skip
-    exchange = Exchange(GroupGather(own_group(group, timeout), WIDTH))
-    path = ledger_path(ledger, _first_rank(group)) if exchange.rank == 0 else None
-    optimizers = [_unwrapped(each) for each in _listed(optimizer)]
+    place = _Place(group, replicate, timeout, patience)
+    return _opened(model, _listed(optimizer), settings, place, ledger)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """The ranks of a watch, those that hold the same of them, and how long they wait for each other."""
+
+    group: dist.ProcessGroup | None
+    replicate: Replicate | None
+    timeout: datetime.timedelta
+    patience: datetime.timedelta
+
+
+def _opened(
+    model: nn.Module, given: Sequence[Any], settings: Settings, place: _Place, ledger: str | os.PathLike[str] | None
+) -> Watch:
+    """A watch as `watch` describes it, with `settings`."""
+    exchange = Exchange(GroupGather(own_group(place.group, place.timeout), WIDTH))
+    path = ledger_path(ledger, _first_rank(place.group)) if exchange.rank == 0 else None
+    optimizers = [_unwrapped(each) for each in given]
     problems = _wrong_types(model, optimizers)
     subject = None if problems else Subject(model, optimizers, settings.trainable, settings.tied)
     if subject is not None:
         problems = settings.problems(subject) + _conflicts(model, optimizers, exchange)
-    part = _part(subject, replicate, exchange.rank, problems)
-    file = _opened_ledger(path, start, problems)
+    part = _part(subject, place.replicate, exchange.rank, problems)
+    file = _opened_ledger(path, settings.start, problems)
     try:
         seen = _agreed(exchange, problems, settings.digest(), {"records": int(file is not None), **part})
         replicas = replicas_of([o.values["part"] for o in seen], [o.values["copies"] for o in seen])
@@ -104,7 +122,7 @@ def watch(
         raise
     assert subject is not None
     settings = replace(settings, recording=bool(seen[0].values["records"]))
-    cord = _cord(exchange, hard_stop, patience, group)
+    cord = _cord(exchange, settings.hard_stop, place.patience, place.group)
     opened = Watch(model, subject, optimizers, settings, exchange, replicas, cord, file)
     for each in optimizers:
         _open[each] = opened
