@@ -31,23 +31,29 @@ class PlainLoop:
         self.optimizer = optimizer(case, self.model.parameters())
         self.rows = dataset(case)
         self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.weights = None if case.class_weights is None else torch.tensor(case.class_weights)
         self.done = 0
 
     def train(self, told: Told) -> None:
         """See `Loop.train`."""
         for update, batch in enumerate(self._batches(), start=1):
-            if update <= self.done:
-                continue
-            mine = batch[dist.get_rank() :: dist.get_world_size()]
-            total = torch.zeros(())
-            for piece in _cut(mine, self.case.local_batch):
-                loss = self._loss_sum(piece) / len(batch)
-                loss.backward()  # type: ignore[no-untyped-call]
-                total += loss.detach()
-            self._add_over_ranks(total)
-            told.loss(total)
-            self._apply()
-            self.done = update
+            if update > self.done:
+                told.loss(self._update(batch))
+                self.done = update
+
+    def _update(self, batch: list[int]) -> Tensor:
+        """One update with the rows `batch`, the same on every rank; their mean loss."""
+        total = torch.zeros(())
+        for piece in _cut(self._mine(batch), self.case.local_batch):
+            loss = self._loss_sum(piece) / len(batch)
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        self._add_over_ranks(total)
+        self._apply()
+        return total
+
+    def _mine(self, batch: list[int]) -> list[int]:
+        return batch[dist.get_rank() :: dist.get_world_size()]
 
     def _batches(self) -> Iterator[list[int]]:
         """The global batches of all epochs, the same on every rank and for every number of ranks."""
@@ -61,7 +67,7 @@ class PlainLoop:
     def _loss_sum(self, ids: Sequence[int]) -> Tensor:
         batch = collate([self.rows[row] for row in ids])
         labels = batch.pop("labels")
-        return cross_entropy(self.model(**batch).logits, labels, reduction="sum")
+        return cross_entropy(self.model(**batch).logits, labels, self.weights, reduction="sum")
 
     def _add_over_ranks(self, total: Tensor) -> None:
         """The sums over all ranks, in place; a rank without rows adds 0."""
@@ -88,7 +94,7 @@ class PlainLoop:
             batch = collate([self.rows[row] for row in piece])
             labels = batch.pop("labels")
             logits = self.model(**batch).logits
-            sums[0] += cross_entropy(logits, labels, reduction="sum")
+            sums[0] += cross_entropy(logits, labels, self.weights, reduction="sum")
             sums[1] += (logits.argmax(-1) == labels).sum()
         dist.all_reduce(sums)
         self.model.train()
