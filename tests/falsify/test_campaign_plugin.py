@@ -63,7 +63,7 @@ def test_a_subject_is_judged_claim_by_claim(tmp_path: Path) -> None:
         {name.partition(": ")[2].removesuffix("]"): case for name, case in cases.items() if f"world {world} " in name}
         for world in (2, 3)
     )
-    assert len(on_two) == len(on_three) == 13
+    assert len(on_two) == len(on_three) == 14
     assert all("killed by SIGKILL" in (case.findtext("failure") or "") for case in on_three.values())
     assert [name for name, case in on_two.items() if case.find("failure") is not None] == []
     skipped = {name: case.find("skipped") for name, case in on_two.items()}
@@ -71,7 +71,7 @@ def test_a_subject_is_judged_claim_by_claim(tmp_path: Path) -> None:
     assert list(reasons) == ["evaluation-law"]
     assert "does not evaluate" in reasons["evaluation-law"]
     assert "claims, " in done.stdout
-    assert " 13 unknown" in done.stdout
+    assert " 14 unknown" in done.stdout
 
 
 @pytest.mark.skipif(not INSTALLED, reason="Andon is not installed, so that pytest knows nothing of its entry point")

@@ -50,7 +50,7 @@ def test_a_right_loop_holds_on_every_claim(pools: RankPools, case: Case, others:
     """No claim is falsified or unknown, on ragged batches, and what does not apply says why."""
     found = judge_loop(LoopSubject(f"{PEERS}.plain:make", pools=pools), case, others)
     open_ = {"same-everywhere"} if not others else set()
-    alone = {"replicas-agree", "layout-equal"} if case.world == 1 else set()
+    alone = {"replicas-agree", "layout-equal", "randomness-apart"} if case.world == 1 else set()
     assert {name: str(verdict) for name, verdict in found.items() if verdict.outcome is not Outcome.HOLDS}.keys() == (
         open_ | alone
     )

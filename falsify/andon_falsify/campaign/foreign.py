@@ -8,6 +8,7 @@ from andon_falsify.campaign.blame import blame
 from andon_falsify.campaign.trial import HALT, LAW, RESUME, Trial
 from andon_falsify.checkers import halts, resume_equal, same_everywhere
 from andon_falsify.loops import verdicts as loops
+from andon_falsify.loops.drawing import RANDOMNESS
 from andon_falsify.loops.sameness import across
 from andon_falsify.subjects.case import Case, Poison
 from andon_falsify.subjects.protocol import Remembering, Subject
@@ -32,7 +33,7 @@ class LoopBench:
         self.claims: tuple[Claim, ...] = loops.CLAIMS
         one_run = frozenset(claim.name for claim in loops.ONE_RUN)
         self.kinds: Mapping[str, frozenset[str]] = {
-            LAW: one_run | {same_everywhere.CLAIM.name},
+            LAW: one_run | {same_everywhere.CLAIM.name, RANDOMNESS.name},
             HALT: frozenset({halts.CLAIM.name}),
             RESUME: frozenset({resume_equal.CLAIM.name}),
         }
@@ -65,7 +66,10 @@ class LoopBench:
         if trial.kind == RESUME:
             after = trial.case.stop_after or 0
             return {resume_equal.CLAIM.name: judge(resume_equal.CLAIM, loops.resuming, self._loop, trace, after)}
-        return loops.verdicts(trace) | {same_everywhere.CLAIM.name: self._elsewhere(trace)}
+        return loops.verdicts(trace) | {
+            same_everywhere.CLAIM.name: self._elsewhere(trace),
+            RANDOMNESS.name: judge(RANDOMNESS, loops.drawing, self._loop, trace),
+        }
 
     def _elsewhere(self, trace: Trace) -> Verdict:
         """The same global batches on one rank: at once, or row by row where the trace is of just that."""

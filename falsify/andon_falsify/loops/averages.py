@@ -8,10 +8,11 @@ from math import hypot
 from andon_falsify.checkers import gradient_law, losses_close
 from andon_falsify.loops.explain import Comparison, compare
 from andon_falsify.loops.law import LoopLaw, laws, mean
+from andon_falsify.loops.trainable import left_out
 from andon_falsify.reference.update import clip, global_norm
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.trace import Trace
-from andon_falsify.verdict import Counterexample, Outcome, Verdict, merge, not_applicable, unknown
+from andon_falsify.verdict import Counterexample, Outcome, Verdict, conclude, merge, not_applicable, unknown
 
 GRADIENT_TOLERANCE = 2e-5
 """Relative L2 per tensor; ten times what our own trainer is allowed, for means of means of fp32 losses."""
@@ -40,6 +41,9 @@ def gradients(law: LoopLaw) -> Verdict:
     if law.why_not:
         return not_applicable(claim, law.why_not)
     found = [_gradient(law, step) for step, _ in laws(law)]
+    lost = list(left_out(law))
+    if lost:
+        found.append(conclude(claim, 1, lost))
     if law.unknown_updates:
         found.append(unknown(claim, f"the rows of update {min(law.unknown_updates)} are not all known"))
     if not found:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from andon_falsify.loops.observer import CutOff, Observer
 from andon_falsify.loops.ownlaw import own_law
 from andon_falsify.loops.parameters import is_sharded, kept, trained, unwrapped, whole
-from andon_falsify.loops.protocol import Evaluates, Loop, Recomputes, Restores, Schedules
+from andon_falsify.loops.protocol import Decays, Evaluates, Loop, Recomputes, Restores, Schedules
 from andon_falsify.loops.sightings import LoopSightings
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.trace import Reported, digest
@@ -144,6 +144,8 @@ def _finish(loop: Loop, case: Case, seen: LoopSightings) -> None:
     seen.frozen[rank] = (seen.frozen[rank][0], digest(kept(model)))
     if isinstance(loop, Schedules):
         seen.rates = {step: float(loop.rate(step)) for step in seen.made}
+    if isinstance(loop, Decays):
+        seen.decays = {name: float(loop.decay(name)) for name in weights}
     seen.reported = [_reported(seen, step) for step in sorted(seen.made)]
     if isinstance(loop, Recomputes) and seen.violation is None:
         seen.own_law = own_law(loop, model, case, seen)

@@ -21,20 +21,17 @@ TOLERANCE = 1e-5
 
 
 def evaluation(law: LoopLaw) -> Verdict:
-    """Rank 0's report after the last update against the reference's, from rank 0's weights then.
+    """Rank 0's report after the training against the reference's, from rank 0's weights then, without dropout.
 
     The accuracy is a count: it must be exact, but for rows whose two best classes are as near as rounding.
     """
     seen = law.first.evaluation
     if "evaluates" not in law.first.claims:
         return not_applicable(EVALUATION, "the loop does not evaluate (`evaluate`)")
-    if "recomputes" in law.first.claims:
-        return not_applicable(EVALUATION, "the model is the loop's own, and the reference does not know it")
-    if law.why_not:
-        return not_applicable(EVALUATION, law.why_not)
+    if law.why_no_model:
+        return not_applicable(EVALUATION, law.why_no_model)
     rows = tuple(range(len(law.case.rows)))
-    last = max(step for step, values in law.first.values.items() if values.weights)
-    weights = {**law.before(1), **law.after(last)}
+    weights = law.before(1 + max(step for step, values in law.first.values.items() if values.weights))
     loss = float(law.row_losses(weights, rows).mean())
     found, checked = [], 0
     if "loss" in seen:

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from andon_falsify.compliance.law import Reference, piece_of, short_name
 from andon_falsify.loops.sightings import Law, LoopSightings, first_of
@@ -36,17 +36,36 @@ class LoopLaw:
 
     @cached_property
     def why_not(self) -> str:
-        """Why nothing can be computed for this trace, or ""."""
+        """Why no gradient can be computed for this trace, or ""."""
+        if "recomputes" in self.first.claims and not self.why_no_weights:
+            return "" if self.first.own_law else "the loop's own forward pass gave no law"
+        if self.case.dropout:
+            return "the case has dropout, and the masks of a foreign loop are not known"
+        return self.why_no_model
+
+    @cached_property
+    def why_no_model(self) -> str:
+        """Why the reference knows nothing of the model of this trace, or ""."""
+        if self.why_no_weights:
+            return self.why_no_weights
+        if "recomputes" in self.first.claims:
+            return "the model is the loop's own, and the reference does not know it"
+        if digest(self.first.state) != digest(self.plain.state_dict()):
+            return "the loop trains another model than the case's (andon_falsify.model), and has no `loss_sum`"
+        return ""
+
+    @cached_property
+    def plain(self) -> nn.Module:
+        """The case's model before training."""
+        return model(self.case)
+
+    @property
+    def why_no_weights(self) -> str:
+        """Why the weights of this trace are not known, or ""."""
         if not self.case.values:
             return "values were not recorded"
         if self.first.resumed_from:
             return "the run took up another one, whose weights are not at hand"
-        if "recomputes" in self.first.claims:
-            return "" if self.first.own_law else "the loop's own forward pass gave no law"
-        if self.case.dropout:
-            return "the case has dropout, and the masks of a foreign loop are not known"
-        if digest(self.first.state) != digest(model(self.case).state_dict()):
-            return "the loop trains another model than the case's (andon_falsify.model), and has no `loss_sum`"
         return ""
 
     @property
@@ -78,11 +97,15 @@ class LoopLaw:
         return [part.of(part.ranks[0], step).leaves for part in self.parts]
 
     def before(self, step: int) -> dict[str, Tensor]:
-        """Rank 0's weights before `step` by canonical name, those that do not train included, in float64."""
-        return self._reference.before(step)
+        """Rank 0's weights before `step` by canonical name, those that do not train included, in float64.
+
+        Those that its first forward pass had; of the step behind the last, those that the run ended with.
+        """
+        moved = self.first.moved.get(step, {})
+        return self._reference.before(step) | {short_name(name): tensor.double() for name, tensor in moved.items()}
 
     def after(self, step: int) -> dict[str, Tensor]:
-        """Rank 0's trained weights after `step` by canonical name, in float64."""
+        """Rank 0's trained weights right after `step` by canonical name, in float64."""
         return {short_name(name): tensor.double() for name, tensor in self.first.values[step].weights.items()}
 
     def seen(self, step: int) -> dict[str, Tensor]:

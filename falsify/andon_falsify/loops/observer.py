@@ -2,7 +2,9 @@
 
 Nothing is asked of the loop but its model. An update is a step of an optimizer that holds parameters of that model.
 The gradient is read before torch's clipping where that is called, else as the optimizer gets it. (An optimizer that
-takes a closure computes its gradient after it was read; such loops cannot be judged here.)
+takes a closure computes its gradient after it was read; such loops cannot be judged here.) What an update leaves is
+read twice: behind the step, and where it is next needed (a forward pass, a step, the end), since a loop may broadcast
+its weights in between.
 """
 
 from __future__ import annotations
@@ -18,7 +20,16 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from andon_falsify.loops.clipping import clipping_seen
 from andon_falsify.loops.content import Recogniser, arguments_of
-from andon_falsify.loops.parameters import gradients, groups_of, state_of, trained, unwrapped, whole
+from andon_falsify.loops.drawing import Draws
+from andon_falsify.loops.parameters import (
+    gradients,
+    groups_of,
+    optimizer_digest,
+    running,
+    trained,
+    unwrapped,
+    whole,
+)
 from andon_falsify.loops.protocol import Loop, Restores
 from andon_falsify.loops.sightings import LoopSightings, Made, Stranger
 from andon_falsify.subjects.case import Case
@@ -45,6 +56,10 @@ class Observer:
         self._unclipped: dict[str, Tensor] | None = None
         self._norm: float | None = None
         self._open: list[int] = []
+        self._stepped: torch.optim.Optimizer | None = None
+        self._settled = False
+        """Whether what the last update left was read where it is needed."""
+        self._draws = Draws(seen, self._rank)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -53,6 +68,7 @@ class Observer:
         with ExitStack() as stack:
             for handle in (
                 inner.register_forward_pre_hook(self._forward, with_kwargs=True),
+                inner.register_forward_hook(self._draws.after_forward),
                 register_optimizer_step_pre_hook(self._before_step),
                 register_optimizer_step_post_hook(self._after_step),
             ):
@@ -81,7 +97,9 @@ class Observer:
         if not self._between:
             sight = seen.of(self._rank, self._step + 1)
             seen.leftover += [row for leaf in sight.leaves for row in leaf]
-        elif self._due:
+            return
+        self._settle()
+        if self._due:
             self._keep()
 
     def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -100,9 +118,14 @@ class Observer:
             self._seen.rowless.append(step)
         self._seen.strangers += [Stranger(step, self._rank, text) for text in ids or () if isinstance(text, str)]
         self._seen.of(self._rank, step).leaves.append(tuple(known))
+        self._draws.before_forward(step)
 
     def _begin(self) -> None:
         """The first forward pass of an update: the place to save the last one, or to poison this one."""
+        self._settle()
+        statistics = running(unwrapped(self._loop.model))
+        if statistics:
+            self._seen.running[self._rank, self._step + 1] = digest(statistics)
         if self._due:
             self._keep()
         if self._case.stop_after == self._step > 0:
@@ -111,6 +134,23 @@ class Observer:
         poison = self._case.poison
         if poison is not None and poison.step == self._step + 1 and poison.leaf % self._case.world == self._rank:
             self._poison(float("inf") if poison.kind == "inf" else float("nan"))
+
+    def _settle(self) -> None:
+        """What the last update, or the start, really left: of shards nothing, since that would be collective."""
+        if self._settled or self._seen.sharded:
+            return
+        self._settled = True
+        seen, step, parameters = self._seen, self._step, trained(unwrapped(self._loop.model))
+        weights = {name: whole(parameter) for name, parameter in parameters.items()}
+        left = digest(weights)
+        before = seen.of(self._rank, step).weights if self._stepped is not None else seen.start[self._rank]
+        if self._stepped is not None:
+            sight = seen.of(self._rank, step)
+            sight.weights, sight.optimizer = left, optimizer_digest(self._stepped, parameters)
+        else:
+            seen.start[self._rank] = left
+        if left != before and self._rank == 0 and self._case.values:
+            seen.moved[step + 1] = weights
 
     @property
     def _due(self) -> bool:
@@ -149,6 +189,8 @@ class Observer:
             self._open.append(0)
             return
         self._open.append(id(optimizer))
+        if self._between:
+            self._settle()
         step = self._step + 1
         given = gradients(parameters)
         raw = given if self._unclipped is None else self._unclipped
@@ -166,9 +208,10 @@ class Observer:
         self._step += 1
         weights = {name: whole(parameter) for name, parameter in parameters.items()}
         sight = self._seen.of(self._rank, self._step)
-        sight.weights, sight.optimizer = digest(weights), digest(state_of(optimizer, parameters))
+        sight.weights, sight.optimizer = digest(weights), optimizer_digest(optimizer, parameters)
         if self._step in self._seen.values:
             self._seen.values[self._step] = Values(self._seen.values[self._step].gradients, weights)
+        self._stepped, self._settled = optimizer, False
         self._between, self._unclipped, self._norm = True, None, None
         if self._case.stop_after == self._step and not self._due:
             raise CutOff

@@ -29,6 +29,7 @@ def own_law(loop: Recomputes, model: nn.Module, case: Case, seen: LoopSightings)
         rows = sorted({row for steps in everyone for leaf in steps.get(step, ()) for row in leaf})
         if step - 1 in seen.values:
             exact.load_state_dict(seen.values[step - 1].weights, strict=False)
+        exact.load_state_dict(seen.moved.get(step, {}), strict=False)
         found[step] = _law(loop, exact, rows)
     return found
 

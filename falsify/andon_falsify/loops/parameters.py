@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from andon_falsify.loops.sightings import Group
+from andon_falsify.subjects.trace import digest
 
 _WRAPPERS = ("module", "_forward_module", "_original_module", "_orig_mod")
 _DELEGATES = ("DistributedDataParallel", "DataParallel", "OptimizedModule", "_FabricModule", "FullyShardedDataParallel")
@@ -50,6 +51,15 @@ def kept(model: nn.Module) -> dict[str, Tensor]:
     return frozen
 
 
+def running(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of the buffers of modules that keep running statistics."""
+    found: dict[str, Tensor] = {}
+    for prefix, module in model.named_modules():
+        if hasattr(module, "running_mean"):
+            found |= {name: whole(buffer) for name, buffer in module.named_buffers(prefix, recurse=False)}
+    return found
+
+
 def gradients(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     """Copies of the gradients that there are."""
     return {name: whole(p.grad) for name, p in parameters.items() if p.grad is not None}
@@ -75,6 +85,11 @@ def state_of(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Param
             if isinstance(value, Tensor):
                 found[f"{name}/{key}"] = whole(value).reshape(-1)
     return found
+
+
+def optimizer_digest(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> str:
+    """16 hexadecimal digits over `state_of`."""
+    return digest(state_of(optimizer, parameters))
 
 
 def _plain(value: Any) -> Any:

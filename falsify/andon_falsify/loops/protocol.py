@@ -82,6 +82,15 @@ class Schedules(Protocol):
 
 
 @runtime_checkable
+class Decays(Protocol):
+    """A loop that declares what decays; without it every group decays by `Case.weight_decay`, or not at all."""
+
+    def decay(self, name: str) -> float:
+        """The weight decay that the parameter `name` of the model is to have: a rule, not what the optimizer holds."""
+        ...
+
+
+@runtime_checkable
 class Recomputes(Protocol):
     """A loop over a model of its own: the law is taken from its forward pass, and the verdict says so."""
 

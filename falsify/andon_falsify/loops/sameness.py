@@ -110,7 +110,7 @@ def alike(claim: Claim, first: Trace, others: Sequence[Trace]) -> Verdict:
     found: list[Counterexample] = []
     checked, nearest = 0, 0.0
     for other, differing, distances in apart:
-        found += differing
+        found += [*differing, *_otherwise(first, other)]
         for step, distance in [] if differing else distances:
             allowed = max(FLOOR, MARGIN * held[step]) if step in held else UNMEASURED
             checked += 1
@@ -141,6 +141,24 @@ def _rows(first: Trace, other: Trace) -> Iterator[Counterexample]:
         wanted, made = (str(max(trace.seen.trajectory, default=0)) for trace in (first, other))
         if wanted != made:
             yield Counterexample("another number of updates", f"{_place(other)} against {_place(first)}", wanted, made)
+
+
+def _otherwise(first: Trace, other: Trace) -> Iterator[Counterexample]:
+    """Other tensors that train, and the first update at another rate: what makes weights part."""
+    names = [{name for name, _, _ in trace.first.layouts[0]} for trace in (first, other)]
+    if names[0] != names[1]:
+        odd = ", ".join(sorted(names[0] ^ names[1])[:3])
+        where = f"{_place(other)} against {_place(first)}"
+        yield Counterexample(
+            "other tensors train", where, f"{len(names[0])}", f"{len(names[1])} (without or with {odd})"
+        )
+    mine, theirs = (first_of(trace).made for trace in (first, other))
+    for step in sorted(mine.keys() & theirs.keys()):
+        if mine[step].rates != theirs[step].rates:
+            where = f"step {step}, {_place(other)} against {_place(first)}"
+            wanted, seen = (", ".join(f"{rate:.9g}" for rate in made[step].rates) for made in (mine, theirs))
+            yield Counterexample("another learning rate", where, wanted, seen)
+            return
 
 
 def _apart(first: Trace, other: Trace) -> Iterator[tuple[int, float]]:

@@ -31,7 +31,12 @@ class Made:
     @property
     def rate(self) -> float:
         """The learning rate of the first group."""
-        return float(self.groups[0].settings["lr"])
+        return self.rates[0]
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """The learning rate of every group."""
+        return tuple(float(group.settings["lr"]) for group in self.groups)
 
 
 @dataclass(frozen=True)
@@ -63,9 +68,21 @@ class LoopSightings(Sightings):
     """Updates with a forward pass whose rows could be neither recognised nor were told."""
     leftover: list[int] = field(default_factory=list)
     """Rows of forward passes after the last update."""
+    moved: dict[int, Tensors] = field(default_factory=dict)
+    """Rank 0's weights before an update where they are not those behind the step before; behind the last, at the end.
+
+    Of the first update, where they are not those that the run was described with.
+    """
+    running: dict[tuple[int, int], str] = field(default_factory=dict)
+    """Digest of the running statistics by rank and update, before its first forward pass, where there are any."""
+    draws: dict[tuple[int, int], str] = field(default_factory=dict)
+    """By rank and update: the state of torch's generator before the first forward pass that drew from it."""
     evaluated: list[int] = field(default_factory=list)
     evaluation: Mapping[str, float] = field(default_factory=dict)
     rates: dict[int, float] = field(default_factory=dict)
+    """The declared learning rate of each update."""
+    decays: dict[str, float] = field(default_factory=dict)
+    """The declared weight decay of each trained parameter."""
     claims: frozenset[str] = frozenset()
     sharded: bool = False
     architecture: str = ""

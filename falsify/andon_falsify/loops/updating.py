@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from andon_falsify.checkers.ratio import explain_ratio
 from andon_falsify.compliance.claims import UPDATE
 from andon_falsify.compliance.law import short_name
 from andon_falsify.loops.law import LoopLaw
 from andon_falsify.loops.sightings import Group, Made
-from andon_falsify.reference.update import AdamW, Law, Sgd, State, clip
+from andon_falsify.loops.trainable import without_optimizer
+from andon_falsify.reference.update import AdamW, Law, Sgd, State, clip, global_norm
 from andon_falsify.subjects.case import Case
 from andon_falsify.verdict import Counterexample, Verdict, conclude, not_applicable
 
@@ -22,19 +25,21 @@ _OFF = ("maximize", "amsgrad", "nesterov", "dampening")
 def updates(law: LoopLaw) -> Verdict:
     """Rank 0's weights after every update against one optimizer step with his own gradient, clipped once.
 
-    A group may decay less than the case says only by not decaying at all (biases and norms usually do not). The
-    distance may be a thousandth of the step and two roundings of the weights.
+    A group may decay less than the case says only by not decaying at all (biases and norms usually do not), unless the
+    loop declares what decays. The distance may be a thousandth of the step and two roundings of the weights. Between
+    updates weights may not change, and every tensor that trains is in the optimizer.
     """
     why = _cannot(law)
     if why:
         return not_applicable(UPDATE, why)
-    found, checked, states = [], 0, dict[tuple[str, ...], State]()
+    found, checked, states = list(without_optimizer(law)), 0, dict[tuple[str, ...], State]()
     for step in sorted(law.first.values):
         if not law.first.values[step].weights:
             continue
         made = law.first.made[step]
         where = f"step {step}"
-        found += [Counterexample(text, where, planned, held) for text, planned, held in _settings(made, law.case)]
+        found += [Counterexample(text, where, planned, held) for text, planned, held in _settings(made, law)]
+        found += [*_between(law, step), *_clipped_by(law, step)]
         before, after = law.before(step), law.after(step)
         given = {short_name(n): g.double() for n, g in law.first.values[step].gradients.items()}
         wanted = _stepped(made, before, clip(given, law.case.clip_norm)[0], states)
@@ -63,19 +68,57 @@ def _cannot(law: LoopLaw) -> str:
     return ""
 
 
-def _settings(made: Made, case: Case) -> Iterator[tuple[str, str, str]]:
-    """What the optimizer has otherwise than the case says: what, expected, seen."""
+def _between(law: LoopLaw, step: int) -> Iterator[Counterexample]:
+    """Rank 0's weights that are not those behind the update before, from which `step` starts."""
+    moved, held = law.first.moved.get(step, {}), law.first.values.get(step - 1)
+    if held is not None and held.weights:
+        names = [name for name, tensor in moved.items() if not torch.equal(tensor, held.weights[name])]
+        if names:
+            where = f"between steps {step - 1} and {step}"
+            what = f"{len(names)} tensors changed behind the optimizer's step"
+            yield Counterexample(what, where, "the weights that the update left", ", ".join(names[:3]))
+
+
+def _clipped_by(law: LoopLaw, step: int) -> Iterator[Counterexample]:
+    """A norm that torch's clip was given, and that is not the gradient's."""
+    given, norm = law.first.made[step].norm, global_norm(law.first.values[step].gradients)
+    if given is not None and norm and not abs(given - norm) <= 1e-4 * norm:
+        what, ratio = "clipped by another norm than the gradient's", given / norm
+        equals = explain_ratio(ratio, {"world": law.case.world, "accumulation": law.case.accumulation})
+        yield Counterexample(what, f"step {step}", f"{norm:.6g}", f"{given:.6g}", ratio, equals)
+
+
+def _settings(made: Made, law: LoopLaw) -> Iterator[tuple[str, str, str]]:
+    """What the optimizer has otherwise than the case, or the loop, says: what, expected, seen."""
+    case = law.case
     kind = {"adamw": "AdamW", "sgd": "SGD"}[case.optimizer]
     decay = any(group.settings.get("weight_decay") for group in made.groups)
     if made.optimizer != kind and not (made.optimizer == "Adam" and kind == "AdamW" and not decay):
         yield "another optimizer than the case's", kind, made.optimizer
+    yield from _declared_decays(made, law) if law.first.decays else _decays(made, case)
     for group in made.groups:
-        if group.settings.get("weight_decay", 0.0) not in (0.0, case.weight_decay):
-            yield "another weight decay", f"{case.weight_decay}", f"{group.settings['weight_decay']}"
         if "momentum" in group.settings and group.settings["momentum"] != case.momentum:
             yield "another momentum", f"{case.momentum}", f"{group.settings['momentum']}"
-    if case.weight_decay and not decay:
+
+
+def _decays(made: Made, case: Case) -> Iterator[tuple[str, str, str]]:
+    held = [float(group.settings.get("weight_decay", 0.0)) for group in made.groups]
+    yield from (
+        ("another weight decay", f"{case.weight_decay}", f"{each}")
+        for each in held
+        if each not in (0.0, case.weight_decay)
+    )
+    if case.weight_decay and not any(held):
         yield "no group decays its weights", f"weight decay {case.weight_decay}", "0"
+
+
+def _declared_decays(made: Made, law: LoopLaw) -> Iterator[tuple[str, str, str]]:
+    for group in made.groups:
+        held = float(group.settings.get("weight_decay", 0.0))
+        wrong = [name for name in group.names if law.first.decays[name] != held]
+        if wrong:
+            what = f"{len(wrong)} tensors decay otherwise than the loop declares, {wrong[0]} first"
+            yield what, f"{law.first.decays[wrong[0]]}", f"{held}"
 
 
 def _stepped(

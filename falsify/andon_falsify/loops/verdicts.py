@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,15 +19,18 @@ from andon_falsify.checkers import (
     samples_once,
     schedule,
 )
-from andon_falsify.compliance.claims import BASE, UPDATE, base_frozen, halted, layouts
+from andon_falsify.compliance.claims import BASE, UPDATE, halted, layouts
 from andon_falsify.compliance.resume import Resumed
+from andon_falsify.loops.agreeing import rates, replicas
 from andon_falsify.loops.averages import gradients, losses
+from andon_falsify.loops.drawing import RANDOMNESS, randomness, with_dropout
 from andon_falsify.loops.evaluating import EVALUATION, evaluation
 from andon_falsify.loops.law import LoopLaw
 from andon_falsify.loops.record import global_batch, planned_updates
 from andon_falsify.loops.sameness import across, alike
 from andon_falsify.loops.samples import samples
 from andon_falsify.loops.sightings import first_of
+from andon_falsify.loops.trainable import base
 from andon_falsify.loops.updating import updates
 from andon_falsify.subjects.case import Case, Poison
 from andon_falsify.subjects.protocol import Subject
@@ -36,7 +38,6 @@ from andon_falsify.subjects.trace import Trace
 from andon_falsify.verdict import (
     Claim,
     Counterexample,
-    Outcome,
     Verdict,
     conclude,
     judge,
@@ -60,8 +61,8 @@ ONE_RUN: tuple[Claim, ...] = (
     EVALUATION,
 )
 """What one run of a case decides."""
-MORE_RUNS: tuple[Claim, ...] = (same_everywhere.CLAIM, resume_equal.CLAIM, halts.CLAIM)
-"""What needs further runs: `across`, `resuming`, `halting`."""
+MORE_RUNS: tuple[Claim, ...] = (same_everywhere.CLAIM, resume_equal.CLAIM, halts.CLAIM, RANDOMNESS)
+"""What needs further runs: `across`, `resuming`, `halting`, `drawing`."""
 CLAIMS: tuple[Claim, ...] = (*ONE_RUN, *MORE_RUNS)
 """Every claim that is judged of a loop."""
 
@@ -73,14 +74,14 @@ def verdicts(trace: Trace) -> dict[str, Verdict]:
         return {claim.name: unknown(claim, why) for claim in ONE_RUN}
     law = LoopLaw(trace)
     checks: dict[Claim, Callable[[], Verdict]] = {
-        replicas_agree.CLAIM: partial(_replicas, trace),
+        replicas_agree.CLAIM: partial(replicas, trace),
         samples_once.CLAIM: partial(samples, law),
         gradient_law.CLAIM: partial(gradients, law),
         UPDATE: partial(updates, law),
         losses_close.CLAIM: partial(losses, law),
         loss_finite.CLAIM: partial(_finite, trace),
-        schedule.CLAIM: partial(_schedule, trace),
-        BASE: partial(base_frozen, trace),
+        schedule.CLAIM: partial(rates, trace),
+        BASE: partial(base, law),
         layout_equal.CLAIM: partial(layouts, trace),
         EVALUATION: partial(evaluation, law),
     }
@@ -96,38 +97,15 @@ def judge_loop(subject: Subject, case: Case, variants: Sequence[Case] = ()) -> d
             same_everywhere.CLAIM.name: _shortened(_everywhere(subject, trace, variants)),
             resume_equal.CLAIM.name: judge(resume_equal.CLAIM, resuming, subject, trace),
             halts.CLAIM.name: judge(halts.CLAIM, halting, subject, trace),
+            RANDOMNESS.name: judge(RANDOMNESS, drawing, subject, trace),
         }
     return found | {claim.name: unknown(claim, _failed(trace)) for claim in CLAIMS if claim.name not in found}
-
-
-def _replicas(trace: Trace) -> Verdict:
-    """Weights, optimizer state and gradient at every update, and what does not train at the end, on all ranks."""
-    if first_of(trace).sharded:
-        return not_applicable(replicas_agree.CLAIM, "the parameters are sharded: no rank has a replica")
-    verdict = replicas_agree.check(trace.seen)
-    ends = {rank: end for rank, (_, end) in trace.gathered("frozen").items() if end}
-    odd = [rank for rank, end in ends.items() if end != ends[0]]
-    if verdict.outcome is Outcome.NOT_APPLICABLE or not odd:
-        return verdict
-    where = f"ranks {', '.join(map(str, odd))}"
-    apart = Counterexample("frozen weights or buffers differ between ranks", where, ends[0], ends[odd[0]])
-    return merge([verdict, conclude(replicas_agree.CLAIM, len(ends), [apart])])
 
 
 def _finite(trace: Trace) -> Verdict:
     if not first_of(trace).told_losses:
         return not_applicable(loss_finite.CLAIM, "the loop tells no loss (told.loss)")
     return loss_finite.check(trace.seen)
-
-
-def _schedule(trace: Trace) -> Verdict:
-    """The declared rate of every update, or that of the case throughout."""
-    first = first_of(trace)
-    if "schedules" in first.claims:
-        return schedule.check(trace.seen, lambda step: first.rates.get(step, math.nan))
-    if len({made.rate for made in first.made.values()}) > 1:
-        return not_applicable(schedule.CLAIM, "the rate changes, and the loop declares no schedule (`rate`)")
-    return schedule.check(trace.seen, lambda _: trace.case.lr)
 
 
 def _everywhere(subject: Subject, trace: Trace, variants: Sequence[Case]) -> Verdict:
@@ -212,6 +190,13 @@ def halting(subject: Subject, trace: Trace) -> Verdict:
     if not any(getattr(part, "poisoned", False) for part in poisoned.parts):
         return unknown(halts.CLAIM, f"the NaN was never planted: the last rank had no row in update {poison.step}")
     return halted(poisoned)
+
+
+def drawing(subject: Subject, trace: Trace) -> Verdict:
+    """What the forward passes of `trace` draw, or where it has no dropout, those of one update of a case that has."""
+    if not trace.case.dropout and not trace.gathered("draws"):
+        trace = subject.run(with_dropout(trace.case))
+    return unknown(RANDOMNESS, _failed(trace)) if _failed(trace) else randomness(trace)
 
 
 def _failed(trace: Trace) -> str:

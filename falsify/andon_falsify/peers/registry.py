@@ -64,6 +64,7 @@ _MEANS = (
     "means of micro-batches are averaged, so that a row of a smaller one counts for more; a last window that is short "
     "is divided as if it were full"
 )
+_MASKS = "every rank is seeded alike, so that all draw the same dropout masks (huggingface/transformers#31412)"
 _DEPENDS = "which rows fill up an epoch, and how much a row counts, depend on the number of ranks"
 _AS_TAUGHT = {"samples-once": _TWICE, "gradient-law": _MEANS, "same-everywhere": _DEPENDS}
 _ACCELERATE = {"accelerate": "1.15.0"}
@@ -93,6 +94,7 @@ PEERS: Mapping[str, Peer] = {
                 "losses-close": "and so is the loss that is logged",
                 "evaluation-law": "eval_loss is multiplied by the world size",
                 "same-everywhere": "the factor is another one for another number of ranks",
+                "randomness-apart": _MASKS,
             },
         ),
         Peer(
@@ -103,6 +105,7 @@ PEERS: Mapping[str, Peer] = {
                 "samples-once": _TWICE,
                 "evaluation-law": "eval_loss counts the rows twice that fill up the last batch",
                 "same-everywhere": _DEPENDS,
+                "randomness-apart": _MASKS,
             },
         ),
         Peer(
