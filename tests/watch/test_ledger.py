@@ -7,6 +7,7 @@ import os
 import resource
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -81,11 +82,11 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=RATE)
 
 
-def expected(optimizer_of: object, *, clip: bool) -> list[tuple[float, float, float]]:
+def expected(optimizer_of: Any, *, clip: bool) -> list[tuple[float, float, float]]:
     """(loss, norm of the gradient before clipping, norm of the weights after) by one process in float64."""
     rows, batches = data()
     model = model_of().double()
-    optimizer = optimizer_of(model)  # type: ignore[operator]
+    optimizer = optimizer_of(model)
     found = []
     for ids in batches:
         loss = loss_of(model, rows[ids].double()) / len(ids)
@@ -100,18 +101,29 @@ def expected(optimizer_of: object, *, clip: bool) -> list[tuple[float, float, fl
     return found
 
 
+def name_of(kind: str, optimizer_of: Any, clip: bool) -> str:
+    """The file of a case."""
+    return f"{kind}-{optimizer_of.__name__}{'-clipped' * clip}.jsonl"
+
+
 def _runs(folder: str) -> None:
     for kind, optimizer_of, clip in CASES[dist.get_world_size()]:
         model = model_of(kind)
         optimizer = optimizer_of(model)
-        path = Path(folder, f"{kind}-{optimizer_of.__name__}-{dist.get_world_size()}.jsonl")
+        path = Path(folder, name_of(kind, optimizer_of, clip))
         with andon.watch(model, optimizer, action="raise", ledger=path, rows=ROWS) as w:
             train(w, model, optimizer, clip=clip)
 
 
 CASES = {
     1: [("plain", adam, True), ("plain", sgd, False)],
-    2: [("ddp", adam, True), ("plain", sgd, False), ("fsdp", adam, True), ("fsdp", sgd, False)],
+    2: [
+        ("ddp", adam, True),
+        ("ddp", adam, False),
+        ("plain", sgd, False),
+        ("fsdp", adam, True),
+        ("fsdp", sgd, False),
+    ],
     3: [("ddp", sgd, False), ("fsdp", adam, True)],
 }
 
@@ -137,7 +149,7 @@ def test_a_ledger_says_what_happened_at_every_update(ledgers: tuple[int, Path]) 
     """
     world, folder = ledgers
     for kind, optimizer_of, clip in CASES[world]:
-        path = folder / f"{kind}-{optimizer_of.__name__}-{world}.jsonl"
+        path = folder / name_of(kind, optimizer_of, clip)
         records = list(read_ledger(path))
         start, *_, end = records
         assert isinstance(start, Start)
@@ -162,19 +174,30 @@ def test_a_ledger_says_what_happened_at_every_update(ledgers: tuple[int, Path]) 
 def test_a_ledger_holds_each_ranks_digests_where_ranks_must_agree(ledgers: tuple[int, Path]) -> None:
     """Replicas have one digest, that of the step; shards have none, since no other rank holds them."""
     world, folder = ledgers
-    for kind, optimizer_of, _ in CASES[world]:
-        for step in steps_of(list(read_ledger(folder / f"{kind}-{optimizer_of.__name__}-{world}.jsonl"))):
+    for kind, optimizer_of, clip in CASES[world]:
+        for step in steps_of(list(read_ledger(folder / name_of(kind, optimizer_of, clip)))):
             held = {(part.weights, part.gradient, part.optimizer) for part in step.ranks}
             digests = step.digests
             whole = (digests.weights, digests.gradient, digests.optimizer)
             assert held == ({(None, None, None)} if kind == "fsdp" else {whole})
 
 
+def test_the_gradients_digest_is_of_before_clipping(ledgers: tuple[int, Path]) -> None:
+    """The first gradient of a loop has one digest whether the loop clips it or not, and the second has another."""
+    world, folder = ledgers
+    if world != 2:
+        pytest.skip("one world is enough")
+    both = [steps_of(list(read_ledger(folder / name_of("ddp", adam, clip)))) for clip in (True, False)]
+    first, second = ([step.digests.gradient for step in steps[:2]] for steps in both)
+    assert first[0] == second[0]
+    assert first[0] != first[1] != second[1]
+
+
 def test_the_checkers_read_it(ledgers: tuple[int, Path]) -> None:
     """`andon verify` finds the chain, the replicas, the rows and the losses to hold, and leaves nothing unknown."""
     world, folder = ledgers
-    for kind, optimizer_of, _ in CASES[world]:
-        path = folder / f"{kind}-{optimizer_of.__name__}-{world}.jsonl"
+    for kind, optimizer_of, clip in CASES[world]:
+        path = folder / name_of(kind, optimizer_of, clip)
         verify_chain(path.read_bytes().splitlines(keepends=True))
         verdicts = {verdict.claim: verdict.outcome for verdict in verify([read_run(path)])}
         alone = world == 1 or kind == "fsdp"
