@@ -45,6 +45,13 @@ KINDS = {
     "fp16, scaler that skips": Kind(RightLoop(scaled=True, autocast=torch.float16, clip=1.0)),
     "fp16, scaler that skips, AdamW fused": Kind(RightLoop(scaled=True, autocast=torch.float16, optimizer=fused)),
     "fp16, scaler that skips, plain loop": Kind(RightLoop(scaled=True, autocast=torch.float16, wrap=by_hand)),
+    "fp16, scaler that skips, gradients zeroed through the module": Kind(
+        RightLoop(scaled=True, autocast=torch.float16, zero_module=True, clip=1.0)
+    ),
+    "fp16, scaler that skips, gradients zeroed through the module, not None": Kind(
+        RightLoop(scaled=True, autocast=torch.float16, zero_module=True, set_to_none=False, clip=1.0)
+    ),
+    "fp16, scaler that skips, rows and losses told": Kind(clean_state.scaled_and_told),
     "warm-up from learning rate 0": Kind(RightLoop(rate=warm_up, told={"schedule": warm_up})),
     "batch norm, dropout, accumulation": Kind(RightLoop(model=Normed, accumulate=4)),
     "batch norm, evaluation on one rank": Kind(RightLoop(model=Normed, optimizer=momentum, evaluate=True)),
@@ -55,6 +62,7 @@ KINDS = {
     "layer drop alike on all ranks": Kind(RightLoop(model=LayerDrop, wrap=by_hand, one_seed=True, accumulate=2)),
     "checkpointed activations, tied weights": Kind(RightLoop(model=Checkpointed)),
     "sparse gradients": Kind(RightLoop(model=SparseEmbedding, optimizer=sgd)),
+    "dropout and batch norm, audited": Kind(clean_state.audited),
     "average of weights": Kind(clean_state.averaged),
     "two optimizers": Kind(clean_state.two_optimizers),
     "two optimizers in turn": Kind(clean_state.alternating),

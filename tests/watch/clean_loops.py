@@ -101,6 +101,7 @@ class RightLoop:
     clip_value: float | None = None
     rate: Callable[[int], float] | None = None
     set_to_none: bool = True
+    zero_module: bool = False
     autocast: torch.dtype | None = None
     scaled: bool = False
     closure: bool = False
@@ -166,7 +167,8 @@ class Run:
 
     def backward(self, step: int) -> Tensor:
         """The gradient of the mean over all ranks; the sum of the ranks' losses."""
-        self.optimizer.zero_grad(set_to_none=self.how.set_to_none)
+        zeroed = self.model if self.how.zero_module else self.optimizer
+        zeroed.zero_grad(set_to_none=self.how.set_to_none)
         x, y = data()
         rows = len(x) if self.how.ragged and step % 3 == 0 else EVEN_ROWS
         total = torch.zeros(())

@@ -18,13 +18,14 @@ from andon_contracts.watch import Watch
 from tests.watch.clean import Seen, ignore, seen_by
 from tests.watch.clean_loops import adamw
 from tests.watch.clean_models import Normed, Replying
+from tests.watch.clean_state import path_of_all_ranks
 from tests.watch.loop import CLASSES, FEATURES, data
 
 BATCH = 8
 
 
 def sharded(steps: int) -> Seen:
-    """`fully_shard` on each layer and on the whole, with clipping and accumulation."""
+    """`fully_shard` on each layer and on the whole, with clipping, accumulation, and checkpoints that are loaded."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, CLASSES))
@@ -33,6 +34,7 @@ def sharded(steps: int) -> Seen:
     optimizer = adamw(list(model.parameters()))
     w = andon.watch(model, optimizer, action=ignore)
     x, y = data()
+    path = path_of_all_ranks()
     for step in range(steps):
         optimizer.zero_grad()
         for micro in range(2):
@@ -40,6 +42,9 @@ def sharded(steps: int) -> Seen:
             (nn.functional.cross_entropy(model(x[rows]), y[rows]) / 2).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
+        if step == steps // 2:
+            w.saved(path)
+            w.loaded(path)
     w.close()
     return seen_by(w)
 

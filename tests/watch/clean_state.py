@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -13,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import andon
 from tests.watch.clean import Seen, ignore, seen_by
-from tests.watch.clean_loops import adamw, momentum
+from tests.watch.clean_loops import SKIPS_FROM, adamw, momentum
 from tests.watch.clean_models import Normed
-from tests.watch.loop import Loop, Model, data
+from tests.watch.loop import ROWS, Loop, Model, data, plan
 
 
 def _share() -> tuple[Tensor, Tensor]:
@@ -101,7 +102,7 @@ def alternating(steps: int) -> Seen:
     w = andon.watch(model, [makes, judges], action=ignore)
     torch.manual_seed(100 + dist.get_rank())
     for step in range(1, steps + 1):
-        made, critique = model(torch.randn(16, 4))
+        made, critique = model(torch.randn(len(_share()[0]), 4))
         if step % 3 == 0:
             makes.zero_grad()
             nn.functional.softplus(-critique).mean().backward()
@@ -126,7 +127,7 @@ def _mean_and_step(part: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def resumed(steps: int) -> Seen:
     """Half of the steps, a checkpoint, another model and optimizer that load it, and the other half."""
     half = steps // 2
-    path = _path_of_all_ranks()
+    path = path_of_all_ranks()
     torch.manual_seed(0)
     first = Model()
     adam = adamw([p for p in first.parameters() if p.requires_grad])
@@ -147,7 +148,63 @@ def resumed(steps: int) -> Seen:
     return seen_by(one, two)
 
 
-def _path_of_all_ranks() -> Path:
+def audited(steps: int) -> Seen:
+    """Every tenth gradient is computed again, with the masks and batch statistics that the ranks had."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Normed())
+    optimizer = momentum(list(model.parameters()))
+    w = andon.watch(model, optimizer, action=ignore, reference=_loss_sum, every=10)
+    torch.manual_seed(100 + dist.get_rank())
+    x, y = data()
+    for step in range(steps):
+        optimizer.zero_grad()
+        ids = (torch.arange(9 + step % 2) + 7 * step) % len(x)
+        mine = ids[dist.get_rank() :: dist.get_world_size()]
+        w.batch(mine)
+        share = nn.functional.cross_entropy(model(x[mine]), y[mine], reduction="sum") / len(ids)
+        (share * dist.get_world_size()).backward()
+        optimizer.step()
+    w.close()
+    return seen_by(w)
+
+
+def scaled_and_told(steps: int) -> Seen:
+    """Updates that a scaler leaves out use up the rows that were planned for them."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Model())
+    optimizer = adamw([p for p in model.parameters() if p.requires_grad])
+    scaler = torch.amp.GradScaler("cpu", init_scale=SKIPS_FROM, growth_interval=4)
+    w = andon.watch(model, optimizer, action=ignore, scaler=scaler, plan=plan, rows=ROWS)
+    x, y = data()
+    for step in range(1, steps + 1):
+        optimizer.zero_grad()
+        ids = plan(step)
+        mine = torch.tensor(ids[dist.get_rank() :: dist.get_world_size()])
+        w.batch(mine)
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = nn.functional.cross_entropy(model(x[mine]), y[mine], reduction="sum")
+        scaler.scale(loss / len(ids)).backward()  # type: ignore[no-untyped-call]
+        w.loss(loss.detach(), len(mine), float(_mean(loss.detach(), len(ids))))
+        scaler.step(optimizer)
+        scaler.update()
+    w.close()
+    return seen_by(w)
+
+
+def _mean(loss: Tensor, rows: int) -> Tensor:
+    total = loss.double()
+    dist.all_reduce(total)
+    return total / rows
+
+
+def _loss_sum(model: nn.Module, ids: Sequence[int]) -> tuple[Tensor, int]:
+    x, y = data()
+    index = torch.tensor(list(ids))
+    return nn.functional.cross_entropy(model(x[index]), y[index], reduction="sum"), len(ids)
+
+
+def path_of_all_ranks() -> Path:
+    """Where a checkpoint goes, in a folder of its own."""
     name = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(name, 0)
     return Path(str(name[0])) / "checkpoint.pt"

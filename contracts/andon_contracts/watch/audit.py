@@ -1,43 +1,95 @@
-"""The audit: the gradient of the whole batch in this one process, and how the reduced one differs from it."""
+"""The law of a gradient: that of the whole batch in this one process, and how a reduced one differs from it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from andon_contracts.agree import bits_of
+from andon_contracts.watch.drawing import restore_random
+from andon_contracts.watch.forward import ForwardTap
 from andon_contracts.watch.lane import Lane
 from andon_contracts.watch.reading import plain
 from andon_contracts.watch.settings import Reference
 
-_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 _LOW = 2e-2
+_ADDITIVE = 1e-3
 
 
-def draws(module: nn.Module) -> bool:
-    """Whether the module has dropout that is on: its gradient cannot be recomputed without its random numbers."""
-    return any(isinstance(m, _DROPOUT) and m.p > 0 and m.training for m in module.modules())
+@dataclass(frozen=True)
+class Part:
+    """Rows that one forward pass had together, and the random state with which it began; None: as it is."""
+
+    ids: Sequence[int]
+    random: Tensor | None = None
 
 
-def law(lane: Lane, reference: Reference, ids: Sequence[int]) -> list[Tensor]:
-    """The gradient of the mean loss over `ids` by one process; buffers, random state and `.grad` stay as they were."""
-    module = lane.subject.inner
+def law(lane: Lane, reference: Reference, parts: Sequence[Part]) -> list[Tensor]:
+    """The gradient of the mean loss over the rows of `parts` by one process, each part by itself and as it was drawn.
+
+    Buffers, random state and `.grad` stay as they were.
+    """
     parameters = list(lane.parameters.values())
+    total = [torch.zeros_like(p) for p in parameters]
+    rows = 0.0
+    with _aside(lane), torch.enable_grad():
+        for part in parts:
+            loss_sum, count = _loss(lane, reference, part)
+            rows += count
+            found = torch.autograd.grad(loss_sum, parameters, allow_unused=True)
+            total = [t if g is None else t + g for t, g in zip(total, found, strict=True)]
+    return [t / max(rows, 1) for t in total]
+
+
+def additive(lane: Lane, reference: Reference, parts: Sequence[Part]) -> bool:
+    """Whether the mean loss over all rows is that over the parts, where nothing is random and no row sees another."""
+    module = lane.subject.inner
+    modes = [(each, each.training) for each in module.modules()]
+    with _aside(lane), torch.no_grad():
+        module.eval()
+        try:
+            whole, rows = reference(module, [row for part in parts for row in part.ids])
+            each = [reference(module, part.ids) for part in parts]
+        finally:
+            for one, training in modes:
+                one.training = training
+    mean = float(sum(loss for loss, _ in each)) / max(sum(count for _, count in each), 1)
+    return math.isclose(mean, float(whole) / max(rows, 1), rel_tol=_ADDITIVE, abs_tol=_ADDITIVE**2)
+
+
+@contextmanager
+def _aside(lane: Lane) -> Iterator[None]:
+    """What happens within leaves no trace: buffers and random state are put back, and nobody watches."""
     kept = [buffer.clone() for buffer in lane.subject.buffers()]
+    device = next(iter(lane.parameters.values())).device
     lane.taps.muted = True
     try:
-        with torch.random.fork_rng(), torch.enable_grad():
-            loss_sum, count = reference(module, ids)
-            found = torch.autograd.grad(loss_sum / max(count, 1), parameters, allow_unused=True)
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
     finally:
         lane.taps.muted = False
         with torch.no_grad():
             for buffer, value in zip(lane.subject.buffers(), kept, strict=True):
                 buffer.copy_(value)
-    return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
+
+
+def _loss(lane: Lane, reference: Reference, part: Part) -> tuple[Tensor, int]:
+    """The reference's loss of the part, whose forward pass begins with the part's random state."""
+    waiting = [] if part.random is None else [part.random]
+    device = next(iter(lane.parameters.values())).device
+    hook = lane.subject.inner.register_forward_pre_hook(
+        ForwardTap(lambda: restore_random(waiting.pop(), device) if waiting else None)
+    )
+    try:
+        return reference(lane.subject.inner, part.ids)
+    finally:
+        hook.remove()
 
 
 def compare(found: Sequence[Tensor], wanted: Sequence[Tensor], micro_batches: int) -> dict[str, int]:

@@ -54,7 +54,11 @@ def coverage(
         found["gradient-fresh"] = Cover("not observable", "the shards show no raw gradient")
     if settings.trainable is None:
         found["parameters-kept"] = Cover("degraded", "trainable= declares nothing: held to the set of the start only")
-    return found | _declared(settings, world)
+    found |= _declared(settings, world)
+    if subject.sharded:
+        dark = Cover("not observable", "each rank has only shards of the gradient")
+        found |= {name: dark for name in ("gradient-law", "clip-once") if found[name].live}
+    return found
 
 
 def _limits(subject: Subject, optimizers: Sequence[torch.optim.Optimizer], replicas: Replicas) -> dict[str, Cover]:

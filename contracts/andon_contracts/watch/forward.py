@@ -1,4 +1,4 @@
-"""Forward pre-hooks of a watch: they see a module being called, and nothing of its copies or of compiled code."""
+"""Forward hooks of a watch: they see a module being called, and nothing of its copies or of compiled code."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import nn
 
 
 class ForwardTap:
-    """The forward pre-hook. A copy of the model (an average of weights, say) is not watched: copies see nothing."""
+    """A hook before or after a forward pass. Copies of the model (an average of weights, say) are not watched."""
 
     def __init__(self, see: Callable[[], None] | None) -> None:
         self._see = see
 
-    def __call__(self, module: nn.Module, args: object) -> None:
-        """The module's forward pass begins."""
+    def __call__(self, module: nn.Module, *seen: object) -> None:
+        """The module's forward pass begins, or ends."""
         if self._see is not None and not torch.compiler.is_compiling():
             self._see()
 

@@ -22,6 +22,12 @@ class Listener(Protocol):
     def clipping(self, parameters: Sequence[torch.Tensor], norm: torch.Tensor | None) -> None:
         """The gradients of `parameters`, whose norm is `norm` (None: clipped by value), are about to be clipped."""
 
+    def updates_of(self, optimizer: object) -> int | None:
+        """The updates of `optimizer` so far; None if it is not listened to."""
+
+    def skipped(self, optimizer: object) -> None:
+        """A loss scaler has left out an update of `optimizer`."""
+
     def reducing(self, tensor: torch.Tensor, group: object) -> None:
         """`tensor` is about to be reduced over `group`."""
 
@@ -59,6 +65,7 @@ def _install() -> None:
     _replace(clip_grad, "_clip_grads_with_norm_", _around_clip)
     for home in (clip_grad, torch.nn.utils):
         _replace(home, "clip_grad_value_", _around_value_clip)
+    _replace(torch.amp.GradScaler, "step", _around_scaled_step)
     for home in (dist, dist.distributed_c10d):
         _replace(home, "all_reduce", _around_reduce)
 
@@ -82,6 +89,19 @@ def _around_clip(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(found, max_norm, total_norm, *args, **kwargs)
 
     return clip
+
+
+def _around_scaled_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        before = [(listener, listener.updates_of(optimizer)) for listener in _listeners]
+        result = original(scaler, optimizer, *args, **kwargs)
+        for listener, updates in before:
+            if updates is not None and listener.updates_of(optimizer) == updates:
+                listener.skipped(optimizer)
+        return result
+
+    return step
 
 
 def _around_value_clip(original: Callable[..., Any]) -> Callable[..., Any]:

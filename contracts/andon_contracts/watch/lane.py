@@ -52,6 +52,8 @@ class Lane:
         self.parameters: dict[str, torch.nn.Parameter] = {names[id(p)]: p for p in held}
         self.names = tuple(self.parameters)
         self.updates = settings.start
+        self.skipped = 0
+        """How many updates a loss scaler left out; the plan of rows goes on past them."""
         self.world = world
         self.taps = LeafTaps(held, self._thrown_away)
         self.presence = Presence(held, self.names, subject, self.taps)
@@ -257,9 +259,18 @@ class Lane:
 
     def turn(self) -> None:
         """The window is over."""
-        self.taps.reset()
         self.rows.turn()
         self.audit_due = self._audit_next()
+        self._begin_window()
+
+    def skip(self) -> None:
+        """The window is over without an update, because a loss scaler found a gradient that is not finite."""
+        self.skipped += 1
+        self.rows.pass_over()
+        self._begin_window()
+
+    def _begin_window(self) -> None:
+        self.taps.reset()
         self.buffers = None
         self._forget_reduced()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -32,6 +33,15 @@ def _plain(row: object) -> object:
     return [_plain(item) for item in row] if isinstance(row, list | tuple) else row
 
 
+@dataclass
+class Batch:
+    """The rows of one call of `Watch.batch`: their number, and how its forward pass drew random numbers."""
+
+    rows: int
+    random: torch.Tensor | None = None
+    drew: bool = False
+
+
 class Rows:
     """The rows of the present window on this rank: told, and not thrown away since."""
 
@@ -41,14 +51,16 @@ class Rows:
         self.loss_sum = 0.0
         self.loss_rows = 0
         self.reported: float | None = None
-        self.batches = 0
+        self.batches: list[Batch] = []
+        self.passed: list[list[int]] = []
+        """Those of windows that were computed and whose update a loss scaler left out, by window."""
         self.used = False
         self._fresh = 0
 
     def add(self, ids: Sequence[int], contents: Sequence[int]) -> None:
         """A batch is about to be used."""
         self.used = True
-        self.batches += 1
+        self.batches.append(Batch(len(ids)))
         self._fresh = len(ids)
         self.ids.extend(ids)
         self.contents.extend(contents)
@@ -61,10 +73,20 @@ class Rows:
         """The gradients so far were thrown away, and with them all rows but those of the batch at hand."""
         kept = len(self.ids) - self._fresh
         del self.ids[:kept], self.contents[:kept]
-        self.batches = min(self.batches, 1)
+        self.batches = self.batches[-1:] if self._fresh else []
+
+    def pass_over(self) -> None:
+        """The window's update is left out: its rows are used up all the same."""
+        self.passed.append(self.ids)
+        self.turn()
 
     def turn(self) -> None:
         """The update has used them."""
         self.ids, self.contents = [], []
         self.loss_sum, self.loss_rows, self.reported = 0.0, 0, None
-        self.batches = self._fresh = 0
+        self.batches, self._fresh = [], 0
+
+    @property
+    def latest(self) -> Batch | None:
+        """The batch that was told last in this window."""
+        return self.batches[-1] if self.batches else None

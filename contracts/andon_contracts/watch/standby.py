@@ -98,6 +98,13 @@ class Standby:
         if opened is not None:
             opened.clipping(parameters, norm)
 
+    def updates_of(self, optimizer: object) -> int | None:
+        """Of no concern before there is a watch."""
+        return None
+
+    def skipped(self, optimizer: object) -> None:
+        """Of no concern before there is a watch."""
+
     def reducing(self, tensor: torch.Tensor, group: object) -> None:
         """Of no concern before there is a watch."""
 

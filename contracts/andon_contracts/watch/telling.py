@@ -109,6 +109,7 @@ class Telling(Outcomes):
         rows = self._rows
         values = {
             "rows": len(rows.ids),
+            "windows passed": len(rows.passed),
             "with content": int(len(rows.contents) == len(rows.ids)),
             "loss sum": bits_of(rows.loss_sum),
             "loss rows": rows.loss_rows,
@@ -121,12 +122,17 @@ class Telling(Outcomes):
             values |= {f"stream {index} must": must, f"stream {index}": digest}
         return values
 
-    def _judge_rows(self, observations: Observations) -> list[int]:
-        """Gather the rows of this update, hold them to the plan and to the data, return them in order of rank."""
+    def _judge_rows(self, observations: Observations, skipped: int) -> list[int]:
+        """Gather the rows of this update, hold them to the plan and to the data, return them in order of rank.
+
+        skipped: how many updates were left out before it, each with the rows that were planned for it.
+        """
         self._told_rows = Told()
+        step = observations[0].step
+        if any(o.values["windows passed"] for o in observations):
+            self._mark_passed(step)
         if not any(o.values["rows"] for o in observations):
             return []
-        step = observations[0].step
         contents = self._rows.contents if all(o.values["with content"] for o in observations) else []
         own = contents or [0] * len(self._rows.ids)
         parts = self._gather_rows(step, [self._rows.ids, own])
@@ -140,7 +146,7 @@ class Telling(Outcomes):
             step,
             ids,
             tuple(tuple(part[1]) for part in parts) if contents else ((),) * len(ids),
-            None if plan is None else tuple(plan(step)),
+            None if plan is None else tuple(plan(step + skipped)),
             frozenset(self._epoch),
             rows,
             self._expected(step, union) if contents else None,
@@ -176,11 +182,25 @@ class Telling(Outcomes):
         for ids, contents in zip(told.ids, told.contents, strict=True):
             for row, content in zip(ids, contents, strict=False):
                 self._contents.setdefault(row, content)
-        if told.rows is not None:
+        self._mark(union)
+
+    def _mark_passed(self, step: int) -> None:
+        """The rows of updates that were left out were used too, one update after the other."""
+        passed = self._rows.passed
+        windows = [window for window, ids in enumerate(passed) for _ in ids]
+        parts = self._gather_rows(step, [[row for ids in passed for row in ids], windows])
+        for window in sorted({window for part in parts for window in part[1]}):
+            self._mark([row for part in parts for row, its in zip(*part, strict=True) if its == window])
+        self._rows.passed = []
+
+    def _mark(self, union: Sequence[int]) -> None:
+        """These rows were used in the present epoch, or in one that they begin."""
+        rows = self.settings.rows
+        if rows is not None:
             if self._epoch & set(union):
                 self._turn_epoch()
             self._epoch |= set(union)
-            if len(self._epoch) >= told.rows:
+            if len(self._epoch) >= rows:
                 self._turn_epoch()
 
     def _turn_epoch(self) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from andon_contracts.bundle import Evidence
 from andon_contracts.causes import Cause
@@ -20,14 +20,15 @@ from andon_contracts.judge import Observations, in_lockstep
 from andon_contracts.ledger import LedgerFile
 from andon_contracts.loop_clauses import same
 from andon_contracts.violation import Violation
-from andon_contracts.watch.audit import compare, draws, law
+from andon_contracts.watch.auditing import Auditor
 from andon_contracts.watch.base import FrozenBase
 from andon_contracts.watch.coverage import closing_lines, coverage, opening_lines
 from andon_contracts.watch.evidence import tensors_of
 from andon_contracts.watch.exchange import Exchange
 from andon_contracts.watch.forward import ForwardTap
+from andon_contracts.watch.hearing import Hearing
 from andon_contracts.watch.intercept import listen, unlisten
-from andon_contracts.watch.judging import AFTER, BEFORE, LAW, Verdicts
+from andon_contracts.watch.judging import AFTER, BEFORE, Verdicts
 from andon_contracts.watch.lane import Lane
 from andon_contracts.watch.ledger import Recorder, Told, reason_of
 from andon_contracts.watch.reading import Reader, layout_digest
@@ -39,7 +40,7 @@ from andon_contracts.watch.subject import Subject
 from andon_contracts.watch.telling import Telling
 
 
-class Watch(Telling):
+class Watch(Telling, Hearing):
     """An open watch; made by `andon.watch`. `findings` are the violations and suspicions so far, equal on all ranks."""
 
     def __init__(
@@ -78,6 +79,7 @@ class Watch(Telling):
             exchange.attend(lambda: cord.heed(again=True), cord.lost)
         world = exchange.world_size
         self._lanes = {id(each): Lane(each, subject, settings, self._rows, world) for each in optimizers}
+        self._auditor = Auditor(exchange, self._verdicts, self._rows, list(self._lanes.values()))
         self._second_look = SecondLook(exchange, replicas, self._verdicts, subject, self._rows)
         self._before_holds = self._verdicts.quick(BEFORE)
         self._after_holds = self._verdicts.quick(AFTER)
@@ -128,7 +130,9 @@ class Watch(Telling):
             print("\n".join(lines), file=sys.stderr, flush=True)
 
     def _hook(self) -> None:
-        self._undo.append(self._subject.called.register_forward_pre_hook(ForwardTap(self._forward)).remove)
+        called = self._subject.called
+        self._undo.append(called.register_forward_pre_hook(ForwardTap(self._forward)).remove)
+        self._undo += self._auditor.hooks(called)
         for lane in self._lanes.values():
             self._undo.append(lane.optimizer.register_step_pre_hook(self._pre).remove)
             self._undo.append(lane.optimizer.register_step_post_hook(self._post).remove)
@@ -228,16 +232,6 @@ class Watch(Telling):
             lane.buffers = self._buffer_digest
         self._spent += time.perf_counter() - began
 
-    def clipping(self, parameters: Sequence[Tensor], norm: Tensor | None) -> None:
-        """The loop is about to clip."""
-        for lane in self._lanes.values():
-            lane.clipping(parameters, norm)
-
-    def reducing(self, tensor: Tensor, group: object) -> None:
-        """The loop is about to reduce."""
-        for lane in self._lanes.values():
-            lane.reducing(tensor, group)
-
     def _pre(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         self._heed(again=True)
         self._at(2)
@@ -297,19 +291,9 @@ class Watch(Telling):
             self._second_look.before(lane, observations)
         if in_lockstep(observations):
             self._judge_count(lane.updates, over=False)
-            ids = self._judge_rows(observations)
-            self._audit(lane, step, ids)
+            ids = self._judge_rows(observations, lane.skipped)
+            self._auditor(lane, step, ids, lambda: self._second_look.scene(lane, observations, applied=False))
         self._spent += time.perf_counter() - began
-
-    def _audit(self, lane: Lane, step: int, ids: Sequence[int]) -> None:
-        """Recompute the gradient in this one process and hold the reduced one to it. All ranks do it or none."""
-        reference = self.settings.reference
-        if reference is None or not lane.audit_due or not ids or draws(self._subject.inner):
-            return
-        found = lane.gradient_before_clip or lane.dense_gradients()
-        values = compare(found, law(lane, reference, ids), max(self._rows.batches, 1))
-        scene = self._second_look.scene(lane, self._aligned, applied=False)
-        self._verdicts.judge(LAW, self._exchange(step, "audit", values), {}, scene)
 
     def close(self) -> None:
         """Take every hook off and say what was checked, how often, at what cost, and what was not. Not collective.

@@ -1,0 +1,34 @@
+"""What a watch hears of the loop's own calls, handed on to the optimizers that they concern."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from andon_contracts.watch.lane import Lane
+
+
+class Hearing:
+    """The calls that `intercept` tells a watch of."""
+
+    _lanes: dict[int, Lane]
+
+    def clipping(self, parameters: Sequence[Tensor], norm: Tensor | None) -> None:
+        """The loop is about to clip."""
+        for lane in self._lanes.values():
+            lane.clipping(parameters, norm)
+
+    def updates_of(self, optimizer: object) -> int | None:
+        """The updates of `optimizer` so far; None for one that is not watched."""
+        lane = self._lanes.get(id(optimizer))
+        return None if lane is None else lane.updates
+
+    def skipped(self, optimizer: object) -> None:
+        """A loss scaler has left out an update."""
+        self._lanes[id(optimizer)].skip()
+
+    def reducing(self, tensor: Tensor, group: object) -> None:
+        """The loop is about to reduce."""
+        for lane in self._lanes.values():
+            lane.reducing(tensor, group)
