@@ -26,12 +26,15 @@ if TYPE_CHECKING:
 
 USAGE, INTERNAL, INTERRUPTED = 64, 70, 130
 _TRACEBACK = "ANDON_TRACEBACK"
-_USAGE_ERROR = typer.BadParameter.__mro__[1]
-"""What typer raises for options that it cannot read."""
+_USAGE_ERROR, _SHOWN_BY_TYPER = typer.BadParameter.__mro__[1:3]
+"""What typer raises for options that it cannot read, and all that it shows itself."""
 
 
 class FalsifyCommand(TyperCommand):
-    """A command that gives verdicts, so that 2 is one: it ends with 64 where its options cannot be read."""
+    """A command that gives verdicts, so that 1 and 2 are verdicts.
+
+    It ends with 64 where its options cannot be read, and with 70 where it fails itself.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """See click."""
@@ -41,6 +44,18 @@ class FalsifyCommand(TyperCommand):
             if isinstance(error, _USAGE_ERROR):
                 error.exit_code = USAGE  # type: ignore[attr-defined]
             raise
+
+    def invoke(self, ctx: Any) -> Any:
+        """See click."""
+        try:
+            return super().invoke(ctx)
+        except (typer.Exit, typer.Abort, _SHOWN_BY_TYPER):  # type: ignore[misc]
+            raise
+        except KeyboardInterrupt:
+            say("interrupted")
+            raise typer.Exit(INTERRUPTED) from None
+        except Exception as error:
+            raise typer.Exit(_internal(error)) from error
 
 
 def falsify(
@@ -86,11 +101,16 @@ def _ended(options: Options, files: dict[str, Path]) -> int:
         except CutShortError as cut:
             _show(cut.report)
             return _cut_short(cut)
+    except InputError as error:
+        say(str(error))
+        return USAGE
+    try:
         _write(report, files)
     except InputError as error:
         say(str(error))
         return USAGE
-    _show(report)
+    finally:
+        _show(report)
     return report.exit_code
 
 
@@ -146,6 +166,11 @@ def _cut_short(cut: BaseException) -> int:
     if isinstance(cause, KeyboardInterrupt):
         say("interrupted")
         return INTERRUPTED
+    return _internal(cause)
+
+
+def _internal(cause: BaseException | None) -> int:
+    """Say what in the suite failed."""
     if os.environ.get(_TRACEBACK) == "1":
         traceback.print_exception(cause)
     say(f"internal error: {type(cause).__name__}: {cause} (set {_TRACEBACK}=1 for the traceback)")

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from andon.cli.commands import app
-from andon.problems import InputError
+from andon.problems import InputError, Problem
 from andon_falsify.campaign import conduct
 from andon_falsify.campaign.outcome import Report
 from andon_falsify.campaign.request import Options, understood
@@ -81,6 +81,34 @@ def test_70_where_the_suite_itself_fails(monkeypatch: pytest.MonkeyPatch) -> Non
     assert lines[-1] == "checked 0 of 21 claims, 0 runs, 0 not applicable, 1 unknown"
 
 
+@pytest.mark.parametrize("words", [["falsify", *HERE], ["verify", "run"]])
+def test_70_where_it_fails_before_anything_is_tried(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never 1, which says that a claim is falsified."""
+
+    def lost(*_: object) -> None:
+        raise LookupError("lost")
+
+    monkeypatch.setattr("andon_falsify.campaign.conduct.open_bench", lost)
+    monkeypatch.setattr("andon_falsify.verification.read_run", lost)
+    done = CliRunner().invoke(app, words)
+    assert (done.exit_code, done.stdout) == (70, "")
+    assert "internal error: LookupError: lost" in done.stderr
+
+
+def test_verdicts_are_shown_where_a_report_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that became full costs the file and the exit code, not what was found out."""
+
+    def full(*_: object) -> None:
+        raise InputError([Problem("r.json", "no space left on device")])
+
+    monkeypatch.setattr("andon_falsify.report.document.write_json", full)
+    code, lines, said = exact(SMALL, "--claim", "gradient-law", "--json", str(tmp_path / "r.json"))
+    assert code == 64
+    assert "no space left" in said
+    assert "gradient-law v1: holds" in lines[1]
+    assert CLOSING.fullmatch(lines[-1])
+
+
 def test_130_after_an_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C shows what is known and is no verdict either."""
 
@@ -99,8 +127,12 @@ def test_130_after_an_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--bogus"], "No such option: --bogus"),
         (["--world", "0"], "--world: must be numbers from 1 to 64, as in 2,3; not '0'"),
         (["--world", ""], "--world: must be numbers"),
+        (["--world", "9" * 5000], "--world: must be numbers from 1 to 64"),
         (["--accumulation", "two"], "--accumulation: must be numbers"),
-        (["--seed", "9-3"], "--seed: must be a number, or two as in 0-199, not '9-3'"),
+        (["--seed", "9-3"], "--seed: must be a number, or two as in 0-199, of at most 10000 seeds, not '9-3'"),
+        (["--seed", "9" * 5000], "--seed: must be a number"),
+        (["--seed", "0-999999999999999999"], "--seed: must be a number"),
+        (["--seed", "0-99999999999999999999"], "--seed: must be a number"),
         (["--budget", "huge"], "--budget: must be one of quick, standard, deep, not 'huge'"),
         (["--subject", "plane"], "did you mean plain?"),
         (["--subject", "a:b", "--script", "x"], "two ways to name one thing"),
@@ -110,6 +142,7 @@ def test_130_after_an_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--backend", "glo"], "there is no backend 'glo'; did you mean gloo?"),
         (["--claim", "gradient"], "there is no claim 'gradient'; did you mean gradient-law?"),
         ([*HERE, "--case", '{"lr": "x"}'], "--case: lr must be a number from 0, not 'x'"),
+        ([*HERE, "--case", "[" * 100_000], "--case: is not JSON"),
     ],
 )
 def test_64_and_words_for_bad_input(words: list[str], said: str) -> None:

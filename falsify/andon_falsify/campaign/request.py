@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import reprlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from andon_falsify.campaign.budget import BUDGETS, Budget
 from andon_falsify.peers.registry import PEERS
 
 OURS = "andon"
-_MOST_RANKS, _MOST_SEEDS = 64, 10_000
+_MOST_RANKS, _MOST_SEEDS, _MOST_DIGITS = 64, 10_000, 18
 _NAMED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
@@ -113,18 +114,24 @@ def _words(given: str | None) -> tuple[str, ...]:
 
 def _numbers(option: str, given: str | None, most: int, wrong: list[Problem]) -> tuple[int, ...]:
     words = _words(given)
-    if given is not None and (not words or not all(word.isdecimal() and 1 <= int(word) <= most for word in words)):
-        wrong.append(Problem(option, f"must be numbers from 1 to {most}, as in 2,3; not {given!r}"))
+    if given is not None and (not words or not all(_is_number(word) and 1 <= int(word) <= most for word in words)):
+        wrong.append(Problem(option, f"must be numbers from 1 to {most}, as in 2,3; not {reprlib.repr(given)}"))
         return ()
     return tuple(dict.fromkeys(map(int, words)))
+
+
+def _is_number(word: str) -> bool:
+    """Whether it is a whole number from 0 of no absurd length: Python refuses to read those of thousands of digits."""
+    return word.isdecimal() and len(word) <= _MOST_DIGITS
 
 
 def _seeds(given: str, wrong: list[Problem]) -> tuple[int, ...]:
     """`7`, or `0-199` for each of them."""
     first, dash, last = given.strip().partition("-")
-    if first.isdecimal() and (last if dash else first).isdecimal():
+    if _is_number(first) and _is_number(last if dash else first):
         seeds = range(int(first), int(last if dash else first) + 1)
         if 0 < len(seeds) <= _MOST_SEEDS:
             return tuple(seeds)
-    wrong.append(Problem("--seed", f"must be a number, or two as in 0-199, not {given!r}"))
+    need = f"a number, or two as in 0-199, of at most {_MOST_SEEDS} seeds"
+    wrong.append(Problem("--seed", f"must be {need}, not {reprlib.repr(given)}"))
     return ()

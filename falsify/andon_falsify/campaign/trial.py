@@ -62,7 +62,7 @@ def read_trial(text: str, *, backend: str, world: int, accumulation: int, seed: 
     """What `written` wrote, at a place. Raises `ValueError` with all that is wrong, in words."""
     try:
         given = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         msg = f"is not JSON: {error}"
         raise ValueError(msg) from None
     if not isinstance(given, dict):
