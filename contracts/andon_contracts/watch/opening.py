@@ -123,7 +123,7 @@ def _opened(
     assert subject is not None
     settings = replace(settings, recording=bool(seen[0].values["records"]))
     cord = _cord(exchange, settings.hard_stop, place.patience, place.group)
-    opened = Watch(model, subject, optimizers, settings, exchange, replicas, cord, file)
+    opened = Watch(subject, optimizers, settings, exchange, replicas, cord, file)
     for each in optimizers:
         _open[each] = opened
     return opened

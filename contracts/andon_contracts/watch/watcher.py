@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
 
 from andon_contracts.bundle import Evidence
 from andon_contracts.causes import Cause
@@ -45,7 +44,6 @@ class Watch(Telling, Hearing):
 
     def __init__(
         self,
-        model: nn.Module,
         subject: Subject,
         optimizers: Sequence[torch.optim.Optimizer],
         settings: Settings,
