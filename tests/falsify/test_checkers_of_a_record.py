@@ -88,6 +88,21 @@ def test_loss_finite() -> None:
     says(loss_finite.check(read), UNKNOWN, "step 1 records no loss")
 
 
+def test_a_loop_that_tells_no_loss_is_judged_by_its_norms() -> None:
+    """A watch may know no loss at all; of the trainer, or where some updates have one, silence is unknown."""
+    lines = [
+        b'{"v":2,"kind":"start","writer":"watch"}\n',
+        b'{"v":2,"kind":"step","step":1,"grad_norm":1.0}\n',
+        b'{"v":2,"kind":"step","step":2,"grad_norm":2.0}\n',
+    ]
+    says(loss_finite.check(read_lines(lines, "x")), HOLDS, "gradient norms only")
+    says(loss_finite.check(read_lines(lines[1:], "x")), UNKNOWN, "step 1 records no loss")
+    lines[2] = lines[2].replace(b"2.0}", b'2.0,"loss":0.5}')
+    says(loss_finite.check(read_lines(lines, "x")), UNKNOWN, "step 1 records no loss")
+    lines[2] = b'{"v":2,"kind":"step","step":2,"grad_norm":{"value":null,"hex":"inf"}}\n'
+    says(loss_finite.check(read_lines(lines, "x")), FALSIFIED, "step 2: the gradient norm")
+
+
 LAW = schedule.WarmupCosine(peak=1.0, total=10, fraction=0.2, minimum=0.1)
 
 

@@ -296,3 +296,32 @@ def test_halts_needs_something_to_halt() -> None:
 def test_halts_together() -> None:
     """Ranks that ended at different steps are named."""
     says(halts.check(history(""), stopped_at={0: 3, 1: 2}), FALSIFIED, "step 2", "rank 0 at step 3, rank 1 at step 2")
+
+
+def test_what_a_watch_says_is_taken_as_it_means_it() -> None:
+    """A warning stops nothing; a violation after an update does not deny it; what has no replica is not compared.
+
+    The same lines from the trainer falsify, or leave something unknown.
+    """
+    warned = "start w=1 | 1: 0[a] 1[b] | violation clause=replicas-agree step=1 action={} | 2: 0[c] 1[d]"
+    says(halts.check(history(warned.format("warned"))), UNKNOWN, "nothing ever went wrong")
+    says(halts.check(history(warned.format("raised"))), FALSIFIED, "1 more updates after a violation")
+    applied = "start w=1 | 1: 0[a] 1[b] | violation clause=replicas-agree step=1 action=raised"
+    says(halts.check(history(applied)), FALSIFIED, "the violated step was recorded as an update")
+    sharded = "start {}| 1: 0[a] 1[b] w=- o=- g=- | 2: 0[c] 1[d] w=- o=- g=-"
+    says(replicas_agree.check(history(sharded.format("writer=watch "))), INAPPLICABLE, "no shard has a replica")
+    says(replicas_agree.check(history(sharded.format(""))), UNKNOWN, "no gradient digest")
+    dealt = "start writer=watch | 1: 0[a] 1[b] o=- | 2: 0[c] 1[d] o=- w={}"
+    says(replicas_agree.check(history(dealt.format("7"))), HOLDS)
+    says(replicas_agree.check(history(dealt.format("7,8"))), FALSIFIED, "step 2, rank 1: the weights")
+
+
+def test_a_violation_after_an_update_does_not_deny_it() -> None:
+    """A watch finds some things only in the weights that an update left; the update stays one."""
+    lines = [
+        b'{"v":2,"kind":"step","step":1}\n',
+        b'{"v":2,"kind":"violation","clause":"replicas-agree","step":1,"action":"raised","applied":true}\n',
+    ]
+    says(halts.check(read_lines(lines, "applied")), HOLDS)
+    lines[1] = lines[1].replace(b',"applied":true', b"")
+    says(halts.check(read_lines(lines, "not applied")), FALSIFIED, "recorded as an update")

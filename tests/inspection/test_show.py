@@ -12,8 +12,9 @@ from andon.inspection.recorded import open_recorded
 from andon.inspection.show import one_step, overview
 from andon.inspection.texts import Texts, texts_of
 from andon.problems import InputError
-from andon_contracts.record import Broken, RankPart
-from tests.inspection.ledgers import digest, resumed_run, step, whole_run, write
+from andon_contracts.fields import Real
+from andon_contracts.record import Broken, Plan, RankPart
+from tests.inspection.ledgers import ROWS, digest, resumed_run, start, step, whole_run, write
 
 NO_TEXTS = Texts(missing="no texts")
 
@@ -110,3 +111,27 @@ def test_what_is_no_ledger_is_refused(tmp_path: Path) -> None:
 def test_a_ledger_alone_has_no_texts() -> None:
     """What is not at hand is said to be missing, never guessed."""
     assert "not in it" in texts_of(None).missing
+
+
+def test_what_a_watch_wrote_is_shown_with_what_it_knows(tmp_path: Path) -> None:
+    """What nobody told is not known, and no micro-batches are spoken of; where the gradient was seen is said."""
+    plan = Plan(rows=ROWS, batch_size=None, micro_batches=None, seed=None, epochs=None, steps=None)
+    bare = step(
+        1, (2, 0), epoch=None, position=None, count=None, loss=None, correct=None,
+        gradient_at="optimizer", weights_norm=Real.of(1.5), optimizer_index=1,
+    )  # fmt: skip
+    bare = replace(bare, ranks=(bare.ranks[0], RankPart(1, (), (0,), None)))
+    broken = Broken("finite", 2, (1,), "", "NaN", action="warned")
+    found = open_recorded(write(tmp_path / "l.jsonl", [start(plan=plan, writer="watch"), bare, broken]))
+    text = "\n".join(overview(found))
+    assert "2 gloo workers, written by a watch" in text
+    assert f"plan        {ROWS} rows an epoch" in text
+    assert "loss not known" in text
+    assert "NaN (warned)" in text
+    text = "\n".join(one_step(found, 1, NO_TEXTS))
+    assert text.startswith("step 1 of optimizer 1\n")
+    assert f"grad_norm   2 ({(2.0).hex()}) as the optimizer got it" in text
+    assert f"norm        1.5 ({(1.5).hex()}) of the trained weights" in text
+    assert "rank 0: the digests above" in text
+    assert "rank 1: no digests: its part has no replica" in text
+    assert "micro-batches" not in text
