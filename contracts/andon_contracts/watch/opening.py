@@ -173,13 +173,19 @@ def _wrong_types(model: object, optimizers: Sequence[object]) -> list[str]:
 
 
 def own_group(group: dist.ProcessGroup | None, timeout: datetime.timedelta) -> dist.ProcessGroup | None:
-    """A gloo group of our own over the ranks of `group`; None where there is only this process."""
+    """A gloo group of our own over the ranks of `group`; None where there is only this process.
+
+    Raises `ValueError` on a rank that is not one of `group`.
+    """
     if not dist.is_available() or not dist.is_initialized():
         return None
     if group is None:
         made: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
         return made
     ranks = dist.get_process_group_ranks(group)
+    if dist.get_rank() not in ranks:
+        msg = f"andon.watch: rank {dist.get_rank()} is not one of the group, which has ranks {ranks}"
+        raise ValueError(msg)
     part: dist.ProcessGroup = dist.new_group(ranks, backend="gloo", timeout=timeout, use_local_synchronization=True)
     return part
 

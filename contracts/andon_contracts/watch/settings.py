@@ -92,14 +92,27 @@ class Settings:
             found.append(f"updates must be at least start ({self.start}), not {self.updates}")
         if self.clip is not None and not self.clip > 0:
             found.append(f"clip must be above 0, not {self.clip}")
-        found += allow_problems(self.allow)
+        if self.scaler is not None and not callable(getattr(self.scaler, "get_scale", None)):
+            found.append(f"scaler must have get_scale(), as torch.amp.GradScaler has; {self.scaler!r} has not")
+        found += self._not_callable() + allow_problems(self.allow)
         named = [*(self.trainable or ()), *self.groups, *(name for pair in self.tied for name in pair)]
         found += [f"no parameter is named {name!r}" for name in unknown_names(named, subject.names)]
         if not subject.trainable:
             found.append("the model has no trainable parameter")
-        elif not subject.shares_with_optimizers():
-            found.append("the optimizer holds no parameter of this model: is it the optimizer of another one?")
+        else:
+            found += [
+                f"optimizer {number} holds no parameter of this model: is it the optimizer of another one?"
+                for number in subject.strange_optimizers()
+            ]
         return found
+
+    def _not_callable(self) -> list[str]:
+        functions = {name: getattr(self, name) for name in ("schedule", "reference", "plan", "contents", "log")}
+        return [
+            f"{name} must be a function, not {type(given).__name__}"
+            for name, given in functions.items()
+            if given is not None and not callable(given)
+        ]
 
 
 def allow_problems(allow: Mapping[str, str]) -> list[str]:

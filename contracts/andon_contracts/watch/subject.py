@@ -138,10 +138,14 @@ class Subject:
         """The mode of every module, in order."""
         return bytes([module.training for module in self.modules])
 
-    def shares_with_optimizers(self) -> bool:
-        """Whether an optimizer holds any parameter of the model."""
+    def strange_optimizers(self) -> list[int]:
+        """The numbers, from 1, of the optimizers that hold no parameter of the model."""
         mine = {id(parameter) for parameter in self.parameters.values()}
-        return any(member in mine for group in self._groups for member in group)
+        return [
+            number
+            for number, each in enumerate(self._optimizers, 1)
+            if not any(id(member) in mine for group in each.param_groups for member in group["params"])
+        ]
 
     def norm_share(self, tensors: Iterable[torch.Tensor], world: int) -> float:
         """The part of the 2-norm of `tensors` that this rank answers for, of `world`; see `norm_of_all`."""

@@ -1,0 +1,151 @@
+"""What a user got wrong is a `ValueError` at the call, on every rank, also where only one rank was told it."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import andon
+from andon_contracts.watch import Watch
+from tests.support.ranks import run_ranks
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(3, 2)
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def _open(**told: Any) -> Watch:
+    model = _model()
+    return andon.watch(model, _sgd(model), **told)
+
+
+def _only_on_the_last(given: object) -> object:
+    return given if dist.get_rank() == dist.get_world_size() - 1 else None
+
+
+def _after_close(call: Callable[[Watch], object]) -> Callable[[], object]:
+    def use() -> object:
+        w = _open()
+        w.close()
+        return call(w)
+
+    return use
+
+
+def _while_open(call: Callable[[Watch], object]) -> Callable[[], object]:
+    def use() -> object:
+        with _open() as w:
+            return call(w)
+
+    return use
+
+
+def _path() -> Path:
+    """One that does not exist, with the same name on all ranks."""
+    return Path(tempfile.gettempdir()) / "a-checkpoint-that-was-never-saved"
+
+
+def _uneven(w: Watch) -> None:
+    last = dist.get_rank() == dist.get_world_size() - 1
+    w.evaluated([0, 1, 2], [0, 1] if last else [0, 1, 1], [0, 1, 1])
+
+
+def _saved_and_one_reads_another(w: Watch) -> None:
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder, 0)
+    path = Path(str(folder[0])) / "checkpoint"
+    w.saved(path)
+    dist.barrier()
+    w.loaded(_path() if dist.get_rank() == dist.get_world_size() - 1 else path)
+
+
+def _one_optimizer_of_another_model() -> object:
+    model = _model()
+    return andon.watch(model, [_sgd(model), _sgd(_model())])
+
+
+def _without_the_last_rank() -> object:
+    model = DistributedDataParallel(_model())
+    return andon.watch(model, _sgd(model), group=dist.new_group([0, 1]))
+
+
+CLOSED: dict[str, Callable[[Watch], object]] = {
+    "batch": lambda w: w.batch([1]),  # type: ignore[func-returns-value]
+    "loss": lambda w: w.loss(1.0, 1),  # type: ignore[func-returns-value]
+    "reduced": lambda w: w.reduced(),  # type: ignore[func-returns-value]
+    "rng": lambda w: w.rng("dropout", "differ"),  # type: ignore[func-returns-value]
+    "evaluated": lambda w: w.evaluated([1], [0], [0]),  # type: ignore[func-returns-value]
+    "saved": lambda w: w.saved(_path()),  # type: ignore[func-returns-value]
+    "loaded": lambda w: w.loaded(_path()),  # type: ignore[func-returns-value]
+    "pull": lambda w: w.pull("why"),
+}
+
+# What is done, what the last rank is told of it, and what the others are.
+REFUSED: dict[str, tuple[Callable[[], object], str, str]] = {
+    **{f"closed: {name}": (_after_close(call), "this watch is closed", "closed") for name, call in CLOSED.items()},
+    "evaluation uneven on one rank": (_while_open(_uneven), "have [3, 2, 3] rows", "rank 2 was told something wrong"),
+    "loaded without a save": (
+        _while_open(lambda w: w.loaded(_path())),  # type: ignore[func-returns-value]
+        "does not say what was saved",
+        "does not say what was saved",
+    ),
+    "loaded from elsewhere on one rank": (
+        _while_open(_saved_and_one_reads_another),
+        "does not say what was saved",
+        "rank 2 was told something wrong",
+    ),
+    "a random stream with another word": (
+        _while_open(lambda w: w.rng("dropout", "same")),  # type: ignore[arg-type, func-returns-value]
+        "'differ' or 'agree', not 'same'",
+        "'differ' or 'agree'",
+    ),
+    "one of two optimizers of another model": (_one_optimizer_of_another_model, "optimizer 2 holds no", "optimizer 2"),
+    "a rate for a schedule": (lambda: _open(schedule=0.1), "schedule must be a function, not float", "schedule"),
+    "a number for a scaler": (lambda: _open(scaler=2.0), "scaler must have get_scale()", "scaler"),
+    "no update": (lambda: _open(updates=3, start=4), "updates must be at least start (4)", "updates"),
+    "a wrong limit on one rank": (
+        lambda: _open(clip=_only_on_the_last(-1.0)),
+        "clip must be above 0, not -1.0",
+        "rank 2 was told something wrong",
+    ),
+    "a schedule on one rank": (
+        lambda: _open(schedule=_only_on_the_last(float)),
+        "different settings",
+        "different settings",
+    ),
+    "a group without the last rank": (_without_the_last_rank, "rank 2 is not one of the group", "replicas are 3"),
+}
+
+
+def _refusals() -> list[str]:
+    found = []
+    for use, _, _ in REFUSED.values():
+        try:
+            use()
+            found.append("accepted")
+        except ValueError as error:
+            found.append(f"ValueError: {error}")
+        except Exception as error:  # noqa: BLE001 - what else it is, the test says
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def test_bad_use_is_a_clear_error_on_every_rank() -> None:
+    """Each is refused on all of three ranks, at the call, and in words; none hangs."""
+    for rank, outcome in enumerate(run_ranks(3, _refusals)):
+        for (name, (_, last, others)), text in zip(REFUSED.items(), outcome.get(), strict=True):
+            wanted = last if rank == 2 else others
+            assert text.startswith("ValueError: "), f"{name}: {text}"
+            assert wanted in text, f"{name}: {text}"
