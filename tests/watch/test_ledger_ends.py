@@ -1,0 +1,250 @@
+"""What ends or stops the ledger of a watched loop, what it costs, and what the loop may tell it."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import andon
+from andon.run.ledger import read_ledger
+from andon_contracts.record import Broken, End, Resume, verify_chain
+from andon_contracts.violation import Violation
+from andon_falsify.verdict import Outcome
+from andon_falsify.verification import read_run, verify
+from tests.support.ranks import run_ranks
+from tests.watch.ledger_loop import RATE, STEPS, adam, data, loss_of, model_of, sgd, steps_of, train
+
+
+def _all(folder: str) -> dict[str, Any]:
+    """What each of the loops below says on this rank."""
+    works = (_messages, _broken_loops, _refusals, _full_disk)
+    return {work.__name__: work(str(Path(folder, work.__name__))) for work in works}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for the ledgers of each loop, with what `_refusals` is to find."""
+    found = tmp_path_factory.mktemp("ends")
+    refused = found / _refusals.__name__
+    for work in (_messages, _broken_loops, _refusals, _full_disk):
+        (found / work.__name__).mkdir()
+    model = model_of()
+    with andon.watch(model, sgd(model), ledger=refused / "taken.jsonl"):
+        pass
+    (refused / "damaged.jsonl").write_text("{}\n")
+    (refused / "file").touch()
+    return found
+
+
+@pytest.fixture(scope="module")
+def by_rank(folder: Path) -> list[dict[str, Any]]:
+    """What the loops said, by rank."""
+    return [outcome.get() for outcome in run_ranks(2, _all, str(folder))]
+
+
+# what goes wrong
+
+
+def _broken_loops(folder: str) -> list[str]:
+    said = []
+    for action in ("warn", "raise"):
+        for where in ("before", "after"):
+            model = model_of()
+            optimizer = sgd(model)
+            w = andon.watch(model, optimizer, action=action, ledger=Path(folder, f"{action}-{where}.jsonl"))  # type: ignore[arg-type]
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", andon.AndonWarning)
+                    with w:
+                        _lose_a_rank(model, optimizer, where)
+                said.append("went on")
+            except Violation as found:
+                said.append(found.clause)
+    return said
+
+
+def _lose_a_rank(model: nn.Module, optimizer: torch.optim.Optimizer, where: str) -> None:
+    """Rank 1's weights part at update 2: by another gradient, or by a write that no version counter shows."""
+    for step in (1, 2, 3):
+        loss_of(model, data()[0]).backward()
+        if step == 2 and dist.get_rank() == 1:
+            first = next(model.parameters())
+            (first.grad if where == "before" else first.data).view(torch.int32)[0, 0] ^= 1 << 20  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_violations_are_lines_with_what_was_done(folder: Path, by_rank: list[dict[str, Any]]) -> None:
+    """A violation before an update leaves no record of it where it raises; one after it leaves the record first."""
+    place = folder / _broken_loops.__name__
+    for said in by_rank:
+        assert said[_broken_loops.__name__] == ["went on", "went on", "gradients-agree", "replicas-agree"]
+    for action, where, steps in (("warn", "before", 3), ("raise", "before", 1), ("raise", "after", 2)):
+        *records, end = read_ledger(place / f"{action}-{where}.jsonl")
+        broken = [record for record in records if isinstance(record, Broken)]
+        first = broken[0]
+        assert (first.step, first.action) == (2, "warned" if action == "warn" else "raised")
+        assert first.clause == ("gradients-agree" if where == "before" else "replicas-agree")
+        assert first.applied is (True if where == "after" else None)
+        assert first.tensor == "0.weight"
+        assert len(steps_of(records)) == steps
+        assert isinstance(end, End)
+        assert (end.reason, end.violations) == ("finished" if action == "warn" else "violation", len(broken))
+    halted = {each.claim: each.outcome for each in verify([read_run(place / "raise-after.jsonl")])}
+    assert halted["halt-together"] is Outcome.HOLDS
+    assert halted["replicas-agree"] is Outcome.FALSIFIED
+    warned = {each.claim: each.outcome for each in verify([read_run(place / "warn-before.jsonl")])}
+    assert warned["halt-together"] is Outcome.NOT_APPLICABLE
+
+
+def _refusals(folder: str) -> list[str]:
+    taken, damaged = Path(folder, "taken.jsonl"), Path(folder, "damaged.jsonl")
+    found = []
+    for path in (taken, damaged, Path(folder, "file", "l.jsonl"), Path(folder)):
+        model = model_of()
+        try:
+            andon.watch(model, sgd(model), ledger=path).close()
+            found.append("accepted")
+        except ValueError as error:
+            found.append(str(error))
+    with andon.watch(model, sgd(model), ledger=taken, start=6):
+        pass
+    with andon.watch(model, sgd(model), ledger=Path(folder, "other.jsonl")):
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
+        with pytest.raises(ValueError, match=r"another process|its own message"):
+            andon.watch(model, sgd(model), ledger=Path(folder, "other.jsonl"))
+    return found
+
+
+def test_a_ledger_that_cannot_be_written_is_refused_on_every_rank(folder: Path, by_rank: list[dict[str, Any]]) -> None:
+    """Another run's ledger, a damaged one, a path that is none, one that is written: a ValueError, and no rank hangs.
+
+    After `start` updates the same ledger is gone on with, which leaves a resume line.
+    """
+    writer, other = (said[_refusals.__name__] for said in by_rank)
+    assert ["holds a run already" in writer[0], ":1: " in writer[1]] == [True, True]
+    assert all("cannot be written" in said for said in writer[2:])
+    assert all("rank 0 was told something wrong" in said for said in other)
+    *_, ended, resumed, end = read_ledger(folder / _refusals.__name__ / "taken.jsonl")
+    assert isinstance(ended, End)
+    assert isinstance(resumed, Resume)
+    assert resumed.step == 6
+    assert isinstance(end, End)
+
+
+def test_the_environment_names_a_ledger_and_a_keyword_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ANDON_LEDGER serves every watch of a script, each with a file of its own."""
+    monkeypatch.setenv("ANDON_LEDGER", str(tmp_path / "named.jsonl"))
+    for given in (None, tmp_path / "keyword.jsonl", None):
+        with andon.watch(model := model_of(), sgd(model), ledger=given):
+            pass
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["keyword.jsonl", "named-2.jsonl", "named.jsonl"]
+
+
+# what the loop tells, and what it costs
+
+
+def _full_disk(folder: str) -> tuple[int, int]:
+    model = model_of()
+    optimizer = sgd(model)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", andon.AndonWarning)
+        with andon.watch(model, optimizer, ledger=Path(folder, "l.jsonl")) as w:
+            if dist.get_rank() == 0:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (4000, limits[1]))
+            train(w, model, optimizer, clip=False)
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)  # what a rank says may go to a file as well
+    return sum("the disk refuses" in str(each.message) for each in said), w.evaluations["gradients-agree"]
+
+
+def test_a_full_disk_ends_the_ledger_and_not_the_loop(folder: Path, by_rank: list[dict[str, Any]]) -> None:
+    """The loop makes all its updates, rank 0 says once that the ledger is cut, and what is there is whole."""
+    writer, other = (said[_full_disk.__name__] for said in by_rank)
+    assert writer == (1, STEPS)
+    assert other == (0, STEPS)
+    steps = steps_of(list(read_ledger(folder / _full_disk.__name__ / "l.jsonl")))
+    assert 0 < len(steps) < STEPS
+
+
+def _messages(folder: str) -> list[int]:
+    counts = []
+    for path in (None, Path(folder, "l.jsonl")):
+        model = model_of()
+        optimizer = adam(model)
+        with andon.watch(model, optimizer, ledger=path) as w:
+            train(w, model, optimizer, clip=True)
+        counts.append(w._exchange._sequence)
+    return counts
+
+
+def test_a_ledger_costs_no_message_between_ranks(by_rank: list[dict[str, Any]]) -> None:
+    """All that it says is told between ranks anyway."""
+    for said in by_rank:
+        without, with_ledger = said[_messages.__name__]
+        assert without == with_ledger > STEPS
+
+
+def test_several_optimizers_have_their_own_lines(tmp_path: Path) -> None:
+    """Updates are numbered through, and each says which optimizer's weights it is of."""
+    model = model_of()
+    first, second = model[0], model[2]  # type: ignore[index]
+    optimizers = [sgd(first), sgd(second)]
+    with andon.watch(model, optimizers, ledger=tmp_path / "l.jsonl"):
+        for step in range(3):
+            loss_of(model, data()[0]).backward()
+            for optimizer in optimizers[: 1 + step % 2]:
+                optimizer.step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+    steps = steps_of(list(read_ledger(tmp_path / "l.jsonl")))
+    assert [(step.step, step.optimizer_index) for step in steps] == [(1, 0), (2, 0), (3, 1), (4, 0)]
+    norms = [step.weights_norm.value for step in steps if step.weights_norm is not None]
+    assert norms[3] == pytest.approx(torch.cat([p.detach().reshape(-1) for p in first.parameters()]).norm().item())
+    assert norms[2] == pytest.approx(torch.cat([p.detach().reshape(-1) for p in second.parameters()]).norm().item())
+
+
+def test_checkpoints_and_evaluations_are_lines(tmp_path: Path) -> None:
+    """A save, a load and an evaluation that the loop tells are recorded at their step."""
+    model = model_of()
+    optimizer = sgd(model)
+    with andon.watch(model, optimizer, ledger=tmp_path / "l.jsonl") as w:
+        loss_of(model, data()[0]).backward()
+        optimizer.step()
+        w.saved(tmp_path / "first.pt")
+        w.evaluated([0, 1], [1, 1], [1, 0], {"accuracy": 0.5})
+        w.loaded(tmp_path / "first.pt")
+    lines = [json.loads(line) for line in (tmp_path / "l.jsonl").read_text().splitlines()]
+    assert [line["kind"] for line in lines] == ["start", "step", "checkpoint", "eval", "resume", "end"]
+    assert [line["step"] for line in lines[1:]] == [1] * 5
+    assert (lines[2]["name"], lines[4]["name"]) == ("first.pt", "first.pt")
+    assert lines[3]["scores"]["accuracy"]["value"] == 0.5
+    verify_chain((tmp_path / "l.jsonl").read_bytes().splitlines(keepends=True))
+
+
+class Skipping(torch.optim.SGD):
+    """As a fused optimizer under a loss scaler: it is called, told of an overflow, and changes nothing."""
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        """Nothing."""
+
+
+def test_a_skipped_update_is_marked(tmp_path: Path) -> None:
+    """The line says so, and gives no norm of a gradient that overflowed."""
+    model = model_of()
+    optimizer = Skipping(model.parameters(), lr=RATE)
+    with andon.watch(model, optimizer, action="raise", ledger=tmp_path / "l.jsonl"):
+        optimizer.found_inf = torch.ones(1)  # type: ignore[attr-defined]
+        (loss_of(model, data()[0]) * float("inf")).backward()
+        optimizer.step()
+    (step,) = steps_of(list(read_ledger(tmp_path / "l.jsonl")))
+    assert (step.skipped, step.grad_norm) == (True, None)
