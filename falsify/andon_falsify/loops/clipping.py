@@ -16,7 +16,7 @@ Seen = Callable[[float | None], None]
 
 @contextmanager
 def clipping_seen(seen: Seen) -> Iterator[None]:
-    """Inside, `seen` hears of each call of `clip_grad_norm_` and `clip_grad_value_`.
+    """Inside, `seen` hears of each call of `clip_grad_norm_`, `clip_grads_with_norm_` and `clip_grad_value_`.
 
     What replaces the part of `clip_grad_norm_` that scales is also met by who imported the function earlier by name.
     """
@@ -28,6 +28,7 @@ def clipping_seen(seen: Seen) -> Iterator[None]:
         setattr(home, name, around(original, seen))
 
     replace(clip_grad, "_clip_grads_with_norm_", _by_norm)
+    replace(torch.nn.utils, "clip_grads_with_norm_", _by_norm)
     for home in (clip_grad, torch.nn.utils):
         replace(home, "clip_grad_value_", _by_value)
     try:

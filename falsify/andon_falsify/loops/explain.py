@@ -11,6 +11,7 @@ from torch import Tensor
 
 from andon_falsify.checkers.ratio import explain_ratio
 from andon_falsify.loops.law import LoopLaw, matrix, vector
+from andon_falsify.loops.relabelled import relabelled
 from andon_falsify.loops.sightings import Law
 
 _FITS = 1e-3
@@ -47,7 +48,7 @@ def compare(law: LoopLaw, step: int, factors: Mapping[str, int]) -> Comparison:
     shares = _shares(of_rows, rows, seen)
     words = "" if relative <= _FITS or ratio is not None else _instead(of_rows, rows, seen, law.visits(step), factors)
     if not words and ratio is None and relative > _FITS:
-        words = _counted(shares)
+        words = _remembered(law, step, seen, planned) or relabelled(law, step, seen) or _counted(shares)
     return Comparison(step, relative, cosine, ratio, shares, words)
 
 
@@ -79,6 +80,25 @@ def _instead(
         if residual <= _FITS:
             times = "" if abs(factor - 1) <= _FITS else f", times {explain_ratio(factor, factors)}"
             return f"it is {words}{times}"
+    return ""
+
+
+def _remembered(law: LoopLaw, step: int, seen: Tensor, planned: Tensor) -> str:
+    """Whether something of the update before is in it: all of its gradient, or one rank's part of it."""
+    now, rows = law.of(step), matrix(law.of(step))
+    if step - 1 not in law.updates or not any(map(any, law.visits(step - 1))):
+        return ""
+    factor, residual = _fit(seen - planned, vector(now, law.seen(step - 1)))
+    if residual <= _FITS:
+        times = "" if abs(factor - 1) <= _FITS else f", {factor:.3g} times"
+        return f"the gradient of the update before is still in it{times}"
+    before, earlier = law.of(step - 1), matrix(law.of(step - 1))
+    for rank, (visited, past) in enumerate(zip(law.visits(step), law.visits(step - 1), strict=True)):
+        own = sum((rows[now.rows.index(row)] for leaf in visited for row in leaf), torch.zeros_like(seen))
+        old = sum((earlier[before.rows.index(row)] for leaf in past for row in leaf), torch.zeros_like(seen))
+        instead = planned - own / len(now.rows) + old / len(before.rows)
+        if float((seen - instead).norm()) <= _FITS * float(seen.norm()):
+            return f"rank {rank}'s part is that of the update before"
     return ""
 
 

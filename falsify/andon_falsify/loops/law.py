@@ -123,14 +123,18 @@ class LoopLaw:
         law = self.first.own_law[step]
         return Law(law.rows, law.losses, {short_name(name): tensor for name, tensor in law.gradients.items()})
 
-    def _independent(self, step: int) -> Law:
+    def labelled(self, step: int, label: int) -> Law:
+        """As `of`, if every row had this label; only of a model that the reference knows."""
+        return self._independent(step, label)
+
+    def _independent(self, step: int, label: int | None = None) -> Law:
         rows = tuple(sorted({row for leaves in self.visits(step) for leaf in leaves for row in leaf}))
         if not rows:
             msg = f"no rank saw a row in update {step}"
             raise ValueError(msg)
         weights = self.before(step)
         leaves = {name: weights[name].detach().clone().requires_grad_() for name in self._reference.trainable}
-        losses = self.row_losses({**weights, **leaves}, rows)
+        losses = self.row_losses({**weights, **leaves}, rows, label)
         found = torch.autograd.grad(
             losses,
             list(leaves.values()),
@@ -144,9 +148,10 @@ class LoopLaw:
         }
         return Law(rows, losses.detach(), gradients)
 
-    def row_losses(self, weights: Mapping[str, Tensor], rows: tuple[int, ...]) -> Tensor:
-        """float64 [rows]: the loss of each row under `weights` (canonical names, all of them)."""
+    def row_losses(self, weights: Mapping[str, Tensor], rows: tuple[int, ...], label: int | None = None) -> Tensor:
+        """float64 [rows]: the loss of each row under `weights` (canonical names, all of them), by its label or one."""
         logits, labels = self.logits(weights, rows)
+        labels = labels if label is None else torch.full_like(labels, label)
         return torch.stack(
             [loss_sum(logits[at : at + 1], labels[at : at + 1], self._weights) for at in range(len(rows))]
         )

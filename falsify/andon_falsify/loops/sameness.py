@@ -23,7 +23,7 @@ from andon_falsify.reference.training import train
 from andon_falsify.reference.update import global_norm
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.trace import Trace
-from andon_falsify.verdict import Claim, Counterexample, Verdict, conclude, unknown
+from andon_falsify.verdict import Claim, Counterexample, Verdict, conclude, not_applicable, unknown
 
 MARGIN = 30.0
 FLOOR = 1e-6
@@ -90,7 +90,7 @@ def _rounded(
 def across(traces: Sequence[Trace]) -> Verdict:
     """The same global batches on other numbers of ranks and micro-batches: the first trace against each other one.
 
-    To the bit where the loop says so (`to_the_bit = True`), else within the measured noise.
+    To the bit where the loop says so (`to_the_bit = True`), else within the measured noise where nothing is drawn.
     """
     claim = same_everywhere.CLAIM
     if len(traces) < 2 or len({(trace.case.world, trace.case.accumulation) for trace in traces}) < 2:
@@ -98,6 +98,8 @@ def across(traces: Sequence[Trace]) -> Verdict:
     sizes = {global_batch(trace.case) for trace in traces}
     if len(sizes) > 1:
         return unknown(claim, f"the global batches have {' and '.join(map(str, sorted(sizes)))} rows: not comparable")
+    if any(first_of(trace).draws for trace in traces) and "to_the_bit" not in first_of(traces[0]).claims:
+        return not_applicable(claim, "forward passes draw random numbers: other ones on another number of ranks")
     if "to_the_bit" in first_of(traces[0]).claims:
         return same_everywhere.check([trace.seen for trace in traces])
     return alike(claim, traces[0], traces[1:])

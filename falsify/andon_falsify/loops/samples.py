@@ -17,9 +17,9 @@ def samples(law: LoopLaw) -> Verdict:
     if steps and all(set(part.rowless) >= steps for part in law.parts):
         why = "the model is not called with `input_ids`, and the loop tells no rows (told.rows)"
         return not_applicable(_CLAIM, why)
-    found = [*_content(law), *_sizes(law), *_left(law)]
     missing = f"the rows of update {min(law.unknown_updates)} are not all known" if law.unknown_updates else ""
-    return merge([samples_once.check(law.trace.seen), conclude(_CLAIM, len(steps), found, missing)])
+    at_all = conclude(_CLAIM, len(steps), [*_content(law), *_left(law)], missing)
+    return merge([at_all, samples_once.check(law.trace.seen), conclude(_CLAIM, len(steps), _sizes(law))])
 
 
 def _content(law: LoopLaw) -> list[Counterexample]:

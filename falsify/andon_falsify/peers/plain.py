@@ -44,7 +44,7 @@ class PlainLoop:
     def _update(self, batch: list[int]) -> Tensor:
         """One update with the rows `batch`, the same on every rank; their mean loss."""
         total = torch.zeros(())
-        for piece in _cut(self._mine(batch), self.case.local_batch):
+        for piece in cut(self._mine(batch), self.case.local_batch):
             loss = self._loss_sum(piece) / len(batch)
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
@@ -61,7 +61,7 @@ class PlainLoop:
         batches = []
         for epoch in range(self.case.epochs):
             order = torch.randperm(len(self.rows), generator=torch.Generator().manual_seed(self.case.seed + epoch))
-            batches += _cut(order.tolist(), size)
+            batches += cut(order.tolist(), size)
         yield from batches[: self.case.max_steps]
 
     def _loss_sum(self, ids: Sequence[int]) -> Tensor:
@@ -85,24 +85,30 @@ class PlainLoop:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    @torch.no_grad()
     def evaluate(self) -> Mapping[str, float]:
         """See `Evaluates.evaluate`."""
+        sums = self._scores(self._mine(list(range(len(self.rows)))))
+        dist.all_reduce(sums)
+        loss, accuracy = (sums / len(self.rows)).tolist()
+        return {"loss": loss, "accuracy": accuracy}
+
+    @torch.no_grad()
+    def _scores(self, ids: list[int]) -> Tensor:
+        """float64 [2]: the sum of the losses of these rows, and how many of them are right."""
         self.model.eval()
         sums = torch.zeros(2, dtype=torch.float64)
-        for piece in _cut(list(range(len(self.rows)))[dist.get_rank() :: dist.get_world_size()], 8):
+        for piece in cut(ids, 8):
             batch = collate([self.rows[row] for row in piece])
             labels = batch.pop("labels")
             logits = self.model(**batch).logits
             sums[0] += cross_entropy(logits, labels, self.weights, reduction="sum")
             sums[1] += (logits.argmax(-1) == labels).sum()
-        dist.all_reduce(sums)
         self.model.train()
-        loss, accuracy = (sums / len(self.rows)).tolist()
-        return {"loss": loss, "accuracy": accuracy}
+        return sums
 
     def save(self, folder: Path) -> None:
-        """See `Restores.save`. Ranks are alike, so rank 0 writes."""
+        """See `Restores.save`. Ranks are alike but for what they draw at random, so rank 0 writes the rest."""
+        torch.save(torch.get_rng_state(), folder / f"random-{dist.get_rank()}.pt")
         if dist.get_rank() == 0:
             state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "done": self.done}
             torch.save(state, folder / "state.pt")
@@ -113,9 +119,11 @@ class PlainLoop:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.done = state["done"]
+        torch.set_rng_state(torch.load(folder / f"random-{dist.get_rank()}.pt", weights_only=True))
 
 
-def _cut(rows: list[int], size: int) -> list[list[int]]:
+def cut(rows: list[int], size: int) -> list[list[int]]:
+    """`rows` in pieces of `size`, the last with what is left."""
     return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
