@@ -1,0 +1,158 @@
+"""Does the suite see what is wrong with a foreign loop? Each fault, planted in a right one, must fall by its claim.
+
+The controls: the loop without the fault holds on every claim, and the fault changes what is seen. What the loop itself
+checks does not matter here, since it is judged from outside alone: that "guard off is caught" is every trial.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from andon_falsify.checkers import halts, resume_equal
+from andon_falsify.faults.looped.fault import LoopFault
+from andon_falsify.loops.drawing import RANDOMNESS
+from andon_falsify.loops.sightings import LoopSightings
+from andon_falsify.loops.subject import LoopSubject
+from andon_falsify.loops.task import shaped
+from andon_falsify.loops.verdicts import CLAIMS, drawing, halting, judge_loop, resuming, verdicts
+from andon_falsify.ranks.pool import RankPools
+from andon_falsify.subjects.case import Case
+from andon_falsify.subjects.protocol import Subject
+from andon_falsify.subjects.trace import Trace
+from andon_falsify.verdict import Counterexample, Outcome, Verdict, judge
+
+LOOP = "andon_falsify.faults.looped:make"
+_FURTHER = {resume_equal.CLAIM.name: resuming, halts.CLAIM.name: halting, RANDOMNESS.name: drawing}
+"""What is judged by more than one run."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What each claim says, and a digest of all that was seen of all runs."""
+
+    verdicts: Mapping[str, Verdict]
+    signature: str
+
+    @property
+    def fallen(self) -> tuple[str, ...]:
+        """The claims that were falsified."""
+        return tuple(name for name, verdict in self.verdicts.items() if verdict.outcome is Outcome.FALSIFIED)
+
+
+@dataclass(frozen=True)
+class LoopTrial:
+    """A fault that was planted, and the right loop on the same case."""
+
+    fault: LoopFault
+    clean: Observation
+    planted: Observation
+
+    @property
+    def changed(self) -> bool:
+        """Whether anything was seen to be different."""
+        return self.planted.signature != self.clean.signature
+
+    @property
+    def shown(self) -> Counterexample | None:
+        """The counterexample to the claim of the fault, and for its reason; None where there is none."""
+        verdict = self.planted.verdicts.get(self.fault.claim)
+        found = verdict.counterexamples if verdict is not None else ()
+        return next((each for each in found if re.search(self.fault.says, str(each))), None)
+
+    @property
+    def problems(self) -> list[str]:
+        """What is wrong with the suite, or with the fault."""
+        clean, verdict = self.clean.verdicts, self.planted.verdicts.get(self.fault.claim)
+        found = [f"without the fault: {each}" for each in clean.values() if each.outcome in _BAD]
+        if clean[self.fault.claim].outcome is not Outcome.HOLDS:
+            found.append(f"without the fault: {clean[self.fault.claim]}")
+        if not self.changed:
+            found.append("the fault changed nothing")
+        if self.fault.claim not in self.planted.fallen:
+            found.append(f"not seen by {self.fault.claim}; fallen: {self.planted.fallen or 'none'}; {verdict}")
+        elif self.shown is None:
+            found.append(f"seen for another reason than {self.fault.says!r}: {verdict}")
+        return found
+
+
+_BAD = (Outcome.FALSIFIED, Outcome.UNKNOWN)
+
+
+class LoopLaboratory:
+    """Plants faults of loops on the ranks of `pools`; what was seen of right loops is kept.
+
+    every_claim: judge all that there is to judge of a loop, in about eight runs of it; else what one run decides, and
+    the claim that is named for the fault.
+    """
+
+    def __init__(self, pools: RankPools, *, every_claim: bool = False) -> None:
+        self._subject = LoopSubject(LOOP, "looped", pools)
+        self._every_claim = every_claim
+        self._kept: dict[tuple[Case, str], Observation] = {}
+
+    def attempt(self, fault: LoopFault) -> LoopTrial:
+        """Plant `fault`, and observe the right loop on its case."""
+        right = fault.case.but(fault=fault.right.__name__)
+        further = fault.claim if fault.claim in _FURTHER else ""
+        if (right, further) not in self._kept:
+            self._kept[right, further] = self._observe(right, further)
+        return LoopTrial(fault, self._kept[right, further], self._observe(fault.case.but(fault=fault.name), further))
+
+    def _observe(self, case: Case, further: str) -> Observation:
+        seen = _Recording(self._subject)
+        if self._every_claim:
+            found = judge_loop(seen, case, [shaped(case, 1, 1)])
+        else:
+            trace = seen.run(case)
+            found = verdicts(trace)
+            if further:
+                claim = next(claim for claim in CLAIMS if claim.name == further)
+                found[further] = judge(claim, _FURTHER[further], seen, trace)
+        return Observation(found, hashlib.sha256("".join(map(_signature, seen.traces)).encode()).hexdigest())
+
+
+class _Recording:
+    """A subject whose traces are kept."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.name = subject.name
+        self.traces: list[Trace] = []
+        self._subject = subject
+
+    def run(self, case: Case) -> Trace:
+        """See `Subject.run`."""
+        self.traces.append(self._subject.run(case))
+        return self.traces[-1]
+
+
+def _signature(trace: Trace) -> str:
+    """A digest of everything that a fault could have changed."""
+    own = [
+        (sorted(part.evaluation.items()), sorted(part.running.items()), sorted(part.draws.items()), part.leftover)
+        for part in trace.parts
+        if isinstance(part, LoopSightings)
+    ]
+    return f"{trace.signature()} {own!r}"
+
+
+def matrix(trials: Sequence[LoopTrial]) -> str:
+    """Faults by claims as Markdown: the claims that fell, the named one in capitals; then what was said of each."""
+    names = [claim.name for claim in CLAIMS if any(claim.name in trial.planted.fallen for trial in trials)]
+    lines = ["| fault | what | " + " | ".join(names) + " |", "| " + " | ".join(["---"] * (2 + len(names))) + " |"]
+    lines += [f"| {t.fault.code} | {t.fault.what} | {' | '.join(_cell(t, name) for name in names)} |" for t in trials]
+    lines += ["", "| fault | what | the counterexample to the claim named for it |", "| --- | --- | --- |"]
+    lines += [f"| {trial.fault.code} | {trial.fault.what} | {_said(trial)} |" for trial in trials]
+    return "\n".join(lines)
+
+
+def _cell(trial: LoopTrial, claim: str) -> str:
+    if claim not in trial.planted.fallen:
+        return ""
+    return "**KILLED**" if claim == trial.fault.claim and trial.shown is not None else "fell"
+
+
+def _said(trial: LoopTrial) -> str:
+    return "none" if trial.shown is None else str(trial.shown).replace("|", "\\|").replace("<", "&lt;")

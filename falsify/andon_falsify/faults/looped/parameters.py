@@ -1,0 +1,123 @@
+"""Faults of schedule, parameter groups and of what trains: sections G and H of the catalogue."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from andon_falsify.faults.looped.fault import ADAMW, LoopFault
+from andon_falsify.faults.looped.replicas import renew_head
+from andon_falsify.faults.looped.right import Grouped, Scheduled
+from andon_falsify.loops.task import optimizer
+from andon_falsify.peers.plain import PlainLoop
+from andon_falsify.subjects.case import Case
+
+
+class RateByMicroBatch(Scheduled):
+    """The schedule is advanced with every micro-batch."""
+
+    def _counted(self) -> int:
+        return self.done * self.case.accumulation + 1
+
+
+class StaleHead(PlainLoop):
+    """The head is made anew when the optimizer is there already."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        renew_head(self)
+
+
+class HeadFrozen(PlainLoop):
+    """The head does not train."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.trained.pop().requires_grad_(False)
+        self.optimizer = optimizer(case, self.trained)
+
+
+class AllDecay(Grouped):
+    """The pattern for what does not decay misses the names of the norms."""
+
+    def _decays(self, name: str) -> bool:
+        return "LayerNorm" not in name
+
+
+class AdapterDetached(PlainLoop):
+    """Nothing flows back through the adapter."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        for name, module in self.model.named_modules():
+            if name.endswith("lora_B"):
+                module.get_submodule("default").register_forward_hook(_detached)
+
+
+def _detached(_: nn.Module, __: Any, out: Tensor) -> Tensor:
+    return out.detach()
+
+
+class BaseTrained(PlainLoop):
+    """Nothing is frozen."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.trained = list(self.model.requires_grad_(True).parameters())
+        self.optimizer = optimizer(case, self.trained)
+
+
+class BaseTouched(PlainLoop):
+    """A frozen weight changes on every rank, without the optimizer."""
+
+    @torch.no_grad()
+    def _apply(self) -> None:
+        super()._apply()
+        next(p for p in self.model.parameters() if not p.requires_grad).view(-1)[0] += 1e-3
+
+
+class Rescaled(PlainLoop):
+    """Every rank rescales a weight between two updates."""
+
+    def _update(self, batch: list[int]) -> Tensor:
+        self.trained[0].detach().mul_(1.01 if self.done == 2 else 1.0)
+        return super()._update(batch)
+
+
+FAULTS = (
+    LoopFault(
+        "F61",
+        "scheduler for each micro-batch",
+        RateByMicroBatch,
+        "schedule",
+        "step 2: the learning rate is off the schedule: it is that of step 3",
+    ),
+    LoopFault(
+        "F62",
+        "optimizer holds stale parameters",
+        StaleHead,
+        "update-law",
+        "1 tensors that train are in no group of the optimizer",
+    ),
+    LoopFault("F64", "head frozen", HeadFrozen, "gradient-law", r"1 tensors that are to train have no gradient.*score"),
+    LoopFault(
+        "F65",
+        "weight decay on norms",
+        AllDecay,
+        "update-law",
+        r"step 1: \d+ tensors decay otherwise than the loop declares",
+        ADAMW.but(rank=0, lr=1e-3),
+    ),
+    LoopFault("F67", "adapter gets no gradient", AdapterDetached, "gradient-law", r"lora_B\.weight 1,"),
+    LoopFault("F68", "base trained", BaseTrained, "base-frozen", r"\d+ frozen tensors of the model train"),
+    LoopFault("F68", "base touched", BaseTouched, "base-frozen", "a frozen weight changed"),
+    LoopFault(
+        "F89",
+        "weights of all ranks changed between updates",
+        Rescaled,
+        "update-law",
+        "1 tensors changed behind the optimizer's step",
+    ),
+)

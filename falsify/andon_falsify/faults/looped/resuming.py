@@ -1,0 +1,141 @@
+"""Faults of saving, loading and planning: section I of the catalogue."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from andon_falsify.faults.looped.fault import ADAMW, SGD, LoopFault
+from andon_falsify.faults.looped.right import Best, Scheduled
+from andon_falsify.faults.looped.rows import DROPOUT
+from andon_falsify.peers.plain import PlainLoop
+
+
+class Loading(PlainLoop):
+    """It loads something else than it saved."""
+
+    def load(self, folder: Path) -> None:
+        """See `Restores.load`."""
+        state = torch.load(folder / "state.pt", weights_only=True)
+        self._take(state)
+        self.done = state["done"]
+
+    def _take(self, state: dict[str, Any]) -> None:
+        """Weights and optimizer state of `state`."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+class AdapterFrozen(Loading):
+    """What was loaded is for inference: the adapter does not train."""
+
+    def _take(self, state: dict[str, Any]) -> None:
+        super()._take(state)
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(parameter.requires_grad and "lora_" not in name)
+
+
+class HeadLost(Loading):
+    """Only the adapter was saved."""
+
+    def _take(self, state: dict[str, Any]) -> None:
+        held = {name: tensor for name, tensor in state["model"].items() if "lora_" in name}
+        self.model.load_state_dict(held, strict=False)
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+class Prefixed(Loading):
+    """The names have a prefix that the model's have not, and nobody looks."""
+
+    def _take(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict({f"module.{name}": held for name, held in state["model"].items()}, strict=False)
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+class StatePermuted(Loading):
+    """Two tensors of one shape have got each other's moments."""
+
+    def _take(self, state: dict[str, Any]) -> None:
+        super()._take(state)
+        held = self.optimizer.state
+        first = self.trained[0]
+        other = next(p for p in self.trained[1:] if p.shape == first.shape)
+        held[first], held[other] = held[other], held[first]
+
+
+class ScheduleRestarts(Scheduled):
+    """The schedule begins anew."""
+
+    resumed = 0
+
+    def load(self, folder: Path) -> None:
+        """See `Restores.load`."""
+        super().load(folder)
+        self.resumed = self.done
+
+    def _counted(self) -> int:
+        return super()._counted() - self.resumed
+
+
+class OneSkipped(Loading):
+    """The place in the data is restored twice."""
+
+    def load(self, folder: Path) -> None:
+        """See `Restores.load`."""
+        super().load(folder)
+        self.done += 1
+
+
+class DrawnAnew(Loading):
+    """Random states are not restored."""
+
+
+class OneTooFew(PlainLoop):
+    """The last update is not planned."""
+
+    def _batches(self) -> Iterator[list[int]]:
+        yield from list(super()._batches())[:-1]
+
+
+class OneTooMany(PlainLoop):
+    """An update more is planned."""
+
+    def _batches(self) -> Iterator[list[int]]:
+        planned = list(super()._batches())
+        yield from [*planned, planned[0]]
+
+
+class BestByOwnLoss(Best):
+    """The best is chosen by the loss of a rank's own rows."""
+
+    def _metric(self) -> float:
+        return self.own
+
+
+class BestOnOne(Best):
+    """Only rank 0 takes up the best weights."""
+
+    def _take_best(self) -> None:
+        if dist.get_rank() == 0:
+            super()._take_best()
+
+
+_CLAIM, _PART = "resume-equal", "the weights part by more than rounding explains"
+_END = "step 4, rank 1: the weights differs? between ranks"
+FAULTS = (
+    LoopFault("F70", "adapter frozen after load", AdapterFrozen, _CLAIM, r"other tensors train.*lora_"),
+    LoopFault("F73", "head not restored", HeadLost, _CLAIM, _PART),
+    LoopFault("F74", "nothing loaded for a prefix", Prefixed, _CLAIM, _PART),
+    LoopFault("F76", "moments permuted", StatePermuted, _CLAIM, _PART, ADAMW),
+    LoopFault("F77", "schedule restarts", ScheduleRestarts, _CLAIM, "another learning rate"),
+    LoopFault("F79", "batch skipped on resume", OneSkipped, _CLAIM, "the rows differ first"),
+    LoopFault("F80", "random state not restored", DrawnAnew, _CLAIM, _PART, DROPOUT),
+    LoopFault("F82", "one update too few", OneTooFew, "samples-once", r"another number of updates than planned"),
+    LoopFault("F82", "one update too many", OneTooMany, "samples-once", r"another number of updates than planned"),
+    LoopFault("F83", "best checkpoint by a local metric", BestByOwnLoss, "replicas-agree", _END, SGD),
+    LoopFault("F83", "only one rank reloads", BestOnOne, "replicas-agree", _END),
+)

@@ -1,0 +1,228 @@
+"""Right loops that do more than `PlainLoop`, for faults of what it does not do. Each has `RIGHT`, and no fault."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from andon_falsify.loops.protocol import Told
+from andon_falsify.loops.record import planned_updates
+from andon_falsify.loops.task import collate
+from andon_falsify.peers.plain import PlainLoop, cut
+from andon_falsify.subjects.case import Case
+
+SCALE = 1024.0
+"""Of a loss in half precision; a power of two, so that scaling rounds nothing."""
+
+
+class Wrapped(PlainLoop):
+    """Through DistributedDataParallel, whose average over the ranks is multiplied out. No rank is without rows."""
+
+    RIGHT = True
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.model = self._wrapped()
+
+    def _wrapped(self) -> nn.Module:
+        """What is called in training."""
+        self.ddp = DistributedDataParallel(self.model)
+        return self.ddp
+
+    def _update(self, batch: list[int]) -> Tensor:
+        total = torch.zeros(())
+        pieces = cut(self._mine(batch), self.case.local_batch)
+        for place, piece in enumerate(pieces, start=1):
+            with nullcontext() if place == len(pieces) else self.ddp.no_sync():
+                loss = self._loss_sum(piece) / len(batch)
+                (loss * dist.get_world_size()).backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        dist.all_reduce(total)
+        self._apply()
+        return total
+
+
+class Tracking(PlainLoop):
+    """It keeps a running mean of what its head gets, averaged over the ranks after every update."""
+
+    RIGHT = True
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.head = next(module for name, module in self.model.named_modules() if name.endswith("score"))
+        self.head.register_buffer("running_mean", torch.zeros(case.hidden), persistent=False)
+        self.head.register_forward_pre_hook(self._track)
+
+    @property
+    def mean(self) -> Tensor:
+        """float32 [hidden]: the running mean."""
+        mean: Any = self.head.running_mean
+        assert isinstance(mean, Tensor)
+        return mean
+
+    def _track(self, _: nn.Module, given: tuple[Tensor, ...]) -> None:
+        if torch.is_grad_enabled():
+            self.mean.lerp_(given[0].detach().flatten(0, -2).mean(0), 0.1)
+
+    def _apply(self) -> None:
+        super()._apply()
+        self._share()
+
+    def _share(self) -> None:
+        dist.all_reduce(self.mean)
+        self.mean.div_(dist.get_world_size())
+
+
+class Scheduled(PlainLoop):
+    """Its rate falls by half a cosine from update to update, as it declares."""
+
+    RIGHT = True
+
+    def rate(self, update: int) -> float:
+        """See `Schedules.rate`."""
+        return 0.5 * self.case.lr * (1 + math.cos(math.pi * update / (1 + planned_updates(self.case))))
+
+    def _counted(self) -> int:
+        """The update that the schedule is at."""
+        return self.done + 1
+
+    def _apply(self) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.rate(self._counted())
+        super()._apply()
+
+
+class Grouped(PlainLoop):
+    """AdamW with two groups: norms do not decay, as it declares."""
+
+    RIGHT = True
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        groups = [
+            {"params": [p for name, p in named.items() if self._decays(name)], "weight_decay": case.weight_decay},
+            {"params": [p for name, p in named.items() if not self._decays(name)], "weight_decay": 0.0},
+        ]
+        self.optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=case.lr)
+
+    def _decays(self, name: str) -> bool:
+        """Which parameters are put into the group that decays."""
+        return "norm" not in name
+
+    def decay(self, name: str) -> float:
+        """See `Decays.decay`."""
+        return 0.0 if "norm" in name else self.case.weight_decay
+
+
+class Labelled(PlainLoop):
+    """The model is given the labels, and computes the loss itself: the mean over its rows."""
+
+    RIGHT = True
+
+    def _loss_sum(self, ids: Sequence[int]) -> Tensor:
+        batch = collate([self.rows[row] for row in ids])
+        batch["labels"] = self._labels(batch["labels"])
+        loss: Tensor = self.model(**batch).loss
+        return loss * float(len(ids))
+
+    def _labels(self, labels: Tensor) -> Tensor:
+        """int64 [rows]: what the model gets for them."""
+        return labels
+
+
+class LossScaled(PlainLoop):
+    """The loss is multiplied before the backward pass, and the summed gradient divided before it is clipped."""
+
+    RIGHT = True
+
+    @property
+    def scale(self) -> float:
+        """By which the loss is multiplied on this rank."""
+        return SCALE
+
+    def _loss_sum(self, ids: Sequence[int]) -> Tensor:
+        return super()._loss_sum(ids) * self.scale
+
+    def _add_over_ranks(self, total: Tensor) -> None:
+        super()._add_over_ranks(total)
+        self._unscale()
+        total.div_(SCALE)
+
+    def _unscale(self) -> None:
+        for parameter in self.trained:
+            if parameter.grad is not None:
+                parameter.grad.div_(self.scale)
+
+
+class Streamed(PlainLoop):
+    """The order of rows comes from a stream of random numbers that all ranks have alike."""
+
+    RIGHT = True
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.stream = torch.Generator().manual_seed(case.seed)
+
+    def _batches(self) -> Iterator[list[int]]:
+        size = self.case.local_batch * self.case.accumulation * self.case.world
+        for _ in range(self.case.epochs):
+            yield from cut(torch.randperm(len(self.rows), generator=self.stream).tolist(), size)
+
+
+class Noisy(PlainLoop):
+    """Noise is added to the token vectors in training, another one on every rank."""
+
+    RIGHT = True
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        inner: Any = self.model
+        inner.get_input_embeddings().register_forward_hook(_noise)
+
+
+def _noise(_: nn.Module, __: Any, vectors: Tensor) -> Tensor:
+    return vectors + 0.01 * torch.randn_like(vectors) if torch.is_grad_enabled() else vectors
+
+
+class Best(PlainLoop):
+    """When it is done, it takes up the weights that had the smallest loss."""
+
+    RIGHT = True
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.smallest = math.inf
+        self.best: list[Tensor] = []
+
+    def train(self, told: Told) -> None:
+        """See `Loop.train`."""
+        super().train(told)
+        self._take_best()
+
+    def _apply(self) -> None:
+        loss = self._metric()
+        if loss < self.smallest:
+            self.smallest, self.best = loss, [p.detach().clone() for p in self.trained]
+        super()._apply()
+
+    def _add_over_ranks(self, total: Tensor) -> None:
+        self.own = float(total)
+        super()._add_over_ranks(total)
+        self.summed = float(total)
+
+    def _metric(self) -> float:
+        """By which the best update is chosen: the loss of the whole batch."""
+        return self.summed
+
+    @torch.no_grad()
+    def _take_best(self) -> None:
+        for parameter, kept in zip(self.trained, self.best, strict=True):
+            parameter.copy_(kept)
