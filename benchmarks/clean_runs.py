@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -59,9 +60,11 @@ def _of_kind(name: str, steps: int, deadline_s: float) -> Row:
     if not installed(KINDS[name]):
         return {"note": f"not run: needs {', '.join(KINDS[name].needs)}"}
     outcomes = run_ranks(2, run_kinds, [name], steps, deadline_s=deadline_s)
-    errors = [f"{type(o.error).__name__}: {o.error}" for o in outcomes if o.error is not None]
+    errors = [o.error for o in outcomes if o.error is not None]
     if errors:
-        return {"said": errors}
+        notes = [note for error in errors for note in getattr(error, "__notes__", [])]
+        print(*notes, sep="\n", file=sys.stderr, flush=True)
+        return {"said": [f"{type(error).__name__}: {error}" for error in errors]}
     by_rank = [outcome.get()[name] for outcome in outcomes]
     return {
         "steps": steps,

@@ -71,6 +71,15 @@ def _saved_and_one_reads_another(w: Watch) -> None:
     w.loaded(_path() if dist.get_rank() == dist.get_world_size() - 1 else path)
 
 
+def _saved_where_nothing_can_be() -> str:
+    with _open() as w:
+        try:
+            w.saved(_path() / "checkpoint")
+        except OSError:
+            return "refused"
+    return "accepted"
+
+
 def _one_optimizer_of_another_model() -> object:
     model = _model()
     return andon.watch(model, [_sgd(model), _sgd(_model())])
@@ -149,3 +158,8 @@ def test_bad_use_is_a_clear_error_on_every_rank() -> None:
             wanted = last if rank == 2 else others
             assert text.startswith("ValueError: "), f"{name}: {text}"
             assert wanted in text, f"{name}: {text}"
+
+
+def test_a_disk_that_refuses_is_told_to_every_rank() -> None:
+    """Only rank 0 writes what was saved, and all ranks raise where it cannot."""
+    assert [outcome.get() for outcome in run_ranks(3, _saved_where_nothing_can_be)] == ["refused"] * 3

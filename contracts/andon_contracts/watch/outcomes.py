@@ -85,18 +85,34 @@ class Outcomes:
         """A checkpoint was saved at `path`: digests of all that is live go to `path`.andon.json. Collective.
 
         read: gives what is on the disk by parameter name, to be held to what is live.
+        Raises `OSError` on every rank where the disk refuses.
         """
         self._demand_open()
         lanes = list(self._lanes.values())
         digests = restore.live(lanes) | {"updates": lanes[0].updates}
         digests |= {name: by_rank[0] for name, by_rank in self._random(lanes[0].updates).items()}
-        if self._exchange.rank == 0:
-            restore.write(Path(path), digests)
+        self._write(Path(path), digests)
         self._recorder.saved(lanes[0].updates, Path(path).name, digests)
         if read is not None:
             on_disk = self._exchange.spread(lanes[0].updates, "on disk", restore.of_tensors(read(), lanes))
             wanted = {n: d for n, d in digests.items() if n.removeprefix("weights ") in lanes[0].subject.parameters}
             self._judge_restored(wanted, on_disk)
+
+    def _write(self, path: Path, digests: Mapping[str, int]) -> None:
+        """Let rank 0 write; when this returns, every rank can read it."""
+        problem: OSError | None = None
+        if self._exchange.rank == 0:
+            try:
+                restore.write(path, digests)
+            except OSError as error:
+                problem = error
+        step = next(iter(self._lanes.values())).updates
+        seen = self._exchange(step, "saved", {"refused": int(problem is not None)})
+        if problem is not None:
+            raise problem
+        if seen[0].values["refused"]:
+            msg = f"rank 0 could not write the digests beside {path}"
+            raise OSError(msg)
 
     def loaded(self, path: str | Path) -> None:
         """The checkpoint at `path` was loaded: all that is live is what was live at its save. Collective.
