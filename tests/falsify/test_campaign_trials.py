@@ -109,6 +109,7 @@ def test_drawn_cases_are_what_the_claims_need(seed: int) -> None:
             assert case.checkpoint_every is not None
             assert case.checkpoint_every < case.stop_after < updates
             assert trial.then_world in LAYOUT.worlds
+            assert case.optimizer == "adamw" or case.momentum  # else nobody notices that its state was lost
     laws = [trial.case for trial in trials if trial.kind == LAW]
     for world, accumulation in ((2, 1), (2, 2), (3, 1), (3, 2)):
         here = [case for case in laws if (case.world, case.accumulation) == (world, accumulation)]

@@ -70,9 +70,13 @@ Places = Sequence[tuple[str, int, int]]
 
 
 def _once_each(kind: str, seed: int, budget: Budget, places: Places) -> Iterator[Trial]:
-    """Trials of `kind`, at every place for some of the flavours."""
+    """Trials of `kind`, at every place for some of the flavours.
+
+    A run is cut off and taken up with an optimizer that remembers: without, nobody would notice that it forgot.
+    """
+    flavours = tuple(each for each in budget.flavours if kind != RESUME or each.remembers) or budget.flavours
     for (at, (backend, world, accumulation)), number in product(enumerate(places), range(budget.draws)):
-        flavour = budget.flavours[(at + number) % len(budget.flavours)]
+        flavour = flavours[(at + number) % len(flavours)]
         case = _case(seed, number, flavour, world, accumulation).but(backend=backend)
         drawn = random.Random(f"{kind} {seed} {number} {world} {accumulation}")
         yield _DRAWN[kind](drawn, case, seed, tuple(dict.fromkeys(world for _, world, _ in places)))
