@@ -100,6 +100,85 @@ class Decaying(PlainLoop):
         self.optimizer.param_groups[0]["lr"] = self.case.lr / 2
 
 
+class TensorRate(PlainLoop):
+    """Right: the rate is a tensor in fp32, as torch documents it for compiled and captured steps."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        for group in self.optimizer.param_groups:
+            group["lr"] = torch.tensor(case.lr)
+
+
+class DecoupledAdam(PlainLoop):
+    """Right: AdamW under torch's other name for it."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.optimizer = torch.optim.Adam(
+            self.trained, lr=case.lr, weight_decay=case.weight_decay, decoupled_weight_decay=True
+        )
+
+
+class SeldomTold(PlainLoop):
+    """Right: every second loss is told."""
+
+    def train(self, told: Told) -> None:
+        """As a log with an interval."""
+        for update, batch in enumerate(self._batches(), start=1):
+            if update > self.done:
+                loss = self._update(batch)
+                self.done = update
+                if update % 2 == 0:
+                    told.loss(loss)
+
+
+class OddRate(PlainLoop):
+    """The last tensor is in a group of its own, at three times the rate."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        last = self.optimizer.param_groups[0]["params"].pop()
+        self.optimizer.add_param_group({"params": [last], "lr": 3 * case.lr})
+
+
+class Dropping(PlainLoop):
+    """Evaluates with the model in training mode."""
+
+    def evaluate(self) -> Mapping[str, float]:
+        """Every row once, with masks where there are any."""
+        with torch.no_grad():
+            every = list(range(len(self.rows)))
+            return {"loss": float(self._loss_sum(every)) / len(every)}
+
+
+class InTurn(PlainLoop):
+    """Right: two optimizers, each of half of the tensors."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        groups = self.trained[::2], self.trained[1::2]
+        self.both = [torch.optim.SGD(group, lr=case.lr) for group in groups]
+
+    def _apply(self) -> None:
+        for each in self.both:
+            each.step()
+        self.model.zero_grad()
+
+
+class DealtOut(PlainLoop):
+    """Right: every rank steps its own tensors and sends them round."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.optimizer = torch.optim.SGD(self.trained[dist.get_rank() :: case.world], lr=case.lr)
+
+    def _apply(self) -> None:
+        self.optimizer.step()
+        self.model.zero_grad()
+        for place, parameter in enumerate(self.trained):
+            dist.broadcast(parameter.data, place % self.case.world)
+
+
 class Bag(nn.Module):
     """Class scores of the mean of a row's token vectors."""
 

@@ -6,10 +6,13 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 
+from andon_falsify.campaign.foreign import LoopBench
+from andon_falsify.campaign.trial import LAW, Trial
 from andon_falsify.loops.averages import comparisons
+from andon_falsify.loops.sameness import across
 from andon_falsify.loops.subject import LoopSubject
 from andon_falsify.loops.task import loop_case, shaped
-from andon_falsify.loops.verdicts import CLAIMS, across, halting, judge_loop, resuming, verdicts
+from andon_falsify.loops.verdicts import CLAIMS, evaluating, halting, judge_loop, resuming, verdicts
 from andon_falsify.ranks.pool import RankPools
 from andon_falsify.subjects.case import Case
 from andon_falsify.verdict import Outcome, Verdict
@@ -68,6 +71,7 @@ def test_a_right_loop_holds_on_every_claim(pools: RankPools, case: Case, others:
         ("Unclipped", CLIPPED, {"update-law"}),
         ("Rounded", SGD, {"evaluation-law"}),
         ("Decaying", SGD, {"schedule"}),
+        ("OddRate", SGD, {"schedule"}),
     ],
 )
 def test_a_wrong_loop_falls_by_the_claims_that_name_its_fault(
@@ -76,6 +80,35 @@ def test_a_wrong_loop_falls_by_the_claims_that_name_its_fault(
     """One run decides, and no claim falls that the fault does not touch."""
     found = verdicts(LoopSubject(f"{HERE}:{loop}", pools=pools).run(case))
     assert falsified(found) == fallen, "\n".join(map(str, found.values()))
+
+
+@pytest.mark.parametrize(("loop", "case"), [("TensorRate", SGD), ("DecoupledAdam", CLIPPED), ("SeldomTold", SGD)])
+def test_a_right_loop_that_is_written_otherwise_holds(pools: RankPools, loop: str, case: Case) -> None:
+    """No claim of one run falls or stays open, by rounding of a setting, another name of it, or sparse reports."""
+    found = verdicts(LoopSubject(f"{HERE}:{loop}", pools=pools).run(case))
+    assert {verdict.outcome for verdict in found.values()} == {Outcome.HOLDS}, "\n".join(map(str, found.values()))
+
+
+@pytest.mark.parametrize(
+    ("loop", "said"), [("InTurn", "several optimizers"), ("DealtOut", "the ranks' optimizers share out")]
+)
+def test_a_design_that_cannot_be_judged_is_not_falsified(pools: RankPools, loop: str, said: str) -> None:
+    """Updates that are no single step: everything about them is unknown, with the reason, in other runs too."""
+    bench = LoopBench(LoopSubject(f"{HERE}:{loop}", pools=pools), loop)
+    found = bench.attempt(Trial(LAW, SGD))
+    assert {verdict.outcome for verdict in found.values()} == {Outcome.UNKNOWN}
+    assert all(said in verdict.why for verdict in found.values())
+
+
+def test_an_evaluation_in_training_mode_is_seen(pools: RankPools) -> None:
+    """Without dropout it is right; the case that draws whether ranks draw apart shows it."""
+    wrong, right = (LoopSubject(name, pools=pools) for name in (f"{HERE}:Dropping", f"{PEERS}.plain:make"))
+    trace = wrong.run(SGD)
+    assert verdicts(trace)["evaluation-law"].outcome is Outcome.HOLDS
+    fallen = evaluating(wrong, trace)
+    assert fallen.outcome is Outcome.FALSIFIED
+    assert "with dropout in the model" in str(fallen)
+    assert evaluating(right, right.run(SGD)).outcome is Outcome.HOLDS
 
 
 def test_the_ratio_is_named_by_what_was_not_divided(pools: RankPools) -> None:

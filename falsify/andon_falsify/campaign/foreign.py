@@ -9,6 +9,8 @@ from andon_falsify.campaign.trial import HALT, LAW, RESUME, Trial
 from andon_falsify.checkers import halts, resume_equal, same_everywhere
 from andon_falsify.loops import verdicts as loops
 from andon_falsify.loops.drawing import RANDOMNESS
+from andon_falsify.loops.evaluating import EVALUATION
+from andon_falsify.loops.jurisdiction import outside
 from andon_falsify.loops.sameness import across
 from andon_falsify.subjects.case import Case, Poison
 from andon_falsify.subjects.protocol import Remembering, Subject
@@ -59,8 +61,9 @@ class LoopBench:
             trace = self._loop.run(plain)
         except ValueError as error:  # a case that no loop can be judged on
             return self._unknown(trial.kind, str(error))
-        if trace.errors:
-            return self._unknown(trial.kind, blame(trace.errors))
+        why = blame(trace.errors) if trace.errors else outside(trace)
+        if why:
+            return self._unknown(trial.kind, why)
         if trial.kind == HALT:
             return {halts.CLAIM.name: judge(halts.CLAIM, loops.halting, self._loop, trace)}
         if trial.kind == RESUME:
@@ -69,6 +72,7 @@ class LoopBench:
         return loops.verdicts(trace) | {
             same_everywhere.CLAIM.name: self._elsewhere(trace),
             RANDOMNESS.name: judge(RANDOMNESS, loops.drawing, self._loop, trace),
+            EVALUATION.name: loops.evaluating(self._loop, trace),
         }
 
     def _elsewhere(self, trace: Trace) -> Verdict:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
+import torch
+
 from andon_falsify.checkers import replicas_agree, schedule
 from andon_falsify.loops.sightings import LoopSightings, first_of
 from andon_falsify.subjects.trace import Trace
@@ -49,17 +51,35 @@ def _statistics(trace: Trace) -> Iterator[Counterexample]:
 
 
 def rates(trace: Trace) -> Verdict:
-    """The declared rate of every update, or that of the case throughout; and the same on all ranks."""
+    """The declared rate of every update, or that of the case throughout in every group; and the same on all ranks."""
     claim, first = schedule.CLAIM, first_of(trace)
-    apart = list(_rates_apart(trace))
+    apart = [*_rates_apart(trace), *_rates_of_groups(trace)]
     if "schedules" in first.claims:
-        declared = schedule.check(trace.seen, lambda step: first.rates.get(step, math.nan))
+        declared = schedule.check(trace.seen, lambda step: _held(first, step, first.rates.get(step, math.nan)))
     elif len({made.rate for made in first.made.values()}) > 1:
         why = "the rate changes, and the loop declares no schedule (`rate`)"
         declared = not_applicable(claim, why)
     else:
-        declared = schedule.check(trace.seen, lambda _: trace.case.lr)
+        declared = schedule.check(trace.seen, lambda step: _held(first, step, trace.case.lr))
     return merge([declared, conclude(claim, len(first.made), apart)]) if apart else declared
+
+
+def _held(first: LoopSightings, step: int, wanted: float) -> float:
+    """`wanted`, or the rate that `step` had where that is `wanted` in fp32: optimizers may keep it as a tensor."""
+    seen = first.made[step].rate if step in first.made else wanted
+    rounded = float(torch.tensor(seen, dtype=torch.float32)) == seen
+    return seen if rounded and math.isclose(seen, wanted, rel_tol=2.0**-22) else wanted
+
+
+def _rates_of_groups(trace: Trace) -> Iterator[Counterexample]:
+    """The first update with a group at another rate than the first, of a loop that declares no schedule of its own."""
+    first = first_of(trace)
+    for step, made in sorted(first.made.items()) if "schedules" not in first.claims else ():
+        odd = [place for place, rate in enumerate(made.rates) if not math.isclose(rate, made.rate, rel_tol=2.0**-22)]
+        if odd:
+            what = f"group {odd[0]} of the optimizer has another learning rate than group 0"
+            yield Counterexample(what, f"step {step}", f"{made.rate:.9g}", f"{made.rates[odd[0]]:.9g}")
+            return
 
 
 def _rates_apart(trace: Trace) -> Iterator[Counterexample]:

@@ -92,8 +92,8 @@ def _settings(made: Made, law: LoopLaw) -> Iterator[tuple[str, str, str]]:
     """What the optimizer has otherwise than the case, or the loop, says: what, expected, seen."""
     case = law.case
     kind = {"adamw": "AdamW", "sgd": "SGD"}[case.optimizer]
-    decay = any(group.settings.get("weight_decay") for group in made.groups)
-    if made.optimizer != kind and not (made.optimizer == "Adam" and kind == "AdamW" and not decay):
+    coupled = any(group.settings.get("weight_decay") and not _decouples(made.optimizer, group) for group in made.groups)
+    if made.optimizer != kind and not (made.optimizer == "Adam" and kind == "AdamW" and not coupled):
         yield "another optimizer than the case's", kind, made.optimizer
     yield from _declared_decays(made, law) if law.first.decays else _decays(made, case)
     for group in made.groups:
@@ -142,4 +142,9 @@ def _law_of(optimizer: str, group: Group) -> Law:
     if optimizer == "SGD":
         return Sgd(held["momentum"], held["weight_decay"])
     fast, slow = held["betas"]
-    return AdamW((fast, slow), held["eps"], held["weight_decay"] if optimizer == "AdamW" else 0.0)
+    return AdamW((fast, slow), held["eps"], held["weight_decay"] if _decouples(optimizer, group) else 0.0)
+
+
+def _decouples(optimizer: str, group: Group) -> bool:
+    """Whether the decay acts on the weights and not on the gradient: AdamW is Adam with that switched on."""
+    return optimizer == "AdamW" or bool(group.settings.get("decoupled_weight_decay"))

@@ -21,10 +21,12 @@ from andon_falsify.checkers import (
 )
 from andon_falsify.compliance.claims import BASE, UPDATE, halted, layouts
 from andon_falsify.compliance.resume import Resumed
+from andon_falsify.history import StepEvent
 from andon_falsify.loops.agreeing import rates, replicas
 from andon_falsify.loops.averages import gradients, losses
 from andon_falsify.loops.drawing import RANDOMNESS, randomness, with_dropout
 from andon_falsify.loops.evaluating import EVALUATION, evaluation
+from andon_falsify.loops.jurisdiction import outside
 from andon_falsify.loops.law import LoopLaw
 from andon_falsify.loops.record import global_batch, planned_updates
 from andon_falsify.loops.sameness import across, alike
@@ -38,6 +40,7 @@ from andon_falsify.subjects.trace import Trace
 from andon_falsify.verdict import (
     Claim,
     Counterexample,
+    Outcome,
     Verdict,
     conclude,
     judge,
@@ -98,6 +101,7 @@ def judge_loop(subject: Subject, case: Case, variants: Sequence[Case] = ()) -> d
             resume_equal.CLAIM.name: judge(resume_equal.CLAIM, resuming, subject, trace),
             halts.CLAIM.name: judge(halts.CLAIM, halting, subject, trace),
             RANDOMNESS.name: judge(RANDOMNESS, drawing, subject, trace),
+            EVALUATION.name: evaluating(subject, trace),
         }
     return found | {claim.name: unknown(claim, _failed(trace)) for claim in CLAIMS if claim.name not in found}
 
@@ -105,7 +109,8 @@ def judge_loop(subject: Subject, case: Case, variants: Sequence[Case] = ()) -> d
 def _finite(trace: Trace) -> Verdict:
     if not first_of(trace).told_losses:
         return not_applicable(loss_finite.CLAIM, "the loop tells no loss (told.loss)")
-    return loss_finite.check(trace.seen)
+    told = [event for event in trace.seen.events if not (isinstance(event, StepEvent) and event.loss is None)]
+    return loss_finite.check(replace(trace.seen, events=tuple(told)))
 
 
 def _everywhere(subject: Subject, trace: Trace, variants: Sequence[Case]) -> Verdict:
@@ -195,8 +200,26 @@ def halting(subject: Subject, trace: Trace) -> Verdict:
 def drawing(subject: Subject, trace: Trace) -> Verdict:
     """What the forward passes of `trace` draw, or where it has no dropout, those of one update of a case that has."""
     if not trace.case.dropout and not trace.gathered("draws"):
-        trace = subject.run(with_dropout(trace.case))
+        trace = subject.run(_dropping(trace.case))
     return unknown(RANDOMNESS, _failed(trace)) if _failed(trace) else randomness(trace)
+
+
+def evaluating(subject: Subject, trace: Trace) -> Verdict:
+    """The evaluation of `trace`, and that of a model with dropout: an evaluation has it switched off."""
+    plain = judge(EVALUATION, evaluation, LoopLaw(trace))
+    if plain.outcome is Outcome.NOT_APPLICABLE:
+        return plain
+    other = subject.run(_dropping(trace.case))
+    if _failed(other):
+        return merge([plain, unknown(EVALUATION, f"with dropout: {_failed(other)}")])
+    found = judge(EVALUATION, evaluation, LoopLaw(other))
+    named = tuple(replace(each, where=f"{each.where}, with dropout in the model") for each in found.counterexamples)
+    return merge([plain, replace(found, counterexamples=named)])
+
+
+def _dropping(case: Case) -> Case:
+    """The case with dropout that goes with `case`; the weights that it ends with are kept."""
+    return with_dropout(case).but(values=True)
 
 
 def _failed(trace: Trace) -> str:
@@ -205,7 +228,7 @@ def _failed(trace: Trace) -> str:
         return "; ".join(f"rank {rank}: {_head(text)}" for rank, text in sorted(trace.errors.items()))
     if not first_of(trace).made and not first_of(trace).resumed_from:
         return "no step of an optimizer over parameters of the loop's `model` was seen"
-    return ""
+    return outside(trace)
 
 
 def _head(text: str) -> str:
