@@ -61,6 +61,8 @@ class Scene:
     element: str = ""
     tensors: int = 0
     bundle: str = ""
+    unwritten: str = ""
+    """Why the bundle is not whole."""
 
 
 def violation(clause: str, finding: Finding, scene: Scene) -> Violation:
@@ -83,8 +85,8 @@ def conclude(found: Violation, scene: Scene, evidence: Evidence, facts: Mapping[
         known = {**asdict(scene), "cause": whole.cause, "message": str(whole), "likely": _likely(found.clause, scene)}
         failed = write_account(place, found.clause, found.finding, {**known, **facts}) or failed
     if failed:
-        whole.add_note(f"not all of the bundle could be written: {failed}")
-    return whole
+        scene = replace(scene, unwritten=failed)
+    return violation(found.clause, found.finding, replace(scene, bundle=str(place)))
 
 
 def agreed(observations: Sequence[Observation], *, moments: bool) -> str:
@@ -128,6 +130,7 @@ def message(clause: str, finding: Finding, scene: Scene) -> str:
         ("likely", f"{likely}  [inference, not proof]" if (likely := _likely(clause, scene)) else ""),
         ("state", _state(finding, scene)),
         ("bundle", f"{scene.bundle}  explain: {explaining(Path(scene.bundle))}" if scene.bundle else ""),
+        ("but", f"not all of the bundle could be written: {scene.unwritten}" if scene.unwritten else ""),
         ("silence", f'andon.watch(..., allow={{"{clause}": "<reason>"}})'),
     ]
     head = f"{clause} broken {_when(finding, scene)}: {_who(clause, finding, scene.world)}."
@@ -167,6 +170,8 @@ def _parties(finding: Finding, world: int) -> str:
     if len(digests) != world:
         return "the ranks differ, with no majority"
     parties = [[rank for rank in range(world) if digests[rank] == one] for one in dict.fromkeys(digests)]
+    if len(parties) == world:
+        return f"ranks {', '.join(map(str, range(world)))} all differ"
     named = [f"rank{'s' * (len(party) > 1)} {', '.join(map(str, party))}" for party in parties]
     return f"{_listed(named)} differ, with no majority"
 

@@ -39,10 +39,11 @@ class Lookout:
             if rank in self._left or process.look() != "gone":
                 continue
             code, news = process.exit_code(), self._wire.ask()
-            lost_with_store = self._wire.broken and rank == self._wire.keeper
-            if code == 0 or (news is None and not lost_with_store) or (news is not None and rank in news.left):
+            if code == 0 or (news is not None and rank in news.left):
                 self._left.add(rank)
                 continue
+            if news is None and not (self._wire.broken and rank == self._wire.keeper):
+                continue  # the store does not say whether it left in order
             now = memory_kills()
             kills = 0 if now is None or self._kills is None else now - self._kills
             return teller.died(rank, process, code, kills, _at(teller, rank, news))

@@ -50,6 +50,8 @@ class Process:
         if not self.machine or self.machine != _machine():
             return "elsewhere"
         fields = _fields(self.pid)
+        if fields is None:
+            return "elsewhere"
         if not fields or int(fields[_STARTED]) != self.started or fields[_STATE] in "ZX":
             return "gone"
         return "stopped" if fields[_STATE] in "Tt" else "runs"
@@ -100,11 +102,15 @@ def memory_kills() -> int | None:
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
 
 
-def _fields(pid: int) -> list[str]:
+def _fields(pid: int) -> list[str] | None:
+    """What the system says of a process: nothing where it is gone, None where that cannot be read."""
     try:
-        return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
-    except (OSError, ValueError):
+        found = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+        return found if len(found) > _EXIT_CODE else None
+    except (FileNotFoundError, ProcessLookupError):
         return []
+    except OSError:
+        return None
 
 
 @functools.cache

@@ -62,18 +62,22 @@ def line_of(error: BaseException) -> str:
 
 
 def collectives() -> tuple[Mapping[str, Any] | None, str]:
-    """Torch's own record of this process's collectives (its Flight Recorder), or None and why there is none."""
-    dump = getattr(getattr(torch._C, "_distributed_c10d", None), "_dump_fr_trace_json", None)
-    dump = dump or getattr(getattr(torch._C, "_distributed_c10d", None), "_dump_nccl_trace_json", None)
-    if dump is None:
+    """Torch's own record of this process's collectives (its Flight Recorder), or None and why there is none.
+
+    `entries` are those of every backend that keeps a record: nccl its own, the others one.
+    """
+    module = getattr(torch._C, "_distributed_c10d", None)
+    dumps = [getattr(module, name, None) for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json")]
+    if not any(dumps):
         return None, "not available: this torch has no Flight Recorder"
     try:
-        found = json.loads(dump())
+        found = [json.loads(dump()) for dump in dumps if dump is not None]
     except (RuntimeError, ValueError) as error:
         return None, f"not available: {error}"
-    if not found.get("entries"):
+    entries = [entry for record in found for entry in record.get("entries", ())]
+    if not entries:
         return None, "not available: it is empty; TORCH_FR_BUFFER_SIZE=2000 lets torch keep it, for gloo too"
-    return found, ""
+    return {"entries": entries, "groups": [record.get("pg_config") for record in found]}, ""
 
 
 def pending(entries: Sequence[Mapping[str, Any]], most: int) -> list[str]:

@@ -107,6 +107,9 @@ class Wire:
         def run() -> None:
             try:
                 request()
+            except RuntimeError:
+                self.broken = not self._keeper_left  # before who asked goes on
+                raise
             finally:
                 done.set()
 
@@ -119,7 +122,9 @@ class Wire:
     def _run(self) -> None:
         while True:
             try:
-                request = self._requests.get(timeout=POLL_S / 4 if self._known else POLL_S)
+                # In a hurry until it knows whom to look out for, and once there is something to end.
+                hurried = self._known or not self.processes
+                request = self._requests.get(timeout=POLL_S / 10 if hurried else POLL_S)
             except queue.Empty:
                 request = self._routine
             if request is None:
