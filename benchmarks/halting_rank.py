@@ -59,9 +59,11 @@ class LongBackward(torch.autograd.Function):
 
 
 def in_collective(model: nn.Module, ready: Path) -> None:
-    """Wait for a rank that does not come."""
+    """Wait for a rank that does not come; with nccl, as one does, for the device."""
     ready.touch()
-    dist.all_reduce(torch.ones(1))
+    sent = torch.ones(1, device=next(model.parameters()).device)
+    dist.all_reduce(sent)
+    sent.item()
 
 
 def in_backward(model: nn.Module, ready: Path) -> None:
@@ -113,14 +115,19 @@ def main() -> None:
     parser.add_argument("cause")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--hard-stop", action="store_true")
+    parser.add_argument("--backend", default="gloo")
     parser.add_argument("--timeout", type=float)
     parser.add_argument("--patience", type=float, default=30.0)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=options.timeout))
+    dist.init_process_group(options.backend, timeout=datetime.timedelta(seconds=options.timeout))
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(16)))
+    if options.backend == "nccl":
+        torch.cuda.set_device(rank)
+        model.cuda()
+        dist.all_reduce(torch.ones(1, device="cuda"))  # so that what follows is a wait, and no setting up
     watch = andon.watch(
         model,
         torch.optim.SGD(model.parameters(), lr=0.1),

@@ -61,6 +61,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--places", default=",".join(PLACES))
     parser.add_argument("--causes", default="violation", help=f"of {','.join(_SAYS)}")
+    parser.add_argument("--backend", default="gloo", help="gloo, or nccl with a device for each rank (collective only)")
     parser.add_argument("--soft", action="store_true", help="without hard_stop")
     parser.add_argument("--torchrun", action="store_true", help="under torch's launcher, which ends ranks too")
     parser.add_argument("--timeout", type=float, default=60.0, help="of the loop's process group, in seconds")
@@ -107,7 +108,8 @@ def _round(place: str, cause: str, options: argparse.Namespace) -> Round:
     places = [mixed[rank % len(mixed)] if place == "mixed" else place for rank in range(options.ranks)]
     with tempfile.TemporaryDirectory() as base:
         folder = Path(base)
-        words = [",".join(places), cause, str(folder), f"--timeout={options.timeout}", f"--patience={options.patience}"]
+        words = [",".join(places), cause, str(folder), f"--timeout={options.timeout}"]
+        words += [f"--patience={options.patience}", f"--backend={options.backend}"]
         started = _start(words + ["--hard-stop"] * (not options.soft), folder, options)
         began = _wait_for_start(folder, started)
         members = {pid for process in started for pid in family(process.pid)}
