@@ -77,6 +77,7 @@ PEERS: Mapping[str, Peer] = {
         Peer("ddp", f"{_HERE}.ddp:make", expected=_AS_TAUGHT),
         Peer("fsdp2", f"{_HERE}.fsdp2:make", expected=_AS_TAUGHT),
         Peer("accelerate", f"{_HERE}.accelerate:make", _ACCELERATE, _AS_TAUGHT),
+        Peer("accelerate_right", f"{_HERE}.accelerate_right:make", _ACCELERATE),
         Peer(
             "fabric",
             f"{_HERE}.fabric:make",
