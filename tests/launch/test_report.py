@@ -121,6 +121,24 @@ def test_a_silent_rank_is_named_though_it_could_not_speak(tmp_path: Path) -> Non
     assert first.text == "rank 1 of 2 gave no answer; rank 0 of 2: Timed out waiting 5000ms"
 
 
+def test_a_silent_rank_is_the_cause_also_where_another_first_lost_one_that_had_timed_out(tmp_path: Path) -> None:
+    """Rank 2 is stopped; rank 0 times out on it, and rank 1, which writes first, only saw that rank 0 had gone."""
+    Report(1, int(Exit.RANK_LOST), "Connection closed by peer", 5.0).write(tmp_path)
+    Report(0, int(Exit.RANK_SILENT), "Timed out waiting 5000ms", 5.1).write(tmp_path)
+    first = first_cause(tmp_path, {0: 72, 1: 71, 2: -signal.SIGKILL}, ended=[2])
+    assert first is not None
+    assert (first.rank, first.exit) == (2, Exit.RANK_SILENT)
+    assert first.text.startswith("rank 2 of 3 gave no answer; ")
+
+
+def test_a_rank_that_died_is_the_cause_although_another_had_to_be_ended(tmp_path: Path) -> None:
+    """Rank 0 died of a signal from outside; rank 2 did not end in time and was killed: rank 0 is to blame."""
+    Report(1, int(Exit.RANK_LOST), "Connection closed by peer", 5.0).write(tmp_path)
+    first = first_cause(tmp_path, {0: -signal.SIGKILL, 1: 71, 2: -signal.SIGKILL}, ended=[2])
+    assert first is not None
+    assert (first.rank, first.exit) == (0, Exit.RANK_LOST)
+
+
 def test_no_failure_has_no_cause(tmp_path: Path) -> None:
     """Ranks that all ended with 0 have no first cause."""
     assert first_cause(tmp_path, {0: 0, 1: 0}) is None

@@ -118,9 +118,10 @@ def first_cause(
     text = f"rank {first} {_sentence(exits[first], reports[first], len(exits))}"
     found = exit_of(exits[first], reports[first])
     silent = sorted(rank for rank in failed if rank in ended and reports[rank] is None)
-    if found == Exit.RANK_SILENT and silent:
-        # The others timed out on it, and it had to be killed: it is the cause, and could not say so.
-        return FirstCause(silent[0], found, f"rank {silent[0]} of {len(exits)} gave no answer; {text}", reports[first])
+    if _chosen(reports[first]) in _NOTICED and silent:
+        # Others timed out on it or lost those who did, and it had to be killed: it is the cause, and could not say so.
+        said = f"rank {silent[0]} of {len(exits)} gave no answer; {text}"
+        return FirstCause(silent[0], Exit.RANK_SILENT, said, reports[first])
     return FirstCause(first, found, text, reports[first])
 
 
