@@ -35,11 +35,12 @@ NOT_SHOWN: Mapping[str, str] = {
 }
 """By code, why no run of a loop shows it."""
 
-_RIGHT: Mapping[str, type[PlainLoop]] = {
+RIGHT: Mapping[str, type[PlainLoop]] = {
     kind.__name__: kind
     for kind in (PlainLoop, *vars(right).values())
-    if isinstance(kind, type) and "RIGHT" in vars(kind)
-} | {PlainLoop.__name__: PlainLoop}
+    if kind is PlainLoop or (isinstance(kind, type) and "RIGHT" in vars(kind))
+}
+"""The right loops by the names of their classes."""
 _BY_NAME = {fault.name: fault for fault in FAULTS}
 
 
@@ -54,4 +55,4 @@ def make(case: Case) -> PlainLoop:
     Raises `KeyError` for another name.
     """
     name = case.fault or PlainLoop.__name__
-    return (_RIGHT[name] if name in _RIGHT else named(name).loop)(case)
+    return (RIGHT[name] if name in RIGHT else named(name).loop)(case)
