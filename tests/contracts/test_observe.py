@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from andon_contracts.observe import digest_of, digest_of_tree, digests_by_name, nonfinite
+from andon_contracts.digest import word_sum
+from andon_contracts.observe import digest_of, digest_of_tree, digests_by_name, finite_total, nonfinite, sums_of
 
 
 @pytest.mark.parametrize("place", [0, 999, 1000])
@@ -21,9 +22,27 @@ def test_one_value_that_is_not_finite_is_seen_anywhere(value: float, place: int)
     assert (seen.shape, seen.dtype, bool(seen)) == ((), torch.bool, True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64])
+def test_finite_elements_are_finite_whatever_their_sum_is(dtype: torch.dtype) -> None:
+    """Two elements whose sum is beyond the type are each finite; the look at the sum alone would not say so."""
+    largest = torch.finfo(dtype).max if dtype.is_floating_point else 5
+    assert not nonfinite(torch.full((2,), largest, dtype=dtype))
+    assert math.isfinite(finite_total(torch.full((2,), 3e38)))
+
+
 def test_an_empty_tensor_is_finite() -> None:
     """Nothing is not an error."""
     assert not nonfinite(torch.zeros(0))
+
+
+def test_sums_are_those_of_the_digest() -> None:
+    """Word sums in order, and behind the first whether it is finite."""
+    first, second = torch.arange(5.0), torch.arange(7.0)
+    plain = sums_of([first, second], finite=False).tolist()
+    assert [value % 2**64 for value in plain] == [word_sum(first), word_sum(second)]
+    assert sums_of([first, second], finite=True).tolist() == [plain[0], 0, plain[1]]
+    first[2] = math.inf
+    assert sums_of([first], finite=True).tolist()[1] == 1
 
 
 def test_digests_tell_tensors_and_names_apart() -> None:
