@@ -1,4 +1,4 @@
-"""The four verbs that the step asks of a backend.
+"""The verbs that the step asks of a backend.
 
 Every verb speaks of *local replicas*: all ranks in `inline` and `threads`, one rank in a process group. Lists are
 indexed by local replica where they go in and where they come out, unless a docstring says "by rank".
@@ -37,6 +37,10 @@ class Backend(Protocol):
 
         Nothing is added up: sums belong to the fixed tree.
         """
+        ...
+
+    def total(self, local: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The sum over all ranks in whatever order is fastest, for each local replica: for `exact: false` alone."""
         ...
 
     def close(self) -> None:

@@ -57,5 +57,11 @@ class GroupBackend:
         parts = torch.split(received.to(self.devices[0]), [count * width for count in rows])
         return [[part.view(count, width) for part, count in zip(parts, rows, strict=True)]]
 
+    def total(self, local: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """All-reduce."""
+        whole = local[0].to(self._carrier, copy=True)
+        dist.all_reduce(whole, group=self._group)
+        return [whole.to(self.devices[0])]
+
     def close(self) -> None:
         """The group belongs to whoever made it."""
