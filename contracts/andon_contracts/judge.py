@@ -258,20 +258,19 @@ def judge_start(observations: Observations) -> Observations:
     return observations
 
 
+@ensure(clipped_once)
 @ensure(reduced_finite)
 @ensure(gradients_agree)
 @ensure(weights_unmoved)
 @ensure(rate_planned)
 @ensure(in_lockstep)
-def judge_reduced(observations: Observations, details: Details, expected_weights: int | None) -> Observations:
-    """Before the update: same finite gradient, weights as the last update left them. Raises `Violation`."""
-    return observations
+def judge_reduced(
+    observations: Observations, details: Details, expected_weights: int | None, limit: float | None
+) -> Observations:
+    """Before the update: same finite gradient, clipped once, weights as the last update left them. Raises `Violation`.
 
-
-@ensure(clipped_once)
-@ensure(in_lockstep)
-def judge_clip(observations: Observations, limit: float | None) -> Observations:
-    """After clipping: the norm is what one clipping gives. Raises `Violation`."""
+    limit: the norm to which the gradient was to be clipped; None: it was not.
+    """
     return observations
 
 

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from andon_contracts.agree import Observation, bits_of
 from andon_contracts.judge import (
     judge_base,
-    judge_clip,
     judge_reduced,
     judge_start,
     judge_update,
@@ -32,8 +31,8 @@ REDUCED = {
     "norm": bits_of(2.0),
     "rate": bits_of(0.1),
     "planned": bits_of(0.1),
+    "clipped": bits_of(0.5),
 }
-CLIPPED = {"norm": bits_of(2.0), "clipped": bits_of(0.5)}
 UPDATED = {"weights": 13, "optimizer": 14, "updates": 6, "gradient": 11}
 BASE = {"base": 15}
 
@@ -52,13 +51,8 @@ def start(observations: Sequence[Observation]) -> object:
 
 
 def reduced(observations: Sequence[Observation]) -> object:
-    """The judge before the update."""
-    return judge_reduced(observations, {}, 12)
-
-
-def clip(observations: Sequence[Observation]) -> object:
-    """The judge after clipping to 0.5."""
-    return judge_clip(observations, 0.5)
+    """The judge before the update, of a gradient clipped to 0.5."""
+    return judge_reduced(observations, {}, 12, 0.5)
 
 
 def update(observations: Sequence[Observation]) -> object:
@@ -74,7 +68,6 @@ def base(observations: Sequence[Observation]) -> object:
 JUDGES: Mapping[str, tuple[Judge, Values]] = {
     "start": (start, START),
     "reduced": (reduced, REDUCED),
-    "clip": (clip, CLIPPED),
     "update": (update, UPDATED),
     "base": (base, BASE),
 }
@@ -109,11 +102,11 @@ FAULTS = [
     # Other weights before the update give another gradient, and a gradient that differs may be NaN: the cause is said.
     ("reduced", {"weights": 9, "gradient": 9, "nonfinite": 1}, "replicas-agree", "weights"),
     ("reduced", {"gradient": 9, "nonfinite": 1}, "gradients-agree", "gradient"),
-    ("clip", {"clipped": bits_of(0.4)}, "clip-once", "clipped gradient"),
-    ("clip", {"clipped": bits_of(2.0)}, "clip-once", "clipped gradient"),
-    ("clip", {"clipped": bits_of(math.nan)}, "clip-once", "clipped gradient"),
+    ("reduced", {"clipped": bits_of(0.4)}, "clip-once", "clipped gradient"),
+    ("reduced", {"clipped": bits_of(2.0)}, "clip-once", "clipped gradient"),
+    ("reduced", {"clipped": bits_of(math.nan)}, "clip-once", "clipped gradient"),
     # A rank whose norm is wrong clips by the wrong factor although it is true to itself.
-    ("clip", {"norm": bits_of(4.0), "clipped": bits_of(0.25)}, "clip-once", "clipped gradient"),
+    ("reduced", {"norm": bits_of(4.0), "clipped": bits_of(0.25)}, "clip-once", "clipped gradient"),
     ("update", {"weights": 9}, "replicas-agree", "weights"),
     ("update", {"optimizer": 9}, "optimizers-agree", "optimizer"),
     ("update", {"updates": 7}, "one-update", "count of updates"),
@@ -216,12 +209,12 @@ def test_the_second_look_names_the_tensors() -> None:
 )
 def test_one_clipping_by_hand(norm: float, limit: float | None, clipped: float, right: bool) -> None:
     """The norm after clipping is min(norm, limit) as torch computes it; twice or not at all is something else."""
-    observations = observed({"norm": bits_of(norm), "clipped": bits_of(clipped)}, world=2)
+    observations = observed({**REDUCED, "norm": bits_of(norm), "clipped": bits_of(clipped)}, world=2)
     if right:
-        judge_clip(observations, limit)
+        judge_reduced(observations, {}, 12, limit)
     else:
         with pytest.raises(Violation, match="clip-once"):
-            judge_clip(observations, limit)
+            judge_reduced(observations, {}, 12, limit)
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=9))

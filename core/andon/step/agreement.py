@@ -2,18 +2,75 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from andon.backend.base import Backend
+from andon.exits import Exit
+from andon.step.gate import Expected, encoded
+from andon.step.readings import on_device
 from andon.step.replica import Replica
-from andon_contracts.agree import Observation, gather_observations
+from andon_contracts.agree import HEADER, Observation, header, received, signed
 from andon_contracts.judge import in_lockstep
 from andon_contracts.observe import digests_by_name
 
 Tensors = Mapping[str, torch.Tensor]
+
+
+@functools.lru_cache(maxsize=16)
+def _zeros(device: torch.device, count: int) -> torch.Tensor:
+    return torch.zeros(count, dtype=torch.int64, device=device)
+
+
+class RankFailed(RuntimeError):
+    """Another rank raised; that rank reports its own error, and this one only that it noticed."""
+
+    ends_with = Exit.RANK_LOST
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """What all ranks said at one point of one step.
+
+    table: int64 [world, `length` or more] on a device. Behind the header come the values of `names`, behind them a
+    payload of a length that all ranks know. expected: what the gate holds against it (see `gate.encoded`), there too.
+    """
+
+    step: int
+    sequence: int
+    point: str
+    names: tuple[str, ...]
+    table: torch.Tensor
+    length: int
+    expected: torch.Tensor | None = None
+
+    def observations(self, table: torch.Tensor) -> tuple[Observation, ...]:
+        """Every rank's observation, by rank; `table` holds the values of the one here, on the CPU."""
+        end = HEADER + len(self.names)
+        rows: list[list[int]] = table[:, :end].tolist()
+        payloads = table[:, end : self.length].unbind()
+        return tuple(received(row, self.point, self.names, tail) for row, tail in zip(rows, payloads, strict=True))
+
+    def read(self) -> tuple[Observation, ...]:
+        """Every rank's observation, by rank; waits for the device."""
+        return self.observations(self.table.cpu())
+
+    def column(self, name: str) -> int:
+        """Where in a message the value `name` stands."""
+        return HEADER + self.names.index(name)
+
+    @property
+    def said(self) -> torch.Tensor:
+        """int64 [world, length] on the device: the messages without what fills them up."""
+        return self.table[:, : self.length]
+
+    @property
+    def payload(self) -> torch.Tensor:
+        """int64 [world, n] on the device: what is behind the values."""
+        return self.table[:, HEADER + len(self.names) : self.length]
 
 
 class Agreement:
@@ -34,22 +91,44 @@ class Agreement:
         step: int,
         point: str,
         observed: Sequence[Mapping[str, int]],
-        payloads: Sequence[torch.Tensor] | None = None,
-    ) -> tuple[Observation, ...]:
-        """Every rank's observation, by rank, from those of the local replicas (values, and int64 payloads if any)."""
-        self._sequence += 1
-        carried: Sequence[torch.Tensor | None] = payloads or [None] * len(observed)
-        local = [
-            Observation(rank, step, self._sequence, point, values, payload)
-            for rank, values, payload in zip(self._backend.ranks, observed, carried, strict=True)
-        ]
-        return gather_observations(local, self._exchange)
+        facts: Sequence[torch.Tensor] | None = None,
+        names: Sequence[str] = (),
+        expected: Expected | None = None,
+    ) -> Gathered:
+        """What every rank says, from the local replicas: `observed` is known on the host, `facts` on their devices.
 
-    def _exchange(self, local: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        length = local[0].numel()
-        missing = max(0, self._width - length)
-        sent = [nn.functional.pad(t.to(d), (0, missing)) for t, d in zip(local, self._backend.devices, strict=True)]
-        return [received[:length] for received in self._backend.gather(sent)]
+        facts: int64 [n]; the first of them are the values of `names`, what is behind these is a payload. expected: by
+        rank, what must stand behind the header.
+        """
+        self._sequence += 1
+        said = (*observed[0], *names)
+        length = HEADER + len(observed[0]) + (0 if facts is None else facts[0].numel())
+        behind: list[int] = []
+        if expected is not None:
+            heads = [header(rank, step, self._sequence, point, said) for rank in range(self._backend.world_size)]
+            behind = encoded([[*head, *row] for head, row in zip(heads, expected, strict=True)])
+        sent = []
+        for place, (rank, device) in enumerate(zip(self._backend.ranks, self._backend.devices, strict=True)):
+            values = observed[place]
+            head = header(rank, step, self._sequence, point, (*values, *names))
+            known = on_device([*head, *(signed(value) for value in values.values()), *behind], device)
+            if place == 0:
+                held_against = known[len(known) - len(behind) :]
+            sent.append(self._filled([known[: len(known) - len(behind)], *([] if facts is None else [facts[place]])]))
+        gathered = self._backend.gather(sent)
+        table = torch.stack(gathered) if len(gathered) > 1 else gathered[0].unsqueeze(0)
+        return Gathered(step, self._sequence, point, said, table, length, held_against if behind else None)
+
+    def observe(self, step: int, point: str, observed: Sequence[Mapping[str, int]]) -> tuple[Observation, ...]:
+        """Every rank's observation, by rank, read at once."""
+        return self.gather(step, point, observed).read()
+
+    def _filled(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        """A message end to end, with zeros behind it up to the width at which messages are sent."""
+        missing = self._width - sum(part.numel() for part in parts)
+        if missing > 0:
+            parts.append(_zeros(parts[0].device, self._width)[:missing])
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def second_looks(
         self, observations: Sequence[Observation], tensors: Mapping[str, Callable[[Replica], Tensors]]
@@ -67,5 +146,5 @@ class Agreement:
         if all(o.values[name] == first.values[name] for o in observations) or not in_lockstep(observations):
             return {}
         observed = [digests_by_name(tensors(replica)) for replica in self._replicas]
-        looked = self.gather(first.step, f"tensors of {name}", observed)
+        looked = self.observe(first.step, f"tensors of {name}", observed)
         return {tensor: tuple(o.values[tensor] for o in looked) for tensor in looked[0].values}

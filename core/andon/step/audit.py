@@ -16,18 +16,19 @@ from __future__ import annotations
 import random
 import zlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from andon.backend.base import Backend
-from andon.step.agreement import Agreement
-from andon.step.replica import Leaf, PartialGradient, Replica
+from andon.step.agreement import Agreement, Gathered, RankFailed
+from andon.step.leaf import REPORT_FIELDS, Leaf
+from andon.step.replica import PartialGradient, Replica
 from andon.step.task import Task
 from andon.step.tree import Node, finish
-from andon_contracts.agree import Observation, signed
+from andon_contracts.agree import Observation
+from andon_contracts.digest import word_sum_tensor
 from andon_contracts.judge import in_lockstep
-from andon_contracts.observe import digest_of
 from andon_contracts.policy import clause, ensure
 from andon_contracts.violation import Finding
 
@@ -95,15 +96,33 @@ class _Subject:
 
 
 @dataclass(frozen=True)
-class _Found:
-    """What an auditor found: how many gradients and sums differ, and the first of each with both digests."""
+class Audited:
+    """What came of an audit. gathered: what the auditors say; done: by local replica, its error or None."""
 
-    leaves: int = 0
-    leaf: int = -1
-    leaf_digests: tuple[int, int] = (0, 0)
-    sums: int = 0
-    root: int = -1
-    root_digests: tuple[int, int] = (0, 0)
+    gathered: Gathered
+    subjects: tuple[_Subject, ...]
+    done: tuple[Exception | None, ...]
+
+    def differs(self) -> torch.Tensor:
+        """0-dim bool on the device: whether an auditor failed, or came to another word sum."""
+        then, now = self.gathered.payload.chunk(2, dim=1)
+        failed = self.gathered.table[:, self.gathered.column("failed")]
+        return (then != now).any() | failed.any()
+
+    def judge(self, table: torch.Tensor) -> None:
+        """Judge what the auditors say, from the values of the gathered table on the CPU.
+
+        Raises `Violation` on all ranks alike, and on its own rank what computing again raised.
+        """
+        for error in self.done:
+            if error is not None:
+                raise error
+        observations = self.gathered.observations(table)
+        judge_audit([replace(each, values=_found(each, self.subjects)) for each in observations])
+        failed = [each.rank for each in observations if each.values["failed"]]
+        if failed:
+            msg = f"rank {failed[0]} failed in the audit of step {self.gathered.step}"
+            raise RankFailed(msg)
 
 
 class Audit:
@@ -145,44 +164,72 @@ class Audit:
         agreement: Agreement,
         leaves: Sequence[Leaf],
         partials: Sequence[PartialGradient],
-        digests: Mapping[int, int],
-    ) -> tuple[Observation, ...]:
-        """Audit every rank by another. Raises `Violation` (`audit`) on all ranks alike.
+        reported: torch.Tensor,
+    ) -> Audited:
+        """Audit every rank by another; nobody waits for a device, and nothing is judged yet.
 
-        leaves, digests: all micro-batches and, by index, the digests of their gradients as they were computed.
-        Raises what computing again raises, on the rank where it does; the others learn that it failed.
+        leaves: all micro-batches. reported: int64 [world, reports * fields], what all ranks reported of theirs.
         """
-        subjects = [self.subject(step, rank) for rank in range(self._backend.world_size)]
+        subjects = tuple(self.subject(step, rank) for rank in range(self._backend.world_size))
         sums = self._sums(step, agreement, subjects, partials)
         auditors = self._auditors(step)
         taken = self._taken(subjects, partials, {auditors[rank] for rank in self._backend.ranks})
 
-        def work(index: int) -> _Found | Exception:
+        def work(index: int) -> torch.Tensor | Exception:
             subject = subjects[auditors[self._backend.ranks[index]]]
             try:
-                return self._again(index, step, subject, leaves, digests, sums[subject.rank], taken[subject.rank])
+                now = self._again(index, step, subject, leaves, taken[subject.rank])
             except Exception as error:  # noqa: BLE001 - the other ranks must hear of it before it is raised
                 return error
+            then = [*self._reported(subject, reported), *sums[subject.rank].unbind()[: len(subject.roots)]]
+            return self._facts(subjects, subject, then, now, self._backend.devices[index])
 
         done = self._backend.map(work)
-        observed = [_values(result, auditors[rank]) for rank, result in zip(self._backend.ranks, done, strict=True)]
-        observations = agreement.gather(step, "audited", observed)
-        for result in done:
-            if isinstance(result, Exception):
-                raise result
-        return tuple(judge_audit(observations))
+        failed = [isinstance(result, Exception) for result in done]
+        observed = [
+            {"failed": bad, "subject": auditors[rank]} for rank, bad in zip(self._backend.ranks, failed, strict=True)
+        ]
+        facts = [
+            self._facts(subjects, subjects[0], [], [], device) if isinstance(result, Exception) else result
+            for result, device in zip(done, self._backend.devices, strict=True)
+        ]
+        gathered = agreement.gather(step, "audited", observed, facts)
+        return Audited(gathered, subjects, tuple(r if isinstance(r, Exception) else None for r in done))
 
     def _sums(
         self, step: int, agreement: Agreement, subjects: Sequence[_Subject], partials: Sequence[PartialGradient]
-    ) -> list[list[int]]:
-        """By rank, the digests of the audited roots as they are about to be sent."""
+    ) -> torch.Tensor:
+        """int64 [world, most audited roots]: the word sums of the audited roots as they are about to be sent."""
         most = max(len(subject.roots) for subject in subjects)
         local = []
-        for rank, partial in zip(self._backend.ranks, partials, strict=True):
-            found = [digest_of(partial.roots[node]) for node in subjects[rank].roots]
-            local.append({f"sum {place}": value for place, value in enumerate(found + [0] * (most - len(found)))})
-        gathered = agreement.gather(step, "partial sums", local)
-        return [list(observation.values.values()) for observation in gathered]
+        for rank, partial, device in zip(self._backend.ranks, partials, self._backend.devices, strict=True):
+            found = [word_sum_tensor(partial.roots[node]) for node in subjects[rank].roots]
+            local.append(_filled(found, most, device))
+        return agreement.gather(step, "partial sums", [{} for _ in local], local).payload
+
+    def _reported(self, subject: _Subject, reported: torch.Tensor) -> list[torch.Tensor]:
+        """The word sums of the chosen micro-batches' gradients, as their rank reported them."""
+        reports = reported[subject.rank].view(-1, len(REPORT_FIELDS))
+        first = self._owners[subject.rank].start
+        return [reports[leaf - first, REPORT_FIELDS.index("gradient")] for leaf in subject.chosen]
+
+    @staticmethod
+    def _facts(
+        subjects: Sequence[_Subject],
+        subject: _Subject,
+        then: Sequence[torch.Tensor],
+        now: Sequence[torch.Tensor],
+        device: torch.device,
+    ) -> torch.Tensor:
+        """int64 [2 * n] with one n on all ranks: the word sums of leaves and roots then, and in the same order now."""
+        leaves, roots = (max(len(s.chosen) for s in subjects), max(len(s.roots) for s in subjects))
+        count = len(subject.chosen)
+        parts = [
+            part
+            for found in (then, now)
+            for part in (_filled(found[:count], leaves, device), _filled(found[count:], roots, device))
+        ]
+        return torch.cat(parts)
 
     def _taken(
         self, subjects: Sequence[_Subject], partials: Sequence[PartialGradient], wanted: Collection[int]
@@ -208,8 +255,7 @@ class Audit:
         The pairs change from audit to audit, so that a rank that is wrong is found out by several.
         """
         if self._kinds is None:
-            mine = [torch.tensor([zlib.crc32(device.type.encode())], device=device) for device in self._backend.devices]
-            self._kinds = tuple(int(kind) for kind in self._backend.gather(mine))
+            self._kinds = self._gathered_kinds()
         found = [0] * len(self._kinds)
         for kind in set(self._kinds):
             alike = [rank for rank, each in enumerate(self._kinds) if each == kind]
@@ -220,48 +266,51 @@ class Audit:
                 found[rank] = alike[(place + turn) % len(alike)]
         return found
 
+    def _gathered_kinds(self) -> tuple[int, ...]:
+        """By rank, a number for its kind of device. Only in `mixed` there may be two."""
+        if self._backend.name in ("gloo", "nccl"):
+            return (0,) * self._backend.world_size
+        mine = [torch.tensor([zlib.crc32(device.type.encode())], device=device) for device in self._backend.devices]
+        return tuple(int(kind) for kind in self._backend.gather(mine))
+
     def _again(
-        self,
-        index: int,
-        step: int,
-        subject: _Subject,
-        leaves: Sequence[Leaf],
-        digests: Mapping[int, int],
-        sums: Sequence[int],
-        taken: Mapping[Node, torch.Tensor],
-    ) -> _Found:
+        self, index: int, step: int, subject: _Subject, leaves: Sequence[Leaf], taken: Mapping[Node, torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """The word sums of the chosen micro-batches' gradients, then those of the roots above them."""
         replica = self._replicas[index]
         computed = {leaf: replica.gradient_of(step, leaves[leaf], self._task) for leaf in subject.chosen}
-        odd = [(leaf, signed(digest_of(gradient))) for leaf, gradient in computed.items()]
-        odd = [(leaf, now) for leaf, now in odd if now != signed(digests[leaf])]
         table = {node: tensor.to(replica.device) for node, tensor in taken.items()}
         table |= {(leaf, leaf + 1): gradient for leaf, gradient in computed.items()}
-        again = [signed(digest_of(finish(node, table, torch.add))) for node in subject.roots]
-        wrong = [place for place, now in enumerate(again) if now != signed(sums[place])]
-        return _Found(
-            leaves=len(odd),
-            leaf=odd[0][0] if odd else -1,
-            leaf_digests=(signed(digests[odd[0][0]]), odd[0][1]) if odd else (0, 0),
-            sums=len(wrong),
-            root=subject.roots[wrong[0]][0] if wrong else -1,
-            root_digests=(signed(sums[wrong[0]]), again[wrong[0]]) if wrong else (0, 0),
-        )
+        roots = [finish(node, table, torch.add) for node in subject.roots]
+        return [word_sum_tensor(tensor) for tensor in [*computed.values(), *roots]]
 
 
-def _values(result: _Found | Exception, subject: int) -> dict[str, int]:
-    found = result if isinstance(result, _Found) else _Found()
-    return {
-        "failed": isinstance(result, Exception),
-        "subject": subject,
-        "leaves": found.leaves,
-        "leaf": found.leaf,
-        "leaf then": found.leaf_digests[0],
-        "leaf now": found.leaf_digests[1],
-        "sums": found.sums,
-        "root": found.root,
-        "root then": found.root_digests[0],
-        "root now": found.root_digests[1],
-    }
+def _filled(found: Sequence[torch.Tensor], count: int, device: torch.device) -> torch.Tensor:
+    """int64 [count] on `device`: what was found, and zeros behind it."""
+    stacked = [torch.stack([each.to(device) for each in found])] if found else []
+    return torch.cat([*stacked, torch.zeros(count - len(found), dtype=torch.int64, device=device)])
+
+
+def _found(observation: Observation, subjects: Sequence[_Subject]) -> dict[str, int]:
+    """What an auditor found: how many gradients and sums differ, and the first of each with both word sums."""
+    values = dict(observation.values)
+    found = dict.fromkeys(("leaves", "sums", "leaf then", "leaf now", "root then", "root now"), 0)
+    found |= {"leaf": -1, "root": -1}
+    if not observation.names_match or observation.payload is None or values["failed"]:
+        return values | found
+    subject = subjects[values["subject"]]
+    then, now = observation.payload.view(2, -1).tolist()
+    leaves = max(len(each.chosen) for each in subjects)
+    odd = [place for place in range(len(then)) if then[place] != now[place]]
+    wrong = [place for place in odd if place < leaves]
+    sums = [place for place in odd if place >= leaves]
+    found |= {"leaves": len(wrong), "sums": len(sums)}
+    if wrong:
+        found |= {"leaf": subject.chosen[wrong[0]], "leaf then": then[wrong[0]], "leaf now": now[wrong[0]]}
+    if sums:
+        root = subject.roots[sums[0] - leaves][0]
+        found |= {"root": root, "root then": then[sums[0]], "root now": now[sums[0]]}
+    return values | found
 
 
 def _odd(result: Sequence[Observation]) -> list[Observation]:

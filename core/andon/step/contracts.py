@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
+from torch import nn
 
-from andon.step.replica import REPORT_FIELDS, Leaf, bind_to_places
+from andon.step.content import bind_to_places, run_sums
+from andon.step.gate import Rule
+from andon.step.leaf import REPORT_FIELDS, Leaf
 from andon.step.task import Task
 from andon_contracts.agree import Observation, real_of
 from andon_contracts.judge import in_lockstep, minority
@@ -21,7 +24,8 @@ from andon_contracts.violation import Finding
 class LeafReport:
     """What one rank says of one micro-batch; `content` is the digest of the rows as the model was given them.
 
-    `gradient` is the digest of the gradient as it was computed, 0 where no audit is due.
+    `nonfinite` says it of the gradient. `gradient` is the word sum of the gradient as it was computed, 0 where no audit
+    is due.
     """
 
     rank: int
@@ -48,8 +52,9 @@ def plan_leaves(micro_batches: Sequence[tuple[int, ...]], owners: Sequence[range
     """The micro-batches of a global batch with their owners and the digests of their planned rows."""
     rank_of = {index: rank for rank, run in enumerate(owners) for index in run}
     ids = [row for part in micro_batches for row in part]
-    bound = bind_to_places(task.planned_content(ids), 0) if ids else torch.zeros(0, dtype=torch.int64)
-    sums = [int(part.sum()) for part in torch.split(bound, [len(part) for part in micro_batches])]
+    counts = [len(part) for part in micro_batches]
+    bound = bind_to_places(task.planned_content(ids), [0], [len(ids)]) if ids else torch.zeros(0, dtype=torch.int64)
+    sums: list[int] = run_sums(bound, counts).tolist()
     return tuple(
         LeafPlan(index, rank_of[index], part, content)
         for index, (part, content) in enumerate(zip(micro_batches, sums, strict=True))
@@ -62,13 +67,25 @@ def leaves_of(plan: Sequence[LeafPlan]) -> list[Leaf]:
     return [Leaf(leaf.index, first, leaf.ids) for leaf, first in zip(plan, firsts, strict=False)]
 
 
+def planned_reports(plan: Sequence[LeafPlan], rank: int, count: int, *, checked: bool) -> list[int]:
+    """What `padded` reports of `rank` must hold, row by row.
+
+    checked: otherwise anything may stand there.
+    """
+    if not checked:
+        return [Rule.ANY] * (count * len(REPORT_FIELDS))
+    owned = [leaf for leaf in plan if leaf.rank == rank]
+    wanted = [[leaf.index, len(leaf.ids), Rule.FINITE, Rule.ANY, Rule.FINITE, leaf.content, Rule.ANY] for leaf in owned]
+    missing = [[-1] * len(REPORT_FIELDS)] * (count - len(owned))
+    return [value for row in [*wanted, *missing] for value in row]
+
+
 def padded(reports: torch.Tensor, count: int) -> torch.Tensor:
     """Reports [n, fields] as `count` rows, the missing ones of -1: messages of all ranks have one length.
 
     With a `count` above what any rank is to compute, a rank that computed too many is seen to have.
     """
-    missing = reports.new_full((max(0, count - reports.shape[0]), len(REPORT_FIELDS)), -1)
-    return torch.cat([reports[:count], missing])
+    return nn.functional.pad(reports[:count], (0, 0, 0, max(0, count - reports.shape[0])), value=-1)
 
 
 def reports_of(observations: Sequence[Observation]) -> tuple[LeafReport, ...]:
@@ -77,11 +94,18 @@ def reports_of(observations: Sequence[Observation]) -> tuple[LeafReport, ...]:
     for observation in observations:
         assert observation.payload is not None
         for row in observation.payload.view(-1, len(REPORT_FIELDS)).tolist():
-            index, rows, loss, correct, nonfinite, content, gradient = row
+            index, rows, loss, correct, total, content, gradient = row
             if index >= 0:
                 found.append(
                     LeafReport(
-                        observation.rank, index, rows, real_of(loss), correct, bool(nonfinite), content, gradient
+                        observation.rank,
+                        index,
+                        rows,
+                        real_of(loss),
+                        correct,
+                        not math.isfinite(real_of(total)),
+                        content,
+                        gradient,
                     )
                 )
     return tuple(found)

@@ -54,6 +54,7 @@ class FlatParameters:
         self.weights = nn.Parameter(torch.zeros(self.size, device=device))
         self.gradient = torch.zeros(self.size, device=device)
         self._parameters = tuple(parameters.values())
+        self._gradients = tuple(self.views(self.gradient).values())
         with torch.no_grad():
             for slot, parameter in zip(self.slots, self._parameters, strict=True):
                 view = self.weights.data[slot.start : slot.end].view(slot.shape)
@@ -63,17 +64,16 @@ class FlatParameters:
 
     def attach_gradient(self) -> None:
         """Make every parameter's `.grad` a view of `gradient` again (user code may have set it to None)."""
-        for slot, parameter in zip(self.slots, self._parameters, strict=True):
-            parameter.grad = self.gradient[slot.start : slot.end].view(slot.shape)
+        for view, parameter in zip(self._gradients, self._parameters, strict=True):
+            if parameter.grad is not view:
+                parameter.grad = view
 
     def attached(self) -> bool:
         """Whether every parameter and gradient is still the view that it was made."""
-        weights, gradient = self.weights.data_ptr(), self.gradient.data_ptr()
+        weights = self.weights.data_ptr()
         return all(
-            parameter.data_ptr() == weights + 4 * slot.start
-            and parameter.grad is not None
-            and parameter.grad.data_ptr() == gradient + 4 * slot.start
-            for slot, parameter in zip(self.slots, self._parameters, strict=True)
+            parameter.grad is view and parameter.data_ptr() == weights + 4 * slot.start
+            for slot, view, parameter in zip(self.slots, self._gradients, self._parameters, strict=True)
         )
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:

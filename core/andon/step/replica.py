@@ -11,47 +11,19 @@ from torch import nn
 
 from andon.step.flat import FlatParameters
 from andon.step.keyed import KeyedRandomness
+from andon.step.leaf import REPORT_FIELDS, Leaf, LeafResult, reports_of_leaves
+from andon.step.optimizer import OptimizerSpec, read_state, state_facts
 from andon.step.task import Task
 from andon.step.tree import Node, fold
 from andon_contracts.agree import signed
-from andon_contracts.digest import mix64
-from andon_contracts.observe import digest_of, digest_of_tree, nonfinite
+from andon_contracts.digest import seal, word_sum_tensor
+from andon_contracts.observe import digest_of, digest_of_tree, finite_total, sums_of
+
+__all__ = ["REDUCED_FACTS", "REPORT_FIELDS", "Leaf", "OptimizerSpec", "PartialGradient", "Replica"]
 
 
-@dataclass(frozen=True)
-class OptimizerSpec:
-    """Which torch optimizer, and its hyperparameters. Weight decay applies to every trainable weight (seed S12)."""
-
-    name: str = "adamw"
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.01
-    momentum: float = 0.0
-
-    def build(self, weights: nn.Parameter) -> torch.optim.Optimizer:
-        """The optimizer of one flat parameter. Raises `ValueError` for an unknown name."""
-        if self.name == "adamw":
-            return torch.optim.AdamW(
-                [weights], lr=0.0, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay, fused=True
-            )
-        if self.name == "sgd":
-            return torch.optim.SGD([weights], lr=0.0, momentum=self.momentum, weight_decay=self.weight_decay)
-        msg = f"unknown optimizer {self.name!r}; there are adamw and sgd"
-        raise ValueError(msg)
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """One micro-batch: its index among M, the place of its first row in the global batch, and its rows."""
-
-    index: int
-    first: int
-    ids: Sequence[int]
-
-
-REPORT_FIELDS = ("index", "rows", "loss_bits", "correct", "nonfinite", "content", "gradient")
-"""The columns of a report: int64 each. `loss_bits` are the bits of the fp64 loss sum, `gradient` is the digest of the
-gradient as it was computed, 0 where no audit is due."""
+REDUCED_FACTS = ("gradient", "nonfinite", "weights", "norm", "clipped")
+"""What is known on a replica's device before its update: word sums, a flag, and the bits of two fp64 norms."""
 
 
 @dataclass(frozen=True)
@@ -80,12 +52,6 @@ class _Scratch:
 
     def give_back(self, buffer: torch.Tensor) -> None:
         self.free.append(buffer)
-
-
-def bind_to_places(rows: torch.Tensor, first: int) -> torch.Tensor:
-    """Digests of rows [n] int64, bound to their places `first`, `first` + 1, ... in the global batch."""
-    places = torch.arange(first + 1, first + 1 + rows.numel(), device=rows.device, dtype=torch.int64)
-    return mix64(rows + mix64(places))
 
 
 def _refuse_running_statistics(model: nn.Module) -> None:
@@ -125,11 +91,13 @@ class Replica:
         self.model = model
         self.device = device
         self.parameters = FlatParameters(trainable, device)
+        self.spec = optimizer
         self.optimizer = optimizer.build(self.parameters.weights)
         self.parameters.weights.grad = self.parameters.gradient
         self.keeping: frozenset[Node] | None = None
         """The sums of which the next `gradients` keeps copies, for an audit; None: none is due."""
-        self._updates = 0
+        self._count = torch.zeros((), device=device)
+        self._closed: torch.Tensor | None = None
         self._randomness = randomness
         self._scratch = _Scratch(self.parameters.gradient)
         self._frozen = _frozen_tensors(model, trainable)
@@ -144,50 +112,61 @@ class Replica:
         the model's trainable parameters or gradients are no longer the flat buffers'.
         """
         by_index = {leaf.index: leaf for leaf in leaves}
-        reports: list[torch.Tensor] = []
+        results: list[LeafResult] = []
         kept: dict[Node, torch.Tensor] = {}
         keeping = self.keeping
 
         def compute(index: int) -> torch.Tensor:
-            reports.append(self._leaf(step, by_index[index], task, checked=checked))
+            results.append(self._leaf(step, by_index[index], task, checked=checked))
             if keeping is not None:
-                reports[-1][6] = signed(digest_of(self.parameters.gradient))
+                results[-1].gradient = word_sum_tensor(self.parameters.gradient)
             return self.parameters.gradient
 
         def keep(node: Node, value: torch.Tensor) -> None:
             if keeping is not None and node in keeping:
                 kept[node] = value.clone()  # seldom: a scratch buffer would stay for good
 
-        self.parameters.attach_gradient()
-        self.model.train()
+        self._prepare()
         sums = {node: self._keep(fold(node, compute, self._add, self._keep, keep)) for node in roots}
         if not self.parameters.attached():
             raise RuntimeError("the model replaced a trainable parameter or its gradient; it would not be trained")
-        empty = torch.empty((0, len(REPORT_FIELDS)), dtype=torch.int64, device=self.device)
-        return PartialGradient(sums, torch.stack(reports) if reports else empty, kept)
+        return PartialGradient(sums, reports_of_leaves(results, task, self.device, checked=checked), kept)
 
-    def _leaf(self, step: int, leaf: Leaf, task: Task, *, checked: bool) -> torch.Tensor:
+    def nothing(self) -> PartialGradient:
+        """What `gradients` gives of no micro-batch, in the place of one that failed."""
+        reports = torch.empty((0, len(REPORT_FIELDS)), dtype=torch.int64, device=self.device)
+        return PartialGradient(
+            {}, reports, dict.fromkeys(self.keeping or (), torch.zeros_like(self.parameters.gradient))
+        )
+
+    def completed(self, partial: PartialGradient, roots: Sequence[Node]) -> PartialGradient:
+        """`partial` with zeros for the `roots` that it lacks, so that this rank can go through collectives in which
+        the others wait before all of them read that something is wrong with it."""
+        if all(node in partial.roots for node in roots):
+            return partial
+        held = {node: partial.roots.get(node, torch.zeros_like(self.parameters.gradient)) for node in roots}
+        return PartialGradient(held, partial.reports, partial.kept)
+
+    def _prepare(self) -> None:
+        self.parameters.attach_gradient()
+        # To set the mode of a thousand modules takes milliseconds, to look at it a part of that.
+        if not all(module.training for module in self.model.modules()):
+            self.model.train()
+
+    def _leaf(self, step: int, leaf: Leaf, task: Task, *, checked: bool) -> LeafResult:
         self.parameters.gradient.zero_()
-        report = torch.zeros(len(REPORT_FIELDS), dtype=torch.int64, device=self.device)
-        report[0] = leaf.index
         if not leaf.ids:
-            return report
+            return LeafResult(leaf)
         batch = task.load(leaf.ids, self.device)
         with self._randomness.micro_batch(step, leaf.index):
             loss = task.loss_sum(self.model, batch)
             loss.loss_sum.backward()  # type: ignore[no-untyped-call]
-        report[1] = len(leaf.ids)
-        report[2] = loss.loss_sum.detach().double().view(torch.int64)
-        report[3] = loss.correct
-        if checked:
-            report[4] = nonfinite(self.parameters.gradient)
-            report[5] = bind_to_places(task.content(batch), leaf.first).sum()
-        return report
+        total = finite_total(self.parameters.gradient) if checked else None
+        return LeafResult(leaf, batch, loss.loss_sum.detach(), loss.correct, total)
 
     def gradient_of(self, step: int, leaf: Leaf, task: Task) -> torch.Tensor:
         """The gradient of one micro-batch alone, [size] fp32, as its owner computes it; changes nothing else."""
-        self.parameters.attach_gradient()
-        self.model.train()
+        self._prepare()
         self._leaf(step, leaf, task, checked=False)
         return self.parameters.gradient.clone()
 
@@ -216,11 +195,30 @@ class Replica:
         """Global L2 norm of the gradient, 0-dim fp32."""
         return nn.utils.get_total_norm([self.parameters.gradient])
 
-    def clip(self, limit: float | None, norm: float) -> torch.Tensor:
-        """Scale the gradient to the L2 norm `limit` if `norm` is above it (None: never); returns the new norm."""
+    def clip(self, limit: float | None, norm: torch.Tensor | float) -> None:
+        """Scale the gradient to the L2 norm `limit` if `norm` (0-dim fp32) is above it (None: never)."""
         if limit is not None:
-            nn.utils.clip_grads_with_norm_([self.parameters.weights], limit, torch.tensor(norm, device=self.device))
-        return self.gradient_norm()
+            total = torch.as_tensor(norm, dtype=torch.float32, device=self.device)
+            nn.utils.clip_grads_with_norm_([self.parameters.weights], limit, total)
+
+    def before_update(self) -> torch.Tensor:
+        """The first three of `REDUCED_FACTS`, int64 on the device: the gradient as it was reduced, the weights."""
+        return sums_of([self.parameters.gradient, self.parameters.weights.detach()], finite=True)
+
+    def read_before_update(self, raw: Mapping[str, int]) -> dict[str, int]:
+        """What is judged, from the values of all of `REDUCED_FACTS`: digests in the place of word sums."""
+        shape = (self.parameters.size,)
+        sealed = {name: signed(seal(raw[name], torch.float32, shape)) for name in ("gradient", "weights")}
+        return {**raw, **sealed}
+
+    def after_update(self) -> torch.Tensor:
+        """What the update left, int64 on the device, named by `spec.facts`."""
+        state = self.optimizer_state()
+        return state_facts(self.spec, self.parameters.weights.detach(), state, state.get("step", self._count))
+
+    def read_after_update(self, raw: Mapping[str, int]) -> dict[str, int]:
+        """What is judged, from the values of `after_update`: digests `weights` and `optimizer`, and `updates`."""
+        return read_state(self.spec, (self.parameters.size,), raw)
 
     def set_rate(self, rate: float) -> None:
         """Give the optimizer the learning rate of the coming update."""
@@ -232,16 +230,28 @@ class Replica:
         """The learning rate that the optimizer holds."""
         return float(self.optimizer.param_groups[0]["lr"])
 
+    def gate(self, closed: torch.Tensor | None) -> None:
+        """Have `apply` do nothing while `closed` (0-dim fp32 on the device) is 1; None: it always updates.
+
+        Raises `ValueError` for an optimizer that cannot be kept from updating by its device.
+        """
+        if closed is not None and not self.optimizer.defaults.get("fused"):
+            msg = f"{self.spec.name} on {self.device} is not fused, so its device cannot keep it from updating"
+            raise ValueError(msg)
+        self._closed = closed
+        self.optimizer.found_inf = closed  # type: ignore[attr-defined]
+        self.optimizer.grad_scale = None  # type: ignore[attr-defined]
+
     def apply(self) -> None:
         """One optimizer update with the rate that was set."""
         self.optimizer.step()
-        self._updates += 1
+        if not self.spec.counts:
+            self._count += 1.0 if self._closed is None else 1.0 - self._closed
 
     @property
     def updates(self) -> int:
         """Updates taken, as the optimizer counts them; SGD keeps no count, so there it is ours."""
-        state = self.optimizer_state()
-        return int(state["step"]) if "step" in state else self._updates
+        return int(self.optimizer_state().get("step", self._count))
 
     def optimizer_state(self) -> dict[str, torch.Tensor]:
         """The optimizer's tensors by name (moments, its own step count); empty before the first update of SGD."""
@@ -251,7 +261,7 @@ class Replica:
     def restore(self, weights: torch.Tensor, optimizer_state: Mapping[str, torch.Tensor], updates: int) -> None:
         """Put back the flat weights, the optimizer's tensors by name, and the count of updates."""
         self.parameters.weights.data.copy_(weights)
-        self._updates = updates
+        self._count.fill_(updates)
         state = self.optimizer.state[self.parameters.weights]
         state.clear()
         for name, value in optimizer_state.items():

@@ -1,68 +1,50 @@
-"""The step: plan, shard, compute, judge, reduce, judge, apply, attest. One path for every backend."""
+"""The step: plan, shard, compute, judge, reduce, judge, apply, attest. One path for every backend.
+
+Where ranks are on CPUs everything is judged where it is seen. On GPUs nobody waits for the device: what ranks say of a
+step stays there, closes the gate of the update if anything is wrong with it, and is read and judged a step later.
+"""
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
 
 from andon.backend.base import Backend
-from andon.exits import Exit
-from andon.step.agreement import Agreement
+from andon.step.agreement import Agreement, Gathered, RankFailed
 from andon.step.audit import NO_AUDIT, Audit, AuditSpec
 from andon.step.contracts import (
     LeafPlan,
-    LeafReport,
     judge_leaves,
     judge_plans,
     judge_presence,
     leaves_of,
     padded,
     plan_leaves,
+    planned_reports,
     reports_of,
 )
+from andon.step.course import UNSIGNED, Course, Pending, StepResult
+from andon.step.gate import Expected, Gate, Rule
+from andon.step.leaf import REPORT_FIELDS
+from andon.step.optimizer import count_bits
 from andon.step.plan import GlobalBatch, rank_leaves
-from andon.step.reduce import TreeReduction
-from andon.step.replica import REPORT_FIELDS, PartialGradient, Replica
+from andon.step.readings import Readings, reads_late
+from andon.step.reduce import PlainReduction, TreeReduction
+from andon.step.replica import REDUCED_FACTS, PartialGradient, Replica
 from andon.step.task import Task
-from andon.step.tree import fold
 from andon_contracts import judge
-from andon_contracts.agree import bits_of, signed
-from andon_contracts.observe import nonfinite
+from andon_contracts.agree import Observation, bits_of, real_of, signed
 from andon_contracts.policy import enforced
 
+__all__ = ["Pending", "RankFailed", "StepResult", "TrainingStep"]
+
 T = TypeVar("T")
-_UNSIGNED = 1 << 64
+Judging = Callable[[tuple[Observation, ...]], None]
 _PLAIN_WIDTH = 32
 """Integers in a message of the step besides the reports: its header and its values, with room to spare."""
-
-
-class RankFailed(RuntimeError):
-    """Another rank raised; that rank reports its own error, and this one only that it noticed."""
-
-    ends_with = Exit.RANK_LOST
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one update did. Reals are exact: equal bits on every backend and world size."""
-
-    step: int
-    rows: int
-    loss: float
-    grad_norm: float
-    rate: float
-    correct: int
-    digests: Mapping[str, int]
-    """content, gradient, weights, optimizer; empty where the contracts are off."""
-    leaves: tuple[LeafReport, ...]
-    ranks: tuple[Mapping[str, int], ...]
-    """By rank: its digests, as it saw them."""
-    stop: bool = False
-    """Whether any rank was asked to stop after this update; all ranks know it alike."""
 
 
 class TrainingStep:
@@ -76,27 +58,40 @@ class TrainingStep:
         micro_batches: int,
         clip_norm: float | None,
         audit: AuditSpec = NO_AUDIT,
+        *,
+        late: bool | None = None,
+        exact: bool = True,
     ) -> None:
         """replicas: one for each local rank. micro_batches: M, the leaves of the sum; never a function of world size.
 
-        Raises `ValueError` where the number of replicas is not the backend's.
+        late: whether an update is judged when its result is asked for, and not while it is launched; None: where all
+        replicas are on GPUs. exact: otherwise each rank computes its whole share at once, whatever M is, and sums are
+        taken in whatever order is fastest, so that the bits depend on the number of ranks.
+
+        Raises `ValueError` where the number of replicas is not the backend's, and where their optimizer cannot be kept
+        from an update that is judged late.
         """
         if len(replicas) != len(backend.ranks):
             msg = f"{len(replicas)} replicas for {len(backend.ranks)} local ranks"
             raise ValueError(msg)
+        self.late = reads_late(backend) if late is None else late
         self._backend = backend
         self._replicas = tuple(replicas)
         self._task = task
-        self._micro_batches = micro_batches
+        self._micro_batches = micro_batches if exact else backend.world_size
         self._clip_norm = clip_norm
-        self._owners = rank_leaves(micro_batches, backend.world_size)
-        self._reduce = TreeReduction(micro_batches, replicas[0].parameters.size, backend)
+        self._owners = rank_leaves(self._micro_batches, backend.world_size)
+        size = replicas[0].parameters.size
+        self._reduce = TreeReduction(micro_batches, size, backend) if exact else PlainReduction(backend)
         self._audit = Audit(audit, backend, replicas, task, self._owners, self._reduce.roots_of_rank)
         # One more than any rank is to compute, so that a surplus is seen.
         self._report_rows = len(self._owners[0]) + 1
         self._agreement = Agreement(backend, replicas, _PLAIN_WIDTH + self._report_rows * len(REPORT_FIELDS))
-        self._gradient_digests: list[int] = []
+        self._gate = Gate(backend.devices)
+        for replica, device in zip(replicas, backend.devices, strict=True):
+            replica.gate(self._gate.on(device) if self.late else None)
         self._weights: int | None = None
+        self._weights_there: torch.Tensor | None = None
 
     def __call__(self, batch: GlobalBatch, rate: float, updates: int, *, stop: bool = False) -> StepResult:
         """One update on `batch` with learning rate `rate`; `updates` is the count of updates after it.
@@ -106,30 +101,55 @@ class TrainingStep:
         Raises `Violation` on every rank alike if a clause does not hold; up to the update, nothing has changed then.
         Raises `RankFailed` where another rank raised, and a rank's own error on that rank.
         """
-        checked = enforced()
-        plan, partials, reports, stopping = self._compute(batch, checked=checked, stop=stop)
-        if checked:
-            judge_leaves(reports, plan, batch.step)
-            self._audited(batch.step, plan, partials, reports)
-        rows = sum(report.rows for report in reports)
-        norm = self._reduce_and_clip(batch.step, partials, rows, rate, checked=checked)
-        if rows:
+        try:
+            return self.launch(batch, rate, updates, stop=stop).result()
+        except BaseException:
+            self._gate.open()  # nothing is under way that it would have to hold back
+            raise
+
+    def launch(self, batch: GlobalBatch, rate: float, updates: int, *, stop: bool = False) -> Pending:
+        """Begin the update that `__call__` describes; where it is judged late, do not wait for the device.
+
+        Results are to be asked for in order, and what one raises ends the training: the updates launched after it did
+        nothing. Raises as `__call__` does where nothing is judged late.
+        """
+        course = Course(batch, rate, updates, enforced(), Readings(late=self.late))
+        partials = self._compute(course, stop=stop)
+        if course.checked and self._audit.spec.due(batch.step):
+            audited = self._audit(batch.step, self._agreement, leaves_of(course.plan), partials, course.reported)
+            if self.late:
+                self._gate.close_if(audited.differs())
+            course.readings.read(audited.gathered.table, audited.judge)
+        self._reduce_and_clip(course, partials)
+        if course.rows:
             self._each(lambda replica: replica.apply())
-        ranks = self._attest(batch.step, updates) if checked else self._unattested()
-        content = sum(leaf.content for leaf in plan) % _UNSIGNED
-        digests = {"content": content, **ranks[0]} if ranks else {}
-        return StepResult(
-            step=batch.step,
-            rows=rows,
-            loss=_tree_sum([report.loss_sum for report in reports]) / max(rows, 1),
-            grad_norm=norm,
-            rate=rate,
-            correct=sum(report.correct for report in reports),
-            digests=digests,
-            leaves=reports,
-            ranks=ranks,
-            stop=stopping,
-        )
+        if course.checked:
+            self._attest(course)
+        else:
+            self._weights_there = None
+        self._close(course)
+        return Pending(course)
+
+    def _close(self, course: Course) -> None:
+        """The last reading of an update: nothing was found by a device that the host did not find."""
+
+        def read(closed: torch.Tensor) -> None:
+            if bool(closed):
+                raise RuntimeError("the device refused an update for which the host finds no reason")
+            if not course.checked:
+                self._weights = None  # left behind without contracts: no later step can be held to them
+
+        course.readings.read(self._gate.closed if self.late else torch.zeros(()), read)
+        course.readings.end()
+
+    def _each(self, work: Callable[[Replica], T]) -> list[T]:
+        return self._backend.map(lambda index: work(self._replicas[index]))
+
+    def _judged(self, course: Course, gathered: Gathered, judging: Judging, held: torch.Tensor | None = None) -> None:
+        """Judge what was gathered: now, or once it is read, and then the device holds it against what it must be."""
+        if gathered.expected is not None:
+            self._gate.look(gathered.said, gathered.expected, held, self._clip_norm)
+        course.readings.read(gathered.table, lambda table: judging(gathered.observations(table)))
 
     def _plan(self, batch: GlobalBatch, *, checked: bool) -> tuple[LeafPlan, ...]:
         parts = batch.micro_batches(self._micro_batches)
@@ -137,51 +157,43 @@ class TrainingStep:
             return plan_leaves(parts, self._owners, self._task)
         return tuple(LeafPlan(index, 0, part, 0) for index, part in enumerate(parts))
 
-    def _each(self, work: Callable[[Replica], T]) -> list[T]:
-        return self._backend.map(lambda index: work(self._replicas[index]))
-
-    def _compute(
-        self, batch: GlobalBatch, *, checked: bool, stop: bool
-    ) -> tuple[tuple[LeafPlan, ...], list[PartialGradient], tuple[LeafReport, ...], bool]:
+    def _compute(self, course: Course, *, stop: bool) -> list[PartialGradient]:
         """Forward and backward everywhere, then one gather that says for every rank what it did, or that it failed."""
-        plan: tuple[LeafPlan, ...] = ()
         done: Sequence[PartialGradient | Exception]
         try:
-            self._audit.prepare(batch.step, checked=checked)
-            plan = self._plan(batch, checked=checked)
-            done = self._backend.map(self._gradient_work(batch, plan, checked=checked))
+            self._audit.prepare(course.batch.step, checked=course.checked)
+            course.plan = self._plan(course.batch, checked=course.checked)
+            done = self._backend.map(self._gradient_work(course))
         except Exception as error:  # noqa: BLE001 - the other ranks must hear of it before it is raised
             done = [error] * len(self._replicas)
-        content = sum(leaf.content for leaf in plan)
-        observations = self._agreement.gather(
-            batch.step,
+        content = sum(leaf.content for leaf in course.plan)
+        gathered = self._agreement.gather(
+            course.batch.step,
             "computed",
             [{"failed": isinstance(result, Exception), "stop": stop, "plan": content} for result in done],
-            [self._report_table(result, index) for index, result in enumerate(done)],
+            [self._report_table(result, index).flatten() for index, result in enumerate(done)],
+            expected=self._expect_computed(course, content) if self.late else None,
         )
-        for result in done:
-            if isinstance(result, Exception):
-                raise result
-        judge_presence(observations)
-        failed = [o.rank for o in observations if o.values["failed"]]
-        if failed:
-            msg = f"rank {failed[0]} failed in the forward or backward pass of step {batch.step}"
-            raise RankFailed(msg)
-        judge_plans(observations)
-        partials = [result for result in done if isinstance(result, PartialGradient)]
-        return plan, partials, reports_of(observations), any(o.values["stop"] for o in observations)
+        course.reported = gathered.payload
+        self._judged(course, gathered, lambda observations: self._judge_computed(course, done, observations))
+        partials = [
+            replica.nothing() if isinstance(result, Exception) else result
+            for replica, result in zip(self._replicas, done, strict=True)
+        ]
+        if not self.late:
+            return partials
+        roots = [self._reduce.roots_of_rank[rank] for rank in self._backend.ranks]
+        return [r.completed(partial, own) for r, partial, own in zip(self._replicas, partials, roots, strict=True)]
 
-    def _gradient_work(
-        self, batch: GlobalBatch, plan: Sequence[LeafPlan], *, checked: bool
-    ) -> Callable[[int], PartialGradient | Exception]:
-        planned = leaves_of(plan)
+    def _gradient_work(self, course: Course) -> Callable[[int], PartialGradient | Exception]:
+        planned = leaves_of(course.plan)
 
         def work(index: int) -> PartialGradient | Exception:
             rank = self._backend.ranks[index]
             leaves = [planned[leaf] for leaf in self._owners[rank]]
             try:
                 return self._replicas[index].gradients(
-                    batch.step, leaves, self._reduce.roots_of_rank[rank], self._task, checked=checked
+                    course.batch.step, leaves, self._reduce.roots_of_rank[rank], self._task, checked=course.checked
                 )
             except Exception as error:  # noqa: BLE001 - a replica's own error must not hide another's result
                 return error
@@ -192,92 +204,120 @@ class TrainingStep:
         none = torch.empty((0, len(REPORT_FIELDS)), dtype=torch.int64, device=self._backend.devices[index])
         return padded(none if isinstance(result, Exception) else result.reports, self._report_rows)
 
-    def _audited(
+    def _expect_computed(self, course: Course, content: int) -> Expected:
+        plan = content if course.checked else Rule.ANY
+        return [
+            [0, Rule.ANY, plan, *planned_reports(course.plan, rank, self._report_rows, checked=course.checked)]
+            for rank in range(self._backend.world_size)
+        ]
+
+    def _judge_computed(
         self,
-        step: int,
-        plan: Sequence[LeafPlan],
-        partials: Sequence[PartialGradient],
-        reports: Sequence[LeafReport],
+        course: Course,
+        done: Sequence[PartialGradient | Exception],
+        observations: Sequence[Observation],
     ) -> None:
-        """Where an audit is due, other ranks compute again what is about to be reduced."""
-        if not self._audit.spec.due(step):
-            return
-        digests = {report.index: report.gradient for report in reports}
-        observations = self._audit(step, self._agreement, leaves_of(plan), partials, digests)
+        for result in done:
+            if isinstance(result, Exception):
+                raise result
+        judge_presence(observations)
         failed = [o.rank for o in observations if o.values["failed"]]
         if failed:
-            msg = f"rank {failed[0]} failed in the audit of step {step}"
+            msg = f"rank {failed[0]} failed in the forward or backward pass of step {course.batch.step}"
             raise RankFailed(msg)
+        judge_plans(observations)
+        course.reports = reports_of(observations)
+        course.stop = any(o.values["stop"] for o in observations)
+        if course.checked:
+            judge_leaves(course.reports, course.plan, course.batch.step)
 
-    def _reduce_and_clip(
-        self, step: int, partials: Sequence[PartialGradient], rows: int, rate: float, *, checked: bool
-    ) -> float:
-        """Reduce, divide once by the count of rows, judge, clip once. Returns the norm before clipping."""
+    def _reduce_and_clip(self, course: Course, partials: Sequence[PartialGradient]) -> None:
+        """Reduce, divide once by the count of rows, clip once, judge."""
         pieces = self._reduce([partial.roots for partial in partials])
+        facts = self._backend.map(lambda index: self._take(course, index, pieces[index], partials[index]))
+        if not course.checked:
+            course.readings.read(facts[0], lambda norm: setattr(course, "norm", float(norm.view(torch.float64)[0])))
+            return
+        observed = [{"rate": bits_of(replica.rate), "planned": bits_of(course.rate)} for replica in self._replicas]
+        gathered = self._agreement.gather(
+            course.batch.step, "reduced", observed, facts, REDUCED_FACTS, self._expect_reduced(course)
+        )
+        self._judged(
+            course, gathered, lambda observations: self._judge_reduced(course, observations), self._weights_there
+        )
 
-        def take(index: int) -> None:
-            self._replicas[index].set_gradient(pieces[index], max(rows, 1))
-            self._replicas[index].release(partials[index])
+    def _expect_reduced(self, course: Course) -> Expected | None:
+        """Rate and plan, then `REDUCED_FACTS`."""
+        if not self.late:
+            return None
+        planned = bits_of(course.rate)
+        weights = Rule.SAME if self._weights_there is None else Rule.HELD
+        row = [planned, planned, Rule.SAME, 0, weights, Rule.FINITE, Rule.CLIPPED]
+        return [row] * self._backend.world_size
 
-        self._backend.map(take)
-        self._each(lambda replica: replica.set_rate(rate))
-        gradients = self._each(lambda replica: replica.gradient_digest()) if checked else []
-        norms = self._each(lambda replica: float(replica.gradient_norm()))
-        if checked:
-            self._judge_reduced(step, gradients, norms, rate)
-        clipped = self._each(lambda replica: float(replica.clip(self._clip_norm, norms[0])))
-        if checked:
-            observed = [{"norm": bits_of(n), "clipped": bits_of(c)} for n, c in zip(norms, clipped, strict=True)]
-            judge.judge_clip(self._agreement.gather(step, "clipped", observed), self._clip_norm)
-        self._gradient_digests = gradients
-        return norms[0]
+    def _take(
+        self, course: Course, index: int, pieces: Sequence[torch.Tensor], partial: PartialGradient
+    ) -> torch.Tensor:
+        """Make one replica's gradient what its optimizer gets; int64 `REDUCED_FACTS`, or the norm's bits alone."""
+        replica = self._replicas[index]
+        replica.set_gradient(pieces, max(course.rows, 1))
+        replica.release(partial)
+        replica.set_rate(course.rate)
+        sums = replica.before_update() if course.checked else None
+        norm = replica.gradient_norm()
+        replica.clip(self._clip_norm, norm)
+        norms = torch.stack([norm] if sums is None else [norm, replica.gradient_norm()])
+        bits = norms.double().view(torch.int64)
+        return bits if sums is None else torch.cat([sums, bits])
 
-    def _judge_reduced(self, step: int, gradients: Sequence[int], norms: Sequence[float], rate: float) -> None:
-        weights = self._each(lambda replica: replica.weights_digest())
-        bad = self._each(lambda replica: int(nonfinite(replica.parameters.gradient)))
-        rates = self._each(lambda replica: bits_of(replica.rate))
-        observed = [
-            {
-                "gradient": g,
-                "weights": w,
-                "nonfinite": n,
-                "norm": bits_of(norm),
-                "rate": held,
-                "planned": bits_of(rate),
-            }
-            for g, w, n, norm, held in zip(gradients, weights, bad, norms, rates, strict=True)
-        ]
-        observations = self._agreement.gather(step, "reduced", observed)
+    def _judge_reduced(self, course: Course, observations: Sequence[Observation]) -> None:
+        read = self._replicas[0].read_before_update
+        observations = [replace(each, values=read(each.values)) for each in observations]
         looks = {"gradient": _gradients, "weights": _weights}
-        judge.judge_reduced(observations, self._agreement.second_looks(observations, looks), self._weights)
+        details = self._agreement.second_looks(observations, looks)
+        judge.judge_reduced(observations, details, self._weights, self._clip_norm)
+        course.norm = real_of(observations[0].values["norm"])
+        course.gradients = tuple(each.values["gradient"] for each in observations)
 
-    def _unattested(self) -> tuple[Mapping[str, int], ...]:
-        """An update without contracts leaves weights that no later step can be held to."""
-        self._weights = None
-        return ()
-
-    def _attest(self, step: int, updates: int) -> tuple[Mapping[str, int], ...]:
+    def _attest(self, course: Course) -> None:
         """Digest what the update left on every rank, and agree on it."""
-        weights = self._each(lambda replica: replica.weights_digest())
-        moments = self._each(lambda replica: replica.optimizer_digest())
-        taken = self._each(lambda replica: replica.updates)
-        observed = [
-            {"weights": w, "optimizer": m, "updates": u, "gradient": g}
-            for w, m, u, g in zip(weights, moments, taken, self._gradient_digests, strict=True)
-        ]
-        observations = self._agreement.gather(step, "updated", observed)
+        facts = self._each(lambda replica: replica.after_update())
+        spec = self._replicas[0].spec
+        expected: Expected | None = None
+        if self.late:
+            same = [Rule.SAME] * (1 + len(spec.moments))
+            expected = [[*same, count_bits(course.updates)]] * self._backend.world_size
+        gathered = self._agreement.gather(
+            course.batch.step, "updated", [{} for _ in facts], facts, spec.facts, expected
+        )
+        self._weights_there = gathered.table[0, gathered.column("weights")] if self.late else None
+        self._judged(course, gathered, lambda observations: self._judge_updated(course, observations))
+
+    def _judge_updated(self, course: Course, observations: Sequence[Observation]) -> None:
+        read = self._replicas[0].read_after_update
+        observations = [replace(each, values=read(each.values)) for each in observations]
         looks = {"weights": _weights, "optimizer": Replica.optimizer_state}
-        judge.judge_update(observations, self._agreement.second_looks(observations, looks), updates)
+        details = self._agreement.second_looks(observations, looks)
+        judge.judge_update(observations, details, course.updates)
         self._weights = observations[0].values["weights"]
-        names = ("gradient", "weights", "optimizer")
-        return tuple({name: o.values[name] % _UNSIGNED for name in names} for o in observations)
+        course.ranks = tuple(
+            {
+                "gradient": gradient % UNSIGNED,
+                "weights": each.values["weights"] % UNSIGNED,
+                "optimizer": each.values["optimizer"] % UNSIGNED,
+            }
+            for gradient, each in zip(course.gradients, observations, strict=True)
+        )
 
     def attest_base(self, step: int, expected: int) -> None:
-        """Every rank's frozen weights are still those of the start (digest `expected`). Raises `Violation`."""
+        """Every rank's frozen weights are still those of the start (digest `expected`). Raises `Violation`.
+
+        To be called with no update under way.
+        """
         if not enforced():
             return
         observed = [{"base": digest} for digest in self._each(lambda replica: replica.base_digest())]
-        observations = self._agreement.gather(step, "base", observed)
+        observations = self._agreement.observe(step, "base", observed)
         details = self._agreement.second_looks(observations, {"base": Replica.frozen})
         judge.judge_base(observations, details, signed(expected))
 
@@ -290,9 +330,10 @@ class TrainingStep:
             {"layout": r.layout_digest(), "weights": r.weights_digest(), "base": r.base_digest(), **observed}
             for r in self._replicas
         ]
-        observations = self._agreement.gather(0, "start", values)
+        observations = self._agreement.observe(0, "start", values)
         judge.judge_start(observations)
         self._weights = observations[0].values["weights"] if enforced() else None
+        self._weights_there = self._replicas[0].before_update()[2] if self.late and enforced() else None
 
 
 def _weights(replica: Replica) -> Mapping[str, torch.Tensor]:
@@ -301,9 +342,3 @@ def _weights(replica: Replica) -> Mapping[str, torch.Tensor]:
 
 def _gradients(replica: Replica) -> Mapping[str, torch.Tensor]:
     return replica.parameters.views(replica.parameters.gradient)
-
-
-def _tree_sum(values: Sequence[float]) -> float:
-    """The sum of the micro-batches' losses along the same tree as their gradients."""
-    total: float = fold((0, len(values)), values.__getitem__, operator.add, float)
-    return total

@@ -1,0 +1,96 @@
+"""The optimizer of one flat parameter: which one it is, what it keeps, and its state as facts and as a digest."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from andon_contracts.agree import signed
+from andon_contracts.digest import join, seal, word_sum_of
+from andon_contracts.observe import sums_of
+
+_FP32_BITS = 0xFFFFFFFF
+_NO_COUNT = -1
+_MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
+_COUNTING = ("adamw",)
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """Which torch optimizer, and its hyperparameters. Weight decay applies to every trainable weight (seed S12)."""
+
+    name: str = "adamw"
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    momentum: float = 0.0
+
+    def build(self, weights: nn.Parameter) -> torch.optim.Optimizer:
+        """The optimizer of one flat parameter. Raises `ValueError` for an unknown name."""
+        if self.name == "adamw":
+            return torch.optim.AdamW(
+                [weights], lr=0.0, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay, fused=True
+            )
+        if self.name == "sgd":
+            # Only a fused one can be kept from updating by its device, which a GPU needs.
+            fused = True if weights.is_cuda else None
+            return torch.optim.SGD(
+                [weights], lr=0.0, momentum=self.momentum, weight_decay=self.weight_decay, fused=fused
+            )
+        msg = f"unknown optimizer {self.name!r}; there are adamw and sgd"
+        raise ValueError(msg)
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """The flat tensors that it may keep, by name."""
+        return _MOMENTS[self.name]
+
+    @property
+    def counts(self) -> bool:
+        """Whether it counts its updates itself, in an fp32 `step`."""
+        return self.name in _COUNTING
+
+    @property
+    def facts(self) -> tuple[str, ...]:
+        """The names of `state_facts`."""
+        return ("weights", *self.moments, "updates")
+
+
+def state_facts(
+    spec: OptimizerSpec, weights: torch.Tensor, state: Mapping[str, torch.Tensor], count: torch.Tensor
+) -> torch.Tensor:
+    """What an update left, int64 [len(spec.facts)] on its device: word sums, and the bits of the fp32 `count`.
+
+    The sum of a moment that is not there yet is 0; all of them are there after the first update, or none ever is.
+    """
+    sums = sums_of([weights, *(state[name] for name in spec.moments if name in state)], finite=False)
+    bits = count.reshape(1).view(torch.int32).to(torch.int64)
+    missing = sum(name not in state for name in spec.moments)
+    return torch.cat([sums, *([sums.new_zeros(missing)] if missing else []), bits])
+
+
+def count_bits(updates: int) -> int:
+    """The last of the facts after `updates` updates."""
+    return int(struct.unpack("<I", struct.pack("<f", updates))[0])
+
+
+def read_state(spec: OptimizerSpec, shape: Sequence[int], raw: Mapping[str, int]) -> dict[str, int]:
+    """From the facts of `state_facts` what is judged: the digests `weights` and `optimizer`, and the count `updates`.
+
+    shape: of the flat weights.
+    """
+    bits = raw["updates"] & _FP32_BITS
+    count = float(struct.unpack("<f", struct.pack("<I", bits))[0])
+    parts = {name: seal(raw[name], torch.float32, shape) for name in spec.moments if raw[name]}
+    if spec.counts and bits:
+        parts["step"] = seal(word_sum_of(bits), torch.float32, ())
+    return {
+        "weights": signed(seal(raw["weights"], torch.float32, shape)),
+        "optimizer": signed(join(parts)),
+        "updates": int(count) if math.isfinite(count) else _NO_COUNT,
+    }

@@ -1,0 +1,166 @@
+"""The step on a GPU: nobody waits for the device inside an update, and what is wrong is held back by it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from andon.backend.inprocess import InlineBackend
+from andon.step.audit import AuditSpec
+from andon.step.keyed import KeyedRandomness
+from andon.step.replica import OptimizerSpec, Replica
+from andon.step.step import TrainingStep
+from andon.step.task import Task
+from andon_contracts.violation import Violation
+from tests.support.faults import CULPRIT, FAULTS, SETTINGS, WORLD, PoisonedTask
+from tests.support.toy import SEED, Settings, ToyModel, ToyTask, rate, record, trainable
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+OPTIMIZERS = {"adamw": OptimizerSpec(), "sgd": OptimizerSpec("sgd", momentum=0.9), "plain": OptimizerSpec("sgd")}
+
+
+class PinnedTask(ToyTask):
+    """Toy rows that already lie on the GPU, so that loading them waits for nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.x, self.y, self.places = self.x.cuda(), self.y.cuda(), torch.arange(len(self.y), device="cuda")
+
+    def load(self, ids: object, device: torch.device) -> dict[str, torch.Tensor]:
+        """Rows by slices: an index from the host would have to be waited for."""
+        index = torch.stack([self.places[row] for row in ids])  # type: ignore[attr-defined]
+        return {"x": self.x[index], "y": self.y[index], "id": index}
+
+    def planned_content(self, ids: object) -> torch.Tensor:
+        """On the CPU, as the plan is made there."""
+        return ToyTask().planned_content(ids)  # type: ignore[arg-type]
+
+
+def made(
+    world: int, settings: Settings, task: Task, *, late: bool | None = None, audit_every: int = 0
+) -> tuple[TrainingStep, list[Replica]]:
+    """A step on fresh replicas, all on the first GPU."""
+    device = torch.device("cuda", 0)
+    replicas = []
+    for _ in range(world):
+        torch.manual_seed(0)
+        model = ToyModel().to(device)
+        randomness = KeyedRandomness(SEED, device)
+        replicas.append(Replica(model, trainable(model), settings.optimizer, randomness, device))
+    backend = InlineBackend([device] * world)
+    audit = AuditSpec(audit_every, None)
+    return TrainingStep(backend, replicas, task, settings.micro_batches, settings.clip_norm, audit, late=late), replicas
+
+
+@pytest.fixture
+def without_waiting() -> Iterator[None]:
+    """Every operation that makes the host wait for the device is an error, once everything has been used once."""
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("world", [1, 3])
+def test_an_update_waits_for_nothing(name: str, world: int, without_waiting: None) -> None:
+    """Three updates with contracts and audits, each launched before the last is read, without one synchronization."""
+    settings = Settings(8, clip_norm=0.2, optimizer=OPTIMIZERS[name])
+    step, _ = made(world, settings, PinnedTask(), audit_every=1)
+    assert step.late
+    step.attest_start({})
+    first, *rest = settings.batches()
+    step(first, rate(1), 1)
+    torch.cuda.set_sync_debug_mode("error")
+    launched = [step.launch(batch, rate(batch.step), batch.step) for batch in rest]
+    results = [each.result() for each in launched]
+    assert [result.step for result in results] == [2, 3, 4]
+    assert all(result.digests for result in results)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_late_and_at_once_are_one_result(name: str) -> None:
+    """When an update is judged is no part of its bits, nor is the number of replicas."""
+    settings = Settings(8, clip_norm=0.2, optimizer=OPTIMIZERS[name])
+    found = []
+    for world, late in [(1, True), (3, True)] + ([(1, False)] if name == "adamw" else []):
+        step, replicas = made(world, settings, PinnedTask(), late=late)
+        found.append([record(step(batch, rate(batch.step), batch.step), replicas) for batch in settings.batches()])
+    assert all(records == found[0] for records in found)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_held_back_by_the_device(name: str) -> None:
+    """Read a step later, named as on a CPU; what is found before the update was never applied, nor anything after."""
+    step, replicas = made(WORLD, SETTINGS, PinnedTask())
+    step.attest_start({})
+    first, *rest = SETTINGS.batches()
+    step(first, rate(1), 1)
+    FAULTS[name].plant(replicas[CULPRIT])
+    states = [_state(replicas)]
+    launched = []
+    for batch in rest:
+        launched.append(step.launch(batch, rate(batch.step), batch.step))
+        states.append(_state(replicas))
+    with pytest.raises(Violation) as caught:
+        launched[0].result()
+    fault = FAULTS[name]
+    assert (caught.value.clause, caught.value.step, caught.value.finding.ranks) == (fault.clause, 2, (CULPRIT,))
+    assert not fault.early or states[1] == states[0]
+    assert states[2] == states[1]
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_a_nan_is_held_back_by_the_device(where: str) -> None:
+    """NaN in one micro-batch closes the gate before the optimizer."""
+    batch = SETTINGS.batches()[0]
+    step, replicas = made(1, SETTINGS, _Poisoned(batch.ids[3], where))
+    before = _state(replicas)
+    with pytest.raises(Violation, match="finite broken at step 1"):
+        step(batch, rate(1), 1)
+    assert _state(replicas)[0][0] == before[0][0]
+    assert replicas[0].updates == 0
+
+
+class _Poisoned(PoisonedTask):
+    def __init__(self, row: int, where: str) -> None:
+        super().__init__(row, where)
+        self.load = PinnedTask().load  # type: ignore[method-assign]
+
+
+def _state(replicas: list[Replica]) -> list[tuple[int, int, int]]:
+    return [(r.weights_digest(), r.optimizer_digest(), r.updates) for r in replicas]
+
+
+def test_the_kernel_judges_a_table_as_plain_operations_do() -> None:
+    """Random tables and rules, right ones and ones with one integer changed: the gate closes for the same of them."""
+    from andon.step.gate import broken
+    from andon.step.gate_cuda import close_on_device
+
+    draw = torch.Generator().manual_seed(1)
+    seen = []
+    for turn in range(300):
+        world, width = 1 + turn % 4, 2 + turn % 60
+        rules = torch.randint(0, 6, (world, width), generator=draw)
+        rules[:, 0] = 0
+        row = torch.randint(-2, 3, (width,), generator=draw)
+        reals = torch.rand(width, generator=draw, dtype=torch.float64)
+        clipped = (rules == 5).any(0)
+        norm = torch.roll(clipped, -1)
+        row = torch.where(clipped | norm | (rules == 3).any(0), reals.view(torch.int64), row)
+        row = torch.where(clipped, (torch.roll(reals, 1) * 1.0).view(torch.int64), row)
+        held = row[int(torch.randint(0, width, (1,), generator=draw))]
+        rules = torch.where((rules == 4) & (row != held), 2, rules)
+        table = row.repeat(world, 1)
+        wanted = table.clone()
+        if turn % 2:
+            at = int(torch.randint(0, world * width, (1,), generator=draw))
+            table.view(-1)[at] ^= 1 << int(torch.randint(0, 64, (1,), generator=draw))
+        limit = None if turn % 3 else 2.0
+        closed = torch.zeros((), device="cuda")
+        wide = torch.cat([table, table], dim=1).cuda()[:, :width]
+        close_on_device(wide, wanted.cuda(), rules.cuda(), held.cuda(), closed, limit)
+        expected = bool(broken(table, wanted, rules, held, limit))
+        seen.append(expected)
+        assert bool(closed) == expected, (turn, table, rules)
+    assert 30 < sum(seen) < 270

@@ -1,0 +1,309 @@
+"""Updates that are judged late, as on GPUs: launched one ahead, read one behind, and nothing wrong is ever applied."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from andon.backend.base import Backend
+from andon.backend.group import GroupBackend
+from andon.backend.inprocess import InlineBackend, ThreadsBackend
+from andon.step.audit import NO_AUDIT, AuditSpec
+from andon.step.gate import Gate, Rule, encoded
+from andon.step.replica import OptimizerSpec, Replica
+from andon.step.step import RankFailed, TrainingStep
+from andon.step.task import Task
+from andon_contracts.agree import Observation, bits_of, real_of
+from andon_contracts.judge import judge_reduced
+from andon_contracts.policy import suspended
+from andon_contracts.violation import Violation
+from tests.support.faults import CULPRIT, FAULTS, SETTINGS, WORLD, PoisonedTask
+from tests.support.ranks import run_ranks
+from tests.support.toy import CPU, Settings, ToyTask, build, rate, record, replica, run
+
+State = tuple[int, int, int]
+
+
+def late_step(
+    backend: Backend, settings: Settings = SETTINGS, task: Task | None = None, audit: AuditSpec = NO_AUDIT
+) -> tuple[TrainingStep, list[Replica]]:
+    """A step on fresh replicas that is judged late, although its backend is on the CPU."""
+    replicas = [replica(optimizer=settings.optimizer, seed=settings.seed) for _ in backend.ranks]
+    step = TrainingStep(
+        backend, replicas, task or ToyTask(), settings.micro_batches, settings.clip_norm, audit, late=True
+    )
+    return step, replicas
+
+
+def state(replicas: Sequence[Replica]) -> list[State]:
+    """Weights, moments and count of each."""
+    return [(r.weights_digest(), r.optimizer_digest(), r.updates) for r in replicas]
+
+
+def run_one_ahead(backend: Backend, settings: Settings) -> list[Mapping[str, object]]:
+    """As `toy.run`, but each update is launched before the one before it is read; the last one has its state."""
+    step, replicas = late_step(backend, settings)
+    step.attest_start({})
+    results = []
+    under_way = []
+    for batch in settings.batches():
+        under_way.append(step.launch(batch, rate(batch.step), batch.step))
+        if len(under_way) > 1:
+            results.append(under_way.pop(0).result())
+    results.append(under_way.pop().result())
+    return [record(result, replicas) for result in results]
+
+
+def _without_state(records: Sequence[Mapping[str, object]]) -> list[Mapping[str, object]]:
+    """The state is that of the last update in all of them, since they are read behind it."""
+    return [{name: value for name, value in each.items() if name != "state"} for each in records[:-1]] + [records[-1]]
+
+
+LATE = {"m8": Settings(8, clip_norm=0.2), "m5": Settings(5), "m2": Settings(2, clip_norm=0.2)}
+
+
+@pytest.mark.parametrize("name", LATE)
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("kind", [InlineBackend, ThreadsBackend])
+def test_late_is_the_same_to_the_bit(kind: type[InlineBackend], world: int, name: str) -> None:
+    """When an update is judged is no part of its result: every value is that of one judged where it is seen."""
+    expected = _without_state(run(InlineBackend([CPU]), LATE[name]))
+    backend = kind([CPU] * world)
+    try:
+        assert _without_state(run_one_ahead(backend, LATE[name])) == expected
+    finally:
+        backend.close()
+
+
+def _caught(step: TrainingStep, replicas: Sequence[Replica]) -> tuple[Violation, list[list[State]]]:
+    """The violation of update 2, read after update 3 was launched; states before 2, after 2, after 3."""
+    states = [state(replicas)]
+    launched = []
+    for batch in SETTINGS.batches()[1:]:
+        launched.append(step.launch(batch, rate(batch.step), batch.step))
+        states.append(state(replicas))
+    with pytest.raises(Violation) as caught:
+        launched[0].result()
+    return caught.value, states
+
+
+@pytest.fixture
+def backend() -> Backend:
+    """Three replicas in this process."""
+    return InlineBackend([CPU] * WORLD)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_read_a_step_later_was_not_applied(name: str, backend: Backend) -> None:
+    """Clause, step and rank are those of an immediate verdict; what is found before the update was held back, and the
+    update launched behind it as well."""
+    step, replicas = late_step(backend)
+    step.attest_start({})
+    first = SETTINGS.batches()[0]
+    step(first, rate(1), 1)
+    FAULTS[name].plant(replicas[CULPRIT])
+    violation, states = _caught(step, replicas)
+    fault = FAULTS[name]
+    assert (violation.clause, violation.step, violation.finding.ranks) == (fault.clause, 2, (CULPRIT,))
+    assert not fault.early or states[1] == states[0]
+    assert states[2] == states[1]
+
+
+Seen = tuple[str, int, tuple[int, ...], bool]
+IN_PROCESSES = ("weight flipped", "other rows", "rate doubled")
+
+
+def _ranks_with_faults() -> tuple[Mapping[str, Seen], Mapping[str, list[Mapping[str, object]]], str]:
+    """What one of three gloo ranks sees of faults, of clean runs, and of a rank that cannot read its rows."""
+    backend = GroupBackend("gloo", CPU)
+    seen = {}
+    for name in IN_PROCESSES:
+        step, replicas = late_step(backend)
+        step.attest_start({})
+        step(SETTINGS.batches()[0], rate(1), 1)
+        if CULPRIT in backend.ranks:
+            FAULTS[name].plant(replicas[0])
+        violation, states = _caught(step, replicas)
+        seen[name] = (violation.clause, violation.step, violation.finding.ranks, states[2] == states[0])
+    clean = {name: run_one_ahead(backend, settings) for name, settings in LATE.items()}
+    step, replicas = late_step(backend, task=_Broken() if CULPRIT in backend.ranks else None)
+    before = state(replicas)
+    launched = step.launch(SETTINGS.batches()[0], rate(1), 1)
+    assert state(replicas)[0][0] == before[0][0]
+    try:
+        launched.result()
+    except (RankFailed, OSError) as error:
+        return seen, clean, type(error).__name__
+    raise AssertionError("nothing was raised")
+
+
+@pytest.fixture(scope="module")
+def on_group() -> list[tuple[Mapping[str, Seen], Mapping[str, list[Mapping[str, object]]], str]]:
+    """What each of three gloo ranks saw."""
+    return [outcome.get() for outcome in run_ranks(WORLD, _ranks_with_faults)]
+
+
+def test_every_rank_reads_the_same_verdict(on_group: Sequence[tuple[Mapping[str, Seen], object, str]]) -> None:
+    """Healthy ranks and the culprit raise alike at the same reading, and none of them has taken the update."""
+    for seen, _, _ in on_group:
+        assert seen == {name: (FAULTS[name].clause, 2, (CULPRIT,), True) for name in IN_PROCESSES}
+
+
+def test_late_is_the_same_in_processes(
+    on_group: Sequence[tuple[object, Mapping[str, list[Mapping[str, object]]], str]],
+) -> None:
+    """Gloo ranks, each one update ahead of what it reads."""
+    expected = {name: _without_state(run(InlineBackend([CPU]), settings)) for name, settings in LATE.items()}
+    for _, clean, _ in on_group:
+        assert {name: _without_state(records) for name, records in clean.items()} == expected
+
+
+def test_an_error_on_one_rank_is_read_by_all(on_group: Sequence[tuple[object, object, str]]) -> None:
+    """The rank that failed goes through the collectives of the update, so that the others can read that it did."""
+    assert [error for _, _, error in on_group] == ["RankFailed", "OSError", "RankFailed"]
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+@pytest.mark.parametrize("micro_batch", [0, 4, 7])
+def test_a_nan_closes_the_gate(micro_batch: int, where: str, backend: Backend) -> None:
+    """NaN in one micro-batch of the second update: neither it nor the third is applied."""
+    rows = SETTINGS.batches()[1].micro_batches(8)[micro_batch]
+    step, replicas = late_step(backend, task=PoisonedTask(rows[0], where))
+    step(SETTINGS.batches()[0], rate(1), 1)
+    violation, states = _caught(step, replicas)
+    assert (violation.clause, violation.step) == ("finite", 2)
+    assert violation.tensor == f"{where} of micro-batch {micro_batch}"
+    assert states[0] == states[1] == states[2]
+
+
+def test_an_audit_is_judged_late_too(backend: Backend) -> None:
+    """A bit that flips in a gradient is found by another rank, and the update that would have had it is held back."""
+    step, replicas = late_step(backend, audit=AuditSpec(1, None))
+    step(SETTINGS.batches()[0], rate(1), 1)
+    inner, flipped = replicas[1]._leaf, [False]
+
+    def wrong(at: int, leaf: object, task: Task, *, checked: bool) -> object:
+        found = inner(at, leaf, task, checked=checked)  # type: ignore[arg-type]
+        if not flipped[0]:
+            flipped[0] = True
+            replicas[1].parameters.gradient.view(torch.int32)[3] ^= 1 << 12
+        return found
+
+    replicas[1]._leaf = wrong  # type: ignore[method-assign, assignment]
+    violation, states = _caught(step, replicas)
+    assert (violation.clause, violation.step) == ("audit", 2)
+    assert states[0] == states[1] == states[2]
+
+
+class _Broken(ToyTask):
+    def load(self, ids: Sequence[int], device: torch.device) -> Mapping[str, torch.Tensor]:
+        """An error in the place of rows."""
+        raise OSError("the rows cannot be read")
+
+
+def test_updates_without_contracts_between_late_ones(backend: Backend) -> None:
+    """What is left behind unchecked is no ground to refuse the next checked update; the bits are the same."""
+    step, replicas = late_step(backend)
+    first, second, third = SETTINGS.batches()
+    launched = [step.launch(first, rate(1), 1)]
+    with suspended():
+        launched.append(step.launch(second, rate(2), 2))
+    launched.append(step.launch(third, rate(3), 3))
+    results = [each.result() for each in launched]
+    assert [bool(result.digests) for result in results] == [True, False, True]
+    plain, others = build(InlineBackend([CPU]), SETTINGS)
+    losses = [plain(batch, rate(batch.step), batch.step).loss for batch in SETTINGS.batches()]
+    assert [result.loss for result in results] == losses
+    assert state(replicas)[0] == state(others)[0]
+
+
+def test_after_a_violation_a_single_update_can_be_taken_again() -> None:
+    """Who asks for the result at once may go on: the gate is open again, and the bits are those of a fresh start."""
+    backend = InlineBackend([CPU] * 2)
+    batch = SETTINGS.batches()[0]
+    task = PoisonedTask(batch.ids[0], "loss")
+    step, replicas = late_step(backend, task=task)
+    with pytest.raises(Violation):
+        step(batch, rate(1), 1)
+    task.row = -1
+    fresh, _ = build(backend, SETTINGS)
+    assert step(batch, rate(1), 1) == fresh(batch, rate(1), 1)
+    assert replicas[0].updates == 1
+
+
+def test_an_optimizer_that_its_device_cannot_hold_back_is_refused() -> None:
+    """An update that is judged after it was applied would be no contract."""
+    backend = InlineBackend([CPU])
+    with pytest.raises(ValueError, match="sgd on cpu is not fused"):
+        late_step(backend, Settings(8, optimizer=OptimizerSpec("sgd")))
+
+
+def test_a_fused_sgd_is_held_back_and_counts_no_update() -> None:
+    """SGD keeps no count of its own; ours stands still while the gate is closed."""
+    held = replica(optimizer=OptimizerSpec("sgd"))
+    held.optimizer = torch.optim.SGD([held.parameters.weights], lr=0.1, fused=True)
+    held.parameters.weights.grad = held.parameters.gradient.fill_(1.0)
+    closed = torch.ones(())
+    held.gate(closed)
+    before = held.weights_digest()
+    held.apply()
+    assert (held.weights_digest(), held.updates) == (before, 0)
+    closed.zero_()
+    held.apply()
+    assert held.weights_digest() != before
+    assert held.updates == 1
+
+
+norms = st.floats(0, 1e30) | st.sampled_from([float("nan"), float("inf")])
+
+
+@given(st.lists(st.sampled_from([0.0, 0.3, 1.0, 1.00001, 1.1]), min_size=1, max_size=3), norms, norms)
+def test_the_device_judges_a_clipping_as_the_clause_does(factors: list[float], norm: float, limit: float) -> None:
+    """One norm on all ranks, clipped to a factor of what is right: the gate closes exactly where the clause breaks."""
+    bound = limit if math.isfinite(limit) else None
+    right = norm if bound is None else norm * min(1.0, bound / (norm + 1e-6))
+    known = {"rate": 0, "planned": 0, "gradient": 0, "nonfinite": 0, "weights": 0, "norm": bits_of(norm)}
+    said = [{**known, "clipped": bits_of(right * factor)} for factor in factors]
+    gate, rules = Gate([CPU]), [Rule.FINITE if name == "norm" else 0 for name in known] + [Rule.CLIPPED]
+    expected = torch.tensor(encoded([rules] * len(said))).view(2, len(said), -1)
+    gate.look(torch.tensor([list(values.values()) for values in said]), expected, limit=bound)
+    try:
+        judge_reduced([Observation(rank, 1, 1, "reduced", v) for rank, v in enumerate(said)], {}, 0, bound)
+    except Violation:
+        assert gate.closed
+    else:
+        assert not gate.closed
+
+
+@given(st.integers(1, 3), st.integers(0, 6), st.integers(0, 2), st.sampled_from(Rule), st.data())
+def test_each_rule_sees_its_own(world: int, column: int, rank: int, rule: Rule, data: st.DataObject) -> None:
+    """One integer that is other than its rule says closes the gate, wherever it stands; what a rule allows does not."""
+    table = torch.zeros((world, 7), dtype=torch.int64)
+    rows: list[list[int]] = [[0] * 7 for _ in range(world)]
+    for row in rows:
+        row[column] = rule
+    rank = min(rank, world - 1)
+    value = data.draw(st.sampled_from([0, 1, -1, bits_of(1.5), bits_of(math.inf), bits_of(-math.nan)]))
+    table[rank, column] = value
+    odd = {
+        Rule.ANY: False,
+        Rule.SAME: world > 1 and value != 0,
+        Rule.FINITE: not math.isfinite(real_of(value)),
+        Rule.HELD: value != 0 or world > 1,
+        Rule.CLIPPED: not abs(real_of(value)) <= 1e-30,
+    }[rule]
+    held = torch.tensor(value if rule == Rule.HELD and world == 1 else 0)
+    if rule == Rule.HELD:
+        odd = bool((table[:, column] != held).any())
+    gate = Gate([CPU])
+    gate.look(table, torch.tensor(encoded(rows)), held)
+    assert bool(gate.closed) == odd
+    gate.open()
+    rows[rank][(column + 1) % 7] = 5
+    gate.look(table, torch.tensor(encoded(rows)), held)
+    assert gate.closed
