@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import warnings
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,11 +135,23 @@ def _train_head(wrapper: Any, name: str) -> None:
         msg = f"the classification head {name} is not trainable"
         raise RuntimeError(msg)
     head.register_forward_pre_hook(_in_own_type)
+    head.register_forward_hook(_back_to_autocast, always_call=True)
+
+
+_left: weakref.WeakKeyDictionary[nn.Module, torch.autocast] = weakref.WeakKeyDictionary()
+"""The heads that are computing, each with the context in which autocast is off."""
 
 
 def _in_own_type(head: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    own = next(head.parameters()).dtype
-    return tuple(value.to(own) if isinstance(value, torch.Tensor) else value for value in inputs)
+    """Autocast would round the head's weights and its logits to the backbone's type."""
+    first = next(head.parameters())
+    _left[head] = torch.autocast(first.device.type, enabled=False)
+    _left[head].__enter__()  # type: ignore[no-untyped-call]
+    return tuple(value.to(first.dtype) if isinstance(value, torch.Tensor) else value for value in inputs)
+
+
+def _back_to_autocast(head: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+    _left.pop(head).__exit__(None, None, None)
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

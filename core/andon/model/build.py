@@ -151,6 +151,7 @@ def _embedded(spec: ModelSpec) -> Any:
             eos_token_id=None,
         )
         model = Qwen3ForSequenceClassification(config)
+    model.config.dtype = _DTYPES[spec.dtype]
     return model.to(_DTYPES[spec.dtype])
 
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from andon.model.forward import logits_of
 from andon.problems import ProblemList
 from andon.step.task import Batch, LeafLoss
 from andon_contracts.digest import row_digests
@@ -79,7 +80,7 @@ class ClassificationTask:
             raise IndexError(msg)
         batch = collate([self._row(i) for i in ids], self.pad_id, self._multiple, self._limit)
         batch["labels"] = self._labels[list(ids)]
-        return {name: tensor.to(device) for name, tensor in batch.items()}
+        return placed(batch, device)
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> LeafLoss:
         """Sum over the batch's rows of w[label] * cross entropy, in fp32, and the rows whose argmax is the label."""
@@ -152,10 +153,13 @@ def collate(
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def logits_of(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """[rows, classes]: one forward pass, without the labels, so that the model computes no loss of its own."""
-    logits: torch.Tensor = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-    return logits
+def placed(batch: Batch, device: torch.device) -> dict[str, torch.Tensor]:
+    """int64 tensors on `device`; a GPU gets them in one copy from pinned memory that nobody waits for."""
+    if device.type != "cuda":
+        return {name: tensor.to(device) for name, tensor in batch.items()}
+    joined = torch.cat([tensor.flatten() for tensor in batch.values()]).pin_memory().to(device, non_blocking=True)
+    parts = torch.split(joined, [tensor.numel() for tensor in batch.values()])
+    return {name: part.view(tensor.shape) for (name, tensor), part in zip(batch.items(), parts, strict=True)}
 
 
 def predictions(model: nn.Module, batch: Batch) -> torch.Tensor:

@@ -1,0 +1,62 @@
+"""One forward pass: its precision, and masks that give what the mask of tokens gives."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from andon.model.build import build_base
+from andon.model.forward import Nature, logits_of, mask_for, nature_of
+from tests.model.tiny import PAD, adapted, spec
+
+LENGTHS = (12, 7, 1)
+
+
+def _batch() -> dict[str, torch.Tensor]:
+    """Three rows of 12, 7 and 1 tokens, padded behind."""
+    ids = torch.arange(1, 37).view(3, 12) % 20 + 1
+    mask = torch.zeros_like(ids)
+    for row, length in enumerate(LENGTHS):
+        mask[row, :length] = 1
+    return {"input_ids": ids.where(mask == 1, torch.tensor(PAD)), "attention_mask": mask}
+
+
+@pytest.mark.parametrize("architecture", ["decoder", "encoder"])
+def test_the_masks_for_a_gpu_give_the_same_logits(architecture: str) -> None:
+    """No mask for a decoder, one by pairs of tokens for an encoder: padding is as unseen as with the mask of tokens."""
+    model = build_base(spec(architecture)).eval()
+    batch, gpu = _batch(), torch.device("cuda")
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    nature = nature_of(model)
+    assert nature == Nature(None, causal=architecture == "decoder", takes_kinds=nature.causal, takes_pairs=True)
+    others = [nature, dataclasses.replace(nature, takes_kinds=False)]
+    with torch.no_grad():
+        expected = logits_of(model, batch)
+        for other in others:
+            given = mask_for(other, mask, gpu)
+            torch.testing.assert_close(model(input_ids=ids, attention_mask=given).logits, expected)
+    assert mask_for(nature, mask, torch.device("cpu")) is mask
+
+
+def test_a_model_in_bfloat16_computes_in_it_and_its_head_does_not() -> None:
+    """Matrix products of the backbone are taken in half precision; the head's stay in its own, and so do the logits."""
+    model = adapted("decoder", "bfloat16")
+    seen: dict[str, torch.dtype] = {}
+
+    def note(name: str) -> Callable[..., None]:
+        def noted(_: nn.Module, given: object, output: torch.Tensor) -> None:
+            seen[name] = output.dtype
+
+        return noted
+
+    for name, module in model.named_modules():
+        if name.endswith(("q_proj.lora_A.default", "score.modules_to_save.default")):
+            module.register_forward_hook(note(name))
+    assert logits_of(model, _batch()).dtype == torch.float32
+    assert {kind for name, kind in seen.items() if "score" in name} == {torch.float32}
+    assert {kind for name, kind in seen.items() if "lora_A" in name} == {torch.bfloat16}
+    assert not torch.is_autocast_enabled("cpu")
