@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from andon.config.identity import PLACING, config_digest, differences, identity
+from andon.config.identity import LATER, PLACING, config_digest, differences, identity
 from andon.config.load import load_config
 from andon.config.schema import Config
 
@@ -67,6 +67,22 @@ def test_what_a_run_computes_may_not(override: str) -> None:
     assert config_digest(load_config(None, [override])) != config_digest(Config())
 
 
+@pytest.mark.parametrize("override", ["training.exact=false", "training.compile=graphs", "training.compile_lengths=2"])
+def test_what_later_versions_compute_otherwise_may_not_change(override: str) -> None:
+    """A key that came later is no part of an older run's identity while it is at its default, and is once it is not."""
+    was, now = identity(Config()), identity(load_config(None, [override]))
+    key, _, value = override.partition("=")
+    assert key not in was
+    assert str(now[key]).lower() == value
+    assert (key, None, now[key]) in differences(was, now)
+
+
+def test_workers_define_what_is_not_exact() -> None:
+    """Without the fixed tree the number of workers is part of the result, so a resume must not change it."""
+    two, three = (identity(load_config(None, ["training.exact=false"], {"run.workers": workers})) for workers in (2, 3))
+    assert differences(two, three) == [("run.workers", 2, 3)]
+
+
 def test_files_and_folders_may_move() -> None:
     """What is in them is compared by digest, by whoever reads them."""
     here, there = (
@@ -81,7 +97,9 @@ def test_every_key_of_the_schema_either_defines_or_places() -> None:
         f"{name}.{key}" for name, part in Config().model_dump().items() if name != "seed" for key in part
     }
     assert keys.issuperset(PLACING)
-    assert set(identity(Config())) == (keys - PLACING) | {"data.embedded", "model.embedded", "run.device_kind"}
+    assert keys.issuperset(LATER)
+    facts = {"data.embedded", "model.embedded", "run.device_kind"}
+    assert set(identity(Config())) == (keys - PLACING - set(LATER)) | facts
 
 
 def test_an_identity_survives_json() -> None:

@@ -29,24 +29,36 @@ PLACING = frozenset(
 compared instead, by whoever reads them."""
 
 
+LATER = ("training.exact", "training.compile", "training.compile_lengths")
+"""Keys that came later: at their defaults they are left out, so that runs from before them can be resumed."""
+
+
 def identity(config: Config) -> dict[str, Any]:
     """What defines the run, as JSON values by dotted key: every key that is not `PLACING`, and three facts.
 
     `data.embedded` and `model.embedded` say whether the project's own are used. `run.device_kind` is cpu, cuda or
     mixed: results are the same to the bit on any number of devices of one kind, not across kinds.
     """
+    found, default = _by_key(config), _by_key(Config())
+    kept = {key: value for key, value in found.items() if key not in PLACING}
+    kept = {key: value for key, value in kept.items() if key not in LATER or value != default[key]}
+    if not config.training.exact:
+        kept["run.workers"] = config.run.workers
+    return kept | {
+        "data.embedded": config.data.train is None,
+        "model.embedded": config.model.base is None,
+        "run.device_kind": _device_kind(config.run),
+    }
+
+
+def _by_key(config: Config) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in config.model_dump(mode="json").items():
         if isinstance(value, dict):
             found.update({f"{name}.{key}": each for key, each in value.items()})
         else:
             found[name] = value
-    kept = {key: value for key, value in found.items() if key not in PLACING}
-    return kept | {
-        "data.embedded": config.data.train is None,
-        "model.embedded": config.model.base is None,
-        "run.device_kind": _device_kind(config.run),
-    }
+    return found
 
 
 def _device_kind(run: Run) -> str:

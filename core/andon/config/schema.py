@@ -142,6 +142,13 @@ class Training(Section):
     max_steps: Count | None = Field(default=None, description="end after this many steps; null: after the epochs")
     batch_size: Count = Field(default=32, description="rows of one step, over all workers")
     micro_batches: Count = Field(default=8, description="parts of a batch; the result depends on it, not on workers")
+    exact: bool = Field(
+        default=True, description="false: all of a worker's rows at once; the result then depends on the workers"
+    )
+    compile: Literal["off", "kernels", "graphs"] = Field(
+        default="off", description="of the backbone, on GPUs: fused kernels, or these in CUDA graphs"
+    )
+    compile_lengths: Count = Field(default=4, description="padded lengths that are compiled; each takes a minute")
     early_stopping_patience: Count | None = Field(
         default=None, description="epochs without a better validation loss; null: never"
     )

@@ -1,0 +1,97 @@
+"""The backbone compiled, for training passes of known shapes; every other pass runs as it is.
+
+A compiled kernel may round otherwise than an eager one, so which passes are compiled must not depend on who computes
+them or on what came before: it is a function of the batch's shape and of a set that is fixed before the first step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+MODES = {"off": None, "kernels": "default", "graphs": "reduce-overhead"}
+"""What `training.compile` may be, and what torch calls it: nothing, fused kernels, and these in CUDA graphs."""
+Shape = tuple[int, int]
+"""Rows and padded length of a micro-batch."""
+
+
+def shapes_of(batch_size: int, micro_batches: int, lengths: Collection[int]) -> frozenset[Shape]:
+    """The shapes of full global batches: one or two numbers of rows, each of `lengths`. What is ragged runs eagerly."""
+    rows = {batch_size // micro_batches, -(-batch_size // micro_batches)} - {0}
+    return frozenset((count, length) for count in rows for length in lengths)
+
+
+def length_step(max_length: int, count: int, multiple: int = 8) -> int:
+    """The multiple to pad to so that there are at most `count` lengths up to `max_length`; itself one of `multiple`."""
+    return -(-max_length // (count * multiple)) * multiple
+
+
+def padded_lengths(max_length: int, step: int) -> tuple[int, ...]:
+    """The lengths to which rows of at most `max_length` tokens are padded."""
+    return tuple(min(length, max_length) for length in range(step, max_length + step, step))
+
+
+@dataclass
+class CompiledPasses:
+    """Calls of a backbone's forward. `seen`: shapes that were compiled, `eager`: training passes that were not."""
+
+    eagerly: Callable[..., Any]
+    compiled: Callable[..., Any]
+    shapes: frozenset[Shape]
+    graphs: bool
+    seen: set[Shape] = field(default_factory=set)
+    eager: int = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """One pass, in the way that its shape says."""
+        ids = args[0] if args else kwargs.get("input_ids")
+        if ids is None or not torch.is_grad_enabled():
+            return self.eagerly(*args, **kwargs)
+        shape = (ids.shape[0], ids.shape[1])
+        if shape not in self.shapes:
+            self.eager += 1
+            return self.eagerly(*args, **kwargs)
+        self.seen.add(shape)
+        if self.graphs:
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+        return self.compiled(*args, **kwargs)
+
+
+def compile_backbone(model: nn.Module, mode: str, shapes: Collection[Shape]) -> CompiledPasses:
+    """Have `model`'s backbone compiled for `shapes`; `mode` is one of `MODES` but off. Compiles at the first pass.
+
+    Choices that inductor would make by timing, and that may change bits, are switched off for this process.
+    Raises `ValueError` for an unknown mode.
+    """
+    chosen = MODES.get(mode)
+    if chosen is None:
+        msg = f"{mode!r} is not one of {', '.join(name for name, value in MODES.items() if value)}"
+        raise ValueError(msg)
+    _choose_without_timing(len(shapes))
+    backbone = backbone_of(model)
+    eagerly = backbone.forward
+    compiled = torch.compile(eagerly, dynamic=False, mode=chosen)
+    passes = CompiledPasses(eagerly, compiled, frozenset(shapes), graphs=mode == "graphs")
+    backbone.forward = passes
+    return passes
+
+
+def backbone_of(model: nn.Module) -> nn.Module:
+    """The model without its adapter's wrapper and without its head."""
+    adapted: Any = model
+    base = adapted.get_base_model() if hasattr(adapted, "get_base_model") else adapted
+    found: nn.Module = getattr(base, base.base_model_prefix)
+    return found
+
+
+def _choose_without_timing(graphs: int) -> None:
+    import torch._dynamo.config as tracing
+    import torch._inductor.config as code
+
+    if hasattr(code, "deterministic"):
+        code.deterministic = True
+    tracing.cache_size_limit = max(tracing.cache_size_limit, 2 * graphs)
