@@ -13,6 +13,7 @@ from andon.data.rows import DataSet
 from andon.data.tokens import Tokenizer, byte_tokenizer, pretrained_tokenizer
 from andon.model.adapter import AdapterSpec
 from andon.model.build import ModelSpec
+from andon.model.compiled import length_step
 from andon.model.task import ClassificationTask
 from andon.problems import InputError
 from andon.step.plan import BatchPlan
@@ -84,9 +85,16 @@ def task_of(config: Config, data: DataSet, tokenizer: Tokenizer, weights: Sequen
         vocab_size=tokenizer.vocab_size,
         pad_id=tokenizer.pad_id,
         class_weights=weights,
+        padding_multiple=padding_multiple(config),
         max_length=config.model.max_length,
         places=[f"{data.source}: row {row.id}" for row in data.rows],
     )
+
+
+def padding_multiple(config: Config) -> int:
+    """What padded lengths are a multiple of: few lengths where each of them is compiled."""
+    training = config.training
+    return length_step(config.model.max_length, training.compile_lengths) if training.compile != "off" else 8
 
 
 def _plan(config: Config, train_ids: tuple[int, ...]) -> BatchPlan:

@@ -128,6 +128,8 @@ def _announce(session: Session) -> None:
         f"training on {len(plan.ids)} rows, {plan.total_steps} steps of {plan.batch_size} rows in "
         f"{plan.micro_batches} micro-batches, {backend.world_size} {backend.name} workers"
     )
+    if not session.config.training.exact:
+        say("training.exact=false: each worker computes its rows at once; the bits depend on the number of workers")
     if session.config.contracts.enabled:
         say(describe(audit_spec(session.config, backend.world_size), backend.world_size))
     seen = material.rows.seen_in_training()

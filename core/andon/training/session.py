@@ -5,8 +5,9 @@ With a process group every rank does this; without one this process holds all ra
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,15 +25,20 @@ from andon.config.schema import IN_PROCESS, Config
 from andon.messages import say
 from andon.model.adapter import attach
 from andon.model.build import build_base
+from andon.model.compiled import compile_backbone, padded_lengths, shapes_of
 from andon.problems import InputError, Problem
 from andon.run.folder import RunFolder
 from andon.run.provenance import environment
 from andon.step.audit import AuditSpec, default_every
 from andon.step.replica import OptimizerSpec, Replica
 from andon.step.step import TrainingStep
-from andon.training.material import Material, prepare
+from andon.training.material import Material, padding_multiple, prepare
 from andon.training.replicas import build_replicas
 from andon_contracts.policy import suspended
+
+_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+_CUBLAS_SETTINGS = (":4096:8", ":16:8")
+"""Those with which its results are the same from run to run."""
 
 
 @dataclass
@@ -91,8 +97,8 @@ def assembled(
 def _backend(config: Config) -> Iterator[Backend]:
     """The configured backend; in a rank process it joins the process group, which `andon.launch.rank` takes down."""
     torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(mode=True)
     name, devices, note = placement(config.run.backend, config.run.workers, config.run.devices)
+    _demand_determinism(devices)
     if name in IN_PROCESS:
         backend: Backend = (InlineBackend if name == "inline" else ThreadsBackend)(devices)
         try:
@@ -113,6 +119,20 @@ def _backend(config: Config) -> Iterator[Backend]:
     yield GroupBackend(name, device)
 
 
+def _demand_determinism(devices: Sequence[torch.device]) -> None:
+    """Deterministic kernels, or an error. Raises `InputError` where cuBLAS was told to be otherwise.
+
+    cuBLAS looks at its workspace's setting when CUDA starts, so this comes before.
+    """
+    torch.use_deterministic_algorithms(mode=True)
+    if all(device.type != "cuda" for device in devices):
+        return
+    given = os.environ.setdefault(_CUBLAS, _CUBLAS_SETTINGS[0])
+    if given not in _CUBLAS_SETTINGS:
+        what = f"{given!r} lets cuBLAS give other bits from run to run; set {' or '.join(_CUBLAS_SETTINGS)}"
+        raise InputError([Problem(_CUBLAS, what)])
+
+
 def audit_spec(config: Config, world_size: int) -> AuditSpec:
     """The audit that `config` asks for on `world_size` ranks; by default it costs a hundredth of the work."""
     every, coverage = config.contracts.audit_every, config.contracts.audit_coverage
@@ -123,6 +143,20 @@ def audit_spec(config: Config, world_size: int) -> AuditSpec:
     )
 
 
+def _compile(config: Config, replicas: Sequence[Replica]) -> None:
+    """Have the backbones on GPUs compiled as `config` asks; on a CPU they run as they are, which is said."""
+    training = config.training
+    if training.compile == "off":
+        return
+    lengths = padded_lengths(config.model.max_length, padding_multiple(config))
+    shapes = shapes_of(training.batch_size, training.micro_batches, lengths)
+    for replica in replicas:
+        if replica.device.type == "cuda":
+            compile_backbone(replica.model, training.compile, shapes)
+    if any(replica.device.type != "cuda" for replica in replicas):
+        say(f"training.compile={training.compile} is for GPUs: on the CPU the model runs eagerly")
+
+
 def _assemble(config: Config, folder: RunFolder, backend: Backend, started: float) -> Session:
     material = prepare(config)
     model = attach(build_base(material.model), material.adapter, config.seed)
@@ -130,8 +164,16 @@ def _assemble(config: Config, folder: RunFolder, backend: Backend, started: floa
     first, second = optimizer.betas
     spec = OptimizerSpec(optimizer.name, (first, second), optimizer.eps, optimizer.weight_decay, optimizer.momentum)
     replicas = build_replicas(model, backend, spec, config.seed, material.task, material.plan.ids[0])
-    audit = audit_spec(config, backend.world_size)
-    step = TrainingStep(backend, replicas, material.task, config.training.micro_batches, optimizer.clip_norm, audit)
+    _compile(config, replicas)
+    step = TrainingStep(
+        backend,
+        replicas,
+        material.task,
+        config.training.micro_batches,
+        optimizer.clip_norm,
+        audit_spec(config, backend.world_size),
+        exact=config.training.exact,
+    )
     accelerators = [torch.cuda.get_device_name(device) for device in backend.devices if device.type == "cuda"]
     return Session(
         config=config,

@@ -19,7 +19,7 @@ from andon.metrics.scores import Scores
 from andon.problems import InputError
 from andon.step.plan import BatchPlan, GlobalBatch
 from andon.step.schedule import WarmupCosine
-from andon.step.step import RankFailed, StepResult, TrainingStep
+from andon.step.step import Pending, RankFailed, StepResult, TrainingStep
 from andon.training.repeat import Repeats, step_record
 from andon_contracts.record import Step
 from andon_contracts.violation import Finding, Violation
@@ -95,6 +95,7 @@ class Trainer:
     evaluate_every: int | None = None
     base_every: int = 50
     _saved_at: int = field(default=-1, init=False)
+    _under_way: list[tuple[GlobalBatch, Pending]] = field(default_factory=list, init=False)
 
     def run(self) -> Outcome:
         """Train from `progress` to the end of the plan, early stopping, or a request to stop.
@@ -102,25 +103,48 @@ class Trainer:
         Raises `Violation` on every rank alike, `InputError` on a rank whose disk refuses (`RankFailed` on the others).
         """
         stop = False
-        while self.progress.step < self.plan.total_steps:
+        for step in range(self.progress.step + 1, self.plan.total_steps + 1):
             if self.patience is not None and self.progress.bad_epochs >= self.patience:
                 return self._end("early-stopping")
             if stop:
                 return Outcome(self.progress, "preempted")
-            stop = self._advance(self.plan.batch(self.progress.step + 1))
+            stop = self._advance(self.plan.batch(step))
         return self._end("finished")
 
     def _advance(self, batch: GlobalBatch) -> bool:
-        """One update and what belongs to it; whether any rank was asked to stop."""
-        result = self.step(batch, self.schedule.rate(batch.step), batch.step, stop=self.stop_asked())
+        """One update and what belongs to it; whether any rank was asked to stop.
+
+        Where updates are judged late, this one is launched before the last is settled, unless something is due after
+        it that has to see the weights as it leaves them.
+        """
+        rate, asked = self.schedule.rate(batch.step), self.stop_asked()
+        if not self.step.late:
+            result = self.step(batch, rate, batch.step, stop=asked)
+            self._settle(batch, result, stopping=result.stop)
+            return result.stop
+        self._under_way.append((batch, self.step.launch(batch, rate, batch.step, stop=asked)))
+        stop = False
+        while len(self._under_way) > (0 if stop or self._due(batch.step) else 1):
+            settled, pending = self._under_way.pop(0)
+            result = pending.result()
+            stop = stop or result.stop
+            self._settle(settled, result, stopping=stop and not self._under_way)
+        return stop
+
+    def _settle(self, batch: GlobalBatch, result: StepResult, *, stopping: bool) -> None:
+        """Write down an update that held, and do what is due after it. stopping: the run ends with it."""
         record = step_record(batch, result, self.backend.world_size, self.backend.name)
         self.repeats.judge(record)
         self.progress = replace(self.progress, step=batch.step, last_loss=result.loss)
         self.weights = result.digests.get("weights", self.weights)
         self.journal.step(batch, result, record)
         best = self._look(batch)
-        self._keep(batch.step, best=best, stopping=result.stop)
-        return result.stop
+        self._keep(batch.step, best=best, stopping=stopping)
+
+    def _due(self, step: int) -> bool:
+        """Whether after update `step` something looks at the weights, or the run ends."""
+        regular = (self.base_every, self.checkpoint_every, self.evaluate_every)
+        return self.plan.is_epoch_end(step) or any(every is not None and step % every == 0 for every in regular)
 
     def _look(self, batch: GlobalBatch) -> bool:
         """Evaluate where it is due; at an epoch's end that also decides what is best (returned) and when to give up."""
