@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
 
@@ -81,4 +80,7 @@ def _slices(tensor: Tensor) -> Sequence[Tensor]:
 
 
 def _joined(sums: Sequence[int]) -> int:
-    return functools.reduce(lambda total, value: mix_integer(total + value), sums, len(sums))
+    total = len(sums)
+    for value in sums:
+        total = mix_integer(total + value)
+    return total

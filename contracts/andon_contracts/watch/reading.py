@@ -7,7 +7,6 @@ layout, which is compared as well.
 
 from __future__ import annotations
 
-import functools
 import zlib
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -143,7 +142,10 @@ class Reader:
                 sums.append(checksum(part) if on_cpu else word_sum_tensor(part))
                 if norm:
                     norms.append(_norm(part))
-        return Reading(functools.reduce(_chained, sums, len(tensors)), _joined(norms))
+        total: int | Tensor = len(tensors)
+        for each in sums:
+            total = _chained(total, each)
+        return Reading(total, _joined(norms))
 
 
 def _together(tensors: Sequence[Tensor]) -> Tensor:
