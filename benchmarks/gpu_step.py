@@ -1,0 +1,306 @@
+"""What a step costs on a GPU, and its contracts: `torchrun --standalone --nproc-per-node N -m benchmarks.gpu_step`.
+
+Without torchrun one process does it, on a CPU as well (`--tiny`). The reference job is a Qwen3-4B shape with random
+weights: nothing is downloaded. Steps are launched as the trainer launches them, each before the last one is read. The
+time of a step is what lies between the ends of two steps on the device; blocks of steps with contracts, without, and
+again without are interleaved, and ratios are taken block by block. Rank 0 prints a table and one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from andon.backend.base import Backend
+from andon.backend.group import GroupBackend
+from andon.backend.inprocess import InlineBackend
+from andon.model.adapter import AdapterSpec, attach
+from andon.model.compiled import compile_backbone, shapes_of
+from andon.model.task import ClassificationTask
+from andon.step.audit import AuditSpec, default_every
+from andon.step.plan import BatchPlan
+from andon.step.replica import OptimizerSpec, Replica
+from andon.step.step import Pending, StepResult, TrainingStep
+from andon.training.replicas import build_replicas
+from andon_contracts.digest import hex64
+from andon_contracts.policy import suspended
+from benchmarks.runs import table
+
+BLOCK = 3
+"""Steps of a block; the first is not counted, since within it the last block is read."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder, and the rows that it trains on."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    inner: int
+    vocabulary: int
+    length: int
+    batch: int = 32
+
+    @property
+    def products(self) -> float:
+        """Floating-point operations of a step's matrix products: forward, and backward to the inputs of frozen ones."""
+        width = self.heads * self.head_size
+        layer = self.hidden * (2 * width + 2 * self.kv_heads * self.head_size + 3 * self.inner)
+        return 4.0 * self.layers * layer * self.batch * self.length
+
+
+SHAPES = {
+    "reference": Shape(2560, 36, 32, 8, 128, 9728, 151_936, 256),
+    "small": Shape(256, 4, 4, 4, 64, 512, 1024, 64),
+    "tiny": Shape(32, 1, 2, 2, 16, 32, 128, 16, 8),
+}
+
+
+def main() -> int:
+    """Measure, and print on rank 0."""
+    options = _options()
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if _cuda() else torch.device("cpu")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(mode=True)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    if world > 1:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    name = "nccl" if device.type == "cuda" else "gloo"
+    backend: Backend = GroupBackend(name, device) if world > 1 else InlineBackend([device])
+    found = Measurement(options, backend, device).run()
+    if backend.ranks[0] == 0:
+        rows = [[key, value] for key, value in found.items()]
+        print(table(["what", "figure"], rows))
+        print(json.dumps(found))
+    if world > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+    return 0
+
+
+def _cuda() -> bool:
+    return torch.cuda.is_available()
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="reference" if _cuda() else "tiny")
+    parser.add_argument("--layers", type=int, help="of the shape, for a smaller job of the same widths")
+    parser.add_argument("--micro-batches", type=int, default=4)
+    parser.add_argument("--compile", choices=("off", "kernels", "graphs"), default="off")
+    parser.add_argument("--inexact", action="store_true", help="each rank's rows at once, plain all-reduce")
+    parser.add_argument("--audit", action="store_true", help="as often as by default: a hundredth of the work")
+    parser.add_argument("--pairs", type=int, default=200, help="interleaved blocks with contracts and without")
+    parser.add_argument("--steps", type=int, default=20, help="with contracts, timed as a whole, before the pairs")
+    parser.add_argument("--warm-up", type=int, default=4)
+    return parser.parse_args()
+
+
+def model_of(shape: Shape, device: torch.device) -> nn.Module:
+    """The decoder of `shape` with 2 labels on `device`, with LoRA r=16 on q and v: the same bits in every process."""
+    from transformers import Qwen3Config, Qwen3ForSequenceClassification
+
+    config = Qwen3Config(
+        hidden_size=shape.hidden,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_size,
+        intermediate_size=shape.inner,
+        vocab_size=shape.vocabulary,
+        max_position_embeddings=shape.length,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=None,
+        use_cache=False,
+    )
+    config.num_labels = 2
+    torch.manual_seed(1)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with device:
+            base: nn.Module = Qwen3ForSequenceClassification(config)
+    finally:
+        torch.set_default_dtype(before)
+    base.config.dtype = torch.bfloat16
+    return attach(base, AdapterSpec(r=16, alpha=32.0, dropout=0.05, targets=("q_proj", "v_proj")), 1).to(device)
+
+
+def task_of(shape: Shape) -> ClassificationTask:
+    """Eight global batches of random rows, all of the full length."""
+    draw = random.Random(2)
+    rows = [[draw.randrange(1, shape.vocabulary) for _ in range(shape.length)] for _ in range(8 * shape.batch)]
+    labels = [draw.randrange(2) for _ in rows]
+    return ClassificationTask(rows, labels, num_labels=2, vocab_size=shape.vocabulary, pad_id=0)
+
+
+class Measurement:
+    """One job on one backend, and the steps that are taken of it."""
+
+    def __init__(self, options: argparse.Namespace, backend: Backend, device: torch.device) -> None:
+        shape = SHAPES[options.shape]
+        self.shape = Shape(**{**asdict(shape), "layers": options.layers or shape.layers})
+        self.options, self.backend, self.device = options, backend, device
+        task = task_of(self.shape)
+        count = options.warm_up + options.steps + 8 + 3 * BLOCK * (options.pairs + 1)
+        rows, per_step = len(task), self.shape.batch
+        self.plan = BatchPlan(tuple(range(rows)), per_step, options.micro_batches, 3, -(-count * per_step // rows))
+        started = time.perf_counter()
+        (replica,) = build_replicas(model_of(self.shape, device), backend, OptimizerSpec(), 5, task, 0)
+        self.replica: Replica = replica
+        self.built_s = time.perf_counter() - started
+        if options.compile != "off":
+            shapes = shapes_of(
+                per_step, backend.world_size if options.inexact else options.micro_batches, [shape.length]
+            )
+            compile_backbone(replica.model, options.compile, shapes)
+        every = default_every(backend.world_size, options.micro_batches) if options.audit else 0
+        exact = not options.inexact
+        self.step = TrainingStep(backend, [replica], task, options.micro_batches, 1.0, AuditSpec(every), exact=exact)
+        self.taken = 0
+        self._under_way: list[Pending] = []
+        self.losses: list[float] = []
+
+    def run(self) -> dict[str, Any]:
+        """All phases; the figures by name."""
+        self.step.attest_start({})
+        base = self.replica.base_digest()
+        first = time.perf_counter()
+        self.take(self.options.warm_up)
+        self.drain()
+        warm_up_s = time.perf_counter() - first
+        with forbidding_syncs(self.device):
+            self.take(3)
+        self.drain()
+        whole = self.timed_as_a_whole()
+        digest = hex64(self.replica.weights_digest())
+        found = {
+            "job": self.options.shape,
+            "layers": self.shape.layers,
+            "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU",
+            "world": self.backend.world_size,
+            "micro_batches": self.options.micro_batches,
+            "compile": self.options.compile,
+            "exact": not self.options.inexact,
+            "torch": torch.__version__,
+            "ms_per_step": round(whole, 3),
+            "tflops_per_rank": round(self.shape.products / whole / 1e9 / self.backend.world_size, 1),
+            "steps": self.taken,
+            "weights": digest,
+            "loss": self.losses[-1],
+            "peak_gib": round(_peak(self.device), 2),
+            "build_s": round(self.built_s, 1),
+            "warm_up_s": round(warm_up_s, 1),
+        }
+        found |= self.compared() if self.options.pairs else {}
+        self.step.attest_base(self.taken, base)
+        return found
+
+    def take(self, count: int, *, checked: bool = True) -> list[Any]:
+        """Take steps, each launched before the last is read; a mark on the device, or a time, at the end of each."""
+        marks = []
+        for _ in range(count):
+            self.taken += 1
+            with nullcontext() if checked else suspended():
+                self._under_way.append(self.step.launch(self.plan.batch(self.taken), 1e-4, self.taken))
+            if len(self._under_way) > 1 or not self.step.late:
+                self._read()
+            marks.append(self._mark())
+        return marks
+
+    def _read(self) -> None:
+        result: StepResult = self._under_way.pop(0).result()
+        self.losses.append(result.loss)
+
+    def _mark(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def drain(self) -> None:
+        """Read what is under way and wait for the device."""
+        while self._under_way:
+            self._read()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def timed_as_a_whole(self) -> float:
+        """Milliseconds a step with contracts, by the host's clock over all of `--steps`."""
+        if self.backend.world_size > 1:
+            dist.barrier()
+        started = time.perf_counter()
+        self.take(self.options.steps)
+        self.drain()
+        return (time.perf_counter() - started) * 1e3 / float(self.options.steps)
+
+    def compared(self) -> dict[str, Any]:
+        """Blocks with contracts, without, and without again, in turn; medians of the ratios of neighbours."""
+        kinds = {"on": True, "off": False, "off again": False}
+        marks: dict[str, list[list[Any]]] = {name: [] for name in kinds}
+        order = list(kinds)
+        for pair in range(self.options.pairs + 1):
+            for name in order[pair % 3 :] + order[: pair % 3]:
+                marks[name].append(self.take(BLOCK, checked=kinds[name]))
+        self.drain()
+        times = {name: [_mean_gap(block) for block in blocks[1:]] for name, blocks in marks.items()}
+        ratios = {
+            "on/off": [on / off for on, off in zip(times["on"], times["off"], strict=True)],
+            "off/off": [again / off for again, off in zip(times["off again"], times["off"], strict=True)],
+        }
+        return {
+            "pairs": self.options.pairs,
+            "on_over_off_median": round(statistics.median(ratios["on/off"]), 5),
+            "off_over_off_median": round(statistics.median(ratios["off/off"]), 5),
+            "on_ms_median": round(statistics.median(times["on"]), 3),
+            "off_ms_median": round(statistics.median(times["off"] + times["off again"]), 3),
+        }
+
+
+def _mean_gap(marks: Sequence[Any]) -> float:
+    """Milliseconds a step between the first and the last mark."""
+    first, last = marks[0], marks[-1]
+    whole = (last - first) * 1e3 if isinstance(first, float) else first.elapsed_time(last)
+    return float(whole) / (len(marks) - 1)
+
+
+@contextmanager
+def forbidding_syncs(device: torch.device) -> Iterator[None]:
+    """Inside, an operation that makes the host wait for the GPU is an error."""
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def _peak(device: torch.device) -> float:
+    return float(torch.cuda.max_memory_allocated(device)) / 2**30 if device.type == "cuda" else 0.0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
