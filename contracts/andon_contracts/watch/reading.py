@@ -142,7 +142,7 @@ class Reader:
                 sums.append(checksum(part) if on_cpu else word_sum_tensor(part))
                 if norm:
                     norms.append(_norm(part))
-        total: int | Tensor = len(tensors)
+        total = len(tensors)
         for each in sums:
             total = _chained(total, each)
         return Reading(total, _joined(norms))
