@@ -115,7 +115,7 @@ def _fault(process: subprocess.Popen[bytes], ended: str, ledger: Path, output: P
     if process.returncode:
         return f"the command ended with {process.returncode}: {_last_words(output)}"
     if not ledger.exists():
-        return "it left no ledger: no watch was opened; call andon.watch in the script, or put `-m andon watch` before it"
+        return "it left no ledger: no watch was opened; call andon.watch in it, or put `-m andon watch` before it"
     return ""
 
 
