@@ -49,7 +49,6 @@ def bench(make: str, pools: RankPools) -> LoopBench:
         ("dying:make_leaving", "rank 1: SystemExit: enough at "),
         ("dying:make_raising", "rank 1: ArithmeticError: nothing adds up at "),
         ("lying:make", "it says it is one of 1 ranks, but 2 were started"),
-        ("littering:make", f"({' '.join(COMMAND)})"),
     ],
 )
 def test_what_a_subject_does_wrong_is_named(pools: RankPools, make: str, said: str) -> None:
@@ -62,6 +61,14 @@ def test_what_a_subject_does_wrong_is_named(pools: RankPools, make: str, said: s
     assert len(found) > 5
 
 
+@pytest.mark.usefixtures("adopting_server")
+def test_what_a_subject_leaves_running_is_named(pools: RankPools) -> None:
+    """Every claim of the trial is unknown, and the reason has the command of what was left."""
+    found = bench("littering:make", pools).attempt(TRIAL)
+    assert {verdict.outcome for verdict in found.values()} == {Outcome.UNKNOWN}
+    assert all(f"({' '.join(COMMAND)})" in verdict.why for verdict in found.values())
+
+
 @pytest.mark.parametrize("make", ["deadlocking:make_waiting", "deadlocking:make_alone"])
 def test_a_deadlock_ends_with_the_deadline(make: str) -> None:
     """Whether a rank waits by itself or in a collective, it is given up, and none of the ranks is left."""
@@ -71,6 +78,7 @@ def test_a_deadlock_ends_with_the_deadline(make: str) -> None:
         assert pools.of(2).pids == []
 
 
+@pytest.mark.usefixtures("adopting_server")
 def test_nothing_that_a_subject_started_stays(pools: RankPools) -> None:
     """What the loop left is ended, though it was in a session of its own."""
     bench("littering:make", pools).attempt(TRIAL)
