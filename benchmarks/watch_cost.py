@@ -6,7 +6,8 @@ same rows and in an order that goes round, so that each step is measured three t
 watched, not watched, and not watched again as a control. While an unwatched replica steps, the watch hears nothing of
 the loop's calls. A step lasts from a barrier until its slowest rank is done. Printed are the medians of the
 ratios step by step with an interval that holds the median of 95 % of such samples, the difference in milliseconds,
-and, as a proof that the three did the same, whether they ended with the same weights.
+and, as a proof that the three did the same, whether they ended with the same weights. `--pieces` says where the time
+of the watch goes on rank 0, in microseconds a step; measuring that costs time too.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 
 import torch
@@ -28,8 +29,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import andon
+from andon_contracts.agree import GroupGather
 from andon_contracts.watch import Watch
+from andon_contracts.watch.base import FrozenBase
+from andon_contracts.watch.exchange import Exchange
+from andon_contracts.watch.extremes import Extremes
 from andon_contracts.watch.intercept import listen, unlisten
+from andon_contracts.watch.kept import Kept
+from andon_contracts.watch.lane import Lane
+from andon_contracts.watch.leaves import LeafTaps
 from benchmarks.runs import table
 
 WARM_UP = 8
@@ -161,8 +169,49 @@ def _slowest(seconds: Sequence[float]) -> list[float]:
     return slowest
 
 
-def measure(shape: Shape, pairs: int) -> dict[str, object]:
-    """The figures of `pairs` steps, equal on all ranks; needs a process group."""
+PIECES: dict[str, tuple[type, str]] = {
+    "hooks on the leaves": (Extremes, "add"),
+    "before the update: look": (Lane, "before"),
+    "  extremes of the leaves": (LeafTaps, "read"),
+    "  gradient": (Lane, "_read_gradient"),
+    "  frozen weights": (FrozenBase, "digest"),
+    "before and after: exchange": (Exchange, "__call__"),
+    "  and of it waiting": (GroupGather, "__call__"),
+    "before the update: all": (Watch, "_before"),
+    "after the update: look": (Lane, "after"),
+    "  optimizer state": (Kept, "digest"),
+    "after the update: all": (Watch, "_post"),
+}
+"""What is timed by `--pieces`: a part that is indented is contained in the one above."""
+
+
+@contextmanager
+def timed_pieces() -> Iterator[dict[str, list[float]]]:
+    """Seconds in each piece, by step: a value is added to with each call, and whoever reads them begins a new one."""
+    spent: dict[str, list[float]] = {name: [0.0] for name in PIECES}
+    originals = {name: getattr(owner, method) for name, (owner, method) in PIECES.items()}
+
+    def around(name: str, original: Callable[..., object]) -> Callable[..., object]:
+        def timed(*args: object, **kwargs: object) -> object:
+            start = time.perf_counter()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                spent[name][-1] += time.perf_counter() - start
+
+        return timed
+
+    for name, (owner, method) in PIECES.items():
+        setattr(owner, method, around(name, originals[name]))
+    try:
+        yield spent
+    finally:
+        for name, (owner, method) in PIECES.items():
+            setattr(owner, method, originals[name])
+
+
+def measure(shape: Shape, pairs: int, spent: dict[str, list[float]] | None = None) -> dict[str, object]:
+    """The figures of `pairs` steps, equal on all ranks; needs a process group. spent: of `timed_pieces`."""
     loops = {role: Loop(shape) for role in ROLES}
     watched = loops["watched"]
     seconds: dict[str, list[float]] = {role: [] for role in ROLES}
@@ -177,6 +226,8 @@ def measure(shape: Shape, pairs: int) -> dict[str, object]:
                         taken = _timed(lambda n=number, one=loops[role]: one.step(n))  # type: ignore[misc]
                 if number > WARM_UP:
                     seconds[role].append(taken)
+            for piece in (spent or {}).values():
+                piece.append(0.0)
         evaluations = sum(watch.evaluations.values())
     whole = {role: _slowest(taken) for role, taken in seconds.items()}
     same = all(map(torch.equal, watched.weights(), loops["control"].weights()))
@@ -219,6 +270,10 @@ def _figures(
     }
 
 
+def _microseconds(piece: Sequence[float]) -> int:
+    return round(1e6 * statistics.median(piece[WARM_UP:-1]))
+
+
 def rows_of(found: dict[str, object]) -> list[list[object]]:
     """The figures as rows of a table."""
     steps: list[list[object]] = [[f"{role} step, median", f"{found[f'{role}_ms']} ms"] for role in ROLES]
@@ -238,14 +293,18 @@ def main() -> int:
     parser.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw")
     parser.add_argument("--rows", type=int, default=Shape.rows, help="rows of a rank's batch: the length of a step")
     parser.add_argument("--width", type=int, default=Shape.width)
+    parser.add_argument("--pieces", action="store_true", help="say where the time of the watch goes")
     parser.add_argument("--told", action="store_true", help="tell the watch the rows of each step")
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     shape = Shape(options.trained, options.width, rows=options.rows, optimizer=options.optimizer, told=options.told)
-    found = measure(shape, options.pairs)
+    with timed_pieces() if options.pieces else nullcontext() as spent:
+        found = measure(shape, options.pairs, spent)
     if int(os.environ.get("RANK", "0")) == 0:
         print(table(["what", "figure"], rows_of(found)))
+        if spent:
+            print(table(["piece", "us a step"], [[name, _microseconds(piece)] for name, piece in spent.items()]))
         print(json.dumps(found, indent=2))
     dist.barrier()
     dist.destroy_process_group()

@@ -7,6 +7,7 @@ not a mispairing.
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import functools
 import struct
@@ -19,6 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from andon_contracts.mesh import Mesh, connect
+
 Gather = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 """From one int64 vector for each local replica to one for each rank, in order of rank."""
 
@@ -26,6 +29,7 @@ HEADER = 6
 """Integers ahead of the values of a message."""
 _LOOK = datetime.timedelta(seconds=0.2)
 _SCHEMA = 1
+_WORD = 8
 _WRAP = 1 << 64
 _SIGN = 1 << 63
 
@@ -104,6 +108,7 @@ class GroupGather:
 
     Messages up to `width` integers are sent at that width, so that a rank at another point is read and judged: a
     collective of unequal lengths would end its process. Longer ones must have one length on all ranks.
+    After `connect`, those up to `width` take the shorter way between ranks of one machine.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, width: int) -> None:
@@ -115,13 +120,54 @@ class GroupGather:
         """Called now and then while a gather waits; what it raises ends the wait."""
         self.lost: Callable[[RuntimeError], None] | None = None
         """Called with the error that ended a gather, before it is raised."""
+        self._mesh: Mesh | None = None
+
+    @property
+    def connected(self) -> bool:
+        """Whether short messages go through sockets."""
+        return self._mesh is not None
+
+    def connect(self) -> None:
+        """Let short messages go through sockets from now on, where the ranks can reach each other so. Collective."""
+        if self._group is None:
+            return
+        timeout = self._group._get_backend(torch.device("cpu")).options._timeout
+
+        def numbers(mine: Sequence[int]) -> list[list[int]]:
+            return [row.tolist() for row in self._through_group(torch.tensor(mine))]
+
+        self._mesh = connect(self.rank, self.world_size, numbers, timeout.total_seconds())
+
+    def close(self) -> None:
+        """End the sockets; the group is its maker's."""
+        if self._mesh is not None:
+            self._mesh.close()
 
     def __call__(self, local: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The vector of each rank, by rank, from the one of this rank. Raises what the group raises."""
         (mine,) = local
-        length = mine.numel()
         if self._group is None:
             return [mine]
+        if self._mesh is not None and mine.numel() <= self._width:
+            return self._through_mesh(self._mesh, mine.cpu())
+        return self._through_group(mine)
+
+    def _through_mesh(self, mesh: Mesh, mine: torch.Tensor) -> list[torch.Tensor]:
+        length = mine.numel()
+        sent = ctypes.string_at(mine.data_ptr(), _WORD * length).ljust(_WORD * self._width, b"\0")
+        try:
+            received = mesh.gather(sent, self.heed)
+        except dist.DistNetworkError as error:
+            if self.lost is not None:
+                self.lost(error)
+            raise
+        received[self.rank] = sent
+        rows = (bytearray(received[rank]) for rank in range(self.world_size))
+        return [torch.frombuffer(row, dtype=torch.int64)[:length] for row in rows]
+
+    def _through_group(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        assert self._group is not None
+        length = mine.numel()
         sent = mine.new_zeros(max(self._width, length))
         sent[:length] = mine
         rows = list(sent.new_empty(self.world_size, sent.numel()).unbind())

@@ -220,8 +220,10 @@ def judge_loss(observations: Observations, details: Details, names: Names) -> Ob
 
 def _odd_stream(result: Observations) -> int | None:
     for stream in range(STREAMS):
-        must = majority(column(result, f"stream {stream} must"))
-        values = column(result, f"stream {stream}")
+        declared = column(result, f"stream {stream} must")
+        if not any(declared):
+            continue
+        must, values = majority(declared), column(result, f"stream {stream}")
         if (must == 1 and len(set(values)) > 1) or (must == 2 and len(set(values)) < len(values)):
             return stream
     return None

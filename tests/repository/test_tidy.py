@@ -74,8 +74,11 @@ def lambda_conditions(module: Module) -> Iterator[str]:
 
 
 def collectives_outside_agree(module: Module) -> Iterator[str]:
-    """In contracts only `agree` talks to other ranks: elsewhere a collective hangs the ranks that do not reach it."""
-    if module.package != "andon_contracts" or module.name == "andon_contracts.agree":
+    """In contracts only `agree` talks to other ranks: elsewhere a collective hangs the ranks that do not reach it.
+
+    `mesh` is its transport between ranks of one machine.
+    """
+    if module.package != "andon_contracts" or module.name in ("andon_contracts.agree", "andon_contracts.mesh"):
         return
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Call) and COLLECTIVES.fullmatch(last_name(node.func)):

@@ -31,10 +31,11 @@ def _flip(tensor: Tensor, place: int) -> None:
     raw[0] ^= 1
 
 
+@pytest.mark.parametrize("stable", [False, True])
 @pytest.mark.parametrize("portable", [False, True])
-def test_one_bit_of_any_tensor_changes_the_digest(portable: bool) -> None:
-    """Wherever the bit is, also behind the layout that was kept from the look before."""
-    reader = Reader(portable=portable)
+def test_one_bit_of_any_tensor_changes_the_digest(portable: bool, stable: bool) -> None:
+    """Wherever the bit is, also behind what was kept from the look before."""
+    reader = Reader(portable=portable, stable=stable)
     tensors = _tensors()
     before = reader.read(tensors).digest
     assert reader.read(_tensors()).digest == before
@@ -66,6 +67,27 @@ def test_another_layout_under_the_same_dtypes_is_read_anew() -> None:
     sparse = reader.read([dense, dense.to_sparse()]).digest
     assert sparse == Reader().read([dense, dense.to_sparse()]).digest
     assert sparse != reader.read([dense, torch.tensor([0.0, 3.0, 0.0]).to_sparse()]).digest
+
+
+@pytest.mark.parametrize(
+    "made",
+    [lambda: torch.ones(300, 400).T, lambda: torch.ones(4, 5), lambda: torch.ones(90_000)],
+    ids=["strided", "small", "large"],
+)
+def test_a_stable_list_is_read_as_it_is_now(made: Callable[[], Tensor]) -> None:
+    """Changed in place, moved to other memory, replaced: what is kept of a tensor is where it is, not what it was."""
+    tensors = [made(), torch.zeros(3)]
+    reader = Reader(stable=True)
+    seen = [reader.read(tensors).digest, reader.read(tensors).digest]
+    tensors[0][1:2].fill_(2.0)
+    seen.append(reader.read(tensors).digest)
+    tensors[0].data = tensors[0].data + 1
+    seen.append(reader.read(tensors).digest)
+    tensors[1] = torch.ones(3)
+    seen += [reader.read(tensors).digest, Reader().read(tensors).digest]
+    assert seen[0] == seen[1]
+    assert len({*seen[1:5]}) == 4
+    assert seen[4] == seen[5]
 
 
 def test_the_norm_is_the_one_of_all_elements() -> None:

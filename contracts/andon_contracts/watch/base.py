@@ -1,4 +1,6 @@
-"""The frozen weights: all of them read at the start, and again part by part, so that no step pays for all."""
+"""What no optimizer holds. Frozen weights: all read at the start, and again part by part, so that no step pays for
+all. Buffers: read again where a version counter of torch moved.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from andon_contracts.digest import mix_integer
-from andon_contracts.watch.reading import flat_digest, plain
+from andon_contracts.watch.reading import Reader, chained, flat_digest, plain
 
 ROUND = 64
 """Looks within which every frozen weight was read."""
@@ -43,7 +44,7 @@ class FrozenBase:
             changed |= seen != self._sums[index]
             self._sums[index] = seen
         if changed:
-            self._now = _joined(self._sums)
+            self._now = chained(len(self._sums), self._sums)
         return self._now
 
     def _marked(self) -> list[int]:
@@ -53,7 +54,23 @@ class FrozenBase:
         self._marks = self._marked()
         self._parts = list(_parts(self._frozen))
         self._sums = [flat_digest(part) for part in self._parts]
-        return _joined(self._sums)
+        return chained(len(self._sums), self._sums)
+
+
+class Buffers:
+    """The digest of a model's buffers."""
+
+    def __init__(self) -> None:
+        self.reader = Reader()
+        self._marks: list[int] | None = None
+        self._now = 0
+
+    def digest(self, buffers: Sequence[Tensor]) -> int:
+        """The digest in [0, 2^64) of what was last read of `buffers`."""
+        marks = [*map(id, buffers), *map(_version, buffers), *map(Tensor.data_ptr, buffers)]
+        if marks != self._marks:
+            self._marks, self._now = marks, self.reader.read(buffers).digest
+        return self._now
 
 
 def _parts(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -77,10 +94,3 @@ def _slices(tensor: Tensor) -> Sequence[Tensor]:
     if not tensor.is_contiguous():
         return (tensor,)
     return torch.split(tensor.view(-1), max(1, _PART_BYTES // tensor.element_size()))
-
-
-def _joined(sums: Sequence[int]) -> int:
-    total = len(sums)
-    for value in sums:
-        total = mix_integer(total + value)
-    return total

@@ -53,6 +53,14 @@ class Exchange:
         """Call `heed` now and then while a gather waits, and `lost` with the error of one that failed."""
         self._gather.heed, self._gather.lost = heed, lost
 
+    def connect(self) -> None:
+        """Take the shorter way to ranks of this machine, where that leads to all of them. Collective."""
+        self._gather.connect()
+
+    def close(self) -> None:
+        """Nothing will be exchanged any more."""
+        self._gather.close()
+
     def __call__(
         self, step: int, point: str, values: Mapping[str, int], payload: Tensor | None = None
     ) -> tuple[Observation, ...]:

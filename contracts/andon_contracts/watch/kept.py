@@ -14,7 +14,7 @@ class Kept:
     """The state of `optimizer` for `members`, in an order that has no chance: theirs, and that of the names' text."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, members: Sequence[torch.nn.Parameter]) -> None:
-        self.reader = Reader()
+        self.reader = Reader(stable=True)
         self._optimizer = optimizer
         self._members = members
         self._rest = Text()

@@ -72,7 +72,7 @@ class Lane:
         self._weights = 0
         self._versions: list[int] = []
         self._kept = Kept(optimizer, held)
-        self._readers = {"gradient": Reader(), "weights": Reader()}
+        self._readers = {"gradient": Reader(), "weights": Reader(stable=True)}
         self._texts = {"present": Text(), "hyperparameters": Text(), "modes": Text()}
         self._before: list[Tensor] = []
         self._moving: list[int] = []

@@ -7,9 +7,10 @@ layout, which is compared as well.
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 
 import torch
@@ -22,6 +23,7 @@ CHUNK_BYTES = 1 << 24
 _CPU_BYTES = 1 << 22
 """So much is copied and looked at together: on a CPU, so that most of it is still in a cache."""
 _SMALL_BYTES = 1 << 18
+_WORD = 8
 ORDINARY = (Tensor, torch.nn.Parameter)
 """Types of tensors that are what they hold, unless they are sparse."""
 _dtype_of = attrgetter("dtype")
@@ -85,78 +87,124 @@ class Reading:
 
 
 class Reader:
-    """Looks at one list of tensors again and again; what was found of its layout is kept while the dtypes stay.
+    """Looks at one list of tensors again and again; what was found of its layout is kept while that stays.
 
     The digest binds bits and order; names and shapes are to be compared apart. It is one on all CPUs, and one on all
     other devices; `portable` digests are one everywhere, and on a CPU several times slower.
     """
 
-    def __init__(self, *, portable: bool = False) -> None:
+    def __init__(self, *, portable: bool = False, stable: bool = False) -> None:
+        """stable: the tensors are mostly the same ones in the same memory, as weights are and gradients are not."""
         self.portable = portable
-        self._dtypes: list[torch.dtype] | None = None
-        self._groups: list[list[int]] = []
+        self._stable = stable
+        self._layout: list[object] = []
+        self._places: list[int] = []
+        self._held: Sequence[Tensor] = ()
+        self._groups: list[_Group] = []
         self._special = False
+        self._copied = False
 
     def read(self, tensors: Sequence[Tensor], *, norm: bool = False) -> Reading:
         """The digest of `tensors`, and where asked their norm as `norm_of_chunks` has it (0.0 where not)."""
-        dtypes = list(map(_dtype_of, tensors))
-        known = dtypes == self._dtypes
-        if not known:
-            self._plan(tensors, dtypes)
-        try:
-            return self._look(tensors, norm=norm)
-        except RuntimeError:
-            # Other devices, layouts or kinds of tensors under the dtypes of before.
-            if not known:
-                raise
-        self._plan(tensors, dtypes)
-        return self._look(tensors, norm=norm)
+        with torch.no_grad():
+            try:
+                if not self._stable or self._copied or self._moved(tensors):
+                    self._take(tensors)
+                return self._look(norm=norm)
+            except RuntimeError:
+                # Other devices or kinds of tensors under the dtypes and sizes of before; or what comes up again.
+                self._layout = []
+                self._take(tensors)
+                return self._look(norm=norm)
 
-    def _plan(self, tensors: Sequence[Tensor], dtypes: list[torch.dtype]) -> None:
+    def _take(self, tensors: Sequence[Tensor]) -> None:
+        layout = [*map(_dtype_of, tensors), *map(Tensor.numel, tensors)]
+        if layout != self._layout:
+            self._plan(tensors, layout)
+        self._fill(tensors)
+
+    def _moved(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether one of `tensors` is another one than before, or in other memory."""
+        places = [*map(id, tensors), *map(Tensor.data_ptr, tensors), *map(Tensor.numel, tensors)]
+        moved = places != self._places
+        # While they are held, nothing else can have their identities.
+        self._places, self._held = places, tensors
+        return moved
+
+    def _fill(self, tensors: Sequence[Tensor]) -> None:
+        # What is not contiguous is copied where it is made flat: such a copy must not be kept.
+        self._copied = self._special or not all(map(Tensor.is_contiguous, tensors))
+        if self._special:
+            tensors = [plain(tensor).resolve_conj().resolve_neg() for tensor in tensors]
+        for group in self._groups:
+            group.flat = [tensors[index].flatten() for index in group.members]
+
+    def _plan(self, tensors: Sequence[Tensor], layout: list[object]) -> None:
         """Which tensors are copied together: small ones of one dtype and device; a large one stays alone."""
-        self._dtypes = dtypes
-        self._special = any(type(t) not in ORDINARY or t.layout != torch.strided for t in tensors)
+        self._layout = layout
+        self._places = []
+        self._special = any(type(t) not in ORDINARY or t.layout != torch.strided or t.is_complex() for t in tensors)
         self._groups = []
-        open_: dict[Hashable, tuple[list[int], int]] = {}
+        open_: dict[Hashable, _Group] = {}
         for index, tensor in enumerate(map(plain, tensors)):
             size = tensor.numel() * tensor.element_size()
             kind = (tensor.dtype, tensor.device)
-            group, filled = open_.get(kind, ([], 0))
             most = _CPU_BYTES if tensor.device.type == "cpu" else CHUNK_BYTES
-            if not group or size > _SMALL_BYTES or filled + size > most:
-                group, filled = [], 0
+            group = open_.get(kind)
+            if group is None or size > _SMALL_BYTES or group.size + size > most:
+                group = _Group()
                 self._groups.append(group)
-            group.append(index)
-            if size <= _SMALL_BYTES:
-                open_[kind] = (group, filled + size)
+                if size <= _SMALL_BYTES:
+                    open_[kind] = group
+            group.members.append(index)
+            group.size += size
+        for group in self._groups:
+            first = tensors[group.members[0]]
+            if len(group.members) > 1 and first.device.type == "cpu":
+                group.room = _scratch()[: -(-group.size // _WORD)].view(first.dtype)[: group.size // first.itemsize]
 
-    def _look(self, tensors: Sequence[Tensor], *, norm: bool) -> Reading:
-        if self._special:
-            tensors = [plain(tensor) for tensor in tensors]
+    def _look(self, *, norm: bool) -> Reading:
         sums: list[int | Tensor] = []
         norms: list[Tensor] = []
-        with torch.no_grad():
+        count = sum(len(group.members) for group in self._groups)
+        for group in self._groups:
+            part = group.together()
+            on_cpu = part.device.type == "cpu" and not self.portable
+            sums.append(checksum(part) if on_cpu else word_sum_tensor(part))
+            if norm:
+                norms.append(_norm(part))
+        found = Reading(chained(count, sums), _joined(norms))
+        if not self._stable:
             for group in self._groups:
-                part = _together([tensors[index] for index in group])
-                on_cpu = part.device.type == "cpu" and not self.portable
-                sums.append(checksum(part) if on_cpu else word_sum_tensor(part))
-                if norm:
-                    norms.append(_norm(part))
-        total = len(tensors)
-        for each in sums:
-            total = _chained(total, each)
-        return Reading(total, _joined(norms))
+                group.flat = []
+        return found
 
 
-def _together(tensors: Sequence[Tensor]) -> Tensor:
-    if len(tensors) == 1:
-        return tensors[0].detach().resolve_conj().resolve_neg().reshape(-1)
-    flat: Tensor = torch._utils._flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
-    return flat
+@dataclass
+class _Group:
+    """Tensors that are looked at as one, by their places in the list; `size` in bytes; `flat` what is looked at."""
+
+    members: list[int] = field(default_factory=list)
+    size: int = 0
+    flat: list[Tensor] = field(default_factory=list)
+    room: Tensor | None = None
+
+    def together(self) -> Tensor:
+        """All elements as one 1-dim tensor, to be read before the next group is."""
+        return self.flat[0].detach() if len(self.flat) == 1 else torch.cat(self.flat, out=self.room)
 
 
-def _chained(total: int, value: int | Tensor) -> int:
-    return mix_integer(total + int(value))
+@functools.lru_cache(maxsize=1)
+def _scratch() -> Tensor:
+    """Memory of a CPU for what is copied together. A new piece for each copy would cost more than the copy."""
+    return torch.empty(_CPU_BYTES // _WORD, dtype=torch.int64)
+
+
+def chained(digest: int, following: Iterable[int | Tensor]) -> int:
+    """One digest in [0, 2^64) of `digest` and those `following`, in their order."""
+    for value in following:
+        digest = mix_integer(digest + int(value))
+    return digest
 
 
 def flat_digest(tensors: Iterable[Tensor]) -> int:

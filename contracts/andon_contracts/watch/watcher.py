@@ -20,7 +20,7 @@ from andon_contracts.ledger import LedgerFile
 from andon_contracts.loop_clauses import same
 from andon_contracts.violation import Violation
 from andon_contracts.watch.auditing import Auditor
-from andon_contracts.watch.base import FrozenBase
+from andon_contracts.watch.base import Buffers, FrozenBase
 from andon_contracts.watch.coverage import closing_lines, coverage, opening_lines
 from andon_contracts.watch.evidence import tensors_of
 from andon_contracts.watch.exchange import Exchange
@@ -82,26 +82,31 @@ class Watch(Telling, Hearing):
         self._before_holds = self._verdicts.quick(BEFORE)
         self._after_holds = self._verdicts.quick(AFTER)
         self._base = FrozenBase(list(subject.frozen.values()))
-        self._buffer_reader = Reader()
-        self._buffer_marks: list[int] = []
-        self._buffer_digest = 0
+        self._buffers = Buffers()
         self._began = time.perf_counter()
         self._spent = 0.0
         self._steps = 0
         self._undo: list[Callable[[], object]] = []
         self._say(opening_lines(self._cover, exchange.world_size, len(subject.trainable)))
+        self._begin()
+        self._hook()
+
+    def _begin(self) -> None:
+        """Acquaintance with the other ranks, and the first look; what does not hold then leaves nothing open."""
         self._at(0)
+        if self._cord is not None:
+            self._cord.meet()  # which takes some ranks longer: what follows is a gather, and all leave that together
         try:
             self._start()
         except Violation as found:
             for lane in self._lanes.values():
                 lane.close()
             self._recorder.close("violation")
-            if cord is not None:
-                cord.failed(found)
-                cord.close()
+            self._exchange.close()
+            if self._cord is not None:
+                self._cord.failed(found)
+                self._cord.close()
             raise
-        self._hook()
 
     @property
     def findings(self) -> tuple[Violation, ...]:
@@ -160,6 +165,7 @@ class Watch(Telling, Hearing):
 
     def _start(self) -> None:
         subject = self._subject
+        self._exchange.connect()
         portable = self._devices_differ()
         low = [i for i, slot in enumerate(subject.slots) if slot.trainable and slot.parameter.element_size() < 4]
         values = {
@@ -180,7 +186,7 @@ class Watch(Telling, Hearing):
         """Whether replicas are on different kinds of devices; if so, their digests are made comparable. Collective."""
         kinds = {parameter.device.type for parameter in self._subject.parameters.values()}
         differ = not same(self._exchange(0, "devices", {"on the CPU": int(kinds == {"cpu"})}), "on the CPU")
-        self._buffer_reader.portable = differ
+        self._buffers.reader.portable = differ
         for lane in self._lanes.values():
             lane.portable(differ)
         return differ
@@ -222,12 +228,9 @@ class Watch(Telling, Hearing):
         if not lanes or any(lane.taps.muted for lane in lanes):
             return
         began = time.perf_counter()
-        buffers = self._subject.buffers()
-        marks = [mark for buffer in buffers for mark in (buffer._version, buffer.data_ptr())]
-        if marks != self._buffer_marks or not self._buffer_digest:
-            self._buffer_marks, self._buffer_digest = marks, self._buffer_reader.read(buffers).digest
+        digest = self._buffers.digest(self._subject.buffers())
         for lane in lanes:
-            lane.buffers = self._buffer_digest
+            lane.buffers = digest
         self._spent += time.perf_counter() - began
 
     def _pre(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -314,6 +317,7 @@ class Watch(Telling, Hearing):
             if reason == "finished":
                 self._judge_count(max(lane.updates for lane in self._lanes.values()), over=True)
         finally:
+            self._exchange.close()
             self._recorder.close(reason)
             lines = closing_lines(self._cover, self._verdicts, self._steps, spent / whole if whole else 0.0)
             self._say([*lines, *filter(None, [self._recorder.closing_line()])])

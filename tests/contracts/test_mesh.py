@@ -1,0 +1,148 @@
+"""Messages between ranks of one machine: whole, in order, and an error or a way around where there is no way."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from andon_contracts.agree import GroupGather
+from andon_contracts.mesh import MOST, connect
+from tests.support.ranks import run_ranks
+
+WIDTH = 64
+ROUNDS = 50
+
+
+def _gather() -> GroupGather:
+    return GroupGather(dist.new_group(backend="gloo"), WIDTH)
+
+
+def _exchanged() -> list[list[list[int]]]:
+    gather = _gather()
+    gather.connect()
+    assert gather.connected
+    rank = gather.rank
+    # Short ones, one of the whole width, and one that has to go through the group.
+    lengths = [1, 7, WIDTH, 3 * WIDTH] + [5] * ROUNDS
+    found = [
+        [row.tolist() for row in gather([torch.arange(length) - 2 * number - 1000 * rank])]
+        for number, length in enumerate(lengths)
+    ]
+    gather.close()
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_every_rank_has_what_every_rank_sent(world: int) -> None:
+    """By rank and in order, for messages of any length; negative numbers keep their bits. One rank needs no socket."""
+    if world == 1:
+        gather = GroupGather(None, WIDTH)
+        gather.connect()
+        assert not gather.connected
+        assert [row.tolist() for row in gather([torch.tensor([4, -5])])] == [[4, -5]]
+        return
+    lengths = [1, 7, WIDTH, 3 * WIDTH] + [5] * ROUNDS
+    wanted = [
+        [[place - 2 * number - 1000 * rank for place in range(length)] for rank in range(world)]
+        for number, length in enumerate(lengths)
+    ]
+    for outcome in run_ranks(world, _exchanged):
+        assert outcome.get() == wanted
+
+
+def _left(how: str) -> str:
+    gather = _gather()
+    gather.connect()
+    gather([torch.tensor([1])])
+    if gather.rank == 1:
+        gather.close()
+        return "left"
+    heard: list[str] = []
+    gather.lost = lambda error: heard.append(str(error))
+    with pytest.raises(dist.DistNetworkError) as caught:
+        gather([torch.tensor([2])])
+    assert heard == [str(caught.value)]
+    return heard[0]
+
+
+def test_a_rank_that_is_gone_is_an_error_that_says_so() -> None:
+    """Its connection ends, the others raise, and who asked for it is told of the error first."""
+    texts = [outcome.get() for outcome in run_ranks(3, _left, "")]
+    assert texts[1] == "left"
+    assert all(text.startswith("Connection closed by peer") for text in (texts[0], texts[2]))
+
+
+class Pulled(Exception):
+    """What a rank heeds."""
+
+
+def _waits() -> str:
+    gather = _gather()
+    gather.connect()
+    if gather.rank == 1:
+        dist.barrier()
+        return "late"
+
+    def heed() -> None:
+        raise Pulled
+
+    gather.heed = heed
+    try:
+        gather([torch.tensor([1])])
+    except Pulled:
+        dist.barrier()
+        return "heeded"
+    return "nothing"
+
+
+def test_a_rank_that_waits_heeds() -> None:
+    """While the others do not come, it hears what it is told, and what that raises ends the wait."""
+    assert [outcome.get() for outcome in run_ranks(2, _waits)] == ["heeded", "late"]
+
+
+def _silent() -> str:
+    gather = _gather()
+    mesh = connect(gather.rank, 2, _numbers(gather), timeout_s=0.1)
+    assert mesh is not None
+    if gather.rank == 0:
+        with pytest.raises(dist.DistNetworkError, match=r"Timed out waiting 0\.1 s for rank 1"):
+            mesh.gather(b"12345678")
+    dist.barrier()
+    return "told"
+
+
+def _numbers(gather: GroupGather) -> Callable[[Sequence[int]], list[list[int]]]:
+    return lambda mine: [row.tolist() for row in gather([torch.tensor(mine)])]
+
+
+def test_a_rank_that_stays_silent_is_an_error_after_the_timeout() -> None:
+    """The error names the rank that was waited for."""
+    assert [outcome.get() for outcome in run_ranks(2, _silent)] == ["told", "told"]
+
+
+def _nowhere() -> list[list[int]]:
+    if dist.get_rank() == 1:
+        tempfile.tempdir = "/nowhere"
+    gather = _gather()
+    gather.connect()
+    assert not gather.connected
+    return [row.tolist() for row in gather([torch.tensor([dist.get_rank()])])]
+
+
+def test_where_one_rank_cannot_listen_all_go_through_the_group() -> None:
+    """No rank waits for a call that does not come; every rank has every message all the same."""
+    assert [outcome.get() for outcome in run_ranks(3, _nowhere)] == [[[0], [1], [2]]] * 3
+
+
+def test_more_ranks_than_are_connected_are_not_asked() -> None:
+    """The gather that works is not even called: the answer is known from the number alone."""
+
+    def never(_: Sequence[int]) -> Sequence[Sequence[int]]:
+        raise AssertionError
+
+    assert connect(0, 1, never, 1.0) is None
+    assert connect(0, MOST + 1, never, 1.0) is None
