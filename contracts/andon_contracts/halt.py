@@ -61,6 +61,7 @@ class Cord:
         self._known, self._raised, self._released = threading.Event(), threading.Event(), threading.Event()
         self._over, self._awake = threading.Event(), threading.Event()
         self._pulled_here, self._crashed = False, False
+        self._leaving, self._evidence_left = threading.Lock(), False
         self._pulling = threading.Lock()
         self._owner, self._process = threading.get_ident(), os.getpid()
         self._kept = _shared_store()
@@ -80,6 +81,10 @@ class Cord:
     def at(self, step: int, point: str, last_equal: int | None) -> None:
         """This rank works at update `step` and has come to `point`."""
         self._at, self._at_time = Whereabouts(step, point, 0.0, last_equal), time.monotonic()
+
+    def meet(self) -> None:
+        """All ranks have made their cord: know who they are, before any of them can die. Takes a moment."""
+        self._wire.meet()
 
     def heed(self, *, again: bool = False) -> None:
         """Raise `Violation` if any rank pulled the cord.
@@ -117,6 +122,8 @@ class Cord:
         """This rank is done: say so, and stop looking."""
         if self._over.is_set():
             return
+        if self.cause is not None and os.getpid() == self._process:
+            self._leave_evidence(self.cause, with_state=False)  # a loop that raised at once is faster than the thread
         self._over.set()
         for event in (self._awake, self._raised, self._released):
             event.set()
@@ -246,6 +253,13 @@ class Cord:
             _end_process("")
 
     def _leave_evidence(self, cause: Cause, *, with_state: bool) -> None:
+        """Once, by the thread of the loop or by that of the cord; the other one waits until it is on the disk."""
+        with self._leaving:
+            if not self._evidence_left:
+                self._evidence_left = True
+                self._write_evidence(cause, with_state=with_state)
+
+    def _write_evidence(self, cause: Cause, *, with_state: bool) -> None:
         place = self.evidence.place(cause.step)
         if place is None or cause.written:
             return

@@ -70,10 +70,16 @@ class Wire:
         self._last_heard: bytes = b""
         self._near = sorted({(rank + offset) % world for offset in range(-_NEAR, _NEAR + 1)} - {rank})
         self._thread = threading.Thread(target=self._run, name="andon-wire", daemon=True)
-        self._requests.put(self._introduce)
+        self._met = threading.Event()
+        # Before the thread has the store: a rank that dies at once must have said who it was.
+        self._store.set(f"who {rank}", json.dumps(asdict(Process.here())))
         self._thread.start()
 
     # what the other threads of this rank ask for
+
+    def meet(self) -> None:
+        """Wait until this rank knows whom to look out for; called when all ranks have made their wire."""
+        self._met.wait(5 * _ANSWER_S)
 
     def publish(self, cause: Cause) -> None:
         """Tell all ranks to stop for `cause`; the first that is told wins, and all learn that one."""
@@ -138,9 +144,6 @@ class Wire:
             if self._keeper_left and not self._known:
                 return
 
-    def _introduce(self) -> None:
-        self._store.set(f"who {self._rank}", json.dumps(asdict(Process.here())))
-
     def _routine(self) -> None:
         if not self._known and self._store.check([_PULLED]):
             self._take(self._store.get(_PULLED))
@@ -150,6 +153,7 @@ class Wire:
             return
         if not self.processes and self._store.check([f"who {r}" for r in self._near]):
             self.processes = {r: Process(**json.loads(self._store.get(f"who {r}"))) for r in self._near}
+            self._met.set()
         if self.keeper is not None and self.keeper != self._rank and self._store.check([f"left {self.keeper}"]):
             self._keeper_left = True
             self._store.add("saw", 1)
