@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import datetime
+import faulthandler
 import multiprocessing
 import multiprocessing.util
 import os
 import pickle
+import sys
 import tempfile
 import time
 import traceback
@@ -106,6 +108,8 @@ def _rank(
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    # Where a rank hangs is worth more than that it hangs.
+    faulthandler.dump_traceback_later(0.9 * deadline_s, file=sys.__stderr__)
     timeout = datetime.timedelta(seconds=deadline_s)
     try:
         dist.init_process_group(

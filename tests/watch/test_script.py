@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -142,11 +143,16 @@ UPDATES = {
 """Each script, and how many updates the ledger of each of its watches holds."""
 
 
+def write_scripts(folder: Path, bodies: Mapping[str, str]) -> None:
+    """Before there are ranks: none must read a file that another one is writing."""
+    for name, body in bodies.items():
+        (folder / f"{name}.py").write_text(HEAD + body)
+
+
 def _run_all(folder: str) -> list[int]:
     codes = []
-    for name, (body, _) in UPDATES.items():
+    for name in UPDATES:
         path = Path(folder, f"{name}.py")
-        path.write_text(HEAD + body)
         codes.append(script.main(["--action", "raise", "--ledger", str(Path(folder, f"{name}.jsonl")), str(path)]))
     return codes
 
@@ -155,6 +161,7 @@ def _run_all(folder: str) -> list[int]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the scripts ran on two ranks, with their ledgers."""
     found = tmp_path_factory.mktemp("scripts")
+    write_scripts(found, {name: body for name, (body, _) in UPDATES.items()})
     assert [outcome.get() for outcome in run_ranks(2, _run_all, str(found))] == [[0] * len(UPDATES)] * 2
     return found
 
@@ -198,15 +205,22 @@ def test_the_first_update_is_seen_before_clipping(folder: Path) -> None:
 # how it ends
 
 
+PARTED = BY_HAND.replace("grads(*model.parameters())", "pass")
+ENDINGS = {
+    "violated": PARTED,
+    "swallowed": f"try:\n{textwrap.indent(PARTED, '    ')}\nexcept Exception: pass\n",
+    "warned": PARTED,
+    "left": BY_HAND + "\nsys.exit(3)",
+    "said": "sys.exit('words')",
+    "idle": "pass",
+    "argued": "assert sys.argv[1:] == ['--lr', '1', '--action'], sys.argv",
+}
+
+
 def _endings(folder: str) -> list[object]:
-    parted = BY_HAND.replace("grads(*model.parameters())", "pass")
-    bodies = {"violated": parted, "swallowed": f"try:\n{textwrap.indent(parted, '    ')}\nexcept Exception: pass\n"}
-    bodies |= {"warned": parted, "left": BY_HAND + "\nsys.exit(3)", "said": "sys.exit('words')", "idle": "pass"}
-    bodies["argued"] = "assert sys.argv[1:] == ['--lr', '1', '--action'], sys.argv"
     found: list[object] = []
-    for name, body in bodies.items():
+    for name in ENDINGS:
         path = Path(folder, f"{name}.py")
-        path.write_text(HEAD + body)
         action = "warn" if name == "warned" else "raise"
         arguments = ["--lr", "1", "--action"] if name == "argued" else []
         try:
@@ -221,6 +235,7 @@ def _endings(folder: str) -> list[object]:
 
 def test_the_exit_code_is_the_scripts_and_70_is_ours(tmp_path: Path) -> None:
     """A violation that raises ends with 70, also where the script swallowed it; a script's own exit is passed on."""
+    write_scripts(tmp_path, ENDINGS)
     for rank, outcome in enumerate(run_ranks(2, _endings, str(tmp_path))):
         assert outcome.get() == [70, 70, (0, rank == 0), ("exit", 3), ("exit", "words"), 0, 0]
 
@@ -230,7 +245,7 @@ def _alone(folder: str) -> str:
         return ""
     standby._TOGETHER = standby.datetime.timedelta(seconds=0.5)
     path = Path(folder, "alone.py")
-    path.write_text(HEAD + BY_HAND.replace("grads(*model.parameters())", "pass"))
+    path.write_text(HEAD + PARTED)
     try:
         script.main([str(path)])
     except standby.CannotWatch as refused:
