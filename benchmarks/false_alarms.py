@@ -35,10 +35,11 @@ _WORLDS, _ACCUMULATIONS = (2, 3), (1, 2)
 
 @dataclass
 class Tally:
-    """What was said of a subject on a backend. said: verdicts by outcome. alarms: those that accuse it."""
+    """What was said of a subject on a backend in so many `seeds`; `said` by outcome, `alarms` those that accuse it."""
 
     subject: str
     backend: str
+    seeds: int = 0
     trials: int = 0
     seconds: float = 0.0
     said: Counter[Outcome] = field(default_factory=Counter)
@@ -84,14 +85,14 @@ def judge_seed(bench: Bench, tally: Tally, seed: int) -> None:
     tally.seconds += time.monotonic() - began
 
 
-def judged(subject: str, backends: Sequence[str], seeds: int, pools: RankPools) -> list[Tally]:
+def judged(subject: str, backends: Sequence[str], seeds: range, pools: RankPools) -> list[Tally]:
     """Every seed on every backend; the run on one rank that all backends are compared with is made once."""
     bench = open_bench(request_of(subject, backends[0], 0), pools)
-    tallies = [Tally(subject, backend) for backend in backends]
-    for seed in range(seeds):
+    tallies = [Tally(subject, backend, len(seeds)) for backend in backends]
+    for seed in seeds:
         for tally in tallies:
             judge_seed(bench, tally, seed)
-    print(f"{subject}: {seeds} seeds, {bench.runs} runs", flush=True)
+    print(f"{subject}: seeds {seeds.start} to {seeds.stop - 1}, {bench.runs} runs", flush=True)
     return tallies
 
 
@@ -101,30 +102,34 @@ def main() -> int:
     parser.add_argument("--subject", action="append", choices=list(SEEDS), help="again for another; else all")
     parser.add_argument("--backend", action="append", choices=CPU_BACKENDS, help="of our trainer; else all")
     parser.add_argument("--seeds", type=int, default=max(SEEDS.values()), help="at most so many of each")
+    parser.add_argument(
+        "--first", type=int, default=0, help="the seed to begin with, where several processes share them"
+    )
     parser.add_argument("--json", type=Path, help="where the JSON goes too")
     options = parser.parse_args()
-    if options.seeds < 1:
-        parser.error("--seeds must be at least 1")
+    if options.seeds < 1 or options.first < 0:
+        parser.error("--seeds must be at least 1, --first at least 0")
     tallies: list[Tally] = []
     with RankPools() as pools:
         for subject in options.subject or SEEDS:
             backends = tuple(options.backend or CPU_BACKENDS) if subject == OURS else ("gloo",)
-            tallies += judged(subject, backends, min(options.seeds, SEEDS[subject]), pools)
-    report(tallies, options.seeds, options.json)
-    return 0 if all(tally.right for tally in tallies) else 1
+            seeds = range(options.first, min(options.first + options.seeds, SEEDS[subject]))
+            if seeds:
+                tallies += judged(subject, backends, seeds, pools)
+    report(tallies, options.json)
+    return 0 if tallies and all(tally.right for tally in tallies) else 1
 
 
-def report(tallies: Sequence[Tally], seeds: int, file: Path | None) -> None:
+def report(tallies: Sequence[Tally], file: Path | None) -> None:
     """Print the table, how long all seeds take at this pace, and the JSON."""
     header = ("subject", "backend", "seeds", "trials", *(outcome.value for outcome in Outcome), "s per seed")
     rows = []
     minutes = 0.0
     for tally in tallies:
-        tried = min(seeds, SEEDS[tally.subject])
-        each = tally.seconds / tried
+        each = tally.seconds / tally.seeds
         minutes += each * SEEDS[tally.subject] / 60
         counts = [tally.said[outcome] for outcome in Outcome]
-        rows.append([tally.subject, tally.backend, tried, tally.trials, *counts, round(each, 2)])
+        rows.append([tally.subject, tally.backend, tally.seeds, tally.trials, *counts, round(each, 2)])
     print(table(header, rows))
     print(f"at this pace all seeds of these subjects take {minutes:.0f} minutes")
     text = json.dumps(
