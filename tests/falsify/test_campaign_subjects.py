@@ -61,7 +61,6 @@ def test_what_a_subject_does_wrong_is_named(pools: RankPools, make: str, said: s
     assert len(found) > 5
 
 
-@pytest.mark.usefixtures("adopting_server")
 def test_what_a_subject_leaves_running_is_named(pools: RankPools) -> None:
     """Every claim of the trial is unknown, and the reason has the command of what was left."""
     found = bench("littering:make", pools).attempt(TRIAL)
@@ -78,7 +77,6 @@ def test_a_deadlock_ends_with_the_deadline(make: str) -> None:
         assert pools.of(2).pids == []
 
 
-@pytest.mark.usefixtures("adopting_server")
 def test_nothing_that_a_subject_started_stays(pools: RankPools) -> None:
     """What the loop left is ended, though it was in a session of its own."""
     bench("littering:make", pools).attempt(TRIAL)

@@ -1,15 +1,34 @@
 """Imported by the fork server of the ranks, and by nobody else: what a rank leaves behind becomes its child.
 
-Without that, a process whose rank has died would belong to init, and nobody could say whose it was.
+Without that, a process whose rank has died would belong to init, and nobody could say whose it was. The server ends at
+once, though it holds torch, and removes the suite's folder where the suite was killed.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import os
+import shutil
 import warnings
 
+from andon_falsify.ranks.server import SUITE
+
 _PR_SET_CHILD_SUBREAPER = 36
+_SERVER = os.getpid()
+_SUITE, _, _FOLDER = os.environ.pop(SUITE).partition(" ")
 
 ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 # The fork server waits for every child, and wonders about those that it did not start.
 warnings.filterwarnings("ignore", "forkserver: waitpid returned unexpected pid")
+
+
+def _leave() -> None:
+    """End the server; ranks, which are forked from it and run the same exit functions, go on as they would."""
+    if os.getpid() == _SERVER:
+        if os.getppid() != int(_SUITE):
+            shutil.rmtree(_FOLDER, ignore_errors=True)
+        os._exit(0)
+
+
+atexit.register(_leave)

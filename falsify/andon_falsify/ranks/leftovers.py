@@ -64,6 +64,12 @@ def end(found: Collection[Stray], grace_s: float) -> None:
         time.sleep(_POLL_S)
 
 
+def below(pid: int) -> list[int]:
+    """Every process that came of the process `pid` and has it among its ancestors."""
+    table = _table()
+    return [each for each in table if pid in _ancestors(each, table)]
+
+
 def parent_of(pid: int) -> int:
     """The process that started `pid`, 0 where that has ended."""
     entry = _entry(pid)

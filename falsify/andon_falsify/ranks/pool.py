@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import signal
 import tempfile
 import time
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from andon_falsify.ranks import leftovers
 from andon_falsify.ranks.last_words import stack, tail
 from andon_falsify.ranks.rank import Answer, Berth, live
+from andon_falsify.ranks.server import SERVER, RankProcess
 
 DEADLINE_S = 90.0
 START_S = 60.0
 GRACE_S = 5.0
 _GOING_S = 0.5
 """How long what a rank has started may take to end by itself when the case is over."""
-_PRELOADED = (
-    "torch",
-    "torch.distributed",
-    "transformers.models.qwen3.modeling_qwen3",
-    "transformers.models.bert.modeling_bert",
-    "peft",
-    "andon_falsify.ranks.duty",
-    "andon_falsify.ranks.adoption",
-)
 
 
 @dataclass(frozen=True)
@@ -45,16 +36,13 @@ class RankPool:
 
     deadline_s: how long a request may take; the ranks' own start may take `START_S`. grace_s: how long the other ranks
     have after one of them failed, and how long a rank has to leave. What ranks print goes to a file, of which an error
-    quotes the end.
+    quotes the end; what they leave in the folder for temporary files is theirs alone, and goes with them.
     """
 
     def __init__(self, world: int, deadline_s: float = DEADLINE_S, grace_s: float = GRACE_S) -> None:
         self.world = world
         self._deadline_s = deadline_s
         self._grace_s = grace_s
-        self._context = multiprocessing.get_context("forkserver")
-        # Imported once, by a server that starts no thread, so that a rank is there in milliseconds.
-        self._context.set_forkserver_preload(list(_PRELOADED))
         self._ranks: list[_Rank] = []
         self._server = 0
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -83,11 +71,11 @@ class RankPool:
 
     def _start(self) -> dict[int, Answer]:
         """Start the ranks; the answers of all if one did not get there, else none."""
-        self._folder = tempfile.TemporaryDirectory(prefix="andon-ranks-")
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-", dir=SERVER.folder)
         for number in range(self.world):
             berth = Berth(number, self.world, os.getpid(), self._folder.name, self._deadline_s)
-            ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=live, args=(berth, theirs), daemon=True)
+            ours, theirs = Pipe()
+            process = RankProcess(target=live, args=(berth, theirs), daemon=True)
             process.start()
             theirs.close()
             self._ranks.append(_Rank(process, ours, berth))

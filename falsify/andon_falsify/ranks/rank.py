@@ -7,6 +7,8 @@ import faulthandler
 import importlib
 import os
 import pickle
+import signal
+import tempfile
 import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -43,6 +45,11 @@ class Berth:
         """What the rank has written to its standard streams."""
         return Path(self.folder) / f"rank-{self.rank}.txt"
 
+    @property
+    def temporary(self) -> Path:
+        """Where the rank's temporary files lie, so that they go with the folder, however the rank ends."""
+        return Path(self.folder) / "tmp"
+
 
 def live(berth: Berth, pipe: Connection) -> None:
     """The whole life of the rank of `berth`; `pipe` leads to the suite. The first answer says that it is there."""
@@ -66,11 +73,14 @@ def live(berth: Berth, pipe: Connection) -> None:
 
 
 def _settle_in(berth: Berth, printed: TextIO) -> None:
-    """A session of its own, by which what it starts is found, and no life after the suite's."""
+    """A session of its own, by which what it starts is found, no life after the suite's, and no files either."""
     from andon.launch.orphan import die_with_parent
 
     os.setsid()
     die_with_parent(berth.suite)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the fork server holds it back
+    berth.temporary.mkdir(exist_ok=True)
+    os.environ["TMPDIR"] = tempfile.tempdir = str(berth.temporary)
     _redirect(printed)
 
 

@@ -1,0 +1,150 @@
+"""The process that ranks are forked from: the suite's own. It has ended, with all that it started, before this one.
+
+Multiprocessing has one fork server for a whole process, and its first user decides what that loads. Ranks need one
+that has loaded `adoption`, whoever else starts processes.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing import context, forkserver, popen_forkserver, reduction, resource_tracker, spawn, util
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from andon.launch.orphan import Process
+from andon_falsify.ranks.leftovers import below
+
+PRELOADED = (
+    "torch",
+    "torch.distributed",
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.bert.modeling_bert",
+    "peft",
+    "andon_falsify.ranks.duty",
+    "andon_falsify.ranks.adoption",
+)
+"""Imported once, by a server that starts no thread, so that a rank is there in milliseconds."""
+SUITE = "ANDON_FALSIFY_SUITE"
+"""In the server's environment: this process, and the folder that the server removes where this one cannot."""
+_LAST, _AFTER_ALL = -50, -200
+"""When this process ends: after its own processes have ended, and after what multiprocessing itself puts away."""
+_GRACE_S = 0.5
+_POLL_S = 0.005
+
+
+class Server:
+    """A fork server that is started when the first rank is, and again after `stop`."""
+
+    def __init__(self) -> None:
+        self._held: Any = forkserver.ForkServer()
+        self._held.set_forkserver_preload(list(PRELOADED))
+        self._known_at_exit = False
+
+    @property
+    def folder(self) -> Path:
+        """The folder of this process for what its ranks leave in files; gone when this process is, even if killed."""
+        return Path(util.get_temp_dir())
+
+    def fork(self, descriptors: Sequence[int]) -> tuple[int, int]:
+        """Ask for a process that inherits `descriptors`: where its pid is read, and where what it is to do is written.
+
+        A Ctrl-C is for this process alone: it would end the server in the middle of an import.
+        """
+        if not self._known_at_exit:
+            util.Finalize(None, self.stop, exitpriority=_LAST)
+            util.Finalize(None, _stop_tracker, exitpriority=_AFTER_ALL)
+            self._known_at_exit = True
+        resource_tracker.ensure_running()  # starting it, as the server would, unblocks SIGINT
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        os.environ[SUITE] = f"{os.getpid()} {self.folder}"
+        try:
+            self._held.ensure_running()
+        finally:
+            del os.environ[SUITE]
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        found: tuple[int, int] = self._held.connect_to_new_process(descriptors)
+        return found
+
+    def stop(self) -> None:
+        """End the server, its ranks and what they left behind, each by its pid; nothing where it does not run."""
+        held, pid = self._held, self._held._forkserver_pid
+        if pid is None:
+            return
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            os.close(held._forkserver_alive_fd)  # its sign to leave, once it listens
+            _end(pid)
+            os.waitpid(pid, 0)
+            with suppress(OSError):
+                os.unlink(held._forkserver_address)
+        finally:
+            self._held = forkserver.ForkServer()
+            self._held.set_forkserver_preload(list(PRELOADED))
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+SERVER = Server()
+"""All pools of this process have the same."""
+
+
+class RankProcess(BaseProcess):
+    """A process that `SERVER` forks."""
+
+    _start_method = "forkserver"
+
+    @staticmethod
+    def _Popen(process_obj: BaseProcess) -> _Launch:
+        return _Launch(process_obj)
+
+
+class _Launch(popen_forkserver.Popen):
+    """As multiprocessing does it, by a server of ours."""
+
+    _fds: list[int]
+
+    def _launch(self, process_obj: Any) -> None:
+        buffer = io.BytesIO()
+        context.set_spawning_popen(self)
+        try:
+            reduction.dump(spawn.get_preparation_data(process_obj._name), buffer)
+            reduction.dump(process_obj, buffer)
+        finally:
+            context.set_spawning_popen(None)
+        self.sentinel, written = SERVER.fork(self._fds)
+        # The child takes the end of this pipe for the end of its parent.
+        self.finalizer = util.Finalize(self, _close, (os.dup(written), self.sentinel))
+        with open(written, "wb") as pipe:
+            pipe.write(buffer.getbuffer())
+        self.pid = forkserver.read_signed(self.sentinel)
+
+
+def _close(*descriptors: int) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def _end(server: int) -> None:
+    """Kill what runs below the process `server`, and that too where it does not leave by itself."""
+    held, deadline = Process.of(server), time.monotonic() + _GRACE_S
+    while held is not None and held.alive():
+        for pid in below(server):
+            child = Process.of(pid)
+            if child is not None:
+                child.send(signal.SIGKILL)
+        if time.monotonic() > deadline:
+            held.send(signal.SIGKILL)
+        time.sleep(_POLL_S)
+
+
+def _stop_tracker() -> None:
+    """End multiprocessing's other process, which would end by itself a moment after this one."""
+    tracker: Any = resource_tracker._resource_tracker
+    if tracker._pid is not None:
+        with suppress(OSError):
+            tracker._stop()

@@ -1,0 +1,135 @@
+"""The fork server of the ranks: with the suite's process all that it started and wrote is gone, however that ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+from andon_falsify.ranks.pool import RankPool
+from andon_falsify.ranks.server import SERVER
+
+ROOT = Path(__file__).resolve().parents[2]
+_MARK = "ANDON_TEST_SUITE"
+_LITTERING = """
+from andon_falsify.ranks.pool import RankPool
+print(RankPool(1).run("tests.falsify.rank_work:litter_on", 0)[0].error)
+"""
+_INTERRUPTED = """
+from andon_falsify.ranks.pool import RankPool
+try:
+    with_ranks = RankPool(1).run("tests.falsify.rank_work:describe", "")
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+@dataclass
+class Suite:
+    """A process of its own with ranks, whose temporary files lie in `folder`."""
+
+    program: str
+    folder: Path
+    mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def __post_init__(self) -> None:
+        paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", self.program],
+            env=os.environ | {"PYTHONPATH": paths, "TMPDIR": str(self.folder), _MARK: self.mark},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def running(self) -> list[psutil.Process]:
+        """What was started by it, and has not ended."""
+        return [each for each in psutil.process_iter() if each.pid != self.process.pid and self._started(each)]
+
+    def _started(self, process: psutil.Process) -> bool:
+        try:
+            return process.environ().get(_MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.Error:
+            return False
+
+    def end(self) -> tuple[str, list[psutil.Process]]:
+        """What it has said by its end, and what was running at that moment: a pipe that is still held comes later."""
+        self.process.wait()
+        left = self.running()
+        assert self.process.stdout is not None
+        return self.process.stdout.read(), left
+
+    def loading(self) -> psutil.Process:
+        """Its fork server, in the middle of importing torch."""
+        while True:
+            for each in self.running():
+                with suppress(OSError):  # it has just ended
+                    if "libtorch" in Path(f"/proc/{each.pid}/maps").read_text():
+                        return each
+            assert self.process.poll() is None, "it ended before it had a server"
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[list[Suite]]:
+    """Suites that a test has started; none outlives it."""
+    held: list[Suite] = []
+    yield held
+    for suite in held:
+        for each in suite.running():
+            each.kill()
+        suite.process.kill()
+        suite.process.wait()
+
+
+def test_nothing_stays_of_ranks_that_nobody_closed(started: list[Suite], tmp_path: Path) -> None:
+    """A rank was killed in the middle of its work, and the pool is forgotten: no process and no folder stays."""
+    suite = Suite(_LITTERING, tmp_path)
+    started.append(suite)
+    said, left = suite.end()
+    assert left == []
+    assert "was killed by SIGKILL" in said
+    assert [path.name for path in tmp_path.iterdir() if not path.name.startswith("torchinductor")] == []
+
+
+def test_an_interruption_while_the_server_loads_is_one_line(started: list[Suite], tmp_path: Path) -> None:
+    """Ctrl-C reaches the whole group: the suite alone answers it, and the server has gone when the suite has."""
+    suite = Suite(_INTERRUPTED, tmp_path)
+    started.append(suite)
+    suite.loading()
+    os.killpg(suite.process.pid, signal.SIGINT)
+    said, left = suite.end()
+    assert left == []
+    assert (said, suite.process.returncode) == ("interrupted\n", 0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_suite_that_is_killed_leaves_nothing(started: list[Suite], tmp_path: Path) -> None:
+    """It has no say any more: the server notices, and puts away what both have written."""
+    suite = Suite(_INTERRUPTED, tmp_path)
+    started.append(suite)
+    server = suite.loading()
+    suite.process.kill()
+    server.wait()
+    assert [path.name for path in tmp_path.iterdir() if not path.name.startswith("torchinductor")] == []
+
+
+def test_a_server_that_was_stopped_starts_again() -> None:
+    """Its ranks are gone; the next pool has a new one."""
+    pool = RankPool(1)
+    (before,) = pool.run("tests.falsify.rank_work:describe", "")
+    SERVER.stop()
+    assert before.value[2] not in {each.pid for each in psutil.process_iter() if each.status() != psutil.STATUS_ZOMBIE}
+    pool.close()
+    (after,) = pool.run("tests.falsify.rank_work:describe", "again")
+    pool.close()
+    assert after.error == ""
