@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from andon_falsify import Case, Told
+from andon_falsify.faults.looped.right import Tracking
 from andon_falsify.loops.task import collate
 from andon_falsify.peers.plain import PlainLoop
 
@@ -230,6 +231,28 @@ class OwnModel(PlainLoop):
     def evaluate(self) -> Mapping[str, float]:
         """Nothing."""
         return {}
+
+
+class OwnModelEvaluating(OwnModel):
+    """Its evaluation moves a weight of a model that the reference does not know."""
+
+    def evaluate(self) -> Mapping[str, float]:
+        """Nothing is reported."""
+        with torch.no_grad():
+            self.trained[0].view(-1)[0] += 1
+        return {}
+
+
+class TakingOver(Tracking):
+    """Every rank keeps its own running statistics, and takes over rank 0's to evaluate, as DDP does."""
+
+    def _share(self) -> None:
+        pass
+
+    def evaluate(self) -> Mapping[str, float]:
+        """Right, of rank 0's model."""
+        dist.broadcast(self.mean, 0)
+        return super().evaluate()
 
 
 def own_model(case: Case) -> OwnModel:

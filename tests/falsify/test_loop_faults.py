@@ -36,6 +36,8 @@ SAMPLE = (
     "F62 optimizer holds stale parameters",
     "F76 moments permuted",
     "F85 evaluation pads with repeats",
+    "F88 evaluation of one rank reported",
+    "F89 weights changed by the evaluation",
 )
 """One for each kind of wrong that is seen in its own way."""
 

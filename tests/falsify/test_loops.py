@@ -39,6 +39,9 @@ def own_pools() -> Iterator[RankPools]:
         yield held
 
 
+CHANGING = ("OwnModelEvaluating", "TakingOver")
+
+
 def falsified(found: Mapping[str, Verdict]) -> set[str]:
     """The claims that fell."""
     return {name for name, verdict in found.items() if verdict.outcome is Outcome.FALSIFIED}
@@ -109,6 +112,15 @@ def test_an_evaluation_in_training_mode_is_seen(pools: RankPools) -> None:
     assert fallen.outcome is Outcome.FALSIFIED
     assert "with dropout in the model" in str(fallen)
     assert evaluating(right, right.run(SGD)).outcome is Outcome.HOLDS
+
+
+def test_what_an_evaluation_changes_is_seen_of_any_model(pools: RankPools) -> None:
+    """Of one that the reference does not know too; statistics that a rank takes over from rank 0 are no change."""
+    changing, right = (verdicts(LoopSubject(f"{HERE}:{name}", pools=pools).run(SGD)) for name in CHANGING)
+    (said,) = changing["evaluation-law"].counterexamples
+    assert str(said).startswith("after the last update: the evaluation changed 1 tensors of the model")
+    assert right["evaluation-law"].outcome is Outcome.HOLDS
+    assert falsified(right) == {"replicas-agree"}
 
 
 def test_the_ratio_is_named_by_what_was_not_divided(pools: RankPools) -> None:

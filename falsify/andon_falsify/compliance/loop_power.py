@@ -131,7 +131,13 @@ class _Recording:
 def _signature(trace: Trace) -> str:
     """A digest of everything that a fault could have changed."""
     own = [
-        (sorted(part.evaluation.items()), sorted(part.running.items()), sorted(part.draws.items()), part.leftover)
+        (
+            sorted(part.evaluation.items()),
+            sorted(part.around_evaluation[1].items()),
+            sorted(part.running.items()),
+            sorted(part.draws.items()),
+            part.leftover,
+        )
         for part in trace.parts
         if isinstance(part, LoopSightings)
     ]

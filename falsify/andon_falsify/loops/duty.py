@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from andon_falsify.loops.observer import CutOff, Observer
 from andon_falsify.loops.ownlaw import own_law
-from andon_falsify.loops.parameters import is_sharded, kept, trained, unwrapped, whole
+from andon_falsify.loops.parameters import is_sharded, kept, named_digests, trained, unwrapped, whole
 from andon_falsify.loops.protocol import Decays, Evaluates, Loop, Recomputes, Restores, Schedules
 from andon_falsify.loops.sightings import LoopSightings
 from andon_falsify.subjects.case import Case
@@ -79,8 +79,10 @@ def _run(request: Request) -> LoopSightings:
         seen.violation = ("finite", len(seen.made) + seen.resumed_from + 1, f"{type(error).__name__}: {error}")
     _finish(loop, case, seen)
     if isinstance(loop, Evaluates) and seen.violation is None:
+        before = named_digests(unwrapped(loop.model))
         with observer.watching():
             seen.evaluation = {name: float(value) for name, value in loop.evaluate().items()}
+        seen.around_evaluation = (before, named_digests(unwrapped(loop.model)))
     return seen
 
 

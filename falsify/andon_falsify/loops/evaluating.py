@@ -3,52 +3,94 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 
 from andon_falsify.checkers.ratio import explain_ratio
 from andon_falsify.loops.averages import factors
 from andon_falsify.loops.law import LoopLaw
+from andon_falsify.loops.sightings import LoopSightings
 from andon_falsify.verdict import Claim, Counterexample, Verdict, conclude, not_applicable
 
 EVALUATION = Claim(
     "evaluation-law",
-    1,
-    "The loss and the accuracy of an evaluation are those of every row once, whatever the number of ranks, the padding "
-    "and the order (seed V8; accelerate even_batches, HF eval_loss).",
+    2,
+    "The loss and the accuracy of an evaluation, on every rank that reports them, are those of every row once, "
+    "whatever the number of ranks, the padding and the order; and it changes nothing in the model (seed V8; accelerate "
+    "even_batches, HF eval_loss).",
 )
 TOLERANCE = 1e-5
+_SHOWN = 3
 
 
 def evaluation(law: LoopLaw) -> Verdict:
-    """Rank 0's report after the training against the reference's, from rank 0's weights then, without dropout.
+    """What the ranks report after the training against the reference's, from rank 0's weights then, without dropout.
 
-    The accuracy is a count: it must be exact, but for rows whose two best classes are as near as rounding.
+    The accuracy is a count: it must be exact, but for rows whose two best classes are as near as rounding. A rank that
+    reports nothing is not judged, but for what its evaluation changed; of a model that the reference does not know only
+    that can be judged.
     """
-    seen = law.first.evaluation
     if "evaluates" not in law.first.claims:
         return not_applicable(EVALUATION, "the loop does not evaluate (`evaluate`)")
+    changed = list(_changed(law))
     if law.why_no_model:
-        return not_applicable(EVALUATION, law.why_no_model)
+        return conclude(EVALUATION, 1, changed) if changed else not_applicable(EVALUATION, law.why_no_model)
+    wanted = _expected(law)
+    found, checked = changed, 0
+    for part in law.parts:
+        reported = part.evaluation
+        checked += len(reported.keys() & {"loss", "accuracy"})
+        if part is law.first or reported != law.first.evaluation:
+            found += _off(law, reported, wanted, f"after the last update{_on(part)}")
+    return conclude(EVALUATION, checked, found, "" if checked else "`evaluate` reports neither loss nor accuracy")
+
+
+@dataclass(frozen=True)
+class _Expected:
+    """The loss of every row once, and the fewest and the most rows that rounding may let be right."""
+
+    loss: float
+    fewest: int
+    most: int
+
+
+def _expected(law: LoopLaw) -> _Expected:
     rows = tuple(range(len(law.case.rows)))
     weights = law.before(1 + max(step for step, values in law.first.values.items() if values.weights))
-    loss = float(law.row_losses(weights, rows).mean())
-    found, checked = [], 0
-    if "loss" in seen:
-        checked += 1
-        if not math.isclose(seen["loss"], loss, rel_tol=TOLERANCE):
-            what, ratio = "the evaluation loss is not that of every row once", seen["loss"] / loss
-            equals = explain_ratio(ratio, factors(law.case))
-            where, shown = "after the last update", f"{seen['loss']:.7g}"
-            found.append(Counterexample(what, where, f"{loss:.7g}", shown, ratio, equals))
-    if "accuracy" in seen:
-        checked += 1
-        fewest, most = _right(law, weights, rows)
-        if not fewest - 1e-4 <= seen["accuracy"] * len(rows) <= most + 1e-4:
-            what = "the accuracy is not that of every row once"
-            exact = f"{most / len(rows):.6g} ({most} of {len(rows)})"
-            found.append(Counterexample(what, "after the last update", exact, f"{seen['accuracy']:.6g}"))
-    return conclude(EVALUATION, checked, found, "" if checked else "`evaluate` reports neither loss nor accuracy")
+    return _Expected(float(law.row_losses(weights, rows).mean()), *_right(law, weights, rows))
+
+
+def _off(law: LoopLaw, reported: Mapping[str, float], wanted: _Expected, where: str) -> Iterator[Counterexample]:
+    """What of the report of one rank is not that of every row once."""
+    rows = len(law.case.rows)
+    if "loss" in reported and not math.isclose(reported["loss"], wanted.loss, rel_tol=TOLERANCE):
+        what, ratio = "the evaluation loss is not that of every row once", reported["loss"] / wanted.loss
+        equals = explain_ratio(ratio, factors(law.case))
+        yield Counterexample(what, where, f"{wanted.loss:.7g}", f"{reported['loss']:.7g}", ratio, equals)
+    if "accuracy" in reported and not wanted.fewest - 1e-4 <= reported["accuracy"] * rows <= wanted.most + 1e-4:
+        what = "the accuracy is not that of every row once"
+        exact = f"{wanted.most / rows:.6g} ({wanted.most} of {rows})"
+        yield Counterexample(what, where, exact, f"{reported['accuracy']:.6g}")
+
+
+def _changed(law: LoopLaw) -> Iterator[Counterexample]:
+    """The first rank whose evaluation changed its model; what a rank takes over from rank 0 is no change of its own."""
+    held = law.first.around_evaluation[0]
+    for part in law.parts:
+        before, after = part.around_evaluation
+        names = [name for name in before if after.get(name) not in (None, before[name], held.get(name))]
+        if names:
+            what = f"the evaluation changed {len(names)} tensors of the model"
+            where = f"after the last update{_on(part)}"
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            yield Counterexample(what, where, "the model as the training left it", ", ".join(names[:_SHOWN]) + more)
+            return
+
+
+def _on(part: LoopSightings) -> str:
+    return f", rank {part.ranks[0]}" if part.ranks[0] else ""
 
 
 def _right(law: LoopLaw, weights: dict[str, torch.Tensor], rows: tuple[int, ...]) -> tuple[int, int]:

@@ -60,6 +60,8 @@ class Observer:
         self._settled = False
         """Whether what the last update left was read where it is needed."""
         self._draws = Draws(seen, self._rank)
+        self._over = False
+        """Whether the training is over: what follows is no update of it."""
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -92,7 +94,7 @@ class Observer:
 
     def finished(self) -> None:
         """The loop says that it is done."""
-        seen = self._seen
+        seen, self._over = self._seen, True
         seen.updates = self._step
         if not self._between:
             sight = seen.of(self._rank, self._step + 1)
@@ -108,7 +110,7 @@ class Observer:
         if ids is None and told is not None:
             ids = list(told)
         known = [row for row in ids or () if isinstance(row, int)]
-        if not torch.is_grad_enabled():
+        if self._over or not torch.is_grad_enabled():
             self._seen.evaluated += known
             return
         if self._between:
@@ -185,7 +187,7 @@ class Observer:
         parameters = trained(unwrapped(self._loop.model))
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         mine = {id(p) for p in parameters.values()}
-        if not held & mine or self._open:
+        if not held & mine or self._open or self._over:
             self._open.append(0)
             return
         self._open.append(id(optimizer))

@@ -60,6 +60,12 @@ def running(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+def named_digests(model: nn.Module) -> dict[str, str]:
+    """A digest of each parameter and buffer by name."""
+    held = [*model.named_parameters(), *model.named_buffers()]
+    return {name: digest({"": whole(tensor)}) for name, tensor in held}
+
+
 def gradients(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     """Copies of the gradients that there are."""
     return {name: whole(p.grad) for name, p in parameters.items() if p.grad is not None}

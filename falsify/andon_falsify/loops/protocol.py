@@ -52,7 +52,11 @@ class Evaluates(Protocol):
     """A loop that evaluates: claims about evaluation apply."""
 
     def evaluate(self) -> Mapping[str, float]:
-        """Loss and accuracy over all rows of the case, as the loop reports them: `{"loss": ..., "accuracy": ...}`."""
+        """Loss and accuracy over all rows of the case, as the loop reports them: `{"loss": ..., "accuracy": ...}`.
+
+        Called on every rank when the training is over. A rank that reports nothing returns `{}`; what any other returns
+        is judged.
+        """
         ...
 
 

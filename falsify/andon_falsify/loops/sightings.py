@@ -79,6 +79,9 @@ class LoopSightings(Sightings):
     """By rank and update: the state of torch's generator before the first forward pass that drew from it."""
     evaluated: list[int] = field(default_factory=list)
     evaluation: Mapping[str, float] = field(default_factory=dict)
+    """What this rank's evaluation reported; empty where it reported nothing."""
+    around_evaluation: tuple[Mapping[str, str], Mapping[str, str]] = ({}, {})
+    """Digests of the model's parameters and buffers by name, before and after the evaluation."""
     rates: dict[int, float] = field(default_factory=dict)
     """The declared learning rate of each update."""
     decays: dict[str, float] = field(default_factory=dict)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from andon_falsify.faults.looped.fault import LoopFault
+from andon_falsify.faults.looped.right import Tracking
 from andon_falsify.peers.plain import PlainLoop
 
 
@@ -39,6 +40,39 @@ class WholeNumbers(PlainLoop):
         return {"loss": float(sums[0]) / len(self.rows), "accuracy": int(right) * world / len(self.rows)}
 
 
+class OneReportsOtherwise(PlainLoop):
+    """Rank 1 reports the sum over its own rows."""
+
+    def evaluate(self) -> Mapping[str, float]:
+        """See `Evaluates.evaluate`."""
+        whole = super().evaluate()
+        own = self._scores(self._mine(list(range(len(self.rows))))) / len(self.rows)
+        return whole if dist.get_rank() == 0 else {"loss": float(own[0]), "accuracy": float(own[1])}
+
+
+class SteppingEvaluation(PlainLoop):
+    """The evaluation ends with a step of the optimizer, by gradients that were left over."""
+
+    def evaluate(self) -> Mapping[str, float]:
+        """See `Evaluates.evaluate`."""
+        found = super().evaluate()
+        for parameter in self.trained:
+            parameter.grad = torch.ones_like(parameter)
+        self.optimizer.step()
+        return found
+
+
+class TrackingEvaluation(Tracking):
+    """Running statistics follow the evaluation too, as those of normalisation that is left in training mode do."""
+
+    def evaluate(self) -> Mapping[str, float]:
+        """See `Evaluates.evaluate`."""
+        found = super().evaluate()
+        with torch.enable_grad():
+            self._loss_sum(range(len(self.rows)))
+        return found
+
+
 class OwnLoss(PlainLoop):
     """What is reported is the mean loss of rank 0's rows."""
 
@@ -59,6 +93,27 @@ FAULTS = (
     ),
     LoopFault(
         "F86", "metric from whole numbers", WholeNumbers, "evaluation-law", "the accuracy is not that of every row once"
+    ),
+    LoopFault(
+        "F88",
+        "evaluation of one rank reported",
+        OneReportsOtherwise,
+        "evaluation-law",
+        "rank 1: the evaluation loss is not that of every row once",
+    ),
+    LoopFault(
+        "F89",
+        "weights changed by the evaluation",
+        SteppingEvaluation,
+        "evaluation-law",
+        "the evaluation changed 15 tensors of the model",
+    ),
+    LoopFault(
+        "F58",
+        "running statistics follow the evaluation",
+        TrackingEvaluation,
+        "evaluation-law",
+        r"the evaluation changed 1 tensors of the model.*running_mean",
     ),
     LoopFault(
         "F88", "loss of one rank reported", OwnLoss, "losses-close", "step 1: the reported loss is not that of the law"
