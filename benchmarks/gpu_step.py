@@ -146,11 +146,16 @@ def model_of(shape: Shape, device: torch.device) -> nn.Module:
     return attach(base, AdapterSpec(r=16, alpha=32.0, dropout=0.05, targets=("q_proj", "v_proj")), 1).to(device)
 
 
-def task_of(shape: Shape) -> ClassificationTask:
-    """Eight global batches of random rows, all of the full length."""
+def rows_of(shape: Shape) -> tuple[list[list[int]], list[int]]:
+    """Eight global batches of random rows, all of the full length, and their labels."""
     draw = random.Random(2)
     rows = [[draw.randrange(1, shape.vocabulary) for _ in range(shape.length)] for _ in range(8 * shape.batch)]
-    labels = [draw.randrange(2) for _ in rows]
+    return rows, [draw.randrange(2) for _ in rows]
+
+
+def task_of(shape: Shape) -> ClassificationTask:
+    """The rows of `rows_of` as a task."""
+    rows, labels = rows_of(shape)
     return ClassificationTask(rows, labels, num_labels=2, vocab_size=shape.vocabulary, pad_id=0)
 
 
