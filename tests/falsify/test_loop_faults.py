@@ -33,6 +33,7 @@ SAMPLE = (
     "F46 sampler pads with repeats",
     "F53 labels shifted, unseen by the model",
     "F55 same dropout masks",
+    "F58 training in evaluation mode",
     "F62 optimizer holds stale parameters",
     "F76 moments permuted",
     "F85 evaluation pads with repeats",

@@ -12,7 +12,7 @@ from andon_falsify.loops.averages import comparisons
 from andon_falsify.loops.sameness import across
 from andon_falsify.loops.subject import LoopSubject
 from andon_falsify.loops.task import loop_case, shaped
-from andon_falsify.loops.verdicts import CLAIMS, evaluating, halting, judge_loop, resuming, verdicts
+from andon_falsify.loops.verdicts import CLAIMS, drawing, evaluating, halting, judge_loop, resuming, verdicts
 from andon_falsify.ranks.pool import RankPools
 from andon_falsify.subjects.case import Case
 from andon_falsify.verdict import Outcome, Verdict
@@ -112,6 +112,16 @@ def test_an_evaluation_in_training_mode_is_seen(pools: RankPools) -> None:
     assert fallen.outcome is Outcome.FALSIFIED
     assert "with dropout in the model" in str(fallen)
     assert evaluating(right, right.run(SGD)).outcome is Outcome.HOLDS
+
+
+def test_training_without_its_dropout_is_seen_on_one_rank(pools: RankPools) -> None:
+    """Where nobody draws apart from another; the right loop draws, and the claim does not apply to it."""
+    case = SGD.but(world=1, micro_batches=1)
+    wrong = LoopSubject("andon_falsify.faults.looped.rows:NeverTraining", pools=pools)
+    right = LoopSubject(f"{PEERS}.plain:make", pools=pools)
+    fallen, none = (drawing(subject, subject.run(case)) for subject in (wrong, right))
+    assert str(fallen.counterexamples[0]).startswith("step 2, rank 0: training goes on without dropout")
+    assert (none.outcome, none.why) == (Outcome.NOT_APPLICABLE, "one rank has nobody to draw the same as")
 
 
 def test_what_an_evaluation_changes_is_seen_of_any_model(pools: RankPools) -> None:

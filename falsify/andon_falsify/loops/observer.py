@@ -120,7 +120,7 @@ class Observer:
             self._seen.rowless.append(step)
         self._seen.strangers += [Stranger(step, self._rank, text) for text in ids or () if isinstance(text, str)]
         self._seen.of(self._rank, step).leaves.append(tuple(known))
-        self._draws.before_forward(step)
+        self._draws.before_forward(step, rows=len(known))
 
     def _begin(self) -> None:
         """The first forward pass of an update: the place to save the last one, or to poison this one."""

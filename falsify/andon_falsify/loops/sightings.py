@@ -77,6 +77,8 @@ class LoopSightings(Sightings):
     """Digest of the running statistics by rank and update, before its first forward pass, where there are any."""
     draws: dict[tuple[int, int], str] = field(default_factory=dict)
     """By rank and update: the state of torch's generator before the first forward pass that drew from it."""
+    undrawn: dict[tuple[int, int], bool] = field(default_factory=dict)
+    """By rank and update: of the first forward pass with rows that drew nothing, whether it was in training mode."""
     evaluated: list[int] = field(default_factory=list)
     evaluation: Mapping[str, float] = field(default_factory=dict)
     """What this rank's evaluation reported; empty where it reported nothing."""

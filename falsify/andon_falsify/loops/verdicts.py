@@ -198,9 +198,9 @@ def halting(subject: Subject, trace: Trace) -> Verdict:
 
 
 def drawing(subject: Subject, trace: Trace) -> Verdict:
-    """What the forward passes of `trace` draw, or where it has no dropout, those of one update of a case that has."""
+    """What the forward passes of `trace` draw, or where it has no dropout, those of a case that has."""
     if not trace.case.dropout and not trace.gathered("draws"):
-        trace = subject.run(_dropping(trace.case))
+        trace = subject.run(with_dropout(trace.case))
     return unknown(RANDOMNESS, _failed(trace)) if _failed(trace) else randomness(trace)
 
 
@@ -209,17 +209,12 @@ def evaluating(subject: Subject, trace: Trace) -> Verdict:
     plain = judge(EVALUATION, evaluation, LoopLaw(trace))
     if plain.outcome is Outcome.NOT_APPLICABLE:
         return plain
-    other = subject.run(_dropping(trace.case))
+    other = subject.run(with_dropout(trace.case))
     if _failed(other):
         return merge([plain, unknown(EVALUATION, f"with dropout: {_failed(other)}")])
     found = judge(EVALUATION, evaluation, LoopLaw(other))
     named = tuple(replace(each, where=f"{each.where}, with dropout in the model") for each in found.counterexamples)
     return merge([plain, replace(found, counterexamples=named)])
-
-
-def _dropping(case: Case) -> Case:
-    """The case with dropout that goes with `case`; the weights that it ends with are kept."""
-    return with_dropout(case).but(values=True)
 
 
 def _failed(trace: Trace) -> str:

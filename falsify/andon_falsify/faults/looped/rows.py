@@ -102,6 +102,15 @@ def _into_training(model: nn.Module, _: object) -> None:
     model.train()
 
 
+class NeverTraining(PlainLoop):
+    """It evaluates after the first update, and trains on in evaluation mode."""
+
+    def _update(self, batch: list[int]) -> Tensor:
+        if self.done == 1:
+            self.model.eval()
+        return super()._update(batch)
+
+
 class DrawnOnOne(Streamed):
     """Rank 0 has drawn one number more from the stream that all have alike."""
 
@@ -145,6 +154,13 @@ FAULTS = (
         "evaluation-law",
         "the evaluation loss is not that of every row once",
         SGD.but(dropout=0.5),
+    ),
+    LoopFault(
+        "F58",
+        "training in evaluation mode",
+        NeverTraining,
+        "randomness-apart",
+        "step 2, ranks 0, 1: training goes on without dropout.*the model in evaluation mode",
     ),
     LoopFault("F59", "shared stream drawn on one rank", DrawnOnOne, _ROWS, "rows used more than once, by ranks 0, 1"),
 )
