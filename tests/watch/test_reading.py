@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from andon_contracts.digest import mix_integer
 from andon_contracts.watch.base import ROUND, FrozenBase
+from andon_contracts.watch.checksum import MOST_SUMS, ROW, STRIDE, Summed, room_of
 from andon_contracts.watch.extremes import Extremes
 from andon_contracts.watch.kept import Kept
 from andon_contracts.watch.reading import Reader, norm_of_chunks, plain
@@ -88,6 +90,69 @@ def test_a_stable_list_is_read_as_it_is_now(made: Callable[[], Tensor]) -> None:
     assert seen[0] == seen[1]
     assert len({*seen[1:5]}) == 4
     assert seen[4] == seen[5]
+
+
+SIZES = (8 * ROW * STRIDE, 5, 8 * STRIDE, 8 * ROW * 2 + 3)
+"""Bytes: whole rows and lines, less than a word, one line, rows with a rest."""
+
+
+def _summed(pieces: Sequence[Tensor]) -> int:
+    """The checksum of `pieces` (uint8) that are copied one after the other into a room that held something else."""
+    sizes = [piece.numel() for piece in pieces]
+    room = torch.full((max(map(room_of, sizes)),), -1)
+    summed = Summed(sizes, room)
+    for index, piece in enumerate(pieces):
+        room.view(torch.uint8)[: piece.numel()] = piece
+        summed.take(index)
+    return summed.fold()
+
+
+def _pieces() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(256, (size,), generator=generator).to(torch.uint8) for size in SIZES]
+
+
+def test_a_bit_of_any_piece_that_is_summed_as_it_is_copied_is_seen() -> None:
+    """At the begin and at the end of each; so is a piece that gives a word to another, and what lay there before is
+    not."""
+    before = _summed(_pieces())
+    assert _summed(_pieces()) == before
+    seen = {before}
+    for index in range(len(SIZES)):
+        for place in (0, -1):
+            changed = _pieces()
+            changed[index][place] ^= 1
+            seen.add(_summed(changed))
+    words = _pieces()
+    words[0][:8], words[2][:8] = words[2][:8].clone(), words[0][:8].clone()
+    seen.add(_summed(words))
+    assert len(seen) == 1 + 2 * len(SIZES) + 1
+
+
+def test_the_sums_of_pieces_are_those_of_their_definition() -> None:
+    """Rows and lines of each piece with zeros behind it, folded by halves with one list of weights: in integers."""
+    weights = [mix_integer(index + 1) for index in range(2 * MOST_SUMS)]
+    halves: list[int] = []
+    for piece in _pieces():
+        filled = bytes(piece.tolist()).ljust(8 * ROW * STRIDE, b"\0")
+        words = [int.from_bytes(filled[place : place + 8], "little") for place in range(0, len(filled), 8)]
+        rows = [sum(words[place : place + ROW]) for place in range(0, -(-piece.numel() // 8), ROW)]
+        for value in [*rows, *(sum(words[place::STRIDE]) for place in range(STRIDE))]:
+            bits = (value % (1 << 64)).to_bytes(8, "little")
+            halves += [int.from_bytes(half, "little", signed=True) for half in (bits[:4], bits[4:])]
+    total = sum(half * weight for half, weight in zip(halves, weights, strict=False))
+    assert _summed(_pieces()) == mix_integer(total)
+
+
+def test_many_groups_are_folded_in_several_turns() -> None:
+    """More tensors than one fold takes: the first and the last element count."""
+    tensors = [torch.zeros(60_000) for _ in range(160)]
+    reader = Reader(stable=True)
+    seen = {reader.read(tensors).digest}
+    for tensor in (tensors[0], tensors[80], tensors[-1]):
+        _flip(tensor, 59_999)
+        seen.add(reader.read(tensors).digest)
+    assert len(seen) == 4
 
 
 def test_the_norm_is_the_one_of_all_elements() -> None:

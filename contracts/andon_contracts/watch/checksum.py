@@ -11,11 +11,15 @@ exactly one of them. Nor is one in the top bit of every word of a row, since the
 only where it cancels in every row and in every stride; both are odd lengths, unlike those of anything in memory. What
 is not lost is missed by the fold with a probability of at most 2^-33. The value does not depend on the order of
 summation. It is not a cryptographic digest.
+
+`Summed` does the same for memory that is copied together piece by piece: each piece, filled up with zeros to whole rows
+and lines, is summed while it is still in a cache, and the sums of all are folded once.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -26,13 +30,14 @@ ROW, STRIDE = 129, 131
 _BLOCK = 1 << 19
 """Words that are folded at once: 4 MiB."""
 _WORD = 8
+MOST_SUMS = _BLOCK // ROW + 3 * STRIDE
+"""So many sums are folded at once."""
 
 
 @functools.cache
 def _weights() -> Tensor:
     """Random weights of the halves of the words that are folded."""
-    longest = 2 * (_BLOCK // ROW + 3 * STRIDE)
-    return mix64(torch.arange(1, longest + 1, dtype=torch.int64))
+    return mix64(torch.arange(1, 2 * MOST_SUMS + 1, dtype=torch.int64))
 
 
 def _copied(flat: Tensor) -> Tensor:
@@ -77,3 +82,49 @@ def checksum(flat: Tensor) -> int:
     for block in torch.split(words, _BLOCK) if words.numel() > _BLOCK else (words,):
         total = mix_integer(total + _fold(_sums(block)))
     return total if last is None else mix_integer(total + _fold(last))
+
+
+class Summed:
+    """The checksum of pieces of memory that lie in `room` one after the other. The pieces' sizes never change."""
+
+    def __init__(self, sizes: Sequence[int], room: Tensor) -> None:
+        """sizes: of the pieces, in bytes, whose `sums_of` are at most `MOST_SUMS`; room: 1-dim int64 on a CPU with
+        `room_of` words for the largest."""
+        self._sums = torch.zeros(sum(map(sums_of, sizes)), dtype=torch.int64)
+        self._halves = self._sums.view(torch.int32)
+        self._weights = _weights()[: self._halves.numel()]
+        self._pieces: list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]] = []
+        place = 0
+        for size in sizes:
+            rows, lines = _whole(size, ROW), _whole(size, STRIDE)
+            rest = room.view(torch.uint8)[size : _WORD * room_of(size)]
+            of_rows, of_lines = self._sums[place : place + rows], self._sums[place + rows : place + rows + STRIDE]
+            by_row, by_line = room[: rows * ROW].view(rows, ROW), room[: lines * STRIDE].view(lines, STRIDE)
+            self._pieces.append((rest, by_row, of_rows, by_line, of_lines))
+            place += rows + STRIDE
+
+    def take(self, piece: int) -> None:
+        """The room holds the bytes of this piece now."""
+        rest, by_row, of_rows, by_line, of_lines = self._pieces[piece]
+        rest.zero_()
+        torch.sum(by_row, 1, out=of_rows)
+        torch.sum(by_line, 0, out=of_lines)
+
+    def fold(self) -> int:
+        """The checksum in [0, 2^64) of all pieces, after all have been taken."""
+        return mix_integer(int(torch.dot(self._halves.to(torch.int64), self._weights)))
+
+
+def _whole(size: int, length: int) -> int:
+    """How many rows or lines of `length` words hold `size` bytes."""
+    return -(-size // (length * _WORD))
+
+
+def sums_of(size: int) -> int:
+    """How many sums a piece of `size` bytes has."""
+    return _whole(size, ROW) + STRIDE
+
+
+def room_of(size: int) -> int:
+    """How many words a piece of `size` bytes takes with the zeros behind it."""
+    return max(_whole(size, ROW) * ROW, _whole(size, STRIDE) * STRIDE)

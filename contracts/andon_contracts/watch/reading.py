@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from andon_contracts.digest import join, mix_integer, tensor_digest, word_sum_tensor
-from andon_contracts.watch.checksum import checksum
+from andon_contracts.watch.checksum import MOST_SUMS, Summed, checksum, room_of, sums_of
 
 CHUNK_BYTES = 1 << 24
-_CPU_BYTES = 1 << 22
-"""So much is copied and looked at together: on a CPU, so that most of it is still in a cache."""
+_CPU_BYTES = 1 << 19
+"""So much is copied and looked at together: on a CPU, so that it is still in a cache."""
 _SMALL_BYTES = 1 << 18
 _WORD = 8
 ORDINARY = (Tensor, torch.nn.Parameter)
@@ -101,6 +101,7 @@ class Reader:
         self._places: list[int] = []
         self._held: Sequence[Tensor] = ()
         self._groups: list[_Group] = []
+        self._summed: list[Summed] = []
         self._special = False
         self._copied = False
 
@@ -158,22 +159,43 @@ class Reader:
                     open_[kind] = group
             group.members.append(index)
             group.size += size
+        self._sum_copies(tensors)
+
+    def _sum_copies(self, tensors: Sequence[Tensor]) -> None:
+        """Where groups are copied on a CPU: into which room, and with which others each is summed."""
+        batches: list[list[_Group]] = []
+        most = 0
         for group in self._groups:
             first = tensors[group.members[0]]
             if len(group.members) > 1 and first.device.type == "cpu":
-                group.room = _scratch()[: -(-group.size // _WORD)].view(first.dtype)[: group.size // first.itemsize]
+                group.room = _scratch().view(torch.uint8)[: group.size].view(first.dtype)
+                most += sums_of(group.size)
+                if not batches or most > MOST_SUMS:
+                    batches.append([])
+                    most = sums_of(group.size)
+                batches[-1].append(group)
+        self._summed = [Summed([group.size for group in batch], _scratch()) for batch in batches]
+        for batch, summed in zip(batches, self._summed, strict=True):
+            for piece, group in enumerate(batch):
+                group.take = functools.partial(summed.take, piece)
 
     def _look(self, *, norm: bool) -> Reading:
-        sums: list[int | Tensor] = []
+        alone: list[int | Tensor] = []
         norms: list[Tensor] = []
-        count = sum(len(group.members) for group in self._groups)
+        count = 0
         for group in self._groups:
+            count += len(group.members)
             part = group.together()
-            on_cpu = part.device.type == "cpu" and not self.portable
-            sums.append(checksum(part) if on_cpu else word_sum_tensor(part))
+            if self.portable or part.device.type != "cpu":
+                alone.append(word_sum_tensor(part))
+            elif group.take is None:
+                alone.append(checksum(part))
+            else:
+                group.take()
             if norm:
                 norms.append(_norm(part))
-        found = Reading(chained(count, sums), _joined(norms))
+        together = [] if self.portable else [summed.fold() for summed in self._summed]
+        found = Reading(chained(count, [*together, *alone]), _joined(norms))
         if not self._stable:
             for group in self._groups:
                 group.flat = []
@@ -188,6 +210,8 @@ class _Group:
     size: int = 0
     flat: list[Tensor] = field(default_factory=list)
     room: Tensor | None = None
+    take: Callable[[], None] | None = None
+    """Sums what is in the room, where that is of a CPU."""
 
     def together(self) -> Tensor:
         """All elements as one 1-dim tensor, to be read before the next group is."""
@@ -197,7 +221,7 @@ class _Group:
 @functools.lru_cache(maxsize=1)
 def _scratch() -> Tensor:
     """Memory of a CPU for what is copied together. A new piece for each copy would cost more than the copy."""
-    return torch.empty(_CPU_BYTES // _WORD, dtype=torch.int64)
+    return torch.empty(room_of(_CPU_BYTES), dtype=torch.int64)
 
 
 def chained(digest: int, following: Iterable[int | Tensor]) -> int:
