@@ -35,13 +35,15 @@ UNMEASURED = 1e-3
 def noise(trace: Trace) -> dict[int, float]:
     """For each update: the largest distance so far of fp32 weights from float64 ones, over the movement of these.
 
-    Both are trained on the rows that `trace` shows, at its learning rates, in this process. Empty for a loop over a
-    model of its own, and where some rows are not known.
+    Both are trained on the rows that `trace` shows, at its learning rates, in this process; an update without rows
+    makes none. Empty for a loop over a model of its own, where some rows are not known, and where there are none.
     """
     law = LoopLaw(trace)
     if law.why_not or law.unknown_updates or "recomputes" in law.first.claims:
         return {}
-    batches = [list(law.of(step).rows) for step in law.updates]
+    batches = [list(law.of(step).rows) if _trains(law, step) else [] for step in law.updates]
+    if not any(batches):
+        return {}
     rates = [law.first.made[step].rate for step in law.updates]
     exact = _exact(trace, batches, rates)
     start = {name: tensor for name, tensor in law.before(1).items() if name in exact[0]}
@@ -50,8 +52,14 @@ def noise(trace: Trace) -> dict[int, float]:
     for place, step in enumerate(law.updates):
         moved = _distance(exact[place], start)
         largest = max([largest, *(_distance(run[place], exact[place]) / moved for run in runs if moved)])
-        found[step] = largest
+        if largest:
+            found[step] = largest
     return found
+
+
+def _trains(law: LoopLaw, step: int) -> bool:
+    """Whether some rank had a row in `step`; a step of the optimizer without any is noise to nobody."""
+    return any(leaf for leaves in law.visits(step) for leaf in leaves)
 
 
 def _exact(trace: Trace, batches: Sequence[Sequence[int]], rates: Sequence[float]) -> list[Mapping[str, Tensor]]:
@@ -79,7 +87,7 @@ def _rounded(
             loss.backward()  # type: ignore[no-untyped-call]
         for group in stepping.param_groups:
             group["lr"] = rate
-        if case.clip_norm is not None:
+        if case.clip_norm is not None and ids:
             clip_grad_norm_(trained.parameters(), case.clip_norm)
         stepping.step()
         stepping.zero_grad()
