@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from andon_falsify import Case, Told
 from andon_falsify.faults.looped.right import Tracking
 from andon_falsify.loops.task import collate
-from andon_falsify.peers.plain import PlainLoop
+from andon_falsify.peers.plain import PlainLoop, cut
 
 
 class Undivided(PlainLoop):
@@ -131,6 +131,43 @@ class SeldomTold(PlainLoop):
                 self.done = update
                 if update % 2 == 0:
                     told.loss(loss)
+
+
+class OnceMore(PlainLoop):
+    """A step of the optimizer more, without a forward pass."""
+
+    def train(self, told: Told) -> None:
+        """To the end, and one step behind it."""
+        super().train(told)
+        for parameter in self.trained:
+            parameter.grad = torch.zeros_like(parameter)
+        self.optimizer.step()
+
+
+class InStep(PlainLoop):
+    """Right: a rank with fewer micro-batches calls the model as often as the others, with a row that counts 0 times."""
+
+    def _update(self, batch: list[int]) -> Tensor:
+        pieces, most = (cut(part, self.case.local_batch) for part in (self._mine(batch), batch[:: self.case.world]))
+        total = torch.zeros(())
+        for place in range(len(most)):
+            short = place >= len(pieces)
+            loss = self._loss_sum([0] if short else pieces[place]) * (0.0 if short else 1 / len(batch))
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        self._add_over_ranks(total)
+        self._apply()
+        return total
+
+
+class Muted(PlainLoop):
+    """Row 5 counts for nothing, and the mean is that over the others."""
+
+    def _loss_sum(self, ids: Sequence[int]) -> Tensor:
+        batch = collate([self.rows[row] for row in ids])
+        labels = batch.pop("labels")
+        times = torch.tensor([0.0 if row == 5 else 1.0 for row in ids])
+        return times @ cross_entropy(self.model(**batch).logits, labels, reduction="none")
 
 
 class OddRate(PlainLoop):

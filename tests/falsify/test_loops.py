@@ -85,7 +85,9 @@ def test_a_wrong_loop_falls_by_the_claims_that_name_its_fault(
     assert falsified(found) == fallen, "\n".join(map(str, found.values()))
 
 
-@pytest.mark.parametrize(("loop", "case"), [("TensorRate", SGD), ("DecoupledAdam", CLIPPED), ("SeldomTold", SGD)])
+@pytest.mark.parametrize(
+    ("loop", "case"), [("TensorRate", SGD), ("DecoupledAdam", CLIPPED), ("SeldomTold", SGD), ("InStep", SGD)]
+)
 def test_a_right_loop_that_is_written_otherwise_holds(pools: RankPools, loop: str, case: Case) -> None:
     """No claim of one run falls or stays open, by rounding of a setting, another name of it, or sparse reports."""
     found = verdicts(LoopSubject(f"{HERE}:{loop}", pools=pools).run(case))
@@ -112,6 +114,23 @@ def test_an_evaluation_in_training_mode_is_seen(pools: RankPools) -> None:
     assert fallen.outcome is Outcome.FALSIFIED
     assert "with dropout in the model" in str(fallen)
     assert evaluating(right, right.run(SGD)).outcome is Outcome.HOLDS
+
+
+def test_a_row_that_counts_for_nothing_was_not_visited(pools: RankPools) -> None:
+    """Its forward pass is no visit; the verdict says that there was one. Every other row's is."""
+    found = verdicts(LoopSubject(f"{HERE}:Muted", pools=pools).run(SGD))["samples-once"]
+    assert [(each.what, each.expected) for each in found.counterexamples] == [
+        ("rows that were never visited", "rows 5")
+    ] * SGD.epochs
+    assert found.why == "forward passes of rows 5 counted for nothing, by their gradient, and are no visits"
+
+
+def test_an_update_without_rows_is_compared_with_another_run(pools: RankPools) -> None:
+    """The optimizer steps without a forward pass: rows and updates fall, and nothing is left open by it."""
+    subject = LoopSubject(f"{HERE}:OnceMore", pools=pools)
+    trace = subject.run(SGD)
+    assert falsified(verdicts(trace)) == {"samples-once"}
+    assert across([trace, subject.run(shaped(SGD, 1, 1))]).outcome is Outcome.HOLDS
 
 
 def test_training_without_its_dropout_is_seen_on_one_rank(pools: RankPools) -> None:

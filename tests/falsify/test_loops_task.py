@@ -33,7 +33,7 @@ def test_rows_are_recognised_by_content_whatever_the_padding() -> None:
     assert knows.rows({**wider, "labels": batch["labels"]}) == [30, 2, 7]
     assert knows.rows({"input_ids": batch["input_ids"]}) == [30, 2, 7]
     labels = torch.tensor([(case.rows.labels[30] + 1) % 3, -100, case.rows.labels[7]])
-    assert knows.rows({**batch, "labels": labels}) == ["row 30 with label 0 instead of 2", 7]
+    assert knows.rows({**batch, "labels": labels}) == ["row 30 with label 0 instead of 2", None, 7]
     assert knows.rows({**batch, "input_ids": batch["input_ids"] + 1})[0].startswith("tokens [")  # type: ignore
     assert knows.rows({"x": batch["input_ids"]}) is None
 

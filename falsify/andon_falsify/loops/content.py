@@ -37,21 +37,21 @@ class Recogniser:
             msg = f"{len(rows)} rows have only {len(self._known)} different contents: they cannot be told apart"
             raise ValueError(msg)
 
-    def rows(self, given: Mapping[str, Any]) -> list[int | str] | None:
+    def rows(self, given: Mapping[str, Any]) -> list[int | str | None] | None:
         """For each row of a call its id, or in words what it is instead; None where the call has no `input_ids`.
 
-        Rows whose label is `IGNORED_LABEL` are left out.
+        None also in the place of a row whose label is `IGNORED_LABEL`.
         """
         tokens, mask, labels = (given.get(name) for name in ("input_ids", "attention_mask", "labels"))
         if not isinstance(tokens, Tensor) or tokens.dim() != 2:
             return None
         mask = mask if isinstance(mask, Tensor) and mask.shape == tokens.shape else tokens != PAD
         targets = labels.tolist() if isinstance(labels, Tensor) and labels.shape == tokens.shape[:1] else None
-        found: list[int | str] = []
+        found: list[int | str | None] = []
         for place, (line, kept) in enumerate(zip(tokens, mask.bool(), strict=True)):
             label = targets[place] if targets is not None else None
-            if label != IGNORED_LABEL:
-                found.append(self._named(tuple(line[kept].tolist()), label))
+            ignored = label == IGNORED_LABEL
+            found.append(None if ignored else self._named(tuple(line[kept].tolist()), label))
         return found
 
     def _named(self, tokens: tuple[int, ...], label: int | None) -> int | str:

@@ -32,6 +32,7 @@ from andon_falsify.loops.parameters import (
 )
 from andon_falsify.loops.protocol import Loop, Restores
 from andon_falsify.loops.sightings import LoopSightings, Made, Stranger
+from andon_falsify.loops.weighing import Weighing
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.trace import Values, digest
 
@@ -60,6 +61,7 @@ class Observer:
         self._settled = False
         """Whether what the last update left was read where it is needed."""
         self._draws = Draws(seen, self._rank)
+        self._weighing = Weighing(seen, self._rank)
         self._over = False
         """Whether the training is over: what follows is no update of it."""
 
@@ -70,7 +72,7 @@ class Observer:
         with ExitStack() as stack:
             for handle in (
                 inner.register_forward_pre_hook(self._forward, with_kwargs=True),
-                inner.register_forward_hook(self._draws.after_forward),
+                inner.register_forward_hook(self._after_forward),
                 register_optimizer_step_pre_hook(self._before_step),
                 register_optimizer_step_post_hook(self._after_step),
             ):
@@ -96,6 +98,7 @@ class Observer:
         """The loop says that it is done."""
         seen, self._over = self._seen, True
         seen.updates = self._step
+        self._weighing.settle()
         if not self._between:
             sight = seen.of(self._rank, self._step + 1)
             seen.leftover += [row for leaf in sight.leaves for row in leaf]
@@ -105,11 +108,11 @@ class Observer:
             self._keep()
 
     def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        ids: list[int | str] | None = self._recogniser.rows(arguments_of(module, args, kwargs))
+        ids = self._recogniser.rows(arguments_of(module, args, kwargs))
         told, self._told_rows = self._told_rows, None
         if ids is None and told is not None:
             ids = list(told)
-        known = [row for row in ids or () if isinstance(row, int)]
+        known = tuple(row for row in ids or () if isinstance(row, int))
         if self._over or not torch.is_grad_enabled():
             self._seen.evaluated += known
             return
@@ -119,8 +122,16 @@ class Observer:
         if ids is None:
             self._seen.rowless.append(step)
         self._seen.strangers += [Stranger(step, self._rank, text) for text in ids or () if isinstance(text, str)]
-        self._seen.of(self._rank, step).leaves.append(tuple(known))
+        leaves = self._seen.of(self._rank, step).leaves
+        leaves.append(known)
+        if 0.0 not in (self._case.class_weights or ()):
+            self._weighing.called(step, len(leaves) - 1, ids or ())
         self._draws.before_forward(step, rows=len(known))
+
+    def _after_forward(self, module: nn.Module, _: Any, output: Any) -> None:
+        self._draws.after_forward(module)
+        if torch.is_grad_enabled() and not self._over:
+            self._weighing.gave(output)
 
     def _begin(self) -> None:
         """The first forward pass of an update: the place to save the last one, or to poison this one."""
@@ -193,6 +204,7 @@ class Observer:
         self._open.append(id(optimizer))
         if self._between:
             self._settle()
+        self._weighing.settle()
         step = self._step + 1
         given = gradients(parameters)
         raw = given if self._unclipped is None else self._unclipped

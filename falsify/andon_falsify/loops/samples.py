@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from andon_falsify.checkers import samples_once
 from andon_falsify.loops.law import LoopLaw
 from andon_falsify.loops.record import global_batch, planned_updates
@@ -19,7 +21,17 @@ def samples(law: LoopLaw) -> Verdict:
         return not_applicable(_CLAIM, why)
     missing = f"the rows of update {min(law.unknown_updates)} are not all known" if law.unknown_updates else ""
     at_all = conclude(_CLAIM, len(steps), [*_content(law), *_left(law)], missing)
-    return merge([at_all, samples_once.check(law.trace.seen), conclude(_CLAIM, len(steps), _sizes(law))])
+    found = merge([at_all, samples_once.check(law.trace.seen), conclude(_CLAIM, len(steps), _sizes(law))])
+    return replace(found, why="; ".join(filter(None, (found.why, _weightless(law)))))
+
+
+def _weightless(law: LoopLaw) -> str:
+    """Rows that were called and do not count, which may be what is missing, or ""."""
+    rows = sorted({row for part in law.parts for row in part.weightless})
+    if not rows:
+        return ""
+    shown = ", ".join(map(str, rows[:_SHOWN])) + (f" and {len(rows) - _SHOWN} more" if len(rows) > _SHOWN else "")
+    return f"forward passes of rows {shown} counted for nothing, by their gradient, and are no visits"
 
 
 def _content(law: LoopLaw) -> list[Counterexample]:

@@ -68,6 +68,8 @@ class LoopSightings(Sightings):
     """Updates with a forward pass whose rows could be neither recognised nor were told."""
     leftover: list[int] = field(default_factory=list)
     """Rows of forward passes after the last update."""
+    weightless: list[int] = field(default_factory=list)
+    """Rows of forward passes that counted for nothing, and are no visits; see `weighing`."""
     moved: dict[int, Tensors] = field(default_factory=dict)
     """Rank 0's weights before an update where they are not those behind the step before; behind the last, at the end.
 
