@@ -20,6 +20,7 @@ Runs = Annotated[list[Path], typer.Argument(help="Run folders or ledgers; severa
 
 def verify(runs: Runs) -> None:
     """Check every claim that a ledger can decide; 0 all hold, 1 one is falsified, 2 one is unknown."""
+    from andon_falsify.report.legible import legible_line
     from andon_falsify.verdict import closing_line, exit_code
     from andon_falsify.verification import ALL, read_run
     from andon_falsify.verification import verify as judged
@@ -32,9 +33,10 @@ def verify(runs: Runs) -> None:
     verdicts = judged(read)
     statements = {claim.name: claim for claim in ALL}
     for verdict in verdicts:
-        typer.echo(f"{verdict.claim} v{statements[verdict.claim].version}: {verdict.outcome.value}{_why(verdict)}")
+        said = f"{verdict.claim} v{statements[verdict.claim].version}: {verdict.outcome.value}{_why(verdict)}"
+        typer.echo(legible_line(said))
         for found in verdict.counterexamples[:_SHOWN]:
-            typer.echo(f"  {found}")
+            typer.echo(legible_line(f"  {found}"))
         if len(verdict.counterexamples) > _SHOWN:
             typer.echo(f"  and {len(verdict.counterexamples) - _SHOWN} more")
     typer.echo(closing_line(verdicts, len(read)))

@@ -99,15 +99,15 @@ def _ended(options: Options, files: dict[str, Path]) -> int:
         try:
             report = conduct(request, _listeners())
         except CutShortError as cut:
-            _show(cut.report)
+            _show(cut.report, cut_short=True)
             return _cut_short(cut)
     except InputError as error:
-        say(str(error))
+        _warn(str(error))
         return USAGE
     try:
         _write(report, files)
     except InputError as error:
-        say(str(error))
+        _warn(str(error))
         return USAGE
     finally:
         _show(report)
@@ -131,23 +131,33 @@ def _listeners() -> Listeners:
     """The first line on standard output; a line for each trial where somebody looks at standard error."""
     from andon_falsify.campaign.conduct import Listeners
     from andon_falsify.campaign.wording import opening_line, trial_line
+    from andon_falsify.report.legible import legible_line
 
     def began(bench: Bench, campaign: Campaign) -> None:
-        put(opening_line(bench, campaign))
+        put(legible_line(opening_line(bench, campaign)))
 
     def told(trial: Trial, verdicts: dict[str, Verdict]) -> None:
         if sys.stderr is not None and sys.stderr.isatty():
-            say(trial_line(trial, verdicts))
+            _warn(trial_line(trial, verdicts))
 
     return Listeners(began, told)  # type: ignore[arg-type]
 
 
-def _show(report: Report) -> None:
+def _show(report: Report, *, cut_short: bool = False) -> None:
+    """On standard output, where nothing that a subject says may move the cursor or hide what stands there."""
     from andon_falsify.campaign.wording import verdict_lines
+    from andon_falsify.report.legible import legible_line
 
-    for line in (*verdict_lines(report), report.closing_line):
-        if not put(line):
+    for line in (*verdict_lines(report, cut_short=cut_short), report.closing_line):
+        if not put(legible_line(line)):
             return
+
+
+def _warn(text: str) -> None:
+    """On standard error, likewise."""
+    from andon_falsify.report.legible import legible
+
+    say(legible(text))
 
 
 def _write(report: Report, files: dict[str, Path]) -> None:
@@ -173,5 +183,5 @@ def _internal(cause: BaseException | None) -> int:
     """Say what in the suite failed."""
     if os.environ.get(_TRACEBACK) == "1":
         traceback.print_exception(cause)
-    say(f"internal error: {type(cause).__name__}: {cause} (set {_TRACEBACK}=1 for the traceback)")
+    _warn(f"internal error: {type(cause).__name__}: {cause} (set {_TRACEBACK}=1 for the traceback)")
     return INTERNAL

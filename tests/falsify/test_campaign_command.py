@@ -17,6 +17,8 @@ from andon.problems import InputError, Problem
 from andon_falsify.campaign import conduct
 from andon_falsify.campaign.outcome import Report
 from andon_falsify.campaign.request import Options, understood
+from andon_falsify.campaign.trial import Trial
+from andon_falsify.verdict import Outcome, Verdict
 
 SMALL = {"rows": [5, 0], "batch_size": 4, "hidden": 8, "heads": 1, "inner": 8, "rank": 1, "dropout": 0.0}
 BROKEN = SMALL | {"fault": "last shard not trained", "contracts": False, "optimizer": "sgd", "clip_norm": None}
@@ -50,8 +52,8 @@ def test_1_where_a_claim_is_falsified_and_its_command_repeats_it(tmp_path: Path)
     report = tmp_path / "r.json"
     code, lines, _ = exact(BROKEN, "--seed", "3", "--claim", "gradient-law", "--json", str(report))
     assert code == 1
-    (fallen,) = [line for line in lines if line.startswith("  step 1")]
-    words = shlex.split(fallen.partition("repeat with: ")[2])
+    (command,) = [line for line in lines if line.startswith("  repeat with: ")]
+    words = shlex.split(command.partition(": ")[2])
     assert words[:2] == ["andon", "falsify"]
     assert falsify(*words[2:])[1] == lines
     (finding,) = Report.from_json(json.loads(report.read_text())).findings
@@ -118,7 +120,26 @@ def test_130_after_an_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("andon_falsify.campaign.own.AndonBench.attempt", interrupted)
     code, lines, said = exact(SMALL, "--claim", "gradient-law")
     assert (code, said.strip()) == (130, "andon: interrupted")
+    assert lines[1] == "not tried yet (1): gradient-law"
     assert CLOSING.fullmatch(lines[-1])
+
+
+def test_what_a_subject_says_cannot_act_on_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Escape sequences, NUL, marks of direction and line breaks in its words are written out, in its errors too."""
+    nasty = "\x1b[2J\x00\u202e\u2066\x9b31m\rholds\nfake-claim v1: holds\U000e0041"
+
+    def says(_: object, trial: Trial) -> dict[str, Verdict]:
+        return {"gradient-law": Verdict("gradient-law", Outcome.UNKNOWN, nasty)}
+
+    def raises(*_: object) -> None:
+        raise LookupError(nasty)
+
+    for attempt in (says, raises):
+        monkeypatch.setattr("andon_falsify.campaign.own.AndonBench.attempt", attempt)
+        _, lines, error = exact(SMALL, "--claim", "gradient-law")
+        assert [each for line in [*lines, error.replace("\n", "")] for each in line if not each.isprintable()] == []
+        assert not [line for line in lines if line.startswith("fake-claim")]
+    assert "\\x1b[2J\\x00\\u202e\\u2066\\x9b31m\\x0dholds" in error
 
 
 @pytest.mark.parametrize(

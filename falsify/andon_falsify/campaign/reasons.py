@@ -6,6 +6,8 @@ import re
 
 _NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[-+]?\d+)?")
 _KEPT = 3
+NOTHING_SAID = "no case that was run says anything of it"
+"""Why a selected claim is unknown that no trial has judged."""
 
 
 def condensed(why: str, kept: int = _KEPT) -> str:

@@ -11,7 +11,7 @@ from andon_falsify.campaign.bench import Bench
 from andon_falsify.campaign.diagnosis import Explanation, diagnosed, explain
 from andon_falsify.campaign.interpreter import Said
 from andon_falsify.campaign.outcome import Finding, Report
-from andon_falsify.campaign.reasons import condensed
+from andon_falsify.campaign.reasons import NOTHING_SAID, condensed
 from andon_falsify.campaign.trial import FUNCTIONS, Trial
 from andon_falsify.verdict import Claim, Verdict, merge, unknown
 
@@ -51,7 +51,7 @@ def report(bench: Bench, said: Sequence[Said], selected: frozenset[str], origin:
 def _findings(bench: Bench, claim: Claim, said: Sequence[Said]) -> list[Finding]:
     """One finding a place; that of the smallest counterexample first, and in it this counterexample."""
     if not said:
-        nothing = unknown(claim, "no case that was run says anything of it")
+        nothing = unknown(claim, NOTHING_SAID)
         return [_finding(bench, claim, ("", 0, 0), 0, nothing, ())]
     explanation = _explained(said)
     by_place: dict[tuple[str, int, int], list[Said]] = {}

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from andon_falsify.campaign.bench import Bench
 from andon_falsify.campaign.interpreter import Campaign
 from andon_falsify.campaign.outcome import Finding, Report
-from andon_falsify.campaign.reasons import condensed
+from andon_falsify.campaign.reasons import NOTHING_SAID, condensed
 from andon_falsify.campaign.trial import Trial
 from andon_falsify.verdict import Outcome, Verdict
 
-_COUNTEREXAMPLES = 3
 _PLACES = 3
+_COUNTED = re.compile(r"\d+ more counterexamples")
+"""What a judge says who keeps only some; here they are counted below."""
 
 
 def opening_line(bench: Bench, campaign: Campaign) -> str:
@@ -34,27 +37,60 @@ def trial_line(trial: Trial, verdicts: Mapping[str, Verdict]) -> str:
     return f"{place}: {', '.join(f'{count} {outcome.value}' for outcome, count in counts.items() if count)}"
 
 
-def verdict_lines(report: Report) -> Iterator[str]:
-    """Every claim with its verdict, then the claims that were left out. The closing line is the caller's."""
+def verdict_lines(report: Report, *, cut_short: bool = False) -> Iterator[str]:
+    """Every claim with its verdict, then the claims that were left out. The closing line is the caller's.
+
+    cut_short: claims of which nothing was said yet are only named.
+    """
+    unsaid = []
     for verdict in report.verdicts:
         own = [finding for finding in report.findings if finding.claim == verdict.claim]
+        if cut_short and verdict.why == NOTHING_SAID:
+            unsaid.append(verdict.claim)
+            continue
         yield f"{verdict.claim} v{own[0].version}: {_outcome(verdict, own)}{_expected(report, own[0], verdict)}"
-        for found in verdict.counterexamples[:_COUNTEREXAMPLES]:
-            yield f"  {found}"
-        if len(verdict.counterexamples) > _COUNTEREXAMPLES:
-            yield f"  and {len(verdict.counterexamples) - _COUNTEREXAMPLES} more"
+        yield from counterexample_lines(verdict)
+    if unsaid:
+        yield f"not tried yet ({len(unsaid)}): {', '.join(unsaid)}"
     if report.not_selected:
         yield f"not selected ({len(report.not_selected)}): {', '.join(report.not_selected)}"
 
 
+def counterexample_lines(verdict: Verdict, rest: str = "in the file of --json") -> Iterator[str]:
+    """The first counterexample, which is the smallest, and the command that repeats it; how many more there are.
+
+    rest: where those are.
+    """
+    for found in verdict.counterexamples[:1]:
+        yield f"  {replace(found, seed=None, repro='')}"
+        if found.repro:
+            yield f"  repeat with: {found.repro}"
+    if len(verdict.counterexamples) > 1:
+        yield f"  and {len(verdict.counterexamples) - 1} more ({rest})"
+
+
 def _outcome(verdict: Verdict, findings: list[Finding]) -> str:
-    why = condensed(verdict.why)
+    why = condensed("; ".join(each for each in verdict.why.split("; ") if not _COUNTED.fullmatch(each)))
     if verdict.outcome is Outcome.HOLDS:
         return f"holds ({verdict.checked} comparisons" + (f"; {why})" if why else ")")
-    same = [finding.place for finding in findings if finding.outcome is verdict.outcome and finding.place]
-    places = "; ".join(same[:_PLACES]) + (f"; and {len(same) - _PLACES} more places" if len(same) > _PLACES else "")
+    places = _places([finding for finding in findings if finding.outcome is verdict.outcome])
     at = f" at {places}" if places and verdict.outcome is not Outcome.NOT_APPLICABLE else ""
     return f"{verdict.outcome.value}{at}" + (f" ({why})" if why else "")
+
+
+def _places(findings: list[Finding]) -> str:
+    """`gloo, world 2, accumulation 1 and 2; gloo, world 3, accumulation 2`; at most three, and how many more."""
+    held: dict[str, set[int]] = {}
+    for finding in findings:
+        place = replace(finding, accumulation=0).place
+        if place:
+            held.setdefault(place, set()).add(finding.accumulation)
+    named = [
+        f"{place}, accumulation {' and '.join(map(str, sorted(own)))}" if all(own) else place
+        for place, own in sorted(held.items())
+    ]
+    more = f"; and {len(named) - _PLACES} more places" if len(named) > _PLACES else ""
+    return "; ".join(named[:_PLACES]) + more
 
 
 def _expected(report: Report, finding: Finding, verdict: Verdict) -> str:

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from andon_falsify.campaign.wording import counterexample_lines
+from andon_falsify.report.legible import legible_line
 from andon_falsify.verdict import Claim, Counterexample, Outcome, Verdict, closing_line, merge, not_applicable, unknown
 
 VERDICT, CLAIMS, RUNS = "andon verdict", "andon claims", "andon runs"
@@ -73,9 +76,23 @@ class Count:
         terminalreporter.section("claims")
         for verdict in verdicts:
             if verdict.outcome is not Outcome.HOLDS:
-                terminalreporter.write_line(str(verdict))
+                terminalreporter.write_line(_summed_up(verdict))
         left_out = len(self._claims) - len(verdicts)
         terminalreporter.write_line(closing_line(verdicts, self._runs, left_out))
+
+
+def shown(verdict: Verdict) -> str:
+    """A verdict in lines that can be shown anywhere: its smallest counterexample, and how many more there are."""
+    head = f"{verdict.claim}: {verdict.outcome.value}" + (f" ({verdict.why})" if verdict.why else "")
+    lines = [head, *counterexample_lines(verdict, "in the file of andon falsify --json")]
+    return "\n".join(map(legible_line, lines))
+
+
+def _summed_up(verdict: Verdict) -> str:
+    """The first failed test of a claim stands for the others."""
+    others = len(verdict.counterexamples) - 1
+    kept = replace(verdict, counterexamples=verdict.counterexamples[:1])
+    return f"{kept}\n  and of {others} more tests" if others > 0 else str(kept)
 
 
 def _restored(claim: str, outcome: Outcome, checked: int, text: str) -> Verdict:

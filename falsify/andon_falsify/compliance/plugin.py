@@ -24,6 +24,7 @@ from andon_falsify.compliance import counting
 from andon_falsify.compliance.claims import CLAIMS
 from andon_falsify.compliance.power import Laboratory
 from andon_falsify.ranks.pool import RankPools
+from andon_falsify.report.legible import legible
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.protocol import Remembering
 from andon_falsify.subjects.trace import Trace
@@ -50,7 +51,8 @@ class Court:
         """The trace of `case`. Fails the test where a rank ended with an error."""
         trace = self._subject.run(case)
         if trace.errors:
-            pytest.fail("\n".join(f"rank {rank}: {text}" for rank, text in sorted(trace.errors.items())))
+            said = "\n".join(f"rank {rank}: {text}" for rank, text in sorted(trace.errors.items()))
+            pytest.fail(legible(said))
         return trace
 
     @property
@@ -61,9 +63,9 @@ class Court:
     def hold(self, *verdicts: Verdict) -> None:
         """Enter `verdicts` into the count; the test fails unless each holds or does not apply."""
         for verdict in verdicts:
-            entry = json.dumps([verdict.claim, verdict.outcome.value, verdict.checked, str(verdict)])
+            entry = json.dumps([verdict.claim, verdict.outcome.value, verdict.checked, counting.shown(verdict)])
             self._node.user_properties.append((counting.VERDICT, entry))
-        broken = [str(verdict) for verdict in verdicts if verdict.outcome not in counting.ACCEPTED]
+        broken = [counting.shown(verdict) for verdict in verdicts if verdict.outcome not in counting.ACCEPTED]
         if broken:
             pytest.fail("\n".join(broken), pytrace=False)
 
@@ -113,7 +115,7 @@ def _suite(config: pytest.Config) -> Suite | None:
     try:
         return Suite(understood(Options(**given, backend=",".join(config.getoption("backend") or ()) or None)))
     except InputError as error:
-        raise pytest.UsageError(*map(str, error.problems)) from None
+        raise pytest.UsageError(*(legible(str(problem)) for problem in error.problems)) from None
 
 
 def _search_as_hard_as(config: pytest.Config) -> None:

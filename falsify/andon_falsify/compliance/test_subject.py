@@ -6,6 +6,7 @@ import pytest
 
 from andon_falsify.campaign.suite import Suite, Tried
 from andon_falsify.compliance.plugin import Court
+from andon_falsify.report.legible import legible
 from andon_falsify.verdict import Outcome
 
 
@@ -14,4 +15,4 @@ def test_the_claim(court: Court, suite: Suite, claim_at_place: Tried) -> None:
     verdict = suite.verdict(claim_at_place)
     court.hold(verdict)
     if verdict.outcome is Outcome.NOT_APPLICABLE:
-        pytest.skip(verdict.why)
+        pytest.skip(legible(verdict.why))

@@ -7,7 +7,7 @@ import re
 # Not in XML 1.0, or shown as nothing, or able to turn the order of what follows: controls other than tab and newline,
 # line and paragraph separators, marks of direction, halves of surrogate pairs, noncharacters.
 _HIDDEN = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb\ufffe\uffff\ud800-\udfff]"
+    "[\xad\u180e\U000e0000-\U000e0fff\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb\ufffe\uffff\ud800-\udfff]"
 )
 
 
@@ -22,6 +22,11 @@ def legible(text: str, most: int | None = None) -> str:
     return f"{shown} … ({left} more characters)" if left else shown
 
 
+def legible_line(text: str) -> str:
+    """`text` as one line, for where a line says one thing: a line break in it is written out too."""
+    return legible(text).replace("\n", "\\n")
+
+
 def _written(found: re.Match[str]) -> str:
     code = ord(found[0])
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
