@@ -144,6 +144,14 @@ class OnceMore(PlainLoop):
         self.optimizer.step()
 
 
+class Measuring(PlainLoop):
+    """Right: it asks torch's clip for the norm of its own part, without a limit, and clips what is reduced."""
+
+    def _add_over_ranks(self, total: Tensor) -> None:
+        torch.nn.utils.clip_grad_norm_(self.trained, torch.inf)
+        super()._add_over_ranks(total)
+
+
 class InStep(PlainLoop):
     """Right: a rank with fewer micro-batches calls the model as often as the others, with a row that counts 0 times."""
 

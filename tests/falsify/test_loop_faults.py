@@ -29,6 +29,7 @@ SAMPLE = (
     "F20 loss times world size, AdamW clipped",
     "F26 stale gradient on one rank",
     "F37 clip norm summed over replicas",
+    "F38 clipped before the reduction",
     "F41 NaN hidden by nan_to_num",
     "F46 sampler pads with repeats",
     "F53 labels shifted, unseen by the model",

@@ -86,7 +86,15 @@ def test_a_wrong_loop_falls_by_the_claims_that_name_its_fault(
 
 
 @pytest.mark.parametrize(
-    ("loop", "case"), [("TensorRate", SGD), ("DecoupledAdam", CLIPPED), ("SeldomTold", SGD), ("InStep", SGD)]
+    ("loop", "case"),
+    [
+        ("TensorRate", SGD),
+        ("DecoupledAdam", CLIPPED),
+        ("SeldomTold", SGD),
+        ("InStep", SGD),
+        ("Measuring", SGD),
+        ("Measuring", CLIPPED),
+    ],
 )
 def test_a_right_loop_that_is_written_otherwise_holds(pools: RankPools, loop: str, case: Case) -> None:
     """No claim of one run falls or stays open, by rounding of a setting, another name of it, or sparse reports."""

@@ -19,6 +19,7 @@ GRADIENT_TOLERANCE = 2e-5
 GRADIENT_FLOOR = 0.1
 """A tensor with less than this share of all that was summed is measured by it: where rows cancel, rounding is left."""
 LOSS_TOLERANCE = 1e-5
+_EARLY = "it is what the optimizer got: torch's clip was called before it was whole"
 
 
 def factors(case: Case) -> dict[str, int]:
@@ -70,7 +71,8 @@ def _gradient(law: LoopLaw, step: int) -> Verdict:
     if verdict.outcome is not Outcome.FALSIFIED:
         return verdict
     told = compare(law, step, factors(law.case))
-    overall = f"relative error {told.relative:.3g} over all tensors; {told.words}".removesuffix("; ")
+    early = _EARLY if law.first.made[step].early else ""
+    overall = "; ".join(filter(None, (f"relative error {told.relative:.3g} over all tensors", early, told.words)))
     named = tuple(replace(each, what=f"{each.what}; {overall}") for each in verdict.counterexamples)
     return replace(verdict, counterexamples=named)
 

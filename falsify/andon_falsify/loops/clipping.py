@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,6 +36,19 @@ def clipping_seen(seen: Seen) -> Iterator[None]:
     finally:
         for home, name, original in originals:
             setattr(home, name, original)
+
+
+def only_shrunk(given: Mapping[str, torch.Tensor], before: Mapping[str, torch.Tensor]) -> bool:
+    """Whether `given` may be what clipping left of `before`: no element grew or changed its sign.
+
+    True also where something is not finite, of which clipping makes anything.
+    """
+    if given.keys() != before.keys():
+        return False
+    pairs = [(given[name], held) for name, held in before.items()]
+    if not all(bool(held.isfinite().all()) for _, held in pairs):
+        return True
+    return all(bool(((new * old >= 0) & (new.abs() <= old.abs() * (1 + 1e-5))).all()) for new, old in pairs)
 
 
 def _by_norm(original: Callable[..., Any], seen: Seen) -> Callable[..., Any]:

@@ -1,7 +1,8 @@
 """A loop seen from outside, on one rank: its rows by content, its gradients and updates by torch's own hooks.
 
 Nothing is asked of the loop but its model. An update is a step of an optimizer that holds parameters of that model.
-The gradient is read before torch's clipping where that is called, else as the optimizer gets it. (An optimizer that
+The gradient is read before torch's clipping where that is called and the optimizer gets what it leaves, else as the
+optimizer gets it. (An optimizer that
 takes a closure computes its gradient after it was read; such loops cannot be judged here.) What an update leaves is
 read twice: behind the step, and where it is next needed (a forward pass, a step, the end), since a loop may broadcast
 its weights in between.
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from andon_falsify.loops.clipping import clipping_seen
+from andon_falsify.loops.clipping import clipping_seen, only_shrunk
 from andon_falsify.loops.content import Recogniser, arguments_of
 from andon_falsify.loops.drawing import Draws
 from andon_falsify.loops.parameters import (
@@ -190,9 +191,10 @@ class Observer:
         handle = parameter.register_hook(spoil)  # type: ignore[no-untyped-call]
 
     def _clipping(self, norm: float | None) -> None:
-        if self._unclipped is None:
-            self._unclipped = gradients(trained(unwrapped(self._loop.model)))
-            self._norm = norm
+        now = gradients(trained(unwrapped(self._loop.model)))
+        # Clipping twice is seen once; what was reduced, or added to, since the last time is clipped for the first time.
+        if self._unclipped is None or not only_shrunk(now, self._unclipped):
+            self._unclipped, self._norm = now, norm
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         parameters = trained(unwrapped(self._loop.model))
@@ -207,10 +209,12 @@ class Observer:
         self._weighing.settle()
         step = self._step + 1
         given = gradients(parameters)
-        raw = given if self._unclipped is None else self._unclipped
+        early = self._unclipped is not None and not only_shrunk(given, self._unclipped)
+        clipped = self._unclipped is not None and not early
+        raw = self._unclipped if clipped and self._unclipped is not None else given
         self._seen.of(self._rank, step).gradient = digest(raw)
         self._seen.made[step] = Made(
-            type(optimizer).__name__, groups_of(optimizer, parameters), self._norm, self._unclipped is not None
+            type(optimizer).__name__, groups_of(optimizer, parameters), self._norm, clipped, early
         )
         if self._rank == 0 and self._case.values:
             self._seen.values[step] = Values(raw, {})

@@ -21,12 +21,16 @@ class Group:
 
 @dataclass(frozen=True)
 class Made:
-    """One update: the optimizer's class and groups, and the norm that torch's clip was given (None: not called)."""
+    """One update: the optimizer's class and groups, and the norm that torch's clip was given (None: not called).
+
+    early: something else than what was clipped came to the optimizer, as where ranks clip before they reduce.
+    """
 
     optimizer: str
     groups: tuple[Group, ...]
     norm: float | None
     clipped: bool
+    early: bool = False
 
     @property
     def rate(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -42,7 +43,7 @@ def updates(law: LoopLaw) -> Verdict:
         found += [*_between(law, step), *_clipped_by(law, step)]
         before, after = law.before(step), law.after(step)
         given = {short_name(n): g.double() for n, g in law.first.values[step].gradients.items()}
-        wanted = _stepped(made, before, clip(given, law.case.clip_norm)[0], states)
+        wanted = _stepped(made, before, clip(given, None if made.early else law.case.clip_norm)[0], states)
         for name, tensor in after.items():
             checked += 1
             target = wanted.get(name, before[name])
@@ -81,11 +82,24 @@ def _between(law: LoopLaw, step: int) -> Iterator[Counterexample]:
 
 def _clipped_by(law: LoopLaw, step: int) -> Iterator[Counterexample]:
     """A norm that torch's clip was given, and that is not the gradient's."""
+    if law.first.made[step].early:
+        yield from _clipped_early(law, step)
+        return
     given, norm = law.first.made[step].norm, global_norm(law.first.values[step].gradients)
     if given is not None and norm and not abs(given - norm) <= 1e-4 * norm:
         what, ratio = "clipped by another norm than the gradient's", given / norm
         equals = explain_ratio(ratio, {"world": law.case.world, "accumulation": law.case.accumulation})
         yield Counterexample(what, f"step {step}", f"{norm:.6g}", f"{given:.6g}", ratio, equals)
+
+
+def _clipped_early(law: LoopLaw, step: int) -> Iterator[Counterexample]:
+    """Torch's clip had another gradient than the optimizer, and either was to be clipped."""
+    limit, norm = law.case.clip_norm, global_norm(law.first.values[step].gradients)
+    given = law.first.made[step].norm
+    if limit is not None and max(norm, given or math.inf) > limit * (1 + 1e-5):
+        what = "clipped before the gradient was whole (reduced, or all of it accumulated)"
+        held = f"{norm:.6g}, where the clip had one of norm {'unknown' if given is None else f'{given:.6g}'}"
+        yield Counterexample(what, f"step {step}", f"a gradient of norm <= {limit:g}, clipped as it is", held)
 
 
 def _settings(made: Made, law: LoopLaw) -> Iterator[tuple[str, str, str]]:

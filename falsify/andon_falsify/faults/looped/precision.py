@@ -42,6 +42,19 @@ class ClippedScaled(LossScaled):
         self.optimizer.zero_grad()
 
 
+class ClippedUnreduced(PlainLoop):
+    """Every rank clips its own part, and the parts are added."""
+
+    def _add_over_ranks(self, total: Tensor) -> None:
+        assert self.case.clip_norm is not None
+        torch.nn.utils.clip_grad_norm_(self.trained, self.case.clip_norm)
+        super()._add_over_ranks(total)
+
+    def _apply(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
 class Overflowing(Multiplied):
     """The third gradient is finite, but its norm is not, so that clipping makes it zero."""
 
@@ -98,6 +111,14 @@ FAULTS = (
         _CLIPPED,
     ),
     LoopFault("F38", "clip before unscale", ClippedScaled, "gradient-law", r"step 1: .*ratio 1024\.000", _CLIPPED),
+    LoopFault(
+        "F38",
+        "clipped before the reduction",
+        ClippedUnreduced,
+        "update-law",
+        "step 1: clipped before the gradient was whole",
+        _CLIPPED,
+    ),
     LoopFault("F40", "overflow zeroed by clip", Overflowing, "gradient-law", r"step 3: .*ratio 1e\+21", ADAMW),
     LoopFault("F41", "NaN hidden by nan_to_num", NanHidden, "halt-together", "a planted fault left no violation"),
     LoopFault("F43", "loss scale of one rank", OwnScale, "replicas-agree", "step 2, rank 1: the gradient differs"),
