@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from andon_contracts.agree import GroupGather, Observation, gather_observations
+from andon_contracts.agree import GroupGather, Observation, gather_observations, gather_short
 from andon_contracts.digest import mix64
 from andon_contracts.judge import minority
 from andon_contracts.observe import digests_by_name
@@ -66,7 +66,10 @@ class Exchange:
     ) -> tuple[Observation, ...]:
         """Every rank's observation of `values`, by rank; a payload must have one length on all ranks."""
         self._sequence += 1
-        return gather_observations([Observation(self.rank, step, self._sequence, point, values, payload)], self._gather)
+        mine = Observation(self.rank, step, self._sequence, point, values, payload)
+        if payload is None and self._gather.takes(len(values)):
+            return gather_short(mine, self._gather)
+        return gather_observations([mine], self._gather)
 
     def look(self, step: int, name: str, tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
         """The digest of each of `tensors` on each rank, by tensor; nothing where the ranks have others."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from itertools import chain
+from operator import is_
 
 import torch
 from torch import Tensor
@@ -19,15 +21,39 @@ class Kept:
         self._members = members
         self._rest = Text()
         self._orders: dict[tuple[Hashable, ...], tuple[Hashable, ...]] = {}
+        self._tensors: tuple[Tensor, ...] = ()
+        self._digest_of_rest = 0
+        self._sizes: list[int] | None = None
+        """How much was kept for each member, the names and the values of it all, where all values were tensors."""
+        self._names: list[Hashable] = []
+        self._values: list[object] = []
 
     def digest(self) -> int:
         """The digest in [0, 2^64) of all tensors, names and other values that are there now."""
+        kept = list(map(self._optimizer.state.get, self._members))
+        if not self._as_before(kept):
+            self._sort_all(kept)
+        return (self.reader.read(self._tensors).digest + self._digest_of_rest) % (1 << 64)
+
+    def _as_before(self, kept: Sequence[object]) -> bool:
+        """Whether the same tensors are kept under the same names; they alone are held, so that no other can be them."""
+        if self._sizes is None or set(map(type, kept)) != {dict} or list(map(len, kept)) != self._sizes:  # type: ignore[arg-type]
+            return False
+        if list(chain.from_iterable(kept)) != self._names:  # type: ignore[arg-type]
+            return False
+        return all(map(is_, chain.from_iterable(map(dict.values, kept)), self._values))  # type: ignore[arg-type]
+
+    def _sort_all(self, kept: Sequence[object]) -> None:
         tensors: list[Tensor] = []
         rest: list[object] = []
-        state = self._optimizer.state
-        for parameter in self._members:
-            self._sort(state.get(parameter), tensors, rest)
-        return (self.reader.read(tensors).digest + self._rest.digest(rest)) % (1 << 64)
+        for each in kept:
+            self._sort(each, tensors, rest)
+        self._tensors, self._digest_of_rest = tuple(tensors), self._rest.digest(rest)
+        self._sizes = None
+        nests = [each for each in kept if type(each) is dict]
+        self._values = [value for nest in nests for value in nest.values()]
+        if len(nests) == len(kept) and all(isinstance(value, Tensor) for value in self._values):
+            self._sizes, self._names = list(map(len, nests)), list(chain.from_iterable(nests))
 
     def _sort(self, kept: object, tensors: list[Tensor], rest: list[object]) -> None:
         if not isinstance(kept, dict):

@@ -61,7 +61,7 @@ class Lane:
         self.buffers: int | None = None
         self.gradient_before_clip: list[Tensor] | None = None
         self.audit_due = settings.reference is not None
-        self._members = held
+        self._members = tuple(held)
         self._mine = {id(p) for p in held}
         self._layout = layout_digest(self.parameters)
         self._slot = {name: index for index, name in enumerate(subject.names)}

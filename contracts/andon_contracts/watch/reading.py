@@ -126,7 +126,9 @@ class Reader:
 
     def _moved(self, tensors: Sequence[Tensor]) -> bool:
         """Whether one of `tensors` is another one than before, or in other memory."""
-        places = [*map(id, tensors), *map(Tensor.data_ptr, tensors), *map(Tensor.numel, tensors)]
+        places = [*map(Tensor.data_ptr, tensors), *map(Tensor.numel, tensors)]
+        if tensors is not self._held or not isinstance(tensors, tuple):
+            places += map(id, tensors)
         moved = places != self._places
         # While they are held, nothing else can have their identities.
         self._places, self._held = places, tensors
