@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import subprocess
 import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from andon_falsify.campaign.conduct import conduct
-from andon_falsify.campaign.request import Options, understood
+from andon_falsify.report.document import read_json
 from andon_falsify.verdict import Outcome
 from benchmarks.runs import table
 
@@ -40,28 +43,35 @@ def main() -> int:
     """Print a row for each script, wrong and mended; 0 if all verdicts are as they must be."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--world", default="2,3")
+    parser.add_argument("--at-once", type=int, default=2, help="commands that run at the same time")
     options = parser.parse_args()
-    rows, good = [], True
-    for script in SCRIPTS:
-        for mended in (False, True):
-            row, right = _judged(script, options.world, mended=mended)
-            rows.append(row)
-            good = good and right
-            print(row, flush=True)
-    print(table(("script", "", "verdict", "what it says", "as it must be"), rows))
-    return 0 if good else 1
+    began, cases = time.perf_counter(), [(script, mended) for script in SCRIPTS for mended in (False, True)]
+    with ThreadPoolExecutor(options.at_once) as pool:
+        judged = list(pool.map(lambda case: _judged(case[0], options.world, mended=case[1]), cases))
+    print(table(("script", "", "verdict", "what it says", "as it must be", "seconds"), [row for row, _ in judged]))
+    print(f"\n{time.perf_counter() - began:.0f} s, {options.at_once} commands at a time")
+    return 0 if all(right for _, right in judged) else 1
 
 
 def _judged(script: Script, world: str, *, mended: bool) -> tuple[tuple[str, ...], bool]:
+    """A row, and whether the verdict is as it must be: by the command's exit code, and by its report."""
     launch = f"{shlex.quote(sys.executable)} -m torch.distributed.run --standalone --nproc-per-node {{world}}"
     words = [launch, script.watched, shlex.quote(str(_EXAMPLES / script.name)), "--batch {local_batch}"]
     command = " ".join([*words, script.arguments, "--mended" if mended else ""])
-    report = conduct(understood(Options(script=command, world=world)))
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "report.json"
+        falsify = [sys.executable, "-m", "andon", "falsify", "--script", command, "--world", world, "--json", str(file)]
+        done = subprocess.run(falsify, capture_output=True, text=True, check=False)
+        if not file.exists():
+            return (script.name, "", f"exit {done.returncode}", done.stderr.strip(), "NO", ""), False
+        report = read_json(file)
+    seconds = f"{time.perf_counter() - began:.0f}"
     fallen = [finding for finding in report.findings if finding.outcome is Outcome.FALSIFIED]
     said = str(fallen[0].counterexamples[0]).partition("; seed")[0] if fallen else report.closing_line
-    right = report.exit_code == 0 if mended else report.exit_code == 1 and script.reason in said
-    verdict = f"{fallen[0].claim} falsified" if fallen else ("holds" if report.exit_code == 0 else "unknown")
-    return (script.name, "mended" if mended else "wrong", verdict, said, "yes" if right else "NO"), right
+    right = done.returncode == 0 if mended else done.returncode == 1 and script.reason in said
+    verdict = f"{fallen[0].claim} falsified" if fallen else ("holds" if done.returncode == 0 else "unknown")
+    return (script.name, "mended" if mended else "wrong", verdict, said, "yes" if right else "NO", seconds), right
 
 
 if __name__ == "__main__":

@@ -165,6 +165,28 @@ while not os.path.exists({str(pid)!r}) or not open({str(pid)!r}).read():
     assert not psutil.pid_exists(number) or psutil.Process(number).status() == psutil.STATUS_ZOMBIE
 
 
+def test_an_interrupted_run_leaves_nothing_running(tmp_path: Path) -> None:
+    """Ctrl-C reaches the suite alone, since a command has a session of its own; it is ended before that goes up."""
+    pid = tmp_path / "pid"
+    program = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(100)"
+
+    def interrupted(_: Path) -> bool:
+        if pid.exists() and pid.read_text():
+            raise KeyboardInterrupt
+        return False
+
+    with pytest.raises(KeyboardInterrupt):
+        run([sys.executable, "-c", program], tmp_path / "run", 30.0, interrupted)
+    assert not psutil.pid_exists(int(pid.read_text()))
+
+
+def test_temporary_files_of_a_command_go_with_its_folder(tmp_path: Path) -> None:
+    """It is killed before it could put them away."""
+    program = "import os, signal, tempfile; tempfile.mkdtemp(prefix='left-'); os.kill(os.getpid(), signal.SIGKILL)"
+    run([sys.executable, "-c", program], tmp_path / "run", 30.0)
+    assert [path.name[:5] for path in (tmp_path / "run" / "tmp").iterdir()] == ["left-"]
+
+
 def torchrun(script: str, more: str = "") -> str:
     """The command that runs an example, with its places."""
     launch = f"{shlex.quote(sys.executable)} -m torch.distributed.run --standalone --nproc-per-node {{world}}"

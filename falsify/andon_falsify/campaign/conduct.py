@@ -73,7 +73,8 @@ def planned(request: Request, bench: Bench) -> Campaign:
         bench=bench,
         trials=tuple(trials),
         claims=frozenset(request.claims or judged),
-        budget=request.budget,
+        # Each run of a script starts torch anew, and of a case only its layout says something to it.
+        budget=request.budget if request.script is None else replace(request.budget, shrink_s=0.0),
         worlds=request.worlds,
         accumulations=request.accumulations,
         exact=request.case is not None,

@@ -43,6 +43,9 @@ _PLAIN = Case(
 )
 """A script has its own rows, model and seed: of a case only the layout says something to it."""
 
+Layout = tuple[int, int, int]
+"""Ranks, rows of a micro-batch, micro-batches of a rank in an update: all that distinguishes two runs of a script."""
+
 ONE_RUN: tuple[Claim, ...] = (
     replicas_agree.CLAIM,
     samples_once.CLAIM,
@@ -69,7 +72,8 @@ class ScriptBench:
         self.runs = 0
         self._command = command
         self._deadline_s = _TIMES * deadline_s
-        self._known: dict[tuple[int, int, int], Done] = {}
+        self._known: dict[Layout, Done] = {}
+        self._taken_up: dict[Layout, Verdict] = {}
 
     def suited(self, case: Case) -> Case:
         """See `Bench.suited`: the layout alone, at one global batch for all."""
@@ -81,7 +85,7 @@ class ScriptBench:
     def attempt(self, trial: Trial) -> Mapping[str, Verdict]:
         """See `Bench.attempt`."""
         if trial.kind == RESUME:
-            return {resume_equal.CLAIM.name: judge(resume_equal.CLAIM, self._resumed, trial.case)}
+            return {resume_equal.CLAIM.name: self._resuming(trial.case)}
         done = self._run(trial.case)
         why = self._fault(done, trial.case)
         if why:
@@ -98,7 +102,7 @@ class ScriptBench:
 
     def _run(self, case: Case) -> Done:
         """The run on the layout of `case`; each layout is run once."""
-        layout = (case.world, case.local_batch, case.accumulation)
+        layout = _layout(case)
         if layout not in self._known:
             with tempfile.TemporaryDirectory(prefix="andon-script-") as folder:
                 self.runs += 1
@@ -128,6 +132,13 @@ class ScriptBench:
         layout = f"{case.world} ranks x {case.accumulation} x {case.local_batch} rows"
         return same(done.history, history, layout)
 
+    def _resuming(self, case: Case) -> Verdict:
+        """What is said of resuming on the layout of `case`; each layout is tried once."""
+        layout = _layout(case)
+        if layout not in self._taken_up:
+            self._taken_up[layout] = judge(resume_equal.CLAIM, self._resumed, case)
+        return self._taken_up[layout]
+
     def _resumed(self, case: Case) -> Verdict:
         """The run on this layout, and the same one killed half-way and taken up in the same folder."""
         claim = resume_equal.CLAIM
@@ -145,6 +156,10 @@ class ScriptBench:
             again = run(self._command.words(case, own, resumed=True), base / "again", self._deadline_s)
         why = cut.error or self._fault(again, case)
         return unknown(claim, why) if why else resumed(whole.history, cut.history, again.history)
+
+
+def _layout(case: Case) -> Layout:
+    return case.world, case.local_batch, case.accumulation
 
 
 def _reached(step: int, ledger: Path) -> bool:

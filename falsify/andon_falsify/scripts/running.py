@@ -36,12 +36,13 @@ def run(
     """Run `words` with `ANDON_LEDGER` set to a new ledger in `folder`, and read that.
 
     stop: is asked all the time, with the ledger's path, and kills the run (SIGKILL, all of it at once) where it says
-    so. Every process that has come of the run has ended afterwards.
+    so. Every process that has come of the run has ended afterwards, after an interruption too, and what they left in
+    the folder for temporary files lies in `folder`.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     ledger, output = folder / f"ledger-{uuid.uuid4().hex[:8]}.jsonl", folder / "output.txt"
-    mark = uuid.uuid4().hex
-    environment = {**os.environ, _MARK: mark, "ANDON_LEDGER": str(ledger)}
+    temporary, mark = folder / "tmp", uuid.uuid4().hex
+    temporary.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, _MARK: mark, "ANDON_LEDGER": str(ledger), "TMPDIR": str(temporary)}
     with output.open("wb") as said:
         try:
             process = subprocess.Popen(
@@ -49,7 +50,11 @@ def run(
             )
         except OSError as error:
             return Done(History("no run", ()), f"the command cannot be started: {error}")
-        ended = _watched(process, deadline_s, lambda: stop(ledger))
+        try:
+            ended = _watched(process, deadline_s, lambda: stop(ledger))
+        except BaseException:
+            _end_all(mark, process)
+            raise
         stray = _end_all(mark, process)
     return Done(_read(ledger), _fault(process, ended, ledger, output), stray)
 
