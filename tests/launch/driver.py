@@ -11,17 +11,19 @@ PRELOAD = ("torch", "torch.distributed", "andon.launch.rank", "tests.launch.entr
 
 def main() -> None:
     """Launch as the JSON argument says, print the result as one line, end with its exit code."""
+    from andon.launch.elastic import launch_elastic
     from andon.launch.launcher import launch, warm_up
+    from andon.launch.sizes import Bounds, Sizing
 
-    warm_up(PRELOAD)
     asked = json.loads(sys.argv[1])
-    result = launch(
-        asked["entry"],
-        asked["payload"],
-        workers=asked["workers"],
-        run_folder=Path(asked["folder"]),
-        timeout_s=asked["timeout_s"],
-    )
+    warm_up(asked.get("preload", PRELOAD))
+    entry, payload, workers = asked["entry"], asked["payload"], asked["workers"]
+    folder, bound = Path(asked["folder"]), asked["timeout_s"]
+    if "least" in asked:
+        sizing = Sizing(Bounds(asked["least"], workers))
+        result = launch_elastic(entry, lambda world, again: payload, sizing, run_folder=folder, timeout_s=bound)
+    else:
+        result = launch(entry, payload, workers=workers, run_folder=folder, timeout_s=bound)
     print("result " + json.dumps({"exit": result.exit.name, "cause": result.cause, "exits": dict(result.exits)}))
     sys.exit(result.exit)
 

@@ -59,6 +59,15 @@ def end(payload: Payload) -> int:
         os.kill(os.getpid(), signal.SIGSTOP)
     if how in ("SIGKILL", "SIGSEGV"):
         os.kill(os.getpid(), getattr(signal, how))
+    if how.startswith("agent "):  # under an elastic launch the parent is this worker's agent
+        os.kill(os.getppid(), getattr(signal, how.removeprefix("agent ")))
+        how = "wait"
+    if how == "agent's silence":
+        os.kill(os.getppid(), signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how.startswith("resize "):
+        _resize(Path(payload["pipe"]).parent, int(how.removeprefix("resize ")))
+        how = "wait"
     if how in ("wait", "deaf"):
         _wait(deaf=how == "deaf")
         return Exit.PREEMPTED
@@ -99,6 +108,24 @@ def all_reduce(payload: Payload) -> int:
         if not torch.equal(ones, torch.full((8,), float(context.world_size))):
             return Exit.VIOLATION
     return Exit.OK
+
+
+def _resize(folder: Path, workers: int) -> None:
+    """Ask for another number of workers as the command does, once the launcher says who trains."""
+    from andon.launch.resizing import ask
+
+    pause = threading.Event()
+    while not any(each["worker"] == os.getpid() for each in _agents(folder)):
+        pause.wait(0.01)
+    ask(folder, workers)
+
+
+def _agents(folder: Path) -> list[dict[str, int]]:
+    try:
+        found: list[dict[str, int]] = json.loads((folder / "reports" / "agents.json").read_text())["agents"]
+    except FileNotFoundError:
+        return []
+    return found
 
 
 def _wait(*, deaf: bool) -> None:

@@ -115,3 +115,10 @@ def test_a_pid_that_is_none_is_refused() -> None:
     """0 and below mean groups of processes to the kernel."""
     with pytest.raises(ValueError, match="agent_pid"):
         die_with_parent(0)
+
+
+@pytest.mark.parametrize(("parent", "expected"), [("os.getppid()", 0), ("os.getppid() + 1", -signal.SIGKILL)])
+def test_a_process_whose_parent_has_ended_already_ends_at_once(parent: str, expected: int) -> None:
+    """The kernel's death signal comes only for a parent that ends later: one that is another by now is told apart."""
+    script = f"import os; from andon.launch.orphan import bind_to_parent; bind_to_parent({parent})"
+    assert subprocess.run([sys.executable, "-c", script], check=False, timeout=PATIENCE_S).returncode == expected

@@ -27,6 +27,10 @@ class Agent:
 
     pids: dict[int, int] = field(default_factory=dict)
     done: bool = False
+    ending: bool = False
+
+    def look(self) -> None:
+        """Nothing to see."""
 
 
 @pytest.fixture

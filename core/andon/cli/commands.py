@@ -30,7 +30,12 @@ Overrides = Annotated[
 @app.command()
 def train(
     config: ConfigFile = None,
-    workers: Annotated[int | None, typer.Option(help="Ranks on this machine.")] = None,
+    workers: Annotated[
+        str | None, typer.Option(metavar="N|MIN:MAX", help="Ranks on this machine; MIN:MAX: as many as there are.")
+    ] = None,
+    max_restarts: Annotated[
+        int | None, typer.Option(min=0, help="With MIN:MAX, at one size without a new checkpoint; 3 by default.")
+    ] = None,
     backend: Annotated[str | None, typer.Option(help="inline, threads, gloo, nccl or mixed.")] = None,
     resume: Annotated[str | None, typer.Option(help="auto: go on in --run-dir, or the newest unfinished.")] = None,
     run_dir: Annotated[str | None, typer.Option(help="Folder of the run; a new one under runs/ by default.")] = None,
@@ -43,9 +48,11 @@ def train(
 ) -> None:
     """Train a classifier; the result is the same to the bit for every number of workers."""
     from andon.cli.train import run_training
+    from andon.launch.sizes import sized
 
+    count, sizing = sized(workers, max_restarts)
     flags: dict[str, Any] = {
-        "run.workers": workers,
+        "run.workers": count,
         "run.backend": backend,
         "run.resume": resume,
         "run.dir": run_dir,
@@ -56,7 +63,19 @@ def train(
         "model.base": model,
     }
     given = {key: value for key, value in flags.items() if value is not None}
-    raise typer.Exit(int(run_training(config, overrides or (), given)))
+    raise typer.Exit(int(run_training(config, overrides or (), given, sizing=sizing)))
+
+
+@app.command()
+def resize(
+    run: Annotated[Path, typer.Argument(help="Run folder.")],
+    workers: Annotated[int, typer.Argument(help="Ranks from the next step boundary on.")],
+) -> None:
+    """Change the number of workers of a run that trains with --workers MIN:MAX."""
+    from andon.launch.resizing import ask
+
+    ask(run, workers)
+    put(f"asked for {workers} workers; the run goes on with them from its next step boundary")
 
 
 @app.command()

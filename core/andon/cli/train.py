@@ -15,8 +15,9 @@ from andon.config.schema import IN_PROCESS, Config
 from andon.exits import Exit
 from andon.launch.context import RankContext, is_rank
 from andon.launch.launcher import PRELOAD, LaunchResult, launch, warm_up
+from andon.launch.sizes import Sizing
 from andon.messages import say
-from andon.problems import InputError, Problem
+from andon.problems import InputError, Problem, ProblemList
 from andon.run.folder import RUNS, RunFolder, State, new_folder
 from andon.training.entry import ENTRY, payload_of, train_rank
 
@@ -26,22 +27,31 @@ _PRELOAD = (
     "andon.training.run",
     "transformers.models.qwen3.modeling_qwen3",
     "peft.utils.transformers_weight_conversion",
+    "andon.launch.agent_process",
     "andon.launch.preloaded",
 )
 """What ranks would otherwise each import for themselves."""
 
 
 def run_training(
-    config_path: Path | None, overrides: Sequence[str], flags: Mapping[str, Any], *, entry: str = ENTRY
+    config_path: Path | None,
+    overrides: Sequence[str],
+    flags: Mapping[str, Any],
+    *,
+    sizing: Sizing | None = None,
+    entry: str = ENTRY,
 ) -> Exit:
     """Train as configured and return how it ended. Raises `InputError` before anything is started or written.
 
-    entry: what rank processes are started with, as "module:function".
+    sizing: how the number of workers may change; None: it may not. entry: what rank processes are started with, as
+    "module:function".
     """
     started = time.time()
     if is_rank():
-        _be_a_rank(config_path, overrides, flags, started)
+        _be_a_rank(config_path, overrides, flags, sizing, started)
     config = load_config(config_path, overrides, flags)
+    if sizing is not None:
+        _require_elastic(config)
     folder = _folder_of(config)
     if folder is not None and _nothing_to_do(config, folder):
         return Exit.OK
@@ -53,7 +63,7 @@ def run_training(
         if config.run.backend in IN_PROCESS:
             code = _train_here(config, folder, started)
         else:
-            code = _train_in_ranks(config, folder, started, entry)
+            code = _train_in_ranks(config, folder, started, sizing, entry)
     finally:
         folder.discard_unbegun(keep_folder=was_there)
         if made:
@@ -63,11 +73,32 @@ def run_training(
     return code
 
 
-def _be_a_rank(config_path: Path | None, overrides: Sequence[str], flags: Mapping[str, Any], started: float) -> None:
+def _require_elastic(config: Config) -> None:
+    """Refuse, all at once, what lets a run not be the same on another number of workers."""
+    found = ProblemList()
+    if config.run.backend in IN_PROCESS:
+        found.add("run.backend", f"{config.run.backend} has no ranks; --workers MIN:MAX needs gloo or nccl")
+    if config.run.devices is not None:
+        found.add("run.devices", "names a device for each worker; with --workers MIN:MAX leave it to the backend")
+    if not config.training.exact:
+        found.add("training.exact", "false: the result depends on the number of workers, so --workers must be one")
+    found.raise_if_any()
+
+
+def _be_a_rank(
+    config_path: Path | None,
+    overrides: Sequence[str],
+    flags: Mapping[str, Any],
+    sizing: Sizing | None,
+    started: float,
+) -> None:
     """One rank of torchrun; does not return. torchrun decides the number of workers."""
     from andon.launch.rank import report_to, run_rank
 
     def work(context: RankContext) -> int:
+        if sizing is not None:
+            elastic = f"torchrun decides how many there are: --nnodes {sizing.bounds} --max-restarts N"
+            raise InputError([Problem("--workers", elastic)])
         asked = flags.get("run.workers")
         if asked not in (None, context.world_size):
             raise InputError([Problem("--workers", f"{asked} were asked for, torchrun started {context.world_size}")])
@@ -157,17 +188,22 @@ def _train_here(config: Config, folder: RunFolder, started: float) -> Exit:
             return Exit.RANK_LOST
 
 
-def _train_in_ranks(config: Config, folder: RunFolder, started: float, entry: str) -> Exit:
+def _train_in_ranks(config: Config, folder: RunFolder, started: float, sizing: Sizing | None, entry: str) -> Exit:
     with folder.open_for_writing():
         pass  # only to refuse, before ranks are started, a folder that cannot be written or is being written
     warm_up(_PRELOAD)
-    result = launch(
-        entry,
-        payload_of(config, folder.path, started),
-        workers=config.run.workers,
-        run_folder=folder.path,
-        timeout_s=config.run.grace_s,
-    )
+    bound = config.run.grace_s
+    if sizing is None:
+        payload = payload_of(config, folder.path, started)
+        result = launch(entry, payload, workers=config.run.workers, run_folder=folder.path, timeout_s=bound)
+    else:
+        from andon.launch.elastic import launch_elastic
+
+        def payload_for(workers: int, again: bool) -> dict[str, Any]:
+            run = config.run.model_copy(update={"workers": workers} | ({"resume": "auto"} if again else {}))
+            return payload_of(config.model_copy(update={"run": run}), folder.path, started)
+
+        result = launch_elastic(entry, payload_for, sizing, run_folder=folder.path, timeout_s=bound)
     if result.exit is not Exit.OK:
         say(_why(result))
     return result.exit

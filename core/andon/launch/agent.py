@@ -53,6 +53,11 @@ class LoopbackRendezvous(RendezvousHandler):
             master_listen_fd=listener.detach(),
         )
 
+    @property
+    def port(self) -> int:
+        """Where the store listens."""
+        return self._port
+
     def get_backend(self) -> str:
         """Its name in torch's events."""
         return "loopback"
@@ -130,9 +135,13 @@ class AgentThread(threading.Thread):
         super().__init__(name="elastic-agent", daemon=True)
         self._job, self._workers, self._run_id, self._changed = job, workers, run_id, changed
         self.pids: dict[int, int] = {}
+        self.ending = False
         self.exits: dict[int, int] = {}
         self.error: BaseException | None = None
         self.done = False
+
+    def look(self) -> None:
+        """Nothing to do: the thread looks for itself."""
 
     def run(self) -> None:
         """Torch's agent from its start to its end; an error of its own is kept in `error`."""

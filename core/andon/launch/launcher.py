@@ -16,7 +16,8 @@ import re
 import signal
 import threading
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
@@ -93,21 +94,29 @@ def launch(
     Raises ValueError for a malformed entry, fewer than 1 worker or a timeout that is not positive, TypeError for a
     payload that is not JSON, RuntimeError while another launch runs in this process.
     """
-    job = _job(entry, payload, run_folder)
+    job = job_of(entry, payload, run_folder)
     if workers < 1 or not timeout_s > 0:
         raise ValueError(f"at least 1 worker and a timeout above 0 s are needed, not {workers} and {timeout_s}")
+    with exclusive() as wake:
+        return _run(job, workers, run_folder, timeout_s, wake)
+
+
+@contextmanager
+def exclusive() -> Iterator[Wake]:
+    """This process's one launch: what wakes its supervisor, with signals listened for. RuntimeError while one runs."""
     if not _one_at_a_time.acquire(blocking=False):
         raise RuntimeError("another launch runs in this process")
     wake = Wake()
     try:
         with wake.listening():
-            return _run(job, workers, run_folder, timeout_s, wake)
+            yield wake
     finally:
         wake.close()
         _one_at_a_time.release()
 
 
-def _job(entry: str, payload: Mapping[str, JSON], run_folder: Path) -> Job:
+def job_of(entry: str, payload: Mapping[str, JSON], run_folder: Path) -> Job:
+    """What each rank is given. Raises ValueError for a malformed entry, TypeError for a payload that is not JSON."""
     if not _ENTRY.fullmatch(entry):
         raise ValueError(f'entry must be "module:function", not {entry!r}')
     environment = dict(os.environ)
@@ -131,10 +140,10 @@ def _run(job: Job, workers: int, run_folder: Path, timeout_s: float, wake: Wake)
     agent = AgentThread(job, workers, uuid.uuid4().hex, wake.ring)
     agent.start()
     seen = Supervisor(agent, wake, run_folder, timeout_s).run()
-    return _result(run_folder, seen, dict(agent.exits) if agent.done else {}, agent.error, workers)
+    return result_of(run_folder, seen, dict(agent.exits) if agent.done else {}, agent.error, workers)
 
 
-def _result(
+def result_of(
     run_folder: Path, seen: Watched, exits: dict[int, int], error: BaseException | None, workers: int
 ) -> LaunchResult:
     """One exit from what the supervisor saw, what the agent read, and what the ranks reported."""

@@ -78,6 +78,13 @@ def die_with_parent(agent_pid: int, *, poll_s: float = POLL_S) -> None:
         threading.Thread(target=_watch, args=(agent, poll_s), name="orphan-guard", daemon=True).start()
 
 
+def bind_to_parent(parent_pid: int) -> None:
+    """Have the kernel end this process by SIGKILL when its parent ends; at once where that has happened already."""
+    _ask_for_death_signal()
+    if os.getppid() != parent_pid:
+        _end_now()
+
+
 def _ask_for_death_signal() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:

@@ -83,7 +83,7 @@ def run_rank(work: Callable[[RankContext], int], *, run_folder: Path | None = No
     if report.exit != Exit.OK:
         line = report.message if report.exit == Exit.USAGE else report.cause
         write(f"rank {report.rank}: {line}\n")
-    _leave(report.exit)
+    leave(report.exit)
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def serve(job: Job) -> int:
 
     report = _live(work, Path(job.run_folder))
     if report.exit != Exit.OK:
-        _leave(report.exit)
+        leave(report.exit)
     # The agent now waits for the other ranks. Should one of them fail, this one need not be waited for.
     signal.signal(signal.SIGTERM, _leave_finished)
     return 0
@@ -153,7 +153,7 @@ def _note_signal(signum: int, frame: FrameType | None) -> None:
 
 
 def _leave_finished(signum: int, frame: FrameType | None) -> None:
-    _leave(Exit.OK)
+    leave(Exit.OK)
 
 
 def _named(code: Exit) -> str:
@@ -200,7 +200,8 @@ def _take_down_group() -> None:
     thread.join(_DESTROY_S)
 
 
-def _leave(code: int) -> NoReturn:
+def leave(code: int) -> NoReturn:
+    """End this process with `code` as it is, what it printed flushed, its modules not taken down."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

@@ -35,20 +35,37 @@ KILLED_S = 5.0
 
 
 class Agent(Protocol):
-    """What is watched: `pids` by rank once they run, `done` when it needs no more watching."""
+    """What is watched."""
 
-    pids: dict[int, int]
-    done: bool
+    @property
+    def pids(self) -> dict[int, int]:
+        """The process of each rank; empty until all run."""
+        ...
+
+    @property
+    def done(self) -> bool:
+        """Whether it needs no more watching."""
+        ...
+
+    @property
+    def ending(self) -> bool:
+        """Whether the ranks shall end at their next step boundary, although no signal asked this process to end."""
+        ...
+
+    def look(self) -> None:
+        """Called at every look at the ranks."""
+        ...
 
 
 @dataclass
 class Watched:
     """What was seen: when each rank was first found dead (seconds since the epoch), which ranks were killed from here,
-    and `verdict`, an end that no rank could report itself."""
+    `verdict`, an end that no rank could report itself, and `asked_by`, the signal that asked this process to end."""
 
     died: dict[int, float] = field(default_factory=dict)
     killed: set[int] = field(default_factory=set)
     verdict: tuple[Exit, str] | None = None
+    asked_by: int = 0
 
 
 class Wake:
@@ -112,7 +129,7 @@ class Supervisor:
         self._agent, self._wake, self._folder, self._timeout_s = agent, wake, run_folder, timeout_s
         self._all: tuple[int, ...] = ()
         self._live: dict[int, Process] = {}
-        self._asked_by = 0
+        self._told_to_end = False
         self._interrupts = 0
         self._kill_at = float("inf")
         self._late: tuple[Exit, str] | None = None
@@ -134,7 +151,11 @@ class Supervisor:
     def _look(self) -> None:
         for signum in self._wake.wait(POLL_S):
             self._take(signum)
+        self._agent.look()
         self._meet_ranks()
+        if self._agent.ending and self._all and not self._told_to_end:
+            self._told_to_end = True
+            self._forward(signal.SIGUSR1)
         self._find_dead()
         if time.monotonic() >= self._kill_at:
             self._kill(self._late)
@@ -147,15 +168,15 @@ class Supervisor:
         self._live = {rank: process for rank, process in found.items() if process is not None}
         for rank in found.keys() - self._live.keys():
             self._note_death(rank)
-        if self._asked_by:
-            self._forward(self._asked_by)
+        if self._seen.asked_by:
+            self._forward(self._seen.asked_by)
 
     def _take(self, signum: int) -> None:
         self._interrupts += signum == signal.SIGINT
         if self._interrupts > 1:
             self._kill((Exit.RANK_LOST, "all ranks were killed: a second SIGINT asked for it"))
-        if not self._asked_by:
-            self._asked_by = signum
+        if not self._seen.asked_by:
+            self._seen.asked_by = signum
             if self._all:
                 self._forward(signum)
 

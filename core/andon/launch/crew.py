@@ -1,0 +1,148 @@
+"""The agents of one elastic launch, seen from the launcher: hired, given a rank each, watched, let go."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
+from typing import Any
+
+from andon.launch.agent_process import be_agent
+from andon.launch.rank import Job
+from andon.launch.report import UNSEEN
+
+ANSWER_S = 20.0
+"""Seconds that an agent has to say which worker it started; one that does not is stopped, and lost."""
+LAST_WORD_S = 2.0
+"""Seconds that an agent has to say how its worker ended, once that is gone."""
+
+
+@dataclass
+class Member:
+    """One agent: its process, the pipe to it, and what it said of its worker in this generation."""
+
+    process: ForkServerProcess
+    pipe: Connection
+    worker: int = 0
+    exit: int | None = None
+    leaving: bool = False
+    lost: bool = False
+
+    @property
+    def pid(self) -> int:
+        """The pid of the agent."""
+        return self.process.pid or 0
+
+    @property
+    def ended_with(self) -> int | None:
+        """How its worker ended; `UNSEEN` where the agent was lost before it could tell, None while it lives."""
+        return UNSEEN if self.exit is None and self.lost else self.exit
+
+    def hear(self) -> None:
+        """Take what the agent has said; its end is a loss."""
+        try:
+            while not self.lost and self.pipe.poll():
+                said: Mapping[str, Any] = json.loads(self.pipe.recv_bytes())
+                self.worker = said.get("worker", self.worker)
+                self.exit = said.get("exit", self.exit)
+                self.leaving = said.get("leaving", self.leaving)
+        except (EOFError, OSError):
+            self.lost = True
+
+    def order(self, variables: Mapping[str, str], payload: Mapping[str, Any]) -> None:
+        """Have it start a worker as the rank that the variables say."""
+        self.worker, self.exit = 0, None
+        try:
+            self.pipe.send_bytes(json.dumps({"variables": variables, "payload": payload}).encode())
+        except OSError:
+            self.lost = True
+
+    def end(self) -> None:
+        """End it now, its worker with it, and wait until it is gone."""
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+@dataclass
+class Crew:
+    """All agents, in the order in which they were hired; the position in `members` is the rank. Not thread-safe."""
+
+    job: Job
+    members: list[Member] = field(default_factory=list)
+    _ordered_at: float = field(default=0.0, init=False)
+
+    def resize(self, count: int) -> None:
+        """Hire or let go until there are `count`; the last hired go first."""
+        context = multiprocessing.get_context("forkserver")
+        while len(self.members) > count:
+            self.members.pop().end()
+        while len(self.members) < count:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=be_agent, args=(theirs, self.job), name="andon-agent", daemon=True)
+            process.start()
+            theirs.close()
+            self.members.append(Member(process, ours))
+
+    def begin(self, store_port: int, run_id: str, host: str, payload: Mapping[str, Any]) -> None:
+        """Have every agent start its worker, as ranks of one world that meets at the store."""
+        world = str(len(self.members))
+        self._ordered_at = time.monotonic()
+        for rank, member in enumerate(self.members):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+            meeting = {"MASTER_ADDR": host, "MASTER_PORT": str(store_port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+            member.order(own | meeting | {"TORCHELASTIC_RUN_ID": run_id}, payload)
+
+    def look(self) -> None:
+        """Hear all agents; end one that has not started its worker in time."""
+        late = time.monotonic() - self._ordered_at > ANSWER_S
+        for member in self.members:
+            member.hear()
+            if late and not member.worker and not member.lost:
+                member.process.kill()
+                member.lost = True
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """The worker of each rank once all have started; of an agent that was lost before, the agent's own."""
+        if not all(member.worker or member.lost for member in self.members):
+            return {}
+        return {rank: member.worker or member.pid for rank, member in enumerate(self.members)}
+
+    @property
+    def exits(self) -> dict[int, int]:
+        """The exit code of each worker that has ended; `UNSEEN` where its agent was lost first."""
+        told = {rank: member.ended_with for rank, member in enumerate(self.members)}
+        return {rank: code for rank, code in told.items() if code is not None}
+
+    def settle(self) -> tuple[int, int]:
+        """After a generation: let go agents that are lost, silent or leaving; how many (lost, leaving)."""
+        deadline = time.monotonic() + LAST_WORD_S
+        for member in self.members:
+            while member.exit is None and not member.lost:
+                if not member.pipe.poll(max(0.0, deadline - time.monotonic())):
+                    member.lost = True
+                    break
+                member.hear()
+        lost = [member for member in self.members if member.lost]
+        leaving = [member for member in self.members if member.leaving and not member.lost]
+        for member in (*lost, *leaving):
+            member.end()
+            self.members.remove(member)
+        return len(lost), len(leaving)
+
+    def give_up(self, rank: int) -> None:
+        """Let the agent of this rank go."""
+        self.members.pop(rank).end()
+
+    def close(self) -> None:
+        """End all agents and their workers."""
+        for member in self.members:
+            with suppress(OSError):
+                member.end()
+        self.members.clear()

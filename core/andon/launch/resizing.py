@@ -1,0 +1,77 @@
+"""Asking a run that trains for another number of workers: two small files beside the ranks' reports.
+
+`agents.json` says who the launcher is, its bounds, and each agent with its rank and worker; `resize` holds the number
+that is asked for until the launcher has taken it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from andon.launch.orphan import Process
+from andon.launch.sizes import Bounds
+from andon.problems import InputError, Problem
+from andon.run.atomic import write_json, write_whole
+from andon.run.folder import REPORTS
+
+_SEEN, _ASKED = "agents.json", "resize"
+
+
+@dataclass(frozen=True)
+class Agent:
+    """One agent as others may see it: process ids of it and of its worker."""
+
+    rank: int
+    agent: int
+    worker: int
+
+
+def show(run_folder: Path, bounds: Bounds, generation: int, agents: list[Agent]) -> None:
+    """Say who trains here now. `generation` counts from 1."""
+    us = Process.of(os.getpid())
+    path = run_folder / REPORTS / _SEEN
+    path.parent.mkdir(parents=True, exist_ok=True)
+    launcher = {} if us is None else asdict(us)
+    bounded = {"least": bounds.least, "most": bounds.most, "generation": generation}
+    write_json(path, {"launcher": launcher, **bounded, "agents": [asdict(agent) for agent in agents]})
+
+
+def hide(run_folder: Path) -> None:
+    """Nobody trains here any more, and nothing is asked for."""
+    for name in (_SEEN, _ASKED):
+        (run_folder / REPORTS / name).unlink(missing_ok=True)
+
+
+def taken(run_folder: Path) -> str | None:
+    """What was asked for since the last call, as it was written; None where nothing was."""
+    path = run_folder / REPORTS / _ASKED
+    try:
+        found = path.read_text(encoding="utf-8", errors="replace")[:40].strip()
+        path.unlink()
+    except FileNotFoundError:
+        return None
+    return found
+
+
+def ask(run_folder: Path, workers: int) -> None:
+    """Ask the launcher that trains in `run_folder` for another number of workers.
+
+    Raises `InputError` where none does, where it was started without `--workers MIN:MAX`, and for a number outside.
+    """
+    path = run_folder / REPORTS / _SEEN
+    try:
+        found = json.loads(path.read_bytes())
+        launcher, bounds = Process(**found["launcher"]), Bounds(found["least"], found["most"])
+    except (FileNotFoundError, NotADirectoryError):
+        launcher = None
+    except (ValueError, TypeError, KeyError) as error:
+        raise InputError([Problem(str(path), f"is not what a launcher writes: {error}")]) from error
+    if launcher is None or not launcher.alive():
+        what = "no run that was started with --workers MIN:MAX trains here"
+        raise InputError([Problem(str(run_folder), what)])
+    if not bounds.least <= workers <= bounds.most:
+        raise InputError([Problem("WORKERS", f"{workers} is outside of --workers {bounds}")])
+    write_whole(path.with_name(_ASKED), f"{workers}\n".encode())

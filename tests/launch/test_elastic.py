@@ -1,0 +1,185 @@
+"""Elastic launches with real agents and workers, which kill each other, and what goes on after it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from andon.exits import Exit
+from andon.launch import crew, supervisor
+from andon.launch.elastic import launch_elastic
+from andon.launch.launcher import LaunchResult, warm_up
+from andon.launch.orphan import start_time
+from andon.launch.resizing import ask
+from andon.launch.sizes import Bounds, Sizing
+from andon.problems import InputError
+from tests.launch.driver import PRELOAD
+from tests.launch.pipes import PATIENCE_S, Pipe
+
+warm_up(PRELOAD)
+DONE = {str(rank): "0" for rank in range(4)}
+
+
+@pytest.fixture
+def pipe(tmp_path: Path) -> Iterator[Pipe]:
+    """A pipe from all workers to the test."""
+    found = Pipe(tmp_path / "pipe")
+    yield found
+    found.close()
+
+
+@dataclass
+class Script:
+    """How each rank of each generation ends, and what was asked for: (workers, whether it goes on)."""
+
+    pipe: Pipe
+    generations: list[Mapping[str, str]]
+    asked: list[tuple[int, bool]] = field(default_factory=list)
+
+    def payload(self, workers: int, again: bool) -> Mapping[str, Any]:
+        """What `entries.end` is told in the next generation."""
+        self.asked.append((workers, again))
+        return {"pipe": str(self.pipe.path), "how": self.generations[len(self.asked) - 1]}
+
+    def run(self, least: int, most: int, max_restarts: int = 3) -> LaunchResult:
+        """Launch it, and see all workers gone."""
+        result = launch_elastic(
+            "tests.launch.entries:end",
+            self.payload,
+            Sizing(Bounds(least, most), max_restarts),
+            run_folder=self.pipe.path.parent,
+            timeout_s=30,
+        )
+        self.pipe.wait_until_all_are_gone()
+        return result
+
+
+def test_a_world_is_restarted_shrinks_and_grows(pipe: Pipe, capfd: pytest.CaptureFixture[str]) -> None:
+    """A worker dies: same size. An agent dies: one less. More are asked for: one more. An agent leaves: one less.
+
+    Each time all ranks begin anew, told to go on, and no agent of the launch is left at its end.
+    """
+    story: list[Mapping[str, str]] = [
+        {"1": "SIGKILL"},
+        {"0": "agent SIGKILL"},
+        {"1": "resize 3"},
+        {"2": "agent SIGTERM"},
+        DONE,
+    ]
+    script = Script(pipe, story)
+    result = script.run(2, 3)
+    assert (result.exit, result.cause) == (Exit.OK, "")
+    assert script.asked == [(3, False), (3, True), (2, True), (3, True), (2, True)]
+    assert not (pipe.path.parent / "reports" / "agents.json").exists()
+    said = capfd.readouterr().err
+    assert "rank 1 of 3 was killed by SIGKILL (out of memory, or killed by hand); restart 1 of 3" in said
+    assert "rank 0 of 3 was lost together with the process that started it; 1 agent lost; going on with 2" in said
+    assert "3 workers were asked for; going on with 3" in said
+    assert "1 agent asked to leave; going on with 2" in said
+
+
+def test_below_the_minimum_is_an_error_that_says_so(pipe: Pipe) -> None:
+    """Never fewer ranks than were asked for: 71, the rank that was lost, the numbers and the option."""
+    script = Script(pipe, [{"1": "agent SIGKILL"}])
+    result = script.run(2, 2)
+    assert result.exit is Exit.RANK_LOST
+    assert result.cause == (
+        "rank 1 of 2 was lost together with the process that started it; "
+        "1 agent lost; 1 left, fewer than the 2 of --workers 2:2"
+    )
+
+
+def test_a_worker_that_dies_again_and_again_is_given_up(pipe: Pipe) -> None:
+    """Two deaths at one size without a checkpoint, one restart allowed: it goes on without that worker."""
+    script = Script(pipe, [{"1": "SIGKILL"}, {"1": "SIGKILL"}, DONE])
+    assert script.run(1, 2, max_restarts=1).exit is Exit.OK
+    assert [workers for workers, _ in script.asked] == [2, 2, 1]
+
+
+def test_a_broken_contract_is_not_tried_again(pipe: Pipe) -> None:
+    """It ends the launch with its own code and line."""
+    script = Script(pipe, [{"0": "violation"}])
+    result = script.run(1, 2)
+    assert (result.exit, len(script.asked)) == (Exit.VIOLATION, 1)
+    assert "weights agree" in result.cause
+
+
+def test_an_agent_that_is_silent_is_lost(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stopped agent never tells how its worker ended: it is ended too, within seconds, and the world shrinks."""
+    monkeypatch.setattr(supervisor, "AGENT_S", 0.1)
+    monkeypatch.setattr(crew, "LAST_WORD_S", 0.1)
+    script = Script(pipe, [{"0": "agent's silence"}, DONE])
+    assert script.run(1, 2).exit is Exit.OK
+    assert [workers for workers, _ in script.asked] == [2, 1]
+
+
+@pytest.fixture
+def launcher(pipe: Pipe) -> Iterator[subprocess.Popen[str]]:
+    """An elastic launch of 1:2 in a process and a group of its own, whose workers wait until they are asked to end."""
+    folder = pipe.path.parent
+    asked = {"entry": "tests.launch.entries:end", "payload": {"pipe": str(pipe.path), "how": {}}, "workers": 2}
+    asked |= {"preload": ["andon.launch.agent_process", "tests.launch.entries"]}  # these workers need no torch
+    asked |= {"least": 1, "folder": str(folder), "timeout_s": 60}
+    command = [sys.executable, "-m", "tests.launch.driver", json.dumps(asked)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_nothing_outlives_a_killed_launcher(pipe: Pipe, launcher: subprocess.Popen[str]) -> None:
+    """SIGKILL of the launcher: its agents and their workers end by themselves."""
+    workers = [int(pid) for _, pid in pipe.lines(2)]
+    agents = {_parent(pid) for pid in workers}
+    assert len(agents) == 2
+    launcher.kill()
+    pipe.wait_until_all_are_gone()
+    while any(start_time(agent) is not None for agent in agents):
+        os.sched_yield()
+
+
+def test_a_signal_to_the_whole_group_ends_the_run(pipe: Pipe, launcher: subprocess.Popen[str]) -> None:
+    """SIGTERM to launcher, agents and workers, as a scheduler sends it: the run ends at a boundary, nothing shrinks."""
+    pipe.lines(2)
+    os.killpg(launcher.pid, signal.SIGTERM)
+    out, _ = launcher.communicate(timeout=PATIENCE_S)
+    assert launcher.returncode == Exit.PREEMPTED
+    found = json.loads(out.splitlines()[-1].removeprefix("result "))
+    assert found["cause"].endswith("ended at a step boundary on SIGTERM")
+
+
+def test_nobody_can_be_asked_for_more_where_nobody_trains(tmp_path: Path) -> None:
+    """No launcher, or one that has ended without a word: said, instead of a request that nobody reads."""
+    with pytest.raises(InputError, match="no run that was started with --workers MIN:MAX trains here"):
+        ask(tmp_path, 3)
+    (tmp_path / "reports").mkdir()
+    seen = {"launcher": {"pid": os.getpid(), "started": 1}, "least": 2, "most": 4, "agents": []}
+    (tmp_path / "reports" / "agents.json").write_text(json.dumps(seen))
+    with pytest.raises(InputError, match="trains here"):
+        ask(tmp_path, 3)
+
+
+def test_a_number_outside_of_the_bounds_is_refused(tmp_path: Path) -> None:
+    """Before anything is written."""
+    (tmp_path / "reports").mkdir()
+    launcher = {"pid": os.getpid(), "started": start_time(os.getpid())}
+    seen = {"launcher": launcher, "least": 2, "most": 4, "agents": []}
+    (tmp_path / "reports" / "agents.json").write_text(json.dumps(seen))
+    for workers in (1, 5):
+        with pytest.raises(InputError, match=f"{workers} is outside of --workers 2:4"):
+            ask(tmp_path, workers)
+    assert not (tmp_path / "reports" / "resize").exists()
+
+
+def _parent(pid: int) -> int:
+    stat = Path(f"/proc/{pid}/stat").read_text()
+    return int(stat[stat.rindex(")") + 1 :].split()[1])
