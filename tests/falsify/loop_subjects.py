@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from andon_falsify import Case, Told
-from andon_falsify.faults.looped.right import Tracking
+from andon_falsify.faults.looped.right import Grouped, Tracking
 from andon_falsify.loops.task import collate
 from andon_falsify.peers.plain import PlainLoop, cut
 
@@ -118,6 +118,25 @@ class DecoupledAdam(PlainLoop):
         self.optimizer = torch.optim.Adam(
             self.trained, lr=case.lr, weight_decay=case.weight_decay, decoupled_weight_decay=True
         )
+
+
+class Declared(Grouped):
+    """Right: norms and biases do not decay, and betas move with the updates; it says both."""
+
+    def _apply(self) -> None:
+        for group in self.optimizer.param_groups:
+            group["betas"] = list(self.tuned(self.done + 1)["betas"])
+        super()._apply()
+
+    def tuned(self, update: int) -> Mapping[str, tuple[float, float]]:
+        """The first falls from update to update."""
+        return {"betas": (0.95 - 0.01 * update, 0.99)}
+
+
+class Exempting(Grouped):
+    """Right: norms do not decay, of which it says nothing."""
+
+    decay = None  # type: ignore[assignment]
 
 
 class SeldomTold(PlainLoop):

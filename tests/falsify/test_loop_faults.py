@@ -36,6 +36,8 @@ SAMPLE = (
     "F55 same dropout masks",
     "F58 training in evaluation mode",
     "F62 optimizer holds stale parameters",
+    "F65 one matrix does not decay",
+    "F65 other betas",
     "F76 moments permuted",
     "F85 evaluation pads with repeats",
     "F88 evaluation of one rank reported",

@@ -20,6 +20,7 @@ from andon_falsify.verdict import Outcome, Verdict
 HERE = "tests.falsify.loop_subjects"
 PEERS = "andon_falsify.peers"
 CLIPPED = loop_case()
+EVERY_WEIGHT = loop_case(rank=0, lr=1e-3)
 SGD = loop_case(optimizer="sgd", lr=0.05, clip_norm=None, weight_decay=0.0)
 
 
@@ -94,6 +95,8 @@ def test_a_wrong_loop_falls_by_the_claims_that_name_its_fault(
         ("InStep", SGD),
         ("Measuring", SGD),
         ("Measuring", CLIPPED),
+        ("Declared", EVERY_WEIGHT),
+        ("Exempting", EVERY_WEIGHT),
     ],
 )
 def test_a_right_loop_that_is_written_otherwise_holds(pools: RankPools, loop: str, case: Case) -> None:

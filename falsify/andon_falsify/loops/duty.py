@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from andon_falsify.loops.observer import CutOff, Observer
 from andon_falsify.loops.ownlaw import own_law
-from andon_falsify.loops.parameters import is_sharded, kept, named_digests, trained, unwrapped, whole
-from andon_falsify.loops.protocol import Decays, Evaluates, Loop, Recomputes, Restores, Schedules
+from andon_falsify.loops.parameters import is_sharded, kept, named_digests, plain_values, trained, unwrapped, whole
+from andon_falsify.loops.protocol import Decays, Evaluates, Loop, Recomputes, Restores, Schedules, Tunes
 from andon_falsify.loops.sightings import LoopSightings
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.trace import Reported, digest
@@ -148,6 +148,8 @@ def _finish(loop: Loop, case: Case, seen: LoopSightings) -> None:
         seen.rates = {step: float(loop.rate(step)) for step in seen.made}
     if isinstance(loop, Decays):
         seen.decays = {name: float(loop.decay(name)) for name in weights}
+    if isinstance(loop, Tunes):
+        seen.tuned = {step: plain_values(loop.tuned(step)) for step in seen.made}
     seen.reported = [_reported(seen, step) for step in sorted(seen.made)]
     if isinstance(loop, Recomputes) and seen.violation is None:
         seen.own_law = own_law(loop, model, case, seen)

@@ -77,7 +77,7 @@ def groups_of(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Para
     return tuple(
         Group(
             tuple(names[id(p)] for p in group["params"] if id(p) in names),
-            {key: _plain(value) for key, value in group.items() if key != "params"},
+            plain_values({key: value for key, value in group.items() if key != "params"}),
         )
         for group in optimizer.param_groups
     )
@@ -96,6 +96,11 @@ def state_of(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Param
 def optimizer_digest(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> str:
     """16 hexadecimal digits over `state_of`."""
     return digest(state_of(optimizer, parameters))
+
+
+def plain_values(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of an optimizer as numbers, texts, tuples of such, or else their `repr`."""
+    return {name: _plain(value) for name, value in settings.items()}
 
 
 def _plain(value: Any) -> Any:

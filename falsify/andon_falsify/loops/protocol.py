@@ -95,6 +95,15 @@ class Decays(Protocol):
 
 
 @runtime_checkable
+class Tunes(Protocol):
+    """A loop that declares other settings of its optimizer than torch's defaults, which hold without it."""
+
+    def tuned(self, update: int) -> Mapping[str, object]:
+        """`{"betas": (0.9, 0.95), "eps": 1e-6}` of `update` (from 1), in every group: by torch's names for them."""
+        ...
+
+
+@runtime_checkable
 class Recomputes(Protocol):
     """A loop over a model of its own: the law is taken from its forward pass, and the verdict says so."""
 

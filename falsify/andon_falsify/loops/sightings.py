@@ -94,6 +94,8 @@ class LoopSightings(Sightings):
     """The declared learning rate of each update."""
     decays: dict[str, float] = field(default_factory=dict)
     """The declared weight decay of each trained parameter."""
+    tuned: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    """What the loop declares of its optimizer besides, by update and torch's names of settings."""
     claims: frozenset[str] = frozenset()
     sharded: bool = False
     architecture: str = ""

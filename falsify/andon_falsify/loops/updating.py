@@ -13,10 +13,10 @@ from andon_falsify.checkers.ratio import explain_ratio
 from andon_falsify.compliance.claims import UPDATE
 from andon_falsify.compliance.law import short_name
 from andon_falsify.loops.law import LoopLaw
+from andon_falsify.loops.settings import decouples, settings
 from andon_falsify.loops.sightings import Group, Made
 from andon_falsify.loops.trainable import without_optimizer
 from andon_falsify.reference.update import AdamW, Law, Sgd, State, clip, global_norm
-from andon_falsify.subjects.case import Case
 from andon_falsify.verdict import Counterexample, Verdict, conclude, not_applicable
 
 _OFF = ("maximize", "amsgrad", "nesterov", "dampening")
@@ -26,9 +26,9 @@ _OFF = ("maximize", "amsgrad", "nesterov", "dampening")
 def updates(law: LoopLaw) -> Verdict:
     """Rank 0's weights after every update against one optimizer step with his own gradient, clipped once.
 
-    A group may decay less than the case says only by not decaying at all (biases and norms usually do not), unless the
-    loop declares what decays. The distance may be a thousandth of the step and two roundings of the weights. Between
-    updates weights may not change, and every tensor that trains is in the optimizer.
+    What its groups are set to is held against the case, see `settings`. The distance may be a thousandth of the step
+    and two roundings of the weights. Between updates weights may not change, and every tensor that trains is in the
+    optimizer.
     """
     why = _cannot(law)
     if why:
@@ -39,7 +39,7 @@ def updates(law: LoopLaw) -> Verdict:
             continue
         made = law.first.made[step]
         where = f"step {step}"
-        found += [Counterexample(text, where, planned, held) for text, planned, held in _settings(made, law)]
+        found += [Counterexample(text, where, planned, held) for text, planned, held in settings(law, step)]
         found += [*_between(law, step), *_clipped_by(law, step)]
         before, after = law.before(step), law.after(step)
         given = {short_name(n): g.double() for n, g in law.first.values[step].gradients.items()}
@@ -102,39 +102,6 @@ def _clipped_early(law: LoopLaw, step: int) -> Iterator[Counterexample]:
         yield Counterexample(what, f"step {step}", f"a gradient of norm <= {limit:g}, clipped as it is", held)
 
 
-def _settings(made: Made, law: LoopLaw) -> Iterator[tuple[str, str, str]]:
-    """What the optimizer has otherwise than the case, or the loop, says: what, expected, seen."""
-    case = law.case
-    kind = {"adamw": "AdamW", "sgd": "SGD"}[case.optimizer]
-    coupled = any(group.settings.get("weight_decay") and not _decouples(made.optimizer, group) for group in made.groups)
-    if made.optimizer != kind and not (made.optimizer == "Adam" and kind == "AdamW" and not coupled):
-        yield "another optimizer than the case's", kind, made.optimizer
-    yield from _declared_decays(made, law) if law.first.decays else _decays(made, case)
-    for group in made.groups:
-        if "momentum" in group.settings and group.settings["momentum"] != case.momentum:
-            yield "another momentum", f"{case.momentum}", f"{group.settings['momentum']}"
-
-
-def _decays(made: Made, case: Case) -> Iterator[tuple[str, str, str]]:
-    held = [float(group.settings.get("weight_decay", 0.0)) for group in made.groups]
-    yield from (
-        ("another weight decay", f"{case.weight_decay}", f"{each}")
-        for each in held
-        if each not in (0.0, case.weight_decay)
-    )
-    if case.weight_decay and not any(held):
-        yield "no group decays its weights", f"weight decay {case.weight_decay}", "0"
-
-
-def _declared_decays(made: Made, law: LoopLaw) -> Iterator[tuple[str, str, str]]:
-    for group in made.groups:
-        held = float(group.settings.get("weight_decay", 0.0))
-        wrong = [name for name in group.names if law.first.decays[name] != held]
-        if wrong:
-            what = f"{len(wrong)} tensors decay otherwise than the loop declares, {wrong[0]} first"
-            yield what, f"{law.first.decays[wrong[0]]}", f"{held}"
-
-
 def _stepped(
     made: Made, before: Mapping[str, Tensor], gradients: Mapping[str, Tensor], states: dict[tuple[str, ...], State]
 ) -> dict[str, Tensor]:
@@ -156,9 +123,4 @@ def _law_of(optimizer: str, group: Group) -> Law:
     if optimizer == "SGD":
         return Sgd(held["momentum"], held["weight_decay"])
     fast, slow = held["betas"]
-    return AdamW((fast, slow), held["eps"], held["weight_decay"] if _decouples(optimizer, group) else 0.0)
-
-
-def _decouples(optimizer: str, group: Group) -> bool:
-    """Whether the decay acts on the weights and not on the gradient: AdamW is Adam with that switched on."""
-    return optimizer == "AdamW" or bool(group.settings.get("decoupled_weight_decay"))
+    return AdamW((fast, slow), held["eps"], held["weight_decay"] if decouples(optimizer, group) else 0.0)

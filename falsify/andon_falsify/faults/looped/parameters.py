@@ -46,6 +46,31 @@ class AllDecay(Grouped):
         return "LayerNorm" not in name
 
 
+class HeadNotDecaying(PlainLoop):
+    """One matrix is in a group of its own, which does not decay."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        last = self.optimizer.param_groups[0]["params"].pop()
+        self.optimizer.add_param_group({"params": [last], "weight_decay": 0.0})
+
+
+class OtherBetas(PlainLoop):
+    """The second moment forgets faster than the case's optimizer does."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.optimizer.param_groups[0]["betas"] = (0.9, 0.95)
+
+
+class OtherEps(PlainLoop):
+    """What keeps the step from dividing by 0 is a hundred thousand times as large."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.optimizer.param_groups[0]["eps"] = 1e-3
+
+
 class AdapterDetached(PlainLoop):
     """Nothing flows back through the adapter."""
 
@@ -109,6 +134,18 @@ FAULTS = (
         "update-law",
         r"step 1: \d+ tensors decay otherwise than the loop declares",
         ADAMW.but(rank=0, lr=1e-3),
+    ),
+    LoopFault(
+        "F65",
+        "one matrix does not decay",
+        HeadNotDecaying,
+        "update-law",
+        r"step 1: 1 matrices do not decay.*score",
+        ADAMW,
+    ),
+    LoopFault("F65", "other betas", OtherBetas, "update-law", "step 1: betas otherwise than torch's default", ADAMW),
+    LoopFault(
+        "F65", "other eps", OtherEps, "update-law", r"step 1: eps otherwise .* expected 1e-08, seen 0\.001", ADAMW
     ),
     LoopFault("F67", "adapter gets no gradient", AdapterDetached, "gradient-law", r"lora_B\.weight 1,"),
     LoopFault("F68", "base trained", BaseTrained, "base-frozen", r"\d+ frozen tensors of the model train"),
