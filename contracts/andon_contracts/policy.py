@@ -74,6 +74,7 @@ def clause(name: str, explain: Callable[..., Finding]) -> Callable[[Predicate], 
         def error(*args: Any, **kwargs: Any) -> Exception:
             return Violation.of(registered.name, explain(*args, **kwargs))
 
+        counted.__andon_test__ = (predicate, registered.name)  # type: ignore[attr-defined]
         return _with_error(counted, error, predicate)
 
     return mark
@@ -120,7 +121,7 @@ def ensure(predicate: Predicate) -> Callable[[F], F]:
 
 
 def ensure_all(functions: Sequence[Callable[..., Any]]) -> Callable[[F], F]:
-    """All postconditions that `ensure` gave to `functions`, in their order, as one: for the price of one call.
+    """All clauses that `ensure` gave to `functions`, in their order, as one postcondition: for the price of one call.
 
     Each is evaluated and counted until one is false, which is then the error. What is decorated must have the
     parameters that they ask for.
@@ -128,13 +129,18 @@ def ensure_all(functions: Sequence[Callable[..., Any]]) -> Callable[[F], F]:
     predicates: list[Predicate] = [
         predicate for function in functions for predicate in getattr(function, "__andon_ensures__", ())
     ]
-    asked = [(predicate, tuple(inspect.signature(predicate).parameters)) for predicate in predicates]
-    names = dict.fromkeys(["result", *(name for _, parameters in asked for name in parameters)])
+    names = dict.fromkeys(["result", *(name for predicate in predicates for name in _parameters(predicate))])
     signature = inspect.Signature([inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names])
+    ways = list(dict.fromkeys(map(_parameters, predicates)))
+    asked = [(each, *_test_of(each), ways.index(_parameters(each))) for each in predicates]
 
     def broken(given: Mapping[str, Any]) -> Predicate | None:
-        for predicate, parameters in asked:
-            if not predicate(*[given[name] for name in parameters]):
+        if not _enforced:
+            return None
+        arguments = [[given[name] for name in way] for way in ways]
+        for predicate, test, name, way in asked:
+            _evaluations[name] += 1
+            if not test(*arguments[way]):
                 return predicate
         return None
 
@@ -144,10 +150,23 @@ def ensure_all(functions: Sequence[Callable[..., Any]]) -> Callable[[F], F]:
     def error(**given: Any) -> Exception:
         found = broken(given)
         assert found is not None
-        return _error_of(found)(**{name: given[name] for name in inspect.signature(found).parameters})
+        return _error_of(found)(**{name: given[name] for name in _parameters(found)})
 
     all_hold.__signature__ = error.__signature__ = signature  # type: ignore[attr-defined]
     return icontract.ensure(all_hold, error=error, enabled=True)
+
+
+def _test_of(predicate: Predicate) -> tuple[Predicate, str]:
+    """What `clause` marked, without its counting, and the clause's name. Raises `TypeError` for any other function."""
+    found: tuple[Predicate, str] | None = getattr(predicate, "__andon_test__", None)
+    if found is None:
+        msg = f"{predicate.__name__} is not marked by @clause"
+        raise TypeError(msg)
+    return found
+
+
+def _parameters(predicate: Predicate) -> tuple[str, ...]:
+    return tuple(inspect.signature(predicate).parameters)
 
 
 def _error_of(predicate: Predicate) -> Callable[..., Exception]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -74,12 +74,14 @@ class Extremes:
 
     def read(self) -> list[tuple[int, float, float]]:
         """(parameter, smallest, largest) of each; one wait for each table of places that was used."""
-        found = [
-            (index, low, high)
-            for number in range(max(self._passes, default=0))
-            for index, low, high in self._rooms[number].read()
-            if self._passes[index] > number
-        ]
+        found: list[tuple[int, float, float]] = []
+        for number in range(max(self._passes, default=0)):
+            places = self._rooms[number].read()
+            if min(self._passes) <= number:
+                places = [place for place in places if self._passes[place[0]] > number]
+            found += places
+        if not self._others:
+            return found
         lows, highs = values_of([low for _, low, _ in self._others]), values_of([high for _, _, high in self._others])
         return found + [(other[0], low, high) for other, low, high in zip(self._others, lows, highs, strict=True)]
 
@@ -102,11 +104,9 @@ class _Room:
             self.places |= zip(owners, zip(table[0].unbind(), table[1].unbind(), strict=True), strict=True)
             self._tables.append((owners, table))
 
-    def read(self) -> Iterator[tuple[int, float, float]]:
+    def read(self) -> list[tuple[int, float, float]]:
         """(parameter, smallest, largest) of all places, written or not."""
-        for owners, table in self._tables:
-            lows, highs = table.tolist()
-            yield from zip(owners, lows, highs, strict=True)
+        return [place for owners, table in self._tables for place in zip(owners, *table.tolist(), strict=True)]
 
 
 def _is_plain(parameter: Tensor) -> bool:

@@ -116,12 +116,15 @@ class Lane:
         if self.audit_due and self.gradient_before_clip is None:
             self.gradient_before_clip = self.dense_gradients()
 
-    def _read_gradient(self) -> Reading:
-        """Digest and norm of the gradients that are there; the digest says which parameters have one."""
+    def _read_gradient(self, *, norm: bool = True) -> Reading:
+        """Digest and norm (0.0 where not asked for) of the gradients that are there.
+
+        The digest says which parameters have one.
+        """
         gradients = [p.grad for p in self._members]
         there = [g for g in gradients if g is not None]
         present = self._texts["present"].digest([g is not None for g in gradients])
-        seen = self._readers["gradient"].read(there, norm=True)
+        seen = self._readers["gradient"].read(there, norm=norm)
         return Reading((seen.digest + present) % (1 << 64), seen.norm)
 
     def portable(self, portable: bool) -> None:
@@ -148,11 +151,14 @@ class Lane:
         overflow = getattr(self.optimizer, "found_inf", None)
         skipped = overflow is not None and bool(overflow)
         raw = self.taps.read()
-        gradient = self._read_gradient()
-        used = gradient.norm
-        norm = used if self._norm is None else self._norm
+        # The loop's own clipping has said the norm; what is left of it then matters to few.
+        told = self._norm
+        asked = told is None or bool(raw.nonfinite) or self.settings.clip is not None or self.settings.recording
+        gradient = self._read_gradient(norm=asked)
+        used = gradient.norm if asked or told is None else told
+        norm = used if told is None else told
         bad = 0 if skipped else raw.nonfinite
-        self.presence.window(raw.touched, raw.nonzero)
+        self.presence.window(raw)
         self._remember(step)
         return {
             "change": self.subject.change(),

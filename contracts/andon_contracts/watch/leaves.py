@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from torch.utils.hooks import RemovableHandle
 from andon_contracts.watch.extremes import Extremes, extremes, values_of
 
 _INFINITE = float("inf")
+_TIMED = 8
+"""The hooks of every so many-th window are timed: looking at the clock takes as long as much of what they do."""
 
 
 @dataclass(frozen=True)
@@ -25,14 +28,29 @@ class Raw:
 
     nonfinite: int
     stale: int
-    touched: frozenset[int]
-    """Parameters that got a gradient."""
-    nonzero: frozenset[int]
-    """Parameters that got one that is not all zero."""
+    extremes: Sequence[tuple[int, float, float]]
+    """(parameter, smallest, largest element) of each gradient."""
+
+    @property
+    def touched(self) -> set[int]:
+        """Parameters that got a gradient."""
+        return {owner for owner, _, _ in self.extremes}
+
+    @property
+    def nonzero(self) -> set[int]:
+        """Parameters that got one that is not all zero."""
+        return {owner for owner, low, high in self.extremes if low != 0 or high != 0}
 
 
-def _nothing() -> None:
-    """Nobody pulled anything."""
+class Pulled(Protocol):
+    """What says whether any rank pulled the cord."""
+
+    @property
+    def cause(self) -> object | None:
+        """Why; None where nobody did."""
+
+    def heed(self) -> None:
+        """Raise for it."""
 
 
 class LeafTaps:
@@ -41,13 +59,13 @@ class LeafTaps:
     def __init__(self, parameters: Sequence[torch.nn.Parameter], discarded: Callable[[], None]) -> None:
         """discarded: called when a gradient turns out to have been set to None within a window."""
         self.muted = False
-        self.heed: Callable[[], None] = _nothing
-        self.spent = 0.0
+        self.cord: Pulled | None = None
         self.backward_seen = False
         self._discarded = discarded
         self._count = len(parameters)
         self._seen = Extremes(parameters)
         self._left: list[tuple[int, Tensor, Tensor]] = []
+        self._timed, self._windows, self._timed_windows, self._timed_s = True, 1, 1, 0.0
         self._started = bytearray(self._count)
         self._handles: list[RemovableHandle] = [
             parameter.register_hook(self._hook(index, parameter))  # type: ignore[no-untyped-call]
@@ -58,8 +76,11 @@ class LeafTaps:
         def see(gradient: Tensor) -> None:
             if self.muted:
                 return
-            began = time.perf_counter()
-            self.heed()
+            timed = self._timed
+            began = time.perf_counter() if timed else 0.0
+            cord = self.cord
+            if cord is not None and cord.cause is not None:
+                cord.heed()
             held = parameter.grad
             if not self._started[index]:
                 self._started[index] = True
@@ -69,9 +90,15 @@ class LeafTaps:
                 self._forget(index)
             self.backward_seen = True
             self._seen.add(index, gradient)
-            self.spent += time.perf_counter() - began
+            if timed:
+                self._timed_s += time.perf_counter() - began
 
         return see
+
+    @property
+    def spent(self) -> float:
+        """Seconds in the hooks: those of every `_TIMED`th window, which stand for the others too."""
+        return self._timed_s * self._windows / self._timed_windows
 
     @property
     def started(self) -> bool:
@@ -99,16 +126,23 @@ class LeafTaps:
         """What the window showed. One wait for each device."""
         seen = self._seen.read()
         bad = [owner for owner, low, high in seen if not (low > -_INFINITE and high < _INFINITE)]
-        nonzero = frozenset([owner for owner, low, high in seen if low != 0 or high != 0])
-        touched = frozenset([owner for owner, _, _ in seen])
+        return Raw(min(bad, default=-1) + 1, self._stale() + 1, seen)
+
+    def _stale(self) -> int:
+        """The first parameter whose gradient was not zero when the window began; -1: none."""
+        if not self._left:
+            return -1
         left = values_of([low for _, low, _ in self._left]), values_of([high for _, _, high in self._left])
         stale = [index for (index, _, _), low, high in zip(self._left, *left, strict=True) if low != 0 or high != 0]
-        return Raw(min(bad, default=-1) + 1, min(stale, default=-1) + 1, touched, nonzero)
+        return min(stale, default=-1)
 
     def reset(self) -> None:
         """A new window begins: the optimizer has taken what there was."""
         self._clear()
         self._started = bytearray(self._count)
+        self._windows += 1
+        self._timed = self._windows % _TIMED == 1
+        self._timed_windows += self._timed
 
     def close(self) -> None:
         """Take the hooks off."""

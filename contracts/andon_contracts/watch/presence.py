@@ -7,7 +7,7 @@ still gets none is detached from the loss.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from andon_contracts.watch.forward import ForwardTap
-from andon_contracts.watch.leaves import LeafTaps
+from andon_contracts.watch.leaves import LeafTaps, Raw
 from andon_contracts.watch.reading import plain
 from andon_contracts.watch.subject import Subject
 
@@ -34,6 +34,7 @@ class Presence:
         self._members = members
         self._names = names
         self._place = {name: index for index, name in enumerate(names)}
+        self._adapter = {index for index, name in enumerate(names) if "lora_" in name}
         self._unused_expected = subject.unused_expected
         self._absent = set(range(len(members)))
         self._zero = set(self._absent)
@@ -58,11 +59,12 @@ class Presence:
         if torch.is_grad_enabled() and not self._leaves.muted:
             self._called.add(index)
 
-    def window(self, touched: Collection[int], nonzero: Collection[int]) -> None:
-        """A window is over in which backward passes reached `touched`, and `nonzero` of them with more than zeros."""
+    def window(self, raw: Raw) -> None:
+        """A window is over, of which the hooks on the leaves say `raw`."""
         self._windows += 1
         if not self._zero:
             return
+        touched, nonzero = raw.touched, raw.nonzero
         gradients = {index: self._members[index].grad for index in self._zero}
         there = {index: g for index, g in gradients.items() if g is not None}
         self._absent -= {*touched, *there}
@@ -74,6 +76,8 @@ class Presence:
 
     def missing(self) -> int:
         """The first parameter that should have had a gradient by now, plus one; 0 where there is no such one."""
+        if not self._zero:
+            return 0
         late = self._windows >= _PATIENCE
         found = self._dead_adapter()
         if not self._unused_expected:
@@ -83,8 +87,7 @@ class Presence:
 
     def _dead_adapter(self) -> set[int]:
         """All adapter tensors at once without a gradient: no layer drop does that, so one window says it."""
-        adapter = {i for i, name in enumerate(self._names) if "lora_" in name}
-        return adapter if adapter and adapter <= self._absent else set()
+        return set(self._adapter) if self._adapter and self._adapter <= self._absent else set()
 
     def _waits_for_other_half(self, index: int) -> bool:
         """LoRA's A has a zero gradient as long as its B is zero."""

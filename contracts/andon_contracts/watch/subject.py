@@ -6,7 +6,7 @@ import fnmatch
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import attrgetter, is_
 
 import torch
 from torch import nn
@@ -97,7 +97,7 @@ class Subject:
         ]
         self._owners = [slot.owner for slot in self.slots]
         self._attributes = [slot.attribute for slot in self.slots]
-        self._known = [id(slot.parameter) for slot in self.slots]
+        self._held = [slot.parameter for slot in self.slots]
         self._trainable = [slot.trainable for slot in self.slots]
         self.names = tuple(slot.name for slot in self.slots)
         self.parameters = self._first_of_each()
@@ -184,9 +184,8 @@ class Subject:
     def change(self) -> int:
         """A `change_of` for the first thing that is not as it was at the start; 0 where all is."""
         now = list(map(dict.get, map(_parameters_of, self._owners), self._attributes))
-        found = list(map(id, now))
-        if found != self._known:
-            return change_of(_REPLACED, _first_odd(found, self._known))
+        if not all(map(is_, now, self._held)):
+            return change_of(_REPLACED, _first_odd(list(map(id, now)), list(map(id, self._held))))
         trainable = list(map(_requires_grad, now))
         if trainable != self._trainable:
             return change_of(_TOGGLED, _first_odd(trainable, self._trainable))

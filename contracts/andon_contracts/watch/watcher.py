@@ -139,8 +139,7 @@ class Watch(Telling, Hearing):
         for lane in self._lanes.values():
             self._undo.append(lane.optimizer.register_step_pre_hook(self._pre).remove)
             self._undo.append(lane.optimizer.register_step_post_hook(self._post).remove)
-            if self._cord is not None:
-                lane.taps.heed = self._cord.heed
+            lane.taps.cord = self._cord
             self._undo.append(lane.close)
             self._intercept_zero(lane)
         listen(self)
