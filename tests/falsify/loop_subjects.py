@@ -23,6 +23,13 @@ class Undivided(PlainLoop):
         return super()._loss_sum(ids) * self.case.accumulation * self.case.world
 
 
+class Halved(PlainLoop):
+    """Every gradient is half of what it should be."""
+
+    def _loss_sum(self, ids: Sequence[int]) -> Tensor:
+        return super()._loss_sum(ids) / 2
+
+
 class Unreduced(PlainLoop):
     """Every rank trains on its own rows alone."""
 

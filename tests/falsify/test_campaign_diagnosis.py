@@ -47,6 +47,18 @@ def test_ratios_are_explained_together(measured: list[tuple[float, tuple[int, in
     assert bool(shown) == bool(said)
 
 
+def test_what_a_judge_knows_of_a_ratio_stays_and_is_kept_by_a_smaller_case() -> None:
+    """He saw the window; from the case's sizes alone the ratio would be another thing. Without him, they name it."""
+    equals = "0.500 = 1 of 2 micro-batches: a short window is divided as a full one"
+    told = Counterexample("off the law", ratio=0.5, equals=equals)
+    case = laid_out(2, 2)
+    assert diagnosed(told, case, explain([(0.5, case)])) == told
+    assert reason(told, case) == ("a short window is divided as a full one",)
+    untold = Counterexample("off the law", ratio=0.5, equals="0.500 = 1 / world 2")
+    assert diagnosed(untold, case, None).equals == "0.500 = 1 / accumulation 2 or 1 / world 2"
+    assert reason(untold, case) == ("accumulation", "world")
+
+
 def test_a_counterexample_is_explained_by_what_all_cases_say() -> None:
     """Alone 2.000 could be either factor; with the other case it is the world. One that does not fit keeps its own."""
     two, three = laid_out(2, 2), laid_out(3, 2)

@@ -14,7 +14,7 @@ from andon_falsify.loops.subject import LoopSubject
 from andon_falsify.loops.task import loop_case, shaped
 from andon_falsify.loops.verdicts import CLAIMS, drawing, evaluating, halting, judge_loop, resuming, verdicts
 from andon_falsify.ranks.pool import RankPools
-from andon_falsify.subjects.case import Case
+from andon_falsify.subjects.case import Case, make_rows
 from andon_falsify.verdict import Outcome, Verdict
 
 HERE = "tests.falsify.loop_subjects"
@@ -189,6 +189,17 @@ def test_the_tutorial_of_ddp_takes_a_mean_of_means(pools: RankPools) -> None:
     assert [each.step for each in comparisons(trace) if each.relative > 0.1] == [3, 6]
     assert "32 visits of 31 rows" in str(found["samples-once"])
     assert across([trace, subject.run(shaped(SGD, 1, 2))]).outcome is Outcome.FALSIFIED
+
+
+def test_a_short_window_that_is_divided_as_a_full_one_is_named_so(pools: RankPools) -> None:
+    """10 rows as 8 and 2: 1 of 2 micro-batches on each rank. What is 1/2 of full windows too, is no matter of them."""
+    case = SGD.but(rows=make_rows(10), batch_size=8)
+    short = verdicts(LoopSubject(f"{PEERS}.ddp:make", pools=pools).run(case))["gradient-law"]
+    said = "0.500 = 1 of 2 micro-batches: a short window is divided as a full one"
+    assert [(each.where, each.equals) for each in short.counterexamples] == [("step 2", said), ("step 4", said)]
+    halved = verdicts(LoopSubject(f"{HERE}:Halved", pools=pools).run(case))["gradient-law"]
+    everywhere = "0.500 = 1 / accumulation 2 or 1 / rows 2 or 1 / world 2"
+    assert [each.equals for each in halved.counterexamples] == [everywhere] * 4
 
 
 def test_a_resume_without_moments_and_a_step_on_nan_are_seen(pools: RankPools) -> None:

@@ -9,6 +9,7 @@ from andon_falsify import collate, dataset, loop_case, model, optimizer
 from andon_falsify.loops.content import Recogniser
 from andon_falsify.loops.subject import LoopSubject
 from andon_falsify.loops.task import distinct, shaped
+from andon_falsify.loops.windows import short_window
 from andon_falsify.subjects.case import Rows, make_rows
 
 
@@ -36,6 +37,26 @@ def test_rows_are_recognised_by_content_whatever_the_padding() -> None:
     assert knows.rows({**batch, "labels": labels}) == ["row 30 with label 0 instead of 2", None, 7]
     assert knows.rows({**batch, "input_ids": batch["input_ids"] + 1})[0].startswith("tokens [")  # type: ignore
     assert knows.rows({"x": batch["input_ids"]}) is None
+
+
+def test_a_short_window_is_named_by_what_it_has_of_a_full_one() -> None:
+    """Micro-batches, rows, ranks with rows, of 2 x 3 micro-batches of 2 rows; of a full window, and no part, nothing.
+
+    On ranks with unequal windows, micro-batches are those of all.
+    """
+    case = loop_case(micro_batches=6)
+    full = [(1, 2), (3, 4), (5, 6)]
+    cause = ": a short window is divided as a full one"
+    for ratio, visits, said in (
+        (2 / 3, [full[:2], [(7, 8), (9,)]], f"0.667 = 2 of 3 micro-batches{cause}"),
+        (7 / 12, [full[:2], [(7, 8), (9,)]], f"0.583 = 7 of 12 rows{cause}"),
+        (1 / 2, [full, []], f"0.500 = 3 of 6 micro-batches or 6 of 12 rows or 1 of 2 ranks with rows{cause}"),
+        (5 / 6, [full, [(7, 8), (9,), ()]], f"0.833 = 5 of 6 micro-batches{cause}"),
+        (1 / 2, [full, [(7, 8), (9, 10), (11, 12)]], ""),
+        (1 / 3, [full[:2], [(7, 8), (9,)]], ""),
+        (1.0, [full[:2], [(7, 8), (9,)]], ""),
+    ):
+        assert short_window(ratio, visits, case) == said
 
 
 def test_a_case_has_one_global_batch_on_every_place() -> None:

@@ -90,16 +90,23 @@ def _complexity(fitting: Sequence[Powers]) -> int:
 def diagnosed(found: Counterexample, case: Case, common: Explanation | None) -> Counterexample:
     """`found` with what its ratio equals: by `common`, what all cases have in common, where that fits, else by itself.
 
-    As it is where it has no ratio, or one that nothing explains.
+    As it is where it has no ratio, one that nothing explains, or one of which its judge knows the cause.
     """
-    if found.ratio is None:
+    if found.ratio is None or cause_of(found):
         return found
     own = common if common is not None and common.fits(found.ratio, case) else explain([(found.ratio, case)])
     return found if own is None else replace(found, equals=own.of(found.ratio, case))
 
 
+def cause_of(found: Counterexample) -> str:
+    """What a judge that saw the whole run says of the ratio, "" if nothing: `0.667 = 2 of 3 micro-batches: CAUSE`."""
+    return found.equals.partition(": ")[2]
+
+
 def reason(found: Counterexample, case: Case) -> tuple[str, ...]:
     """What a smaller counterexample must keep, to be one of the same mistake: the factors of its ratio by name."""
+    if cause_of(found):
+        return (cause_of(found),)
     explanation = explain([(found.ratio, case)]) if found.ratio is not None else None
     return tuple(sorted({name for each in explanation.products for name in each})) if explanation is not None else ()
 

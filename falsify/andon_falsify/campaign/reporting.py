@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from math import isfinite
 
 from andon_falsify.campaign.bench import Bench
-from andon_falsify.campaign.diagnosis import Explanation, diagnosed, explain
+from andon_falsify.campaign.diagnosis import Explanation, cause_of, diagnosed, explain
 from andon_falsify.campaign.interpreter import Said
 from andon_falsify.campaign.outcome import Finding, Report
 from andon_falsify.campaign.reasons import NOTHING_SAID, condensed
@@ -95,9 +95,9 @@ def _shrunk_first(said: Said) -> bool:
 
 
 def _explained(said: Sequence[Said]) -> Explanation | None:
-    """What all ratios of the claim have in common."""
-    pairs = [(found.ratio, each.trial.case) for each in said for found in each.verdict.counterexamples[:1]]
-    return explain([(ratio, case) for ratio, case in pairs if ratio is not None])
+    """What all ratios of the claim have in common, but for those of which the judge said the cause."""
+    pairs = [(found, each.trial.case) for each in said for found in each.verdict.counterexamples[:1]]
+    return explain([(found.ratio, case) for found, case in pairs if found.ratio is not None and not cause_of(found)])
 
 
 def _made_repeatable(bench: Bench, said: Said, common: Explanation | None) -> Verdict:

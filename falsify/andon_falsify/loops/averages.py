@@ -9,6 +9,7 @@ from andon_falsify.checkers import gradient_law, losses_close
 from andon_falsify.loops.explain import Comparison, compare
 from andon_falsify.loops.law import LoopLaw, laws, mean
 from andon_falsify.loops.trainable import left_out
+from andon_falsify.loops.windows import named_by_window
 from andon_falsify.reference.update import clip, global_norm
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.trace import Trace
@@ -41,7 +42,7 @@ def gradients(law: LoopLaw) -> Verdict:
     claim = gradient_law.CLAIM
     if law.why_not:
         return not_applicable(claim, law.why_not)
-    found = [_gradient(law, step) for step, _ in laws(law)]
+    found = named_by_window(law, {step: _gradient(law, step) for step, _ in laws(law)})
     lost = list(left_out(law))
     if lost:
         found.append(conclude(claim, 1, lost))
@@ -95,16 +96,22 @@ def losses(law: LoopLaw) -> Verdict:
     known = {step: float(each.losses.mean()) for step, each in laws(law) if step in told}
     if not known:
         return not_applicable(claim, "the loop tells no loss (told.loss)")
-    found = []
+    found = {}
     for step, wanted in known.items():
         one = losses_close.check([told[step]], [wanted], start=1, bound=LOSS_TOLERANCE, factors=factors(law.case))
-        named = tuple(_of_update(each, step) for each in one.counterexamples)
-        found.append(replace(one, counterexamples=named))
-    merged = merge(found)
+        found[step] = replace(one, counterexamples=tuple(_at(each, step) for each in one.counterexamples))
+    named = [_without_chance(verdict) for verdict in named_by_window(law, found)]
+    merged = merge(named)
     return replace(merged, why=merged.why or law.note)
 
 
-def _of_update(found: Counterexample, step: int) -> Counterexample:
-    """A counterexample of one update: a ratio that is no product of the case's sizes is chance."""
-    said = replace(found, what="the reported loss is not that of the law", where=f"step {step}")
-    return said if " = " in found.equals else replace(said, ratio=None, equals="")
+def _at(found: Counterexample, step: int) -> Counterexample:
+    return replace(found, what="the reported loss is not that of the law", where=f"step {step}")
+
+
+def _without_chance(verdict: Verdict) -> Verdict:
+    """A ratio that is no product of the case's sizes is chance, and not said."""
+    kept = tuple(
+        each if " = " in each.equals else replace(each, ratio=None, equals="") for each in verdict.counterexamples
+    )
+    return replace(verdict, counterexamples=kept)

@@ -13,6 +13,7 @@ from andon_falsify.checkers.ratio import explain_ratio
 from andon_falsify.loops.law import LoopLaw, matrix, vector
 from andon_falsify.loops.relabelled import relabelled
 from andon_falsify.loops.sightings import Law
+from andon_falsify.loops.windows import short_window
 
 _FITS = 1e-3
 _SHOWN = 6
@@ -46,7 +47,7 @@ def compare(law: LoopLaw, step: int, factors: Mapping[str, int]) -> Comparison:
     factor, residual = _fit(seen, planned)
     ratio = factor if residual <= _FITS else None
     shares = _shares(of_rows, rows, seen)
-    words = "" if relative <= _FITS or ratio is not None else _instead(of_rows, rows, seen, law.visits(step), factors)
+    words = "" if relative <= _FITS or ratio is not None else _instead(law, step, seen, factors)
     if not words and ratio is None and relative > _FITS:
         words = _remembered(law, step, seen, planned) or relabelled(law, step, seen) or _counted(shares)
     return Comparison(step, relative, cosine, ratio, shares, words)
@@ -59,11 +60,10 @@ def _fit(seen: Tensor, other: Tensor) -> tuple[float, float]:
     return factor, float((seen - factor * other).norm()) / (float(seen.norm()) or 1.0)
 
 
-def _instead(
-    law: Law, rows: Tensor, seen: Tensor, visits: Sequence[Sequence[tuple[int, ...]]], factors: Mapping[str, int]
-) -> str:
+def _instead(law: LoopLaw, step: int, seen: Tensor, factors: Mapping[str, int]) -> str:
     """Which other mean over the visited rows it is, times what."""
-    place = {row: at for at, row in enumerate(law.rows)}
+    visits, rows = law.visits(step), matrix(law.of(step))
+    place = {row: at for at, row in enumerate(law.of(step).rows)}
     leaves = [leaf for of_rank in visits for leaf in of_rank if leaf]
     ranks = [[row for leaf in of_rank for row in leaf] for of_rank in visits]
     candidates: dict[str, Sequence[Sequence[int]]] = {
@@ -72,13 +72,14 @@ def _instead(
         f"the mean of the means of {len(ranks)} ranks (with {_sizes(ranks)} rows)": [rank for rank in ranks if rank],
     }
     for words, parts in candidates.items():
-        weights = torch.zeros(len(law.rows), dtype=torch.float64)
+        weights = torch.zeros(len(rows), dtype=torch.float64)
         for part in parts:
             for row, visited in Counter(part).items():
                 weights[place[row]] += visited / (len(part) * len(parts))
         factor, residual = _fit(seen, weights @ rows)
         if residual <= _FITS:
-            times = "" if abs(factor - 1) <= _FITS else f", times {explain_ratio(factor, factors)}"
+            equals = short_window(factor, visits, law.case) or explain_ratio(factor, factors)
+            times = "" if abs(factor - 1) <= _FITS else f", times {equals}"
             return f"it is {words}{times}"
     return ""
 
