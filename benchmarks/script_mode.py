@@ -35,7 +35,7 @@ class Script:
 SCRIPTS = (
     Script("ddp_accumulation.py", "--accumulate {accumulation}", "= accumulation 2", "-m andon watch"),
     Script("all_reduce_by_hand.py", "", "= world"),
-    Script("ragged_epoch.py", "--folder {folder} {resume:--resume}", "norm of the reduced gradient"),
+    Script("ragged_epoch.py", "--folder {folder} {resume:--resume}", "a mean of unequal means"),
 )
 
 

@@ -87,6 +87,16 @@ def test_other_rows_are_named_before_what_follows_from_them() -> None:
     assert (found.expected, found.seen) == ("2", "4")
 
 
+def test_the_first_uneven_update_is_named() -> None:
+    """Five rows on two ranks after updates of four: where those were right, the ranks' means are what is wrong."""
+    even, uneven = ({"ids": list(range(count)), "grad_norm": 1.0} for count in (4, 5))
+    wrong = {**uneven, "grad_norm": 1.1}
+    (found,) = same(ledger(even, uneven), ledger(even, wrong), "2 ranks").counterexamples
+    assert "5 rows on 2 ranks, the first that do not divide evenly: a mean of unequal means?" in found.what
+    (first,) = same(ledger(uneven, even), ledger(wrong, even), "2 ranks").counterexamples
+    assert "evenly" not in first.what
+
+
 def test_another_number_of_updates_falls() -> None:
     """A layout that makes fewer updates of the same batches lost some."""
     step = {"grad_norm": 1.0}
@@ -126,7 +136,24 @@ def steps(*weights: int) -> History:
 )
 def test_a_run_that_is_taken_up_ends_as_the_whole_one(again: History, outcome: Outcome) -> None:
     """Killed after two of four updates: taken up there or before with the same state; not later, not anew."""
-    assert resumed(steps(1, 2, 3, 4), steps(1, 2), again).outcome is outcome
+    assert resumed(steps(1, 2, 3, 4), steps(1, 2), again, 2).outcome is outcome
+
+
+@pytest.mark.parametrize(
+    ("world", "norm", "outcome"),
+    [
+        (2, 1.0 + TOLERANCE / 3, Outcome.FALSIFIED),
+        (3, 1.0 + TOLERANCE / 3, Outcome.HOLDS),
+        (3, 1.0 + 3 * TOLERANCE, Outcome.FALSIFIED),
+    ],
+)
+def test_sums_of_three_ranks_may_be_rounded_otherwise_after_a_start(world: int, norm: float, outcome: Outcome) -> None:
+    """DDP lays its buckets out anew in its second update, which changes the order of a ring's sums, and so the bits.
+
+    What is lost by a restart shows in the norms; two ranks' sums have only one order.
+    """
+    before, after = ({"grad_norm": size, "digests": {"gradient": str(size)}} for size in (1.0, norm))
+    assert resumed(ledger(before, before), ledger(before), ledger(after), world).outcome is outcome
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,7 @@ class ScriptBench:
             cut = run(self._command.words(case, own), base / "cut", self._deadline_s, partial(_reached, half))
             again = run(self._command.words(case, own, resumed=True), base / "again", self._deadline_s)
         why = cut.error or self._fault(again, case)
-        return unknown(claim, why) if why else resumed(whole.history, cut.history, again.history)
+        return unknown(claim, why) if why else resumed(whole.history, cut.history, again.history, case.world)
 
 
 def _layout(case: Case) -> Layout:
