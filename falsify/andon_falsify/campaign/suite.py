@@ -81,7 +81,9 @@ class Suite:
         return {claim: merge(verdicts) for claim, verdicts in found.items()}
 
     def _at(self, place: Place) -> Campaign:
-        """The trials of one place; a smaller counterexample may lie at another."""
+        """The trials of one place, with its share of the time; a smaller counterexample may lie at another."""
         trials = tuple(trial for trial in self._campaign.trials if trial.place == place)
         judged = frozenset().union(*(self._bench.kinds[trial.kind] for trial in trials))
-        return replace(self._campaign, trials=trials, claims=self._campaign.claims & judged)
+        whole, places = self._campaign.budget, {trial.place for trial in self._campaign.trials}
+        budget = replace(whole, shrink_s=whole.shrink_s / len(places))
+        return replace(self._campaign, trials=trials, claims=self._campaign.claims & judged, budget=budget)

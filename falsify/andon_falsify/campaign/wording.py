@@ -69,8 +69,13 @@ def counterexample_lines(verdict: Verdict, rest: str = "in the file of --json") 
         yield f"  and {len(verdict.counterexamples) - 1} more ({rest})"
 
 
+def said_besides(verdict: Verdict) -> str:
+    """Its reasons, without a count of counterexamples."""
+    return "; ".join(each for each in verdict.why.split("; ") if not _COUNTED.fullmatch(each))
+
+
 def _outcome(verdict: Verdict, findings: list[Finding]) -> str:
-    why = condensed("; ".join(each for each in verdict.why.split("; ") if not _COUNTED.fullmatch(each)))
+    why = condensed(said_besides(verdict))
     if verdict.outcome is Outcome.HOLDS:
         return f"holds ({verdict.checked} comparisons" + (f"; {why})" if why else ")")
     places = _places([finding for finding in findings if finding.outcome is verdict.outcome])

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from andon_falsify.campaign.wording import counterexample_lines
+from andon_falsify.campaign.wording import counterexample_lines, said_besides
 from andon_falsify.report.legible import legible_line
 from andon_falsify.verdict import Claim, Counterexample, Outcome, Verdict, closing_line, merge, not_applicable, unknown
 
@@ -83,7 +83,8 @@ class Count:
 
 def shown(verdict: Verdict) -> str:
     """A verdict in lines that can be shown anywhere: its smallest counterexample, and how many more there are."""
-    head = f"{verdict.claim}: {verdict.outcome.value}" + (f" ({verdict.why})" if verdict.why else "")
+    why = said_besides(verdict)
+    head = f"{verdict.claim}: {verdict.outcome.value}" + (f" ({why})" if why else "")
     lines = [head, *counterexample_lines(verdict, "in the file of andon falsify --json")]
     return "\n".join(map(legible_line, lines))
 
@@ -92,7 +93,7 @@ def _summed_up(verdict: Verdict) -> str:
     """The first failed test of a claim stands for the others."""
     others = len(verdict.counterexamples) - 1
     kept = replace(verdict, counterexamples=verdict.counterexamples[:1])
-    return f"{kept}\n  and of {others} more tests" if others > 0 else str(kept)
+    return f"{kept}\n  and in {others} more failed tests" if others > 0 else str(kept)
 
 
 def _restored(claim: str, outcome: Outcome, checked: int, text: str) -> Verdict:
