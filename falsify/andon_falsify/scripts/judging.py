@@ -76,7 +76,7 @@ def _explained(found: Counterexample, theirs: Mapping[int, StepEvent], number: i
 
 
 def _uneven(step: StepEvent) -> bool:
-    return len(step.ids) % step.world != 0
+    return len(step.ids) % (step.world or 1) != 0
 
 
 def _step(ours: StepEvent, theirs: StepEvent, layout: str) -> tuple[int, list[Counterexample]]:
