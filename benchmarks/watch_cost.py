@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import andon
-from andon_contracts.agree import GroupGather
+from andon_contracts.mesh import Mesh
 from andon_contracts.watch import Watch
 from andon_contracts.watch.base import FrozenBase
 from andon_contracts.watch.exchange import Exchange
@@ -176,7 +176,7 @@ PIECES: dict[str, tuple[type, str]] = {
     "  gradient": (Lane, "_read_gradient"),
     "  frozen weights": (FrozenBase, "digest"),
     "before and after: exchange": (Exchange, "__call__"),
-    "  and of it waiting": (GroupGather, "__call__"),
+    "  and of it waiting": (Mesh, "gather"),
     "before the update: all": (Watch, "_before"),
     "after the update: look": (Lane, "after"),
     "  optimizer state": (Kept, "digest"),

@@ -97,11 +97,12 @@ SIZES = (8 * ROW * STRIDE, 5, 8 * STRIDE, 8 * ROW * 2 + 3)
 
 
 def _summed(pieces: Sequence[Tensor]) -> int:
-    """The checksum of `pieces` (uint8) that are copied one after the other into a room that held something else."""
+    """The checksum of `pieces` (uint8) that are copied one after the other into a room, with zeros behind."""
     sizes = [piece.numel() for piece in pieces]
     room = torch.full((max(map(room_of, sizes)),), -1)
     summed = Summed(sizes, room)
     for index, piece in enumerate(pieces):
+        room[: room_of(piece.numel())] = 0
         room.view(torch.uint8)[: piece.numel()] = piece
         summed.take(index)
     return summed.fold()
@@ -113,8 +114,7 @@ def _pieces() -> list[Tensor]:
 
 
 def test_a_bit_of_any_piece_that_is_summed_as_it_is_copied_is_seen() -> None:
-    """At the begin and at the end of each; so is a piece that gives a word to another, and what lay there before is
-    not."""
+    """At the begin and at the end of each; so is a piece that exchanges a word with another."""
     before = _summed(_pieces())
     assert _summed(_pieces()) == before
     seen = {before}
@@ -153,6 +153,17 @@ def test_many_groups_are_folded_in_several_turns() -> None:
         _flip(tensor, 59_999)
         seen.add(reader.read(tensors).digest)
     assert len(seen) == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64, torch.complex128])
+def test_what_was_copied_before_is_not_seen(dtype: torch.dtype) -> None:
+    """Readers share the memory into which they copy: a long list read in between leaves nothing in a short one's."""
+    short = [torch.ones(3).to(dtype), torch.zeros(5).to(dtype)]
+    reader = Reader()
+    before = reader.read(short).digest
+    for value in (1, 2):
+        Reader().read([torch.full((9_000,), value).to(dtype) for _ in range(7)])
+        assert reader.read(short).digest == Reader().read(short).digest == before
 
 
 def test_the_norm_is_the_one_of_all_elements() -> None:

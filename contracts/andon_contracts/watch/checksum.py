@@ -85,7 +85,7 @@ def checksum(flat: Tensor) -> int:
 
 
 class Summed:
-    """The checksum of pieces of memory that lie in `room` one after the other. The pieces' sizes never change."""
+    """The checksum of pieces of memory that are copied into `room` one after the other. Their sizes never change."""
 
     def __init__(self, sizes: Sequence[int], room: Tensor) -> None:
         """sizes: of the pieces, in bytes, whose `sums_of` are at most `MOST_SUMS`; room: 1-dim int64 on a CPU with
@@ -93,20 +93,18 @@ class Summed:
         self._sums = torch.zeros(sum(map(sums_of, sizes)), dtype=torch.int64)
         self._halves = self._sums.view(torch.int32)
         self._weights = _weights()[: self._halves.numel()]
-        self._pieces: list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]] = []
+        self._pieces: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         place = 0
         for size in sizes:
             rows, lines = _whole(size, ROW), _whole(size, STRIDE)
-            rest = room.view(torch.uint8)[size : _WORD * room_of(size)]
             of_rows, of_lines = self._sums[place : place + rows], self._sums[place + rows : place + rows + STRIDE]
             by_row, by_line = room[: rows * ROW].view(rows, ROW), room[: lines * STRIDE].view(lines, STRIDE)
-            self._pieces.append((rest, by_row, of_rows, by_line, of_lines))
+            self._pieces.append((by_row, of_rows, by_line, of_lines))
             place += rows + STRIDE
 
     def take(self, piece: int) -> None:
-        """The room holds the bytes of this piece now."""
-        rest, by_row, of_rows, by_line, of_lines = self._pieces[piece]
-        rest.zero_()
+        """The room begins with the bytes of this piece now, and with zeros behind them, to `room_of` words."""
+        by_row, of_rows, by_line, of_lines = self._pieces[piece]
         torch.sum(by_row, 1, out=of_rows)
         torch.sum(by_line, 0, out=of_lines)
 

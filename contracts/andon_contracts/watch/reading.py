@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -27,6 +28,8 @@ _WORD = 8
 ORDINARY = (Tensor, torch.nn.Parameter)
 """Types of tensors that are what they hold, unless they are sparse."""
 _dtype_of = attrgetter("dtype")
+_unrecorded: Callable[[], AbstractContextManager[None]] = getattr(torch._C, "_AutoDispatchBelowAutograd", torch.no_grad)
+"""As `no_grad`, but autograd is not even asked, which for many small tensors takes as long as reading them."""
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -107,22 +110,23 @@ class Reader:
 
     def read(self, tensors: Sequence[Tensor], *, norm: bool = False) -> Reading:
         """The digest of `tensors`, and where asked their norm as `norm_of_chunks` has it (0.0 where not)."""
-        with torch.no_grad():
-            try:
-                if not self._stable or self._copied or self._moved(tensors):
-                    self._take(tensors)
-                return self._look(norm=norm)
-            except RuntimeError:
-                # Other devices or kinds of tensors under the dtypes and sizes of before; or what comes up again.
-                self._layout = []
-                self._take(tensors)
-                return self._look(norm=norm)
+        try:
+            return self._read(tensors, norm=norm)
+        except RuntimeError:
+            # Other devices or kinds of tensors under the dtypes and sizes of before; or what comes up again.
+            self._layout = []
+            return self._read(tensors, norm=norm, anew=True)
 
-    def _take(self, tensors: Sequence[Tensor]) -> None:
-        layout = [*map(_dtype_of, tensors), *map(Tensor.numel, tensors)]
-        if layout != self._layout:
-            self._plan(tensors, layout)
-        self._fill(tensors)
+    def _read(self, tensors: Sequence[Tensor], *, norm: bool, anew: bool = False) -> Reading:
+        if anew or not self._stable or self._copied or self._moved(tensors):
+            layout = [*map(_dtype_of, tensors), *map(Tensor.numel, tensors)]
+            if layout != self._layout:
+                with torch.no_grad():
+                    self._plan(tensors, layout)
+            with torch.no_grad() if self._special else _unrecorded():
+                self._fill(tensors)
+        with _unrecorded():
+            return self._look(norm=norm)
 
     def _moved(self, tensors: Sequence[Tensor]) -> bool:
         """Whether one of `tensors` is another one than before, or in other memory."""
@@ -140,7 +144,7 @@ class Reader:
         if self._special:
             tensors = [plain(tensor).resolve_conj().resolve_neg() for tensor in tensors]
         for group in self._groups:
-            group.flat = [tensors[index].flatten() for index in group.members]
+            group.flat = [*[tensors[index].flatten() for index in group.members], *group.filler]
 
     def _plan(self, tensors: Sequence[Tensor], layout: list[object]) -> None:
         """Which tensors are copied together: small ones of one dtype and device; a large one stays alone."""
@@ -169,8 +173,8 @@ class Reader:
         most = 0
         for group in self._groups:
             first = tensors[group.members[0]]
-            if len(group.members) > 1 and first.device.type == "cpu":
-                group.room = _scratch().view(torch.uint8)[: group.size].view(first.dtype)
+            if len(group.members) > 1 and first.device.type == "cpu" and first.itemsize <= _WORD:
+                group.copy_into(_scratch(), first.dtype)
                 most += sums_of(group.size)
                 if not batches or most > MOST_SUMS:
                     batches.append([])
@@ -211,13 +215,26 @@ class _Group:
     members: list[int] = field(default_factory=list)
     size: int = 0
     flat: list[Tensor] = field(default_factory=list)
+    filler: list[Tensor] = field(default_factory=list)
+    """The zeros that are copied behind the others, to whole rows and lines."""
     room: Tensor | None = None
+    copied: Tensor | None = None
+    """The room without the zeros."""
     take: Callable[[], None] | None = None
     """Sums what is in the room, where that is of a CPU."""
 
+    def copy_into(self, words: Tensor, dtype: torch.dtype) -> None:
+        """Let `together` copy tensors of `dtype` into `words`, with zeros behind them."""
+        self.room = words[: room_of(self.size)].view(dtype)
+        self.copied = self.room[: self.size // dtype.itemsize]
+        self.filler = [torch.zeros(self.room.numel() - self.copied.numel(), dtype=dtype)]
+
     def together(self) -> Tensor:
         """All elements as one 1-dim tensor, to be read before the next group is."""
-        return self.flat[0].detach() if len(self.flat) == 1 else torch.cat(self.flat, out=self.room)
+        if self.copied is not None:
+            torch.cat(self.flat, out=self.room)
+            return self.copied
+        return self.flat[0].detach() if len(self.flat) == 1 else torch.cat(self.flat)
 
 
 @functools.lru_cache(maxsize=1)
