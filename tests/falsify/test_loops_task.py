@@ -45,9 +45,9 @@ def test_a_short_window_is_named_by_what_it_has_of_a_full_one() -> None:
     On ranks with unequal windows, micro-batches are those of all.
     """
     case = loop_case(micro_batches=6)
-    full = [(1, 2), (3, 4), (5, 6)]
+    full: list[tuple[int, ...]] = [(1, 2), (3, 4), (5, 6)]
     cause = ": a short window is divided as a full one"
-    for ratio, visits, said in (
+    windows: list[tuple[float, list[list[tuple[int, ...]]], str]] = [
         (2 / 3, [full[:2], [(7, 8), (9,)]], f"0.667 = 2 of 3 micro-batches{cause}"),
         (7 / 12, [full[:2], [(7, 8), (9,)]], f"0.583 = 7 of 12 rows{cause}"),
         (1 / 2, [full, []], f"0.500 = 3 of 6 micro-batches or 6 of 12 rows or 1 of 2 ranks with rows{cause}"),
@@ -55,7 +55,8 @@ def test_a_short_window_is_named_by_what_it_has_of_a_full_one() -> None:
         (1 / 2, [full, [(7, 8), (9, 10), (11, 12)]], ""),
         (1 / 3, [full[:2], [(7, 8), (9,)]], ""),
         (1.0, [full[:2], [(7, 8), (9,)]], ""),
-    ):
+    ]
+    for ratio, visits, said in windows:
         assert short_window(ratio, visits, case) == said
 
 
