@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+
+# Loaded before `pytester` notes which modules to forget after a run: torch cannot be loaded twice.
+import andon_falsify.compliance.plugin  # noqa: F401
+
+pytest_plugins = ("pytester",)
 
 TESTS = """
 from __future__ import annotations
@@ -45,17 +46,12 @@ def test_does_not_apply(court):
     ],
 )
 def test_a_claim_that_checked_nothing_is_unknown_and_fails(
-    tmp_path: Path, options: list[str], code: int, line: str
+    pytester: pytest.Pytester, options: list[str], code: int, line: str
 ) -> None:
     """Every test passed, yet the session fails; through pytest-xdist too. What was not selected is not unknown."""
-    (tmp_path / "test_claims.py").write_text(TESTS)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "andon_falsify.compliance.plugin"]
-    done = subprocess.run(
-        [*command, f"--rootdir={tmp_path}", *options, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        check=False,
+    pytester.makepyfile(test_claims=TESTS)
+    done = pytester.runpytest_inprocess(
+        "-q", "-p", "no:cacheprovider", "-p", "andon_falsify.compliance.plugin", *options
     )
-    assert line in done.stdout, done.stdout + done.stderr
-    assert done.returncode == code
+    assert line in done.outlines, done.outlines
+    assert done.ret == code
