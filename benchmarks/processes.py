@@ -21,6 +21,28 @@ def family(pid: int) -> list[int]:
     return [pid] + [member for child in children(pid) for member in family(child)]
 
 
+def session(leader: int) -> list[int]:
+    """The processes of the session that `leader` began, orphans included, zombies not."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal() and alive(int(entry.name)):
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if int(fields[3]) == leader:
+                found.append(int(entry.name))
+    return found
+
+
+def state_of(pid: int) -> str:
+    """The letter of a process's state in `/proc/PID/stat` (T: stopped, Z: zombie); empty where it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
 def ranks(members: Iterable[int]) -> list[int]:
     """Ranks are the children of the launcher's forkserver."""
     return [child for pid in members if b"forkserver" in _command_line(pid) for child in children(pid)]
@@ -28,10 +50,7 @@ def ranks(members: Iterable[int]) -> list[int]:
 
 def alive(pid: int) -> bool:
     """Whether a process is there and no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    return state_of(pid) not in ("", "Z")
 
 
 def wait_until_gone(pids: Iterable[int], limit_s: float = 60.0) -> float:

@@ -1,0 +1,130 @@
+"""Faults of one run's processes, drawn from a seed: what is done to whom at which step, and whether it happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.processes import family, ranks, state_of
+from benchmarks.runs import environment, steps_of
+
+KILL, PAUSE, STOP, PREEMPT, RESIZE = "kill", "pause", "stop", "preempt", "resize"
+_SEEN_S = 5.0
+"""How long a signal may take to show in `/proc`."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """At `step` (updates in the ledger, repeated ones too) do `kind` to `victim`.
+
+    `kind`: SIGKILL, SIGSTOP and SIGCONT after `seconds`, SIGSTOP for good, SIGTERM, or a request for `number` workers.
+    `victim`: launcher, rank, or agent (of an elastic run); `number` says which of them.
+    """
+
+    step: int
+    kind: str
+    victim: str
+    number: int
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        whom = f"{self.number} workers" if self.kind == RESIZE else self.victim
+        whom += f" {self.number}" if self.victim != "launcher" and self.kind != RESIZE else ""
+        return f"{self.kind} {whom}" + (f" {self.seconds:.2f} s" if self.kind == PAUSE else "") + f" at {self.step}"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One run: its number of workers (elastic: least and most), its faults in order, the workers it is healed on."""
+
+    number: int
+    workers: str
+    faults: tuple[Fault, ...]
+    heal: int
+
+    @classmethod
+    def draw(cls, seed: int, number: int, steps: int) -> Schedule:
+        """The schedule of this number: every draw comes from (seed, number)."""
+        draw = random.Random(f"schedule {seed} {number}")
+        most, elastic = draw.randrange(2, 5), draw.random() < 0.5
+        at = sorted(draw.sample(range(1, steps), draw.randrange(1, 4 if elastic else 3)))
+        faults = tuple(_fault(draw, step, most, elastic) for step in at)
+        workers = f"{draw.randrange(1, most)}:{most}" if elastic else str(most)
+        return cls(number, workers, faults, draw.randrange(1, 5))
+
+
+def _fault(draw: random.Random, step: int, most: int, elastic: bool) -> Fault:
+    kinds = [KILL, KILL, KILL, PAUSE, PAUSE, STOP, PREEMPT] + [RESIZE, RESIZE] * elastic
+    kind = draw.choice(kinds)
+    victims = ["rank", "rank", "launcher"] + ["agent", "agent"] * elastic
+    victim = "rank" if kind == STOP else "launcher" if kind == PREEMPT else draw.choice(victims)
+    number = draw.randrange(1, most + 1) if kind == RESIZE else draw.randrange(most)
+    return Fault(step, kind, victim, number, draw.uniform(0.1, 2.0) if kind == PAUSE else 0.0)
+
+
+def strike(fault: Fault, folder: Path, launcher: subprocess.Popen[str]) -> bool:
+    """Wait for its step and do it; whether it happened: False where the run had ended, or had no such process."""
+    while steps_of(folder) < fault.step:
+        if launcher.poll() is not None:
+            return False
+        time.sleep(0.003)
+    if fault.kind == RESIZE:
+        command = [sys.executable, "-m", "andon", "resize", str(folder), str(fault.number)]
+        return subprocess.run(command, env=environment(), capture_output=True, check=False).returncode == 0
+    pid = _pid(fault, folder, launcher)
+    return pid != 0 and _signalled(pid, fault)
+
+
+def _pid(fault: Fault, folder: Path, launcher: subprocess.Popen[str]) -> int:
+    """The victim; 0 where there is none. A process is one only if it descends from the launcher now."""
+    if launcher.poll() is not None:
+        return 0
+    if fault.victim == "launcher":
+        return launcher.pid
+    members = family(launcher.pid)
+    found = [pid for pid in _listed(folder, fault.victim) or ranks(members) if pid in members]
+    return found[fault.number % len(found)] if found else 0
+
+
+def _listed(folder: Path, victim: str) -> list[int]:
+    """Workers or agents of an elastic run, by its own list; none where it is not one, or between generations."""
+    try:
+        agents = json.loads((folder / "reports" / "agents.json").read_text())["agents"]
+    except FileNotFoundError:
+        return []
+    return [each["worker" if victim == "rank" else "agent"] for each in agents]
+
+
+def _signalled(pid: int, fault: Fault) -> bool:
+    signum = {KILL: signal.SIGKILL, PREEMPT: signal.SIGTERM}.get(fault.kind, signal.SIGSTOP)
+    try:
+        os.kill(pid, signum)
+    except ProcessLookupError:
+        return False
+    if fault.kind == PREEMPT:
+        return True
+    happened = _shows(pid, ("", "Z", "X") if fault.kind == KILL else ("T", "t", "", "Z"))
+    if fault.kind == PAUSE:
+        time.sleep(fault.seconds)
+        try:
+            os.kill(pid, signal.SIGCONT)
+        except ProcessLookupError:
+            return happened
+    return happened
+
+
+def _shows(pid: int, states: Sequence[str]) -> bool:
+    deadline = time.monotonic() + _SEEN_S
+    while time.monotonic() < deadline:
+        if state_of(pid) in states:
+            return True
+        time.sleep(0.002)
+    return False
