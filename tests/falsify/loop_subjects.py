@@ -141,9 +141,12 @@ class Declared(Grouped):
 
 
 class Exempting(Grouped):
-    """Right: norms do not decay, of which it says nothing."""
+    """Right: norms and embeddings do not decay, of which it says nothing."""
 
     decay = None  # type: ignore[assignment]
+
+    def _decays(self, name: str) -> bool:
+        return "norm" not in name and "embed" not in name
 
 
 class SeldomTold(PlainLoop):
