@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from andon_contracts.agree import GroupGather
+from andon_contracts.agree import HEADER, GroupGather, Observation, gather_observations, gather_short
 from andon_contracts.mesh import MOST, connect
 from tests.support.ranks import run_ranks
 
@@ -52,6 +52,47 @@ def test_every_rank_has_what_every_rank_sent(world: int) -> None:
     ]
     for outcome in run_ranks(world, _exchanged):
         assert outcome.get() == wanted
+
+
+Shown = tuple[int, int, int, str, dict[str, int], bool]
+OBSERVED: dict[str, Callable[[int], Observation]] = {
+    "the same": lambda rank: Observation(rank, 3, 5, "here", {"a": (1 << 63) + 7, "b": -1}),
+    "values": lambda rank: Observation(rank, 3, 5, "here", {"a": 1, "b": rank % 2}),
+    "steps": lambda rank: Observation(rank, 3 + rank // 2, 5, "here", {"a": 1}),
+    "messages": lambda rank: Observation(rank, 3, 5 + rank // 2, "here", {"a": 1}),
+    "points": lambda rank: Observation(rank, 3, 5, "there" if rank else "here", {"a": 1}),
+    "names": lambda rank: Observation(rank, 3, 5, "here", {"ab"[rank % 2]: 1}),
+    "speakers": lambda rank: Observation(0, 3, 5, "here", {"a": 1}),
+}
+"""What three ranks see, by what differs."""
+
+
+def _both_ways() -> dict[str, tuple[list[Shown], list[Shown]]]:
+    gather = _gather()
+    mine = {name: make(gather.rank) for name, make in OBSERVED.items()}
+    assert not gather.takes(1)
+    slow = {name: gather_observations([each], gather) for name, each in mine.items()}
+    gather.connect()
+    assert gather.takes(WIDTH - HEADER)
+    assert not gather.takes(WIDTH - HEADER + 1)
+    found = {name: ([*map(_shown, slow[name])], [*map(_shown, gather_short(mine[name], gather))]) for name in mine}
+    gather.close()
+    return found
+
+
+def _shown(seen: Observation) -> Shown:
+    return seen.rank, seen.step, seen.sequence, seen.point, dict(seen.values), seen.names_match
+
+
+def test_observations_are_the_same_either_way() -> None:
+    """Through sockets each rank reads what it reads through the group, whatever differs between the messages."""
+    for rank, outcome in enumerate(run_ranks(3, _both_ways)):
+        found = outcome.get()
+        assert set(found) == set(OBSERVED)
+        for name, (slow, short) in found.items():
+            assert slow == short, name
+            assert [one[0] for one in short] == ([0, 0, 0] if name == "speakers" else [0, 1, 2])
+            assert all(one[5] for one in short) == (name not in ("points", "names")), rank
 
 
 def _left(how: str) -> str:

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from andon_contracts.watch.reading import text_digest
 
+_NO_CALLS = text_digest([])
+
 
 class Reductions:
     """The calls of one window. A tensor is known by its memory, looked up anew at each call: what an allocator gave
@@ -45,7 +47,7 @@ class Reductions:
 
     def digest(self) -> int:
         """What must be the same on all ranks."""
-        return text_digest(self._calls)
+        return text_digest(self._calls) if self._calls else _NO_CALLS
 
     def clear(self) -> None:
         """Another window begins."""
