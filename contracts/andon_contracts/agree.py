@@ -213,11 +213,20 @@ class GroupGather:
             try:
                 work.wait(_LOOK)
                 return
-            except RuntimeError as error:
-                # A wait that ends early says the same as a collective that failed: only the work knows.
+            except RuntimeError:
+                # A wait that ends early says the same as a collective that failed: only the work knows, and the last
+                # rank may have answered in between.
                 if work.is_completed():
-                    if self.lost is not None:
-                        self.lost(error)
-                    raise
+                    self._take_answer(work)
+                    return
             if self.heed is not None:
                 self.heed()
+
+    def _take_answer(self, work: Any) -> None:
+        """Raise what a collective that is over raised, if it did."""
+        try:
+            work.wait()
+        except RuntimeError as error:
+            if self.lost is not None:
+                self.lost(error)
+            raise

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import math
+import os
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from andon_contracts.agree import Observation, bits_of, gather_observations, real_of, signed
+from andon_contracts.agree import GroupGather, Observation, bits_of, gather_observations, real_of, signed
+from tests.support.ranks import run_ranks
 
 words = st.integers(0, (1 << 64) - 1)
 
@@ -81,3 +87,56 @@ def test_a_failing_gather_is_not_hidden() -> None:
 
     with pytest.raises(ConnectionError):
         gather_observations([Observation(0, 1, 1, "here", {"a": 1})], broken)
+
+
+class _AnswersJustAfter:
+    """A collective whose last rank answers between the end of a short wait and the look at whether it is over."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> object:
+        """As torch's, and after a short wait that ended early, the answer of the other rank."""
+        if timeout is None:
+            return self._work.wait()
+        try:
+            return self._work.wait(timeout)
+        except RuntimeError:
+            dist.distributed_c10d._get_default_store().set("go on", "1")
+            with contextlib.suppress(RuntimeError):
+                self._work.wait()
+            raise
+
+    def is_completed(self) -> bool:
+        """As torch's."""
+        return bool(self._work.is_completed())
+
+
+def _gather_late(ends: bool) -> tuple[list[list[int]], list[str]]:
+    """What a gather of this rank gives, and the errors of which it told; rank 1 comes late, or `ends` instead."""
+    group = dist.new_group(backend="gloo")
+    gather = GroupGather(group, 1)
+    if dist.get_rank() == 1:
+        dist.distributed_c10d._get_default_store().wait(["go on"])
+        if ends:
+            os._exit(0)
+    told: list[str] = []
+    gather.lost = lambda error: told.append(str(error))
+    rows = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
+    work = group.allgather([rows], [torch.tensor([dist.get_rank() + 5])])
+    with contextlib.suppress(RuntimeError):
+        gather._wait(_AnswersJustAfter(work) if dist.get_rank() == 0 else work)
+    return [row.tolist() for row in rows], told
+
+
+def test_a_rank_that_answers_as_a_look_ends_is_not_taken_for_lost() -> None:
+    """A gather whose last rank answers just when the wait for it is interrupted gives its rows, and no error."""
+    for outcome in run_ranks(2, _gather_late, False):
+        assert outcome.get() == ([[5], [6]], [])
+
+
+def test_the_collectives_own_error_is_told_and_not_the_looks() -> None:
+    """Where the other rank is gone, what is told is that its connection is, and not that a look took 0.2 s."""
+    _, told = run_ranks(2, _gather_late, True)[0].get()
+    assert len(told) == 1
+    assert "closed by peer" in told[0]
