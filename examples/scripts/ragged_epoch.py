@@ -38,7 +38,7 @@ def main() -> None:
     watch = andon.watch(model, optimizer, start=done)
     batches = [
         order[start : start + options.batch * world]
-        for epoch in range(2)
+        for epoch in range(4)
         for order in [torch.randperm(len(inputs), generator=torch.Generator().manual_seed(epoch)).tolist()]
         for start in range(0, len(order), options.batch * world)
     ]

@@ -25,17 +25,22 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "scripts"
 FULL = "run {world} {local_batch} {accumulation} {folder} {resume:--go-on now}"
 
 
-def ledger(*steps: dict[str, Any]) -> History:
-    """A history of updates with these fields; norms are plain numbers here."""
-    lines: list[bytes] = []
+def lines(*steps: dict[str, Any]) -> list[bytes]:
+    """A ledger of updates with these fields; norms are plain numbers here."""
+    written: list[bytes] = []
     for number, fields in enumerate(steps, start=1):
         found: dict[str, Any] = {"v": 2, "kind": "step", "step": number, "world": 2, "ids": [], "ranks": [], **fields}
         for name in ("grad_norm", "loss", "weights_norm", "lr"):
             if name in found:
                 found[name] = {"value": found[name], "hex": float(found[name]).hex()}
-        prev = chain_digest(lines[-1].removesuffix(b"\n")) if lines else "0" * 16
-        lines.append(json.dumps({"seq": number - 1, "prev": prev, **found}).encode() + b"\n")
-    return read_lines(lines, "ledger")
+        prev = chain_digest(written[-1].removesuffix(b"\n")) if written else "0" * 16
+        written.append(json.dumps({"seq": number - 1, "prev": prev, **found}).encode() + b"\n")
+    return written
+
+
+def ledger(*steps: dict[str, Any]) -> History:
+    """A history of such updates."""
+    return read_lines(lines(*steps), "ledger")
 
 
 def test_places_are_filled_for_a_layout() -> None:
@@ -229,6 +234,19 @@ def test_a_sum_in_place_of_a_mean_falls_and_its_mend_holds(more: str, outcome: O
     ratios = [each.ratio for each in found["same-everywhere"].counterexamples]
     assert ratios[:1] == ([pytest.approx(2.0, rel=1e-3)] if outcome == "falsified" else [])
     assert found["samples-once"].outcome is found["replicas-agree"].outcome is Outcome.HOLDS
+
+
+def test_a_run_that_ends_before_it_can_be_killed_proves_nothing(tmp_path: Path) -> None:
+    """Its ledger is there at once, with all updates: killed half-way it never was, however often that is tried."""
+    written, program = tmp_path / "ledger.jsonl", tmp_path / "fast.py"
+    written.write_bytes(b"".join(lines({"grad_norm": 1.0}, {"grad_norm": 1.0})))
+    program.write_text(f"import os, shutil\nshutil.copyfile({str(written)!r}, os.environ['ANDON_LEDGER'])\n")
+    command = shlex.join([sys.executable, str(program)]) + " {world} {local_batch} {folder} {resume:again}"
+    bench = open_script(command, 30.0)
+    (verdict,) = bench.attempt(Trial(RESUME, bench.suited(Case(world=2, micro_batches=2)))).values()
+    assert verdict.outcome is Outcome.UNKNOWN
+    assert "ended by itself, three times" in verdict.why
+    assert bench.runs == 4
 
 
 def test_a_script_that_does_not_say_how_it_resumes_is_not_judged_on_it() -> None:

@@ -149,13 +149,28 @@ class ScriptBench:
         if why:
             return unknown(claim, why)
         half = -(-len(whole.history.trajectory) // 2)
+        for after in (half, 1, 1):  # a short run may be over before it is killed
+            cut, again = self._cut_and_taken_up(case, after, len(whole.history.trajectory))
+            if again is not None:
+                break
+        if again is None:
+            return unknown(claim, cut.error or "it ended by itself, three times, before it could be killed half-way")
+        why = self._fault(again, case)
+        return unknown(claim, why) if why else resumed(whole.history, cut.history, again.history, case.world)
+
+    def _cut_and_taken_up(self, case: Case, after: int, updates: int) -> tuple[Done, Done | None]:
+        """A run that is killed once its ledger shows the update `after`, and the one that goes on in its folder.
+
+        None for that where the first had failed, or had made all its `updates`.
+        """
         with tempfile.TemporaryDirectory(prefix="andon-script-") as folder:
             base, own = Path(folder), str(Path(folder) / "run")
-            self.runs += 2
-            cut = run(self._command.words(case, own), base / "cut", self._deadline_s, partial(_reached, half))
-            again = run(self._command.words(case, own, resumed=True), base / "again", self._deadline_s)
-        why = cut.error or self._fault(again, case)
-        return unknown(claim, why) if why else resumed(whole.history, cut.history, again.history, case.world)
+            self.runs += 1
+            cut = run(self._command.words(case, own), base / "cut", self._deadline_s, partial(_reached, after))
+            if cut.error or len(cut.history.trajectory) >= updates:
+                return cut, None
+            self.runs += 1
+            return cut, run(self._command.words(case, own, resumed=True), base / "again", self._deadline_s)
 
 
 def _layout(case: Case) -> Layout:

@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from andon.launch.orphan import Process
@@ -16,7 +17,9 @@ from andon_falsify.history import History, read_history
 
 _MARK = "ANDON_FALSIFY_RUN"
 """Set for the command: whatever it starts has it too, wherever it may have gone."""
-_POLL_S = 0.02
+_POLL_S, _CLOSE_POLL_S = 0.02, 0.001
+_YIELDING = 10
+"""How nice a run is to the suite that is to stop it at a certain update."""
 _GRACE_S = 2.0
 _SHOWN = 300
 
@@ -30,9 +33,7 @@ class Done:
     stray: tuple[str, ...] = ()
 
 
-def run(
-    words: Sequence[str], folder: Path, deadline_s: float, stop: Callable[[Path], bool] = lambda ledger: False
-) -> Done:
+def run(words: Sequence[str], folder: Path, deadline_s: float, stop: Callable[[Path], bool] | None = None) -> Done:
     """Run `words` with `ANDON_LEDGER` set to a new ledger in `folder`, and read that.
 
     stop: is asked all the time, with the ledger's path, and kills the run (SIGKILL, all of it at once) where it says
@@ -51,7 +52,7 @@ def run(
         except OSError as error:
             return Done(History("no run", ()), f"the command cannot be started: {error}")
         try:
-            ended = _watched(process, deadline_s, lambda: stop(ledger))
+            ended = _watched(process, deadline_s, None if stop is None else partial(stop, ledger))
         except BaseException:
             _end_all(mark, process)
             raise
@@ -59,15 +60,17 @@ def run(
     return Done(_read(ledger), _fault(process, ended, ledger, output), stray)
 
 
-def _watched(process: subprocess.Popen[bytes], deadline_s: float, stop: Callable[[], bool]) -> str:
+def _watched(process: subprocess.Popen[bytes], deadline_s: float, stop: Callable[[], bool] | None) -> str:
     """ "": it ended by itself; else `stopped` or `late`."""
     deadline = time.monotonic() + deadline_s
+    if stop is not None:  # on a machine that is busy the run would else be over before it is looked at
+        os.setpriority(os.PRIO_PROCESS, process.pid, _YIELDING)
     while process.poll() is None:
-        if stop():
+        if stop is not None and stop():
             return "stopped"
         if time.monotonic() > deadline:
             return f"late: no end within {deadline_s:.0f} s"
-        time.sleep(_POLL_S)
+        time.sleep(_POLL_S if stop is None else _CLOSE_POLL_S)
     return ""
 
 
