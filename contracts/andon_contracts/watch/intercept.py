@@ -1,7 +1,8 @@
 """The loop's own calls, seen while a watch is open: clipping, and reductions through `torch.distributed`.
 
-The calls are made as before; the listeners are told first. A name that a script imported earlier
-(`from torch.nn.utils import clip_grad_norm_`) is seen too, because it calls the function that is replaced here; for
+The calls are made as before; the listeners are told first, each that was there when the call was made: one that is told
+may begin or end to listen. A name that a script imported earlier (`from torch.nn.utils import clip_grad_norm_`) is seen
+too, because it calls the function that is replaced here; for `from torch.nn.utils import clip_grads_with_norm_` and
 `from torch.distributed import all_reduce` that is not so.
 """
 
@@ -63,6 +64,7 @@ def _replace(home: Any, name: str, around: Callable[[Callable[..., Any]], Callab
 
 def _install() -> None:
     _replace(clip_grad, "_clip_grads_with_norm_", _around_clip)
+    _replace(torch.nn.utils, "clip_grads_with_norm_", _around_clip)
     for home in (clip_grad, torch.nn.utils):
         _replace(home, "clip_grad_value_", _around_value_clip)
     _replace(torch.amp.GradScaler, "step", _around_scaled_step)
@@ -84,7 +86,7 @@ def _around_clip(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def clip(parameters: Any, max_norm: float, total_norm: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         found = _listed(parameters)
-        for listener in _listeners:
+        for listener in list(_listeners):
             listener.clipping(found, total_norm)
         return original(found, max_norm, total_norm, *args, **kwargs)
 
@@ -94,7 +96,7 @@ def _around_clip(original: Callable[..., Any]) -> Callable[..., Any]:
 def _around_scaled_step(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        before = [(listener, listener.updates_of(optimizer)) for listener in _listeners]
+        before = [(listener, listener.updates_of(optimizer)) for listener in list(_listeners)]
         result = original(scaler, optimizer, *args, **kwargs)
         for listener, updates in before:
             if updates is not None and listener.updates_of(optimizer) == updates:
@@ -108,7 +110,7 @@ def _around_value_clip(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
         found = _listed(parameters)
-        for listener in _listeners:
+        for listener in list(_listeners):
             listener.clipping(found, None)
         return original(found, *args, **kwargs)
 
@@ -118,7 +120,7 @@ def _around_value_clip(original: Callable[..., Any]) -> Callable[..., Any]:
 def _around_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
-        for listener in _listeners:
+        for listener in list(_listeners):
             listener.reducing(tensor, group)
         try:
             return original(tensor, op, group, async_op)
