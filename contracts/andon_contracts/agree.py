@@ -16,12 +16,13 @@ import zlib
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from andon_contracts.mesh import Mesh, connect
+from andon_contracts.own_group import let_go
 
 Gather = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 """From one int64 vector for each local replica to one for each rank, in order of rank."""
@@ -125,6 +126,14 @@ def _encode(observation: Observation) -> torch.Tensor:
     return torch.cat([vector.to(observation.payload.device), observation.payload.flatten()])
 
 
+class _Closed:
+    """What there is after the end of a group: no answer, rather than that of this rank alone."""
+
+    def allgather(self, *_: object) -> NoReturn:
+        """Raises `ValueError`."""
+        raise ValueError("nothing is gathered any more")
+
+
 class GroupGather:
     """A `Gather` over a process group of our own, on the CPU. One process without a group gathers from itself.
 
@@ -133,10 +142,12 @@ class GroupGather:
     After `connect`, those up to `width` take the shorter way between ranks of one machine.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, width: int) -> None:
-        self.rank = 0 if group is None else dist.get_rank(group)
-        self.world_size = 1 if group is None else dist.get_world_size(group)
-        self._group = group
+    def __init__(self, group: Any, width: int) -> None:
+        """group: one of `own_group`, or any of torch with a backend for the CPU."""
+        self.rank = 0 if group is None else group.rank()
+        self.world_size = 1 if group is None else group.size()
+        self._group = group._get_backend(torch.device("cpu")) if isinstance(group, dist.ProcessGroup) else group
+        self._unfinished: Any = None
         self._width = width
         self.heed: Callable[[], None] | None = None
         """Called now and then while a gather waits; what it raises ends the wait."""
@@ -153,7 +164,7 @@ class GroupGather:
         """Let short messages go through sockets from now on, where the ranks can reach each other so. Collective."""
         if self._group is None:
             return
-        timeout = self._group._get_backend(torch.device("cpu")).options._timeout
+        timeout = self._group.options._timeout
 
         def numbers(mine: Sequence[int]) -> list[list[int]]:
             return [row.tolist() for row in self._through_group(torch.tensor(mine))]
@@ -161,15 +172,16 @@ class GroupGather:
         self._mesh = connect(self.rank, self.world_size, numbers, timeout.total_seconds())
 
     def takes(self, count: int) -> bool:
-        """Whether `messages` takes one of `count` values."""
-        return self._mesh is not None and HEADER + count <= self._width
+        """Whether `messages` takes one of `count` values: where there are sockets, or no other rank."""
+        return (self._mesh is not None or self._group is None) and HEADER + count <= self._width
 
     def messages(self, sent: bytes) -> list[bytes]:
-        """The message of each rank, by rank, as long as `sent`, the one of this rank. Through sockets.
+        """The message of each rank, by rank, as long as `sent`, the one of this rank. Several ranks: through sockets.
 
         Raises `DistNetworkError` where a rank is gone, and what `heed` raises.
         """
-        assert self._mesh is not None
+        if self._mesh is None:
+            return [sent]
         filled = sent.ljust(_WORD * self._width, b"\0")
         try:
             received = self._mesh.gather(filled, self.heed)
@@ -181,9 +193,12 @@ class GroupGather:
         return [received[rank][: len(sent)] for rank in range(self.world_size)]
 
     def close(self) -> None:
-        """End the sockets; the group is its maker's."""
+        """End the sockets, and let the group go."""
         if self._mesh is not None:
             self._mesh.close()
+        if self._group is not None and not isinstance(self._group, _Closed):
+            let_go(self._group, self._unfinished)
+            self._group, self._unfinished = _Closed(), None
 
     def __call__(self, local: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The vector of each rank, by rank, from the one of this rank. Raises what the group raises."""
@@ -209,9 +224,11 @@ class GroupGather:
         return [row[:length] for row in rows]
 
     def _wait(self, work: Any) -> None:
+        self._unfinished = work
         while True:
             try:
                 work.wait(_LOOK)
+                self._unfinished = None
                 return
             except RuntimeError:
                 # A wait that ends early says the same as a collective that failed: only the work knows, and the last

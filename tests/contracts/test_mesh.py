@@ -44,6 +44,8 @@ def test_every_rank_has_what_every_rank_sent(world: int) -> None:
         gather.connect()
         assert not gather.connected
         assert [row.tolist() for row in gather([torch.tensor([4, -5])])] == [[4, -5]]
+        assert gather.takes(WIDTH - HEADER)
+        assert gather.messages(b"12345678") == [b"12345678"]
         return
     lengths = [1, 7, WIDTH, 3 * WIDTH] + [5] * ROUNDS
     wanted = [
