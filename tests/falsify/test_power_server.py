@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
@@ -15,14 +16,23 @@ from pathlib import Path
 import psutil
 import pytest
 
-from andon_falsify.ranks.pool import RankPool
-from andon_falsify.ranks.server import SERVER
+from andon_falsify.ranks import server
 
 ROOT = Path(__file__).resolve().parents[2]
 _MARK = "ANDON_TEST_SUITE"
 _LITTERING = """
 from andon_falsify.ranks.pool import RankPool
 print(RankPool(1).run("tests.falsify.rank_work:litter_on", 0)[0].error)
+"""
+_LIGHT = "andon_falsify.ranks.adoption"
+_WAITING = f"""
+from andon_falsify.ranks import server
+server.SERVER = server.Server(["{_LIGHT}"])
+process = server.RankProcess(target=int)
+process.start()
+process.join()
+print("ready", flush=True)
+process.join(input())
 """
 _INTERRUPTED = """
 from andon_falsify.ranks.pool import RankPool
@@ -46,6 +56,7 @@ class Suite:
         self.process = subprocess.Popen(
             [sys.executable, "-c", self.program],
             env=os.environ | {"PYTHONPATH": paths, "TMPDIR": str(self.folder), _MARK: self.mark},
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -66,8 +77,7 @@ class Suite:
         """What it has said by its end, and what was running at that moment: a pipe that is still held comes later."""
         self.process.wait()
         left = self.running()
-        assert self.process.stdout is not None
-        return self.process.stdout.read(), left
+        return self.process.communicate()[0], left
 
     def loading(self) -> psutil.Process:
         """Its fork server, in the middle of importing torch."""
@@ -88,7 +98,7 @@ def started(tmp_path: Path) -> Iterator[list[Suite]]:
         for each in suite.running():
             each.kill()
         suite.process.kill()
-        suite.process.wait()
+        suite.process.communicate()
 
 
 def test_nothing_stays_of_ranks_that_nobody_closed(started: list[Suite], tmp_path: Path) -> None:
@@ -115,21 +125,27 @@ def test_an_interruption_while_the_server_loads_is_one_line(started: list[Suite]
 
 def test_a_suite_that_is_killed_leaves_nothing(started: list[Suite], tmp_path: Path) -> None:
     """It has no say any more: the server notices, and puts away what both have written."""
-    suite = Suite(_INTERRUPTED, tmp_path)
+    suite = Suite(_WAITING, tmp_path)
     started.append(suite)
-    server = suite.loading()
+    assert suite.process.stdout is not None
+    assert suite.process.stdout.readline() == "ready\n"
+    servers = suite.running()
+    assert list(tmp_path.iterdir()) != []
     suite.process.kill()
-    server.wait()
-    assert [path.name for path in tmp_path.iterdir() if not path.name.startswith("torchinductor")] == []
+    for each in servers:
+        each.wait()
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_a_server_that_was_stopped_starts_again() -> None:
-    """Its ranks are gone; the next pool has a new one."""
-    pool = RankPool(1)
-    (before,) = pool.run("tests.falsify.rank_work:describe", "")
-    SERVER.stop()
-    assert before.value[2] not in {each.pid for each in psutil.process_iter() if each.status() != psutil.STATUS_ZOMBIE}
-    pool.close()
-    (after,) = pool.run("tests.falsify.rank_work:describe", "again")
-    pool.close()
-    assert after.error == ""
+def test_a_server_that_was_stopped_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it had forked is gone; the next process has a new one."""
+    monkeypatch.setattr(server, "SERVER", server.Server([_LIGHT]))
+    first, second = server.RankProcess(target=time.sleep, args=(1000,)), server.RankProcess(target=int)
+    first.start()
+    assert first.is_alive()
+    server.SERVER.stop()
+    first.join()
+    second.start()
+    second.join()
+    assert second.exitcode == 0
+    server.SERVER.stop()

@@ -12,11 +12,11 @@ import os
 import shutil
 import warnings
 
-from andon_falsify.ranks.server import SUITE
+from andon_falsify.ranks.server import FOLDER
 
 _PR_SET_CHILD_SUBREAPER = 36
 _SERVER = os.getpid()
-_SUITE, _, _FOLDER = os.environ.pop(SUITE).partition(" ")
+_FOLDER = os.environ.pop(FOLDER)
 
 ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 # The fork server waits for every child, and wonders about those that it did not start.
@@ -24,10 +24,9 @@ warnings.filterwarnings("ignore", "forkserver: waitpid returned unexpected pid")
 
 
 def _leave() -> None:
-    """End the server; ranks, which are forked from it and run the same exit functions, go on as they would."""
+    """The suite is gone and has not ended the server: it was killed. Ranks, forked from the server, are not meant."""
     if os.getpid() == _SERVER:
-        if os.getppid() != int(_SUITE):
-            shutil.rmtree(_FOLDER, ignore_errors=True)
+        shutil.rmtree(_FOLDER, ignore_errors=True)
         os._exit(0)
 
 

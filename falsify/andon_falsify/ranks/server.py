@@ -30,21 +30,26 @@ PRELOADED = (
     "andon_falsify.ranks.adoption",
 )
 """Imported once, by a server that starts no thread, so that a rank is there in milliseconds."""
-SUITE = "ANDON_FALSIFY_SUITE"
-"""In the server's environment: this process, and the folder that the server removes where this one cannot."""
+FOLDER = "ANDON_FALSIFY_FOLDER"
+"""In the server's environment: what it removes where this process ended without having ended the server."""
 _LAST, _AFTER_ALL = -50, -200
 """When this process ends: after its own processes have ended, and after what multiprocessing itself puts away."""
-_GRACE_S = 0.5
+_GRACE_S = 5.0
 _POLL_S = 0.005
 
 
 class Server:
-    """A fork server that is started when the first rank is, and again after `stop`."""
+    """A fork server that is started when the first rank is, and again after `stop`. preloaded: what it imports."""
 
-    def __init__(self) -> None:
-        self._held: Any = forkserver.ForkServer()
-        self._held.set_forkserver_preload(list(PRELOADED))
+    def __init__(self, preloaded: Sequence[str] = PRELOADED) -> None:
+        self._preloaded = list(preloaded)
+        self._held = self._new()
         self._known_at_exit = False
+
+    def _new(self) -> Any:
+        held = forkserver.ForkServer()
+        held.set_forkserver_preload(self._preloaded)
+        return held
 
     @property
     def folder(self) -> Path:
@@ -62,11 +67,11 @@ class Server:
             self._known_at_exit = True
         resource_tracker.ensure_running()  # starting it, as the server would, unblocks SIGINT
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        os.environ[SUITE] = f"{os.getpid()} {self.folder}"
+        os.environ[FOLDER] = str(self.folder)
         try:
             self._held.ensure_running()
         finally:
-            del os.environ[SUITE]
+            del os.environ[FOLDER]
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         found: tuple[int, int] = self._held.connect_to_new_process(descriptors)
         return found
@@ -78,14 +83,13 @@ class Server:
             return
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            os.close(held._forkserver_alive_fd)  # its sign to leave, once it listens
             _end(pid)
             os.waitpid(pid, 0)
+            os.close(held._forkserver_alive_fd)
             with suppress(OSError):
                 os.unlink(held._forkserver_address)
         finally:
-            self._held = forkserver.ForkServer()
-            self._held.set_forkserver_preload(list(PRELOADED))
+            self._held = self._new()
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
@@ -130,16 +134,16 @@ def _close(*descriptors: int) -> None:
 
 
 def _end(server: int) -> None:
-    """Kill what runs below the process `server`, and that too where it does not leave by itself."""
+    """Kill what runs below the process `server`, then that."""
     held, deadline = Process.of(server), time.monotonic() + _GRACE_S
-    while held is not None and held.alive():
-        for pid in below(server):
+    while (found := below(server)) and time.monotonic() < deadline:
+        for pid in found:
             child = Process.of(pid)
             if child is not None:
                 child.send(signal.SIGKILL)
-        if time.monotonic() > deadline:
-            held.send(signal.SIGKILL)
         time.sleep(_POLL_S)
+    if held is not None:
+        held.send(signal.SIGKILL)
 
 
 def _stop_tracker() -> None:
