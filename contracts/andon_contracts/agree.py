@@ -146,7 +146,9 @@ class GroupGather:
         """group: one of `own_group`, or any of torch with a backend for the CPU."""
         self.rank = 0 if group is None else group.rank()
         self.world_size = 1 if group is None else group.size()
-        self._group = group._get_backend(torch.device("cpu")) if isinstance(group, dist.ProcessGroup) else group
+        self._group: Any = group
+        if isinstance(group, dist.ProcessGroup):
+            self._group = group._get_backend(torch.device("cpu"))
         self._unfinished: Any = None
         self._width = width
         self.heed: Callable[[], None] | None = None
@@ -219,7 +221,7 @@ class GroupGather:
         sent = mine.new_zeros(max(self._width, length))
         sent[:length] = mine
         rows = list(sent.new_empty(self.world_size, sent.numel()).unbind())
-        # The group's own method: a wrapper of torch.distributed costs as much again, and its name depends on torch's.
+        # The backend's own method: a wrapper of torch.distributed costs as much again, and its name depends on torch's.
         self._wait(self._group.allgather([rows], [sent]))
         return [row[:length] for row in rows]
 

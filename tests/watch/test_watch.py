@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -317,3 +320,37 @@ def test_a_closed_watch_leaves_nothing_behind() -> None:
     assert before == after
     assert not model._forward_pre_hooks
     assert not optimizer._optimizer_step_pre_hooks
+    held = (weakref.ref(model), weakref.ref(optimizer))
+    del model, optimizer, before, after
+    gc.collect()
+    assert [each() for each in held] == [None, None]
+
+
+def _threads_and_files() -> tuple[int, int]:
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+def _open_and_close() -> list[tuple[int, int]]:
+    part = dist.new_group([0, 1])
+    counts = []
+    for group in (None, part) * 2:
+        model = _model()
+        with andon.watch(model, _adam(model), group=group) as w:
+            w.batch([dist.get_rank()])
+        with pytest.raises(ValueError, match="clip must be above 0"):
+            andon.watch(model, _adam(model), group=group, clip=-1.0)
+        andon.assert_same(model, group=group)
+        gc.collect()
+        counts.append(_threads_and_files())
+    return counts
+
+
+def test_a_watch_takes_its_threads_and_connections_with_it() -> None:
+    """However many are opened, or refused, and trees compared: no more threads and files are open than after the first.
+
+    Over all ranks, and over a group of them, whose name torch would give twice.
+    """
+    for outcome in run_ranks(2, _open_and_close):
+        counts = outcome.get()
+        for most, seen in zip(counts[0], zip(*counts, strict=True), strict=True):
+            assert max(seen) == most, counts

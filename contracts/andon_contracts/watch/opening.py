@@ -6,6 +6,7 @@ import datetime
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch import nn
 from andon_contracts.agree import GroupGather, Observation
 from andon_contracts.halt import Cord, own_store
 from andon_contracts.ledger import LedgerFile
+from andon_contracts.own_group import own_group
 from andon_contracts.watch.exchange import WIDTH, Exchange
 from andon_contracts.watch.ledger import ledger_path, open_ledger
 from andon_contracts.watch.replicas import Replicate, part_of, replicas_of
@@ -24,7 +26,8 @@ from andon_contracts.watch.settings import Action, Plan, Reference, Scaler, Sche
 from andon_contracts.watch.subject import Subject
 from andon_contracts.watch.watcher import Watch
 
-_open: weakref.WeakKeyDictionary[torch.optim.Optimizer, Watch] = weakref.WeakKeyDictionary()
+_open: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Watch]] = weakref.WeakKeyDictionary()
+"""The latest watch of each optimizer, by a weak reference: it holds the optimizer, which would else never end."""
 _cords: dict[str, int] = {}
 _TIMEOUT = datetime.timedelta(minutes=30)
 _PATIENCE = datetime.timedelta(seconds=30)
@@ -103,29 +106,29 @@ class _Place:
 def _opened(
     model: nn.Module, given: Sequence[Any], settings: Settings, place: _Place, ledger: str | os.PathLike[str] | None
 ) -> Watch:
-    """A watch as `watch` describes it, with `settings`."""
-    exchange = Exchange(GroupGather(own_group(place.group, place.timeout), WIDTH))
-    path = ledger_path(ledger, _first_rank(place.group)) if exchange.rank == 0 else None
-    optimizers = [_unwrapped(each) for each in given]
-    problems = _wrong_types(model, optimizers)
-    subject = None if problems else Subject(model, optimizers, settings.trainable, settings.tied)
-    if subject is not None:
-        problems = settings.problems(subject) + _conflicts(model, optimizers, exchange)
-    part = _part(subject, place.replicate, exchange.rank, problems)
-    file = _opened_ledger(path, settings.start, problems)
-    try:
+    """A watch as `watch` describes it, with `settings`. Where that is refused, nothing stays open."""
+    with ExitStack() as undo:
+        exchange = Exchange(GroupGather(own_group(place.group, place.timeout), WIDTH))
+        undo.callback(exchange.close)
+        path = ledger_path(ledger, _first_rank(place.group)) if exchange.rank == 0 else None
+        optimizers = [_unwrapped(each) for each in given]
+        problems = _wrong_types(model, optimizers)
+        subject = None if problems else Subject(model, optimizers, settings.trainable, settings.tied)
+        if subject is not None:
+            problems = settings.problems(subject) + _conflicts(model, optimizers, exchange)
+        part = _part(subject, place.replicate, exchange.rank, problems)
+        file = _opened_ledger(path, settings.start, problems)
+        if file is not None:
+            undo.callback(file.close)
         seen = _agreed(exchange, problems, settings.digest(), {"records": int(file is not None), **part})
         replicas = replicas_of([o.values["part"] for o in seen], [o.values["copies"] for o in seen])
-    except ValueError:
-        if file is not None:
-            file.close()
-        raise
-    assert subject is not None
-    settings = replace(settings, recording=bool(seen[0].values["records"]))
-    cord = _cord(exchange, settings.hard_stop, place.patience, place.group)
-    opened = Watch(subject, optimizers, settings, exchange, replicas, cord, file)
+        assert subject is not None
+        settings = replace(settings, recording=bool(seen[0].values["records"]))
+        cord = _cord(exchange, settings.hard_stop, place.patience, place.group)
+        opened = Watch(subject, optimizers, settings, exchange, replicas, cord, file)
+        undo.pop_all()
     for each in optimizers:
-        _open[each] = opened
+        _open[each] = weakref.ref(opened)
     return opened
 
 
@@ -160,7 +163,8 @@ def _opened_ledger(path: Path | None, start: int, problems: list[str]) -> Ledger
 
 def is_watched(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a watch of this optimizer is open."""
-    return optimizer in _open and not _open[optimizer].closed
+    latest = _open[optimizer]() if optimizer in _open else None
+    return latest is not None and not latest.closed
 
 
 def _wrong_types(model: object, optimizers: Sequence[object]) -> list[str]:
@@ -170,24 +174,6 @@ def _wrong_types(model: object, optimizers: Sequence[object]) -> list[str]:
         for each in optimizers
         if not isinstance(each, torch.optim.Optimizer)
     ]
-
-
-def own_group(group: dist.ProcessGroup | None, timeout: datetime.timedelta) -> dist.ProcessGroup | None:
-    """A gloo group of our own over the ranks of `group`; None where there is only this process.
-
-    Raises `ValueError` on a rank that is not one of `group`.
-    """
-    if not dist.is_available() or not dist.is_initialized():
-        return None
-    if group is None:
-        made: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
-        return made
-    ranks = dist.get_process_group_ranks(group)
-    if dist.get_rank() not in ranks:
-        msg = f"andon.watch: rank {dist.get_rank()} is not one of the group, which has ranks {ranks}"
-        raise ValueError(msg)
-    part: dist.ProcessGroup = dist.new_group(ranks, backend="gloo", timeout=timeout, use_local_synchronization=True)
-    return part
 
 
 def _cord(

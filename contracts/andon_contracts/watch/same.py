@@ -14,9 +14,9 @@ from andon_contracts.act import Scene, violation
 from andon_contracts.agree import GroupGather
 from andon_contracts.digest import tensor_digest
 from andon_contracts.judge import minority
+from andon_contracts.own_group import own_group
 from andon_contracts.violation import Finding
 from andon_contracts.watch.exchange import WIDTH, Exchange
-from andon_contracts.watch.opening import own_group
 from andon_contracts.watch.reading import plain, text_digest
 
 
@@ -30,12 +30,11 @@ def assert_same(
     """
     leaves: dict[str, Any] = {}
     _flatten(tree, "tree", leaves)
-    own = own_group(group, timeout)
+    exchange = Exchange(GroupGather(own_group(group, timeout), WIDTH))
     try:
-        _compare(leaves, Exchange(GroupGather(own, WIDTH)))
+        _compare(leaves, exchange)
     finally:
-        if own is not None:
-            dist.destroy_process_group(own)
+        exchange.close()
 
 
 def _flatten(tree: Any, name: str, into: dict[str, Any]) -> None:
