@@ -31,7 +31,7 @@ Overrides = Annotated[
 def train(
     config: ConfigFile = None,
     workers: Annotated[
-        str | None, typer.Option(metavar="N|MIN:MAX", help="Ranks on this machine; MIN:MAX: as many as there are.")
+        str | None, typer.Option(metavar="N|MIN:MAX", help="Ranks on this machine; MIN:MAX: a number that may change.")
     ] = None,
     max_restarts: Annotated[
         int | None, typer.Option(min=0, help="With MIN:MAX, at one size without a new checkpoint; 3 by default.")
