@@ -86,7 +86,7 @@ class ScriptBench:
         """See `Bench.attempt`."""
         if trial.kind == RESUME:
             return {resume_equal.CLAIM.name: self._resuming(trial.case)}
-        done = self._run(trial.case)
+        done = self.done(trial.case)
         why = self._fault(done, trial.case)
         if why:
             return {claim.name: unknown(claim, why) for claim in ONE_RUN}
@@ -100,7 +100,7 @@ class ScriptBench:
         }
         return {claim.name: judge(claim, check) for claim, check in checks.items()}
 
-    def _run(self, case: Case) -> Done:
+    def done(self, case: Case) -> Done:
         """The run on the layout of `case`; each layout is run once."""
         layout = _layout(case)
         if layout not in self._known:
@@ -125,7 +125,7 @@ class ScriptBench:
         alone = case.but(world=1, micro_batches=1)
         if (case.world, case.accumulation) == (1, 1):
             return not_applicable(same_everywhere.CLAIM, "this is the layout that the others are compared with")
-        done = self._run(alone)
+        done = self.done(alone)
         why = self._fault(done, alone)
         if why:
             return unknown(same_everywhere.CLAIM, f"the run on one rank to compare with: {why}")
@@ -144,7 +144,7 @@ class ScriptBench:
         claim = resume_equal.CLAIM
         if not self._command.resumes:
             return not_applicable(claim, "the command does not say how it resumes ({resume:WORDS} and {folder})")
-        whole = self._run(case)
+        whole = self.done(case)
         why = self._fault(whole, case)
         if why:
             return unknown(claim, why)
