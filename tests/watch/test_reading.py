@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from andon_contracts.digest import mix_integer
-from andon_contracts.watch.base import ROUND, FrozenBase
+from andon_contracts.watch.base import ROUND, SMALL_BYTES, Buffers, FrozenBase
 from andon_contracts.watch.checksum import MOST_SUMS, ROW, STRIDE, Summed, room_of
 from andon_contracts.watch.extremes import Extremes
 from andon_contracts.watch.kept import Kept
@@ -256,6 +256,37 @@ def test_a_frozen_weight_that_torch_changes_is_seen_at_once(change: Callable[[nn
     assert base.digest() != base.first
     frozen[1].data = before
     assert base.digest() == base.first
+
+
+# buffers
+
+
+def _written_below_torch(buffer: Tensor) -> None:
+    buffer.data.view(torch.int32)[-1] ^= 1
+
+
+@pytest.mark.parametrize(("elements", "looks"), [(5, 1), (SMALL_BYTES // 4 + 1, ROUND), (2_000_000, ROUND)])
+def test_a_buffer_that_changes_below_torch_is_seen(elements: int, looks: int) -> None:
+    """No version counter moves. A small buffer is seen at the next look, a large one within `ROUND` updates."""
+    pairs = [[torch.ones(3), torch.zeros(0), torch.ones(elements)] for _ in range(2)]
+    ranks = [Buffers(), Buffers()]
+    assert all(ranks[0].digest(pairs[0], update) == ranks[1].digest(pairs[1], update) for update in range(9))
+    _written_below_torch(pairs[1][-1])
+    seen = [ranks[0].digest(pairs[0], update) != ranks[1].digest(pairs[1], update) for update in range(9, 9 + looks)]
+    assert any(seen)
+
+
+def test_ranks_that_miss_looks_compare_the_same_parts_of_buffers() -> None:
+    """A rank without rows has no forward pass; what is read at an update depends on the update alone."""
+    made = [[torch.ones(2_000_000)], [torch.ones(2_000_000)]]
+    ranks = [Buffers(), Buffers()]
+    for update in range(1, 12):
+        for (buffer,) in made:
+            buffer.data[:] = float(update)  # alike on both, below every counter
+        digests = [
+            rank.digest(own, update) for rank, own in zip(ranks, made, strict=True) if update != 4 or own is made[0]
+        ]
+        assert len(set(digests)) == 1, update
 
 
 # what an optimizer keeps

@@ -1,5 +1,5 @@
 """What no optimizer holds. Frozen weights: all read at the start, and again part by part, so that no step pays for
-all. Buffers: read again where a version counter of torch moved.
+all. Buffers: small ones are read at every look; large ones where a version counter of torch moved, and in turn.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from torch import Tensor
 from andon_contracts.watch.reading import Reader, chained, flat_digest, plain
 
 ROUND = 64
-"""Looks within which every frozen weight was read."""
+"""Looks within which every frozen weight was read, and every large buffer."""
+SMALL_BYTES = 1 << 18
+"""A buffer of no more is read at every look, as long as all such are no more than `_PART_BYTES`."""
 _PART_BYTES = 1 << 20
 _version = attrgetter("_version")
 
@@ -58,19 +60,56 @@ class FrozenBase:
 
 
 class Buffers:
-    """The digest of a model's buffers."""
+    """The digest of a model's buffers. What is read is decided by sizes and by the update alone, so that ranks that
+    miss a look still compare the same.
+    """
 
     def __init__(self) -> None:
-        self.reader = Reader()
+        self._small, self._large, self._part = Reader(stable=True), Reader(), Reader()
         self._marks: list[int] | None = None
         self._now = 0
 
-    def digest(self, buffers: Sequence[Tensor]) -> int:
-        """The digest in [0, 2^64) of what was last read of `buffers`."""
-        marks = [*map(id, buffers), *map(_version, buffers), *map(Tensor.data_ptr, buffers)]
-        if marks != self._marks:
-            self._marks, self._now = marks, self.reader.read(buffers).digest
-        return self._now
+    def portable(self, portable: bool) -> None:
+        """Whether digests must be the same on all kinds of devices, because the ranks' devices differ."""
+        for reader in (self._small, self._large, self._part):
+            reader.portable = portable
+        self._marks = None
+
+    def digest(self, buffers: Sequence[Tensor], update: int) -> int:
+        """The digest in [0, 2^64) of the small ones of `buffers`, of what was last read of the large ones, and of the
+        part of these whose turn is at `update`, read now.
+        """
+        small, large = _by_size(buffers)
+        found = [self._small.read(small).digest]
+        if large:
+            marks = [*map(id, large), *map(_version, large), *map(Tensor.data_ptr, large)]
+            if marks != self._marks:
+                self._marks, self._now = marks, self._large.read(large).digest
+            found += [self._now, self._part.read(_turn(large, update)).digest]
+        return chained(len(found), found)
+
+
+def _by_size(buffers: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """The small ones of `buffers` and the others, each in order."""
+    small: list[Tensor] = []
+    large: list[Tensor] = []
+    room = _PART_BYTES
+    for buffer in buffers:
+        size = buffer.numel() * buffer.element_size()
+        if size <= min(SMALL_BYTES, room):
+            room -= size
+            small.append(buffer)
+        else:
+            large.append(buffer)
+    return small, large
+
+
+def _turn(tensors: Sequence[Tensor], update: int) -> list[Tensor]:
+    """The parts of `tensors` whose turn it is: all of them within `ROUND` updates."""
+    parts, turn = list(_parts(tensors)), update % ROUND
+    if len(parts) < ROUND:
+        return parts[update % len(parts)]
+    return [piece for part in parts[len(parts) * turn // ROUND : len(parts) * (turn + 1) // ROUND] for piece in part]
 
 
 def _parts(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -89,23 +89,24 @@ class Watch(Telling, Hearing):
         self._undo: list[Callable[[], object]] = []
         self._say(opening_lines(self._cover, exchange.world_size, len(subject.trainable)))
         self._begin()
-        self._hook()
 
     def _begin(self) -> None:
-        """Acquaintance with the other ranks, and the first look; what does not hold then leaves nothing open."""
-        self._at(0)
-        if self._cord is not None:
-            self._cord.meet()  # which takes some ranks longer: what follows is a gather, and all leave that together
+        """Acquaintance with the other ranks, the first look, and the hooks; an error in it leaves nothing open."""
         try:
+            self._at(0)
+            if self._cord is not None:
+                self._cord.meet()  # takes some ranks longer: what follows is a gather, and all leave that together
             self._start()
-        except Violation as found:
+            self._hook()
+        except BaseException as error:
+            for undo in reversed(self._undo):
+                undo()
             for lane in self._lanes.values():
                 lane.close()
-            self._recorder.close("violation")
+            self._recorder.close(reason_of(error))
             self._exchange.close()
             if self._cord is not None:
-                self._cord.failed(found)
-                self._cord.close()
+                self._cord.end_with(type(error), error, None)
             raise
 
     @property
@@ -185,7 +186,7 @@ class Watch(Telling, Hearing):
         """Whether replicas are on different kinds of devices; if so, their digests are made comparable. Collective."""
         kinds = {parameter.device.type for parameter in self._subject.parameters.values()}
         differ = not same(self._exchange(0, "devices", {"on the CPU": int(kinds == {"cpu"})}), "on the CPU")
-        self._buffers.reader.portable = differ
+        self._buffers.portable(differ)
         for lane in self._lanes.values():
             lane.portable(differ)
         return differ
@@ -227,7 +228,7 @@ class Watch(Telling, Hearing):
         if not lanes or any(lane.taps.muted for lane in lanes):
             return
         began = time.perf_counter()
-        digest = self._buffers.digest(self._subject.buffers())
+        digest = self._buffers.digest(self._subject.buffers(), self._now())
         for lane in lanes:
             lane.buffers = digest
         self._spent += time.perf_counter() - began
