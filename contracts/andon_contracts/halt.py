@@ -118,6 +118,12 @@ class Cord:
         else:
             self._pull(self._teller.failed(error, line_of(error)))
 
+    def end_with(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """As the end of a `with` block: `failed` with the error that leaves it, if one does, and `close`."""
+        if error is not None:
+            self.failed(error)
+        self.close()
+
     def close(self) -> None:
         """This rank is done: say so, and stop looking."""
         if self._over.is_set():

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import andon
+from andon_contracts.ledger import LedgerFile
 from andon_contracts.watch import Watch
 from tests.support.ranks import run_ranks
 
@@ -134,6 +138,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str, str]] = {
         "different settings",
         "different settings",
     ),
+    "no optimizer": (lambda: andon.watch(_model(), []), "an empty list: name at least one", "an empty list"),
     "a group without the last rank": (_without_the_last_rank, "rank 2 is not one of the group", "replicas are 3"),
 }
 
@@ -163,3 +168,41 @@ def test_bad_use_is_a_clear_error_on_every_rank() -> None:
 def test_a_disk_that_refuses_is_told_to_every_rank() -> None:
     """Only rank 0 writes what was saved, and all ranks raise where it cannot."""
     assert [outcome.get() for outcome in run_ranks(3, _saved_where_nothing_can_be)] == ["refused"] * 3
+
+
+def _contents(ids: Sequence[int]) -> Sequence[int]:
+    if dist.get_rank() == 1:
+        raise KeyError("a row that is not there")
+    return list(ids)
+
+
+def _fails_at_the_start(folder: str) -> str:
+    """What the watch raises on this rank; then nothing of it is left."""
+    hook, path = sys.excepthook, Path(folder, f"{dist.get_rank()}.jsonl")
+    with pytest.raises((KeyError, andon.Halted)) as caught:
+        _open(rows=5, contents=_contents, ledger=path)
+    assert sys.excepthook is hook
+    assert [each.name for each in threading.enumerate() if each.name.startswith("andon")] == []
+    with LedgerFile(path) as file:
+        file.lock()
+    return str(caught.value)
+
+
+def test_an_error_of_the_loops_own_while_a_watch_opens_leaves_nothing_open(tmp_path: Path) -> None:
+    """The rank whose function fails raises its error, the others raise for it; no thread, hook or lock stays."""
+    said = [outcome.get() for outcome in run_ranks(2, _fails_at_the_start, str(tmp_path))]
+    assert said[0].startswith("rank 1 of 2 failed at step 1, before its forward pass, which is no violation: KeyError")
+    assert said[1] == "'a row that is not there'"
+
+
+def test_an_optimizer_of_frozen_parameters_may_come_first() -> None:
+    """It is watched with the others: what is trained is found wherever it is."""
+    model = nn.Linear(3, 2)
+    model.weight.requires_grad_(False)
+    optimizers = [torch.optim.SGD([model.weight], lr=0.1), torch.optim.SGD([model.bias], lr=0.1)]
+    with andon.watch(model, optimizers, action="raise") as w:
+        model(torch.ones(2, 3)).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert w.findings == ()
+    assert w.evaluations["finite"] == 4

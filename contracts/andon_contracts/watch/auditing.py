@@ -29,7 +29,8 @@ class Auditor:
     def __init__(self, exchange: Exchange, verdicts: Verdicts, rows: Rows, lanes: Sequence[Lane]) -> None:
         self._reference = verdicts.settings.reference if "gradient-law" in verdicts.live else None
         self._lanes = lanes
-        self._device = next(iter(lanes[0].parameters.values())).device
+        # An optimizer may hold frozen parameters only; a watched model always has one that is trained.
+        self._device = next(iter(lanes[0].subject.trainable.values())).device
         self._exchange = exchange
         self._verdicts = verdicts
         self._rows = rows

@@ -125,6 +125,8 @@ def _opened(
         assert subject is not None
         settings = replace(settings, recording=bool(seen[0].values["records"]))
         cord = _cord(exchange, settings.hard_stop, place.patience, place.group)
+        if cord is not None:
+            undo.push(cord.end_with)
         opened = Watch(subject, optimizers, settings, exchange, replicas, cord, file)
         undo.pop_all()
     for each in optimizers:
@@ -169,6 +171,8 @@ def is_watched(optimizer: torch.optim.Optimizer) -> bool:
 
 def _wrong_types(model: object, optimizers: Sequence[object]) -> list[str]:
     found = [] if isinstance(model, nn.Module) else [f"model must be a module, not {type(model).__name__}"]
+    if not optimizers:
+        found.append("optimizer is an empty list: name at least one")
     return found + [
         f"optimizer must be a torch optimizer, not {type(each).__name__}"
         for each in optimizers
