@@ -1,4 +1,5 @@
-"""Hooks on the leaves: every raw local gradient is seen before it is added, averaged, clipped or repaired.
+"""Hooks on the leaves: every raw local gradient is seen before it is added, averaged, clipped or repaired, also by a
+hook that was there before.
 
 A hook finds the smallest and the largest element and waits for nothing; they are looked at together, just before the
 update.
@@ -67,10 +68,7 @@ class LeafTaps:
         self._left: list[tuple[int, Tensor, Tensor]] = []
         self._timed, self._windows, self._timed_windows, self._timed_s = True, 1, 1, 0.0
         self._started = bytearray(self._count)
-        self._handles: list[RemovableHandle] = [
-            parameter.register_hook(self._hook(index, parameter))  # type: ignore[no-untyped-call]
-            for index, parameter in enumerate(parameters)
-        ]
+        self._handles = [_hooked_first(p, self._hook(index, p)) for index, p in enumerate(parameters)]
 
     def _hook(self, index: int, parameter: torch.nn.Parameter) -> Callable[[Tensor], None]:
         def see(gradient: Tensor) -> None:
@@ -149,3 +147,16 @@ class LeafTaps:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+def _hooked_first(parameter: torch.nn.Parameter, hook: Callable[[Tensor], None]) -> RemovableHandle:
+    """Let `hook` see the gradients of `parameter` before the hooks that it has already, which may change them."""
+    handle: RemovableHandle = parameter.register_hook(hook)  # type: ignore[no-untyped-call]
+    hooks = parameter._backward_hooks
+    if hooks is not None and len(hooks) > 1:
+        # Torch calls them as they were put in; `OrderedDict.move_to_end` does not change that.
+        before = [(key, each) for key, each in hooks.items() if key != handle.id]
+        for key, each in before:
+            del hooks[key]
+            hooks[key] = each
+    return handle
