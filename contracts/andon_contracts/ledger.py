@@ -44,10 +44,17 @@ class LedgerFile:
     refuses. There may be one writer at a time.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, alone: bool = False) -> None:
+        """alone: keep every other process that asks for the same away until this one closes.
+
+        Then raises `BlockingIOError`, and changes nothing, where another one is there first.
+        """
         self.path = path
         self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
+            # Before anything is cut off: what looks torn may be the line that another one is writing.
+            if alone:
+                fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._count, self._digest, self._size = _scan(path)
             self.torn = os.fstat(self._handle).st_size - self._size
             if self.torn:
@@ -72,10 +79,6 @@ class LedgerFile:
         except BaseException:
             os.ftruncate(self._handle, self._size)
             raise
-
-    def lock(self) -> None:
-        """Keep every other process that asks for the lock away until this one closes. Raises `BlockingIOError`."""
-        fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def sync(self) -> None:
         """Make all lines so far survive a power cut; done before a checkpoint that quotes the head."""

@@ -141,6 +141,20 @@ def test_a_ledger_that_cannot_be_written_is_refused_on_every_rank(folder: Path, 
     assert isinstance(end, End)
 
 
+def test_a_line_that_another_writer_is_writing_is_not_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second writer is refused before it touches the file, in which the first one's last line is not whole yet."""
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    path = tmp_path / "l.jsonl"
+    with andon.watch(model := model_of(), sgd(model), ledger=path):
+        whole = path.read_bytes()
+        with path.open("ab") as file:
+            file.write(b'{"v":')
+        with pytest.raises(ValueError, match="is being written by another process"):
+            andon.watch(other := model_of(), sgd(other), ledger=path)
+        assert path.read_bytes() == whole + b'{"v":'
+        os.truncate(path, len(whole))
+
+
 def test_the_environment_names_a_ledger_and_a_keyword_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """ANDON_LEDGER serves every watch of a script, each with a file of its own."""
     monkeypatch.setenv("ANDON_LEDGER", str(tmp_path / "named.jsonl"))

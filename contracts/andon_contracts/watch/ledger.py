@@ -91,16 +91,13 @@ def open_ledger(path: Path, start: int) -> LedgerFile:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = LedgerFile(path)
+        file = LedgerFile(path, alone=True)
     except LedgerError as error:
         raise ValueError(f"ledger: {error}") from None
+    except BlockingIOError:
+        raise ValueError(f"ledger: {path} is being written by another process") from None
     except OSError as error:
         raise ValueError(f"ledger: {path} cannot be written: {error.strerror}") from None
-    try:
-        file.lock()
-    except OSError:
-        file.close()
-        raise ValueError(f"ledger: {path} is being written by another process") from None
     if file.head[0] and not start and os.environ.get(_RESTARTS, "0") == "0":
         file.close()
         raise ValueError(f"ledger: {path} holds a run already; name another, or say start= where this one goes on")
