@@ -250,11 +250,12 @@ def update_applied(result: Observations, names: Names) -> bool:
 
 def _explain_frozen(result: Observations, details: Details) -> Finding:
     ranks = tuple(o.rank for o in result if o.values["base"] != o.values["first base"])
+    alone = len(result) == 1
     odd = [name for name, digests in details.get("base", {}).items() if len(set(digests)) > 1]
     return Finding(
-        seen="a frozen weight changed",
+        seen="a frozen weight changed" + ", read once more at the close" * (result[0].point == "close"),
         step=result[0].step,
-        ranks=ranks if len(ranks) < len(result) else (),
+        ranks=ranks if len(ranks) < len(result) or alone else (),
         tensor=(*odd, "frozen weights")[0],
     )
 

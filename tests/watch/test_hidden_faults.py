@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -45,3 +48,64 @@ def test_a_hook_that_repairs_a_gradient_hides_nothing(first: bool) -> None:
     optimizer.zero_grad()
     _backward(model, float("nan"))
     assert all(p.grad is not None and p.grad.isnan().all() for p in model.parameters())
+
+
+# below the counters
+
+
+def _frozen_run(end: Callable[[nn.Sequential], None], updates: int = 3) -> andon.Watch:
+    model = _model()
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW(model[2].parameters(), lr=1e-2)
+    watch = andon.watch(model, optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", andon.AndonWarning)
+        for _ in range(updates):
+            _backward(model)
+            optimizer.step()
+            optimizer.zero_grad()
+        end(model)
+        watch.close()
+    return watch
+
+
+def _written_below_torch(model: nn.Sequential) -> None:
+    model[0].weight.data.mul_(1.5)  # type: ignore[operator]
+
+
+def test_a_base_that_changed_in_a_short_run_is_found_at_the_close() -> None:
+    """Its part of a round had not come, and no counter moved; an untouched base is evaluated and holds."""
+    found = _frozen_run(_written_below_torch).findings
+    assert [(each.clause, each.step) for each in found] == [("base-frozen", 3)]
+    assert "at the close" in str(found[0])
+    held = _frozen_run(lambda model: None)
+    assert not held.findings
+    assert held.evaluations["base-frozen"] == 4
+
+
+def _merged(model: nn.Sequential) -> None:
+    model[0].merged = True  # type: ignore[assignment]
+    _written_below_torch(model)
+
+
+def _unloaded(model: nn.Sequential) -> None:
+    merged = nn.Linear(4, 5)
+    model[0] = merged
+
+
+def _halved(model: nn.Sequential) -> None:
+    model.half()
+
+
+@torch.no_grad()
+def _merged_by_hand(model: nn.Sequential) -> None:
+    model[0].weight += 1.0  # type: ignore[operator, assignment]
+
+
+@pytest.mark.parametrize("end", [_merged, _unloaded, _halved, _merged_by_hand])
+def test_what_is_done_with_a_model_after_its_training_is_no_fault(
+    end: Callable[[nn.Sequential], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A merge, another dtype, other layers before the watch is closed: it says that it did not read again, and why."""
+    assert not _frozen_run(end).findings
+    assert "base-frozen: not read once more at the end, because" in capsys.readouterr().err

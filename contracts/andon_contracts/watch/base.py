@@ -35,9 +35,8 @@ class FrozenBase:
 
     def digest(self) -> int:
         """The digest of what was last read of each weight; one call for each update."""
-        if self._marks != self._marked():
-            self._now = self._read_all()
-            return self._now
+        if not self.untouched:
+            return self.last_look()
         parts, looks = len(self._parts), self._looks
         self._looks += 1
         changed = False
@@ -47,6 +46,16 @@ class FrozenBase:
             self._sums[index] = seen
         if changed:
             self._now = chained(len(self._sums), self._sums)
+        return self._now
+
+    @property
+    def untouched(self) -> bool:
+        """Whether no version counter moved since the last look."""
+        return self._marks == self._marked()
+
+    def last_look(self) -> int:
+        """The digest of all as they are now, whatever was read before."""
+        self._now = self._read_all()
         return self._now
 
     def _marked(self) -> list[int]:

@@ -149,8 +149,12 @@ class Verdicts:
         facts: Mapping[str, object] | None = None,
         *,
         suspicion: bool = False,
+        alone: bool = False,
     ) -> None:
-        """Count a finding; the first of its clause is explained, bundled and acted upon."""
+        """Count a finding; the first of its clause is explained, bundled and acted upon.
+
+        alone: only this rank knows it. It then says so itself, and there is no bundle.
+        """
         if found.clause in self.settings.allow:
             self.silenced[found.clause] += 1
             return
@@ -159,11 +163,11 @@ class Verdicts:
         if not first and (suspicion or self.settings.action != "raise"):
             return
         scene = scene if closer is None else closer(found)
-        whole = conclude(found, scene, self.evidence, facts or {})
+        whole = conclude(found, scene, Evidence() if alone else self.evidence, facts or {})
         self.findings.append(whole)
         if self.record is not None:
             self.record(whole, self._word(suspicion=suspicion), scene.applied)
-        self._act(whole, suspicion=suspicion)
+        self._act(whole, suspicion=suspicion, aloud=alone or self.rank == 0)
 
     def _word(self, *, suspicion: bool) -> str:
         if suspicion:
@@ -172,7 +176,7 @@ class Verdicts:
             return "called"
         return "raised" if self.settings.action == "raise" else "warned"
 
-    def _act(self, whole: Violation, *, suspicion: bool) -> None:
+    def _act(self, whole: Violation, *, suspicion: bool, aloud: bool) -> None:
         if self.settings.log is not None:
             self.settings.log({"andon/clause": whole.clause, "andon/step": whole.step, "andon/message": str(whole)})
         action = self.settings.action
@@ -180,7 +184,7 @@ class Verdicts:
             action(whole)
         elif action == "raise" and not suspicion:
             raise whole
-        elif self.rank == 0:
+        elif aloud:
             warnings.warn(f"andon.Violation: {whole}", AndonWarning, stackline())
 
 

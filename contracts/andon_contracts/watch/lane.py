@@ -221,6 +221,11 @@ class Lane:
     def _marks(self) -> list[int]:
         return [*map(_version, self._members), *map(Tensor.data_ptr, self._members)]
 
+    @property
+    def untouched(self) -> bool:
+        """Whether no version counter of the weights moved since the last update, of which there was one."""
+        return self._marks() == self._versions
+
     def _remember(self, step: int) -> None:
         window = step - self.settings.start
         self._before, self._moving = [], []

@@ -195,6 +195,15 @@ class Subject:
             return change_of(_FOREIGN, len(self.slots))
         return 0
 
+    def became(self) -> str:
+        """What the model was made into since the start, by words of what is done when training is over; "": nothing."""
+        now = {id(parameter) for parameter in self.inner.parameters()}
+        if self.change() or now != {id(parameter) for parameter in self.parameters.values()}:
+            return "the model has other parameters now"
+        if any(getattr(module, "merged", False) is True for module in self.inner.modules()):
+            return "an adapter is merged into its base now"
+        return ""
+
 
 def _first_odd(found: Sequence[object], known: Sequence[object]) -> int:
     return next(index for index, (one, other) in enumerate(zip(found, known, strict=True)) if one != other)

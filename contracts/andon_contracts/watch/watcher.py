@@ -11,13 +11,15 @@ from typing import Any, NoReturn
 
 import torch
 
+from andon_contracts.act import Scene
+from andon_contracts.agree import Observation
 from andon_contracts.bundle import Evidence
 from andon_contracts.causes import Cause
 from andon_contracts.ends import POINTS, Teller, Whereabouts
 from andon_contracts.halt import Cord
 from andon_contracts.judge import Observations, in_lockstep
 from andon_contracts.ledger import LedgerFile
-from andon_contracts.loop_clauses import same
+from andon_contracts.loop_clauses import judge_frozen, same
 from andon_contracts.violation import Violation
 from andon_contracts.watch.auditing import Auditor
 from andon_contracts.watch.base import Buffers, FrozenBase
@@ -86,6 +88,7 @@ class Watch(Telling, Hearing):
         self._began = time.perf_counter()
         self._spent = 0.0
         self._steps = 0
+        self._unread = ""
         self._undo: list[Callable[[], object]] = []
         self._say(opening_lines(self._cover, exchange.world_size, len(subject.trainable)))
         self._begin()
@@ -299,7 +302,8 @@ class Watch(Telling, Hearing):
     def close(self) -> None:
         """Take every hook off and say what was checked, how often, at what cost, and what was not. Not collective.
 
-        Raises `Violation`, where the action is to raise, if fewer updates were made than planned.
+        The frozen weights are read once more. Raises `Violation`, where the action is to raise, if one changed or fewer
+        updates were made than planned.
         """
         if self.closed:
             return
@@ -315,12 +319,34 @@ class Watch(Telling, Hearing):
         reason = reason_of(sys.exc_info()[1] or self._last_error)
         try:
             if reason == "finished":
+                self._judge_base()
                 self._judge_count(max(lane.updates for lane in self._lanes.values()), over=True)
         finally:
             self._exchange.close()
             self._recorder.close(reason)
             lines = closing_lines(self._cover, self._verdicts, self._steps, spent / whole if whole else 0.0)
-            self._say([*lines, *filter(None, [self._recorder.closing_line()])])
+            self._say([*lines, *filter(None, [self._unread, self._recorder.closing_line()])])
+
+    def _judge_base(self) -> None:
+        """Read all frozen weights once more, and hold them to the start: this rank alone, because a close is.
+
+        Where the model was changed after its last update, by a merge or a load, they may rightly be others.
+        """
+        clause, updates = "base-frozen", max(lane.updates for lane in self._lanes.values())
+        if clause not in self._verdicts.live or self._verdicts.known(clause) or not self._steps:
+            return
+        touched = not (self._base.untouched and all(lane.untouched for lane in self._lanes.values()))
+        why = "weights were written after the last update" if touched else self._subject.became()
+        if why:
+            self._unread = f"  base-frozen: not read once more at the end, because {why}"
+            return
+        values = {"base": self._base.last_look(), "first base": self._base.first}
+        seen = (Observation(self._exchange.rank, updates, 0, "close", values),)
+        self._verdicts.evaluations[clause] += 1
+        try:
+            judge_frozen(seen, {}, self._subject.names)
+        except Violation as found:
+            self._verdicts.take(found, Scene(self._exchange.world_size, applied=True), alone=True)
 
     def _record_cause(self, cause: Cause | None) -> None:
         """What stopped the loop from elsewhere goes into the ledger here, where no line is being written."""
