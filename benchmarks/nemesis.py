@@ -56,17 +56,19 @@ class Schedule:
         draw = random.Random(f"schedule {seed} {number}")
         most, elastic = draw.randrange(2, 5), draw.random() < 0.5
         at = sorted(draw.sample(range(1, steps), draw.randrange(1, 4 if elastic else 3)))
-        faults = tuple(_fault(draw, step, most, elastic) for step in at)
-        workers = f"{draw.randrange(1, most)}:{most}" if elastic else str(most)
+        least = draw.randrange(1, most) if elastic else most
+        faults = tuple(_fault(draw, step, least, most) for step in at)
+        workers = f"{least}:{most}" if elastic else str(most)
         return cls(number, workers, faults, draw.randrange(1, 5))
 
 
-def _fault(draw: random.Random, step: int, most: int, elastic: bool) -> Fault:
+def _fault(draw: random.Random, step: int, least: int, most: int) -> Fault:
+    elastic = least < most
     kinds = [KILL, KILL, KILL, PAUSE, PAUSE, STOP, PREEMPT] + [RESIZE, RESIZE] * elastic
     kind = draw.choice(kinds)
     victims = ["rank", "rank", "launcher"] + ["agent", "agent"] * elastic
     victim = "rank" if kind == STOP else "launcher" if kind == PREEMPT else draw.choice(victims)
-    number = draw.randrange(1, most + 1) if kind == RESIZE else draw.randrange(most)
+    number = draw.randrange(least, most + 1) if kind == RESIZE else draw.randrange(most)
     return Fault(step, kind, victim, number, draw.uniform(0.1, 2.0) if kind == PAUSE else 0.0)
 
 
