@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from andon_contracts.watch.reading import text_digest
+from andon_contracts.watch.values import value_digest
 
 
 def ids_of(ids: Sequence[int] | torch.Tensor) -> list[int]:
@@ -20,17 +20,14 @@ def ids_of(ids: Sequence[int] | torch.Tensor) -> list[int]:
 
 
 def contents_of(content: Sequence[object], count: int) -> list[int]:
-    """One digest for each row of `content`. Raises `ValueError` where its length is not `count`."""
+    """One digest for each row of `content`.
+
+    Raises `ValueError` where its length is not `count`, and for a row that holds what cannot be compared.
+    """
     if len(content) != count:
         msg = f"content has {len(content)} rows, ids has {count}"
         raise ValueError(msg)
-    return [text_digest(_plain(row)) for row in content]
-
-
-def _plain(row: object) -> object:
-    if isinstance(row, torch.Tensor):
-        return str(row.dtype), row.tolist()
-    return [_plain(item) for item in row] if isinstance(row, list | tuple) else row
+    return [value_digest(row, f"content[{index}]") for index, row in enumerate(content)]
 
 
 @dataclass

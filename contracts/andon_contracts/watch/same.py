@@ -18,6 +18,7 @@ from andon_contracts.own_group import own_group
 from andon_contracts.violation import Finding
 from andon_contracts.watch.exchange import WIDTH, Exchange
 from andon_contracts.watch.reading import plain, text_digest
+from andon_contracts.watch.values import value_digest
 
 
 def assert_same(
@@ -26,7 +27,8 @@ def assert_same(
     """Every rank has the same `tree`, to the bit. Collective.
 
     tree: tensors, modules, optimizers (anything with a `state_dict`), mappings, sequences and plain values, nested.
-    Raises `Violation` of `trees-agree` on every rank, naming leaf, ranks in the minority and first differing element.
+    Raises `Violation` of `trees-agree` on every rank, naming leaf, ranks in the minority and first differing element,
+    and `ValueError` on every rank where any rank's tree holds what cannot be compared.
     """
     leaves: dict[str, Any] = {}
     _flatten(tree, "tree", leaves)
@@ -52,12 +54,27 @@ def _flatten(tree: Any, name: str, into: dict[str, Any]) -> None:
         into[name] = tree
 
 
+def _digests(leaves: Mapping[str, Any]) -> tuple[dict[str, int], str]:
+    """The digest of each leaf, and what cannot be compared; "" where all can."""
+    try:
+        return {
+            name: tensor_digest(plain(leaf))
+            if isinstance(leaf, Tensor) and not leaf.is_meta
+            else text_digest(type(leaf).__name__, value_digest(leaf, name))
+            for name, leaf in leaves.items()
+        }, ""
+    except ValueError as error:
+        return {}, str(error)
+
+
 def _compare(leaves: Mapping[str, Any], exchange: Exchange) -> None:
-    digests = {
-        name: tensor_digest(plain(leaf)) if isinstance(leaf, Tensor) else text_digest(type(leaf).__name__, leaf)
-        for name, leaf in leaves.items()
-    }
-    whole = exchange(0, "tree", {"names": text_digest(list(leaves)), "leaves": text_digest(digests)})
+    digests, problem = _digests(leaves)
+    told = {"problem": int(bool(problem)), "names": text_digest(list(leaves)), "leaves": text_digest(digests)}
+    whole = exchange(0, "tree", told)
+    foreign = [str(o.rank) for o in whole if o.values["problem"]]
+    if foreign:
+        other = f"the tree of rank {', '.join(foreign)} holds what cannot be compared; its own message says what"
+        raise ValueError(f"andon.assert_same: {problem or other}")
     names, values = ([o.values[key] for o in whole] for key in ("names", "leaves"))
     scene = Scene(exchange.world_size)
     if len(set(names)) > 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -24,6 +24,7 @@ from andon_contracts.watch.ledger import Told
 from andon_contracts.watch.outcomes import Outcomes
 from andon_contracts.watch.reading import flat_digest, text_digest
 from andon_contracts.watch.rows import Rows, contents_of, ids_of
+from andon_contracts.watch.values import value_digest
 
 _MUST = {"agree": 1, "differ": 2}
 _SAMPLE = 256
@@ -80,11 +81,12 @@ class Telling(Outcomes):
         for lane in self._lanes.values():
             lane.reduced()
 
-    def rng(self, name: str, must: Literal["differ", "agree"], state: Tensor | Hashable = None) -> None:
+    def rng(self, name: str, must: Literal["differ", "agree"], state: object = None) -> None:
         """A random stream that must differ between ranks, or agree; tell it before anything is drawn from it.
 
-        state: a tensor, or plain values (`random.getstate()`, bytes); torch's on the CPU if not given.
-        Raises `ValueError` for a fifth stream and for another word than "differ" and "agree".
+        state: a tensor, array or plain values (`random.getstate()`, bytes); torch's on the CPU if not given.
+        Raises `ValueError` for a fifth stream, for another word than "differ" and "agree", and for a state that holds
+        what cannot be compared.
         """
         self._demand_open()
         if must not in _MUST:
@@ -92,7 +94,7 @@ class Telling(Outcomes):
         if name not in self._streams and len(self._streams) == STREAMS:
             raise ValueError(f"{name!r} is one random stream more than {STREAMS}")
         found = torch.get_rng_state() if state is None else state
-        digest = flat_digest([found]) if isinstance(found, Tensor) else text_digest(found)
+        digest = flat_digest([found]) if isinstance(found, Tensor) else value_digest(found, f"the state of {name!r}")
         self._streams[name] = (_MUST[must], digest)
 
     def _look_at_data(self) -> None:

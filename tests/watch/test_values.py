@@ -1,0 +1,142 @@
+"""The digest of any nest of values says all that is in it, and nothing that is chance."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import andon
+from andon_contracts.watch.values import value_digest
+from tests.support.ranks import run_ranks
+
+LONG = 2000
+
+
+class Mode(enum.Enum):
+    """Two of a kind."""
+
+    LEFT = 1
+    RIGHT = 2
+
+
+@dataclasses.dataclass
+class Row:
+    """A row with two fields."""
+
+    ids: list[int]
+    name: str = ""
+
+
+def _tensor(at: int | None = None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    found = torch.zeros(LONG, dtype=dtype)
+    if at is not None:
+        found[at] = 1
+    return found
+
+
+def _array(at: int | None = None) -> np.ndarray[Any, Any]:
+    return _tensor(at).numpy().copy()
+
+
+# Pairs that differ in one thing, of which a `repr` says nothing or too little.
+DIFFERENT: dict[str, tuple[object, object]] = {
+    "one element of a long tensor in a mapping": ({"a": _tensor()}, {"a": _tensor(1000)}),
+    "which element": ([_tensor(998)], [_tensor(1000)]),
+    "one element of a long array": ({"a": _array()}, {"a": _array(1000)}),
+    "digits": ({"lr": torch.tensor(0.12345601)}, {"lr": torch.tensor(0.12345602)}),
+    "the sign of zero": (torch.tensor([0.0]), torch.tensor([-0.0])),
+    "a dtype": (_tensor(), _tensor(dtype=torch.float64)),
+    "a shape": (_tensor(), _tensor().view(2, -1)),
+    "halves": (_tensor(3, torch.bfloat16), _tensor(4, torch.bfloat16)),
+    "an array of objects": (np.array([1, None]), np.array([2, None])),
+    "a number of numpy": (np.float32(0.1), np.float32(0.2)),
+    "a key": ({"a": 1}, {"b": 1}),
+    "a nest": ([[1], [2]], [[1, 2]]),
+    "a type": (1, True),
+    "a text and a number": ("1", 1),
+    "an item of a set": ({1, 2}, {1, 3}),
+    "a field": (Row([1]), Row([2])),
+    "a member": (Mode.LEFT, Mode.RIGHT),
+    "a path": (Path("a"), Path("b")),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_what_differs_has_another_digest(name: str) -> None:
+    """One element, digit, type, shape or key that is another is seen, however deep and large the rest is."""
+    one, other = DIFFERENT[name]
+    assert value_digest(one, "") != value_digest(other, "")
+
+
+def test_what_is_chance_has_no_part_in_it() -> None:
+    """The order of a set and of a mapping, the strides of a tensor, and where an object lies in memory."""
+    one, other = set(), set()
+    for number in (0, 8):
+        one.add(number)
+    for number in (8, 0):
+        other.add(number)
+    assert list(one) != list(other)
+    assert value_digest(one, "") == value_digest(other, "")
+    assert value_digest({"a": 1, "b": 2}, "") == value_digest({"b": 2, "a": 1}, "")
+    square = torch.arange(9.0).view(3, 3)
+    assert value_digest(square.t(), "") == value_digest(square.t().contiguous(), "")
+    assert value_digest((1, [2]), "") == value_digest([1, (2,)], "")
+    assert value_digest(Row([1], "x"), "") == value_digest(Row([1], "x"), "")
+    assert value_digest(np.array([None, 1000000]), "") == value_digest(np.array([None, 1000000]), "")
+
+
+FOREIGN: dict[str, tuple[Callable[[], object], str]] = {
+    "deep in a nest": (lambda: {"a": [1, {"b": object()}]}, r"it\['a'\]\[1\]\['b'\] is a builtins.object, "),
+    "a function": (lambda: [lambda: 0], r"it\[0\] is a builtins.function, "),
+    "in a set": (lambda: {1, object()}, "it's items is a builtins.object, "),
+    "in a field": (lambda: Row([1], object()), r"it\.name is a builtins.object, "),  # type: ignore[arg-type]
+    "without content": (lambda: torch.zeros(2, device="meta"), "it is a torch.Tensor, "),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_what_cannot_be_compared_is_refused_with_its_place(name: str) -> None:
+    """An object whose `repr` is its address would differ on every rank: who gives one is told where it is."""
+    made, words = FOREIGN[name]
+    with pytest.raises(ValueError, match=words):
+        value_digest(made(), "it")
+
+
+def _told() -> list[str]:
+    last = dist.get_rank() == 1
+    model = nn.Linear(3, 2)
+    with andon.watch(model, torch.optim.SGD(model.parameters(), lr=0.1)) as w:
+        return [
+            _said(lambda: andon.assert_same({"a": {1: object() if last else 0}})),
+            _said(lambda: andon.assert_same({"a": _array(7 + last)})),
+            _said(lambda: w.batch([4], [{"x": object()}])),
+            _said(lambda: w.rng("numpy", "agree", {"x": object()})),
+        ]
+
+
+def _said(use: Callable[[], object]) -> str:
+    try:
+        use()
+    except (ValueError, andon.Violation) as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+def test_what_a_loop_tells_is_compared_whole_or_refused() -> None:
+    """In trees, contents and random states; a tree that one rank cannot compare is refused on all ranks."""
+    others, own = (outcome.get() for outcome in run_ranks(2, _told))
+    assert own[0].startswith("ValueError: andon.assert_same: tree['a'][1] is a builtins.object")
+    assert others[0].startswith("ValueError: andon.assert_same: the tree of rank 1 holds what cannot be compared")
+    for said in (own, others):
+        assert said[1].startswith("Violation: trees-agree broken")
+        assert said[2].startswith("ValueError: content[0]['x'] is a builtins.object")
+        assert said[3].startswith("ValueError: the state of 'numpy'['x'] is a builtins.object")
