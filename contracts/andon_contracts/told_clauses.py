@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from andon_contracts.agree import real_of
 from andon_contracts.judge import Details, Observations, majority, minority
-from andon_contracts.loop_clauses import Names, column
+from andon_contracts.loop_clauses import Names, column, same
 from andon_contracts.policy import clause, ensure
 from andon_contracts.violation import Finding
 
@@ -142,6 +142,10 @@ def judge_data(observations: Observations, details: Details, names: Names) -> Ob
     return observations
 
 
+_NORM_TOLERANCE = 1e-3
+"""Norms that are further apart, as a part of the larger, are not rounded from one."""
+
+
 def _wanted_norm(norm: float, limit: float) -> float:
     # The law of torch.nn.utils.clip_grad_norm_, whose 1e-6 counts where the limit is small.
     return norm * min(1.0, limit / (norm + 1e-6))
@@ -151,13 +155,28 @@ def _not_clipped(result: Observations) -> list[int]:
     odd = []
     for o in result:
         wanted = _wanted_norm(real_of(o.values["norm"]), real_of(o.values["limit"]))
-        if not abs(real_of(o.values["clipped"]) - wanted) <= 1e-3 * wanted + 1e-30:
+        if not abs(real_of(o.values["clipped"]) - wanted) <= _NORM_TOLERANCE * wanted + 1e-30:
             odd.append(o.rank)
     return odd
 
 
+def _clipped_apart(result: Observations) -> bool:
+    """Whether ranks clipped by different norms. A reduced gradient has one: what they clipped was not reduced yet."""
+    norms = [real_of(o.values["norm"]) for o in result]
+    # Ranks whose reduced gradient has other bits are no matter of clipping; a norm that is not finite is none either.
+    return same(result, "gradient") and max(norms) - min(norms) > _NORM_TOLERANCE * max(norms)
+
+
 def _explain_clip(result: Observations) -> Finding:
     odd = _not_clipped(result)
+    if not odd:
+        norms = ", ".join(f"rank {o.rank}: {real_of(o.values['norm']):.6g}" for o in result)
+        return Finding(
+            f"the ranks clipped by different norms ({norms}): each its own gradient, before the reduction",
+            result[0].step,
+            (),
+            "clipped gradient",
+        )
     first = result[odd[0]].values
     norm, limit, found = (real_of(first[name]) for name in ("norm", "limit", "clipped"))
     return Finding(
@@ -171,8 +190,10 @@ def _explain_clip(result: Observations) -> Finding:
 
 @clause("clip-once", _explain_clip)
 def loop_clipped_once(result: Observations) -> bool:
-    """On every rank the norm that the optimizer got is what one clipping of the reduced gradient gives."""
-    return not _not_clipped(result)
+    """On every rank the norm that the optimizer got is what one clipping of the reduced gradient gives, the same norm
+    on all.
+    """
+    return not _not_clipped(result) and not _clipped_apart(result)
 
 
 @ensure(loop_clipped_once)

@@ -7,9 +7,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import andon
+from tests.support.ranks import run_ranks
 
 
 def _model() -> nn.Sequential:
@@ -109,3 +111,36 @@ def test_what_is_done_with_a_model_after_its_training_is_no_fault(
     """A merge, another dtype, other layers before the watch is closed: it says that it did not read again, and why."""
     assert not _frozen_run(end).findings
     assert "base-frozen: not read once more at the end, because" in capsys.readouterr().err
+
+
+# before the reduction
+
+
+def _clipping_loop(where: str) -> list[str]:
+    """Ranks whose gradients are one direction in different lengths: the mean of what each clips has the limit for norm."""
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with andon.watch(model, optimizer, clip=0.01, action=lambda found: None) as watch:
+        for _ in range(2):
+            _backward(model, 1.0 + 9.0 * dist.get_rank())
+            if where == "local":
+                nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            for p in model.parameters():
+                assert p.grad is not None
+                dist.all_reduce(p.grad)
+                p.grad /= dist.get_world_size()
+            if where == "reduced":
+                nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            optimizer.step()
+            optimizer.zero_grad()
+    return [f"{found.clause}: {found}" for found in watch.findings]
+
+
+def test_a_clip_of_each_ranks_own_gradient_is_seen_by_its_norms() -> None:
+    """The optimizer gets the limit's norm either way; only the norms by which the ranks clipped say it."""
+    local, right = [[o.get() for o in run_ranks(2, _clipping_loop, where)] for where in ("local", "reduced")]
+    assert right == [[], []]
+    assert local[0] == local[1]
+    assert len(local[0]) == 1
+    assert local[0][0].startswith("clip-once")
+    assert "each its own gradient, before the reduction" in local[0][0]
