@@ -117,7 +117,7 @@ def test_what_is_done_with_a_model_after_its_training_is_no_fault(
 
 
 def _clipping_loop(where: str) -> list[str]:
-    """Ranks whose gradients are one direction in different lengths: the mean of what each clips has the limit for norm."""
+    """Ranks whose gradients have one direction and other lengths: the mean of what each clips has the norm allowed."""
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with andon.watch(model, optimizer, clip=0.01, action=lambda found: None) as watch:
@@ -144,3 +144,56 @@ def test_a_clip_of_each_ranks_own_gradient_is_seen_by_its_norms() -> None:
     assert len(local[0]) == 1
     assert local[0][0].startswith("clip-once")
     assert "each its own gradient, before the reduction" in local[0][0]
+
+
+# what is frozen, and when
+
+
+class _Adversaries(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.maker, self.judge = nn.Linear(4, 4), nn.Linear(4, 1)
+        self.base = nn.Linear(2, 2).requires_grad_(False)
+
+
+def _rounds(model: _Adversaries, odd: nn.Module | None) -> tuple[str, ...]:
+    """Two turns of each optimizer with the other one's parameters frozen; in the second `odd` is toggled too."""
+    pairs = [(each, torch.optim.Adam(each.parameters())) for each in (model.maker, model.judge)]
+    watch = andon.watch(model, [optimizer for _, optimizer in pairs], action=lambda found: None)
+    for turn in range(2):
+        for (_, optimizer), (other, _) in (pairs, pairs[::-1]):
+            other.requires_grad_(False)
+            model.judge(model.maker(torch.ones(3, 4))).mean().backward()
+            if turn and odd is not None:
+                odd.requires_grad_(not next(odd.parameters()).requires_grad)
+            optimizer.step()
+            optimizer.zero_grad()
+            other.requires_grad_(True)
+    watch.close()
+    return tuple(found.clause for found in watch.findings)
+
+
+def test_what_waits_for_the_turn_of_its_optimizer_may_be_frozen() -> None:
+    """Adversaries take turns; what steps now, and what no optimizer holds, must stay as it was."""
+    assert _rounds(_Adversaries(), None) == ()
+    for odd in ("maker", "base"):
+        model = _Adversaries()
+        assert _rounds(model, getattr(model, odd)) == ("parameters-kept",), odd
+
+
+def test_a_weight_that_is_thawed_is_no_frozen_one() -> None:
+    """The change of the set is one finding; that the thawed weight is trained is no second one."""
+    model = _model()
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW(model[2].parameters(), lr=1e-2)
+    watch = andon.watch(model, optimizer, action=lambda found: None)
+    for update in range(4):
+        if update == 2:
+            model[0].requires_grad_(True)
+            optimizer.add_param_group({"params": list(model[0].parameters())})
+        _backward(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    watch.close()
+    assert [found.clause for found in watch.findings] == ["parameters-kept"]

@@ -36,7 +36,7 @@ class FrozenBase:
     def digest(self) -> int:
         """The digest of what was last read of each weight; one call for each update."""
         if not self.untouched:
-            return self.last_look()
+            return self.first if self._thawed() else self.last_look()
         parts, looks = len(self._parts), self._looks
         self._looks += 1
         changed = False
@@ -44,6 +44,8 @@ class FrozenBase:
             seen = flat_digest(self._parts[index])
             changed |= seen != self._sums[index]
             self._sums[index] = seen
+        if changed and self._thawed():
+            return self.first
         if changed:
             self._now = chained(len(self._sums), self._sums)
         return self._now
@@ -57,6 +59,15 @@ class FrozenBase:
         """The digest of all as they are now, whatever was read before."""
         self._now = self._read_all()
         return self._now
+
+    def _thawed(self) -> bool:
+        """Whether a weight is frozen no longer; then it is none of the base, and what is left begins anew."""
+        left = [parameter for parameter in self._frozen if not parameter.requires_grad]
+        if len(left) == len(self._frozen):
+            return False
+        self._frozen = left
+        self.first = self.last_look()
+        return True
 
     def _marked(self) -> list[int]:
         return [*map(_version, self._frozen), *map(Tensor.data_ptr, self._frozen)]

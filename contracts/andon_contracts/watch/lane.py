@@ -161,7 +161,7 @@ class Lane:
         self.presence.window(raw)
         self._remember(step)
         return {
-            "change": self.subject.change(),
+            "change": self.subject.change(self.optimizer),
             "layout": self._layout,
             "hyperparameters": self._hyperparameters(),
             "rate": bits_of(self.rate),

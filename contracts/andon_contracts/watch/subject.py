@@ -181,12 +181,18 @@ class Subject:
                 return change_of(_UNTIED, self.names.index(one))
         return 0
 
-    def change(self) -> int:
-        """A `change_of` for the first thing that is not as it was at the start; 0 where all is."""
+    def change(self, stepping: torch.optim.Optimizer | None = None) -> int:
+        """A `change_of` for the first thing that is not as it was at the start; 0 where all is.
+
+        stepping: whose update it is. What only other optimizers hold may be frozen until it is their turn, as loops do
+        with adversaries; None: nothing may be.
+        """
         now = list(map(dict.get, map(_parameters_of, self._owners), self._attributes))
         if not all(map(is_, now, self._held)):
             return change_of(_REPLACED, _first_odd(list(map(id, now)), list(map(id, self._held))))
         trainable = list(map(_requires_grad, now))
+        if trainable != self._trainable:
+            trainable = self._toggled_back(trainable, stepping)
         if trainable != self._trainable:
             return change_of(_TOGGLED, _first_odd(trainable, self._trainable))
         if self._sizes() != self._counts:
@@ -194,6 +200,18 @@ class Subject:
         if self._members() != self._groups:
             return change_of(_FOREIGN, len(self.slots))
         return 0
+
+    def _toggled_back(self, trainable: list[bool], stepping: torch.optim.Optimizer | None) -> list[bool]:
+        """`trainable` by slot, as if what waits for the turn of another optimizer than `stepping` were not frozen."""
+        if stepping is None:
+            return trainable
+        waiting: set[int] = set()
+        for each in self._optimizers:
+            if each is not stepping:
+                waiting |= {id(p) for group in each.param_groups for p in group["params"]}
+        waiting -= {id(p) for group in stepping.param_groups for p in group["params"]}
+        waits = [id(parameter) in waiting for parameter in self._held]
+        return [now or (was and late) for now, was, late in zip(trainable, self._trainable, waits, strict=True)]
 
     def became(self) -> str:
         """What the model was made into since the start, by words of what is done when training is over; "": nothing."""
