@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import andon
 from andon_contracts.ledger import LedgerFile
+from andon_contracts.violation import Violation
 from andon_contracts.watch import Watch
 from tests.support.ranks import run_ranks
 
@@ -205,3 +206,31 @@ def test_an_optimizer_of_frozen_parameters_may_come_first() -> None:
             optimizer.step()
     assert w.findings == ()
     assert w.evaluations["finite"] == 4
+
+
+def _evaluate_on_rank_0_only(w: Watch, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    with w:
+        if dist.get_rank() == 0:
+            w.evaluated([1, 2], [0, 0], [0, 1])
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+
+
+def _out_of_step(action: Any) -> tuple[Violation, list[str]]:
+    """What this rank raises, and what its watch found."""
+    model = _model()
+    optimizer = _sgd(model)
+    w = andon.watch(model, optimizer, action=action)
+    with pytest.raises(Violation) as caught:
+        _evaluate_on_rank_0_only(w, model, optimizer)
+    return caught.value, [each.clause for each in w.findings]
+
+
+@pytest.mark.parametrize("action", ["warn", "raise"])
+def test_ranks_that_tell_different_things_halt_and_say_just_that(action: str) -> None:
+    """What one rank answers to another question is judged by nobody: the message says where each rank is."""
+    for outcome in run_ranks(2, _out_of_step, action):
+        error, clauses = outcome.get()
+        assert (error.clause, set(clauses) - {"halt-together"}) == ("halt-together", set())
+        assert "the ranks are not at the same point: rank 0: step " in str(error)
+        assert "lr differs" not in str(error)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
+from andon_contracts.act import Scene, violation
 from andon_contracts.agree import GroupGather, Observation, gather_observations, gather_short
 from andon_contracts.digest import mix64
-from andon_contracts.judge import minority
+from andon_contracts.judge import Observations, in_lockstep, minority
+from andon_contracts.loop_clauses import judge_lockstep
 from andon_contracts.observe import digests_by_name
+from andon_contracts.violation import Violation
 from andon_contracts.watch.reading import plain, text_digest
 
 WIDTH = 64
@@ -62,14 +66,29 @@ class Exchange:
         self._gather.close()
 
     def __call__(
-        self, step: int, point: str, values: Mapping[str, int], payload: Tensor | None = None
+        self, step: int, point: str, values: Mapping[str, int], payload: Tensor | None = None, *, judged: bool = False
     ) -> tuple[Observation, ...]:
-        """Every rank's observation of `values`, by rank; a payload must have one length on all ranks."""
+        """Every rank's observation of `values`, by rank; a payload must have one length on all ranks.
+
+        judged: who calls judges itself whether the ranks are at the same point. Otherwise raises `Violation` of
+        `halt-together` where they are not, whatever a watch does on a finding: there is no answer to go on with.
+        """
         self._sequence += 1
         mine = Observation(self.rank, step, self._sequence, point, values, payload)
         if payload is None and self._gather.takes(len(values)):
-            return gather_short(mine, self._gather)
-        return gather_observations([mine], self._gather)
+            seen = gather_short(mine, self._gather)
+        else:
+            seen = gather_observations([mine], self._gather)
+        if not judged and not in_lockstep(seen):
+            self._out_of_step(seen)
+        return seen
+
+    def _out_of_step(self, seen: Observations) -> NoReturn:
+        try:
+            judge_lockstep(seen, {}, ())
+        except Violation as found:
+            raise violation(found.clause, found.finding, Scene(self.world_size)) from None
+        raise AssertionError("ranks that are not in step are in step")
 
     def look(self, step: int, name: str, tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
         """The digest of each of `tensors` on each rank, by tensor; nothing where the ranks have others."""

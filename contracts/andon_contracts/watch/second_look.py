@@ -71,7 +71,8 @@ class SecondLook:
 
     def scene(self, lane: Lane, before: Observations, *, applied: bool) -> Scene:
         """What a message says beside its finding; `before`: what the ranks observed before the update."""
-        said = agreed(before, moments=self.moments) if before else ""
+        # Of ranks at different points nothing was observed that could be held to each other.
+        said = agreed(before, moments=self.moments) if before and in_lockstep(before) else ""
         return Scene(self.exchange.world_size, applied, self.last_equal, tensors=len(lane.names), before=said)
 
     def _facts(self) -> dict[str, object]:

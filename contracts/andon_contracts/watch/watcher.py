@@ -177,7 +177,7 @@ class Watch(Telling, Hearing):
             "weights": Reader(portable=portable).read(list(subject.parameters.values())).digest,
             "imprecise": low[0] + 1 if low else 0,
         }
-        observations = self._replicas.align(self._exchange(0, "start", values))
+        observations = self._replicas.align(self._exchange(0, "start", values, judged=True))
         optimizers = [lane.optimizer for lane in self._lanes.values()]
         self._recorder.opened(self._exchange.world_size, optimizers, self.settings.rows, self.settings.start)
         if self._second_look.start(observations):
@@ -259,7 +259,7 @@ class Watch(Telling, Hearing):
         lane = self._lanes[id(optimizer)]
         values = lane.after()
         self._steps += 1
-        seen = self._exchange(lane.updates, f"after {self._number(lane)}", values)
+        seen = self._exchange(lane.updates, f"after {self._number(lane)}", values, judged=True)
         self._record(lane, seen)
         observations = self._replicas.align(seen)
         if not self._after_holds(observations):
@@ -288,7 +288,7 @@ class Watch(Telling, Hearing):
         began = time.perf_counter()
         step = lane.updates + 1
         values = {**lane.before(), **self._told(), "base": self._base.digest(), "first base": self._base.first}
-        self._seen_before = self._exchange(step, f"before {self._number(lane)}", values)
+        self._seen_before = self._exchange(step, f"before {self._number(lane)}", values, judged=True)
         observations = self._aligned = self._replicas.align(self._seen_before)
         self._told_rows = Told()
         if not self._before_holds(observations):
