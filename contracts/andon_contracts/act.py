@@ -83,7 +83,7 @@ def conclude(found: Violation, scene: Scene, evidence: Evidence, facts: Mapping[
     failed = write_part(place, found.clause, evidence, at, found.tensor)
     if evidence.rank == 0:
         known = {**asdict(scene), "cause": whole.cause, "message": str(whole), "likely": _likely(found.clause, scene)}
-        failed = write_account(place, found.clause, found.finding, {**known, **facts}) or failed
+        failed = write_account(place, found.clause, found.finding, {**known, **facts}, evidence.devices) or failed
     if failed:
         scene = replace(scene, unwritten=failed)
     return violation(found.clause, found.finding, replace(scene, bundle=str(place)))

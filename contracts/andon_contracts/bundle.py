@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from andon_contracts.causes import Cause, first_line
 from andon_contracts.fingerprint import environment
 from andon_contracts.observe import digest_of
 from andon_contracts.record import SCHEMA_VERSION, Broken
@@ -50,6 +51,8 @@ class Evidence:
     world: int = 1
     ids: Callable[[], Sequence[int]] = field(default=_no_ids)
     tensors: Callable[[str], Iterable[tuple[str, Tensor]]] = field(default=_no_tensors)
+    devices: Sequence[str] = ()
+    """The names of the accelerators that are used, asked for while they still answer."""
 
     def place(self, step: int) -> Path | None:
         """The folder of the bundle of `step`."""
@@ -61,24 +64,45 @@ def explaining(place: Path) -> str:
     return f"andon explain {shlex.quote(str(place))}"
 
 
-def versions() -> dict[str, object]:
-    """What this process runs on, and the libraries that are installed."""
-    devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+def versions(devices: Sequence[str]) -> dict[str, object]:
+    """What this process runs on, `devices` being the names of its accelerators, and the libraries that there are."""
     found = environment(torch.get_num_threads(), devices)
     packages = found.pop("packages")
     return {**found, **(packages if isinstance(packages, dict) else {}), "torch": torch.__version__}
 
 
-def write_account(place: Path, clause: str, finding: Finding, facts: Mapping[str, object]) -> str:
+def write_account(
+    place: Path, clause: str, finding: Finding, facts: Mapping[str, object], devices: Sequence[str] = ()
+) -> str:
     """Write PLACE/CLAUSE.json. Empty, or why the disk took nothing: a full disk hides no violation."""
     record = Broken(clause, finding.step, finding.ranks, finding.tensor, finding.seen, dict(finding.details))
     body = {
         "record": {"v": SCHEMA_VERSION, **record.to_json()},
         "explain": explaining(place),
-        "versions": versions(),
+        "versions": versions(devices),
         **facts,
     }
     return _write_json(place / f"{clause}.json", body)
+
+
+def write_cause(cause: Cause, evidence: Evidence, at: Mapping[str, object], *, state: bool, account: bool) -> str:
+    """Write what this rank knows where `cause` ends all ranks. Empty, or why not all could be written.
+
+    at: where this rank is. state: tensors too. account: the account as well. Nothing where the cause has its bundle, or
+    none is to be written.
+    """
+    place = evidence.place(cause.step)
+    if place is None or cause.written:
+        return ""
+    try:
+        failed = write_part(place, cause.clause, evidence, at, cause.tensor if state else None)
+        if account:
+            facts = {"cause": cause.kind, "message": cause.text, "world": evidence.world}
+            found = cause.violation().finding
+            failed = write_account(place, cause.clause, found, facts, evidence.devices) or failed
+    except Exception as error:  # noqa: BLE001 - what stops all ranks must reach them, whatever a bundle lacks
+        return first_line(error)
+    return failed
 
 
 def write_part(

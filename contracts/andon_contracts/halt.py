@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from andon_contracts import interrupt
 from andon_contracts.blocked import abort_groups, what_ends
-from andon_contracts.bundle import Evidence, write_account, write_part
+from andon_contracts.bundle import Evidence, write_cause
 from andon_contracts.causes import Cause, consequence, first_line
 from andon_contracts.ends import Teller, Whereabouts
 from andon_contracts.error_file import tell_launcher
@@ -266,14 +266,9 @@ class Cord:
                 self._write_evidence(cause, with_state=with_state)
 
     def _write_evidence(self, cause: Cause, *, with_state: bool) -> None:
-        place = self.evidence.place(cause.step)
-        if place is None or cause.written:
-            return
         at = {**self._progress(), "doing": doing(self._owner)}
-        failed = write_part(place, cause.clause, self.evidence, at, cause.tensor if with_state else None)
-        if self._lookout.lowest_live():
-            facts = {"cause": cause.kind, "message": cause.text, "world": self._world}
-            failed = write_account(place, cause.clause, cause.violation().finding, facts) or failed
+        lowest = self._lookout.lowest_live()
+        failed = write_cause(cause, self.evidence, at, state=with_state, account=lowest)
         if failed:
             _say(f"andon: rank {self._rank} could not write all of its bundle: {failed}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import threading
 from pathlib import Path
@@ -33,6 +34,13 @@ def test_the_account_holds_the_ledgers_record(tmp_path: Path) -> None:
     assert record == Broken("replicas-agree", 4, (1,), "w", "they differ", {"w": "aa bb"})
     assert body["message"] == str(error)
     assert error.bundle == str(tmp_path / "4")
+
+
+def test_the_account_names_the_accelerators_that_are_used(tmp_path: Path) -> None:
+    """As they were named when the loop began: nobody asks a device that may have failed since."""
+    evidence = dataclasses.replace(_evidence(tmp_path, 0, {}), devices=["one of a kind"])
+    conclude(Violation.of("replicas-agree", FINDING), Scene(world=2), evidence, {})
+    assert json.loads((tmp_path / "4" / "replicas-agree.json").read_text())["versions"]["devices"] == ["one of a kind"]
 
 
 def test_only_the_first_rank_writes_the_account(tmp_path: Path) -> None:

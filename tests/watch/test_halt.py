@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import json
 import multiprocessing
@@ -110,6 +111,38 @@ def test_a_rank_where_no_python_runs_is_ended_with_hard_stop() -> None:
         account = json.loads(Path(folder, "1", "halt-together.json").read_text())
         assert (account["record"]["ranks"], account["record"]["seen"]) == ([1], REASON)
         assert account["explain"] == f"andon explain {folder}/1"
+
+
+def test_one_process_that_pulls_leaves_the_bundle_that_it_names(tmp_path: Path) -> None:
+    """There is nobody else to stop, and what is needed to look into it is there all the same."""
+    _model, w = _watched(str(tmp_path), hard_stop=False)
+    with pytest.raises(Violation) as caught, w:
+        w.pull(REASON)
+    place = Path(caught.value.bundle)
+    assert place == tmp_path / "1"
+    assert json.loads((place / "halt-together.json").read_text())["message"] == str(caught.value)
+    assert {path.name for path in (place / "halt-together").iterdir()} >= {"rank-0.json", "rank-0.safetensors"}
+
+
+def _no_ids() -> list[int]:
+    raise RuntimeError("a device that no longer answers")
+
+
+def _pull_without_evidence(folder: str) -> None:
+    model, w = _watched(folder, hard_stop=False)
+    assert w._cord is not None
+    w._cord.evidence = dataclasses.replace(w._cord.evidence, ids=_no_ids)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        w.pull(REASON)
+    _in_the_loader(model)
+
+
+def test_a_bundle_that_cannot_be_made_keeps_nobody_from_halting(tmp_path: Path) -> None:
+    """What fails while evidence is gathered is said, and the rank that sleeps is woken up as ever."""
+    for outcome in run_ranks(2, _pull_without_evidence, str(tmp_path), deadline_s=30.0):
+        assert type(outcome.error) is Violation, outcome.error
+        assert REASON in str(outcome.error)
 
 
 # a rank that ends otherwise

@@ -279,10 +279,8 @@ def _identity(subject: Subject, optimizers: Sequence[torch.optim.Optimizer]) -> 
 
 
 def _fingerprint(subject: Subject) -> dict[str, str]:
-    used = {p.device for p in subject.parameters.values()}
-    names = [torch.cuda.get_device_name(device) for device in used if device.type == "cuda"]
     # The digests of a watch are of other things than the trainer's, so their ledgers are not to be compared.
-    return fingerprint(environment(torch.get_num_threads(), names)) | {"digests": WRITER}
+    return fingerprint(environment(torch.get_num_threads(), subject.accelerators())) | {"digests": WRITER}
 
 
 def _backend() -> str:

@@ -126,6 +126,11 @@ class Subject:
         """The name of each parameter by its identity."""
         return {id(parameter): name for name, parameter in self.parameters.items()}
 
+    def accelerators(self) -> list[str]:
+        """The names of the accelerators that hold parameters."""
+        used = {parameter.device for parameter in self.parameters.values() if parameter.device.type == "cuda"}
+        return [torch.cuda.get_device_name(device) for device in used]
+
     def buffers(self) -> list[torch.Tensor]:
         """The buffers that are there now, in the order of the modules."""
         return [b for module in self.modules for b in module._buffers.values() if b is not None]

@@ -13,7 +13,7 @@ import torch
 
 from andon_contracts.act import Scene
 from andon_contracts.agree import Observation
-from andon_contracts.bundle import Evidence
+from andon_contracts.bundle import Evidence, write_cause
 from andon_contracts.causes import Cause
 from andon_contracts.ends import POINTS, Teller, Whereabouts
 from andon_contracts.halt import Cord
@@ -130,6 +130,7 @@ class Watch(Telling, Hearing):
             self._exchange.world_size,
             lambda: list(self._rows.ids),
             lambda named: tensors_of(self._subject, list(self._lanes.values()), named),
+            self._subject.accelerators(),
         )
 
     def _say(self, lines: Sequence[str]) -> None:
@@ -202,7 +203,12 @@ class Watch(Telling, Hearing):
         self._demand_open()
         if self._cord is not None:
             self._cord.pull(reason)
-        raise Teller(0, 1, Whereabouts(self._now()), self._verdicts.evidence.folder).pulled(reason).violation()
+        evidence, at = self._verdicts.evidence, Whereabouts(self._now())
+        cause = Teller(0, 1, at, evidence.folder).pulled(reason)
+        failed = write_cause(cause, evidence, vars(at), state=True, account=True)
+        if failed:
+            cause = cause.with_rows(("but", f"not all of the bundle could be written: {failed}"))
+        raise cause.violation()
 
     def _now(self) -> int:
         return max(lane.updates for lane in self._lanes.values()) + 1
