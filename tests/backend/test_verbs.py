@@ -75,6 +75,21 @@ def test_verbs_in_a_group(world: int) -> None:
         )
 
 
+def _unequal() -> list[torch.Tensor]:
+    backend = GroupBackend("gloo", CPU)
+    try:
+        return backend.gather([torch.zeros(1 + backend.ranks[0], dtype=torch.int64)])
+    finally:
+        backend.close()
+
+
+def test_messages_of_unequal_length_are_an_error() -> None:
+    """A rank that is at another place is not taken for one that says the same: nobody gets bits of something else."""
+    first, second = run_ranks(2, _unequal)
+    assert "rank 1 sends 16 bytes where this rank sends 8" in str(first.error)
+    assert isinstance(second.error, RuntimeError)
+
+
 def test_a_group_backend_needs_a_group() -> None:
     """Without an initialised process group there is nothing to be a rank of."""
     assert not dist.is_initialized()

@@ -116,7 +116,11 @@ def _backend(config: Config) -> Iterator[Backend]:
     device = devices[rank]
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    yield GroupBackend(name, device)
+    joined = GroupBackend(name, device)
+    try:
+        yield joined
+    finally:
+        joined.close()
 
 
 def _demand_determinism(devices: Sequence[torch.device]) -> None:
