@@ -9,8 +9,11 @@ from pathlib import Path
 from andon_contracts.agree import Observation, real_of
 from andon_contracts.bundle import Evidence, explaining, write_account, write_part
 from andon_contracts.judge import minority
+from andon_contracts.loop_clauses import OTHER_SHAPES
 from andon_contracts.violation import Finding, Violation
 
+OF_THE_UPDATE_BEFORE = frozenset({"buffers-agree"})
+"""Clauses whose finding names the update before the one at which it is seen: what that left is wrong."""
 _BETWEEN_RANKS = frozenset(
     {
         "replicas-agree",
@@ -31,7 +34,7 @@ LIKELY: Mapping[str, str] = {
     "optimizers-agree": "the optimizer state of one rank was restored, reset or corrupted alone",
     "gradients-agree": "the gradients were not reduced, only some of them were, or one copy was changed afterwards",
     "hyperparameters-agree": "a rank-local scheduler decision",
-    "buffers-agree": "running statistics that nothing broadcasts",
+    "buffers-agree": "statistics that each rank takes from its own rows, and that nothing broadcasts",
     "collectives-agree": "the order of the collectives depends on the rank",
     "scaler-agrees": "one rank skipped an update that the others made",
     "parameters-kept": "the model was changed after it was wrapped or after the optimizer was made",
@@ -63,6 +66,8 @@ class Scene:
     bundle: str = ""
     unwritten: str = ""
     """Why the bundle is not whole."""
+    goes_on: bool = False
+    """Whether the loop makes its update all the same, because nothing is raised."""
 
 
 def violation(clause: str, finding: Finding, scene: Scene) -> Violation:
@@ -82,7 +87,12 @@ def conclude(found: Violation, scene: Scene, evidence: Evidence, facts: Mapping[
     at = {"step": found.step, "point": "after the update" if scene.applied else "before the update"}
     failed = write_part(place, found.clause, evidence, at, found.tensor)
     if evidence.rank == 0:
-        known = {**asdict(scene), "cause": whole.cause, "message": str(whole), "likely": _likely(found.clause, scene)}
+        known = {
+            **asdict(scene),
+            "cause": whole.cause,
+            "message": str(whole),
+            "likely": _likely(found.clause, found.finding, scene),
+        }
         failed = write_account(place, found.clause, found.finding, {**known, **facts}, evidence.devices) or failed
     if failed:
         scene = replace(scene, unwritten=failed)
@@ -127,7 +137,7 @@ def message(clause: str, finding: Finding, scene: Scene) -> str:
         # Between ranks the bits of an element say it; the digests that are seen besides are in the bundle.
         ("seen", "" if scene.element and clause in _BETWEEN_RANKS else finding.seen),
         ("before", scene.before),
-        ("likely", f"{likely}  [inference, not proof]" if (likely := _likely(clause, scene)) else ""),
+        ("likely", f"{likely}  [inference, not proof]" if (likely := _likely(clause, finding, scene)) else ""),
         ("state", _state(finding, scene)),
         ("bundle", f"{scene.bundle}  explain: {explaining(Path(scene.bundle))}" if scene.bundle else ""),
         ("but", f"not all of the bundle could be written: {scene.unwritten}" if scene.unwritten else ""),
@@ -137,8 +147,10 @@ def message(clause: str, finding: Finding, scene: Scene) -> str:
     return "\n".join([head, *(f"  {name:<8} {text}" for name, text in rows if text)])
 
 
-def _likely(clause: str, scene: Scene) -> str:
+def _likely(clause: str, finding: Finding, scene: Scene) -> str:
     """What usually is the cause of a broken clause, given what else was seen."""
+    if OTHER_SHAPES in finding.seen:
+        return ""
     if clause in ("replicas-agree", "optimizers-agree") and "lr differs" in scene.before:
         return LIKELY["hyperparameters-agree"]
     return LIKELY.get(clause, "")
@@ -184,10 +196,9 @@ def _where(finding: Finding, scene: Scene) -> str:
 
 
 def _state(finding: Finding, scene: Scene) -> str:
-    done = (
-        f"step {finding.step} was {'applied' if scene.applied else 'not applied'}"
-        if finding.step
-        else "no step was applied"
-    )
+    done = "no step was applied"
+    if finding.step:
+        before = "not applied yet, and the loop goes on" if scene.goes_on else "not applied"
+        done = f"step {finding.step} was {'applied' if scene.applied else before}"
     known = "" if scene.last_equal is None else f"; last state known equal: step {scene.last_equal}"
     return done + known

@@ -32,6 +32,7 @@ CHANGES = (
 """What can have happened to a parameter, by code."""
 
 PARAMETER_BITS = 32
+OTHER_SHAPES = "have not the same shapes on all ranks"
 
 
 def change_of(code: int, index: int) -> int:
@@ -150,10 +151,16 @@ def modes_agree(result: Observations) -> bool:
     return same(result, "modes")
 
 
+_OTHER_BUFFERS = "the buffers with which the forward pass began are not the same"
+
+
 def _explain_buffers(result: Observations, details: Details) -> Finding:
     looked = details.get("buffers", {})
     odd = [name for name, digests in looked.items() if len(set(digests)) > 1]
-    found = _differs(result, "buffers", "the buffers with which the forward pass began are not the same")
+    reshaped = [name for name, layouts in details.get("shapes of buffers", {}).items() if len(set(layouts)) > 1]
+    seen = f"the buffers with which the forward pass began {OTHER_SHAPES}" if reshaped else _OTHER_BUFFERS
+    odd = reshaped or odd
+    found = _differs(result, "buffers", seen)
     # What a forward pass begins with is what the update before it left.
     return Finding(found.seen, max(found.step - 1, 0), found.ranks, (*odd, "buffers")[0])
 

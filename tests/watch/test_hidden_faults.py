@@ -197,3 +197,47 @@ def test_a_weight_that_is_thawed_is_no_frozen_one() -> None:
         optimizer.zero_grad()
     watch.close()
     assert [found.clause for found in watch.findings] == ["parameters-kept"]
+
+
+# what is said of it
+
+
+def _cached(size_of: Callable[[int], int]) -> list[str]:
+    """A cache as long as the rows that a rank has seen, and a watch that only warns."""
+    model = _model()
+    model.register_buffer("cache", torch.zeros(1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", andon.AndonWarning)
+        with andon.watch(model, optimizer) as watch:
+            for update in range(2):
+                _backward(model)
+                if update == 1 and size_of(1) == 1:
+                    p = next(model.parameters())
+                    assert p.grad is not None
+                    p.grad.add_(dist.get_rank())
+                optimizer.step()
+                optimizer.zero_grad()
+                model.cache = torch.ones(size_of(dist.get_rank()))
+    return [str(found) for found in watch.findings]
+
+
+def _length(rank: int) -> int:
+    return 2 + rank
+
+
+def _one(rank: int) -> int:
+    return 1
+
+
+def test_a_message_says_shapes_and_what_was_applied() -> None:
+    """A buffer of another length is named as that, after the update that left it; under "warn" the loop goes on."""
+    (shapes,) = run_ranks(2, _cached, _length)[0].get()
+    lines = shapes.splitlines()
+    assert lines[0] == "buffers-agree broken after step 1: ranks 0 and 1 differ."
+    assert "  where    cache" in lines
+    assert "have not the same shapes on all ranks" in lines[2]
+    assert not any(line.startswith("  likely") for line in lines)
+    assert "  state    step 1 was applied; last state known equal: step 1" in lines
+    gradient = run_ranks(2, _cached, _one)[0].get()[0]
+    assert "  state    step 2 was not applied yet, and the loop goes on; last state known equal: step 1" in gradient

@@ -6,11 +6,11 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from andon_contracts import loop_clauses as clauses
 from andon_contracts import told_clauses
-from andon_contracts.act import Scene, conclude
+from andon_contracts.act import OF_THE_UPDATE_BEFORE, Scene, conclude
 from andon_contracts.bundle import Evidence
 from andon_contracts.judge import Details, Observations
 from andon_contracts.policy import ensure_all
@@ -163,6 +163,8 @@ class Verdicts:
         if not first and (suspicion or self.settings.action != "raise"):
             return
         scene = scene if closer is None else closer(found)
+        goes_on, applied = suspicion or self.settings.action == "warn", found.clause in OF_THE_UPDATE_BEFORE
+        scene = replace(scene, goes_on=goes_on, applied=scene.applied or applied)
         whole = conclude(found, scene, Evidence() if alone else self.evidence, facts or {})
         self.findings.append(whole)
         if self.record is not None:

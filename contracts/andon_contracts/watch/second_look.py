@@ -15,6 +15,7 @@ from andon_contracts.watch.evidence import closer_look
 from andon_contracts.watch.exchange import Exchange
 from andon_contracts.watch.judging import AFTER, BEFORE, START, Verdicts
 from andon_contracts.watch.lane import Lane
+from andon_contracts.watch.reading import layout_digest
 from andon_contracts.watch.replicas import Replicas
 from andon_contracts.watch.rows import Rows
 from andon_contracts.watch.subject import Subject
@@ -93,4 +94,8 @@ class SecondLook:
             else:
                 looked = self.exchange.look(step, name, of)
             found[name] = self.replicas.align_tensors(looked)
+            if name == "buffers":
+                shapes = {buffer: layout_digest({"": tensor}) for buffer, tensor in of.items()}
+                looked = self.exchange.spread(step, "shapes of buffers", shapes)
+                found["shapes of buffers"] = self.replicas.align_tensors(looked)
         return found

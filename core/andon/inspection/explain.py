@@ -98,7 +98,8 @@ def _lines(body: Mapping[str, Any], details: Mapping[str, Any], scene: Mapping[s
     for name, value in details.items():
         yield f"  digests  {name}: {_short(value)}"
     if "applied" in scene:
-        yield f"  state    step {body['step']} was {'applied' if scene['applied'] else 'not applied'}"
+        before = "not applied yet, and the loop went on" if scene.get("goes_on") else "not applied"
+        yield f"  state    step {body['step']} was {'applied' if scene['applied'] else before}"
     if scene.get("last_equal") is not None:
         yield f"  equal    last at step {scene['last_equal']}"
 
