@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from typing import Literal
 
 import pytest
 import torch
@@ -241,3 +242,22 @@ def test_a_message_says_shapes_and_what_was_applied() -> None:
     assert "  state    step 1 was applied; last state known equal: step 1" in lines
     gradient = run_ranks(2, _cached, _one)[0].get()[0]
     assert "  state    step 2 was not applied yet, and the loop goes on; last state known equal: step 1" in gradient
+
+
+def _generators(seeds: tuple[int, int], must: Literal["agree", "differ"]) -> list[str]:
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with andon.watch(model, optimizer, action=lambda found: None) as watch:
+        watch.rng("augmentation", must, torch.Generator().manual_seed(seeds[dist.get_rank()]))
+        _backward(model)
+        optimizer.step()
+    return [found.clause for found in watch.findings]
+
+
+def _all_generators() -> list[list[str]]:
+    return [_generators((4, 4), "agree"), _generators((4, 5), "agree"), _generators((4, 4), "differ")]
+
+
+def test_a_generator_is_judged_by_its_state() -> None:
+    """Equal seeds agree although the objects are two, other seeds do not."""
+    assert run_ranks(2, _all_generators)[0].get() == [[], ["randomness-declared"], ["randomness-declared"]]

@@ -84,7 +84,7 @@ class Telling(Outcomes):
     def rng(self, name: str, must: Literal["differ", "agree"], state: object = None) -> None:
         """A random stream that must differ between ranks, or agree; tell it before anything is drawn from it.
 
-        state: a tensor, array or plain values (`random.getstate()`, bytes); torch's on the CPU if not given.
+        state: a tensor, array, `torch.Generator` or plain values (`random.getstate()`); torch's on the CPU if not given.
         Raises `ValueError` for a fifth stream, for another word than "differ" and "agree", and for a state that holds
         what cannot be compared.
         """
@@ -94,6 +94,8 @@ class Telling(Outcomes):
         if name not in self._streams and len(self._streams) == STREAMS:
             raise ValueError(f"{name!r} is one random stream more than {STREAMS}")
         found = torch.get_rng_state() if state is None else state
+        if isinstance(found, torch.Generator):
+            found = found.get_state()
         digest = flat_digest([found]) if isinstance(found, Tensor) else value_digest(found, f"the state of {name!r}")
         self._streams[name] = (_MUST[must], digest)
 
