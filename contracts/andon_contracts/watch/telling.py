@@ -84,7 +84,7 @@ class Telling(Outcomes):
     def rng(self, name: str, must: Literal["differ", "agree"], state: object = None) -> None:
         """A random stream that must differ between ranks, or agree; tell it before anything is drawn from it.
 
-        state: a tensor, array, `torch.Generator` or plain values (`random.getstate()`); torch's on the CPU if not given.
+        state: a tensor, array, `torch.Generator` or plain values (`random.getstate()`); None: torch's on the CPU.
         Raises `ValueError` for a fifth stream, for another word than "differ" and "agree", and for a state that holds
         what cannot be compared.
         """
