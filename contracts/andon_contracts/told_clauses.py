@@ -297,8 +297,13 @@ def name_ratio(ratio: float, world: int, micro_batches: int) -> str:
     return ""
 
 
+def _size(error: float) -> float:
+    """Of an error that is no number, as of the worst there is."""
+    return error if math.isfinite(error) else math.inf
+
+
 def _explain_law(result: Observations) -> Finding:
-    worst = max(result, key=lambda o: real_of(o.values["error"]))
+    worst = max(result, key=lambda o: _size(real_of(o.values["error"])))
     ratio, error, rest = (real_of(worst.values[name]) for name in ("ratio", "error", "rest"))
     if rest <= RATIO_TOLERANCE:
         factor = name_ratio(ratio, len(result), worst.values["micro-batches"])

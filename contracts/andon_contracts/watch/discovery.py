@@ -25,9 +25,10 @@ def members(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def optimizer_of(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer | None:
-    """A living optimizer that holds one of `parameters`."""
-    wanted = set(map(id, parameters))
-    return next((each for each in _optimizers() if any(id(p) in wanted for p in members(each))), None)
+    """The living optimizer that holds the first of `parameters` that any holds, and of several such the largest."""
+    place = {id(parameter): index for index, parameter in enumerate(parameters)}
+    found = [each for each in _optimizers() if _places(each, place)]
+    return min(found, key=lambda each: _order(each, place), default=None)
 
 
 def trained_by(optimizer: torch.optim.Optimizer) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
@@ -39,10 +40,10 @@ def trained_by(optimizer: torch.optim.Optimizer) -> tuple[nn.Module, list[torch.
     model = _model_of(wanted)
     place = {id(parameter): index for index, parameter in enumerate(model.parameters())}
     found, taken = [optimizer], set(map(id, wanted))
-    others = [(min(_places(each, place), default=len(place)), each) for each in _optimizers() if each is not optimizer]
-    for first, each in sorted(others, key=_first):
+    others = [each for each in _optimizers() if each is not optimizer and _places(each, place)]
+    for each in sorted(others, key=lambda each: _order(each, place)):
         mine = set(map(id, members(each)))
-        if first < len(place) and not mine & taken:
+        if not mine & taken:
             found.append(each)
             taken |= mine
     return model, sorted(found, key=lambda each: min(_places(each, place), default=len(place)))
@@ -54,8 +55,10 @@ def outermost(model: nn.Module) -> nn.Module:
     return max(_roots(held), key=lambda root: _merit(root, held), default=model)
 
 
-def _first(pair: tuple[int, object]) -> int:
-    return pair[0]
+def _order(optimizer: torch.optim.Optimizer, place: Mapping[int, int]) -> tuple[int, int, list[int], str, int]:
+    """The first parameter comes first, then who holds more; then what else tells optimizers of the same ones apart."""
+    held = sorted(_places(optimizer, place))
+    return held[0], -len(held), held, type(optimizer).__qualname__, len(optimizer.state)
 
 
 def _places(optimizer: torch.optim.Optimizer, place: Mapping[int, int]) -> list[int]:

@@ -120,7 +120,7 @@ def _opened(
         file = _opened_ledger(path, settings.start, problems)
         if file is not None:
             undo.callback(file.close)
-        seen = _agreed(exchange, problems, settings.digest(), {"records": int(file is not None), **part})
+        seen = _agreed(exchange, problems, settings.digests(), {"records": int(file is not None), **part})
         replicas = replicas_of([o.values["part"] for o in seen], [o.values["copies"] for o in seen])
         assert subject is not None
         settings = replace(settings, recording=bool(seen[0].values["records"]))
@@ -218,19 +218,21 @@ def _conflicts(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], ex
 
 
 def _agreed(
-    exchange: Exchange, problems: Sequence[str], settings: int, values: Mapping[str, int]
+    exchange: Exchange, problems: Sequence[str], settings: Mapping[str, int], values: Mapping[str, int]
 ) -> tuple[Observation, ...]:
     """What every rank says of `values`.
 
     Raises `ValueError` on every rank where any rank has problems, or where the ranks were told different things.
     """
-    seen = exchange(0, "settings", {"problems": len(problems), "settings": settings, **values})
+    told = {f"told {name}": digest for name, digest in settings.items()}
+    seen = exchange(0, "settings", {"problems": len(problems), **told, **values})
     found = list(problems)
     others = [str(o.rank) for o in seen if o.values["problems"] and o.rank != exchange.rank]
     if others and not found:
         found.append(f"rank {', '.join(others)} was told something wrong; its own message says what")
-    if not any(o.values["problems"] for o in seen) and len({o.values["settings"] for o in seen}) > 1:
-        found.append("the ranks watch with different settings")
+    differing = [name for name in settings if len({o.values[f"told {name}"] for o in seen}) > 1]
+    if differing and not any(o.values["problems"] for o in seen):
+        found.append(f"the ranks watch with different settings: {', '.join(differing)}")
     if found:
         msg = "andon.watch: " + "; ".join(found)
         raise ValueError(msg)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from andon_contracts.act import Scene
 from andon_contracts.agree import bits_of, real_of
+from andon_contracts.causes import first_line
 from andon_contracts.outcome_clauses import EvaluationTold, judge_count, judge_evaluation, judge_restored
 from andon_contracts.violation import Violation
 from andon_contracts.watch import restore
@@ -85,16 +86,17 @@ class Outcomes:
         """A checkpoint was saved at `path`: digests of all that is live go to `path`.andon.json. Collective.
 
         read: gives what is on the disk by parameter name, to be held to what is live.
-        Raises `OSError` on every rank where the disk refuses.
+        Raises `OSError` on every rank where the disk refuses; where `read` raises on any rank, that on this one, and
+        `ValueError` on the others.
         """
         self._demand_open()
         lanes = list(self._lanes.values())
-        digests = restore.live(lanes) | {"updates": lanes[0].updates}
+        digests = restore.live(lanes) | restore.updates_of(lanes)
         digests |= {name: by_rank[0] for name, by_rank in self._random(lanes[0].updates).items()}
         self._write(Path(path), digests)
         self._recorder.saved(lanes[0].updates, Path(path).name, digests)
         if read is not None:
-            on_disk = self._exchange.spread(lanes[0].updates, "on disk", restore.of_tensors(read(), lanes))
+            on_disk = self._exchange.spread(lanes[0].updates, "on disk", self._read(read, lanes))
             wanted = {n: d for n, d in digests.items() if n.removeprefix("weights ") in lanes[0].subject.parameters}
             self._judge_restored(wanted, on_disk)
 
@@ -114,6 +116,22 @@ class Outcomes:
             msg = f"rank 0 could not write the digests beside {path}"
             raise OSError(msg)
 
+    def _read(self, read: Callable[[], Mapping[str, Tensor]], lanes: Sequence[Lane]) -> dict[str, int]:
+        """The digests of what `read` gives; refused on every rank where it raises on any."""
+        problem: Exception | None = None
+        found: dict[str, int] = {}
+        try:
+            found = restore.of_tensors(read(), lanes)
+        except Exception as error:  # noqa: BLE001 - it is raised again, once the others know
+            problem = error
+        try:
+            self._refuse("" if problem is None else first_line(problem))
+        except ValueError:
+            if problem is not None:
+                raise problem from None
+            raise
+        return found
+
     def loaded(self, path: str | Path) -> None:
         """The checkpoint at `path` was loaded: all that is live is what was live at its save. Collective.
 
@@ -121,10 +139,11 @@ class Outcomes:
         """
         self._demand_open()
         lanes = list(self._lanes.values())
-        wanted, updates, problem = restore.read(Path(path))
+        wanted, counts, problem = restore.read(Path(path), len(lanes))
         self._refuse(problem)
-        for lane in lanes:
-            lane.updates = updates
+        for lane, count in zip(lanes, counts, strict=True):
+            lane.updates = count
+        updates = counts[0]
         self._recorder.loaded(updates, Path(path).name, self._exchange.world_size, [lane.optimizer for lane in lanes])
         found = self._exchange.spread(updates, "restored", restore.live(lanes))
         if f"random state of rank {self._exchange.world_size}" in wanted:

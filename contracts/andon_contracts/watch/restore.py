@@ -79,11 +79,24 @@ def write(path: Path, digests: Mapping[str, int]) -> None:
     _beside(path).write_text(text + "\n", encoding="utf-8")
 
 
-def read(path: Path) -> tuple[dict[str, int], int, str]:
-    """The digests beside the checkpoint at `path`, its number of updates, and why there are none; "" if there are."""
+def updates_of(lanes: Sequence[Lane]) -> dict[str, int]:
+    """How many updates each optimizer has made, by a name in the file."""
+    return {_count_name(index): lane.updates for index, lane in enumerate(lanes)}
+
+
+def _count_name(index: int) -> str:
+    return f"updates of optimizer {index + 1}" if index else "updates"
+
+
+def read(path: Path, optimizers: int = 1) -> tuple[dict[str, int], list[int], str]:
+    """The digests beside the checkpoint at `path`, the updates of each of so many optimizers, and why there are none.
+
+    That is "" where there are. An optimizer whose updates the file does not have made as many as the first one.
+    """
     try:
         found = {name: int(text, 16) for name, text in json.loads(_beside(path).read_text(encoding="utf-8")).items()}
-    except (OSError, ValueError) as error:
-        return {}, 0, f"{_beside(path)} does not say what was saved: {error}"
-    updates = found.pop("updates", 0)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        return {}, [0] * optimizers, f"{_beside(path)} does not say what was saved: {error}"
+    first = found.get("updates", 0)
+    updates = [found.pop(_count_name(index), first) for index in range(optimizers)]
     return found, updates, ""

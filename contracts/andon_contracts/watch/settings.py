@@ -24,6 +24,9 @@ Plan = Callable[[int], Sequence[int]]
 """From the number of an update to the ids of its global batch."""
 
 
+_GIVEN = ("schedule", "scaler", "reference", "plan", "contents")
+
+
 class Scaler(Protocol):
     """What a loss scaler must offer; `torch.amp.GradScaler` does."""
 
@@ -57,25 +60,26 @@ class Settings:
     recording: bool = False
     """Whether rank 0 writes a ledger: all ranks then look at what only a ledger needs."""
 
-    def digest(self) -> int:
-        """What must be the same on all ranks, so that they make the same collectives."""
-        declared = [name for name, value in vars(self).items() if value not in (None, (), {}) and callable(value)]
-        shown = [
-            self.checks,
-            sorted(self.allow),
-            self.trainable and list(self.trainable),
-            list(self.tied),
-            self.clip,
-            sorted((n, sorted(v)) for n, v in self.groups.items()),
-            self.scaler is not None,
-            self.every,
-            self.rows,
-            self.start,
-            self.updates,
-            declared,
-            self.action if isinstance(self.action, str) else "callable",
-        ]
-        return text_digest(shown)
+    def digests(self) -> dict[str, int]:
+        """What must be the same on all ranks, so that they make the same collectives, by name; in [0, 2^62).
+
+        Of functions it is whether they were given; `log` and `folder` are each rank's own affair.
+        """
+        given = {name: getattr(self, name) is not None for name in _GIVEN}
+        shown = {
+            "checks": self.checks,
+            "action": self.action if isinstance(self.action, str) else "callable",
+            "allow": sorted(self.allow),
+            "trainable": self.trainable and list(self.trainable),
+            "tied": list(self.tied),
+            "clip": self.clip,
+            "groups": sorted((n, sorted(v)) for n, v in self.groups.items()),
+            "every": self.every,
+            "rows": self.rows,
+            "start": self.start,
+            "updates": self.updates,
+        }
+        return {name: text_digest(value) for name, value in (given | shown).items()}
 
     def problems(self, subject: Subject) -> list[str]:
         """All that is wrong with what was said about `subject`, in words."""

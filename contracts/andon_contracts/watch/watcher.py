@@ -156,16 +156,24 @@ class Watch(Telling, Hearing):
 
     def _intercept_zero(self, lane: Lane) -> None:
         optimizer = lane.optimizer
-        original = optimizer.zero_grad
+        original, own = optimizer.zero_grad, vars(optimizer).get("zero_grad")
 
         def zero_grad(*args: Any, **kwargs: Any) -> None:
             original(*args, **kwargs)
+            if self.closed:
+                return
             if lane.taps.backward_seen:
                 self._rows.spent()
             lane.discard()
 
+        def put_back() -> None:
+            # What the loop itself set, before or since, stays.
+            if vars(optimizer).get("zero_grad") is zero_grad:
+                del vars(optimizer)["zero_grad"]
+                vars(optimizer).update({} if own is None else {"zero_grad": own})
+
         optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
-        self._undo.append(lambda: optimizer.__dict__.pop("zero_grad", None))
+        self._undo.append(put_back)
 
     def _start(self) -> None:
         subject = self._subject
