@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from andon_contracts.agree import GroupGather, Observation, bits_of, gather_observations, real_of, signed
+from andon_contracts.own_group import own_group
 from tests.support.ranks import run_ranks
 
 words = st.integers(0, (1 << 64) - 1)
@@ -140,3 +141,33 @@ def test_the_collectives_own_error_is_told_and_not_the_looks() -> None:
     _, told = run_ranks(2, _gather_late, True)[0].get()
     assert len(told) == 1
     assert "closed by peer" in told[0]
+
+
+def _leaves_a_gather() -> list[list[int]]:
+    """Rank 0 closes a gather in which it waits for rank 1; then both make another one."""
+    store = dist.distributed_c10d._get_default_store()
+    timeout = datetime.timedelta(seconds=600)
+    gather = GroupGather(own_group(None, timeout), 1)
+    if dist.get_rank() == 0:
+        gather.heed = _stop
+        with pytest.raises(InterruptedError):
+            gather([torch.tensor([1])])
+        gather.close()
+        store.set("closed", "1")
+    else:
+        store.wait(["closed"])
+        gather.close()
+    with pytest.raises(ValueError, match="nothing is gathered any more"):
+        gather([torch.tensor([1])])
+    again = GroupGather(own_group(None, timeout), 1)
+    return [row.tolist() for row in again([torch.tensor([dist.get_rank()])])]
+
+
+def _stop() -> None:
+    raise InterruptedError
+
+
+def test_a_gather_that_was_left_keeps_nobody_from_going_on() -> None:
+    """The end of a group waits for its collectives: one that a halt left unfinished must not hold up who closes it."""
+    for outcome in run_ranks(2, _leaves_a_gather, deadline_s=30.0):
+        assert outcome.get() == [[0], [1]]
