@@ -94,6 +94,14 @@ class Teller:
         seen = f"its process runs, but the others waited for it until their timeout; {passed}"
         return self._cause("hangs", rank, "hangs", seen, at)
 
+    def ahead(self, rank: int, at: Whereabouts) -> Cause:
+        """This rank waited in a collective of the loop until a timeout, and `rank` is further and runs."""
+        seen = (
+            f"it waited in a collective until its timeout, while rank {rank} has been at {at} for {at.since_s:.0f} s: "
+            "one of them left out an update or a collective that the other one made"
+        )
+        return self._cause("hangs", None, "waited in vain", seen, self.at, who=self.rank)
+
     def left(self, rank: int, at: Whereabouts) -> Cause:
         """`rank` closed its watch or ended in order, and the others still needed it."""
         return self._cause("left", rank, "left", "it closed its watch, or ended, while the others went on", at)

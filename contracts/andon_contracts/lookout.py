@@ -64,9 +64,10 @@ class Lookout:
             return None
         at = {rank: Whereabouts.of(told) for rank, told in news.progress.items()}
         last = min(at, key=lambda rank: at[rank].order, default=self._rank)
-        if last != self._rank and at[last].order < max(each.order for each in at.values()):
-            return teller.behind(last, at[last])
-        return None
+        first = max(at, key=lambda rank: at[rank].order, default=self._rank)
+        if not at or at[last].order == at[first].order:
+            return None
+        return teller.ahead(first, at[first]) if last == self._rank else teller.behind(last, at[last])
 
     def unaware(self) -> Mapping[int, Process]:
         """The ranks on this machine that live, have not left, and have not said that they know of the cause."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import warnings
 from collections.abc import Callable
 from typing import Literal
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import andon
+from andon_contracts.violation import Halted
 from tests.support.ranks import run_ranks
 
 
@@ -261,3 +263,30 @@ def _all_generators() -> list[list[str]]:
 def test_a_generator_is_judged_by_its_state() -> None:
     """Equal seeds agree although the objects are two, other seeds do not."""
     assert run_ranks(2, _all_generators)[0].get() == [[], ["randomness-declared"], ["randomness-declared"]]
+
+
+def _left_out() -> str:
+    """Rank 1 leaves out its second update, and goes on to a reduction for which nobody comes."""
+    short = dist.new_group(timeout=datetime.timedelta(seconds=4))
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        with andon.watch(model, optimizer):
+            for update in range(4):
+                _backward(model)
+                for p in model.parameters():
+                    dist.all_reduce(p.grad, group=short)
+                if update != 1 or dist.get_rank() == 0:
+                    optimizer.step()
+                optimizer.zero_grad()
+    except Halted as halted:
+        return str(halted)
+    return ""
+
+
+def test_an_update_that_one_rank_left_out_is_told_by_where_the_ranks_are() -> None:
+    """The rank in the loop's collective is the first whose timeout ends; it says where the other one waits."""
+    first, second = [outcome.get() for outcome in run_ranks(2, _left_out)]
+    assert first == second
+    assert "rank 1 of 2 waited in vain at step 2, in its forward or backward pass" in first
+    assert "while rank 0 has been at step 2, at its update for" in first
