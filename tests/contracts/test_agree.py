@@ -144,7 +144,7 @@ def test_the_collectives_own_error_is_told_and_not_the_looks() -> None:
 
 
 def _leaves_a_gather() -> list[list[int]]:
-    """Rank 0 closes a gather in which it waits for rank 1; then both make another one."""
+    """Rank 0 closes a gather in which it waits for rank 1, which keeps it open; then both make another one."""
     store = dist.distributed_c10d._get_default_store()
     timeout = datetime.timedelta(seconds=600)
     gather = GroupGather(own_group(None, timeout), 1)
@@ -153,12 +153,11 @@ def _leaves_a_gather() -> list[list[int]]:
         with pytest.raises(InterruptedError):
             gather([torch.tensor([1])])
         gather.close()
+        with pytest.raises(ValueError, match="nothing is gathered any more"):
+            gather([torch.tensor([1])])
         store.set("closed", "1")
     else:
         store.wait(["closed"])
-        gather.close()
-    with pytest.raises(ValueError, match="nothing is gathered any more"):
-        gather([torch.tensor([1])])
     again = GroupGather(own_group(None, timeout), 1)
     return [row.tolist() for row in again([torch.tensor([dist.get_rank()])])]
 
