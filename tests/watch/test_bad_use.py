@@ -90,6 +90,17 @@ def _one_optimizer_of_another_model() -> object:
     return andon.watch(model, [_sgd(model), _sgd(_model())])
 
 
+def _lazy_on_the_last() -> object:
+    last = dist.get_rank() == dist.get_world_size() - 1
+    model = nn.Sequential(nn.LazyLinear(3) if last else nn.Linear(2, 3))
+    return andon.watch(model, _sgd(model))
+
+
+def _on_no_device() -> object:
+    model = nn.Sequential(_model(), nn.Linear(3, 3, device="meta").requires_grad_(False))
+    return andon.watch(model, _sgd(model))
+
+
 def _without_the_last_rank() -> object:
     model = DistributedDataParallel(_model())
     return andon.watch(model, _sgd(model), group=dist.new_group([0, 1]))
@@ -139,6 +150,14 @@ REFUSED: dict[str, tuple[Callable[[], object], str, str]] = {
         "different settings",
         "different settings",
     ),
+    "rows instead of their number, on one rank": (
+        lambda: _open(rows=_only_on_the_last([1, 2])),
+        "rows must be a whole number, not list",
+        "rank 2 was told something wrong",
+    ),
+    "a word for a limit": (lambda: _open(clip="1"), "clip must be above 0, not '1'", "clip must be above 0"),
+    "a lazy layer on one rank": (_lazy_on_the_last, "0.bias have no shape yet", "rank 2 was told something wrong"),
+    "a frozen layer without values": (_on_no_device, "1.bias are on the meta device", "on the meta device"),
     "no optimizer": (lambda: andon.watch(_model(), []), "an empty list: name at least one", "an empty list"),
     "a group without the last rank": (_without_the_last_rank, "rank 2 is not one of the group", "replicas are 3"),
 }

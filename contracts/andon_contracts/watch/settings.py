@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, SupportsFloat, SupportsIndex, TypeGuard
 
 import torch
 from torch import nn
@@ -90,12 +90,13 @@ class Settings:
             found.append(f"action must be 'warn', 'raise' or a function of a violation, not {self.action!r}")
         if self.checks == "audit" and self.reference is None:
             found.append("checks='audit' needs reference=, a function of the model and ids to (loss sum, count)")
-        if self.every < 1:
+        found += self._not_counts() + subject.without_values()
+        if _is_count(self.every) and self.every < 1:
             found.append(f"every must be at least 1, not {self.every}")
-        if self.updates is not None and self.updates < self.start:
+        if _is_count(self.updates) and _is_count(self.start) and self.updates < self.start:
             found.append(f"updates must be at least start ({self.start}), not {self.updates}")
-        if self.clip is not None and not self.clip > 0:
-            found.append(f"clip must be above 0, not {self.clip}")
+        if not _is_above_zero(self.clip):
+            found.append(f"clip must be above 0, not {self.clip!r}")
         if self.scaler is not None and not callable(getattr(self.scaler, "get_scale", None)):
             found.append(f"scaler must have get_scale(), as torch.amp.GradScaler has; {self.scaler!r} has not")
         found += self._not_callable() + allow_problems(self.allow)
@@ -110,6 +111,15 @@ class Settings:
             ]
         return found
 
+    def _not_counts(self) -> list[str]:
+        """What must be a whole number and is none; what may be left out is None then."""
+        counts = {"every": self.every, "start": self.start, "rows": self.rows, "updates": self.updates}
+        return [
+            f"{name} must be a whole number, not {type(given).__name__}"
+            for name, given in counts.items()
+            if not _is_count(given) and not (given is None and name in ("rows", "updates"))
+        ]
+
     def _not_callable(self) -> list[str]:
         functions = {name: getattr(self, name) for name in ("schedule", "reference", "plan", "contents", "log")}
         return [
@@ -117,6 +127,14 @@ class Settings:
             for name, given in functions.items()
             if given is not None and not callable(given)
         ]
+
+
+def _is_count(given: object) -> TypeGuard[int]:
+    return isinstance(given, SupportsIndex) and not isinstance(given, bool | torch.Tensor)
+
+
+def _is_above_zero(given: object) -> bool:
+    return given is None or (isinstance(given, SupportsFloat) and float(given) > 0)
 
 
 def allow_problems(allow: Mapping[str, str]) -> list[str]:

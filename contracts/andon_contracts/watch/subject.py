@@ -10,6 +10,7 @@ from operator import attrgetter, is_
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from andon_contracts.loop_clauses import change_of
 from andon_contracts.watch.reading import chunks, norm_of_chunks
@@ -152,6 +153,17 @@ class Subject:
             if not any(id(member) in mine for group in each.param_groups for member in group["params"])
         ]
 
+    def without_values(self) -> list[str]:
+        """What is wrong, in words, with parameters that have no values to look at."""
+        lazy = [name for name, p in self.parameters.items() if isinstance(p, UninitializedParameter)]
+        meta = [name for name, p in self.parameters.items() if p.is_meta and name not in lazy]
+        found = []
+        if lazy:
+            found.append(f"{_few(lazy)} have no shape yet: call the lazy module once, before the watch is opened")
+        if meta:
+            found.append(f"{_few(meta)} are on the meta device and have no values: load the model first")
+        return found
+
     def norm_share(self, tensors: Iterable[torch.Tensor], world: int) -> float:
         """The part of the 2-norm of `tensors` that this rank answers for, of `world`; see `norm_of_all`."""
         if not self.sharded:
@@ -230,6 +242,10 @@ class Subject:
 
 def _first_odd(found: Sequence[object], known: Sequence[object]) -> int:
     return next(index for index, (one, other) in enumerate(zip(found, known, strict=True)) if one != other)
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more parameters" if len(names) > 3 else "")
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
