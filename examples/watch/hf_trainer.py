@@ -1,4 +1,7 @@
-"""The Trainer of transformers, watched by a callback: torchrun --nproc-per-node 2 examples/watch/hf_trainer.py"""
+"""The Trainer of transformers, watched by a callback: torchrun --nproc-per-node 2 examples/watch/hf_trainer.py
+
+It shows the callback. That the gradient of this Trainer is too large, only `reference=` can see: docs/watch.md, Libraries.
+"""
 
 from __future__ import annotations
 
