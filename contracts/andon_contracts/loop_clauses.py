@@ -94,14 +94,16 @@ def parameters_kept(result: Observations, names: Names) -> bool:
     return not any(column(result, "change")) and same(result, "layout")
 
 
-def _explain_hyper(result: Observations) -> Finding:
+def _explain_hyper(result: Observations, details: Details) -> Finding:
     if not same(result, "rate"):
         return _differs(result, "rate", "the learning rates are not the same", real=True)
-    return _differs(result, "hyperparameters", "the hyperparameters of the optimizers are not the same")
+    odd = [key for key, digests in details.get("hyperparameters", {}).items() if len(set(digests)) > 1]
+    named = f": {', '.join(odd[:4])}" if odd else ""
+    return _differs(result, "hyperparameters", f"the hyperparameters of the optimizers are not the same{named}")
 
 
 @clause("hyperparameters-agree", _explain_hyper)
-def hyperparameters_agree(result: Observations) -> bool:
+def hyperparameters_agree(result: Observations, details: Details) -> bool:
     """Every rank's digest of hyperparameters, and the learning rate among them, is the same."""
     return same(result, "hyperparameters") and same(result, "rate")
 

@@ -290,3 +290,35 @@ def test_an_update_that_one_rank_left_out_is_told_by_where_the_ranks_are() -> No
     assert first == second
     assert "rank 1 of 2 waited in vain at step 2, in its forward or backward pass" in first
     assert "while rank 0 has been at step 2, at its update for" in first
+
+
+def _tagged() -> list[str]:
+    model = _model()
+    optimizer = torch.optim.SGD([{"params": list(model.parameters()), "tag": f"rank {dist.get_rank()}"}], lr=0.1)
+    with andon.watch(model, optimizer, action=lambda found: None) as watch:
+        _backward(model)
+        optimizer.step()
+    return [str(found) for found in watch.findings]
+
+
+def test_the_hyperparameter_that_differs_is_named() -> None:
+    """By its key and its group, also one that is no number."""
+    (found,) = run_ranks(2, _tagged)[0].get()
+    assert "the hyperparameters of the optimizers are not the same: tag of group 0 (rank 0:" in found
+
+
+def test_a_parameter_without_elements_needs_no_gradient() -> None:
+    """Nothing can come of it; one with elements that is not used is suspicious after two updates."""
+    for elements, suspicions in ((0, []), (1, ["gradient-present"])):
+        model = _model()
+        model[0].register_parameter("spare", nn.Parameter(torch.zeros(elements)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        watch = andon.watch(model, optimizer)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", andon.AndonWarning)
+            for _ in range(3):
+                _backward(model)
+                optimizer.step()
+                optimizer.zero_grad()
+        watch.close()
+        assert [found.clause for found in watch.findings] == suspicions

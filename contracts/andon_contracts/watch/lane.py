@@ -23,6 +23,7 @@ from andon_contracts.watch.reading import (
     layout_digest,
     plain,
     state_digest,
+    text_digest,
 )
 from andon_contracts.watch.reductions import Reductions
 from andon_contracts.watch.rows import Rows
@@ -200,11 +201,18 @@ class Lane:
         """The place among all parameters of a member, each plus one; 0 for 0."""
         return member and self._slot[self.names[member - 1]] + 1
 
-    def _hyperparameters(self) -> int:
-        shown = [
+    def hyperparameters_by_key(self) -> dict[str, int]:
+        """The digest of each hyperparameter of each group, as it is compared."""
+        return {f"{k} of group {i}": text_digest(v) for i, group in enumerate(self._shown()) for k, v in group.items()}
+
+    def _shown(self) -> list[dict[str, object]]:
+        return [
             {k: float(v) if isinstance(v, Tensor) else v for k, v in group.items() if not k.startswith("param")}
             for group in self.optimizer.param_groups
         ]
+
+    def _hyperparameters(self) -> int:
+        shown = self._shown()
         return self._texts["hyperparameters"].digest([shown, [len(g["params"]) for g in self.optimizer.param_groups]])
 
     def _ungrouped(self) -> int:

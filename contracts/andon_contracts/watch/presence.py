@@ -36,7 +36,8 @@ class Presence:
         self._place = {name: index for index, name in enumerate(names)}
         self._adapter = {index for index, name in enumerate(names) if "lora_" in name}
         self._unused_expected = subject.unused_expected
-        self._absent = set(range(len(members)))
+        # What has no elements cannot have a gradient other than none.
+        self._absent = {index for index, member in enumerate(members) if member.numel()}
         self._zero = set(self._absent)
         self._windows = 0
         self._called: set[int] = set()

@@ -54,6 +54,10 @@ class SecondLook:
         buffers = self.subject.buffers_by_name()
         looked_at = {"weights": dict(lane.parameters), "gradient": gradients, "buffers": buffers}
         details = self._look(observations, looked_at)
+        if self._first_time(observations, "hyperparameters", "hyperparameters-agree"):
+            keys = lane.hyperparameters_by_key()
+            spread = self.exchange.spread(observations[0].step, "hyperparameters", keys)
+            details = {**details, "hyperparameters": spread}
         tensors: dict[str, Mapping[str, Tensor]] = {
             "replicas-agree": lane.parameters,
             "gradients-agree": {name: g for name, g in gradients.items() if g.numel()},
@@ -78,6 +82,10 @@ class SecondLook:
 
     def _facts(self) -> dict[str, object]:
         return {"ids": list(self.rows.ids)}
+
+    def _first_time(self, observations: Observations, name: str, clause: str) -> bool:
+        """Whether the ranks have other values for `name`, which `clause` has not reported yet."""
+        return in_lockstep(observations) and not same(observations, name) and not self.verdicts.known(clause)
 
     def _look(self, observations: Observations, tensors: Mapping[str, Any]) -> Details:
         """The digests by tensor of what differs between ranks, the first time that it does."""
