@@ -1,6 +1,6 @@
 """The Trainer of transformers, watched by a callback: torchrun --nproc-per-node 2 examples/watch/hf_trainer.py
 
-It shows the callback. That the gradient of this Trainer is too large, only `reference=` can see: docs/watch.md, Libraries.
+It shows the callback. A gradient that is too large, as of this Trainer, only `reference=` can see: docs/watch.md.
 """
 
 from __future__ import annotations
