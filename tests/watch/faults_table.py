@@ -67,7 +67,7 @@ TABLE: tuple[Planted, ...] = (
     Planted("F43", "loss scale of one rank", "scaler-agrees", 4, v.ScaleLocal, ("scaler",), v.Scaled),
     Planted("F44", "16-bit adapter", "precision-sufficient", 0, v.LowPrecision),
     Planted("F44", "updates rounded away", "update-applied", 2, v.LowPrecision),
-    Planted("F46", "sampler pads", "samples-once", 5, v.Padded, ("batch",)),
+    Planted("F46", "sampler pads", "samples-once", 5, v.Padded, ("batch", "rows")),
     Planted("F47", "drop_last", "samples-once", 5, v.DropLast, ("batch", "plan")),
     Planted("F49", "rank-local order of data", "content-planned", 0, v.LocalOrder, ("contents", "rows")),
     Planted("F50", "data not sharded", "samples-once", 1, v.NotSharded, ("batch",)),

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import DistributedSampler
 
-from tests.watch.loop import BATCH, CLASSES, CLIP, PER_EPOCH, Loop, plan
+from tests.watch.loop import CLASSES, CLIP, PER_EPOCH, Loop
 from tests.watch.planted import RANK
 
 
@@ -113,11 +114,22 @@ class LowPrecision(Loop):
 
 
 class Padded(Loop):
-    """The sampler fills the last batch with rows of its beginning."""
+    """Torch's own sampler gives each rank the same number of rows, the last ones from the beginning of the epoch."""
 
     def global_batch(self, step: int) -> list[int]:
-        ids = plan(step)
-        return ids + ids[: BATCH - len(ids)]
+        return [row for rank in range(self.world) for row in self.sampled(step, rank)]
+
+    def share(self, ids: Sequence[int]) -> list[list[int]]:
+        mine = torch.tensor(list(ids)).tensor_split(self.world)[self.rank]
+        return [part.tolist() for part in mine.tensor_split(self.micro_batches)]
+
+    def sampled(self, step: int, rank: int) -> list[int]:
+        """The rows of `rank` in update `step`."""
+        epoch, place = divmod(step - 1, PER_EPOCH)
+        sampler: DistributedSampler[int] = DistributedSampler(self.y, num_replicas=self.world, rank=rank)  # type: ignore[arg-type]
+        sampler.set_epoch(epoch)
+        size = -(-len(sampler) // PER_EPOCH)
+        return list(sampler)[place * size : (place + 1) * size]
 
 
 class DropLast(Loop):
