@@ -355,3 +355,20 @@ def test_a_watch_takes_its_threads_and_connections_with_it() -> None:
         counts = outcome.get()
         for most, seen in zip(counts[0], zip(*counts, strict=True), strict=True):
             assert max(seen) == most, counts
+
+
+def test_what_nobody_told_is_not_counted_as_evaluated(capfd: pytest.CaptureFixture[str]) -> None:
+    """Clauses of the loss and of random streams run only where a loop tells of them, and the last lines say so."""
+    model = _model()
+    optimizer = _adam(model)
+    for told in (False, True):
+        with andon.watch(model, optimizer) as w:
+            if told:
+                w.loss(1.0, 1)
+            model(torch.ones(3, 4)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        said = capfd.readouterr().err
+        idle = next(line for line in said.splitlines() if "never evaluated" in line)
+        assert "randomness-declared" in idle
+        assert ("loss-reported" in idle) is not told

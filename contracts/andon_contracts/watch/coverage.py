@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -116,12 +116,18 @@ def opening_lines(found: Mapping[str, Cover], world: int, trainable: int) -> lis
     return [f"andon.watch: {world} rank{'s' * (world > 1)}, {trainable} trainable tensors", *rows]
 
 
-def closing_lines(found: Mapping[str, Cover], verdicts: Verdicts, steps: int, share: float) -> list[str]:
-    """What was checked, how often, at what cost, and what was not checked."""
-    ran = [name for name in found if verdicts.evaluations[name]]
-    idle = [name for name, cover in found.items() if not verdicts.evaluations[name] and cover.live]
+def closing_lines(
+    found: Mapping[str, Cover], verdicts: Verdicts, steps: int, share: float, untold: Collection[str] = ()
+) -> list[str]:
+    """What was checked, how often, at what cost, and what was not checked.
+
+    untold: clauses of what the loop may tell and did not; that all ranks told nothing is no evaluation to boast of.
+    """
+    evaluated = {name: count for name, count in verdicts.evaluations.items() if count and name not in untold}
+    ran = [name for name in found if name in evaluated]
+    idle = [name for name, cover in found.items() if name not in evaluated and cover.live]
     dark = [name for name, cover in found.items() if not cover.live]
-    total = sum(verdicts.evaluations.values())
+    total = sum(evaluated.values())
     lines = [
         f"andon.watch: {steps} steps, {len(ran)} of {len(found)} clauses evaluated {total} times",
         f"  {verdicts.counts.total()} violations, {verdicts.suspected.total()} suspicions, {share:.1%} of the time",

@@ -42,6 +42,7 @@ class Telling(Outcomes):
         self._told_rows = Told()
         self._epochs = 0
         self._streams: dict[str, tuple[int, int]] = {}
+        self._untold = {"loss-reported", "randomness-declared"}
         self._epoch: set[int] = set()
         self._contents: dict[int, int] = {}
 
@@ -71,6 +72,7 @@ class Telling(Outcomes):
     def loss(self, loss: float | Tensor, count: int, reported: float | None = None) -> None:
         """loss: the sum over `count` rows of this rank; reported: what the loop logs as the mean loss of the update."""
         self._demand_open()
+        self._untold.discard("loss-reported")
         self._rows.loss_sum += float(loss)
         self._rows.loss_rows += count
         self._rows.reported = reported
@@ -93,6 +95,7 @@ class Telling(Outcomes):
             raise ValueError(f"must is 'differ' or 'agree', not {must!r}")
         if name not in self._streams and len(self._streams) == STREAMS:
             raise ValueError(f"{name!r} is one random stream more than {STREAMS}")
+        self._untold.discard("randomness-declared")
         found = torch.get_rng_state() if state is None else state
         if isinstance(found, torch.Generator):
             found = found.get_state()

@@ -338,7 +338,9 @@ class Watch(Telling, Hearing):
         finally:
             self._exchange.close()
             self._recorder.close(reason)
-            lines = closing_lines(self._cover, self._verdicts, self._steps, spent / whole if whole else 0.0)
+            lines = closing_lines(
+                self._cover, self._verdicts, self._steps, spent / whole if whole else 0.0, self._untold
+            )
             self._say([*lines, *filter(None, [self._unread, self._recorder.closing_line()])])
 
     def _judge_base(self) -> None:
