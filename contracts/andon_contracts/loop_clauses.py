@@ -79,12 +79,8 @@ def _explain_kept(result: Observations, names: Names) -> Finding:
         first = next(v for v in column(result, "change") if v)
         code, index = first >> PARAMETER_BITS, first & ((1 << PARAMETER_BITS) - 1)
         tensor = _named(names, index)
-        return Finding(
-            seen=f"{tensor} is {CHANGES[code]}",
-            step=result[0].step,
-            ranks=_ranks_with(result, "change"),
-            tensor=tensor,
-        )
+        ranks = _ranks_with(result, "change")
+        return Finding(seen=f"{tensor} is {CHANGES[code]}", step=result[0].step, ranks=ranks, tensor=tensor)
     return _differs(result, "layout", "the trainable tensors differ in name, shape, dtype or order")
 
 
