@@ -72,6 +72,36 @@ def test_a_counterexample_is_explained_by_what_all_cases_say() -> None:
     assert diagnosed(plain, two, common) is plain
 
 
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("the learning rate is another one", "2.000 = world size 2"),
+        ("the loss that is told is another one", "2.000 = world size 2"),
+        ("the norm of the weights after the update is another one", "2.000 = world size 2"),
+        (
+            "the norm of the reduced gradient is another one",
+            "2.000 = world 2: summed over the ranks instead of averaged",
+        ),
+    ],
+)
+def test_only_of_a_gradient_a_sum_is_blamed(what: str, said: str) -> None:
+    """A learning rate that is multiplied by the world size is summed by nobody."""
+    assert diagnosed(Counterexample(what, ratio=2.0), laid_out(2, 1, 3), None).equals == said
+
+
+def test_what_held_rules_causes_out() -> None:
+    """Two ranks without accumulation are right, so the world is not it; a case with other rows says nothing."""
+    case = laid_out(2, 2)
+    held = case.but(micro_batches=2)
+    for found in (
+        diagnosed(Counterexample("off", ratio=2.0), case, explain([(2.0, case)], [held])),
+        diagnosed(Counterexample("off", ratio=2.0), case, None, [held]),
+    ):
+        assert found.equals == "2.000 = accumulation 2: summed over the micro-batches of a rank instead of averaged"
+    stranger = held.but(rows=make_rows(3))
+    assert "accumulation 2 or world 2" in diagnosed(Counterexample("off", ratio=2.0), case, None, [stranger]).equals
+
+
 def test_a_smaller_case_must_keep_the_factors() -> None:
     """4 = accumulation 2 x world 2 is no example of 2 = world 2."""
     found = Counterexample("off", ratio=4.0)

@@ -35,7 +35,10 @@ _CAUSES: Mapping[frozenset[tuple[str, int]], str] = {
         ({"updates of an epoch": 1}, "summed over the updates of an epoch"),
     )
 }
-"""What usually makes a ratio, by the powers of its factors."""
+"""What usually makes a ratio of a gradient, by the powers of its factors."""
+
+_NO_GRADIENTS = ("the learning rate is ", "the loss that is told is ", "the norm of the weights ")
+"""How a counterexample begins that is about another number of an update: it is no sum, so no sum went wrong in it."""
 
 
 @dataclass(frozen=True)
@@ -56,17 +59,23 @@ class Explanation:
         ]
         return all(isclose(self.sign * value, ratio, rel_tol=1e-3) for value in values)
 
-    def of(self, ratio: float, case: Case) -> str:
-        """`4.000 = accumulation 2 x world 2: the loss was not divided`, for a ratio that it fits."""
+    def of(self, ratio: float, case: Case, what: str = "") -> str:
+        """`4.000 = accumulation 2 x world 2: the loss was not divided`, for a ratio that it fits.
+
+        what: the counterexample in words; where it is about no gradient, only the factors are named.
+        """
         named = " or ".join(sorted(name_product(_factors(case), powers) for powers in self.products)) or "the sign"
         signed = f"-1 x {named}" if self.sign < 0 and self.products else named
+        if what.startswith(_NO_GRADIENTS):
+            return f"{show_ratio(ratio)} = {signed.replace('world ', 'world size ')}"
         cause = _CAUSES.get(frozenset(self.products[0].items()), "") if len(self.products) == 1 else ""
         return f"{show_ratio(ratio)} = {signed}" + (f": {cause}" if cause and self.sign > 0 else "")
 
 
-def explain(measured: Sequence[Measured]) -> Explanation | None:
+def explain(measured: Sequence[Measured], held: Sequence[Case] = ()) -> Explanation | None:
     """The simplest products that give every ratio of `measured`; None where there are none, or none but 1.
 
+    Of several, those are ruled out that would have shown in a case of `held`, which differs in its layout alone.
     World size and accumulation go before sizes of batches that are no simpler: a batch is a product of the two, so that
     it fits by chance whatever they fit.
     """
@@ -80,22 +89,39 @@ def explain(measured: Sequence[Measured]) -> Explanation | None:
     layout = fitting_powers([(ratio, {name: factors[name] for name in _LAYOUT}) for ratio, factors in cases])
     sizes = fitting_powers(cases)
     simplest = layout if layout and (not sizes or _complexity(layout) <= max(2, _complexity(sizes))) else sizes
-    return Explanation(tuple(simplest), sign) if simplest else None
+    unseen = [powers for powers in simplest if not any(_shows(powers, case, measured) for case in held)]
+    return Explanation(tuple(unseen or simplest), sign) if simplest else None
+
+
+def _shows(powers: Powers, held: Case, measured: Sequence[Measured]) -> bool:
+    """Whether `powers` would have given another number than 1 in `held`, a case like a measured one but for layout."""
+    if all(_but_for_layout(held) != _but_for_layout(case) for _, case in measured):
+        return False
+    factors = _factors(held)
+    return not isclose(prod(float(factors[name]) ** power for name, power in powers.items()), 1.0, rel_tol=1e-3)
+
+
+def _but_for_layout(case: Case) -> Case:
+    return case.but(world=1, micro_batches=1, batch_size=1)
 
 
 def _complexity(fitting: Sequence[Powers]) -> int:
     return sum(power * power for power in fitting[0].values())
 
 
-def diagnosed(found: Counterexample, case: Case, common: Explanation | None) -> Counterexample:
+def diagnosed(
+    found: Counterexample, case: Case, common: Explanation | None, held: Sequence[Case] = ()
+) -> Counterexample:
     """`found` with what its ratio equals: by `common`, what all cases have in common, where that fits, else by itself.
+
+    held: cases of which the claim holds. See `explain`.
 
     As it is where it has no ratio, one that nothing explains, or one of which its judge knows the cause.
     """
     if found.ratio is None or cause_of(found):
         return found
-    own = common if common is not None and common.fits(found.ratio, case) else explain([(found.ratio, case)])
-    return found if own is None else replace(found, equals=own.of(found.ratio, case))
+    own = common if common is not None and common.fits(found.ratio, case) else explain([(found.ratio, case)], held)
+    return found if own is None else replace(found, equals=own.of(found.ratio, case, found.what))
 
 
 def cause_of(found: Counterexample) -> str:

@@ -13,7 +13,8 @@ from andon_falsify.campaign.interpreter import Said
 from andon_falsify.campaign.outcome import Finding, Report
 from andon_falsify.campaign.reasons import NOTHING_SAID, condensed
 from andon_falsify.campaign.trial import FUNCTIONS, Trial
-from andon_falsify.verdict import Claim, Verdict, merge, unknown
+from andon_falsify.subjects.case import Case
+from andon_falsify.verdict import Claim, Outcome, Verdict, merge, unknown
 
 _KEPT = 3
 """Counterexamples of one trial that a report keeps; what follows from the first is rarely news."""
@@ -53,13 +54,14 @@ def _findings(bench: Bench, claim: Claim, said: Sequence[Said]) -> list[Finding]
     if not said:
         nothing = unknown(claim, NOTHING_SAID)
         return [_finding(bench, claim, ("", 0, 0), 0, nothing, ())]
-    explanation = _explained(said)
+    sound = [each.trial.case for each in said if each.verdict.outcome is Outcome.HOLDS]
+    explanation = _explained(said, sound)
     by_place: dict[tuple[str, int, int], list[Said]] = {}
     for each in sorted(said, key=_shrunk_first):
         by_place.setdefault(each.trial.place, []).append(each)
     found = []
     for place, held in by_place.items():
-        verdict = merge(_made_repeatable(bench, each, explanation) for each in held)
+        verdict = merge(_made_repeatable(bench, each, explanation, sound) for each in held)
         finding = _finding(
             bench, claim, place, held[0].trial.seed, replace(verdict, why=condensed(verdict.why)), _curve(held)
         )
@@ -94,16 +96,17 @@ def _shrunk_first(said: Said) -> bool:
     return not said.shrunk
 
 
-def _explained(said: Sequence[Said]) -> Explanation | None:
+def _explained(said: Sequence[Said], held: Sequence[Case]) -> Explanation | None:
     """What all ratios of the claim have in common, but for those of which the judge said the cause."""
     pairs = [(found, each.trial.case) for each in said for found in each.verdict.counterexamples[:1]]
-    return explain([(found.ratio, case) for found, case in pairs if found.ratio is not None and not cause_of(found)])
+    measured = [(found.ratio, case) for found, case in pairs if found.ratio is not None and not cause_of(found)]
+    return explain(measured, held)
 
 
-def _made_repeatable(bench: Bench, said: Said, common: Explanation | None) -> Verdict:
+def _made_repeatable(bench: Bench, said: Said, common: Explanation | None, held: Sequence[Case]) -> Verdict:
     """The verdict with its first counterexamples, each with its explanation, its seed and its command."""
     command = repeating(bench, said.trial, said.verdict.claim)
-    found = [diagnosed(each, said.trial.case, common) for each in said.verdict.counterexamples[:_KEPT]]
+    found = [diagnosed(each, said.trial.case, common, held) for each in said.verdict.counterexamples[:_KEPT]]
     named = tuple(replace(each, seed=said.trial.seed, repro=command) for each in found)
     return replace(said.verdict, counterexamples=named)
 
