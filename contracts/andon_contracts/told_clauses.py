@@ -279,22 +279,31 @@ def judge_streams(observations: Observations, details: Details, names: Names) ->
 
 
 RATIO_TOLERANCE = 1e-3
+_LONGEST_WINDOW = 64
+"""Micro-batches of an update; with more, a quotient fits by chance."""
 
 
 def name_ratio(ratio: float, world: int, micro_batches: int) -> str:
-    """A factor in words, where it is a product of world size and accumulation: `= world size 2`."""
+    """A factor in words, with everything that gives it: `= world size 2`, `= 1 / world size 2 or 1 of 2 micro-batches`.
+
+    A window of `micro_batches` that is divided as one of more gives their quotient, whatever the world size.
+    """
     factors = {
         "world size": world,
         "accumulation": micro_batches,
-        "accumulation x world size": world * micro_batches,
+        "accumulation x world size": world * micro_batches if min(world, micro_batches) > 1 else 1,
         "world size squared": world**2,
     }
+    named = list[str]()
     for word, value in factors.items():
         if value > 1 and math.isclose(ratio, value, rel_tol=RATIO_TOLERANCE):
-            return f" = {word} {value}"
+            named.append(f"{word} {value}")
         if value > 1 and math.isclose(ratio, 1 / value, rel_tol=RATIO_TOLERANCE):
-            return f" = 1 / {word} {value}"
-    return ""
+            named.append(f"1 / {word} {value}")
+    full = round(micro_batches / ratio) if 0 < ratio < 1 else 0
+    if micro_batches < full <= _LONGEST_WINDOW and math.isclose(ratio, micro_batches / full, rel_tol=RATIO_TOLERANCE):
+        named.append(f"{micro_batches} of {full} micro-batches")
+    return f" = {' or '.join(named)}" if named else ""
 
 
 def _size(error: float) -> float:

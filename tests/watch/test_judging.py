@@ -7,6 +7,7 @@ import pytest
 from andon_contracts.agree import Observation, bits_of
 from andon_contracts.clauses import CLAUSES
 from andon_contracts.policy import evaluations, reset_evaluations
+from andon_contracts.told_clauses import name_ratio
 from andon_contracts.violation import Violation
 from andon_contracts.watch.judging import AFTER, BEFORE, Check, Verdicts
 from andon_contracts.watch.settings import Settings
@@ -134,3 +135,22 @@ def test_a_clause_that_is_not_live_is_neither_asked_nor_counted() -> None:
     verdicts = _verdicts(ALL - {"modes-agree"})
     assert verdicts.quick(BEFORE)(_seen(modes=0))
     assert "modes-agree" not in verdicts.evaluations
+
+
+@pytest.mark.parametrize(
+    ("ratio", "world", "micro_batches", "said"),
+    [
+        (2.0, 2, 1, " = world size 2"),
+        (2.0, 2, 2, " = world size 2 or accumulation 2"),
+        (0.5, 2, 1, " = 1 / world size 2 or 1 of 2 micro-batches"),
+        (0.5, 3, 1, " = 1 of 2 micro-batches"),
+        (2 / 3, 2, 2, " = 2 of 3 micro-batches"),
+        (0.7312, 2, 1, ""),
+        (float("nan"), 2, 1, ""),
+    ],
+)
+def test_a_factor_is_named_with_everything_that_gives_it(
+    ratio: float, world: int, micro_batches: int, said: str
+) -> None:
+    """One of two micro-batches, divided as two, looks as one of two ranks does: neither is said with certainty."""
+    assert name_ratio(ratio, world, micro_batches) == said
