@@ -47,3 +47,17 @@ def test_places_beyond_three_are_counted() -> None:
     """World sizes 2 to 6."""
     (first, *_) = lines(*(fallen(world, 1, SMALLEST) for world in range(2, 7)))
     assert first.endswith("gloo, world 4, accumulation 1; and 2 more places")
+
+
+def test_what_keeps_all_claims_from_being_judged_is_said_once() -> None:
+    """Two claims, one reason; a reason of one claim alone stays with it."""
+    why = "rank 0: no model"
+    first = Finding("sum", 2, "x", "", "gloo", 2, 1, Outcome.UNKNOWN, why, 0, ())
+    second = replace(first, claim="mean")
+    assert lines(first, second) == [
+        "no claim can be judged: rank 0: no model",
+        "sum v2: unknown at gloo, world 2, accumulation 1",
+        "mean v2: unknown at gloo, world 2, accumulation 1",
+    ]
+    assert "(rank 0: no model)" in lines(first, replace(second, why="another"))[0]
+    assert "(rank 0: no model)" in lines(first)[0]

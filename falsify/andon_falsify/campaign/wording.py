@@ -42,13 +42,15 @@ def verdict_lines(report: Report, *, cut_short: bool = False) -> Iterator[str]:
 
     cut_short: claims of which nothing was said yet are only named.
     """
-    unsaid = []
+    unsaid, shared = [], "" if cut_short else _shared_reason(report)
+    if shared:
+        yield f"no claim can be judged: {shared}"
     for verdict in report.verdicts:
         own = [finding for finding in report.findings if finding.claim == verdict.claim]
         if cut_short and verdict.why == NOTHING_SAID:
             unsaid.append(verdict.claim)
             continue
-        yield f"{verdict.claim} v{own[0].version}: {_outcome(verdict, own)}{_expected(report, own[0], verdict)}"
+        yield f"{verdict.claim} v{own[0].version}: {_outcome(verdict, own, shared)}{_expected(report, own[0], verdict)}"
         yield from counterexample_lines(verdict)
     if unsaid:
         yield f"not tried yet ({len(unsaid)}): {', '.join(unsaid)}"
@@ -74,8 +76,18 @@ def said_besides(verdict: Verdict) -> str:
     return "; ".join(each for each in verdict.why.split("; ") if not _COUNTED.fullmatch(each))
 
 
-def _outcome(verdict: Verdict, findings: list[Finding]) -> str:
+def _shared_reason(report: Report) -> str:
+    """The one reason for which all of several claims are unknown, "" if there is none: it is said once."""
+    judged = [verdict for verdict in report.verdicts if verdict.outcome is not Outcome.NOT_APPLICABLE]
+    reasons = {condensed(said_besides(verdict)) for verdict in judged}
+    unknown = all(verdict.outcome is Outcome.UNKNOWN for verdict in judged)
+    return reasons.pop() if unknown and len(reasons) == 1 and len(judged) > 1 else ""
+
+
+def _outcome(verdict: Verdict, findings: list[Finding], shared: str) -> str:
+    """shared: a reason that was said already."""
     why = condensed(said_besides(verdict))
+    why = "" if why == shared else why
     if verdict.outcome is Outcome.HOLDS:
         return f"holds ({verdict.checked} comparisons" + (f"; {why})" if why else ")")
     places = _places([finding for finding in findings if finding.outcome is verdict.outcome])

@@ -97,11 +97,15 @@ def _named(make: str) -> Any:
 
 
 def _check(loop: Any) -> None:
-    model = getattr(loop, "model", None)
-    problems = [] if isinstance(model, torch.nn.Module) else [f"its `model` is {model!r}, not a torch module"]
+    problems = []
+    if not hasattr(loop, "model"):
+        problems.append("it has no attribute `model`")
+    elif not isinstance(loop.model, torch.nn.Module):
+        problems.append(f"its `model` is {loop.model!r}, not a torch module")
     problems += [] if callable(getattr(loop, "train", None)) else ["it has no method `train(told)`"]
     if problems:
-        msg = f"{type(loop).__name__} is no loop: {'; '.join(problems)}"
+        needed = "needed are `model`, a torch module, wrapped (DDP, FSDP) or not, and `train(told)`"
+        msg = f"{type(loop).__name__} is no loop: {'; '.join(problems)} ({needed}; its optimizer is found)"
         raise ValueError(msg)
     if not trained(unwrapped(loop.model)):
         msg = "no parameter of the loop's `model` trains"

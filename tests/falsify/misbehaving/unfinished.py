@@ -17,8 +17,6 @@ class WithoutTrain:
 class WithoutModel:
     """Trains nobody knows what."""
 
-    model = None
-
     def train(self, told: object) -> None:
         """Do nothing."""
 
@@ -31,6 +29,17 @@ def make_without_train(case: Case) -> WithoutTrain:
 def make_without_model(case: Case) -> WithoutModel:
     """Lacks `model`."""
     return WithoutModel()
+
+
+class WithEmptyModel(WithoutModel):
+    """Says that what it trains is nothing."""
+
+    model = None
+
+
+def make_with_empty_model(case: Case) -> WithEmptyModel:
+    """Has a `model` that is none."""
+    return WithEmptyModel()
 
 
 def make_nothing(case: Case) -> None:
