@@ -155,6 +155,17 @@ def test_samples_once_infers_nothing_from_lines_without_rows_or_epochs() -> None
     says(samples_once.check(read_lines([line], "x")), UNKNOWN, "no epoch was complete")
 
 
+@pytest.mark.parametrize(
+    ("rows", "said"), [("", "was not told how many rows an epoch has (rows=)"), ('"rows":4', "no epoch was")]
+)
+def test_samples_once_of_a_watch_that_does_not_know_epochs(rows: str, said: str) -> None:
+    """A finished run with rows, of which nobody said how many there are; where that was said, it is not blamed."""
+    text = f'{{"v":2,"kind":"start","writer":"watch","plan":{{{rows}}}}}'
+    step = '{"v":2,"kind":"step","step":1,"ids":[1],"ranks":[{"rank":0,"ids":[1]}]}'
+    end = '{"v":2,"kind":"end","reason":"finished"}'
+    says(samples_once.check(read_lines([f"{line}\n".encode() for line in (text, step, end)], "x")), UNKNOWN, said)
+
+
 def epoch(number: int, rows: list[int], first: int) -> str:
     """Rows two by two on two ranks."""
     pairs = [rows[index : index + 2] for index in range(0, len(rows), 2)]

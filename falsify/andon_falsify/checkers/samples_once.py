@@ -46,10 +46,18 @@ def check(history: History, ids: Collection[RowId] | None = None, *, order_from:
     orders = [(epoch, epochs[epoch]) for epoch in complete if len(epochs[epoch]) >= order_from]
     found += _orders(orders)
     if not complete:
-        missing = missing or "no epoch was complete"
+        missing = missing or _why_none(history)
     elif size is None:
         missing = missing or "neither the training rows nor their number are known"
     return conclude(CLAIM, checked, found, missing)
+
+
+def _why_none(history: History) -> str:
+    """Why no epoch was complete, where a watch could not tell where one ends."""
+    untold = history.plan.rows is None and all(event.epoch is None for event in history.steps)
+    if history.start is not None and history.start.watched and untold:
+        return "the watch was not told how many rows an epoch has (rows=), so that none is known to be complete"
+    return "no epoch was complete"
 
 
 def _split(event: StepEvent) -> list[Counterexample]:
