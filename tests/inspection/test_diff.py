@@ -17,7 +17,7 @@ from andon.inspection.tensors import tensors_apart
 from andon.problems import InputError
 from andon.run.checkpoint import save_checkpoint
 from andon_contracts.fields import Real
-from andon_contracts.record import Record, Start
+from andon_contracts.record import Record, Start, Step
 from tests.inspection.ledgers import FINGERPRINT, digest, resumed_run, start, step, whole_run, write
 from tests.training.runs import Runs
 
@@ -83,6 +83,27 @@ def test_a_longer_run_is_not_the_same(tmp_path: Path) -> None:
     report = of(tmp_path, whole_run(), whole_run()[:2])
     assert report.result is DIFFERENT
     assert "the 1 that both have are the same to the bit; 2 | 1 in all" in "\n".join(report.lines)
+
+
+def test_what_one_watch_was_not_told_is_no_difference(tmp_path: Path) -> None:
+    """Without rows and losses on one side the rest is compared, and what is missing is named with its side."""
+    quiet = [
+        replace(each, ids=(), count=None, loss=None, epoch=None, position=None) if isinstance(each, Step) else each
+        for each in whole_run()
+    ]
+    report = of(tmp_path, whole_run(), quiet)
+    assert report.result is SAME
+    assert "not told  ids: only in the first, so not compared" in report.lines
+    assert not any("part at step" in line for line in report.lines)
+
+
+def test_runs_that_part_are_said_to_be_of_other_lengths_and_places(tmp_path: Path) -> None:
+    """A ledger that ends after its first update, which is another one; one without updates has no known place."""
+    short = [*whole_run()[:1], step(1, (2, 0), weights=9)]
+    assert "; 2 | 1 steps in all" in "\n".join(of(tmp_path, whole_run(), short).lines)
+    (tmp_path / "a.jsonl").unlink()
+    (tmp_path / "b.jsonl").unlink()
+    assert "place     2 gloo workers | unknown" in of(tmp_path, whole_run(), whole_run()[:1]).lines
 
 
 def _configs(tmp_path: Path, **changes: str) -> list[Path]:

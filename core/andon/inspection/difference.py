@@ -22,6 +22,7 @@ _VERSIONS = ("torch", "transformers", "peft", "numpy", "libc")
 CAUSAL = ("epoch", "ids", "count", "content", "lr", "loss", "correct", "gradient", "grad_norm", "weights", "optimizer")
 """What two records of one step must have alike, causes before effects."""
 _SHOWN = 160
+_UNKNOWN = "unknown"
 
 
 class Comparison(Enum):
@@ -157,6 +158,7 @@ def _steps(report: Report, one: Recorded, other: Recorded) -> bool:
     step, fields = first_difference(one.trajectory, other.trajectory)
     common = len(one.trajectory.keys() & other.trajectory.keys())
     _places(report, one, other)
+    _untold(report, one, other)
     if step is None:
         longest = [max(side.trajectory, default=0) for side in (one, other)]
         if longest[0] == longest[1]:
@@ -164,9 +166,11 @@ def _steps(report: Report, one: Recorded, other: Recorded) -> bool:
             return False
         report.add("steps", f"the {common} that both have are the same to the bit; {longest[0]} | {longest[1]} in all")
         return True
-    report.add("steps", f"part at step {step}; {_before(one, step)}")
+    counts = [len(side.trajectory) for side in (one, other)]
+    more = f"; {counts[0]} | {counts[1]} steps in all" if counts[0] != counts[1] else ""
+    report.add("steps", f"part at step {step}; {_before(one, step)}{more}")
     record, twin = one.trajectory[step], other.trajectory[step]
-    alike = [name for name in CAUSAL if name not in fields]
+    alike = [name for name in CAUSAL if name not in fields and not _one_sided(record, twin, name)]
     report.add("step", f"{step}: {fields[0]} differs first, {', '.join(alike) or 'nothing'} agree")
     for name in fields:
         report.add("step", f"{step}: {name}: {_shown(record, name)} | {_shown(twin, name)}")
@@ -180,7 +184,25 @@ def _places(report: Report, one: Recorded, other: Recorded) -> None:
         for side in (one, other)
     ]
     if placed[0] != placed[1]:
-        report.add("place", f"{placed[0]} | {placed[1]}")
+        report.add("place", f"{placed[0] or _UNKNOWN} | {placed[1] or _UNKNOWN}")
+
+
+def _untold(report: Report, one: Recorded, other: Recorded) -> None:
+    """The fields that steps of one side alone have: they were not told to the other's watch, and are not compared."""
+    common = sorted(one.trajectory.keys() & other.trajectory.keys())
+    for name in CAUSAL:
+        for side, opposite, called in ((one, other, "first"), (other, one, "second")):
+            if any(_lacks(opposite.trajectory[n], name) and not _lacks(side.trajectory[n], name) for n in common):
+                report.add("not told", f"{name}: only in the {called}, so not compared")
+
+
+def _lacks(record: Step, name: str) -> bool:
+    """Whether the record has nothing for the field: a watch writes what it was told."""
+    return value_of(record, name) in (None, ())
+
+
+def _one_sided(record: Step, twin: Step, name: str) -> bool:
+    return _lacks(record, name) != _lacks(twin, name)
 
 
 def _before(one: Recorded, step: int) -> str:
@@ -189,9 +211,13 @@ def _before(one: Recorded, step: int) -> str:
 
 
 def first_difference(one: Mapping[int, Step], other: Mapping[int, Step]) -> tuple[int | None, tuple[str, ...]]:
-    """The first step that both have with different records, and the fields that differ, in causal order."""
+    """The first step that both have with different records, and the fields that differ, in causal order.
+
+    A field that only one of both records has is no difference: it was not told to the other's watch.
+    """
     for step in sorted(one.keys() & other.keys()):
-        fields = differing(one[step], other[step])
+        record, twin = one[step], other[step]
+        fields = tuple(name for name in differing(record, twin) if not _one_sided(record, twin, name))
         if fields:
             return step, fields
     return None, ()
