@@ -125,7 +125,8 @@ def _rank(
         writer.send_bytes(pickle.dumps(Outcome(error=RuntimeError(f"{error}: {outcome}"))))
     writer.close()
     with suppress(RuntimeError):
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
     # What multiprocessing itself would call: an open watch says that this rank left, so that none takes it for dead.
     multiprocessing.util._exit_function()  # type: ignore[attr-defined]
     # After a gloo error an ordinary exit may end in SIGABRT.

@@ -43,6 +43,14 @@ def absent(name: str) -> str:
     return ", ".join(package for package in NEEDS[name] if importlib.util.find_spec(package) is None)
 
 
+def _leave_group() -> None:
+    """Leave the group there is, once all ranks are here: one that is still connecting, or reading, would fail."""
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"is here {dist.get_rank()}", "")
+    store.wait([f"is here {rank}" for rank in range(dist.get_world_size())])
+    dist.destroy_process_group()
+
+
 @contextmanager
 def launched(port: int, ledger: Path) -> Iterator[None]:
     """What torchrun says to a rank; `port` is that of the launcher's store."""
@@ -56,7 +64,7 @@ def launched(port: int, ledger: Path) -> Iterator[None]:
         state.PartialState._reset_state()
     yield
     if dist.is_initialized():
-        dist.destroy_process_group()
+        _leave_group()
 
 
 def flip() -> torch.utils.hooks.RemovableHandle:
@@ -74,7 +82,7 @@ def flip() -> torch.utils.hooks.RemovableHandle:
 
 def _run(names: tuple[str, ...], ports: Sequence[int], folder: str) -> None:
     os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
-    dist.destroy_process_group()
+    _leave_group()
     with Path(folder, f"{names[0]}.{os.environ['RANK']}").open("w") as said:
         os.dup2(said.fileno(), 2)
         runs = [(name, broken) for name in names for broken in (False, True)]
