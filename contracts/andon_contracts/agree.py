@@ -164,14 +164,18 @@ class GroupGather:
 
     def connect(self) -> None:
         """Let short messages go through sockets from now on, where the ranks can reach each other so. Collective."""
+        self._mesh = self.sockets()
+
+    def sockets(self) -> Mesh | None:
+        """Connections to all ranks, for whoever called to close; None where there is no way to all. Collective."""
         if self._group is None:
-            return
+            return None
         timeout = self._group.options._timeout
 
         def numbers(mine: Sequence[int]) -> list[list[int]]:
             return [row.tolist() for row in self._through_group(torch.tensor(mine))]
 
-        self._mesh = connect(self.rank, self.world_size, numbers, timeout.total_seconds())
+        return connect(self.rank, self.world_size, numbers, timeout.total_seconds())
 
     def takes(self, count: int) -> bool:
         """Whether `messages` takes one of `count` values: where there are sockets, or no other rank."""

@@ -17,11 +17,17 @@ from andon.exits import Exit
 from andon.launch.context import RankContext
 from andon.launch.rank import run_rank
 
-def work(context: RankContext) -> int:
-    if context.rank == 1:
-        raise LookupError("rank 1 has an error of its own")
-    while not (Path(sys.argv[1]) / "reports" / "rank-1.json").exists():
+def wait_for(path: Path) -> None:
+    while not path.exists():
         os.sched_yield()
+
+def work(context: RankContext) -> int:
+    folder = Path(sys.argv[1])
+    if context.rank == 1:
+        wait_for(folder / "rank-0-is-here")  # torchrun ends a rank that still starts before it can say anything
+        raise LookupError("rank 1 has an error of its own")
+    (folder / "rank-0-is-here").touch()
+    wait_for(folder / "reports" / "rank-1.json")
     raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1")
 
 run_rank(work, run_folder=Path(sys.argv[1]))

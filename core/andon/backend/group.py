@@ -9,14 +9,17 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from andon_contracts.mesh import Mesh, connect
+from andon_contracts.agree import GroupGather
+from andon_contracts.mesh import Mesh
 
 T = TypeVar("T")
 
 # torch 2.13 renamed the collective and warns of the old name; 2.11 has only the old one.
 _all_gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_SHORT_BYTES = 8192
-"""Messages up to this size take the sockets between ranks of one machine, where there are any."""
+_SHORT_BYTES = 4096
+"""Messages up to this size take the sockets between ranks of one machine, where there are any, and fill them up to it:
+so that one of another length is seen on all ranks, and waited for on none.
+"""
 _LENGTH_BYTES = 8
 
 
@@ -25,7 +28,7 @@ class GroupBackend:
 
     carrier: the device on which collectives run: the rank's own for gloo and NCCL, the CPU for `mixed`, where ranks
     on CPUs and GPUs share one gloo group. Making it is collective: over gloo, ranks of one machine connect for their
-    short messages, of which a step has several, and which a collective takes ten times as long for.
+    short messages, of which a step has several.
     """
 
     def __init__(self, name: str, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
@@ -37,7 +40,9 @@ class GroupBackend:
         self.devices: tuple[torch.device, ...] = (device,)
         self._group = group
         self._carrier = device if name == "nccl" else torch.device("cpu")
-        self._mesh: Mesh | None = None if name == "nccl" else self._connected()
+        self._mesh: Mesh | None = None
+        if name != "nccl":
+            self._mesh = GroupGather(group or dist.group.WORLD, 0).sockets()
 
     def map(self, work: Callable[[int], T]) -> list[T]:
         """work(0): this process has one replica."""
@@ -46,42 +51,30 @@ class GroupBackend:
     def gather(self, local: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """All-gather, by rank, on the replica's device."""
         sent = local[0].to(self._carrier).contiguous()
-        if self._mesh is not None and sent.numel() * sent.itemsize <= _SHORT_BYTES:
+        if self._mesh is not None and 0 < sent.numel() * sent.itemsize <= _SHORT_BYTES:
             return self._through(self._mesh, sent)
         received = sent.new_empty(self.world_size * sent.numel())
         _all_gather(received, sent.view(-1), group=self._group)
         return list(received.to(self.devices[0]).view(self.world_size, *sent.shape).unbind(0))
 
-    def _connected(self) -> Mesh | None:
-        def numbers(mine: Sequence[int]) -> list[list[int]]:
-            sent = torch.tensor(mine, dtype=torch.int64)
-            rows = [torch.empty_like(sent) for _ in range(self.world_size)]
-            dist.all_gather(rows, sent, group=self._group)
-            return [row.tolist() for row in rows]
-
-        group = self._group or dist.group.WORLD
-        assert group is not None
-        timeout = group._get_backend(torch.device("cpu")).options._timeout
-        return connect(self.ranks[0], self.world_size, numbers, timeout.total_seconds())
-
     def _through(self, mesh: Mesh, sent: torch.Tensor) -> list[torch.Tensor]:
-        """`gather`, each message behind its length: bits of a shorter or longer one must never be taken for this."""
+        """`gather`, each message behind its length: bits of a shorter or longer one must never be taken for this.
+
+        Raises `RuntimeError` where another rank sends a message of another length.
+        """
         size = sent.numel() * sent.itemsize
-        content = ctypes.string_at(sent.data_ptr(), size)
-        found = mesh.gather(size.to_bytes(_LENGTH_BYTES, "little") + content)
+        message = size.to_bytes(_LENGTH_BYTES, "little") + ctypes.string_at(sent.data_ptr(), size)
+        message = message.ljust(_LENGTH_BYTES + _SHORT_BYTES, b"\0")
+        found = {self.ranks[0]: message, **mesh.gather(message)}
         rows = []
         for rank in range(self.world_size):
-            message = found.get(rank, b"")
-            if rank == self.ranks[0]:
-                rows.append(sent)
-                continue
-            length = int.from_bytes(message[:_LENGTH_BYTES], "little")
+            length = int.from_bytes(found[rank][:_LENGTH_BYTES], "little")
             if length != size:
                 msg = f"rank {rank} sends {length} bytes where this rank sends {size}: they are not at the same place"
                 raise RuntimeError(msg)
-            row = torch.frombuffer(bytearray(message), dtype=torch.uint8, offset=_LENGTH_BYTES)
-            rows.append(row.view(sent.dtype).view(sent.shape))
-        return [row.to(self.devices[0]) for row in rows]
+            row = torch.frombuffer(bytearray(found[rank][_LENGTH_BYTES : _LENGTH_BYTES + size]), dtype=torch.uint8)
+            rows.append(row.view(sent.dtype).view(sent.shape).to(self.devices[0]))
+        return rows
 
     def exchange(self, local: Sequence[torch.Tensor], rows: Sequence[int]) -> list[list[torch.Tensor]]:
         """All-to-all by one collective with uneven splits."""
