@@ -156,6 +156,8 @@ def _halts(run: Run) -> Verdict:
 def _plan(run: Run) -> Verdict:
     if not run.settings:
         return not_applicable(plan_followed.CLAIM, "the ledger lies beside no configuration of our trainer")
+    if run.settings.get("training.group_by_length"):
+        return not_applicable(plan_followed.CLAIM, "rows were grouped by their length, which the ledger does not hold")
     return plan_followed.check(run.history, planned(run.history))
 
 

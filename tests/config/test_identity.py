@@ -67,7 +67,16 @@ def test_what_a_run_computes_may_not(override: str) -> None:
     assert config_digest(load_config(None, [override])) != config_digest(Config())
 
 
-@pytest.mark.parametrize("override", ["training.exact=false", "training.compile=graphs", "training.compile_lengths=2"])
+@pytest.mark.parametrize(
+    "override",
+    [
+        "training.exact=false",
+        "training.compile=graphs",
+        "training.compile_lengths=2",
+        "training.group_by_length=true",
+        "training.pad_to_multiple_of=1",
+    ],
+)
 def test_what_later_versions_compute_otherwise_may_not_change(override: str) -> None:
     """A key that came later is no part of an older run's identity while it is at its default, and is once it is not."""
     was, now = identity(Config()), identity(load_config(None, [override]))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from andon.step.plan import BatchPlan, GlobalBatch, efficiency, flatten, rank_leaves
+from andon.step.plan import BatchPlan, GlobalBatch, efficiency, epoch_order, flatten, rank_leaves
 
 IDS = tuple(range(100, 137))
 plans = st.builds(
@@ -72,9 +74,9 @@ def test_a_step_outside_of_the_run_is_refused(step: int) -> None:
 @pytest.mark.parametrize("name", ["batch_size", "micro_batches", "epochs"])
 def test_a_plan_of_nothing_is_refused(name: str) -> None:
     """A size below 1 is named; so is a plan without rows."""
-    sizes = {"batch_size": 10, "micro_batches": 8, "epochs": 1, name: 0}
+    batch_size, micro_batches, epochs = (int(name != each) for each in ("batch_size", "micro_batches", "epochs"))
     with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
-        BatchPlan(IDS, seed=1, **sizes)
+        BatchPlan(IDS, batch_size, micro_batches, seed=1, epochs=epochs)
     with pytest.raises(ValueError, match="at least one row"):
         BatchPlan((), 1, 1, 1, 1)
 
@@ -91,6 +93,41 @@ def test_leaves_of_ranks_and_what_idles() -> None:
 def test_an_empty_batch_has_empty_micro_batches() -> None:
     """No rows are still M micro-batches, all empty: every rank takes part."""
     assert GlobalBatch(1, 0, 0, ()).micro_batches(3) == ((), (), ())
+
+
+@settings(max_examples=50)
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=300),
+    batch_size=st.integers(1, 9),
+    seed=st.integers(0, 3),
+)
+def test_rows_of_similar_length_share_a_batch(lengths: list[int], batch_size: int, seed: int) -> None:
+    """Each row once an epoch all the same; within a run of 50 batches no two batches overlap in length.
+
+    The first 50 full batches of the order are sorted together. Batch by batch, the shortest of one is not below the
+    longest of another unless all of it is.
+    """
+    ids = tuple(range(100, 100 + len(lengths)))
+    plan = BatchPlan(ids, batch_size, 4, seed, 2, lengths=tuple(lengths))
+    batches = [plan.batch(step).ids for step in range(1, plan.steps_per_epoch + 1)]
+    assert sorted(flatten(batches)) == list(ids)
+    together = frozenset(epoch_order(ids, seed, 0)[: 50 * batch_size])
+    full = [batch for batch in batches if len(batch) == batch_size and together.issuperset(batch)]
+    spans = sorted((lengths[batch[0] - 100], lengths[batch[-1] - 100]) for batch in full)
+    assert all(lengths[row - 100] <= lengths[after - 100] for batch in full for row, after in pairwise(batch))
+    assert all(before[1] <= after[0] for before, after in pairwise(spans))
+    assert len(full) == min(50, len(ids) // batch_size)
+
+
+def test_grouped_batches_are_shuffled_anew_in_each_epoch() -> None:
+    """Short rows do not come first in every epoch; and a length is needed for each row."""
+    lengths = tuple(range(37))
+    plan = BatchPlan(IDS, 3, 8, seed=3, epochs=2, lengths=lengths)
+    first, second = ([max(plan.batch(step).ids) for step in steps] for steps in (range(1, 13), range(14, 26)))
+    assert first != sorted(first)
+    assert first != second
+    with pytest.raises(ValueError, match="36 lengths for 37 rows"):
+        BatchPlan(IDS, 3, 8, seed=3, epochs=2, lengths=lengths[1:])
 
 
 def test_batches_may_be_asked_for_in_any_order() -> None:

@@ -13,6 +13,8 @@ from andon.launch.launcher import warm_up
 from andon.model.build import quiet_loading
 from andon.run.folder import RunFolder
 from andon.training.inference import evaluate_run, load_run, predict, read_labelled
+from andon_falsify.verdict import Outcome
+from andon_falsify.verification import read_run, verify
 from tests.training.runs import PRELOAD, STEPS, Runs, checkpoints, outcome, records, row, summary, write_csv
 
 warm_up(PRELOAD)
@@ -27,6 +29,19 @@ def test_any_number_of_workers_gives_the_same_bits(
     assert outcome(tmp_path / "run") == outcome(whole)
     assert (summary(tmp_path / "run")["backend"], summary(tmp_path / "run")["world_size"]) == (backend, workers)
     assert [s.digests for s in records(tmp_path / "run", "step")] == [s.digests for s in records(whole, "step")]
+
+
+@pytest.mark.parametrize(("backend", "workers"), [("inline", 3), ("gloo", 2)])
+def test_rows_grouped_by_length_give_the_same_bits_too(
+    runs: Runs, whole: Path, tmp_path: Path, backend: str, workers: int
+) -> None:
+    """The order is a function of the rows, not of the workers; each row once an epoch; and it is another order."""
+    grouped = ("training.group_by_length=true", "training.pad_to_multiple_of=1")
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    assert runs.train(alone, *grouped) == runs.train(together, *grouped, backend=backend, workers=workers) == 0
+    assert outcome(together) == outcome(alone) != outcome(whole)
+    verdicts = {verdict.claim: verdict.outcome for verdict in verify([read_run(together)])}
+    assert (verdicts["samples-once"], verdicts["plan-followed"]) == (Outcome.HOLDS, Outcome.NOT_APPLICABLE)
 
 
 def test_another_seed_gives_other_bits(runs: Runs, whole: Path, tmp_path: Path) -> None:

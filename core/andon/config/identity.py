@@ -29,7 +29,13 @@ PLACING = frozenset(
 compared instead, by whoever reads them."""
 
 
-LATER = ("training.exact", "training.compile", "training.compile_lengths")
+LATER = (
+    "training.exact",
+    "training.compile",
+    "training.compile_lengths",
+    "training.group_by_length",
+    "training.pad_to_multiple_of",
+)
 """Keys that came later: at their defaults they are left out, so that runs from before them can be resumed."""
 
 

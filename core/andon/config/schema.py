@@ -142,6 +142,12 @@ class Training(Section):
     max_steps: Count | None = Field(default=None, description="end after this many steps; null: after the epochs")
     batch_size: Count = Field(default=32, description="rows of one step, over all workers")
     micro_batches: Count = Field(default=8, description="parts of a batch; the result depends on it, not on workers")
+    group_by_length: bool = Field(
+        default=False, description="rows of similar length share a batch: less padding, another order of rows"
+    )
+    pad_to_multiple_of: Count = Field(
+        default=8, description="padded lengths are multiples of this; 1 wastes least; compile has its own lengths"
+    )
     exact: bool = Field(
         default=True, description="false: all of a worker's rows at once; the result then depends on the workers"
     )

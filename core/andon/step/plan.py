@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from andon.step.shard import balanced_bounds
+
+_BATCHES_SORTED_TOGETHER = 50
+"""Enough for rows of one length to meet, few enough for other company in another epoch (as transformers has it)."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,8 @@ class BatchPlan:
     """The order of all rows over all epochs.
 
     ids: the training rows. batch_size: rows an update, the last of an epoch may be short. micro_batches: M, the leaves
-    of the sum. Raises `ValueError` for no rows, a batch or a count of micro-batches below 1, or epochs below 1.
+    of the sum. lengths: tokens of each of `ids`; where they are given, rows of similar length share a batch. Raises
+    `ValueError` for no rows, a batch or a count of micro-batches below 1, epochs below 1, or not one length a row.
     """
 
     ids: tuple[int, ...]
@@ -37,6 +41,7 @@ class BatchPlan:
     seed: int
     epochs: int
     max_steps: int | None = None
+    lengths: tuple[int, ...] | None = None
     _orders: dict[int, tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -46,6 +51,9 @@ class BatchPlan:
             if getattr(self, name) < 1:
                 msg = f"{name} must be at least 1, got {getattr(self, name)}"
                 raise ValueError(msg)
+        if self.lengths is not None and len(self.lengths) != len(self.ids):
+            msg = f"{len(self.lengths)} lengths for {len(self.ids)} rows"
+            raise ValueError(msg)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -72,7 +80,11 @@ class BatchPlan:
         # A cache keyed by the rows would hash all of them at every step.
         if epoch not in self._orders:
             self._orders.clear()
-            self._orders[epoch] = epoch_order(self.ids, self.seed, epoch)
+            order = epoch_order(self.ids, self.seed, epoch)
+            if self.lengths is not None:
+                length_of = dict(zip(self.ids, self.lengths, strict=True))
+                order = grouped_by_length(order, length_of, self.batch_size, self.seed, epoch)
+            self._orders[epoch] = order
         return self._orders[epoch]
 
     def epoch_of(self, step: int) -> int:
@@ -89,6 +101,23 @@ def epoch_order(ids: tuple[int, ...], seed: int, epoch: int) -> tuple[int, ...]:
     order = list(ids)
     random.Random(f"andon order {seed} {epoch}").shuffle(order)
     return tuple(order)
+
+
+def grouped_by_length(
+    order: tuple[int, ...], length_of: Mapping[int, int], batch_size: int, seed: int, epoch: int
+) -> tuple[int, ...]:
+    """`order` with rows of similar length side by side: each run of 50 batches sorted, then its batches shuffled.
+
+    What does not fill a batch stays at the end of the epoch. Batches are shuffled by (seed, epoch), so that the length
+    of an update's rows says nothing of its place.
+    """
+    run = _BATCHES_SORTED_TOGETHER * batch_size
+    runs = (order[start : start + run] for start in range(0, len(order), run))
+    rows = [row for each in runs for row in sorted(each, key=length_of.__getitem__)]
+    full = len(rows) // batch_size * batch_size
+    batches = [rows[start : start + batch_size] for start in range(0, full, batch_size)]
+    random.Random(f"andon batches {seed} {epoch}").shuffle(batches)
+    return flatten([*batches, rows[full:]])
 
 
 def rank_leaves(micro_batches: int, world_size: int) -> tuple[range, ...]:

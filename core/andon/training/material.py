@@ -59,7 +59,7 @@ def prepare(config: Config) -> Material:
         task=task,
         evaluation_task=evaluation_task,
         evaluation_ids=evaluation_ids,
-        plan=_plan(config, rows.train_ids),
+        plan=_plan(config, rows.train_ids, task),
         model=model_spec(config, rows.train.labels, tokenizer),
         adapter=adapter_spec(config),
     )
@@ -94,10 +94,12 @@ def task_of(config: Config, data: DataSet, tokenizer: Tokenizer, weights: Sequen
 def padding_multiple(config: Config) -> int:
     """What padded lengths are a multiple of: few lengths where each of them is compiled."""
     training = config.training
-    return length_step(config.model.max_length, training.compile_lengths) if training.compile != "off" else 8
+    if training.compile != "off":
+        return length_step(config.model.max_length, training.compile_lengths)
+    return training.pad_to_multiple_of
 
 
-def _plan(config: Config, train_ids: tuple[int, ...]) -> BatchPlan:
+def _plan(config: Config, train_ids: tuple[int, ...], task: ClassificationTask) -> BatchPlan:
     if not train_ids:
         raise InputError("data.validation_fraction: leaves no row to train on")
     return BatchPlan(
@@ -107,6 +109,7 @@ def _plan(config: Config, train_ids: tuple[int, ...]) -> BatchPlan:
         seed=config.seed,
         epochs=config.training.epochs,
         max_steps=config.training.max_steps,
+        lengths=tuple(task.lengths[list(train_ids)].tolist()) if config.training.group_by_length else None,
     )
 
 
