@@ -1,0 +1,56 @@
+"""`python -m andon_falsify.nemesis`: plays nemeses, prints a line for each, and writes the table."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from andon_falsify.nemesis.bench import Bench
+from andon_falsify.nemesis.protocol import Row
+from andon_falsify.nemesis.registry import nemeses
+from andon_falsify.nemesis.table import document, line
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0 if every promise holds and every control is as it should be; 2 for options that mean nothing."""
+    parser = argparse.ArgumentParser(prog="python -m andon_falsify.nemesis", description=__doc__)
+    parser.add_argument("--tier", choices=("seconds", "minutes"), default="minutes")
+    parser.add_argument("--only", action="append", default=[], metavar="NAME", help="those whose name holds this")
+    parser.add_argument("--seed", type=int, default=1, help="of the steps at which faults strike")
+    parser.add_argument("--jobs", type=int, default=1, help="nemeses at a time, of up to five processes each")
+    parser.add_argument("--table", type=Path, help="file to write the table to, as Markdown")
+    options = parser.parse_args(arguments)
+    try:
+        chosen = nemeses(options.tier, options.only)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    began = time.monotonic()
+    print(f"seed {options.seed}: {len(chosen)} nemeses", flush=True)
+    with tempfile.TemporaryDirectory() as base:
+        bench = Bench.prepare(Path(base), options.seed)
+
+        def play(nemesis: object) -> Row:
+            row = bench.play(nemesis)  # type: ignore[arg-type]
+            print(line(row), flush=True)
+            return row
+
+        with ThreadPoolExecutor(options.jobs) as pool:
+            rows = list(pool.map(play, chosen))
+    good, skipped = sum(row.good for row in rows), sum(bool(row.skipped) for row in rows)
+    print(
+        f"{good - skipped} of {len(rows) - skipped} nemeses: every promise holds, every control is as it should be; "
+        f"{skipped} skipped; {time.monotonic() - began:.0f} s"
+    )
+    if options.table is not None:
+        options.table.write_text(document(rows, options.seed), encoding="utf-8")
+    return 0 if good == len(rows) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

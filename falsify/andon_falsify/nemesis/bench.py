@@ -1,0 +1,290 @@
+"""Plays a nemesis against real runs of `andon train`: fault, heal, control without fault, control without guard."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from andon_falsify.nemesis import judging
+from andon_falsify.nemesis.left_behind import Undisturbed
+from andon_falsify.nemesis.planting import VARIABLE, written
+from andon_falsify.nemesis.processes import family, ranks, session
+from andon_falsify.nemesis.protocol import Ending, Launch, Nemesis, NotStruckError, Phase, Row
+
+SETTINGS = (
+    "training.batch_size=8",
+    "training.micro_batches=4",
+    "training.epochs=3",
+    "training.checkpoint_every=4",
+    "training.keep_checkpoints=100",
+    "run.timeout_s=5",
+    "run.grace_s=20",
+    "model.hidden_size=16",
+    "model.intermediate_size=32",
+    "model.num_hidden_layers=1",
+    "model.num_attention_heads=2",
+    "model.num_key_value_heads=2",
+    "adapter.r=2",
+)
+"""33 updates of 86 rows, the last of an epoch short; all checkpoints stay, to be compared."""
+TIMEOUT_S = 5.0
+"""`run.timeout_s` of `SETTINGS`: how long a rank may be silent."""
+LIMIT_S = 120.0
+"""A launch without a bound of its own that takes longer hangs: what it does takes seconds."""
+SLACK_S = 4.0
+"""How long beyond its bound a launch is watched before it is ended from here."""
+GONE_S = 3.0
+"""How long after the last command processes of the run may still be there."""
+
+
+@dataclass
+class Run:
+    """One run that is to be disturbed: where it lives, and its processes. Nemeses act on it.
+
+    folder: the run's. scratch: a folder for whatever the nemesis needs, beside it. rows, held: data files; both are
+    the bench's own until `prepare` gives others. draw: every random choice comes from it.
+    """
+
+    scratch: Path
+    folder: Path
+    rows: Path
+    held: Path
+    whole: Undisturbed
+    draw: random.Random
+    commands: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    _logs: list[Path] = field(default_factory=list)
+    _started: int = 0
+
+    def arguments(self, launch: Launch) -> list[str]:
+        """What follows `python` (or torchrun's own arguments): `-m MODULE train ...`; resumes what there is."""
+        module = "andon_falsify.nemesis.driver" if launch.plants else "andon"
+        settings = [part for value in (*SETTINGS, *launch.settings) for part in ("--set", value)]
+        files = ["--data", str(self.rows), "--eval-data", str(self.held)]
+        place = ["--run-dir", str(self.folder), "--resume", "auto"]
+        workers = ["--workers", launch.workers] if launch.workers else []
+        return ["-m", module, "train", *place, *workers, *files, *settings, *launch.arguments]
+
+    def command(self, launch: Launch) -> list[str]:
+        """The whole command line of `andon train`."""
+        return [*launch.prefix, sys.executable, *self.arguments(launch)]
+
+    def spawn(self, command: Sequence[str], launch: Launch) -> subprocess.Popen[bytes]:
+        """Start a command of this run in a session of its own; what it says on both streams is kept."""
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **dict(launch.environment)}
+        environment[VARIABLE] = written(launch.plants, self.scratch)
+        self._started += 1
+        log = self.scratch / f"said-{self._started}"
+        with log.open("wb") as file:
+            started = subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
+            )
+        self.commands.append(started)
+        self._logs.append(log)
+        return started
+
+    @property
+    def launcher(self) -> subprocess.Popen[bytes]:
+        """The command that was started first in this launch."""
+        return self.commands[0]
+
+    @property
+    def steps(self) -> int:
+        """Updates that the ledger holds so far, repeated ones too."""
+        try:
+            return (self.folder / "ledger.jsonl").read_bytes().count(b'"kind":"step"')
+        except FileNotFoundError:
+            return 0
+
+    def over(self) -> bool:
+        """Whether every command of this launch has ended."""
+        return all(command.poll() is not None for command in self.commands)
+
+    def wait_for(self, seen: Callable[[], bool], what: str, limit_s: float = LIMIT_S) -> None:
+        """Wait until `seen`. Raises `NotStruckError` where all has ended before, or it takes too long."""
+        deadline = time.monotonic() + limit_s
+        while not seen():
+            if self.over():
+                raise NotStruckError(f"the run ended before {what}: {self.said()[-300:]}")
+            if time.monotonic() > deadline:
+                raise NotStruckError(f"not {what} within {limit_s:g} s")
+            time.sleep(0.003)
+
+    def reach(self, step: int) -> None:
+        """Wait until the ledger holds so many updates. Raises `NotStruckError` as `wait_for` does."""
+        self.wait_for(lambda: self.steps >= step, f"step {step}")
+
+    def ranks(self) -> list[int]:
+        """Process ids of the ranks that `andon train` started, in order; empty where there are none yet, or no more."""
+        return ranks(family(self.launcher.pid))
+
+    def said(self) -> str:
+        """Everything that the commands of this launch have said so far."""
+        return "\n".join(log.read_text(encoding="utf-8", errors="replace") for log in self._logs).strip()
+
+    def end(self, limit_s: float, since: float) -> Ending:
+        """Wait for the end of all commands, and of every process of their sessions; then this launch is forgotten.
+
+        limit_s: seconds from now after which the commands are ended from here. since: `time.monotonic()` of the fault.
+        """
+        deadline = time.monotonic() + limit_s
+        while not self.over() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        hung = not self.over()
+        gone = time.monotonic() + GONE_S
+        while not hung and self._members() and time.monotonic() < gone:
+            time.sleep(0.01)
+        seconds = time.monotonic() - since
+        left = self._members()
+        self.kill()
+        ending = Ending(tuple(each.returncode for each in self.commands), self.said(), len(left), seconds, hung)
+        self.commands, self._logs = [], []
+        return ending
+
+    def kill(self) -> None:
+        """End every process of this launch."""
+        for pid in self._members():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        for command in self.commands:
+            command.wait()
+
+    def _members(self) -> list[int]:
+        return [pid for command in self.commands for pid in session(command.pid)]
+
+
+@dataclass
+class Bench:
+    """What all nemeses share: the rows, and the run that nobody disturbed. Prepared once in a folder."""
+
+    base: Path
+    whole: Undisturbed
+    rows: Path
+    held: Path
+    seed: int
+    _calm: dict[object, tuple[str, ...]] = field(default_factory=dict)
+
+    @classmethod
+    def prepare(cls, base: Path, seed: int = 1) -> Bench:
+        """Write the rows, and train once undisturbed. Raises `RuntimeError` where that fails."""
+        rows, held = base / "rows.jsonl", base / "held.jsonl"
+        write_rows(rows, 96)
+        write_rows(held, 12)
+        bench = cls(base, Undisturbed(base / "whole"), rows, held, seed)
+        run = Run(base, base / "whole", rows, held, bench.whole, random.Random(seed))
+        launch = Launch(settings=("training.checkpoint_every=1",))
+        run.spawn(run.command(launch), launch)
+        ending = run.end(LIMIT_S, time.monotonic())
+        if ending.codes != (0,):
+            raise RuntimeError(f"the undisturbed run ended with {ending.codes}: {ending.said[-2000:]}")
+        return bench
+
+    def play(self, nemesis: Nemesis) -> Row:
+        """Both phases and both controls of a nemesis, judged."""
+        reason = nemesis.needs()
+        if reason is not None:
+            return Row(nemesis, skipped=reason)
+        try:
+            phases = self._disturbed(nemesis)
+            calm = self._control(nemesis)
+        except NotStruckError as error:
+            return Row(nemesis, failed=f"the fault did not happen: {error}")
+        wrong, *unguarded = (judging.wrong(nemesis.promise, phase) for phase in phases)
+        return Row(nemesis, phase=phases[0], wrong=wrong, calm=calm, unguarded=unguarded[0] if unguarded else None)
+
+    def _disturbed(self, nemesis: Nemesis) -> list[Phase]:
+        """The disturbed run, and where there is a guard to switch off, the one without it."""
+        if nemesis.guard and nemesis.launch(guarded=True) == nemesis.launch(guarded=False):
+            return self._phases(nemesis, guarded=True, heals=(True, False))
+        return [
+            phase
+            for guarded in (True, False)
+            if guarded or nemesis.guard
+            for phase in self._phases(nemesis, guarded=guarded, heals=(guarded,))
+        ]
+
+    def _phases(self, nemesis: Nemesis, *, guarded: bool, heals: Sequence[bool]) -> list[Phase]:
+        """One disturbed run, healed once for each of `heals` (with its guard, without), each from the same folder."""
+        run = self._run(nemesis, "guarded" if guarded else "unguarded")
+        try:
+            nemesis.prepare(run)
+            phase = self._fault(nemesis, run, guarded=guarded)
+            if not nemesis.promise.heals:
+                return [phase]
+            kept = run.folder.with_name(f"{run.folder.name}-kept")
+            found = []
+            for number, each in enumerate(heals, start=1):
+                if number < len(heals):
+                    shutil.copytree(run.folder, kept, symlinks=True)
+                found.append(self._healed(nemesis, run, phase, guarded=each))
+                if number < len(heals):
+                    shutil.rmtree(run.folder)
+                    shutil.copytree(kept, run.folder, symlinks=True)
+            return found
+        finally:
+            run.kill()
+            nemesis.release(run)
+
+    def _fault(self, nemesis: Nemesis, run: Run, *, guarded: bool) -> Phase:
+        launch = nemesis.launch(guarded=guarded)
+        try:
+            if nemesis.before_start:
+                struck = nemesis.inject(run)
+                nemesis.start(run, launch)
+            else:
+                nemesis.start(run, launch)
+                struck = nemesis.inject(run)
+            ending = run.end(min(nemesis.promise.within_s + SLACK_S, LIMIT_S), struck.at)
+        finally:
+            run.kill()
+            nemesis.undo(run)
+        newer, other = self.whole.accepted(run.folder, struck.step)
+        return Phase(struck, ending, newer, other)
+
+    def _healed(self, nemesis: Nemesis, run: Run, phase: Phase, *, guarded: bool) -> Phase:
+        nemesis.start(run, nemesis.heal(guarded=guarded))
+        healing = run.end(LIMIT_S, time.monotonic())
+        return replace(phase, healing=healing, result=self.whole.differs(run.folder))
+
+    def _control(self, nemesis: Nemesis) -> tuple[str, ...]:
+        """The same run without the fault; played once for all nemeses that start alike."""
+        launch, kind = nemesis.heal(guarded=True), type(nemesis)
+        key = (launch, kind.start, kind.prepare)
+        if key not in self._calm:
+            run = self._run(nemesis, "calm")
+            try:
+                nemesis.prepare(run)
+                nemesis.start(run, launch)
+                ending = run.end(LIMIT_S, time.monotonic())
+                self._calm[key] = judging.not_calm(ending, self.whole.differs(run.folder))
+            finally:
+                run.kill()
+                nemesis.release(run)
+        return self._calm[key]
+
+    def _run(self, nemesis: Nemesis, what: str) -> Run:
+        scratch = Path(tempfile.mkdtemp(prefix=f"{what}-", dir=self.base))
+        draw = random.Random(f"{nemesis.name} {self.seed}")
+        return Run(scratch, scratch / "run", self.rows, self.held, self.whole, draw)
+
+
+def write_rows(path: Path, count: int) -> None:
+    """Rows of a few words each, of three labels in turn; the same at every call."""
+    draw = random.Random(path.name)
+    words = [f"word{number}" for number in range(40)]
+    rows = [
+        {"text": " ".join(draw.choices(words, k=draw.randrange(2, 9))), "label": ("north", "south", "west")[number % 3]}
+        for number in range(count)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))

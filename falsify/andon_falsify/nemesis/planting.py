@@ -1,0 +1,75 @@
+"""How something is changed in the trainer's own processes, launcher and ranks, and how it says that it happened."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from andon_falsify.nemesis.protocol import NotStruckError, Plant, Struck
+
+VARIABLE = "ANDON_NEMESIS"
+"""Holds what is planted, as JSON; the launcher's environment is that of its ranks."""
+
+
+@dataclass(frozen=True)
+class Planting:
+    """What a plant is given: its options, and where it says that it struck."""
+
+    options: Mapping[str, Any]
+    proofs: Path
+
+    def struck(self, step: int, proof: str) -> None:
+        """Note that the fault happens now: after so many updates, and what it did."""
+        line = json.dumps({"at": time.monotonic(), "step": step, "proof": proof}) + "\n"
+        with self.proofs.open("a", encoding="utf-8") as file:
+            file.write(line)
+
+
+def written(plants: Sequence[Plant], scratch: Path) -> str:
+    """The value of `VARIABLE` for a run with these plants."""
+    return json.dumps(
+        {
+            "plants": [{"function": p.function, "options": dict(p.options)} for p in plants],
+            "proofs": str(proofs_in(scratch)),
+        }
+    )
+
+
+def proofs_in(scratch: Path) -> Path:
+    """Where the plants of a run say that they struck."""
+    return scratch / "struck.jsonl"
+
+
+def plant_all() -> None:
+    """Plant in this process what `VARIABLE` says; nothing where it is not set."""
+    found = json.loads(os.environ.get(VARIABLE) or '{"plants": []}')
+    for each in found["plants"]:
+        module, _, name = each["function"].partition(":")
+        getattr(importlib.import_module(module), name)(Planting(each["options"], Path(found["proofs"])))
+
+
+def first_strike(scratch: Path) -> Struck | None:
+    """The first strike that a plant of this run noted; None while there is none."""
+    path = proofs_in(scratch)
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return Struck(**json.loads(lines[0])) if lines else None
+
+
+def wait_for_strike(run: Any) -> Struck:
+    """Wait until a plant of `run` (a `bench.Run`) strikes. Raises `NotStruckError` where the run ends without."""
+    try:
+        run.wait_for(lambda: first_strike(run.scratch) is not None, "the planted fault happened")
+    except NotStruckError:
+        late = first_strike(run.scratch)
+        if late is None:
+            raise
+        return late
+    found = first_strike(run.scratch)
+    assert found is not None
+    return found

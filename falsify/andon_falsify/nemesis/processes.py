@@ -1,0 +1,72 @@
+"""The processes of a run, from outside: who belongs to it, who is a rank, who is still there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+
+def children(pid: int) -> list[int]:
+    """The children of all threads of a process; none where it is gone."""
+    try:
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+        return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def family(pid: int) -> list[int]:
+    """A process and all that descend from it."""
+    return [pid] + [member for child in children(pid) for member in family(child)]
+
+
+def session(leader: int) -> list[int]:
+    """The processes of the session that `leader` began, orphans included, zombies not."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal() and alive(int(entry.name)):
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if int(fields[3]) == leader:
+                found.append(int(entry.name))
+    return found
+
+
+def state_of(pid: int) -> str:
+    """The letter of a process's state in `/proc/PID/stat` (T: stopped, Z: zombie); empty where it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def ranks(members: Iterable[int]) -> list[int]:
+    """Ranks are the children of the launcher's forkserver."""
+    return [child for pid in members if b"forkserver" in command_line(pid) for child in children(pid)]
+
+
+def alive(pid: int) -> bool:
+    """Whether a process is there and no zombie."""
+    return state_of(pid) not in ("", "Z")
+
+
+def wait_until_gone(pids: Iterable[int], limit_s: float = 60.0) -> float:
+    """Seconds until none of `pids` is left. Raises `RuntimeError` with those that are after `limit_s`."""
+    start = time.perf_counter()
+    pids = list(pids)
+    while left := [pid for pid in pids if alive(pid)]:
+        if time.perf_counter() - start > limit_s:
+            raise RuntimeError(f"processes outlive the run: {left}")
+        time.sleep(0.01)
+    return time.perf_counter() - start
+
+
+def command_line(pid: int) -> bytes:
+    """What a process was started with; empty where it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""

@@ -1,0 +1,85 @@
+"""What was measured, as lines on a terminal and as a Markdown table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from andon_falsify.nemesis.judging import last_line, line_with
+from andon_falsify.nemesis.protocol import Phase, Row
+
+_WHAT = (
+    "Each fault was brought about in a run of `andon train`, proved to have happened, and held to its promise: how the "
+    "command ends, in how many seconds from the fault to the end of the last process, what it says, no process left, "
+    "nothing accepted that the undisturbed run does not have. Then the run was resumed, and had to end with the bits "
+    "of the undisturbed one. The same run without the fault had to end well; the last column says what the same judge "
+    "found where a protection was switched off."
+)
+_HEADER = ("fault", "rows", "brought about by", "exit", "seconds", "what is said", "healed", "guard off")
+
+
+def line(row: Row) -> str:
+    """One line for a reader who waits."""
+    return f"{'ok  ' if row.good else 'BAD '} {row.nemesis.name}: {_told(row)}"
+
+
+def document(rows: Sequence[Row], seed: int) -> str:
+    """The whole document: what it is, the table, what was skipped, what does not hold."""
+    measured = [row for row in rows if row.phase is not None]
+    skipped = [f"- {row.nemesis.name}: {row.skipped}" for row in rows if row.skipped]
+    broken = [f"- {row.nemesis.name}: {_told(row)}" for row in rows if not row.good]
+    lines = [
+        "# Faults, as they were measured",
+        "",
+        f"Written by `python -m andon_falsify.nemesis --seed {seed} --table docs/nemeses.md`.",
+        "",
+        _WHAT,
+        "",
+        f"{sum(row.good for row in measured)} of {len(measured)} are as promised, {len(skipped)} were skipped.",
+        "",
+        _row(_HEADER),
+        _row(["---"] * len(_HEADER)),
+        *[_row(_cells(row)) for row in measured],
+    ]
+    lines += ["", "## Skipped on this machine", "", *skipped] if skipped else []
+    lines += ["", "## Does not hold", "", *broken] if broken else []
+    return "\n".join(lines) + "\n"
+
+
+def _told(row: Row) -> str:
+    if row.skipped:
+        return f"skipped: {row.skipped}"
+    if row.failed:
+        return row.failed
+    phase = row.phase
+    assert phase is not None
+    parts = [phase.struck.proof, f"exit {_codes(phase)} after {phase.ending.seconds:.2f} s", _healed(phase)]
+    parts += [f"WRONG: {each}" for each in row.wrong]
+    parts += [f"CONTROL without the fault: {each}" for each in row.calm or ()]
+    if row.nemesis.guard and not row.unguarded:
+        parts.append(f"CONTROL: nothing is found wrong without {row.nemesis.guard}")
+    return "; ".join(parts)
+
+
+def _cells(row: Row) -> list[str]:
+    nemesis, phase = row.nemesis, row.phase
+    assert phase is not None
+    said = line_with(phase.ending.said, nemesis.promise.says) if nemesis.promise.says else last_line(phase.ending.said)
+    off = f"{nemesis.guard}: {(row.unguarded or ('NOTHING FOUND',))[0]}" if nemesis.guard else nemesis.no_guard
+    within = f"{phase.ending.seconds:.1f}" if nemesis.promise.within_s < float("inf") else "to its end"
+    numbers = ", ".join(map(str, nemesis.numbers))
+    return [nemesis.name, numbers, nemesis.how, _codes(phase), within, said, _healed(phase), off]
+
+
+def _healed(phase: Phase) -> str:
+    if phase.healing is None:
+        return "not resumed"
+    return "same bits" if not phase.result else "OTHER BITS"
+
+
+def _codes(phase: Phase) -> str:
+    return " ".join(map(str, phase.ending.codes))
+
+
+def _row(cells: Sequence[str]) -> str:
+    """One row; a text's own line ends and bars are no table's."""
+    return "| " + " | ".join(" ".join(each.split()).replace("|", "\\|") for each in cells) + " |"
