@@ -66,6 +66,7 @@ class Shape:
 
 SHAPES = {
     "reference": Shape(2560, 36, 32, 8, 128, 9728, 151_936, 256),
+    "0.6b": Shape(1024, 28, 16, 8, 128, 3072, 151_936, 256),
     "small": Shape(256, 4, 4, 4, 64, 512, 1024, 64),
     "tiny": Shape(32, 1, 2, 2, 16, 32, 128, 16, 8),
 }
@@ -108,6 +109,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--compile", choices=("off", "kernels", "graphs"), default="off")
     parser.add_argument("--inexact", action="store_true", help="each rank's rows at once, plain all-reduce")
+    parser.add_argument("--adapter", choices=("lora", "none"), default="lora", help="none trains every weight")
     parser.add_argument("--audit", action="store_true", help="as often as by default: a hundredth of the work")
     parser.add_argument("--pairs", type=int, default=200, help="interleaved blocks with contracts and without")
     parser.add_argument("--steps", type=int, default=20, help="with contracts, timed as a whole, before the pairs")
@@ -115,8 +117,11 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def model_of(shape: Shape, device: torch.device) -> nn.Module:
-    """The decoder of `shape` with 2 labels on `device`, with LoRA r=16 on q and v: the same bits in every process."""
+def model_of(shape: Shape, device: torch.device, adapter: str = "lora") -> nn.Module:
+    """The decoder of `shape` with 2 labels on `device`, the same bits in every process.
+
+    adapter: 'lora' trains r=16 on q and v, in fp32 beside a bf16 base; 'none' trains every weight, in fp32.
+    """
     from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
     config = Qwen3Config(
@@ -143,7 +148,8 @@ def model_of(shape: Shape, device: torch.device) -> nn.Module:
     finally:
         torch.set_default_dtype(before)
     base.config.dtype = torch.bfloat16
-    return attach(base, AdapterSpec(r=16, alpha=32.0, dropout=0.05, targets=("q_proj", "v_proj")), 1).to(device)
+    spec = AdapterSpec(kind=adapter, r=16, alpha=32.0, dropout=0.05, targets=("q_proj", "v_proj"))
+    return attach(base, spec, 1).to(device)
 
 
 def rows_of(shape: Shape) -> tuple[list[list[int]], list[int]]:
@@ -171,7 +177,7 @@ class Measurement:
         rows, per_step = len(task), self.shape.batch
         self.plan = BatchPlan(tuple(range(rows)), per_step, options.micro_batches, 3, -(-count * per_step // rows))
         started = time.perf_counter()
-        (replica,) = build_replicas(model_of(self.shape, device), backend, OptimizerSpec(), 5, task, 0)
+        (replica,) = build_replicas(model_of(self.shape, device, options.adapter), backend, OptimizerSpec(), 5, task, 0)
         self.replica: Replica = replica
         self.built_s = time.perf_counter() - started
         if options.compile != "off":
@@ -185,6 +191,7 @@ class Measurement:
         self.taken = 0
         self._under_way: list[Pending] = []
         self.losses: list[float] = []
+        self.tenths: list[float] = []
 
     def run(self) -> dict[str, Any]:
         """All phases; the figures by name."""
@@ -206,9 +213,11 @@ class Measurement:
             "world": self.backend.world_size,
             "micro_batches": self.options.micro_batches,
             "compile": self.options.compile,
+            "adapter": self.options.adapter,
             "exact": not self.options.inexact,
             "torch": torch.__version__,
             "ms_per_step": round(whole, 3),
+            "ms_by_tenths": self.tenths,
             "tflops_per_rank": round(self.shape.products / whole / 1e9 / self.backend.world_size, 1),
             "steps": self.taken,
             "weights": digest,
@@ -256,9 +265,13 @@ class Measurement:
         if self.backend.world_size > 1:
             dist.barrier()
         started = time.perf_counter()
-        self.take(self.options.steps)
+        marks = self.take(self.options.steps)
         self.drain()
-        return (time.perf_counter() - started) * 1e3 / float(self.options.steps)
+        whole = (time.perf_counter() - started) * 1e3 / float(self.options.steps)
+        tenth = max(2, len(marks) // 10)
+        parts = [marks[at : at + tenth] for at in range(0, len(marks) - tenth + 1, tenth)]
+        self.tenths = [round(_mean_gap(part), 3) for part in parts]
+        return whole
 
     def compared(self) -> dict[str, Any]:
         """Blocks with contracts, without, and without again, in turn; medians of the ratios of neighbours."""

@@ -1,45 +1,115 @@
-"""One digest on 1, 2, 3, 4 workers and three backends, and another for another seed: `python -m benchmarks.worlds`."""
+"""One digest on 1, 2, 3, 4 workers and three backends, and another for another seed: `python -m benchmarks.worlds`.
+
+`--again` does each twice; `--resumes 2:1,1:2` also ends runs half-way and resumes them on other numbers of workers. On
+GPUs: `--backends nccl --worlds 1,2`.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
+import signal
+import subprocess
 import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from benchmarks.runs import run, table
+from andon.exits import Exit
+from benchmarks.runs import command, environment, run, steps_of, table
+
+
+@dataclass(frozen=True)
+class Found:
+    """A run and its result."""
+
+    backend: str
+    workers: str
+    weights: str
+    loss: str
+    seconds: float
+
+    @classmethod
+    def of(cls, backend: str, workers: str, summary: dict[str, Any], seconds: float) -> Found:
+        """From the run's summary."""
+        return cls(backend, workers, summary["weights_digest"], summary["final_loss"]["hex"], seconds)
+
+    @property
+    def result(self) -> tuple[str, str]:
+        """What must be the same to the bit."""
+        return self.weights, self.loss
+
+    def row(self) -> tuple[object, ...]:
+        """For the table."""
+        return self.backend, self.workers, self.weights, self.loss, f"{self.seconds:.1f}"
 
 
 def main() -> int:
-    """Run the embedded job 12 times and once with another seed; 0 if there is exactly one result among the 12."""
+    """Run the embedded job on all, and once with another seed; 0 if there is exactly one result but for that."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--worlds", default="1,2,3,4")
     parser.add_argument("--backends", default="inline,threads,gloo")
+    parser.add_argument("--resumes", default="", help="as 2:1,1:2: begun on 2 workers, ended, resumed on 1")
+    parser.add_argument("--again", action="store_true", help="each run a second time")
     parser.add_argument("--set", action="append", default=[], help="passed on to andon train")
     options = parser.parse_args()
     settings = [part for item in options.set for part in ("--set", item)]
-    rows, results = [], set()
+    found = []
     with tempfile.TemporaryDirectory() as folder:
-        for backend in options.backends.split(","):
-            for world in options.worlds.split(","):
-                found = run(Path(folder) / f"{backend}-{world}", "--backend", backend, "--workers", world, *settings)
-                result = (found.summary["weights_digest"], found.summary["final_loss"]["hex"])
-                results.add(result)
-                rows.append((backend, world, *result, f"{found.seconds:.1f}"))
-                print(rows[-1], flush=True)
-        other = run(Path(folder) / "other", "--set", "seed=43", *settings)
-        rows.append(
-            (
-                "gloo, seed 43",
-                2,
-                other.summary["weights_digest"],
-                other.summary["final_loss"]["hex"],
-                f"{other.seconds:.1f}",
-            )
-        )
-    print(table(("backend", "workers", "weights", "final loss", "seconds"), rows))
-    differs = (rows[-1][2], rows[-1][3]) not in results
-    print(f"{len(results)} result(s) in {len(rows) - 1} runs; another seed gives another: {differs}")
+        for each in _all(Path(folder), options, settings):
+            found.append(each)
+            print(each.row(), flush=True)
+        first = found[0]
+        words = ("--backend", first.backend, "--workers", first.workers)
+        ended = run(Path(folder) / "other", *words, "--set", "seed=43", *settings)
+        other = Found.of(f"{first.backend}, seed 43", first.workers, ended.summary, ended.seconds)
+    print(table(("backend", "workers", "weights", "final loss", "seconds"), [each.row() for each in [*found, other]]))
+    results = {each.result for each in found}
+    differs = other.result not in results
+    print(f"{len(results)} result(s) in {len(found)} runs; another seed gives another: {differs}")
     return 0 if len(results) == 1 and differs else 1
+
+
+def _all(base: Path, options: argparse.Namespace, settings: Sequence[str]) -> Iterator[Found]:
+    for backend in options.backends.split(","):
+        for turn in range(1 + options.again):
+            for workers in options.worlds.split(","):
+                words = ("--backend", backend, "--workers", workers, *settings)
+                ended = run(base / f"{backend}-{workers}-{turn}", *words)
+                yield Found.of(backend, workers, ended.summary, ended.seconds)
+        for pair in filter(None, options.resumes.split(",")):
+            yield _resumed(base / f"{backend}-{pair.replace(':', '-')}", backend, pair, settings)
+
+
+def _resumed(folder: Path, backend: str, pair: str, settings: Sequence[str]) -> Found:
+    """Begun on as many workers as `pair` says first, ended by SIGTERM half-way, resumed on the others.
+
+    Raises `RuntimeError` if the run did not end at a step boundary before its end.
+    """
+    before, _, after = pair.partition(":")
+    began = time.perf_counter()
+    line = command(folder, "--backend", backend, "--workers", before, *settings)
+    launcher = subprocess.Popen(line, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    while launcher.poll() is None and steps_of(folder) < _half(folder):
+        time.sleep(0.01)
+    launcher.send_signal(signal.SIGTERM)
+    said = launcher.communicate()[1]
+    if launcher.returncode != Exit.PREEMPTED:
+        raise RuntimeError(f"{pair}: ended with {launcher.returncode} after {steps_of(folder)} steps: {said[-2000:]}")
+    at = steps_of(folder)
+    ended = run(folder, "--backend", backend, "--workers", after, "--resume", "auto", *settings)
+    return Found.of(backend, f"{before}, from step {at} {after}", ended.summary, time.perf_counter() - began)
+
+
+def _half(folder: Path) -> int:
+    """Half of the steps that the run plans; 1 before its ledger says how many."""
+    try:
+        with (folder / "ledger.jsonl").open() as lines:
+            return max(1, int(json.loads(next(lines))["plan"]["steps"]) // 2)
+    except (FileNotFoundError, StopIteration, json.JSONDecodeError):
+        return 1
 
 
 if __name__ == "__main__":
