@@ -45,7 +45,7 @@ def state_of(pid: int) -> str:
 
 def ranks(members: Iterable[int]) -> list[int]:
     """Ranks are the children of the launcher's forkserver."""
-    return [child for pid in members if b"forkserver" in _command_line(pid) for child in children(pid)]
+    return [child for pid in members if b"forkserver" in command_line(pid) for child in children(pid)]
 
 
 def alive(pid: int) -> bool:
@@ -64,7 +64,8 @@ def wait_until_gone(pids: Iterable[int], limit_s: float = 60.0) -> float:
     return time.perf_counter() - start
 
 
-def _command_line(pid: int) -> bytes:
+def command_line(pid: int) -> bytes:
+    """What a process was started with; empty where it is gone."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
