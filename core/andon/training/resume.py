@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from andon.messages import say
 from andon.problems import InputError, Problem
 from andon.run.checkpoint import Checkpoint, load_checkpoint, newest_valid
 from andon.run.folder import State
-from andon.run.ledger import LedgerError, head_at
+from andon.run.ledger import LedgerError, head_at, read_ledger
 from andon.run.provenance import differences as other_machine
 from andon.run.provenance import fingerprint, read_provenance
 from andon.run.sealed import CheckpointError
@@ -78,7 +79,11 @@ def repeats_after(session: Session, step: int) -> Repeats:
     try:
         return Repeats(earlier_steps(session.folder.ledger, step, fingerprint(session.environment)))
     except LedgerError as error:
-        raise InputError([Problem("", f"{error}; the run cannot be resumed")]) from error
+        raise _damaged(error) from error
+
+
+def _damaged(error: LedgerError) -> InputError:
+    return InputError([Problem("", f"{error}; the run cannot be resumed")])
 
 
 def _loaded(session: Session, step: int) -> Checkpoint:
@@ -113,7 +118,12 @@ def _choice(session: Session) -> tuple[Checkpoint | None, int]:
 
 
 def _check_ledger(session: Session) -> None:
-    repeats_after(session, 0)
+    """Every line is read and none is kept: a run of a million steps is resumed in the memory of one of ten."""
+    if session.folder.ledger.exists():
+        try:
+            deque(read_ledger(session.folder.ledger), maxlen=0)
+        except LedgerError as error:
+            raise _damaged(error) from error
     if not session.folder.provenance.exists():
         return
     was = read_provenance(session.folder.provenance)
