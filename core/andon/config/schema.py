@@ -205,6 +205,9 @@ class Run(Section):
     grace_s: Positive = Field(default=30.0, description="time to reach a step's end and a checkpoint after SIGTERM")
     resume: Literal["never", "auto"] = Field(
         default="never", description="auto: go on from the newest valid checkpoint"
+    step_deadline_s: Positive | None = Field(
+        default=None, description="an update that takes longer ends the run; null: it is only said to be slow"
+    )
     )
 
     @model_validator(mode="before")

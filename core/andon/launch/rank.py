@@ -17,10 +17,10 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from andon.exits import Exit
 from andon.launch.context import AGENT_PID, RankContext
@@ -29,6 +29,9 @@ from andon.launch.orphan import die_with_parent
 from andon.launch.report import Report, path_of, write_for_torch
 from andon.messages import write
 
+if TYPE_CHECKING:
+    from andon.launch.pulse import Pulse
+
 TORCH_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 TRACEBACK = "ANDON_TRACEBACK"
 """Set to 1 to see a traceback on stderr; the report holds it in any case."""
@@ -36,6 +39,7 @@ TRACEBACK = "ANDON_TRACEBACK"
 PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """What asks a rank to end at its next step boundary, with a checkpoint."""
 
+_LAST_WORDS_S = 0.7
 _DESTROY_S = 0.5
 """How long leaving may wait for the process group to be taken down."""
 
@@ -49,10 +53,16 @@ _PER_RANK = frozenset(
 
 @dataclass
 class _State:
-    """What signals and `report_to` have said to this process."""
+    """What signals and `report_to` have said to this process, its pulse, and who makes its end: the first that asks.
+
+    says: whether the line of its end is this process's to write, and not its launcher's.
+    """
 
     asked_by: int = 0
     folder: Path | None = None
+    says: bool = False
+    pulse: Pulse | None = None
+    ending: threading.Lock = field(default_factory=threading.Lock)
 
 
 _state = _State()
@@ -79,11 +89,36 @@ def run_rank(work: Callable[[RankContext], int], *, run_folder: Path | None = No
     `InputError` ends with `Exit.USAGE`, `Violation` with `Exit.VIOLATION`, a lost or silent peer with
     `Exit.RANK_LOST` or `Exit.RANK_SILENT`, any other error with `Exit.CRASHED`; one line on stderr says why.
     """
+    _state.says = True
     report = _live(work, run_folder)
-    if report.exit != Exit.OK:
+    _say_end(report)
+    leave(report.exit)
+
+
+def _say_end(report: Report) -> None:
+    if _state.says and report.exit != Exit.OK:
         line = report.message if report.exit == Exit.USAGE else report.cause
         write(f"rank {report.rank}: {line}\n")
-    leave(report.exit)
+
+
+def watched_by(pulse: Pulse) -> None:
+    """Have the end of this rank told by `pulse`, and explained by what it knows of the others."""
+    _state.pulse = pulse
+
+
+def end_now(report: Report) -> None:
+    """End this process from a thread that is not the main one, which hangs; nothing where it is ending already."""
+    if not _state.ending.acquire(blocking=False):
+        return
+
+    def last_words() -> None:
+        _record(report)
+        _say_end(report)
+
+    speaking = threading.Thread(target=last_words, daemon=True)
+    speaking.start()
+    speaking.join(_LAST_WORDS_S)  # a disk or a reader that takes nothing holds nobody up
+    os._exit(report.exit)
 
 
 @dataclass(frozen=True)
@@ -126,14 +161,32 @@ def _live(work: Callable[[RankContext], int], run_folder: Path | None) -> Report
         die_with_parent(context.agent_pid)
         _prepare()
         code = Exit(work(context))
+        _take_the_end()
         report = Report(rank=rank, exit=code, cause=_named(code), time=time.time())
     except BaseException as error:  # noqa: BLE001 - whatever it is, this rank must leave a report and end
-        report = describe(error, rank)
+        _take_the_end()
+        report = _explained(describe(error, rank))
         if os.environ.get(TRACEBACK) == "1":
             traceback.print_exc()
+    if _state.pulse is not None:
+        _state.pulse.leave(report.exit, report.cause if report.exit != Exit.OK else "")
     _record(report)
     _take_down_group()
     return report
+
+
+def _take_the_end() -> None:
+    """The main thread makes the end of this process; where another thread has begun to, it ends meanwhile."""
+    if not _state.ending.acquire(blocking=False):
+        threading.Event().wait()
+
+
+def _explained(report: Report) -> Report:
+    """The report with who is behind it, where it only says that another rank is lost or silent."""
+    if _state.pulse is None or report.exit not in (Exit.RANK_LOST, Exit.RANK_SILENT):
+        return report
+    who = _state.pulse.explain(Exit(report.exit))
+    return replace(report, cause=f"{who} ({report.cause})") if who else report
 
 
 def _prepare() -> None:

@@ -88,4 +88,5 @@ def _trainer(
         checkpoint_every=config.training.checkpoint_every,
         evaluate_every=config.training.evaluate_every,
         base_every=config.contracts.base_every,
+        clock=session.clock,
     )

@@ -10,18 +10,21 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from andon.backend.base import Backend
+from andon.backend.clocked import ClockedBackend
 from andon.backend.devices import placement
 from andon.backend.group import GroupBackend
 from andon.backend.inprocess import InlineBackend, ThreadsBackend
 from andon.config.schema import IN_PROCESS, Config
+from andon.launch.clock import StepClock
+from andon.launch.joining import join
+from andon.launch.pulse import Bounds, Pulse
+from andon.launch.rank import end_now, watched_by
 from andon.messages import say
 from andon.model.adapter import attach
 from andon.model.build import build_base
@@ -43,7 +46,7 @@ _CUBLAS_SETTINGS = (":4096:8", ":16:8")
 
 @dataclass
 class Session:
-    """The parts of one run. `started`: when its command began, in seconds since the epoch.
+    """The parts of one run. `started`: when its command began, in seconds since the epoch. clock: where it is.
 
     initial_weights, base: digests of the trainable and of the frozen weights as built, before anything is restored.
     """
@@ -58,6 +61,7 @@ class Session:
     started: float
     initial_weights: int
     base: int
+    clock: StepClock
 
     @property
     def writes(self) -> bool:
@@ -87,14 +91,15 @@ def assembled(
     with ExitStack() as stack:
         if not config.contracts.enabled:
             stack.enter_context(suspended())
-        backend = stack.enter_context(_backend(config))
+        clock = StepClock()
+        backend = stack.enter_context(_backend(config, clock))
         if writing and backend.ranks[0] == 0:
             stack.enter_context(folder.open_for_writing())
-        yield _assemble(config, folder, backend, time.time() if started is None else started)
+        yield _assemble(config, folder, backend, time.time() if started is None else started, clock)
 
 
 @contextmanager
-def _backend(config: Config) -> Iterator[Backend]:
+def _backend(config: Config, clock: StepClock) -> Iterator[Backend]:
     """The configured backend; in a rank process it joins the process group, which `andon.launch.rank` takes down."""
     torch.set_num_threads(1)
     name, devices, note = placement(config.run.backend, config.run.workers, config.run.devices)
@@ -107,8 +112,8 @@ def _backend(config: Config) -> Iterator[Backend]:
             backend.close()
         return
     kinds = "cpu:gloo,cuda:nccl" if name == "nccl" else "gloo"
-    dist.init_process_group(kinds, timeout=timedelta(seconds=config.run.timeout_s))
-    rank, world = dist.get_rank(), dist.get_world_size()
+    store, rank, world = join(kinds, config.run.timeout_s)
+    watched_by(Pulse(store, rank, world, clock, Bounds(config.run.timeout_s, config.run.step_deadline_s), end_now))
     if note and rank == 0:
         say(note)
     if world != config.run.workers:
@@ -118,7 +123,7 @@ def _backend(config: Config) -> Iterator[Backend]:
         torch.cuda.set_device(device)
     joined = GroupBackend(name, device)
     try:
-        yield joined
+        yield ClockedBackend(joined, clock)
     finally:
         joined.close()
 
@@ -161,7 +166,7 @@ def _compile(config: Config, replicas: Sequence[Replica]) -> None:
         say(f"training.compile={training.compile} is for GPUs: on the CPU the model runs eagerly")
 
 
-def _assemble(config: Config, folder: RunFolder, backend: Backend, started: float) -> Session:
+def _assemble(config: Config, folder: RunFolder, backend: Backend, started: float, clock: StepClock) -> Session:
     material = prepare(config)
     model = attach(build_base(material.model), material.adapter, config.seed)
     optimizer = config.optimizer
@@ -191,3 +196,4 @@ def _assemble(config: Config, folder: RunFolder, backend: Backend, started: floa
         initial_weights=replicas[0].weights_digest(),
         base=replicas[0].base_digest(),
     )
+        clock=clock,

@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 
 from andon.backend.base import Backend
+from andon.launch.clock import UPDATE, StepClock
 from andon.metrics.scores import Scores
 from andon.problems import InputError
 from andon.step.plan import BatchPlan, GlobalBatch
@@ -76,7 +77,7 @@ class Trainer:
     end at the next step boundary. base_digest: of the frozen weights at the start. repeats: steps done before, which
     must be repeated exactly. progress, weights: where the run is, and the digest of the weights there; both are of the
     last step that held, whatever happens in the next. patience: epochs in a row without a better validation loss
-    after which training ends; evaluations within an epoch do not count.
+    after which training ends; evaluations within an epoch do not count. clock: told where the run is.
     """
 
     backend: Backend
@@ -94,6 +95,7 @@ class Trainer:
     checkpoint_every: int | None = None
     evaluate_every: int | None = None
     base_every: int = 50
+    clock: StepClock = field(default_factory=StepClock)
     _saved_at: int = field(default=-1, init=False)
     _under_way: list[tuple[GlobalBatch, Pending]] = field(default_factory=list, init=False)
 
@@ -117,6 +119,7 @@ class Trainer:
         Where updates are judged late, this one is launched before the last is settled, unless something is due after
         it that has to see the weights as it leaves them.
         """
+        self.clock.at(batch.step, UPDATE)
         rate, asked = self.schedule.rate(batch.step), self.stop_asked()
         if not self.step.late:
             result = self.step(batch, rate, batch.step, stop=asked)
@@ -152,6 +155,7 @@ class Trainer:
         due = epoch_end or (self.evaluate_every is not None and batch.step % self.evaluate_every == 0)
         if self.evaluate is None or not due:
             return False
+        self.clock.at(batch.step, "evaluation")
         scores = self.evaluate()
         self.journal.evaluated(batch.step, batch.epoch, scores, "validation")
         if not epoch_end or scores.loss is None:
@@ -174,6 +178,7 @@ class Trainer:
     def _save(self, *, best: bool) -> None:
         """Have the checkpoint written, and tell every rank what became of it."""
         error: InputError | Violation | None = None
+        self.clock.at(self.progress.step, "checkpoint")
         try:
             self.journal.checkpoint(self.progress, best=best)
         except (InputError, Violation) as refused:
@@ -191,6 +196,7 @@ class Trainer:
                 raise RankFailed(msg)
 
     def _end(self, reason: str) -> Outcome:
+        self.clock.at(self.progress.step, "end")
         if self._saved_at != self.progress.step:
             self.step.attest_base(self.progress.step, self.base_digest)
         return Outcome(self.progress, reason)

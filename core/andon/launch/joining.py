@@ -1,0 +1,160 @@
+"""How the ranks of one world meet in torch's store, before a process group: who is missing is known, and named.
+
+Torch's launcher keeps one store for all attempts of a run, and gloo reads from it the addresses that an earlier attempt
+left. So ranks first meet: each calls rank 0 with a word that nobody used before, rank 0 answers to that word with the
+name of this world, and all that follows stands under this name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from andon.exits import Exit
+from andon.problems import InputError, Problem
+
+_POLL_S = 0.02
+_VERDICT_S = 1.0
+"""How much longer than rank 0 the others wait, to hear from it who is missing."""
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+
+
+class Absent(RuntimeError):
+    """A rank did not come to the store, or the store could not be reached."""
+
+    ends_with = Exit.RANK_SILENT
+
+
+class Refused(RuntimeError):
+    """Another rank came, and cannot join; it reports its own error."""
+
+    ends_with = Exit.RANK_LOST
+
+
+def join(kinds: str, timeout_s: float) -> tuple[Store, int, int]:
+    """Initialise the default process group from torch's variables.
+
+    Gives the part of the store that is this world's alone, through a connection of its own, this rank, and the number
+    of ranks.
+
+    Raises `InputError` on a rank whose interface does not exist, `Refused` on the others, and `Absent` after
+    `timeout_s` with the ranks that are missing, or without them where the store itself is not there.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    try:
+        store, rank, world = next(rendezvous("env://", timeout=timeout))
+        store.set_timeout(timeout)
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
+        raise Absent(f"the ranks' store at {where} cannot be met at within {timeout_s:g} s: {_line(error)}") from error
+    ours = Meeting(store, rank, world, timeout_s).meet(interface_problem())
+    dist.init_process_group(kinds, store=ours, rank=rank, world_size=world, timeout=timeout)
+    # Older torch cannot clone a store of this kind; then the connection is shared.
+    clone = getattr(ours, "clone", None)
+    return ours if clone is None else clone(), rank, world
+
+
+def interface_problem(environ: Mapping[str, str] | None = None) -> str:
+    """What is wrong with the interface that gloo is told to use; empty where nothing is, or none is named."""
+    named = (os.environ if environ is None else environ).get(_INTERFACE, "")
+    there = [name for _, name in socket.if_nameindex()]
+    wrong = [name for name in named.split(",") if name and name not in there]
+    return f"{', '.join(wrong)}: no such interface on {socket.gethostname()}, only {', '.join(there)}" if wrong else ""
+
+
+@dataclass
+class Meeting:
+    """One rank at the meeting of its world."""
+
+    store: Store
+    rank: int
+    world: int
+    timeout_s: float
+    _word: str = field(default_factory=lambda: secrets.token_hex(8))
+
+    def meet(self, problem: str) -> Store:
+        """The store of this world, once all have come. problem: why this rank cannot join, if so.
+
+        Raises `InputError`, `Refused`, `Absent` as `join` does.
+        """
+        name = self._word if self.rank == 0 else self._called()
+        ours = PrefixStore(f"andon/world/{name}", self.store)
+        try:
+            ours.set(f"here {self.rank}", problem)
+            verdict = self._gathered(ours) if self.rank == 0 else self._verdict(ours)
+        except (dist.DistStoreError, dist.DistNetworkError) as error:
+            raise Absent(f"the ranks' store stopped answering while they met: {_line(error)}") from error
+        if problem:
+            raise InputError([Problem(_INTERFACE, problem)])
+        self._judge(verdict)
+        return ours
+
+    def _called(self) -> str:
+        """Call rank 0 until it answers to this rank's own word; the name of the world."""
+        asked, answer = f"andon/call {self.rank}", f"andon/answer {self.rank} {self._word}"
+        deadline = time.monotonic() + self.timeout_s
+        try:
+            self.store.set(asked, self._word)
+            while not self.store.check([answer]):
+                if time.monotonic() > deadline:
+                    raise Absent(f"rank 0 of {self.world} did not come within {self.timeout_s:g} s")
+                time.sleep(_POLL_S)
+            return self.store.get(answer).decode()
+        except (dist.DistStoreError, dist.DistNetworkError) as error:
+            msg = f"rank 0 of {self.world} did not come within {self.timeout_s:g} s: {_line(error)}"
+            raise Absent(msg) from error
+
+    def _gathered(self, ours: Store) -> dict[str, Any]:
+        """As rank 0: answer whoever calls, until all are here or it has taken too long; say to all what came of it."""
+        deadline, pause = time.monotonic() + self.timeout_s, _POLL_S
+        missing, answered = set(range(1, self.world)), set[str]()
+        while missing and time.monotonic() < deadline:
+            for rank in sorted(missing):
+                if self.store.check([f"andon/call {rank}"]):
+                    word = self.store.get(f"andon/call {rank}").decode()
+                    if word not in answered:
+                        self.store.set(f"andon/answer {rank} {word}", self._word)
+                        answered.add(word)
+                if ours.check([f"here {rank}"]):
+                    missing.discard(rank)
+            if missing:
+                time.sleep(pause)
+                pause = min(2 * pause, 10 * _POLL_S)
+        here = sorted(set(range(self.world)) - missing)
+        told = {rank: ours.get(f"here {rank}").decode() for rank in here}
+        problems = {rank: text for rank, text in told.items() if text}
+        verdict = {"missing": sorted(missing), "problems": problems}
+        ours.set("verdict", json.dumps(verdict))
+        return verdict
+
+    def _verdict(self, ours: Store) -> dict[str, Any]:
+        deadline = time.monotonic() + self.timeout_s + _VERDICT_S
+        while not ours.check(["verdict"]):
+            if time.monotonic() > deadline:
+                raise Absent(f"rank 0 of {self.world} fell silent while the ranks met")
+            time.sleep(_POLL_S)
+        found: dict[str, Any] = json.loads(ours.get("verdict"))
+        return found
+
+    def _judge(self, verdict: Mapping[str, Any]) -> None:
+        for rank, text in verdict["problems"].items():
+            raise Refused(f"rank {rank} of {self.world} cannot join: {_INTERFACE}: {text}")
+        missing = verdict["missing"]
+        if missing:
+            ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of {self.world}"
+            raise Absent(f"{ranks} did not come within {self.timeout_s:g} s")
+
+
+def _line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -1,0 +1,235 @@
+"""The pulse of a rank: it tells the others where it is, and tells slow from hung from dead (issue 5, item 1).
+
+Two threads. One speaks with the ranks' store, twice a second, and is the only one that a store which does not answer
+can block. The other looks at what is known, says who keeps the others waiting, and ends this rank where its main thread
+cannot: because it hangs while another has given it up, or because a step takes longer than it may.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from torch._C._distributed_c10d import Store
+
+from andon.exits import Exit
+from andon.launch import signs
+from andon.launch.clock import UPDATE, StepClock
+from andon.launch.report import Report
+from andon.launch.signs import Sign, View
+from andon.messages import say
+from andon_contracts.peers import Process
+from andon_contracts.stacks import doing
+
+BEAT_S = 0.5
+LOOK_S = 0.2
+SLOW_S = 10.0
+"""What lasts shorter is not slow, whatever is usual."""
+SLOW_TIMES = 10
+"""How many times the usual a step may take before it is slow."""
+_SILENCE_S = 3.0
+_EVIDENCE_S = 0.7
+"""How long an end waits to learn who else has ended. Ranks have 1.5 s for theirs."""
+_FAREWELL_S = 0.3
+_PLACE_S = 1.0
+"""Since when it matters where the main thread is."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """timeout_s: a rank that others have waited for so long is given up. step_s: an update that takes longer ends the
+    run; None: none does."""
+
+    timeout_s: float
+    step_s: float | None = None
+
+    @property
+    def slow_s(self) -> float:
+        """From how many seconds on something may be slow."""
+        return min(SLOW_S, self.timeout_s / 2)
+
+    @property
+    def silence_s(self) -> float:
+        """For how long a rank that lives may give no sign of it."""
+        return min(_SILENCE_S, self.timeout_s / 2)
+
+
+@dataclass
+class _Heard:
+    """The last beat of another rank: as it came, and when it came (`time.monotonic`)."""
+
+    at: float
+    raw: bytes = b""
+    told: Mapping[str, Any] = field(default_factory=dict)
+    process: Process | None = None
+
+
+class Pulse:
+    """One rank's. `ended`: called, in a thread of this, with the report of an end that the main thread cannot make."""
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world: int,
+        clock: StepClock,
+        bounds: Bounds,
+        ended: Callable[[Report], None],
+        speak: Callable[[str], None] = say,
+    ) -> None:
+        """store: of this world alone, which no other thread uses. To be made by the thread that trains."""
+        self.clock = clock
+        self._store, self._rank, self._world, self._bounds = store, rank, world, bounds
+        self._ended, self._speak = ended, speak
+        self._owner = threading.get_ident()
+        self._here = Process.here()
+        now = time.monotonic()
+        self._heard = {other: _Heard(now) for other in range(world) if other != rank}
+        self._over, self._last, self._left = threading.Event(), "", threading.Event()
+        self._exit, self._beats = 0, 0
+        self._awake = threading.Event()
+        self._said_at, self._slow_from = (-1, ""), bounds.slow_s
+        self._threads = [threading.Thread(target=self._beat, name="andon-beat", daemon=True)] * (world > 1)
+        self._threads.append(threading.Thread(target=self._look, name="andon-look", daemon=True))
+        for thread in self._threads:
+            thread.start()
+
+    # what the rank asks for
+
+    def explain(self, code: Exit) -> str:
+        """Who is behind an end with this code, for the end of this rank's line; empty where nobody else is."""
+        if code == Exit.RANK_SILENT:
+            return signs.whom(self.view())
+        if code != Exit.RANK_LOST:
+            return ""
+        deadline = time.monotonic() + _EVIDENCE_S
+        while not (found := signs.gone(self.view())) and time.monotonic() < deadline:
+            time.sleep(LOOK_S / 10)
+        return found or (signs.whom(self.view()) if any(s.ended for s in self.view().signs.values()) else "")
+
+    def leave(self, code: int, cause: str) -> None:
+        """Tell the others that this rank ends, and stop looking. Takes a moment, at most `_FAREWELL_S`."""
+        self._exit, self._last = code, cause or "finished"
+        self._over.set()
+        self._awake.set()
+        if self._world > 1:
+            self._left.wait(_FAREWELL_S)
+
+    def view(self) -> View:
+        """What is known now."""
+        now = time.monotonic()
+        found = {self._rank: self._own()}
+        found |= {rank: _sign(heard, now) for rank, heard in self._heard.items()}
+        return View(self._rank, self._world, dict(sorted(found.items())), self._bounds.silence_s)
+
+    # the thread that speaks with the store
+
+    def _beat(self) -> None:
+        try:
+            while not self._over.is_set():
+                self._tell()
+                self._hear()
+                self._awake.wait(BEAT_S)
+            self._tell()
+        except RuntimeError:  # the store is gone: from now on nobody gives signs of life
+            return
+        finally:
+            self._left.set()
+
+    def _tell(self) -> None:
+        self._beats += 1
+        told = {
+            **asdict(self._own()),
+            "beat": self._beats,
+            "process": asdict(self._here),
+            "ended": self._last,
+            "exit": self._exit,
+        }
+        self._store.set(f"beat {self._rank}", json.dumps(told))
+
+    def _hear(self) -> None:
+        for rank, heard in self._heard.items():
+            if self._store.check([f"beat {rank}"]):
+                raw = self._store.get(f"beat {rank}")
+                if raw != heard.raw:
+                    told = json.loads(raw)
+                    self._heard[rank] = _Heard(time.monotonic(), raw, told, Process(**told["process"]))
+
+    # the thread that looks
+
+    def _look(self) -> None:
+        while not self._over.wait(LOOK_S):
+            view = self.view()
+            report = self._own_end(view)
+            if report is not None:
+                self._over.set()
+                self._awake.set()
+                self._ended(report)
+                return
+            self._say_slow(view)
+
+    def _say_slow(self, view: View) -> None:
+        place = view.mine.step, view.mine.phase
+        if place != self._said_at:
+            self._said_at, self._slow_from = place, max(self._bounds.slow_s, SLOW_TIMES * self.clock.usual_s())
+        lasts = signs.lasts_s(view)
+        if lasts >= self._slow_from and signs.speaks(view):
+            self._slow_from = 2 * lasts
+            self._speak(signs.slowness(view, self.clock.usual_s()))
+
+    def _own_end(self, view: View) -> Report | None:
+        """The end of this rank, where it is for this thread to make."""
+        mine, bounds = view.mine, self._bounds
+        step_s = bounds.step_s
+        if step_s is not None and mine.phase == UPDATE and mine.phase_s >= step_s:
+            text = f"{mine.where} took longer than run.step_deadline_s, {step_s:g} s: "
+            return self._report(Exit.RANK_SILENT, text + signs.slowness(view, self.clock.usual_s()), mine)
+        failed = [rank for rank, sign in view.signs.items() if rank != self._rank and sign.ended and sign.exit]
+        if not failed or mine.since_s < bounds.timeout_s:
+            return None
+        other = f"{view.name(failed[:1])} ended: {view.signs[failed[0]].ended}"
+        if mine.waits:
+            return self._report(Exit.RANK_LOST, f"still in a collective of {mine.where}, but {other}", mine)
+        hangs = f"hangs in {mine.where} for {mine.since_s:.1f} s, {mine.place or 'where no Python runs'}"
+        return self._report(Exit.RANK_SILENT, f"rank {self._rank} of {self._world} {hangs}; {other}", mine)
+
+    def _report(self, code: Exit, cause: str, mine: Sign) -> Report:
+        frame = sys._current_frames().get(self._owner)
+        stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
+        self._exit, self._last = code, cause
+        return Report(
+            self._rank, code, cause, time.time(), step=mine.step, message=f"{cause}\nThe main thread is at:\n{stack}"
+        )
+
+    def _own(self) -> Sign:
+        now = self.clock.read()
+        place = doing(self._owner) if now.since_s >= min(_PLACE_S, self._bounds.timeout_s / 4) else ""
+        return Sign(
+            now.ticks,
+            now.step,
+            now.phase,
+            now.waits,
+            now.since_s,
+            now.phase_s,
+            place,
+            state="runs",
+            host=self._here.host,
+        )
+
+
+def _sign(heard: _Heard, now: float) -> Sign:
+    """What a beat says by now: what had not changed then, is taken not to have changed since."""
+    silent = now - heard.at
+    if heard.process is None:
+        return Sign(silent_s=silent)
+    names = ("ticks", "step", "phase", "waits", "since_s", "phase_s", "place", "ended", "exit", "host")
+    told = Sign(**{name: heard.told[name] for name in names})
+    since, phase = told.since_s + silent, told.phase_s + silent
+    state = "elsewhere" if told.ended else heard.process.look()
+    return replace(told, since_s=since, phase_s=phase, silent_s=silent, state=state)

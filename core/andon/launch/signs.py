@@ -1,0 +1,161 @@
+"""What one rank knows of all, and what it says of it: who is slow, who hangs, who is gone. Pure; `pulse` gathers it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from andon.launch.clock import UPDATE
+
+State = Literal["runs", "stopped", "gone", "elsewhere"]
+
+
+@dataclass(frozen=True)
+class Sign:
+    """The last sign of life of a rank. ticks: the collectives that it has begun or left; all ranks count alike.
+
+    waits: whether it is in one. since_s: how long nothing has changed with it, now. phase_s: how long its phase of
+    this step has lasted. place: where its main thread is, if it has been there for long. silent_s: how long ago it
+    gave the sign. state: of its process, where that can be seen. ended: what it said at its own end; exit: its code.
+    """
+
+    ticks: int = 0
+    step: int = 0
+    phase: str = "start"
+    waits: bool = False
+    since_s: float = 0.0
+    phase_s: float = 0.0
+    place: str = ""
+    silent_s: float = 0.0
+    state: State = "elsewhere"
+    ended: str = ""
+    exit: int = 0
+    host: str = ""
+
+    @property
+    def where(self) -> str:
+        """The phase and the step, in words."""
+        return f"the {self.phase}" + (f" of step {self.step}" if self.step else "")
+
+
+@dataclass(frozen=True)
+class View:
+    """All ranks as `rank` of `world` sees them, itself included. silence_s: for how long a rank may give no sign."""
+
+    rank: int
+    world: int
+    signs: Mapping[int, Sign]
+    silence_s: float
+
+    @property
+    def mine(self) -> Sign:
+        """This rank's own."""
+        return self.signs[self.rank]
+
+    def others(self) -> dict[int, Sign]:
+        """Those that train on, as far as is known."""
+        return {rank: sign for rank, sign in self.signs.items() if rank != self.rank and not sign.ended}
+
+    def fresh(self) -> dict[int, Sign]:
+        """Those that give signs of life, this rank among them."""
+        return {
+            rank: sign
+            for rank, sign in self.signs.items()
+            if rank == self.rank or (not sign.ended and sign.silent_s < self.silence_s and sign.state != "gone")
+        }
+
+    def name(self, ranks: Iterable[int]) -> str:
+        """`rank 1 of 4`, `ranks 1, 2 of 4`; with their hosts where these are known to differ from this rank's."""
+        ranks = sorted(ranks)
+        hosts = sorted({self.signs[rank].host for rank in ranks} - {"", self.mine.host})
+        text = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} of {self.world}"
+        return f"{text} (on {', '.join(hosts)})" if hosts else text
+
+
+def gone(view: View) -> str:
+    """Whose end is known: a process that is gone, or one that said its own error. Empty: nobody's."""
+    others = {rank: sign for rank, sign in view.signs.items() if rank != view.rank}
+    first = [rank for rank, sign in others.items() if sign.ended and sign.exit not in (71, 72)]
+    if first:
+        return f"{view.name(first[:1])} ended: {others[first[0]].ended}"
+    dead = [rank for rank, sign in others.items() if sign.state == "gone" and not sign.ended]
+    if dead:
+        return f"{view.name(dead)} {'is' if len(dead) == 1 else 'are'} gone without a word, {_last(others[dead[0]])}"
+    return ""
+
+
+def whom(view: View) -> str:
+    """Why this rank waited in vain: the ranks that are gone, stopped, silent or behind, and what is known of them."""
+    found = gone(view)
+    if found:
+        return found
+    others = view.others()
+    stopped = [rank for rank, sign in others.items() if sign.state == "stopped"]
+    if stopped:
+        sign = others[stopped[0]]
+        return f"{view.name(stopped)} {_is(stopped)} stopped (by a signal, a debugger), {_last(sign)}"
+    silent = [rank for rank, sign in others.items() if sign.silent_s >= view.silence_s]
+    if silent:
+        sign = others[silent[0]]
+        return f"{view.name(silent)} gave no sign of life for {sign.silent_s:.1f} s, {_last(sign)}"
+    late = behind(view.signs)
+    if view.rank in late:
+        late = []
+    if late:
+        return f"{view.name(late)} {'hangs' if len(late) == 1 else 'hang'} {_doing(others[late[0]])}"
+    ended = [rank for rank, sign in view.signs.items() if rank != view.rank and sign.ended]
+    if ended:
+        return f"{view.name(ended[:1])} ended: {view.signs[ended[0]].ended}"
+    return f"all ranks give signs of life, and none got through to the others in {view.mine.where}"
+
+
+def behind(signs: Mapping[int, Sign]) -> list[int]:
+    """The ranks that have come less far than another; none where all are at one place."""
+    furthest = max(sign.ticks for sign in signs.values())
+    return sorted(rank for rank, sign in signs.items() if sign.ticks < furthest)
+
+
+def speaks(view: View) -> bool:
+    """Whether this rank is the one to say something: the first of those that give signs of life."""
+    return view.rank == min(view.fresh())
+
+
+def lasts_s(view: View) -> float:
+    """How long a rank has waited in one collective, or an update has lasted: the longest, over all that are fresh."""
+    waits = [sign.since_s for sign in view.fresh().values() if sign.waits]
+    updates = [sign.phase_s for sign in view.fresh().values() if sign.phase == UPDATE]
+    return max([*waits, *updates], default=0.0)
+
+
+def slowness(view: View, usual_s: float) -> str:
+    """Who keeps the others waiting now, as one line."""
+    fresh = view.fresh()
+    silent = sorted(rank for rank in view.others() if rank not in fresh)
+    usual = f"; a step usually takes {usual_s:.2g} s" if usual_s else ""
+    if silent:
+        sign = view.signs[silent[0]]
+        what = "is stopped" if sign.state == "stopped" else f"has given no sign of life for {sign.silent_s:.1f} s"
+        return f"{view.name(silent)} {what}, {_last(sign)}; {len(fresh)} wait{'s' * (len(fresh) == 1)}{usual}"
+    late = [rank for rank in behind(fresh) if not fresh[rank].waits] or behind(fresh)
+    if late:
+        waiting = sum(sign.waits for sign in fresh.values())
+        return f"{view.name(late)} {_is(late)} slow: {_doing(fresh[late[0]])}; {waiting} wait for it{usual}"
+    mine = view.mine
+    if mine.waits:
+        waited = f"for {mine.since_s:.1f} s, {mine.phase_s:.1f} s after it began"
+        return f"all {view.world} ranks exchange in {mine.where} {waited}: what connects them is slow{usual}"
+    return f"all {view.world} ranks are slow: {_doing(mine)}{usual}"
+
+
+def _doing(sign: Sign) -> str:
+    place = f", {sign.place}" if sign.place else ""
+    return f"in {sign.where} for {max(sign.since_s, 0.0 if sign.waits else sign.phase_s):.1f} s{place}"
+
+
+def _last(sign: Sign) -> str:
+    return f"last seen in {sign.where}"
+
+
+def _is(ranks: list[int]) -> str:
+    return "is" if len(ranks) == 1 else "are"
