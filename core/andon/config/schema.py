@@ -202,12 +202,12 @@ class Run(Section):
     log_every: Count = Field(default=10, description="steps between two lines")
     progress: Literal["auto", "always", "never"] = Field(default="auto", description="a bar; auto: on a terminal")
     timeout_s: Positive = Field(default=600.0, description="a rank that gives no answer for so long is given up")
-    grace_s: Positive = Field(default=30.0, description="time to reach a step's end and a checkpoint after SIGTERM")
-    resume: Literal["never", "auto"] = Field(
-        default="never", description="auto: go on from the newest valid checkpoint"
     step_deadline_s: Positive | None = Field(
         default=None, description="an update that takes longer ends the run; null: it is only said to be slow"
     )
+    grace_s: Positive = Field(default=30.0, description="time to reach a step's end and a checkpoint after SIGTERM")
+    resume: Literal["never", "auto"] = Field(
+        default="never", description="auto: go on from the newest valid checkpoint"
     )
 
     @model_validator(mode="before")

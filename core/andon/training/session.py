@@ -195,5 +195,5 @@ def _assemble(config: Config, folder: RunFolder, backend: Backend, started: floa
         started=started,
         initial_weights=replicas[0].weights_digest(),
         base=replicas[0].base_digest(),
-    )
         clock=clock,
+    )
