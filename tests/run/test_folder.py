@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,6 +18,8 @@ from pathlib import Path
 import pytest
 
 from andon.problems import InputError
+from andon.run.atomic import clean_leftovers
+from andon.run.checkpoint import newest_valid, prune
 from andon.run.folder import RunFolder, State, new_folder
 from andon.run.ledger import LedgerWriter
 from andon_contracts.record import End
@@ -215,3 +219,37 @@ def test_a_run_that_began_meanwhile_is_not_discarded(tmp_path: Path, monkeypatch
     monkeypatch.setattr(fcntl, "flock", begun_first)
     run.discard_unbegun(keep_folder=False)
     assert run.begun()
+
+
+@pytest.mark.parametrize("reader", ["state", "newest_valid", "prune", "clean_leftovers"])
+def test_a_folder_that_cannot_be_read_is_no_empty_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: str
+) -> None:
+    """A disk that fails while a folder is looked at is an error in words: no run begins anew because of it."""
+
+    def failing(_path: object) -> object:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "scandir", failing)
+    readers: dict[str, Callable[[], object]] = {
+        "state": lambda: RunFolder(tmp_path).state(),
+        "newest_valid": lambda: newest_valid(tmp_path),
+        "prune": lambda: prune(tmp_path, keep=1),
+        "clean_leftovers": lambda: clean_leftovers(tmp_path),
+    }
+    with pytest.raises(InputError, match=r"cannot be read: .*[Ii]nput/output error"):
+        readers[reader]()
+
+
+def test_a_lock_that_cannot_be_read_makes_no_folder_foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the disk fails under the lock, the folder is not called something that is no run; the disk is named."""
+    with RunFolder(tmp_path).open_for_writing():
+        pass
+    (tmp_path / "config.yaml").touch()
+
+    def failing(self: Path, *_: object) -> object:
+        raise OSError(errno.EIO, "Input/output error", str(self))
+
+    monkeypatch.setattr(Path, "open", failing)
+    with pytest.raises(InputError, match=r"\.lock: cannot be read: Input/output error"):
+        RunFolder(tmp_path).state()

@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 from andon.problems import InputError, Problem
 from andon_contracts.ledger import fsync_folder as fsync_folder
@@ -38,15 +39,15 @@ _STORAGE = {
 
 
 @contextmanager
-def storage(path: Path) -> Iterator[None]:
-    """Turn what the disk refuses while `path` is written into an `InputError` that names `path` and the reason."""
+def storage(path: Path, doing: Literal["written", "read"] = "written") -> Iterator[None]:
+    """Turn what the disk refuses while `path` is written, or read, into an `InputError` with `path` and the reason."""
     try:
         yield
     except OSError as error:
         reason = _STORAGE.get(error.errno or 0)
         if reason is None:
             raise
-        raise InputError([Problem(str(path), f"cannot be written: {reason} ({error.strerror})")]) from error
+        raise InputError([Problem(str(path), f"cannot be {doing}: {reason} ({error.strerror})")]) from error
 
 
 def temporary_beside(path: Path) -> Path:
@@ -61,7 +62,8 @@ def is_leftover(name: str) -> bool:
 
 def clean_leftovers(folder: Path) -> list[str]:
     """Remove the temporaries in `folder` and return their names. Only its owner may: others' temporaries are in use."""
-    found = sorted(entry.name for entry in os.scandir(folder) if is_leftover(entry.name))
+    with storage(folder, "read"):
+        found = sorted(entry.name for entry in os.scandir(folder) if is_leftover(entry.name))
     for name in found:
         remove(folder / name)
     return found

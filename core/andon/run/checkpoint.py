@@ -180,9 +180,13 @@ def load_checkpoint(path: Path) -> Checkpoint:
 
 
 def newest_valid(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The valid checkpoint of the latest step in `folder`, and for each later one why it was rejected."""
+    """The valid checkpoint of the latest step in `folder`, and for each later one why it was rejected.
+
+    Raises `InputError` for a folder that cannot be read: a run must not begin anew because its disk fails.
+    """
     rejected: list[str] = []
-    named = _named(folder) if folder.is_dir() else {}
+    with storage(folder, "read"):
+        named = _named(folder) if folder.is_dir() else {}
     for step in sorted(named, reverse=True):
         for path in named[step]:
             try:
@@ -202,7 +206,8 @@ def prune(folder: Path, keep: int, best: int | None = None, newest: int | None =
     if keep < 1:
         msg = f"at least one checkpoint must stay, not {keep}"
         raise ValueError(msg)
-    named = _named(folder)
+    with storage(folder, "read"):
+        named = _named(folder)
     steps = [step for step in sorted(named) if newest is None or step <= newest]
     going = [path for step in steps[:-keep] if step != best for path in named[step]]
     for path in going:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import Enum
@@ -153,14 +154,17 @@ class RunFolder:
                 clean_leftovers(self.checkpoints)
             yield self
         finally:
-            os.close(handle)
+            with suppress(OSError):  # the lock is released however the disk answers
+                os.close(handle)
 
     def _lock(self, handle: int) -> None:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with storage(self.lock):
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                there = _is_at(handle, self.lock)
         except BlockingIOError:
             raise InputError([Problem(str(self.path), f"is being written by {_owner(handle)}")]) from None
-        if not _is_at(handle, self.lock):
+        if not there:
             raise InputError([Problem(str(self.path), "was just discarded by the process that had it; try again")])
         owner = {"andon_run": 1, "pid": os.getpid(), "host": socket.gethostname(), "since": _now().isoformat()}
         data = json_bytes(owner)
@@ -207,11 +211,13 @@ def _json_object(data: bytes) -> dict[str, object]:
 
 
 def _head(path: Path, limit: int) -> bytes:
-    """The first `limit` bytes of a regular file; nothing where there is none."""
+    """The first `limit` bytes of a file; nothing where there is none. Raises `InputError` where the disk fails."""
     try:
         with path.open("rb") as file:
             return file.read(limit)
-    except OSError:
+    except OSError as error:
+        if error.errno == errno.EIO:  # what cannot be read may be a run: it is neither begun anew nor called foreign
+            raise InputError([Problem(str(path), f"cannot be read: {error.strerror}")]) from error
         return b""
 
 

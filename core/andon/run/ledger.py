@@ -31,6 +31,11 @@ class LedgerWriter(LedgerFile):
         with storage(self.path):
             super().sync()
 
+    def close(self) -> None:
+        """Sync and close; more than once is harmless."""
+        with storage(self.path):
+            super().close()
+
 
 def read_ledger(path: Path) -> Iterator[Record]:
     """The records of the ledger at `path`, verified as they are read; a torn last line is left out.

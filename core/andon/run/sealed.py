@@ -7,6 +7,7 @@ import json
 import os
 import stat
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -129,7 +130,8 @@ def _read_regular(path: Path, size: int | None) -> bytes:
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
     finally:
-        os.close(handle)
+        with suppress(OSError):  # what was read was read
+            os.close(handle)
 
 
 def _read_listed(path: Path, listed: Mapping[str, Any]) -> bytes:
