@@ -102,6 +102,27 @@ class Teller:
         )
         return self._cause("hangs", None, "waited in vain", seen, self.at, who=self.rank)
 
+    def passed(self, others: Mapping[int, str], waiting: int) -> Cause:
+        """This rank waits in a gather for `others`, which wait for it: each rank with what it is in.
+
+        waiting: how many further ranks wait as this one does.
+        """
+        update = self.at.point == POINTS[2]
+        place = f"update {self.at.step}" if update else f"a line of the watch at {self.at}"
+        several, who = len(others) > 1, f"rank{'s' * (len(others) > 1)} {', '.join(map(str, others))}"
+        seen = (
+            f"{'they are' if several else 'it is'} in {' and '.join(dict.fromkeys(others.values()))}, which rank "
+            f"{self.rank} would have to join, so that none of them can go on"
+        )
+        head = f"{who} of {self.world} went past {place}, at which rank {self.rank} waits: {seen}"
+        # Whoever is alone did what the others did not; of two nobody can tell.
+        alone = not waiting and several
+        too_much = f"rank {self.rank} makes {'an update' if update else 'a call'} that the others do not make"
+        likely = too_much if alone else f"{who} left it out, by a decision that was not one on all ranks"
+        row = ("likely", f"{likely}  [inference, not proof]")
+        ranks = (self.rank,) if alone else tuple(others)
+        return replace(self._told("violation", ranks[0], head, seen, self.at, row), ranks=ranks)
+
     def left(self, rank: int, at: Whereabouts) -> Cause:
         """`rank` closed its watch or ended in order, and the others still needed it."""
         return self._cause("left", rank, "left", "it closed its watch, or ended, while the others went on", at)

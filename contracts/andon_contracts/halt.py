@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from andon_contracts import interrupt
+from andon_contracts.begun import Begun
 from andon_contracts.blocked import abort_groups, what_ends
 from andon_contracts.bundle import Evidence, write_cause
 from andon_contracts.causes import Cause, consequence, first_line
@@ -43,16 +44,19 @@ _SETTLE_S = 2.0
 """How long who pulled waits for the others."""
 _LAST_S = 2.0
 """With `hard_stop`: how long a rank that raised, and that nobody caught, has to end."""
-_PATIENCE_S = 30.0
 
 
 class Cord:
     """What any rank may pull, once. `cause` is why, on every rank; `evidence` what this rank has for a bundle."""
 
     def __init__(
-        self, store: Store, rank: int, world_size: int, *, hard_stop: bool, patience_s: float = _PATIENCE_S
+        self, store: Store, rank: int, world_size: int, begun: Begun, *, hard_stop: bool, patience_s: float
     ) -> None:
-        """patience_s: how long a process may be stopped, or one on another machine silent, before it hangs."""
+        """begun: what this rank has begun that needs the others.
+
+        patience_s: how long a process may be stopped, or one on another machine silent, before it hangs.
+        """
+        self.begun = begun
         self.cause: Cause | None = None
         self.evidence = Evidence(rank=rank, world=world_size)
         self._rank, self._world, self._hard_stop = rank, world_size, hard_stop
@@ -66,7 +70,7 @@ class Cord:
         self._owner, self._process = threading.get_ident(), os.getpid()
         self._kept = _shared_store()
         self._wire = Wire(store, rank, world_size, self._learn, self._progress, _keeper(self._kept))
-        self._lookout = Lookout(self._wire, rank, patience_s)
+        self._lookout = Lookout(self._wire, rank, patience_s, begun)
         self._interruptible = interrupt.enlist(self.heed)
         self._hook: Callable[..., object] = sys.excepthook
         self._mine = self._excepthook
@@ -151,7 +155,7 @@ class Cord:
         return replace(self._at, since_s=time.monotonic() - self._at_time)
 
     def _progress(self) -> dict[str, object]:
-        return vars(self._whereabouts())
+        return vars(self._whereabouts()) | self.begun.told()
 
     def _learn(self, cause: Cause) -> None:
         if self.cause is None:
@@ -266,7 +270,7 @@ class Cord:
                 self._write_evidence(cause, with_state=with_state)
 
     def _write_evidence(self, cause: Cause, *, with_state: bool) -> None:
-        at = {**self._progress(), "doing": doing(self._owner)}
+        at = {**vars(self._whereabouts()), "doing": doing(self._owner)}
         lowest = self._lookout.lowest_live()
         failed = write_cause(cause, self.evidence, at, state=with_state, account=lowest)
         if failed:

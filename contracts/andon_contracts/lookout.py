@@ -4,24 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from andon_contracts.begun import Begun, Waiting, stuck
 from andon_contracts.causes import Cause, consequence
 from andon_contracts.ends import Teller, Whereabouts
 from andon_contracts.peers import Process, memory_kills
 from andon_contracts.wire import News, Wire
 
+_HURRIED, _CALM = 16, 4
+"""After so many looks at those that this rank waits for, only every so many-th is one."""
+
 
 class Lookout:
     """What one rank sees of the others: on its own machine their processes, elsewhere the next rank's signs of life."""
 
-    def __init__(self, wire: Wire, rank: int, patience_s: float) -> None:
+    def __init__(self, wire: Wire, rank: int, patience_s: float, begun: Begun) -> None:
         """patience_s: how long a process may be stopped, or one on another machine silent."""
-        self._wire, self._rank, self._patience_s = wire, rank, patience_s
+        self._wire, self._rank, self._patience_s, self._begun = wire, rank, patience_s, begun
+        self._waiting: Waiting | None = None
+        self._looks = 0
         self._kills = memory_kills()
         self._left: set[int] = set()
         self._stopped_s: dict[int, float] = {}
 
     def trouble(self, teller: Teller, passed_s: float) -> Cause | None:
-        """A rank that died, or that has been stopped or silent for too long; asked every `passed_s`."""
+        """A rank that died, has been stopped or silent for too long, or waits for this one as this one waits for it.
+
+        Asked every `passed_s`.
+        """
         found = self.gone(teller)
         if found is not None:
             return found
@@ -31,7 +40,21 @@ class Lookout:
             self._stopped_s[rank] = self._stopped_s.get(rank, 0.0) + passed_s if stopped else 0.0
             if self._stopped_s[rank] >= self._patience_s:
                 return teller.stopped(rank, process, _at(teller, rank, self._wire.ask()))
-        return self._silent(teller)
+        return self._silent(teller) or self._stuck(teller)
+
+    def _stuck(self, teller: Teller) -> Cause | None:
+        """Ranks nearby that wait for this one, which waits for them in a gather; asked again as long as it does."""
+        waiting = self._begun.waiting
+        self._looks = self._looks + 1 if waiting is self._waiting else 0
+        self._waiting = waiting
+        if waiting is None or self._looks < 1 or (self._looks > _HURRIED and self._looks % _CALM):
+            return None
+        told = self._wire.heard()
+        found = stuck(waiting, told)
+        # As long as it is the same gather, nothing that this rank has begun has changed since before the others told.
+        if not found or self._begun.waiting is not waiting:
+            return None
+        return teller.passed(found, sum(each.get("gathers", 0) >= waiting.gather for each in told.values()))
 
     def gone(self, teller: Teller) -> Cause | None:
         """A rank whose process is gone without having left in order."""

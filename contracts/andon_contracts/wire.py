@@ -95,6 +95,12 @@ class Wire:
         self._wait_for(lambda: found.append(self._news()))
         return found[0] if found else None
 
+    def heard(self) -> Mapping[int, Mapping[str, Any]]:
+        """What the ranks nearby told of themselves last; nothing where the store does not answer in time."""
+        found: dict[int, Mapping[str, Any]] = {}
+        self._wait_for(lambda: found.update(self._beats()))
+        return found
+
     def answers(self) -> bool:
         """Whether the store has answered within the last second."""
         return self._thread.is_alive() and time.monotonic() - self._answered < _ANSWER_S
@@ -178,6 +184,12 @@ class Wire:
         if not self._known:
             self._known = True
             self._learn(Cause.from_json(text.decode("utf-8", "replace")))
+
+    def _beats(self) -> Mapping[int, Mapping[str, Any]]:
+        keys = [f"beat {rank}" for rank in self._near]
+        if not self._store.check(keys):
+            return {}
+        return {rank: json.loads(text) for rank, text in zip(self._near, self._store.multi_get(keys), strict=True)}
 
     def _news(self) -> News:
         ranks = range(self._world)

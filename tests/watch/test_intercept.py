@@ -66,7 +66,10 @@ class _Ear:
     def skipped(self, optimizer: object) -> None:
         """Nothing."""
 
-    def reducing(self, tensor: Tensor, group: object) -> None:
+    def reducing(self, tensor: Tensor, group: object, waits: bool) -> None:
+        """Nothing."""
+
+    def resumed(self) -> None:
         """Nothing."""
 
     def lost(self, error: BaseException) -> None:

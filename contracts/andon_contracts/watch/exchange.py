@@ -11,6 +11,7 @@ from torch import Tensor
 
 from andon_contracts.act import Scene, violation
 from andon_contracts.agree import GroupGather, Observation, gather_observations, gather_short
+from andon_contracts.begun import Begun
 from andon_contracts.digest import mix64
 from andon_contracts.judge import Observations, in_lockstep, minority
 from andon_contracts.loop_clauses import judge_lockstep
@@ -48,14 +49,18 @@ class Exchange:
     def __init__(self, gather: GroupGather) -> None:
         self._gather = gather
         self._sequence = 0
+        self._begun: Begun | None = None
         self.rank = gather.rank
         self.world_size = gather.world_size
         self.alike = True
         """Whether every rank should hold the same tensors; where not, no element of them is compared."""
 
-    def attend(self, heed: Callable[[], None], lost: Callable[[BaseException], None]) -> None:
-        """Call `heed` now and then while a gather waits, and `lost` with the error of one that failed."""
-        self._gather.heed, self._gather.lost = heed, lost
+    def attend(self, heed: Callable[[], None], lost: Callable[[BaseException], None], begun: Begun) -> None:
+        """Call `heed` now and then while a gather waits, and `lost` with the error of one that failed.
+
+        begun: counts the gathers.
+        """
+        self._gather.heed, self._gather.lost, self._begun = heed, lost, begun
 
     def connect(self) -> None:
         """Take the shorter way to ranks of this machine, where that leads to all of them. Collective."""
@@ -75,13 +80,22 @@ class Exchange:
         """
         self._sequence += 1
         mine = Observation(self.rank, step, self._sequence, point, values, payload)
-        if payload is None and self._gather.takes(len(values)):
-            seen = gather_short(mine, self._gather)
+        if self._begun is None:
+            seen = self._gathered(mine)
         else:
-            seen = gather_observations([mine], self._gather)
+            self._begun.gathering()
+            try:
+                seen = self._gathered(mine)
+            finally:
+                self._begun.gathered()
         if not judged and not in_lockstep(seen):
             self._out_of_step(seen)
         return seen
+
+    def _gathered(self, mine: Observation) -> tuple[Observation, ...]:
+        if mine.payload is None and self._gather.takes(len(mine.values)):
+            return gather_short(mine, self._gather)
+        return gather_observations([mine], self._gather)
 
     def _out_of_step(self, seen: Observations) -> NoReturn:
         try:

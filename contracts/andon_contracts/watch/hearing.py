@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from andon_contracts.begun import Begun
 from andon_contracts.watch.lane import Lane
 
 
@@ -13,6 +14,7 @@ class Hearing:
     """The calls that `intercept` tells a watch of."""
 
     _lanes: dict[int, Lane]
+    _begun: Begun | None
 
     def clipping(self, parameters: Sequence[Tensor], norm: Tensor | None) -> None:
         """The loop is about to clip."""
@@ -28,7 +30,14 @@ class Hearing:
         """A loss scaler has left out an update."""
         self._lanes[id(optimizer)].skip()
 
-    def reducing(self, tensor: Tensor, group: object) -> None:
+    def reducing(self, tensor: Tensor, group: object, waits: bool) -> None:
         """The loop is about to reduce."""
+        if self._begun is not None:
+            self._begun.reducing(group, waits=waits)
         for lane in self._lanes.values():
             lane.reducing(tensor, group)
+
+    def resumed(self) -> None:
+        """The call that reduces is over."""
+        if self._begun is not None:
+            self._begun.resumed()

@@ -29,8 +29,11 @@ class Listener(Protocol):
     def skipped(self, optimizer: object) -> None:
         """A loss scaler has left out an update of `optimizer`."""
 
-    def reducing(self, tensor: torch.Tensor, group: object) -> None:
-        """`tensor` is about to be reduced over `group`."""
+    def reducing(self, tensor: torch.Tensor, group: object, waits: bool) -> None:
+        """`tensor` is about to be reduced over `group`; `resumed` follows, if the loop waits for it."""
+
+    def resumed(self) -> None:
+        """What began with `reducing` is over, or has failed."""
 
     def lost(self, error: BaseException) -> None:
         """A reduction raised `error`."""
@@ -121,12 +124,15 @@ def _around_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
         for listener in list(_listeners):
-            listener.reducing(tensor, group)
+            listener.reducing(tensor, group, not async_op)
         try:
             return original(tensor, op, group, async_op)
         except RuntimeError as error:
             for listener in list(_listeners):
                 listener.lost(error)
             raise
+        finally:
+            for listener in list(_listeners):
+                listener.resumed()
 
     return reduce

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from andon_contracts.begun import Begun
 from andon_contracts.watch.extremes import Extremes, extremes, values_of
 
 _INFINITE = float("inf")
@@ -44,7 +45,9 @@ class Raw:
 
 
 class Pulled(Protocol):
-    """What says whether any rank pulled the cord."""
+    """What says whether any rank pulled the cord, and is told of backward passes."""
+
+    begun: Begun
 
     @property
     def cause(self) -> object | None:
@@ -77,8 +80,11 @@ class LeafTaps:
             timed = self._timed
             began = time.perf_counter() if timed else 0.0
             cord = self.cord
-            if cord is not None and cord.cause is not None:
-                cord.heed()
+            if cord is not None:
+                if cord.cause is not None:
+                    cord.heed()
+                if cord.begun.armed:
+                    cord.begun.backward(parameter)
             held = parameter.grad
             if not self._started[index]:
                 self._started[index] = True

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from andon_contracts.agree import GroupGather, Observation
+from andon_contracts.begun import Begun
 from andon_contracts.halt import Cord, own_store
 from andon_contracts.ledger import LedgerFile
 from andon_contracts.own_group import own_group
@@ -186,12 +187,14 @@ def _cord(
     """What any rank may pull to stop all; its name in the store is one on the ranks of `group` and on no others."""
     if exchange.world_size == 1:
         return None
-    ranks = "all" if group is None else "-".join(map(str, dist.get_process_group_ranks(group)))
-    number = _cords[ranks] = _cords.get(ranks, 0) + 1
-    store = own_store(f"{ranks}/{number}")
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    name = "all" if group is None else "-".join(map(str, ranks))
+    number = _cords[name] = _cords.get(name, 0) + 1
+    store = own_store(f"{name}/{number}")
     if store is None:
         return None
-    return Cord(store, exchange.rank, exchange.world_size, hard_stop=hard_stop, patience_s=patience.total_seconds())
+    patience_s = patience.total_seconds()
+    return Cord(store, exchange.rank, exchange.world_size, Begun(ranks), hard_stop=hard_stop, patience_s=patience_s)
 
 
 def _listed(optimizer: Any) -> list[Any]:

@@ -105,7 +105,10 @@ class Standby:
     def skipped(self, optimizer: object) -> None:
         """Of no concern before there is a watch."""
 
-    def reducing(self, tensor: torch.Tensor, group: object) -> None:
+    def reducing(self, tensor: torch.Tensor, group: object, waits: bool) -> None:
+        """Of no concern before there is a watch."""
+
+    def resumed(self) -> None:
         """Of no concern before there is a watch."""
 
     def lost(self, error: BaseException) -> None:

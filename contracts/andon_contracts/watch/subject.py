@@ -78,6 +78,7 @@ class Subject:
         tied: Sequence[tuple[str, str]],
     ) -> None:
         """declared: name patterns of the trainable parameters; tied: pairs of names that share a tensor."""
+        self.outer = model
         self.inner, wrapping = unwrap(model)
         self.wrappers = tuple(type(each).__name__ for each in wrapping)
         self.unused_expected = any(getattr(each, "find_unused_parameters", False) for each in wrapping)

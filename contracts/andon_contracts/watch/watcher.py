@@ -6,6 +6,7 @@ import atexit
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -59,7 +60,7 @@ class Watch(Telling, Hearing):
         self.closed = False
         self._subject = subject
         self._exchange = exchange
-        self._cord = cord
+        self._cord, self._begun = cord, None if cord is None else cord.begun
         self._replicas, exchange.alike = replicas, not replicas.cut
         self._cover = coverage(subject, optimizers, settings, exchange.world_size, replicas)
         live = frozenset(name for name, cover in self._cover.items() if cover.live)
@@ -76,7 +77,7 @@ class Watch(Telling, Hearing):
         )
         if cord is not None:
             cord.evidence = evidence
-            exchange.attend(lambda: cord.heed(again=True), cord.lost)
+            exchange.attend(lambda: cord.heed(again=True), cord.lost, cord.begun)
         world = exchange.world_size
         self._lanes = {id(each): Lane(each, subject, settings, self._rows, world) for each in optimizers}
         self._auditor = Auditor(exchange, self._verdicts, self._rows, list(self._lanes.values()))
@@ -141,6 +142,10 @@ class Watch(Telling, Hearing):
         called = self._subject.called
         self._undo.append(called.register_forward_pre_hook(ForwardTap(self._forward)).remove)
         self._undo += self._auditor.hooks(called)
+        if self._begun is not None and not self._subject.begins_unseen:
+            for each in self._begun.follow(self._subject.outer):
+                tap = ForwardTap(partial(self._begun.forward, each))
+                self._undo.append(each.register_forward_pre_hook(tap).remove)
         for lane in self._lanes.values():
             self._undo.append(lane.optimizer.register_step_pre_hook(self._pre).remove)
             self._undo.append(lane.optimizer.register_step_post_hook(self._post).remove)

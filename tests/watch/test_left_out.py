@@ -1,0 +1,199 @@
+"""An update that one rank leaves out: all halt at once, by what each has begun; ranks that are slow are left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import andon
+from andon_contracts.begun import BACKWARD, REDUCTION, Begun, stuck
+from andon_contracts.causes import Cause
+from andon_contracts.ends import POINTS, Teller, Whereabouts
+from andon_contracts.violation import Violation
+from andon_contracts.watch import Watch
+from tests.support.ranks import run_ranks
+
+UPDATES = 4
+
+
+class _Loop:
+    """Three layers trained by DDP, or by hand with one reduction for each gradient; `steps` says who updates when."""
+
+    def __init__(self, *, wrapped: bool) -> None:
+        torch.manual_seed(0)
+        inner = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+        self.model: nn.Module = DistributedDataParallel(inner) if wrapped else inner
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.wrapped, self.rank = wrapped, dist.get_rank()
+
+    def backward(self) -> None:
+        """Of rows of this rank's own; reduced unless DDP does."""
+        self.model(torch.full((2, 3), self.rank + 1.0)).sum().backward()
+        for p in self.model.parameters():
+            if not self.wrapped:
+                assert p.grad is not None
+                dist.all_reduce(p.grad)
+
+    def run(self, steps: Callable[[int, int], bool]) -> None:
+        """`UPDATES` of them; steps(update, rank): whether this rank makes it."""
+        with andon.watch(self.model, self.optimizer):
+            for update in range(1, UPDATES + 1):
+                self.backward()
+                if steps(update, self.rank):
+                    self.optimizer.step()
+                self.optimizer.zero_grad()
+
+
+def _rank_1_leaves_out_2(update: int, rank: int) -> bool:
+    return (update, rank) != (2, 1)
+
+
+def _run(wrapped: bool, steps: Callable[[int, int], bool]) -> None:
+    _Loop(wrapped=wrapped).run(steps)
+
+
+@pytest.mark.parametrize(("world", "wrapped"), [(2, True), (3, False)])
+def test_all_halt_at_the_update_that_one_rank_leaves_out(world: int, wrapped: bool) -> None:
+    """Long before any timeout, with one message on all ranks, which names that rank and the update."""
+    errors = [outcome.error for outcome in run_ranks(world, _run, wrapped, _rank_1_leaves_out_2)]
+    found = [error for error in errors if type(error) is Violation]
+    # In a backward pass of DDP the connection that breaks may be the error that the loop sees.
+    assert all(type(errors[rank]) is Violation for rank in range(world) if rank != 1 or not wrapped), errors
+    assert errors[1] is not None
+    assert len({str(error) for error in found}) == 1
+    assert {(error.clause, error.step, error.finding.ranks) for error in found} == {("halt-together", 2, (1,))}
+    assert str(found[0]).startswith(f"rank 1 of {world} went past update 2, at which rank ")
+    assert (BACKWARD if wrapped else REDUCTION) in str(found[0])
+    assert "state    last state known equal: step 1" in str(found[0])
+
+
+def test_of_three_ranks_the_one_that_waits_alone_is_named() -> None:
+    """The two others left nothing out: it makes an update too many, or makes a call that they do not make."""
+    for point, words in ((POINTS[2], "makes an update"), (POINTS[0], "makes a call")):
+        teller = Teller(0, 3, Whereabouts(3, point, last_equal=2))
+        alone = teller.passed({1: BACKWARD, 2: BACKWARD}, waiting=0)
+        assert (alone.ranks, alone.step, alone.kind) == ((0,), 3, "violation")
+        assert f"rank 0 {words} that the others do not make" in alone.text
+        assert teller.passed({1: BACKWARD, 2: BACKWARD}, waiting=1).ranks == (1, 2)
+
+
+# what keeps the others waiting, and is right
+
+
+def _until_looked_for(w: Watch) -> Callable[[], None]:
+    """What lets rank 1 wait until rank 0, which waits for it, has looked several times at why."""
+    assert w._cord is not None
+    lookout, store = w._cord._lookout, dist.distributed_c10d._get_default_store()
+    look, looks = lookout._stuck, [0]
+
+    def counted(teller: Teller) -> Cause | None:
+        found = look(teller)
+        looks[0] += lookout._looks > 0
+        if dist.get_rank() == 0 and looks[0] == 2:
+            store.set("looked", "1")
+        return found
+
+    lookout._stuck = counted  # type: ignore[method-assign]
+    return lambda: store.wait(["looked"]) if dist.get_rank() == 1 else None
+
+
+def _evaluates(loop: _Loop, group: dist.ProcessGroup) -> None:
+    """Also with gradients, which nobody trains on."""
+    loop.model(torch.ones(2, 3))
+    with torch.no_grad():
+        loop.model(torch.ones(2, 3))
+
+
+def _accumulates(loop: _Loop, group: dist.ProcessGroup) -> None:
+    """Micro-batches that the others do not have, and that are not reduced."""
+    if isinstance(loop.model, DistributedDataParallel):
+        with loop.model.no_sync():
+            loop.model(torch.ones(2, 3)).sum().backward()
+    else:
+        loop.model(torch.ones(2, 3)).sum().backward()
+
+
+def _reduces_alone(loop: _Loop, group: dist.ProcessGroup) -> None:
+    """Over a group that is its own."""
+    for _ in range(3):
+        dist.all_reduce(torch.ones(1), group=group)
+
+
+def _be_slow(between: Callable[[_Loop, dist.ProcessGroup], None], wrapped: bool) -> list[str]:
+    loop = _Loop(wrapped=wrapped)
+    group, _ = dist.new_subgroups(1)  # type: ignore[no-untyped-call]
+    with andon.watch(loop.model, loop.optimizer, action=lambda found: None) as w:
+        wait = _until_looked_for(w)
+        for update in range(UPDATES):
+            loop.backward()
+            if update == 1 and loop.rank == 1:
+                between(loop, group)
+                wait()
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+    return [found.clause for found in w.findings]
+
+
+@pytest.mark.parametrize(
+    ("between", "wrapped", "found"),
+    [
+        (_evaluates, True, []),
+        (_accumulates, True, ["gradients-agree", "replicas-agree"]),
+        (_reduces_alone, False, []),
+    ],
+)
+def test_a_rank_that_others_wait_for_is_not_accused(
+    between: Callable[[_Loop, dist.ProcessGroup], None], wrapped: bool, found: list[str]
+) -> None:
+    """Whatever it does meanwhile that needs none of them. A micro-batch of its own alters its gradient, no more."""
+    for outcome in run_ranks(2, _be_slow, between, wrapped):
+        assert outcome.get() == found
+
+
+# counted
+
+
+def _told(backwards: int, gathers: int, inside: tuple[str, int] | None = None) -> dict[int, dict[str, object]]:
+    return {1: {"backwards": backwards, "gathers": gathers, "inside": inside}}
+
+
+def _in_gather(gathers: int, *, armed: bool = False) -> Begun:
+    begun = Begun([0, 1])
+    for _ in range(gathers):
+        begun.gathering()
+    begun.armed = armed
+    begun.gathering()
+    return begun
+
+
+@pytest.mark.parametrize(
+    ("told", "found"),
+    [
+        (_told(1, 2), {1: BACKWARD}),
+        (_told(1, 3), {}),  # it has come to the gather since
+        (_told(0, 2), {}),
+        (_told(0, 2, ("0", 1)), {1: REDUCTION}),
+        (_told(0, 3, ("0", 1)), {}),
+        ({1: {}}, {}),  # it has told nothing yet
+    ],
+)
+def test_a_rank_waits_in_vain_for_one_that_began_more_in_fewer_gathers(
+    told: dict[int, dict[str, object]], found: dict[int, str]
+) -> None:
+    """Of a rank in its third gather, which has begun nothing."""
+    waiting = _in_gather(2).waiting
+    assert waiting is not None
+    assert stuck(waiting, told) == found
+
+
+def test_a_forward_pass_without_a_backward_pass_accuses_nobody() -> None:
+    """The backward pass that another rank has begun may be the one that this rank has still to come to."""
+    waiting = _in_gather(2, armed=True).waiting
+    assert waiting is not None
+    assert stuck(waiting, _told(1, 2)) == {}
+    assert stuck(waiting, _told(2, 2)) == {1: BACKWARD}
