@@ -74,6 +74,23 @@ def test_once_a_rank_has_died_the_others_are_killed_and_a_stuck_agent_is_left(
     assert [process.wait(PATIENCE_S) for process in ranks.values()] == [-signal.SIGKILL] * 3
 
 
+def test_a_rank_that_is_stopped_is_given_up(
+    tmp_path: Path, wake: Wake, ranks: dict[int, subprocess.Popen[bytes]]
+) -> None:
+    """Alone in its world nobody else misses it: the run would hang for ever."""
+    ranks[0].send_signal(signal.SIGSTOP)
+    seen: list[Watched] = []
+    watched = Supervisor(Agent({0: ranks[0].pid}), wake, tmp_path, 3600, silence_s=0.1)
+    thread = threading.Thread(target=lambda: seen.append(watched.run()), daemon=True)
+    thread.start()
+    thread.join(PATIENCE_S)
+    assert seen
+    assert seen[0].verdict is not None
+    assert seen[0].verdict[0] is Exit.RANK_SILENT
+    assert seen[0].verdict[1].startswith("rank 0 did not run for 0.1 s: stopped by a signal (SIGSTOP)")
+    assert ranks[0].wait(PATIENCE_S) == -signal.SIGKILL
+
+
 class CountingWake(Wake):
     """Calls `then` once the supervisor has looked five times."""
 

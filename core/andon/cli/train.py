@@ -192,10 +192,10 @@ def _train_in_ranks(config: Config, folder: RunFolder, started: float, sizing: S
     with folder.open_for_writing():
         pass  # only to refuse, before ranks are started, a folder that cannot be written or is being written
     warm_up(_PRELOAD)
-    bound = config.run.grace_s
+    bounds = {"timeout_s": config.run.grace_s, "silence_s": config.run.timeout_s}
     if sizing is None:
         payload = payload_of(config, folder.path, started)
-        result = launch(entry, payload, workers=config.run.workers, run_folder=folder.path, timeout_s=bound)
+        result = launch(entry, payload, workers=config.run.workers, run_folder=folder.path, **bounds)
     else:
         from andon.launch.elastic import launch_elastic
 
@@ -203,7 +203,7 @@ def _train_in_ranks(config: Config, folder: RunFolder, started: float, sizing: S
             run = config.run.model_copy(update={"workers": workers} | ({"resume": "auto"} if again else {}))
             return payload_of(config.model_copy(update={"run": run}), folder.path, started)
 
-        result = launch_elastic(entry, payload_for, sizing, run_folder=folder.path, timeout_s=bound)
+        result = launch_elastic(entry, payload_for, sizing, run_folder=folder.path, **bounds)
     if result.exit is not Exit.OK:
         say(_why(result))
     return result.exit

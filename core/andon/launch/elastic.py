@@ -9,6 +9,7 @@ ranks train does not depend on their number, so neither do its bits.
 
 from __future__ import annotations
 
+import math
 import signal
 import uuid
 from collections.abc import Callable, Mapping
@@ -35,7 +36,13 @@ PayloadFor = Callable[[int, bool], Mapping[str, Any]]
 
 
 def launch_elastic(
-    entry: str, payload_for: PayloadFor, sizing: Sizing, *, run_folder: Path, timeout_s: float
+    entry: str,
+    payload_for: PayloadFor,
+    sizing: Sizing,
+    *,
+    run_folder: Path,
+    timeout_s: float,
+    silence_s: float = math.inf,
 ) -> LaunchResult:
     """Run `entry` in as many rank processes as `sizing` allows, until it has ended for good.
 
@@ -47,7 +54,7 @@ def launch_elastic(
         warm_up()
         crew = Crew(job)
         try:
-            return _Generations(crew, payload_for, sizing, run_folder, timeout_s, wake).run()
+            return _Generations(crew, payload_for, sizing, run_folder, (timeout_s, silence_s), wake).run()
         finally:
             crew.close()
             resizing.hide(run_folder)
@@ -61,7 +68,7 @@ class _Generations:
     payload_for: PayloadFor
     sizing: Sizing
     run_folder: Path
-    timeout_s: float
+    bounds: tuple[float, float]
     wake: Wake
 
     def run(self) -> LaunchResult:
@@ -89,7 +96,7 @@ class _Generations:
         world = len(self.crew.members)
         self.crew.begin(rendezvous.port, rendezvous.get_run_id(), LOOPBACK, self.payload_for(world, number > 1))
         watched = Generation(self.crew, self.run_folder, self.sizing.bounds, number, rendezvous)
-        seen = Supervisor(watched, self.wake, self.run_folder, self.timeout_s).run()
+        seen = Supervisor(watched, self.wake, self.run_folder, *self.bounds).run()
         exits = self.crew.exits
         lost, leaving = self.crew.settle()
         result = result_of(self.run_folder, seen, exits, None, world)

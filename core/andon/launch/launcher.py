@@ -10,6 +10,7 @@ that ran torch code hangs, and spawning pays the imports once per rank. Importin
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -83,13 +84,20 @@ def warm_up(preload: Sequence[str] = PRELOAD) -> None:
 
 
 def launch(
-    entry: str, payload: Mapping[str, JSON], *, workers: int, run_folder: Path, timeout_s: float
+    entry: str,
+    payload: Mapping[str, JSON],
+    *,
+    workers: int,
+    run_folder: Path,
+    timeout_s: float,
+    silence_s: float = math.inf,
 ) -> LaunchResult:
     """Run `entry` ("module:function", called with the payload, returns an `Exit`) in `workers` rank processes.
 
     Returns when all ranks have ended. Once one has failed, the others get SIGTERM, and SIGKILL within 2 s. SIGTERM,
     SIGINT and SIGUSR1 to this process are forwarded to the ranks once (from the main thread); they have `timeout_s`
-    seconds to end at a step boundary; a second SIGINT ends them at once. One launch at a time in a process.
+    seconds to end at a step boundary; a second SIGINT ends them at once. A rank that is stopped for more than
+    `silence_s` is given up, unless another rank has given it up before. One launch at a time in a process.
 
     Raises ValueError for a malformed entry, fewer than 1 worker or a timeout that is not positive, TypeError for a
     payload that is not JSON, RuntimeError while another launch runs in this process.
@@ -98,7 +106,7 @@ def launch(
     if workers < 1 or not timeout_s > 0:
         raise ValueError(f"at least 1 worker and a timeout above 0 s are needed, not {workers} and {timeout_s}")
     with exclusive() as wake:
-        return _run(job, workers, run_folder, timeout_s, wake)
+        return _run(job, workers, run_folder, (timeout_s, silence_s), wake)
 
 
 @contextmanager
@@ -131,7 +139,7 @@ def job_of(entry: str, payload: Mapping[str, JSON], run_folder: Path) -> Job:
     )
 
 
-def _run(job: Job, workers: int, run_folder: Path, timeout_s: float, wake: Wake) -> LaunchResult:
+def _run(job: Job, workers: int, run_folder: Path, bounds: tuple[float, float], wake: Wake) -> LaunchResult:
     warm_up()
     # Imports torch; beside the forkserver, which does the same.
     from andon.launch.agent import AgentThread
@@ -139,7 +147,7 @@ def _run(job: Job, workers: int, run_folder: Path, timeout_s: float, wake: Wake)
     clear(run_folder)
     agent = AgentThread(job, workers, uuid.uuid4().hex, wake.ring)
     agent.start()
-    seen = Supervisor(agent, wake, run_folder, timeout_s).run()
+    seen = Supervisor(agent, wake, run_folder, *bounds).run()
     return result_of(run_folder, seen, dict(agent.exits) if agent.done else {}, agent.error, workers)
 
 

@@ -40,6 +40,11 @@ class Process:
         """Whether it is still there and not a zombie. A stopped process is alive."""
         return start_time(self.pid) == self.started
 
+    def stopped(self) -> bool:
+        """Whether it is there, but a signal (SIGSTOP) or a debugger keeps it from running."""
+        fields = _stat(self.pid)
+        return fields is not None and int(fields[_STARTED]) == self.started and fields[_STATE] in (b"T", b"t")
+
     def send(self, signum: int) -> bool:
         """Send a signal; False where the process has ended already."""
         if not self.alive():
@@ -53,13 +58,18 @@ class Process:
 
 def start_time(pid: int) -> int | None:
     """When the process started, in clock ticks since boot; None where it does not run (gone, or a zombie)."""
+    fields = _stat(pid)
+    return None if fields is None or fields[_STATE] in (b"Z", b"X") else int(fields[_STARTED])
+
+
+def _stat(pid: int) -> list[bytes] | None:
+    """The fields of proc(5) after the command name; None where there is no such process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
         return None
     # The command name stands in brackets and may itself hold blanks and brackets: count from the last one.
-    fields = stat[stat.rindex(b")") + 1 :].split()
-    return None if fields[_STATE] in (b"Z", b"X") else int(fields[_STARTED])
+    return stat[stat.rindex(b")") + 1 :].split()
 
 
 def die_with_parent(agent_pid: int, *, poll_s: float = POLL_S) -> None:

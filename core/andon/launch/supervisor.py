@@ -5,6 +5,7 @@ Torch's agent runs in another thread; nothing here waits for it longer than `AGE
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import signal
@@ -123,10 +124,16 @@ class Supervisor:
     """Stays with one agent and its ranks until all have ended, or may no longer be waited for.
 
     timeout_s: how long a rank that was asked to end by a signal may take to its next step boundary and checkpoint.
+    silence_s: how long a rank may be stopped, where no other one gives it up: the only rank of a world has nobody else.
     """
 
-    def __init__(self, agent: Agent, wake: Wake, run_folder: Path, timeout_s: float) -> None:
+    def __init__(
+        self, agent: Agent, wake: Wake, run_folder: Path, timeout_s: float, silence_s: float = math.inf
+    ) -> None:
         self._agent, self._wake, self._folder, self._timeout_s = agent, wake, run_folder, timeout_s
+        self._silence_s = silence_s
+        self._stopped_s: dict[int, float] = {}
+        self._looked_at = time.monotonic()
         self._all: tuple[int, ...] = ()
         self._live: dict[int, Process] = {}
         self._told_to_end = False
@@ -157,6 +164,7 @@ class Supervisor:
             self._told_to_end = True
             self._forward(signal.SIGUSR1)
         self._find_dead()
+        self._find_stopped()
         if time.monotonic() >= self._kill_at:
             self._kill(self._late)
 
@@ -196,6 +204,20 @@ class Supervisor:
             if not process.alive():
                 del self._live[rank]
                 self._note_death(rank)
+
+    def _find_stopped(self) -> None:
+        now = time.monotonic()
+        # Longer gaps are this process's own: stopped with its ranks, it must not give them up as it wakes.
+        gap, self._looked_at = min(now - self._looked_at, END_S), now
+        if self._silence_s == math.inf:
+            return
+        stopped = [rank for rank, process in self._live.items() if process.stopped()]
+        self._stopped_s = {rank: self._stopped_s.get(rank, 0.0) + gap for rank in stopped}
+        # The others give it up first, where there are any, and say what they waited for.
+        late = [rank for rank, seconds in self._stopped_s.items() if seconds > self._silence_s + END_S]
+        if late and not self._seen.died and self._killed_at is None:
+            what = "by a signal (SIGSTOP), or a debugger"
+            self._kill((Exit.RANK_SILENT, f"{_names(late)} did not run for {self._silence_s:g} s: stopped {what}"))
 
     def _note_death(self, rank: int) -> None:
         self._seen.died[rank] = time.time()
