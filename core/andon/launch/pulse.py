@@ -33,7 +33,7 @@ SLOW_S = 10.0
 """What lasts shorter is not slow, whatever is usual."""
 SLOW_TIMES = 10
 """How many times the usual a step may take before it is slow."""
-_SILENCE_S = 3.0
+_SILENCE_S = 2.0
 _EVIDENCE_S = 0.7
 """How long an end waits to learn who else has ended. Ranks have 1.5 s for theirs."""
 _FAREWELL_S = 0.3
@@ -57,7 +57,7 @@ class Bounds:
     @property
     def silence_s(self) -> float:
         """For how long a rank that lives may give no sign of it."""
-        return min(_SILENCE_S, self.timeout_s / 2)
+        return min(_SILENCE_S, self.timeout_s / 3)
 
 
 @dataclass

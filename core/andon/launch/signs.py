@@ -140,7 +140,7 @@ def slowness(view: View, usual_s: float) -> str:
     late = [rank for rank in behind(fresh) if not fresh[rank].waits] or behind(fresh)
     if late:
         waiting = sum(sign.waits for sign in fresh.values())
-        return f"{view.name(late)} {_is(late)} slow: {_doing(fresh[late[0]])}; {waiting} wait for it{usual}"
+        return f"{view.name(late)} {_is(late)} slow: {_doing(fresh[late[0]])}; {waiting} wait{'s' * (waiting == 1)} for it{usual}"
     mine = view.mine
     if mine.waits:
         waited = f"for {mine.since_s:.1f} s, {mine.phase_s:.1f} s after it began"

@@ -4,9 +4,10 @@
         job = lan.hosts[0].start(["python", "job.py"], {}, log)
         lan.hosts[0].drop(lan.hosts[1])
 
-A host is a network namespace with one interface, plugged into a bridge that stands in a namespace of its own, and a
-`/tmp` of its own: sockets of the file system reach from one network namespace into another. Everything else, the run
-folder too, is shared. Needs root and `ip`; `unavailable` says why where it is not possible.
+A host is a network namespace with one interface, plugged into a bridge that stands in a namespace of its own. Its
+processes see no others, it has a name that all hosts know, and a temporary folder of its own: sockets of the file
+system reach from one network namespace into another. The rest, the run folder too, is shared. Needs root, `ip` and
+`unshare`; `unavailable` says why where it is not possible.
 
 Nothing is left behind. Every name holds the process that it belongs to, `close` ends what still runs and removes all,
 a watchman does the same as soon as that process is gone without having closed, and `sweep` for whoever comes later.
@@ -42,6 +43,10 @@ _NOWHERE = "02:00:00:00:00:99"
 """An address of a network card that nobody has."""
 _GONE_S = 10.0
 _CLONE_NEWNET = 0x40000000
+# As the first process of its space of processes, the shell reaps; the name is the shell's `$0`.
+_SETTLE = """hostname "$0" && mount --bind "$TMPDIR/../hosts" /etc/hosts && mount -t tmpfs none "$TMPDIR" || exit 125
+"$@"
+exit $?"""
 _numbers = count()
 
 
@@ -50,17 +55,22 @@ class Host:
     """One of the hosts of a `Lan`. name: of its namespace. scratch: where its own temporary folder is mounted."""
 
     name: str
+    hostname: str
     address: str
     scratch: Path
 
+    def command(self, command: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+        """What runs `command` here, with these variables. Ended by SIGKILL, it ends all that it has started."""
+        own = {"TMPDIR": str(self.scratch), "GLOO_SOCKET_IFNAME": INTERFACE, **environment}
+        variables = [f"{name}={value}" for name, value in own.items()]
+        apart = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--uts", "env", *variables]
+        return ["ip", "netns", "exec", self.name, *apart, "sh", "-c", _SETTLE, self.hostname, *command]
+
     def start(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
-        """Run a command here, in a session of its own; what it says goes to `log`. The pid is the command's own."""
-        own = {"TMPDIR": str(self.scratch), "GLOO_SOCKET_IFNAME": INTERFACE}
-        mounted = ["sh", "-c", 'mount -t tmpfs none "$TMPDIR" && exec "$@"', "sh", *command]
+        """Run a command here, in a session of its own; what it says goes to `log`."""
         with log.open("ab") as file:
             return subprocess.Popen(
-                ["ip", "netns", "exec", self.name, *mounted],
-                env={**os.environ, **own, **environment},
+                self.command(command, environment),
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
@@ -159,7 +169,7 @@ class Lan:
         name = f"{_PREFIX}-{owner.pid}-{owner.started}-{next(_numbers)}"
         folder = Path(tempfile.gettempdir()) / name
         watchman = _watch(name)
-        hosts = tuple(Host(f"{name}-{n}", f"10.77.0.{n + 1}", folder / str(n)) for n in range(size))
+        hosts = tuple(Host(f"{name}-{n}", f"host{n}", f"10.77.0.{n + 1}", folder / str(n)) for n in range(size))
         lan = cls(name, folder, hosts, watchman)
         try:
             _build(lan)
@@ -186,9 +196,9 @@ class Lan:
 
 def unavailable() -> str:
     """Why there can be no hosts here; empty where there can: two are made, and reach each other."""
-    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    missing = [tool for tool in ("ip", "tc", "unshare") if shutil.which(tool) is None]
     if missing:
-        return f"this machine has no {' and no '.join(missing)} (iproute2)"
+        return f"this machine has no {' and no '.join(missing)} (iproute2, util-linux)"
     if os.geteuid() != 0:
         return "network namespaces need root"
     try:
@@ -218,9 +228,12 @@ def _build(lan: Lan) -> None:
     _ip("netns", "add", hub)
     _ip("link", "add", "br0", "netns", hub, "type", "bridge")
     _ip("-n", hub, "link", "set", "br0", "up")
+    lan.folder.mkdir()
+    names = [f"{host.address} {host.hostname}" for host in lan.hosts]
+    (lan.folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *names]) + "\n")
     for number, host in enumerate(lan.hosts):
         port = f"p{number}"
-        host.scratch.mkdir(parents=True)
+        host.scratch.mkdir()
         _ip("netns", "add", host.name)
         _ip("link", "add", INTERFACE, "netns", host.name, "type", "veth", "peer", "name", port, "netns", hub)
         _ip("-n", hub, "link", "set", port, "master", "br0", "up")
