@@ -33,6 +33,7 @@ LATER = (
     "training.exact",
     "training.compile",
     "training.compile_lengths",
+    "training.activation_checkpointing",
     "training.group_by_length",
     "training.pad_to_multiple_of",
 )
@@ -48,6 +49,9 @@ def identity(config: Config) -> dict[str, Any]:
     found, default = _by_key(config), _by_key(Config())
     kept = {key: value for key, value in found.items() if key not in PLACING}
     kept = {key: value for key, value in kept.items() if key not in LATER or value != default[key]}
+    if config.training.compile == "off":
+        # The bits are the same with it and without; compiled, other operations may be fused.
+        kept.pop("training.activation_checkpointing", None)
     if not config.training.exact:
         kept["run.workers"] = config.run.workers
     return kept | {

@@ -155,6 +155,9 @@ class Training(Section):
         default="off", description="of the backbone, on GPUs: fused kernels, or these in CUDA graphs"
     )
     compile_lengths: Count = Field(default=4, description="padded lengths that are compiled; each takes a minute")
+    activation_checkpointing: bool = Field(
+        default=False, description="layers keep their input alone and compute the rest again: less memory, more time"
+    )
     early_stopping_patience: Count | None = Field(
         default=None, description="epochs without a better validation loss; null: never"
     )
@@ -206,6 +209,10 @@ class Run(Section):
         default=None, description="an update that takes longer ends the run; null: it is only said to be slow"
     )
     grace_s: Positive = Field(default=30.0, description="time to reach a step's end and a checkpoint after SIGTERM")
+    on_save_error: Literal["stop", "continue"] = Field(
+        default="stop",
+        description="where the disk refuses a checkpoint; continue: say so, keep the last one and go on training",
+    )
     resume: Literal["never", "auto"] = Field(
         default="never", description="auto: go on from the newest valid checkpoint"
     )

@@ -67,6 +67,18 @@ def build_base(spec: ModelSpec) -> nn.Module:
     return model.train()
 
 
+def build_shape(spec: ModelSpec) -> nn.Module:
+    """What `build_base` gives, without its weights: on the meta device, nothing of it is allocated or read.
+
+    A folder needs its config.json only. Raises `InputError` as `build_base` does, but for weights that are absent.
+    """
+    _check(spec)
+    with seeded(spec.seed), torch.device("meta"):
+        model: nn.Module = _embedded(spec) if spec.base is None else _configured(spec)
+    _check_fit(model.config, spec)
+    return model.train()
+
+
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Inside, the CPU generator starts from `seed`; afterwards it is as it was. One thread at a time.
@@ -177,6 +189,20 @@ def _pretrained(spec: ModelSpec) -> Any:
         raise InputError([Problem("model.base", f"cannot load {spec.base!r}: {error}")]) from error
     _check_complete(model, report, spec)
     return model
+
+
+def _configured(spec: ModelSpec) -> Any:
+    """The model that a folder's or the hub's configuration describes, with the sizes that `spec` gives its head."""
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    source, local = _source(str(spec.base))
+    given = {"pad_token_id": spec.pad_id, "use_cache": False, **_label_names(spec)}
+    try:
+        config = AutoConfig.from_pretrained(source, local_files_only=local, trust_remote_code=False, **given)
+        with quiet_loading():
+            return AutoModelForSequenceClassification.from_config(config, dtype=_DTYPES[spec.dtype])
+    except (OSError, ValueError, RuntimeError) as error:
+        raise InputError([Problem("model.base", f"cannot load {spec.base!r}: {error}")]) from error
 
 
 def _source(base: str) -> tuple[str, bool]:

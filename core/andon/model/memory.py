@@ -1,4 +1,4 @@
-"""The plan of bytes of one replica on a CPU, and an independent count of what really lives (F-HET-002).
+"""The plan of bytes of one replica, and an independent count of what really lives on a CPU (F-HET-002).
 
 The plan follows the step: frozen weights, one flat buffer each for the weights that train, their gradient and each
 moment, the partial sums of the fixed tree, and on top the most that any one phase needs for itself. The count knows
@@ -26,16 +26,29 @@ T = TypeVar("T")
 _FP32 = 4
 _DIGEST_WORDS = 1 << 16
 _MOMENTS = {"adamw": 2, "sgd": 0}
+CUDA_UNIT = 512
+"""Bytes to which torch's allocator of a GPU rounds up."""
+CUDA_WORKSPACE = 64 << 20
+"""Bytes of cuBLAS with CUBLAS_WORKSPACE_CONFIG=:4096:8: for the thread of forward passes, and that of backward."""
+
+
+def rounded(size: int) -> int:
+    """Bytes that `size` of them take on a GPU."""
+    return -(-size // CUDA_UNIT) * CUDA_UNIT
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of live tensors that one replica needs. The last four are phases, of which the largest counts.
+    """Bytes that one replica needs.
 
     base: frozen weights and buffers. weights, gradient: the flat trainable buffers. moments: the optimizer's.
     partials: buffers of the tree, kept from step to step. ramp: the digest's table of positions, one a process.
+    workspace: of matrix products on a GPU. These last.
     activations: one micro-batch, forward and backward. finite: the look for NaN and Inf. digest: its chunks.
-    reduction: what is sent, received and gathered.
+    reduction: what is sent, received and gathered. evaluation: a forward pass of its rows. These are phases, of which
+    the largest counts.
+    graphs: what CUDA graphs hold while they do not run. outside: what torch does not count, as the process, a device's
+    context, buffers of NCCL.
     """
 
     base: int
@@ -48,16 +61,26 @@ class MemoryPlan:
     finite: int
     digest: int
     reduction: int
+    evaluation: int = 0
+    workspace: int = 0
+    graphs: int = 0
+    outside: int = 0
 
     @property
     def total(self) -> int:
-        """What lives all the time, plus the largest phase."""
-        lasting = self.base + self.weights + self.gradient + self.moments + self.partials + self.ramp
-        return lasting + max(self.activations, self.finite, self.digest, self.reduction)
+        """The most bytes of tensors at once: what lives all the time, plus the largest phase."""
+        lasting = self.base + self.weights + self.gradient + self.moments + self.partials + self.ramp + self.workspace
+        return lasting + max(self.activations, self.finite, self.digest, self.reduction, self.evaluation)
+
+    @property
+    def needed(self) -> int:
+        """What must be free on the device before the run starts."""
+        return self.total + self.graphs + self.outside
 
     def as_dict(self) -> dict[str, int]:
-        """Plain values for a record, with the total."""
-        return {part.name: getattr(self, part.name) for part in fields(self)} | {"total": self.total}
+        """Plain values for a record, with `total` and `needed`."""
+        parts = {part.name: getattr(self, part.name) for part in fields(self)}
+        return parts | {"total": self.total, "needed": self.needed}
 
 
 def plan_bytes(
@@ -69,30 +92,34 @@ def plan_bytes(
     *,
     world_size: int = 1,
     momentum: float = 0.0,
+    kind: str = "cpu",
 ) -> MemoryPlan:
     """The plan of the rank that needs most, with `micro_batches` leaves over `world_size` ranks.
 
     trainable: in canonical order, all fp32. optimizer: 'adamw' or 'sgd'. activations: bytes of the largest micro-batch,
-    from `activation_bytes`. Raises `ValueError` for an unknown optimizer.
+    from `activation_bytes` or from `andon.model.memory_trace`. kind: of the device, 'cpu' or 'cuda'; a GPU reads with
+    kernels that need no room. Raises `ValueError` for an unknown optimizer.
     """
     if optimizer not in _MOMENTS:
         msg = f"unknown optimizer {optimizer!r}; there are {', '.join(_MOMENTS)}"
         raise ValueError(msg)
+    on_gpu = kind == "cuda"
     frozen = _storages([*(p for p in model.parameters() if not p.requires_grad), *model.buffers()])
     size = layout_of(trainable)[1] * _FP32
     moments = _MOMENTS[optimizer] + (optimizer == "sgd" and momentum != 0.0)
     runs = rank_leaves(micro_batches, world_size)
     return MemoryPlan(
-        base=sum(frozen.values()),
+        base=sum(rounded(held) if on_gpu else held for held in frozen.values()),
         weights=size,
         gradient=size,
         moments=moments * size,
         partials=size * max(kept_partials(micro_batches, run) for run in runs),
-        ramp=8 * _DIGEST_WORDS,
+        ramp=0 if on_gpu else 8 * _DIGEST_WORDS,
         activations=activations,
-        finite=size + 3 * (size // _FP32),
-        digest=16 * min(_DIGEST_WORDS, max([size, *frozen.values()]) // 8),
+        finite=0 if on_gpu else size + 3 * (size // _FP32),
+        digest=0 if on_gpu else 16 * min(_DIGEST_WORDS, max([size, *frozen.values()]) // 8),
         reduction=_reduction_bytes(size, micro_batches, world_size),
+        workspace=CUDA_WORKSPACE if on_gpu else 0,
     )
 
 
@@ -194,17 +221,20 @@ def measure_peak_bytes(function: Callable[[], T]) -> PeakBytes[T]:
     Of this thread only. A tensor made before and never touched inside is not seen, so make the model inside `function`
     to count all of it. What a kernel allocates and frees inside one operation is not seen either.
     """
-    watch = _StorageWatch()
+    watch = StorageWatch()
     with watch:
         result = function()
     return PeakBytes(result, watch.peak)
 
 
-class _StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Weak references to storages; the dead are swept out only when their bytes would raise the peak."""
 
-    def __init__(self) -> None:
+    def __init__(self, unit: int = 1, ignored: Iterable[torch.Tensor] = ()) -> None:
+        """unit: bytes to which each storage is rounded up. ignored: tensors whose storages do not count."""
         super().__init__()  # type: ignore[no-untyped-call]
+        self._unit = unit
+        self._ignored = {tensor.untyped_storage()._cdata for tensor in ignored}
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
         self._bytes = 0
         self.peak = 0
@@ -227,8 +257,10 @@ class _StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not isinstance(value, torch.Tensor) or value.device.type == "meta" or value.layout != torch.strided:
             return
         storage = value.untyped_storage()
+        if storage._cdata in self._ignored:
+            return
         known = self._live.get(storage._cdata)
-        size = storage.nbytes()
+        size = -(-storage.nbytes() // self._unit) * self._unit
         if known is None:
             self._live[storage._cdata] = (_weakly(storage), size)
             self._bytes += size

@@ -10,8 +10,9 @@ enough.
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -91,7 +92,8 @@ class _Interceptor(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Gives every random ATen operation `generator`; notes those that it cannot key.
 
     These take no generator, or run in the backward pass: a forward that is computed again there (activation
-    checkpointing) would go on in the stream and get other masks than those whose gradient it computes.
+    checkpointing) would go on in the stream and get other masks than those whose gradient it computes, unless it is
+    inside `again`.
     """
 
     def __init__(self, generator: torch.Generator) -> None:
@@ -99,6 +101,23 @@ class _Interceptor(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.generator = generator
         self.refused: set[str] = set()
         self.intercepted = 0
+        self._replaying = False
+
+    @contextmanager
+    def again(self, state: torch.Tensor) -> Iterator[None]:
+        """Inside, draws start from `state` of the generator, which afterwards is as it was before.
+
+        The mode is entered anew: `Tensor.backward` leaves that of its caller, as every function does.
+        """
+        before = self.generator.get_state()
+        self.generator.set_state(state)
+        self._replaying = True
+        try:
+            with _StochasticFunctions(self):
+                yield
+        finally:
+            self._replaying = False
+            self.generator.set_state(before)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -107,10 +126,11 @@ class _Interceptor(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not _draws(func, args, kwargs):
             return func(*args, **kwargs)
         keyed = _taking_generator(func)
-        if keyed is None or _in_backward():
-            self.refused.add(f"{func} in the backward pass" if _in_backward() else str(func))
+        late = _in_backward() and not self._replaying
+        if keyed is None or late:
+            self.refused.add(f"{func} in the backward pass" if late else str(func))
             return func(*args, **kwargs)
-        self.intercepted += 1
+        self.intercepted += not self._replaying
         return keyed(*args, **{**kwargs, "generator": self.generator})
 
     def raise_if_refused(self) -> None:
@@ -138,6 +158,31 @@ class _StochasticFunctions(TorchFunctionMode):
             return func(*args, **kwargs)
 
 
+_active = threading.local()
+"""`interceptor`: the one through which this thread's micro-batch draws, if there is one."""
+
+
+@contextmanager
+def _drawing_through(interceptor: _Interceptor) -> Iterator[None]:
+    before = getattr(_active, "interceptor", None)
+    _active.interceptor = interceptor
+    try:
+        yield
+    finally:
+        _active.interceptor = before
+
+
+def replaying() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
+    """The `context_fn` of `torch.utils.checkpoint` on a CPU: what is computed again draws what it drew before.
+
+    To be called where a region begins, as checkpoint does: its second context goes back to the stream's place here.
+    """
+    interceptor: _Interceptor | None = getattr(_active, "interceptor", None)
+    if interceptor is None:
+        return nullcontext(), nullcontext()
+    return nullcontext(), interceptor.again(interceptor.generator.get_state())
+
+
 class KeyedRandomness:
     """The random numbers of one replica. On a CPU a generator of its own; on a GPU the device's, seeded anew.
 
@@ -155,7 +200,8 @@ class KeyedRandomness:
     def micro_batch(self, step: int, index: int) -> Iterator[None]:
         """Inside, this thread's random operations draw from the stream of (seed, step, index).
 
-        Raises `UnkeyedRandomnessError` at the end if one could not, as in activation checkpointing on a CPU.
+        Raises `UnkeyedRandomnessError` at the end if one could not, as in activation checkpointing on a CPU that does
+        not use `replaying`.
         """
         stream = key(self._seed, step, index)
         if self._device.type == "cuda":
@@ -163,7 +209,7 @@ class KeyedRandomness:
             yield
             return
         self._generator.manual_seed(stream)
-        with self._mode:
+        with _drawing_through(self._interceptor), self._mode:
             yield
         self._interceptor.raise_if_refused()
 
@@ -190,7 +236,7 @@ def _backward(result: object) -> None:
 def _count(forward: Callable[[], object], *, intercept_all: bool) -> int:
     interceptor = _Interceptor(torch.Generator(device="cpu").manual_seed(0))
     mode = interceptor if intercept_all else _StochasticFunctions(interceptor)
-    with torch.random.fork_rng(devices=[]), mode:
+    with torch.random.fork_rng(devices=[]), _drawing_through(interceptor), mode:
         result = forward()
         if intercept_all:
             _backward(result)

@@ -9,6 +9,7 @@ from torch import nn
 
 from andon.backend.base import Backend
 from andon.model.adapter import trainable_parameters
+from andon.model.checkpointing import checkpoint_layers
 from andon.problems import InputError, Problem
 from andon.step.keyed import KeyedRandomness, needs_full_interception
 from andon.step.replica import OptimizerSpec, Replica
@@ -16,16 +17,24 @@ from andon.step.task import Task
 
 
 def build_replicas(
-    model: nn.Module, backend: Backend, optimizer: OptimizerSpec, seed: int, task: Task, sample: int
+    model: nn.Module,
+    backend: Backend,
+    optimizer: OptimizerSpec,
+    seed: int,
+    task: Task,
+    sample: int,
+    *,
+    checkpointing: bool = False,
 ) -> list[Replica]:
     """One replica for each local rank of `backend`, all with the weights of `model` (on the CPU, as built).
 
-    sample: a row for the one forward pass that finds out how the model draws its random numbers.
+    sample: a row for the one forward pass that finds out how the model draws its random numbers. checkpointing: whether
+    layers compute their activations again in the backward pass.
     Raises `InputError` for a model that cannot be trained to the same bits anywhere: whose random numbers cannot be
     keyed by micro-batch, or that keeps running statistics.
     """
     try:
-        return _built(model, backend, optimizer, seed, task, sample)
+        return _built(model, backend, optimizer, seed, task, sample, checkpointing)
     except InputError:
         raise
     except ValueError as error:
@@ -33,13 +42,21 @@ def build_replicas(
 
 
 def _built(
-    model: nn.Module, backend: Backend, optimizer: OptimizerSpec, seed: int, task: Task, sample: int
+    model: nn.Module,
+    backend: Backend,
+    optimizer: OptimizerSpec,
+    seed: int,
+    task: Task,
+    sample: int,
+    checkpointing: bool,
 ) -> list[Replica]:
     replicas: list[Replica] = []
     on_device: dict[torch.device, nn.Module] = {}
     for device in backend.devices:
         own = _placed(model, device, on_device)
         own.train()
+        if checkpointing:
+            checkpoint_layers(own, device)
         batch = task.load([sample], device)
         intercept_all = needs_full_interception(lambda m=own, b=batch: task.loss_sum(m, b), device)  # type: ignore[misc]
         randomness = KeyedRandomness(seed, device, intercept_all=intercept_all)

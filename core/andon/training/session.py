@@ -172,7 +172,15 @@ def _assemble(config: Config, folder: RunFolder, backend: Backend, started: floa
     optimizer = config.optimizer
     first, second = optimizer.betas
     spec = OptimizerSpec(optimizer.name, (first, second), optimizer.eps, optimizer.weight_decay, optimizer.momentum)
-    replicas = build_replicas(model, backend, spec, config.seed, material.task, material.plan.ids[0])
+    replicas = build_replicas(
+        model,
+        backend,
+        spec,
+        config.seed,
+        material.task,
+        material.plan.ids[0],
+        checkpointing=config.training.activation_checkpointing,
+    )
     _compile(config, replicas)
     step = TrainingStep(
         backend,

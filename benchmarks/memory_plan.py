@@ -1,0 +1,308 @@
+"""The memory plan against what was measured: `python -m benchmarks.memory_plan`, on one GPU or on a CPU.
+
+Each job is planned in a process that allocates nothing of the model, and run in another one. On a GPU the measured
+figure is the most that torch's allocator had given out at once (`torch.cuda.max_memory_allocated`) in three steps; on a
+CPU, with tiny shapes, the independent count of `measure_peak_bytes`. Prints a table and one JSON object; exits with 1
+if a plan is off by more than `--within`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from andon.backend.inprocess import InlineBackend
+from andon.model.adapter import AdapterSpec, attach, trainable_parameters
+from andon.model.compiled import compile_backbone, shapes_of
+from andon.model.memory import measure_peak_bytes, plan_bytes
+from andon.model.memory_compiled import compiled_activations
+from andon.model.memory_trace import checkpoint_hollow, hollow, traced_activations
+from andon.model.task import ClassificationTask
+from andon.step.plan import BatchPlan
+from andon.step.replica import OptimizerSpec
+from andon.step.step import TrainingStep
+from andon.training.replicas import build_replicas
+from benchmarks.runs import table
+
+STEPS = 3
+_MARK = "RESULT "
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model, and how it is trained. batch: rows of an update, all of `length` tokens."""
+
+    name: str
+    hidden: int = 2560
+    layers: int = 4
+    heads: int = 32
+    kv_heads: int = 8
+    head_size: int = 128
+    inner: int = 9728
+    vocabulary: int = 8192
+    architecture: str = "decoder"
+    dtype: str = "bfloat16"
+    adapter: str = "lora"
+    length: int = 256
+    batch: int = 32
+    micro_batches: int = 4
+    checkpointing: bool = False
+    compile: str = "off"
+    optimizer: str = "adamw"
+
+
+_SMALL = {"hidden": 1024, "heads": 16, "inner": 3072}
+_ENCODER = {**_SMALL, "architecture": "encoder", "head_size": 64, "inner": 4096, "vocabulary": 30_522}
+_REFERENCE = {"layers": 36, "vocabulary": 151_936}
+GPU_JOBS = (
+    Job("reference, 36 layers, graphs", **_REFERENCE, compile="graphs"),  # type: ignore[arg-type]
+    Job("4 layers, fused kernels", compile="kernels"),
+    Job("8 layers, graphs", layers=8, compile="graphs"),
+    Job("8 layers, graphs, 8 micro-batches", layers=8, compile="graphs", micro_batches=8),
+    Job("8 layers, graphs, checkpointing", layers=8, compile="graphs", checkpointing=True),
+    Job("2 layers", layers=2),
+    Job("4 layers, 8 micro-batches", micro_batches=8),
+    Job("4 layers, whole batch at once", micro_batches=1),
+    Job("4 layers, 512 tokens", length=512),
+    Job("8 layers, 1024 tokens, checkpointing", layers=8, length=1024, checkpointing=True),
+    Job("8 layers, checkpointing", layers=8, checkpointing=True),
+    Job("4 layers, fp32 base", dtype="float32"),
+    Job("0.6 B widths, 28 layers", **_SMALL, layers=28, vocabulary=151_936),  # type: ignore[arg-type]
+    Job("0.6 B widths, 8 layers, all weights trained", **_SMALL, layers=8, adapter="none"),  # type: ignore[arg-type]
+    Job("encoder, 8 layers, 128 tokens", **_ENCODER, layers=8, length=128),  # type: ignore[arg-type]
+    Job("encoder, 8 layers, SGD", **_ENCODER, layers=8, optimizer="sgd"),  # type: ignore[arg-type]
+    Job("reference, 36 layers", **_REFERENCE),  # type: ignore[arg-type]
+)
+_TINY = Job("", 64, 2, 4, 2, 16, 128, 256, length=32, batch=16)
+CPU_JOBS = (
+    replace(_TINY, name="2 layers"),
+    replace(_TINY, name="2 layers, 8 micro-batches", micro_batches=8),
+    replace(_TINY, name="2 layers, whole batch at once", micro_batches=1),
+    replace(_TINY, name="2 layers, 64 tokens", length=64),
+    replace(_TINY, name="6 layers", layers=6),
+    replace(_TINY, name="6 layers, checkpointing", layers=6, checkpointing=True),
+    replace(_TINY, name="2 layers, fp32", dtype="float32"),
+    replace(_TINY, name="2 layers, wide", hidden=256, inner=512),
+    replace(_TINY, name="2 layers, all weights trained", adapter="none"),
+    replace(_TINY, name="encoder, 2 layers", architecture="encoder"),
+    replace(_TINY, name="encoder, 4 layers, fp32", architecture="encoder", layers=4, dtype="float32"),
+    replace(_TINY, name="encoder, 2 layers, SGD", architecture="encoder", optimizer="sgd"),
+)
+
+
+def main() -> int:
+    """Plan and measure every job; or, as a child, one of them."""
+    options = _options()
+    if options.plan or options.measure or options.outside:
+        print(_MARK + json.dumps(_child(options)))
+        return 0
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    started = time.perf_counter()
+    jobs = [job for job in (GPU_JOBS if kind == "cuda" else CPU_JOBS) if options.only in job.name]
+    outside = _run("--outside") if kind == "cuda" else {}
+    with ThreadPoolExecutor(options.at_once) as pool:
+        rows = list(pool.map(lambda job: _compared(job, kind), jobs))
+    good = [row for row in rows if "error" not in row]
+    print(
+        table(
+            ["job", "planned MiB", "measured MiB", "planned / measured", "at rest", "reserved"],
+            [_row(row) for row in rows],
+        )
+    )
+    worst = max((abs(row["ratio"] - 1) for row in good), default=1.0)
+    device = torch.cuda.get_device_name() if kind == "cuda" else "CPU"
+    versions = {"torch": torch.__version__, "device": device, "seconds": round(time.perf_counter() - started, 1)}
+    print(json.dumps({**versions, "outside": outside, "worst": round(worst, 4), "jobs": rows}))
+    return 0 if len(good) == len(rows) and worst <= options.within else 1
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="jobs whose name has this in it")
+    parser.add_argument("--within", type=float, default=0.05, help="how far a plan may be off")
+    parser.add_argument("--at-once", type=int, default=6 if torch.cuda.is_available() else 1, help="jobs side by side")
+    parser.add_argument("--kind", default="cpu", help=argparse.SUPPRESS)
+    for name in ("--plan", "--measure"):
+        parser.add_argument(name, help=argparse.SUPPRESS)
+    parser.add_argument("--outside", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def _run(*arguments: str) -> dict[str, Any]:
+    """What a child of this benchmark printed; `error` holds the end of its complaint if it failed."""
+    command = [sys.executable, "-m", "benchmarks.memory_plan", *arguments]
+    environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    for line in done.stdout.splitlines():
+        if line.startswith(_MARK):
+            found: dict[str, Any] = json.loads(line.removeprefix(_MARK))
+            return found
+    return {"error": done.stderr[-1500:]}
+
+
+def _compared(job: Job, kind: str) -> dict[str, Any]:
+    text = json.dumps(asdict(job))
+    planned = _run("--plan", text, "--kind", kind)
+    measured = _run("--measure", text, "--kind", kind)
+    error = planned.get("error") or measured.get("error")
+    if error:
+        return {"job": job.name, "error": error}
+    ratio = planned["total"] / measured["peak"]
+    return {"job": job.name, "planned": planned, "measured": measured, "ratio": round(ratio, 4)}
+
+
+def _row(row: dict[str, Any]) -> list[object]:
+    if "error" in row:
+        return [row["job"], "-", "-", row["error"].strip().splitlines()[-1][:120], "-", "-"]
+    planned, measured = row["planned"], row["measured"]
+    sizes = [_mib(planned["total"]), _mib(measured["peak"])]
+    return [row["job"], *sizes, f"{row['ratio']:.3f}", _mib(measured["resting"]), _mib(measured["reserved"])]
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.1f}"
+
+
+def _child(options: argparse.Namespace) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(mode=True)
+    if options.outside:
+        return _outside()
+    job = Job(**json.loads(options.plan or options.measure))
+    return planned(job, options.kind) if options.plan else measured(job, options.kind)
+
+
+def planned(job: Job, kind: str) -> dict[str, Any]:
+    """The plan of `job` on a device of this kind, from shapes alone."""
+    started = time.perf_counter()
+    model = model_of(job, torch.device("meta"))
+    rows = -(-job.batch // job.micro_batches)
+    compiled = kind == "cuda" and job.compile != "off"
+    with hollow(model):
+        if job.checkpointing:
+            checkpoint_hollow(model, kind, compiled=compiled)
+        if compiled:
+            activations = compiled_activations(model, rows, job.length)
+        else:
+            activations = traced_activations(model, rows, job.length, kind)
+        trainable = trainable_parameters(model)
+        plan = plan_bytes(model, trainable, job.optimizer, job.micro_batches, activations, kind=kind)
+    return {**plan.as_dict(), "seconds": round(time.perf_counter() - started, 1)}
+
+
+def measured(job: Job, kind: str) -> dict[str, Any]:
+    """Bytes at the peak of three steps, at rest after them, and those that the allocator held."""
+    device = torch.device(kind, 0) if kind == "cuda" else torch.device("cpu")
+    started = time.perf_counter()
+    if kind == "cuda":
+        trained(job, device)
+        torch.cuda.synchronize()
+        figures = {
+            "peak": torch.cuda.max_memory_allocated(device),
+            "resting": torch.cuda.memory_allocated(device),
+            "reserved": torch.cuda.max_memory_reserved(device),
+        }
+    else:
+        peak = measure_peak_bytes(lambda: trained(job, device)).peak
+        figures = {"peak": peak, "resting": 0, "reserved": 0}
+    return {**figures, "seconds": round(time.perf_counter() - started, 1)}
+
+
+def trained(job: Job, device: torch.device) -> object:
+    """Build the model, take three steps, and return what keeps it alive."""
+    task = ClassificationTask(
+        [[1 + (row + place) % (job.vocabulary - 1) for place in range(job.length)] for row in range(2 * job.batch)],
+        [row % 2 for row in range(2 * job.batch)],
+        num_labels=2,
+        vocab_size=job.vocabulary,
+        pad_id=0,
+    )
+    plan = BatchPlan(tuple(range(len(task))), job.batch, job.micro_batches, 3, STEPS)
+    backend = InlineBackend([device])
+    replicas = build_replicas(
+        model_of(job, device), backend, OptimizerSpec(job.optimizer), 5, task, 0, checkpointing=job.checkpointing
+    )
+    if job.compile != "off" and device.type == "cuda":
+        compile_backbone(replicas[0].model, job.compile, shapes_of(job.batch, job.micro_batches, [job.length]))
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.reset_peak_memory_stats(device)
+    step = TrainingStep(backend, replicas, task, job.micro_batches, 1.0)
+    step.attest_start({})
+    for number in range(1, STEPS + 1):
+        step.launch(plan.batch(number), 1e-4, number).result()
+    return step, replicas
+
+
+def model_of(job: Job, device: torch.device) -> nn.Module:
+    """The model of `job` with its adapter on `device`, with random weights."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, job.dtype))
+    try:
+        with device:
+            base: Any = _base(job)
+    finally:
+        torch.set_default_dtype(before)
+    base.config.dtype = getattr(torch, job.dtype)
+    targets: Any = ("q_proj", "v_proj") if job.architecture == "decoder" else "all-linear"
+    adapter = AdapterSpec(kind=job.adapter, r=16, alpha=32.0, dropout=0.05, targets=targets)
+    return attach(base.train(), adapter, 1).to(device)
+
+
+def _base(job: Job) -> nn.Module:
+    from transformers import BertConfig, BertForSequenceClassification, Qwen3Config, Qwen3ForSequenceClassification
+
+    shared: dict[str, Any] = {
+        "hidden_size": job.hidden,
+        "num_hidden_layers": job.layers,
+        "num_attention_heads": job.heads,
+        "intermediate_size": job.inner,
+        "vocab_size": job.vocabulary,
+        "max_position_embeddings": job.length,
+        "pad_token_id": 0,
+        "use_cache": False,
+        "num_labels": 2,
+    }
+    if job.architecture == "encoder":
+        return BertForSequenceClassification(BertConfig(**shared))
+    ends: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
+    own: dict[str, Any] = {"head_dim": job.head_size, "num_key_value_heads": job.kv_heads}
+    return Qwen3ForSequenceClassification(Qwen3Config(**shared, **own, **ends))
+
+
+def _outside() -> dict[str, Any]:
+    """Bytes of a GPU that a process takes beside torch's allocator: its context, then NCCL's first group."""
+    import torch.distributed as dist
+
+    free, _ = torch.cuda.mem_get_info()
+    torch.ones((256, 256), device="cuda") @ torch.ones((256, 256), device="cuda")
+    torch.cuda.synchronize()
+    context = free - torch.cuda.mem_get_info()[0] - torch.cuda.memory_reserved()
+    store = torch._C._distributed_c10d.HashStore()
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1)
+    whole = torch.ones(1 << 20, device="cuda")
+    dist.all_gather_into_tensor(torch.empty_like(whole), whole)
+    torch.cuda.synchronize()
+    both = free - torch.cuda.mem_get_info()[0] - torch.cuda.memory_reserved()
+    dist.destroy_process_group()
+    return {"after_first_look": context, "with_nccl_of_one": both, "used_before": _used_before(free)}
+
+
+def _used_before(free: int) -> int:
+    """What was taken when this process, whose own context existed by then, first looked."""
+    return torch.cuda.mem_get_info()[1] - free
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

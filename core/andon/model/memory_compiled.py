@@ -1,0 +1,155 @@
+"""Bytes that compiled passes of a micro-batch need, read off the graphs that torch's compiler would turn into kernels.
+
+What is kept for the backward pass is the compiler's own choice, so it is asked: everything but the making of kernels is
+done, on tensors that have no memory. Only a few layers are traced, since all of them are alike.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from andon.model.compiled import backbone_of
+from andon.model.memory import rounded
+from andon.model.memory_trace import batch_of, inputs_of, precision
+
+_TRACED = (2, 3)
+"""Layers that are traced; what a further one adds is the difference."""
+_OWN_KERNEL = ("mm", "addmm", "bmm", "baddbmm", "convolution", "index_put", "embedding_dense_backward", "sort")
+_SAME_MEMORY = ("_unsafe_view", "reshape")
+
+
+def compiled_activations(model: nn.Module, rows: int, length: int) -> int:
+    """Bytes that a compiled forward and backward of `rows` rows of `length` tokens add to weights and flat buffers.
+
+    model: hollow, with peft's wrapper or without.
+    """
+    count = len(_layers_of(model))
+    few = [layers for layers in _TRACED if layers < count]
+    if len(few) < len(_TRACED):
+        return _traced(model, rows, length)
+    less, more = (_of_first(model, layers, rows, length) for layers in few)
+    return more + (count - few[-1]) * (more - less)
+
+
+def _layers_of(model: nn.Module) -> nn.ModuleList:
+    """The longest list of modules, which is that of the layers."""
+    lists = [module for module in backbone_of(model).modules() if isinstance(module, nn.ModuleList)]
+    return max(lists, key=len, default=nn.ModuleList())
+
+
+def _of_first(model: nn.Module, layers: int, rows: int, length: int) -> int:
+    with shortened(model, layers):
+        return _traced(model, rows, length)
+
+
+@contextmanager
+def shortened(model: nn.Module, layers: int) -> Iterator[None]:
+    """Inside, `model` has only its first `layers` layers."""
+    whole = _layers_of(model)
+    kept = dict(whole._modules)
+    for name in list(kept)[layers:]:
+        del whole._modules[name]
+    try:
+        yield
+    finally:
+        whole._modules.update(kept)
+
+
+def _traced(model: nn.Module, rows: int, length: int) -> int:
+    from torch._inductor.compile_fx import compile_fx
+
+    peaks: list[int] = []
+
+    def weigh(graph: torch.fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Any:
+        peaks.append(peak_of(graph))
+
+        def run(given: list[Any]) -> Any:
+            return graph(*given)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    def compiler(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        return compile_fx(graph, inputs, inner_compile=weigh)
+
+    torch._dynamo.reset()
+    passes = torch.compile(backbone_of(model).forward, dynamic=False, backend=compiler)
+    try:
+        with precision(model):
+            hidden = passes(**inputs_of(model, batch_of(rows, length), "cuda"))[0]
+        hidden.sum().backward()
+    finally:
+        torch._dynamo.reset()
+    return max(peaks)
+
+
+def peak_of(module: torch.fx.GraphModule) -> int:
+    """The most bytes alive at once while the graph runs as kernels: its inputs count, but for parameters.
+
+    A tensor has memory where a kernel of its own makes it or takes it, or the caller; what lies between is fused.
+    """
+    nodes = list(module.graph.nodes)
+    order = {node: place for place, node in enumerate(nodes)}
+    stored = {node for node in nodes if _has_memory(node)}
+    last: dict[Any, int] = {}
+    for node in reversed(nodes):
+        ends = [order[user] if user in stored or user.op == "output" else last[user] for user in node.users]
+        last[node] = max(ends, default=order[node])
+    changes = [0] * (len(nodes) + 1)
+    for node in stored:
+        size = _bytes_of(node.meta.get("val"))
+        changes[order[node]] += size
+        changes[last[node] + 1] -= size
+    most = alive = 0
+    for change in changes:
+        alive += change
+        most = max(most, alive)
+    return most
+
+
+def _has_memory(node: Any) -> bool:
+    if node.op == "placeholder":
+        return not _is_weight(node)
+    if node.op != "call_function" or _is_view(node):
+        return False
+    return _runs_alone(node) or any(_needs_memory(user) for user in node.users)
+
+
+def _is_weight(node: Any) -> bool:
+    """A parameter, as the compiler names what the model is called with; the few rows of tokens go with them."""
+    return str(node.target).startswith("primals")
+
+
+def _needs_memory(node: Any) -> bool:
+    if node.op == "output" or _runs_alone(node):
+        return True
+    return _is_view(node) and any(_needs_memory(user) for user in node.users)
+
+
+def _runs_alone(node: Any) -> bool:
+    name = _name_of(node)
+    return name in _OWN_KERNEL or "attention" in name
+
+
+def _is_view(node: Any) -> bool:
+    if node.target is operator.getitem:
+        return False
+    return bool(getattr(node.target, "is_view", False)) or _name_of(node) in _SAME_MEMORY
+
+
+def _name_of(node: Any) -> str:
+    packet = getattr(node.target, "overloadpacket", None)
+    return "" if packet is None else str(packet.__name__)
+
+
+def _bytes_of(value: object) -> int:
+    """Of a tensor; a state of random numbers, which alone has no known size, is small."""
+    if not isinstance(value, torch.Tensor) or not isinstance(size := value.numel() * value.element_size(), int):
+        return 0
+    return rounded(size)

@@ -1,0 +1,213 @@
+"""Bytes of one micro-batch, found by running it on tensors that have a shape and no memory.
+
+The passes run as they are, on fake tensors of the CPU; where a kernel of a GPU keeps or needs something else than the
+CPU's, its stand-in here allocates what that one allocates. So no GPU is needed to plan for one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+
+from andon.model.adapter import trainable_parameters
+from andon.model.checkpointing import checkpoint_layers
+from andon.model.forward import mask_for, nature_of
+from andon.model.memory import CUDA_UNIT, StorageWatch
+from andon.step.flat import FlatParameters
+
+_CPU = torch.device("cpu")
+_CUDA = torch.device("cuda")
+_MULTIPROCESSORS = 132
+"""Of an H100 or H200: how many parts the deterministic backward pass of attention is cut into depends on it."""
+_ATTENTION_ROWS = 128
+
+
+@contextmanager
+def hollow(model: nn.Module) -> Iterator[FlatParameters]:
+    """Inside, `model` (on the meta device) computes on fake tensors of the CPU; gives its flat trainable buffers.
+
+    The model is left with fake tensors and is of no use afterwards, but for another `hollow`.
+    """
+    made: dict[int, torch.Tensor] = {}
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for module in model.modules():
+            tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            for table in tables:
+                for name, value in table.items():
+                    if value is not None:
+                        table[name] = made.setdefault(id(value), _emptied(value))
+        yield FlatParameters(trainable_parameters(model), _CPU)
+
+
+def _emptied(value: torch.Tensor) -> torch.Tensor:
+    empty = torch.empty(value.shape, dtype=value.dtype, device=_CPU)
+    return nn.Parameter(empty, requires_grad=value.requires_grad) if isinstance(value, nn.Parameter) else empty
+
+
+def traced_activations(model: nn.Module, rows: int, length: int, kind: str) -> int:
+    """Bytes that forward and backward of `rows` rows of `length` tokens add to weights and flat buffers, run eagerly.
+
+    model: hollow. kind: of the device, 'cpu' or 'cuda'.
+    """
+    return _peak(model, kind, lambda: _pass(model, rows, length, kind))
+
+
+def traced_evaluation(model: nn.Module, rows: int, length: int, kind: str) -> int:
+    """Bytes that a forward pass without a graph adds to the weights. model: hollow. kind: 'cpu' or 'cuda'."""
+
+    def look() -> object:
+        with torch.no_grad(), precision(model):
+            return model(**inputs_of(model, batch_of(rows, length), kind)).logits.float()
+
+    model.eval()
+    try:
+        return _peak(model, kind, look)
+    finally:
+        model.train()
+
+
+def _peak(model: nn.Module, kind: str, work: Callable[[], object]) -> int:
+    known = [*model.parameters(), *model.buffers()]
+    known += [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    watch = StorageWatch(unit=CUDA_UNIT if kind == "cuda" else 1, ignored=known)
+    stand_ins: AbstractContextManager[object] = KernelsOfCuda() if kind == "cuda" else nullcontext()
+    with watch, stand_ins:
+        work()
+    return watch.peak
+
+
+def checkpoint_hollow(model: nn.Module, kind: str, *, compiled: bool = False) -> None:
+    """As `checkpoint_layers`, for a trace. `backward` leaves the stand-ins, so they are entered anew."""
+    if compiled:
+        checkpoint_layers(model, _CUDA)
+    else:
+        checkpoint_layers(model, _CPU, lambda: (nullcontext(), KernelsOfCuda() if kind == "cuda" else nullcontext()))
+
+
+def batch_of(rows: int, length: int) -> dict[str, torch.Tensor]:
+    """int64 input_ids and attention_mask [rows, length], labels [rows]."""
+    return {
+        "input_ids": torch.zeros((rows, length), dtype=torch.int64),
+        "attention_mask": torch.ones((rows, length), dtype=torch.int64),
+        "labels": torch.zeros(rows, dtype=torch.int64),
+    }
+
+
+def _pass(model: nn.Module, rows: int, length: int, kind: str) -> None:
+    batch = batch_of(rows, length)
+    with precision(model):
+        inputs = inputs_of(model, batch, kind)
+        logits = model(**inputs).logits
+    losses = nn.functional.cross_entropy(logits.float(), batch["labels"], reduction="none")
+    (losses * torch.ones_like(losses)).sum().backward()  # type: ignore[no-untyped-call]
+
+
+def inputs_of(model: nn.Module, batch: Mapping[str, torch.Tensor], kind: str) -> dict[str, Any]:
+    """What the forward pass of `model` gets of `batch` on a device of this kind."""
+    mask = mask_for(nature_of(model), batch["attention_mask"], _CUDA if kind == "cuda" else _CPU)
+    return {"input_ids": batch["input_ids"], "attention_mask": mask}
+
+
+def precision(model: nn.Module) -> AbstractContextManager[object]:
+    """The precision that `model` computes in, as in `andon.model.forward`."""
+    half = nature_of(model).half
+    return nullcontext() if half is None else torch.autocast("cpu", dtype=half)
+
+
+class KernelsOfCuda(TorchFunctionMode):
+    """Functions whose kernels on a GPU keep something else for the backward pass than those on a CPU."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        stand_in = _STAND_INS.get(func, func)
+        return stand_in(*args, **(kwargs or {}))
+
+
+def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    """Fused: keeps a mask of booleans."""
+    if not training or p == 0.0:
+        return input
+    dropped: torch.Tensor = torch.native_dropout(input, p, True)[0]
+    return dropped
+
+
+def _layer_norm(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """In fp32 under autocast."""
+    if torch.is_autocast_enabled("cpu"):
+        input = input.float()
+    return nn.functional.layer_norm(input, *args, **kwargs)
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    *_: Any,
+    enable_gqa: bool = False,
+    **__: Any,
+) -> torch.Tensor:
+    """Fused attention: flash for half precision without a mask, the memory-efficient one otherwise."""
+    if torch.is_autocast_enabled("cpu"):
+        half = torch.get_autocast_dtype("cpu")
+        query, key, value = query.to(half), key.to(half), value.to(half)
+    flash = attn_mask is None and query.dtype != torch.float32
+    if enable_gqa and not flash:
+        times = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
+    bias = None if attn_mask is None else torch.zeros(attn_mask.shape, dtype=query.dtype)
+    out: torch.Tensor = _FusedAttention.apply(query, key, value, bias, flash)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _FusedAttention(torch.autograd.Function):
+    """[rows, heads, length, size] each; keeps its inputs, its output and a sum for each of its rows."""
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: Any, flash: bool) -> Any:
+        out = torch.empty_like(query)
+        sums = torch.empty(query.shape[:3], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, out, sums, bias)
+        ctx.flash = flash
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        query, key, value, _, sums, _ = ctx.saved_tensors
+        delta = torch.empty_like(sums)
+        room = [delta, *(_flash_room(query, key) if ctx.flash else _efficient_room(query))]
+        found = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        del room
+        return (*found, None, None)
+
+
+def _flash_room(query: torch.Tensor, key: torch.Tensor) -> list[torch.Tensor]:
+    """Sums of the query's gradient in fp32, and the gradients of repeated heads before they are added up."""
+    rows, heads, length, size = query.shape
+    parts = -(-_MULTIPROCESSORS // (rows * heads))
+    rounded = -(-length // _ATTENTION_ROWS) * _ATTENTION_ROWS
+    room = [torch.empty((parts, rows, rounded, heads, size), dtype=torch.float32)]
+    if key.shape[1] != heads:
+        room += [query.new_empty(rows, key.shape[2], heads, size) for _ in range(2)]
+    return room
+
+
+def _efficient_room(query: torch.Tensor) -> list[torch.Tensor]:
+    if query.dtype == torch.float32:
+        return []
+    return [torch.empty(query.shape, dtype=torch.float32)]
+
+
+_STAND_INS: Mapping[Any, Callable[..., Any]] = {
+    nn.functional.dropout: _dropout,
+    torch.dropout: _dropout,
+    nn.functional.layer_norm: _layer_norm,
+    nn.functional.scaled_dot_product_attention: _attention,
+}
