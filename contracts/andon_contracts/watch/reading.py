@@ -144,7 +144,8 @@ class Reader:
         if self._special:
             tensors = [plain(tensor).resolve_conj().resolve_neg() for tensor in tensors]
         for group in self._groups:
-            group.flat = [*[tensors[index].flatten() for index in group.members], *group.filler]
+            members = [tensors[index] for index in group.members]
+            group.flat = [*(members if group.places else [member.flatten() for member in members]), *group.filler]
 
     def _plan(self, tensors: Sequence[Tensor], layout: list[object]) -> None:
         """Which tensors are copied together: small ones of one dtype and device; a large one stays alone."""
@@ -175,6 +176,8 @@ class Reader:
             first = tensors[group.members[0]]
             if len(group.members) > 1 and first.device.type == "cpu" and first.itemsize <= _WORD:
                 group.copy_into(_scratch(), first.dtype)
+                if not (self._stable or self._special):
+                    group.place([plain(tensors[index]) for index in group.members])
                 most += sums_of(group.size)
                 if not batches or most > MOST_SUMS:
                     batches.append([])
@@ -217,6 +220,8 @@ class _Group:
     flat: list[Tensor] = field(default_factory=list)
     filler: list[Tensor] = field(default_factory=list)
     """The zeros that are copied behind the others, to whole rows and lines."""
+    places: list[Tensor] = field(default_factory=list)
+    """Where in the room each one is copied to, where they are not made flat first."""
     room: Tensor | None = None
     copied: Tensor | None = None
     """The room without the zeros."""
@@ -229,8 +234,20 @@ class _Group:
         self.copied = self.room[: self.size // dtype.itemsize]
         self.filler = [torch.zeros(self.room.numel() - self.copied.numel(), dtype=dtype)]
 
+    def place(self, members: Sequence[Tensor]) -> None:
+        """Let `together` copy tensors of the shapes of `members` as they are: tensors that are new each time would have
+        to be made flat each time.
+        """
+        assert self.room is not None
+        sizes = [*map(Tensor.numel, members), *map(Tensor.numel, self.filler)]
+        parts = zip(torch.split(self.room, sizes), [*members, *self.filler], strict=True)
+        self.places = [part.view(member.shape) for part, member in parts]
+
     def together(self) -> Tensor:
         """All elements as one 1-dim tensor, to be read before the next group is."""
+        if self.copied is not None and self.places:
+            torch._foreach_copy_(self.places, self.flat)
+            return self.copied
         if self.copied is not None:
             torch.cat(self.flat, out=self.room)
             return self.copied
