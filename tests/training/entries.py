@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from andon.launch.context import RankContext
 from andon.launch.rank import preempted
+from andon.run import atomic, checkpoint
 from andon.training.entry import train_rank
 
 Payload = Mapping[str, Any]
@@ -19,6 +22,25 @@ AT = 7
 def kill_rank(payload: Payload) -> int:
     """Rank 1 is killed while the others wait for it."""
     return _with_fault(payload, 1, lambda context: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def refusing(*steps: int, before: Callable[[Path], object] = lambda path: None) -> Callable[..., None]:
+    """A writer of files for a disk that is full at the checkpoints of `steps`; `before` is done first there."""
+    write = atomic.write_new
+
+    def writing(path: Path, data: bytes) -> None:
+        if any(path.parent.name.startswith(f"step-{step:08d}") for step in steps):
+            before(path)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(path, data)
+
+    return writing
+
+
+def full_in_rank(payload: Payload) -> int:
+    """The disk is full at the checkpoint of step 8."""
+    setattr(checkpoint, "write_new", refusing(8))  # noqa: B010 - not for the type checker
+    return train_rank(payload)
 
 
 def kill_launcher(payload: Payload) -> int:

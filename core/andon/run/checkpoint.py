@@ -112,6 +112,23 @@ def save_checkpoint(
     return final
 
 
+@ensure(read_back_is_saved)
+def _read_again(path: Path, saved: Mapping[str, str], step: int) -> ReadBack:
+    try:
+        found = load_checkpoint(path)
+    except CheckpointError as error:
+        return ReadBack({}, str(error))
+    return ReadBack({path.name: found.digest})
+
+
+def require_intact(path: Path, step: int, digest: str) -> None:
+    """The checkpoint at `path`, saved of `step` with the `tree_digest` `digest`, is still there to the bit.
+
+    Asked before a run goes on although its disk refused a newer one. Raises `Violation` (`checkpoint-whole`).
+    """
+    _read_again(path, {path.name: digest}, step)
+
+
 def hex_join(digests: Mapping[str, str]) -> str:
     """The `tree_digest` as 16 digits from the digests of the names, as 16 digits each."""
     return hex64(join({name: int(digest, 16) for name, digest in digests.items()}))

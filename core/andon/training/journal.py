@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from andon.metrics.scores import Scores
+from andon.problems import InputError
 from andon.run.atomic import storage, write_all, write_whole
 from andon.run.checkpoint import prune, save_checkpoint
 from andon.run.folder import RunFolder
@@ -21,6 +22,7 @@ from andon.run.sealed import MANIFEST
 from andon.step.plan import GlobalBatch
 from andon.step.step import StepResult
 from andon.training.progress import ProgressView
+from andon.training.standing import Standing
 from andon.training.trainer import Progress
 from andon_contracts.fields import Real
 from andon_contracts.record import Evaluation, Record, Saved, Step
@@ -35,8 +37,9 @@ class SilentJournal:
     def evaluated(self, step: int, epoch: int, scores: Scores, what: str) -> None:
         """Nothing is written."""
 
-    def checkpoint(self, progress: Progress, *, best: bool) -> None:
-        """Nothing is written."""
+    def checkpoint(self, progress: Progress, *, best: bool, last: bool) -> bool:
+        """Nothing is written here; what rank 0 writes is there."""
+        return True
 
     def close(self) -> None:
         """Nothing is held."""
@@ -93,8 +96,12 @@ class FolderJournal:
         tensors: Callable[[], Mapping[str, torch.Tensor]],
         fixed_state: Mapping[str, Any],
         keep: int,
+        standing: Standing,
     ) -> None:
-        """tensors: the state to save. fixed_state: what every checkpoint says of the run. keep: checkpoints to keep."""
+        """tensors: the state to save. fixed_state: what every checkpoint says of the run. keep: checkpoints to keep.
+
+        standing: those that are there when the run begins or goes on.
+        """
         self._folder = folder
         self._ledger = ledger
         self._metrics = metrics
@@ -102,6 +109,7 @@ class FolderJournal:
         self._tensors = tensors
         self._fixed_state = dict(fixed_state)
         self._keep = keep
+        self._standing = standing
         self._since = time.perf_counter()
 
     def step(self, batch: GlobalBatch, result: StepResult, record: Step) -> None:
@@ -132,14 +140,27 @@ class FolderJournal:
         self._metrics.write({"step": step, "epoch": epoch, "what": what, "rows": scores.rows, **plain})
         self._view.evaluated(step, scores, what)
 
-    def checkpoint(self, progress: Progress, *, best: bool) -> None:
-        """The whole state, written whole or not at all; then old ones are pruned, the best is always kept."""
+    def checkpoint(self, progress: Progress, *, best: bool, last: bool) -> bool:
+        """The whole state, written whole or not at all; then old ones are pruned, the best on disk is always kept.
+
+        Where the disk refuses and the run may go on without (`run.on_save_error`), that is said, and the one before
+        must be intact; the last one of a run is never done without. Raises `InputError`, and `Violation` where it is
+        not intact. A ledger that cannot be written always ends the run.
+        """
         self._ledger.sync()
         state = {**self._fixed_state, "progress": _exact(asdict(progress))}
-        path = save_checkpoint(self._folder.checkpoints, progress.step, self._tensors(), state, self._ledger.head)
+        try:
+            path = save_checkpoint(self._folder.checkpoints, progress.step, self._tensors(), state, self._ledger.head)
+        except InputError as refused:
+            if last or not self._standing.passing_over:
+                raise
+            self._standing.go_on_without(refused)
+            return False
         digest = json.loads((path / MANIFEST).read_bytes())["digest"]
         self._ledger.append(Saved(step=progress.step, name=path.name, digest=digest, best=best))
-        prune(self._folder.checkpoints, self._keep, best=progress.best_step or None, newest=progress.step)
+        self._standing.saved(path, progress.step, digest, best=best)
+        prune(self._folder.checkpoints, self._keep, best=self._standing.best, newest=progress.step)
+        return True
 
     def append(self, record: Record) -> None:
         """Any other record: start, resume, violation, end."""

@@ -17,6 +17,7 @@ from andon.training.outputs import write_start
 from andon.training.progress import ProgressView
 from andon.training.resume import run_identity
 from andon.training.session import Session, audit_spec
+from andon.training.standing import Standing
 from andon.training.trainer import Journal, Progress
 from andon_contracts.digest import hex64
 from andon_contracts.record import Broken, Plan, Record, Resume, Start
@@ -73,6 +74,9 @@ def open_journal(session: Session, checkpoint: Checkpoint | None, progress: Prog
         tensors=lambda: state_tensors(session.primary),
         fixed_state={"identity": run_identity(session), "fingerprint": fingerprint(session.environment)},
         keep=config.training.keep_checkpoints,
+        standing=Standing.of(
+            folder, checkpoint, progress.best_step, passing_over=config.run.on_save_error == "continue"
+        ),
     )
 
 

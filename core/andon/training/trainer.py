@@ -56,8 +56,8 @@ class Journal(Protocol):
         """Rows were scored after `step` updates."""
         ...
 
-    def checkpoint(self, progress: Progress, *, best: bool) -> None:
-        """Write the whole state after `progress.step` updates."""
+    def checkpoint(self, progress: Progress, *, best: bool, last: bool) -> bool:
+        """Write the whole state after `progress.step` updates; whether it is there. last: the run ends with it."""
         ...
 
     def close(self) -> None:
@@ -172,15 +172,18 @@ class Trainer:
         if saving or step % self.base_every == 0:
             self.step.attest_base(step, self.base_digest)
         if saving:
-            self._save(best=best)
+            self._save(best=best, last=stopping)
             self._saved_at = step
 
-    def _save(self, *, best: bool) -> None:
-        """Have the checkpoint written, and tell every rank what became of it."""
+    def _save(self, *, best: bool, last: bool) -> None:
+        """Have the checkpoint written, and tell every rank what became of it.
+
+        The rank that writes decides whether to go on without it (`run.on_save_error`), so all go on or none does.
+        """
         error: InputError | Violation | None = None
         self.clock.at(self.progress.step, "checkpoint")
         try:
-            self.journal.checkpoint(self.progress, best=best)
+            self.journal.checkpoint(self.progress, best=best, last=last)
         except (InputError, Violation) as refused:
             error = refused
         outcome = _WRITTEN if error is None else _BROKEN if isinstance(error, Violation) else _REFUSED

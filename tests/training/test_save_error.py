@@ -1,0 +1,99 @@
+"""A disk that refuses a checkpoint: the run stops, or says so and goes on with the last one intact, on all ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from andon.config.load import load_config
+from andon.exits import Exit
+from andon.launch.launcher import warm_up
+from andon.problems import InputError
+from andon.run import checkpoint
+from andon.run.folder import RunFolder
+from andon.training.run import train
+from andon_contracts.violation import Violation
+from tests.training.entries import refusing
+from tests.training.runs import PRELOAD, Runs, checkpoints, outcome, records, summary
+
+warm_up(PRELOAD)
+
+GO_ON = "run.on_save_error=continue"
+ONE = "training.keep_checkpoints=1"
+
+
+def test_it_stops_where_nothing_else_is_asked_for(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default the run ends with the reason, and what it had saved stays."""
+    monkeypatch.setattr(checkpoint, "write_new", refusing(8))
+    with pytest.raises(InputError, match="step-00000008: cannot be written: the disk is full"):
+        train_inline(runs, tmp_path / "run")
+    assert checkpoints(tmp_path / "run") == ["step-00000004", "step-00000006"]
+
+
+def test_it_goes_on_and_says_what_it_goes_on_with(
+    runs: Runs, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Asked to, it says what the disk refused and what is left, and ends with the bits of a run that saved all."""
+    monkeypatch.setattr(checkpoint, "write_new", refusing(4, 8))
+    assert train_inline(runs, tmp_path / "run", GO_ON) == Exit.OK
+    said = capsys.readouterr().err
+    assert "step-00000004: cannot be written: the disk is full" in said
+    assert "going on without it (run.on_save_error=continue); there is no checkpoint yet" in said
+    assert "the last one, step-00000006, is intact" in said
+    assert outcome(tmp_path / "run") == outcome(whole)
+    assert checkpoints(tmp_path / "run") == ["step-00000006", "step-00000012"]
+    assert [saved.step for saved in records(tmp_path / "run", "checkpoint")] == [6, 12]
+
+
+@pytest.mark.parametrize("setting", [GO_ON, "run.on_save_error=stop"])
+def test_all_ranks_decide_alike(runs: Runs, whole: Path, tmp_path: Path, setting: str) -> None:
+    """One rank writes; whether it goes on without a checkpoint or stops, the others do the same."""
+    entry = "tests.training.entries:full_in_rank"
+    code = runs.train(tmp_path / "run", setting, backend="gloo", workers=2, entry=entry)
+    if setting == GO_ON:
+        assert code == Exit.OK
+        assert outcome(tmp_path / "run") == outcome(whole)
+    else:
+        assert code == Exit.USAGE
+        assert checkpoints(tmp_path / "run") == ["step-00000004", "step-00000006"]
+
+
+def test_the_best_that_is_on_disk_stays(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk refuses a better one: the best before it outlives the pruning, also after a resume."""
+    folder, more = tmp_path / "run", (GO_ON, ONE, "training.epochs=3", "optimizer.lr=0.03")
+    monkeypatch.setattr(checkpoint, "write_new", refusing(12))
+    asked = iter([False] * 12 + [True])
+    assert train_inline(runs, folder, *more, stop=lambda: next(asked)) == Exit.PREEMPTED
+    assert summary(folder)["best_step"] == 12
+    assert checkpoints(folder) == ["step-00000006", "step-00000013"]
+    asked = iter([False] * 2 + [True])
+    assert train_inline(runs, folder, *more, "run.resume=auto", stop=lambda: next(asked)) == Exit.PREEMPTED
+    assert checkpoints(folder) == ["step-00000006", "step-00000016"]
+
+
+def test_the_last_one_of_a_run_is_not_done_without(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that was asked to end promises a checkpoint: where the disk refuses that one, it says so and fails."""
+    monkeypatch.setattr(checkpoint, "write_new", refusing(5))
+    asked = iter([False] * 4 + [True])
+    with pytest.raises(InputError, match="step-00000005: cannot be written"):
+        train_inline(runs, tmp_path / "run", GO_ON, stop=lambda: next(asked))
+
+
+def test_nobody_goes_on_with_a_damaged_checkpoint(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the last one is not what was saved, going on would lose everything: that is a violation."""
+
+    def damage(path: Path) -> None:
+        os.truncate(path.parents[1] / "step-00000006" / "state.json", 5)
+
+    monkeypatch.setattr(checkpoint, "write_new", refusing(8, before=damage))
+    with pytest.raises(Violation, match=r"checkpoint-whole broken at step 6.*state.json"):
+        train_inline(runs, tmp_path / "run", GO_ON)
+
+
+def train_inline(runs: Runs, folder: Path, *more: str, stop: Callable[[], bool] = lambda: False) -> Exit:
+    """A run in this process."""
+    config = load_config(None, runs.overrides(*more), {"run.dir": str(folder), "run.backend": "inline"})
+    return train(config, RunFolder(folder), stop)
