@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.processes import family, wait_until_gone
+from andon_falsify.nemesis.processes import family, wait_until_gone
 from benchmarks.runs import command, environment, run, steps_of, table
 
 _PATIENCE_S = 120.0

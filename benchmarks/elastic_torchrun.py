@@ -16,8 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from andon_falsify.nemesis.processes import family, wait_until_gone
 from benchmarks.elastic import result_of, verified, worlds
-from benchmarks.processes import family, wait_until_gone
 from benchmarks.runs import environment, run, steps_of
 
 _PATIENCE_S = 300.0

@@ -22,8 +22,8 @@ from pathlib import Path
 
 from torch._C._distributed_c10d import TCPStore
 
+from andon_falsify.nemesis.processes import alive, family
 from benchmarks.halting_rank import CULPRIT, REASON
-from benchmarks.processes import alive, family
 from benchmarks.runs import table
 
 PLACES = ("collective", "backward", "layers", "loader", "reading", "mixed")

@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.processes import family, ranks, wait_until_gone
+from andon_falsify.nemesis.processes import family, ranks, wait_until_gone
 from benchmarks.runs import command, environment, run, steps_of, table
 
 TARGETS = ("rank", "launcher", "group")

@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.processes import family, ranks, wait_until_gone
+from andon_falsify.nemesis.processes import family, ranks, wait_until_gone
 from benchmarks.runs import command, environment, steps_of, table
 
 _EXPECTED = {"SIGKILL": 71, "SIGSTOP": 72}

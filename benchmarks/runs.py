@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from andon_falsify.nemesis.trainer import command as command
+from andon_falsify.nemesis.trainer import environment as environment
+from andon_falsify.nemesis.trainer import steps_of as steps_of
 
 
 @dataclass(frozen=True)
@@ -23,16 +25,6 @@ class Run:
     summary: dict[str, Any]
 
 
-def command(folder: Path, *arguments: str) -> list[str]:
-    """The command line of a training run in `folder`."""
-    return [sys.executable, "-m", "andon", "train", "--run-dir", str(folder), *arguments]
-
-
-def environment() -> dict[str, str]:
-    """This process's environment, offline."""
-    return {**os.environ, "HF_HUB_OFFLINE": "1"}
-
-
 def run(folder: Path, *arguments: str, expect: Sequence[int] = (0,)) -> Run:
     """Train in `folder`; raises `RuntimeError` with what the command said if it ended otherwise than expected."""
     start = time.perf_counter()
@@ -42,14 +34,6 @@ def run(folder: Path, *arguments: str, expect: Sequence[int] = (0,)) -> Run:
         raise RuntimeError(f"exit {done.returncode}: {done.stderr[-2000:]}")
     path = folder / "summary.json"
     return Run(folder, done.returncode, seconds, json.loads(path.read_text()) if path.exists() else {})
-
-
-def steps_of(folder: Path) -> int:
-    """Updates that the ledger in `folder` holds so far."""
-    try:
-        return (folder / "ledger.jsonl").read_bytes().count(b'"kind":"step"')
-    except FileNotFoundError:
-        return 0
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

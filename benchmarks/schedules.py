@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -24,11 +23,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.nemesis import Schedule, strike
-from benchmarks.processes import session
+from andon_falsify.nemesis.bench import write_rows
+from andon_falsify.nemesis.processes import session
+from andon_falsify.nemesis.schedule import Schedule, strike
 from benchmarks.runs import command, environment
 
-_LABELS = ("north", "south", "west")
 _CODES = (0, 71, 72, 75, -signal.SIGKILL)
 """How a disturbed run may end: done, a rank lost or silent, preempted, or its launcher killed from here."""
 _LIMIT_S = 300.0
@@ -103,8 +102,8 @@ class Bench:
     def prepare(cls, base: Path) -> Bench:
         """Write the rows, and run once undisturbed on two workers."""
         rows, held = base / "rows.jsonl", base / "held.jsonl"
-        _write_rows(rows, 96)
-        _write_rows(held, 12)
+        write_rows(rows, 96)
+        write_rows(held, 12)
         values = "training.batch_size=8 training.epochs=3 training.checkpoint_every=4 run.timeout_s=5 run.grace_s=20"
         values += " model.hidden_size=16 model.intermediate_size=32"
         settings = ["--data", str(rows), "--eval-data", str(held)]
@@ -192,17 +191,6 @@ def _kill(pids: Sequence[int]) -> None:
 def _result(folder: Path) -> tuple[str, str, int]:
     found = json.loads((folder / "summary.json").read_text())
     return found["weights_digest"], found["final_loss"]["hex"], found["steps"]
-
-
-def _write_rows(path: Path, count: int) -> None:
-    """Rows of a few words each, of three labels in turn; the same at every call."""
-    draw = random.Random(path.name)
-    words = [f"word{number}" for number in range(40)]
-    rows = [
-        {"text": " ".join(draw.choices(words, k=draw.randrange(2, 9))), "label": _LABELS[number % 3]}
-        for number in range(count)
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 if __name__ == "__main__":

@@ -30,8 +30,8 @@ from pathlib import Path
 
 from andon.run.ledger import read_ledger, same_again
 from andon_contracts.record import Step
-from benchmarks.nemesis import KILL, PAUSE, PREEMPT, RESIZE, Fault, strike
-from benchmarks.processes import alive, session
+from andon_falsify.nemesis.processes import alive, session
+from andon_falsify.nemesis.schedule import KILL, PAUSE, PREEMPT, RESIZE, Fault, strike
 from benchmarks.runs import command, environment, table
 from benchmarks.soak_leak import LEAKS
 from benchmarks.soak_samples import Sample, Sampler, last_line

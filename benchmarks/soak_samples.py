@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from andon.run.atomic import is_leftover
-from benchmarks.processes import command_line, session
+from andon_falsify.nemesis.processes import command_line, session
 
 SHARED_MEMORY = Path("/dev/shm")
 _LOGS = ("ledger.jsonl", "metrics.jsonl")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 import tempfile
 import time
@@ -11,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from andon_falsify.nemesis.bench import Bench
-from andon_falsify.nemesis.protocol import Row
+from andon_falsify.nemesis.protocol import Nemesis, Row
 from andon_falsify.nemesis.registry import nemeses
 from andon_falsify.nemesis.table import document, line
 
@@ -32,16 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     began = time.monotonic()
     print(f"seed {options.seed}: {len(chosen)} nemeses", flush=True)
-    with tempfile.TemporaryDirectory() as base:
-        bench = Bench.prepare(Path(base), options.seed)
-
-        def play(nemesis: object) -> Row:
-            row = bench.play(nemesis)  # type: ignore[arg-type]
-            print(line(row), flush=True)
-            return row
-
-        with ThreadPoolExecutor(options.jobs) as pool:
-            rows = list(pool.map(play, chosen))
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as base:
+        rows = _played(Bench.prepare(Path(base), options.seed), chosen, options.jobs)
     good, skipped = sum(row.good for row in rows), sum(bool(row.skipped) for row in rows)
     print(
         f"{good - skipped} of {len(rows) - skipped} nemeses: every promise holds, every control is as it should be; "
@@ -50,6 +44,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.table is not None:
         options.table.write_text(document(rows, options.seed), encoding="utf-8")
     return 0 if good == len(rows) else 1
+
+
+def _played(bench: Bench, chosen: Sequence[Nemesis], jobs: int) -> list[Row]:
+    """A row for each, printed as it comes. A signal that ends this command ends the runs first."""
+
+    def play(nemesis: Nemesis) -> Row:
+        row = bench.play(nemesis)
+        print(line(row), flush=True)
+        return row
+
+    def leave(signum: int, frame: object) -> None:
+        bench.close()
+        os._exit(128 + signum)
+
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, leave)
+    with ThreadPoolExecutor(jobs) as pool:
+        return list(pool.map(play, chosen))
 
 
 if __name__ == "__main__":

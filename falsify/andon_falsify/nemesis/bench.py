@@ -20,6 +20,7 @@ from andon_falsify.nemesis.left_behind import Undisturbed
 from andon_falsify.nemesis.planting import VARIABLE, written
 from andon_falsify.nemesis.processes import family, ranks, session
 from andon_falsify.nemesis.protocol import Ending, Launch, Nemesis, NotStruckError, Phase, Row
+from andon_falsify.nemesis.trainer import environment, steps_of
 
 SETTINGS = (
     "training.batch_size=8",
@@ -80,13 +81,13 @@ class Run:
 
     def spawn(self, command: Sequence[str], launch: Launch) -> subprocess.Popen[bytes]:
         """Start a command of this run in a session of its own; what it says on both streams is kept."""
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **dict(launch.environment)}
-        environment[VARIABLE] = written(launch.plants, self.scratch)
+        variables = {**environment(), "OMP_NUM_THREADS": "1", **dict(launch.environment)}
+        variables[VARIABLE] = written(launch.plants, self.scratch)
         self._started += 1
         log = self.scratch / f"said-{self._started}"
         with log.open("wb") as file:
             started = subprocess.Popen(
-                command, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
+                command, env=variables, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
             )
         self.commands.append(started)
         self._logs.append(log)
@@ -100,10 +101,7 @@ class Run:
     @property
     def steps(self) -> int:
         """Updates that the ledger holds so far, repeated ones too."""
-        try:
-            return (self.folder / "ledger.jsonl").read_bytes().count(b'"kind":"step"')
-        except FileNotFoundError:
-            return 0
+        return steps_of(self.folder)
 
     def over(self) -> bool:
         """Whether every command of this launch has ended."""
@@ -174,6 +172,7 @@ class Bench:
     held: Path
     seed: int
     _calm: dict[object, tuple[str, ...]] = field(default_factory=dict)
+    _runs: list[Run] = field(default_factory=list)
 
     @classmethod
     def prepare(cls, base: Path, seed: int = 1) -> Bench:
@@ -220,8 +219,8 @@ class Bench:
         try:
             nemesis.prepare(run)
             phase = self._fault(nemesis, run, guarded=guarded)
-            if not nemesis.promise.heals:
-                return [phase]
+            if not nemesis.promise.heals or (not guarded and judging.wrong(nemesis.promise, phase)):
+                return [phase]  # without its guard it is found wrong already, and needs no second look
             kept = run.folder.with_name(f"{run.folder.name}-kept")
             found = []
             for number, each in enumerate(heals, start=1):
@@ -249,17 +248,17 @@ class Bench:
         finally:
             run.kill()
             nemesis.undo(run)
-        newer, other = self.whole.accepted(run.folder, struck.step)
+        newer, other = run.whole.accepted(run.folder, struck.step)
         return Phase(struck, ending, newer, other)
 
     def _healed(self, nemesis: Nemesis, run: Run, phase: Phase, *, guarded: bool) -> Phase:
         nemesis.start(run, nemesis.heal(guarded=guarded))
         healing = run.end(LIMIT_S, time.monotonic())
-        return replace(phase, healing=healing, result=self.whole.differs(run.folder))
+        return replace(phase, healing=healing, result=run.whole.differs(run.folder))
 
     def _control(self, nemesis: Nemesis) -> tuple[str, ...]:
         """The same run without the fault; played once for all nemeses that start alike."""
-        launch, kind = nemesis.heal(guarded=True), type(nemesis)
+        launch, kind = nemesis.calm(), type(nemesis)
         key = (launch, kind.start, kind.prepare)
         if key not in self._calm:
             run = self._run(nemesis, "calm")
@@ -267,7 +266,7 @@ class Bench:
                 nemesis.prepare(run)
                 nemesis.start(run, launch)
                 ending = run.end(LIMIT_S, time.monotonic())
-                self._calm[key] = judging.not_calm(ending, self.whole.differs(run.folder))
+                self._calm[key] = judging.not_calm(ending, run.whole.differs(run.folder))
             finally:
                 run.kill()
                 nemesis.release(run)
@@ -276,7 +275,14 @@ class Bench:
     def _run(self, nemesis: Nemesis, what: str) -> Run:
         scratch = Path(tempfile.mkdtemp(prefix=f"{what}-", dir=self.base))
         draw = random.Random(f"{nemesis.name} {self.seed}")
-        return Run(scratch, scratch / "run", self.rows, self.held, self.whole, draw)
+        run = Run(scratch, scratch / "run", self.rows, self.held, self.whole, draw)
+        self._runs.append(run)
+        return run
+
+    def close(self) -> None:
+        """End every process of every run that is under way."""
+        for run in self._runs:
+            run.kill()
 
 
 def write_rows(path: Path, count: int) -> None:

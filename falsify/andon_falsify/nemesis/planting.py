@@ -24,6 +24,11 @@ class Planting:
     options: Mapping[str, Any]
     proofs: Path
 
+    @property
+    def here(self) -> bool:
+        """Whether this process is the rank that the option `rank` names."""
+        return os.environ.get("RANK") == str(self.options["rank"])
+
     def struck(self, step: int, proof: str) -> None:
         """Note that the fault happens now: after so many updates, and what it did."""
         line = json.dumps({"at": time.monotonic(), "step": step, "proof": proof}) + "\n"

@@ -10,8 +10,8 @@ A bench plays a nemesis in this order, each time in a folder of its own (`bench.
     start(run, heal(guarded=True))          # where `promise.heals`: must end with the bits of the undisturbed run
     release(run)                            # always, at the very end
 
-Two controls: `heal(guarded=True)` in a folder of its own, without inject, must end well with the undisturbed bits; and
-the whole sequence with `guarded=False` must be found wrong by the same judge.
+Two controls: `calm()` in a folder of its own, without inject, must end well with the undisturbed bits; and the whole
+sequence with `guarded=False` must be found wrong by the same judge.
 """
 
 from __future__ import annotations
@@ -128,6 +128,10 @@ class Nemesis(ABC):
 
     def undo(self, run: Run) -> None:  # noqa: B027 - a process that was killed cannot be undone
         """Take the fault away; called once everything has ended, whether or not `inject` went well."""
+
+    def calm(self) -> Launch:
+        """How the control without the fault is started: the same run, with nothing planted in it."""
+        return self.launch(guarded=True).but(plants=())
 
     def heal(self, *, guarded: bool) -> Launch:
         """How the run is resumed: as it was started, with nothing planted in it.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from andon_falsify.nemesis.protocol import Nemesis, Tier
 
-MODULES = ("signals",)
+MODULES = ("signals", "launches", "starts", "figures", "rows")
 """In the order of the table."""
 
 

@@ -1,80 +1,224 @@
-"""Signals to the processes of a run: to a rank, the launcher, an agent, the whole process group."""
+"""Signals to the processes of a run: to a rank, an agent, the launcher, the whole process group."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import sys
 import time
 from dataclasses import dataclass
 
-from andon_falsify.nemesis.bench import Run
-from andon_falsify.nemesis.processes import state_of
+from andon_falsify.nemesis.bench import TIMEOUT_S, Run
+from andon_falsify.nemesis.processes import children, state_of
 from andon_falsify.nemesis.protocol import Launch, Nemesis, NotStruckError, Plant, Promise, Struck
 
-FORGETS = Plant("andon_falsify.nemesis.guards:moments_lost")
-"""The guard that is off in most controls here: a resume that restores everything."""
+GUARDS = "andon_falsify.nemesis.guards"
+FORGETS = Plant(f"{GUARDS}:moments_lost")
+UNCHECKED = "contracts.enabled=false"
+_RESTORED = "the optimizer's state in a resume"
+_SHOWN = {signal.SIGKILL: ("", "Z", "X"), signal.SIGSTOP: ("T", "t")}
+"""What the process table says of a process that such a signal reached."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Signal(Nemesis):
     """A signal to one process of the run, or to its group, at a step drawn at random.
 
-    victim: launcher, group, or the number of a rank. off: what is planted in the run where the guard is off.
+    victim: launcher, group, or the number of a rank; of an elastic run agent as well. off, off_settings: what is
+    planted and set where the guard is off; where there is neither, the resume forgets the moments. pause_s: how long
+    until SIGCONT; 0: it never comes.
     """
 
     signum: signal.Signals
     victim: str
-    guard: str = "a resume that restores the optimizer's state, held to the digests of repeated steps"
-    settings: tuple[str, ...] = ()
+    workers: str = "3"
+    guard: str = _RESTORED
     off: tuple[Plant, ...] = ()
+    off_settings: tuple[str, ...] = ()
+    pause_s: float = 0.0
 
     def launch(self, *, guarded: bool) -> Launch:
-        """On three workers."""
-        return Launch("3", self.settings, () if guarded else self.off)
+        """As many workers as were said, with or without the guard."""
+        return Launch(self.workers, () if guarded else self.off_settings, () if guarded else self.off)
 
     def heal(self, *, guarded: bool) -> Launch:
-        """On two; without its guard the moments are lost on the way."""
-        forgetful = not guarded and not self.off
-        return Launch("2", ("contracts.enabled=false",) * forgetful, (FORGETS,) * forgetful)
+        """On two workers; where the guard is the resume itself, it forgets the moments."""
+        if guarded or self.off or self.off_settings:
+            return Launch("2")
+        return Launch("2", (UNCHECKED,), (FORGETS,))
 
     def inject(self, run: Run) -> Struck:
         """Send it once the ledger shows the step."""
         run.reach(run.draw.randrange(5, 20))
-        pid = run.launcher.pid
-        if self.victim.isdecimal():
-            found = run.ranks()
-            if len(found) <= int(self.victim):
-                raise NotStruckError(f"there are {len(found)} ranks")
-            pid = found[int(self.victim)]
-        at, step = time.monotonic(), run.steps
-        if self.victim == "group":
-            os.killpg(pid, self.signum)
-        else:
-            os.kill(pid, self.signum)
-        return Struck(at, step, f"{self.signum.name} to {self._whom()} {self._seen(pid)}")
+        pid, at, step = self._pid(run), time.monotonic(), run.steps
+        try:
+            (os.killpg if self.victim == "group" else os.kill)(pid, self.signum)
+        except ProcessLookupError as error:
+            raise NotStruckError(f"{self._whom()} had ended") from error
+        seen = self._seen(pid)
+        if self.pause_s:
+            time.sleep(self.pause_s)
+            os.kill(pid, signal.SIGCONT)
+            seen += f", SIGCONT after {self.pause_s:g} s"
+        return Struck(at, step, f"{self.signum.name} to {self._whom()} after {step} updates{seen}")
+
+    def _pid(self, run: Run) -> int:
+        if self.victim in ("launcher", "group"):
+            return run.launcher.pid
+        if self.victim == "agent":
+            agents = json.loads((run.folder / "reports" / "agents.json").read_bytes())["agents"]
+            return int(agents[1]["agent"])
+        found = run.ranks()
+        if len(found) <= int(self.victim):
+            raise NotStruckError(f"there are {len(found)} ranks")
+        return found[int(self.victim)]
 
     def _whom(self) -> str:
         return f"rank {self.victim}" if self.victim.isdecimal() else f"the {self.victim}"
 
     def _seen(self, pid: int) -> str:
-        """What the process table says of the victim afterwards."""
-        wanted = {signal.SIGKILL: ("", "Z", "X"), signal.SIGSTOP: ("T", "t")}.get(self.signum)
+        wanted = _SHOWN.get(self.signum)
+        if wanted is None:
+            return ""
         deadline = time.monotonic() + 5.0
-        while wanted is not None and state_of(pid) not in wanted:
+        while (state := state_of(pid)) not in wanted:
             if time.monotonic() > deadline:
-                raise NotStruckError(f"{pid} shows {state_of(pid)!r} after {self.signum.name}")
+                raise NotStruckError(f"{pid} shows {state!r} after {self.signum.name}")
             time.sleep(0.001)
-        return f"(state {state_of(pid) or 'gone'})"
+        return f": {'stopped' if state in ('T', 't') else 'dead'} in the process table"
 
+
+@dataclass(frozen=True, kw_only=True)
+class TorchrunAgent(Signal):
+    """SIGKILL to the agent of a user's own torchrun, under which the ranks were started."""
+
+    def start(self, run: Run, launch: Launch) -> None:
+        """torchrun for the disturbed run; the command itself to go on."""
+        if launch.workers:
+            super().start(run, launch)
+            return
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        run.spawn([*torchrun, *run.arguments(launch)], launch)
+
+    def _pid(self, run: Run) -> int:
+        if not children(run.launcher.pid):
+            raise NotStruckError("torchrun has no ranks")
+        return run.launcher.pid
+
+
+_ORPHANS = (Plant(f"{GUARDS}:no_orphan_guard"), Plant(f"{GUARDS}:slow_steps"))
+_DEAF = (Plant(f"{GUARDS}:deaf_ranks"),)
+_LOST = "was killed by SIGKILL"
+_BOUNDARY = Promise((75,), ("ended at a step boundary",), 5.0)
 
 NEMESES: tuple[Nemesis, ...] = (
     Signal(
         name="rank killed",
         numbers=(1,),
         how="SIGKILL to rank 1 of 3",
-        promise=Promise((71,), ("rank 1 of 3 was killed by SIGKILL",), 2.0),
+        promise=Promise((71,), (f"rank 1 of 3 {_LOST}",), 2.0),
         signum=signal.SIGKILL,
         victim="1",
         tier="seconds",
+    ),
+    Signal(
+        name="rank 0 killed",
+        numbers=(2,),
+        how="SIGKILL to rank 0 of 3, which holds the store and writes the files",
+        promise=Promise((71,), (f"rank 0 of 3 {_LOST}",), 2.0),
+        signum=signal.SIGKILL,
+        victim="0",
+    ),
+    Signal(
+        name="launcher killed",
+        numbers=(8,),
+        how="SIGKILL to `andon train`",
+        promise=Promise((-9,), (), 2.0),
+        signum=signal.SIGKILL,
+        victim="launcher",
+        guard="ranks that end with their launcher",
+        off=_ORPHANS,
+    ),
+    Signal(
+        name="group killed",
+        numbers=(1, 2),
+        how="SIGKILL to the launcher's whole process group",
+        promise=Promise((-9,), (), 2.0),
+        signum=signal.SIGKILL,
+        victim="group",
+    ),
+    Signal(
+        name="SIGTERM to a rank",
+        numbers=(3,),
+        how="SIGTERM to rank 1 of 3",
+        promise=_BOUNDARY,
+        signum=signal.SIGTERM,
+        victim="1",
+        guard="ranks that hear signals",
+        off=_DEAF,
+    ),
+    Signal(
+        name="SIGTERM to the launcher",
+        numbers=(3,),
+        how="SIGTERM to `andon train`",
+        promise=_BOUNDARY,
+        signum=signal.SIGTERM,
+        victim="launcher",
+        guard="ranks that hear signals",
+        off=_DEAF,
+    ),
+    Signal(
+        name="SIGUSR1 to the launcher",
+        numbers=(3,),
+        how="SIGUSR1 to `andon train`",
+        promise=_BOUNDARY,
+        signum=signal.SIGUSR1,
+        victim="launcher",
+        guard="ranks that hear signals",
+        off=_DEAF,
+    ),
+    Signal(
+        name="rank stopped",
+        numbers=(5,),
+        how=f"SIGSTOP to rank 1 of 3 for good, run.timeout_s={TIMEOUT_S:g}",
+        promise=Promise((72,), ("rank 1 of 3 gave no answer",), TIMEOUT_S + 3.0),
+        signum=signal.SIGSTOP,
+        victim="1",
+        guard="run.timeout_s",
+        off_settings=("run.timeout_s=600",),
+    ),
+    Signal(
+        name="rank paused",
+        numbers=(5, 10),
+        how=f"SIGSTOP to rank 1 of 3, SIGCONT 3 s later, run.timeout_s={TIMEOUT_S:g}",
+        promise=Promise((0,)),
+        signum=signal.SIGSTOP,
+        victim="1",
+        pause_s=3.0,
+        guard="a timeout above the pause",
+        off_settings=("run.timeout_s=1.5",),
+    ),
+    Signal(
+        name="agent killed",
+        numbers=(8,),
+        how="SIGKILL to an agent of `--workers 2:3`",
+        promise=Promise((0,), ("going on with 2 workers",)),
+        signum=signal.SIGKILL,
+        victim="agent",
+        workers="2:3",
+        off=(FORGETS,),
+        off_settings=(UNCHECKED,),
+    ),
+    TorchrunAgent(
+        name="agent of torchrun killed",
+        numbers=(8,),
+        how="SIGKILL to torchrun with 2 ranks",
+        promise=Promise((-9,), (), 2.0),
+        signum=signal.SIGKILL,
+        victim="launcher",
+        workers="",
+        guard="ranks that end with their agent",
+        off=_ORPHANS,
     ),
 )

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.processes import family, ranks, state_of
-from benchmarks.runs import environment, steps_of
+from andon_falsify.nemesis.processes import family, ranks, state_of
+from andon_falsify.nemesis.trainer import environment, steps_of
 
 KILL, PAUSE, STOP, PREEMPT, RESIZE = "kill", "pause", "stop", "preempt", "resize"
 _SEEN_S = 5.0
