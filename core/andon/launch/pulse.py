@@ -27,11 +27,11 @@ from andon.messages import say
 from andon_contracts.peers import Process
 from andon_contracts.stacks import doing
 
-BEAT_S = 0.5
-LOOK_S = 0.2
-SLOW_S = 10.0
+_BEAT_S = 0.5
+_LOOK_S = 0.2
+_SLOW_S = 10.0
 """What lasts shorter is not slow, whatever is usual."""
-SLOW_TIMES = 10
+_SLOW_TIMES = 10
 """How many times the usual a step may take before it is slow."""
 _SILENCE_S = 2.0
 _EVIDENCE_S = 0.7
@@ -44,20 +44,31 @@ _PLACE_S = 1.0
 @dataclass(frozen=True)
 class Bounds:
     """timeout_s: a rank that others have waited for so long is given up. step_s: an update that takes longer ends the
-    run; None: none does."""
+    run; None: none does. silence_s: for how long a rank that lives may give no sign of it; None: by the timeout."""
 
     timeout_s: float
     step_s: float | None = None
+    silence_s: float | None = None
 
     @property
     def slow_s(self) -> float:
         """From how many seconds on something may be slow."""
-        return min(SLOW_S, self.timeout_s / 2)
+        return min(_SLOW_S, self.timeout_s / 2)
 
     @property
-    def silence_s(self) -> float:
-        """For how long a rank that lives may give no sign of it."""
-        return min(_SILENCE_S, self.timeout_s / 3)
+    def silent_s(self) -> float:
+        """From how many seconds on a rank is silent: several beats."""
+        return min(_SILENCE_S, self.timeout_s / 3) if self.silence_s is None else self.silence_s
+
+    @property
+    def beat_s(self) -> float:
+        """Seconds between two signs of life."""
+        return min(_BEAT_S, self.timeout_s / 10)
+
+    @property
+    def look_s(self) -> float:
+        """Seconds between two looks at what is known."""
+        return min(_LOOK_S, self.timeout_s / 10)
 
 
 @dataclass
@@ -92,7 +103,7 @@ class Pulse:
         now = time.monotonic()
         self._heard = {other: _Heard(now) for other in range(world) if other != rank}
         self._over, self._last, self._left = threading.Event(), "", threading.Event()
-        self._exit, self._beats = 0, 0
+        self._exit, self._beats, self._rounds = 0, 0, 0
         self._awake = threading.Event()
         self._said_at, self._slow_from = (-1, ""), bounds.slow_s
         self._threads = [threading.Thread(target=self._beat, name="andon-beat", daemon=True)] * (world > 1)
@@ -108,10 +119,15 @@ class Pulse:
             return signs.whom(self.view())
         if code != Exit.RANK_LOST:
             return ""
-        deadline = time.monotonic() + _EVIDENCE_S
-        while not (found := signs.gone(self.view())) and time.monotonic() < deadline:
-            time.sleep(LOOK_S / 10)
-        return found or (signs.whom(self.view()) if any(s.ended for s in self.view().signs.values()) else "")
+        # Who ended by itself has told the store before: a whole round of hearing tells it from one who died.
+        deadline, wanted = time.monotonic() + _EVIDENCE_S, self._rounds + 2
+        found = ""
+        while (self._rounds < wanted or not found) and time.monotonic() < deadline and self._world > 1:
+            self._awake.set()
+            time.sleep(self._bounds.look_s / 10)
+            found = signs.gone(self.view())
+        # On another machine a process cannot be seen: who lives has given a sign meanwhile.
+        return found or signs.silent(replace(self.view(), silence_s=_EVIDENCE_S))
 
     def leave(self, code: int, cause: str) -> None:
         """Tell the others that this rank ends, and stop looking. Takes a moment, at most `_FAREWELL_S`."""
@@ -126,7 +142,7 @@ class Pulse:
         now = time.monotonic()
         found = {self._rank: self._own()}
         found |= {rank: _sign(heard, now) for rank, heard in self._heard.items()}
-        return View(self._rank, self._world, dict(sorted(found.items())), self._bounds.silence_s)
+        return View(self._rank, self._world, dict(sorted(found.items())), self._bounds.silent_s)
 
     # the thread that speaks with the store
 
@@ -135,7 +151,9 @@ class Pulse:
             while not self._over.is_set():
                 self._tell()
                 self._hear()
-                self._awake.wait(BEAT_S)
+                self._rounds += 1
+                self._awake.wait(self._bounds.beat_s)
+                self._awake.clear()
             self._tell()
         except RuntimeError:  # the store is gone: from now on nobody gives signs of life
             return
@@ -164,7 +182,7 @@ class Pulse:
     # the thread that looks
 
     def _look(self) -> None:
-        while not self._over.wait(LOOK_S):
+        while not self._over.wait(self._bounds.look_s):
             view = self.view()
             report = self._own_end(view)
             if report is not None:
@@ -177,7 +195,7 @@ class Pulse:
     def _say_slow(self, view: View) -> None:
         place = view.mine.step, view.mine.phase
         if place != self._said_at:
-            self._said_at, self._slow_from = place, max(self._bounds.slow_s, SLOW_TIMES * self.clock.usual_s())
+            self._said_at, self._slow_from = place, max(self._bounds.slow_s, _SLOW_TIMES * self.clock.usual_s())
         lasts = signs.lasts_s(view)
         if lasts >= self._slow_from and signs.speaks(view):
             self._slow_from = 2 * lasts

@@ -76,7 +76,7 @@ class View:
 def gone(view: View) -> str:
     """Whose end is known: a process that is gone, or one that said its own error. Empty: nobody's."""
     others = {rank: sign for rank, sign in view.signs.items() if rank != view.rank}
-    first = [rank for rank, sign in others.items() if sign.ended and sign.exit not in (71, 72)]
+    first = [rank for rank, sign in others.items() if sign.ended and sign.exit not in (0, 71, 72)]
     if first:
         return f"{view.name(first[:1])} ended: {others[first[0]].ended}"
     dead = [rank for rank, sign in others.items() if sign.state == "gone" and not sign.ended]
@@ -95,19 +95,25 @@ def whom(view: View) -> str:
     if stopped:
         sign = others[stopped[0]]
         return f"{view.name(stopped)} {_is(stopped)} stopped (by a signal, a debugger), {_last(sign)}"
-    silent = [rank for rank, sign in others.items() if sign.silent_s >= view.silence_s]
-    if silent:
-        sign = others[silent[0]]
-        return f"{view.name(silent)} gave no sign of life for {sign.silent_s:.1f} s, {_last(sign)}"
+    unheard = silent(view)
+    if unheard:
+        return unheard
     late = behind(view.signs)
     if view.rank in late:
         late = []
     if late:
         return f"{view.name(late)} {'hangs' if len(late) == 1 else 'hang'} {_doing(others[late[0]])}"
-    ended = [rank for rank, sign in view.signs.items() if rank != view.rank and sign.ended]
-    if ended:
-        return f"{view.name(ended[:1])} ended: {view.signs[ended[0]].ended}"
     return f"all ranks give signs of life, and none got through to the others in {view.mine.where}"
+
+
+def silent(view: View) -> str:
+    """Who has given no sign of life for too long; empty: nobody. Of those that ended by themselves, what they said."""
+    found = [rank for rank, sign in view.others().items() if sign.silent_s >= view.silence_s]
+    if found:
+        sign = view.signs[found[0]]
+        return f"{view.name(found)} gave no sign of life for {sign.silent_s:.1f} s, {_last(sign)}"
+    ended = [rank for rank, sign in view.signs.items() if rank != view.rank and sign.ended]
+    return f"{view.name(ended[:1])} ended: {view.signs[ended[0]].ended}" if ended else ""
 
 
 def behind(signs: Mapping[int, Sign]) -> list[int]:
@@ -131,16 +137,17 @@ def lasts_s(view: View) -> float:
 def slowness(view: View, usual_s: float) -> str:
     """Who keeps the others waiting now, as one line."""
     fresh = view.fresh()
-    silent = sorted(rank for rank in view.others() if rank not in fresh)
+    unheard = sorted(rank for rank in view.others() if rank not in fresh)
     usual = f"; a step usually takes {usual_s:.2g} s" if usual_s else ""
-    if silent:
-        sign = view.signs[silent[0]]
+    if unheard:
+        sign = view.signs[unheard[0]]
         what = "is stopped" if sign.state == "stopped" else f"has given no sign of life for {sign.silent_s:.1f} s"
-        return f"{view.name(silent)} {what}, {_last(sign)}; {len(fresh)} wait{'s' * (len(fresh) == 1)}{usual}"
+        return f"{view.name(unheard)} {what}, {_last(sign)}; {len(fresh)} wait{'s' * (len(fresh) == 1)}{usual}"
     late = [rank for rank in behind(fresh) if not fresh[rank].waits] or behind(fresh)
     if late:
         waiting = sum(sign.waits for sign in fresh.values())
-        return f"{view.name(late)} {_is(late)} slow: {_doing(fresh[late[0]])}; {waiting} wait{'s' * (waiting == 1)} for it{usual}"
+        wait = f"{waiting} wait{'s' * (waiting == 1)} for {'it' if len(late) == 1 else 'them'}"
+        return f"{view.name(late)} {_is(late)} slow: {_doing(fresh[late[0]])}; {wait}{usual}"
     mine = view.mine
     if mine.waits:
         waited = f"for {mine.since_s:.1f} s, {mine.phase_s:.1f} s after it began"

@@ -38,6 +38,8 @@ T = TypeVar("T")
 
 INTERFACE = "e0"
 """The one interface of every host, besides `lo`."""
+FOLDER = Path(tempfile.gettempdir())
+"""Where the folders of hosts are."""
 _PREFIX = "andonnet"
 _NOWHERE = "02:00:00:00:00:99"
 """An address of a network card that nobody has."""
@@ -167,7 +169,7 @@ class Lan:
         owner = Process.of(os.getpid())
         assert owner is not None, "this process runs"
         name = f"{_PREFIX}-{owner.pid}-{owner.started}-{next(_numbers)}"
-        folder = Path(tempfile.gettempdir()) / name
+        folder = FOLDER / name
         watchman = _watch(name)
         hosts = tuple(Host(f"{name}-{n}", f"host{n}", f"10.77.0.{n + 1}", folder / str(n)) for n in range(size))
         lan = cls(name, folder, hosts, watchman)
@@ -211,13 +213,13 @@ def unavailable() -> str:
 
 def left_behind() -> list[str]:
     """Namespaces of ours whose process is gone."""
-    return [name for name in _namespaces() if name.startswith(f"{_PREFIX}-") and not _owned(name)]
+    return [name for name in namespaces() if name.startswith(f"{_PREFIX}-") and not _owned(name)]
 
 
 def sweep() -> list[str]:
     """Remove what processes that are gone have left; the names of the namespaces among it."""
     found = left_behind()
-    folders = [path.name for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}-*") if not _owned(path.name)]
+    folders = [path.name for path in FOLDER.glob(f"{_PREFIX}-*") if not _owned(path.name)]
     for lan in sorted({"-".join(name.split("-")[:4]) for name in (*found, *folders)}):
         _remove(lan)
     return found
@@ -244,7 +246,7 @@ def _build(lan: Lan) -> None:
 
 def _remove(lan: str) -> None:
     """Everything whose name begins with this one: processes, namespaces with their links, the folder."""
-    names = [name for name in _namespaces() if name.startswith(f"{lan}-")]
+    names = [name for name in namespaces() if name.startswith(f"{lan}-")]
     deadline = time.monotonic() + _GONE_S
     while pids := [int(pid) for name in names for pid in _ip("netns", "pids", name).split()]:
         for pid in pids:
@@ -256,10 +258,11 @@ def _remove(lan: str) -> None:
         time.sleep(0.01)
     for name in names:
         _ip("netns", "del", name)
-    shutil.rmtree(Path(tempfile.gettempdir()) / lan, ignore_errors=True)
+    shutil.rmtree(FOLDER / lan, ignore_errors=True)
 
 
-def _namespaces() -> list[str]:
+def namespaces() -> list[str]:
+    """The names of all network namespaces of this machine."""
     return [line.split()[0] for line in _ip("netns", "list").splitlines() if line]
 
 

@@ -1,0 +1,107 @@
+"""Hosts on this machine: they reach each other, lose what they are told to lose, and leave nothing behind."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import permutations
+from pathlib import Path
+
+import pytest
+
+from andon_falsify.nemesis import hosts
+from andon_falsify.nemesis.hosts import Lan
+
+_REASON = hosts.unavailable()
+needs_hosts = pytest.mark.skipif(bool(_REASON), reason=f"no hosts in network namespaces here: {_REASON}")
+PATIENCE_S = 60.0
+OWNER = """
+import sys, time
+from pathlib import Path
+from andon_falsify.nemesis.hosts import Lan
+lan = Lan.of(2)
+for host in lan.hosts:
+    host.start(["sleep", "600"], {}, Path("/dev/null"))
+while not all(host.pids() for host in lan.hosts):
+    time.sleep(0.01)
+print(lan.name, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(scope="module")
+def lan() -> Iterator[Lan]:
+    """Three hosts, for all tests of this module that mend what they break."""
+    with Lan.of(3) as made:
+        yield made
+
+
+def reached(lan: Lan) -> dict[tuple[int, int], bool]:
+    """Who reaches whom, by their numbers."""
+    pairs = permutations(range(len(lan.hosts)), 2)
+    return {(one, other): lan.hosts[one].reaches(lan.hosts[other], 0.1) for one, other in pairs}
+
+
+@needs_hosts
+def test_what_is_dropped_does_not_arrive_and_all_else_does(lan: Lan) -> None:
+    """One way between two hosts: nothing else is lost, and nothing is once it is undone."""
+    first, second, _ = lan.hosts
+    first.drop(second)
+    lost = [pair for pair, arrives in reached(lan).items() if not arrives]
+    first.undrop(second)
+    assert lost == [(0, 1)]
+    assert all(reached(lan).values())
+
+
+@needs_hosts
+def test_an_unplugged_host_reaches_nobody_until_it_is_plugged_in(lan: Lan) -> None:
+    """Both ways, to and from all others; the others still reach each other."""
+    lan.hosts[2].unplug()
+    lost = {pair for pair, arrives in reached(lan).items() if not arrives}
+    lan.hosts[2].plug()
+    assert lost == {(0, 2), (1, 2), (2, 0), (2, 1)}
+    assert all(reached(lan).values())
+
+
+@needs_hosts
+def test_a_host_has_a_name_that_all_know_and_a_folder_of_its_own(lan: Lan, tmp_path: Path) -> None:
+    """What a command there sees: its host's name, the others', no process but its own, an empty temporary folder."""
+    said = tmp_path / "said"
+    script = 'hostname; getent hosts host2; ls "$TMPDIR"; ls -d /proc/[0-9]* | wc -l; exit 7'
+    command = lan.hosts[1].start(["sh", "-c", script], {}, said)
+    assert command.wait(PATIENCE_S) == 7
+    name, address, processes = said.read_text().splitlines()
+    assert (name, address.split()) == ("host1", [lan.hosts[2].address, "host2"])
+    assert int(processes) < 10
+
+
+@needs_hosts
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT])
+def test_nothing_is_left_of_hosts_whose_owner_is_gone(signum: signal.Signals) -> None:
+    """Killed or interrupted with commands running on them: the watchman removes namespaces, processes and folder."""
+    with subprocess.Popen(
+        [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as owner:
+        assert owner.stdout is not None
+        name = owner.stdout.readline().strip()
+        there = [space for space in hosts.namespaces() if space.startswith(name)]
+        owner.send_signal(signum)
+        owner.wait(PATIENCE_S)
+        watchman = owner.stdout.read()  # the watchman holds the other end until it is done
+    assert len(there) == 3
+    assert watchman == ""
+    assert not [space for space in hosts.namespaces() if space.startswith(name)]
+    assert name not in {path.name for path in Path(hosts.FOLDER).iterdir()}
+
+
+@needs_hosts
+def test_a_sweep_removes_what_a_dead_process_left_and_nothing_of_the_living(lan: Lan) -> None:
+    """A namespace with the name of a process that never was is swept; those of this process stay."""
+    stray = "andonnet-1-1-0-hub"  # process 1 began before the first tick of any clock that could say 1
+    subprocess.run(["ip", "netns", "add", stray], check=True)
+    assert stray in hosts.sweep()
+    left = hosts.namespaces()
+    assert stray not in left
+    assert {host.name for host in lan.hosts} <= set(left)

@@ -1,0 +1,99 @@
+"""What is said of slow, hung, silent and dead ranks, from what one rank knows: plain values in, words out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from andon.launch.signs import Sign, View, behind, gone, lasts_s, silent, slowness, speaks, whom
+
+WAITS = Sign(ticks=9, step=4, phase="update", waits=True, since_s=6.0, phase_s=7.0, state="runs")
+WORKS = replace(WAITS, ticks=8, waits=False, place="train.py:7 load")
+SILENCE_S = 3.0
+
+
+def view(*signs: Sign, rank: int = 0) -> View:
+    """`rank`'s view of these."""
+    return View(rank, len(signs), dict(enumerate(signs)), SILENCE_S)
+
+
+def test_ranks_that_have_come_less_far_are_behind() -> None:
+    """By how many collectives they began or left, whatever their steps are called."""
+    assert behind({0: WAITS, 1: WORKS, 2: WAITS}) == [1]
+    assert behind({0: WAITS, 1: WAITS}) == []
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (replace(WORKS, state="stopped"), "rank 1 of 3 is stopped (by a signal, a debugger), last seen in"),
+        (replace(WORKS, silent_s=SILENCE_S), "rank 1 of 3 gave no sign of life for 3.0 s, last seen in the update of"),
+        (WORKS, "rank 1 of 3 hangs in the update of step 4 for 7.0 s, train.py:7 load"),
+        (replace(WORKS, state="gone"), "rank 1 of 3 is gone without a word, last seen in the update of step 4"),
+        (replace(WORKS, ended="LookupError: x", exit=1), "rank 1 of 3 ended: LookupError: x"),
+        (WAITS, "all ranks give signs of life, and none got through to the others in the update of step 4"),
+    ],
+)
+def test_a_wait_in_vain_has_one_explanation(other: Sign, words: str) -> None:
+    """Stopped, silent, hung, gone, ended, or nothing but the network: each in its own words."""
+    assert whom(view(WAITS, other, WAITS)).startswith(words)
+
+
+def test_an_error_of_its_own_comes_before_those_that_only_noticed() -> None:
+    """Of two that ended, the one that lost nobody is the cause, whatever their ranks."""
+    noticed = replace(WAITS, ended="rank 2 is gone", exit=71)
+    assert gone(view(WAITS, noticed, replace(WAITS, ended="LookupError: x", exit=1))) == (
+        "rank 2 of 3 ended: LookupError: x"
+    )
+    assert gone(view(WAITS, noticed, WAITS)) == ""
+    assert silent(view(WAITS, noticed, WAITS)) == "rank 1 of 3 ended: rank 2 is gone"
+
+
+def test_ranks_that_finished_are_not_missed() -> None:
+    """One that ended in order gives no signs of life any more, and is neither silent nor slow."""
+    finished = replace(WAITS, ended="finished", silent_s=60.0)
+    assert gone(view(WORKS, finished)) == ""
+    assert "rank 1" not in slowness(view(WORKS, finished), 0.0)
+
+
+def test_hosts_are_named_where_they_are_others() -> None:
+    """A rank of this machine needs no host; those of others have theirs, once each."""
+    here, there = replace(WAITS, host="a"), replace(WORKS, host="b", silent_s=SILENCE_S)
+    found = view(here, there, replace(there, host="c"), replace(here, silent_s=SILENCE_S))
+    assert whom(found).startswith("ranks 1, 2, 3 of 4 (on b, c) gave no sign of life")
+
+
+@pytest.mark.parametrize(
+    ("signs", "words"),
+    [
+        (
+            (WAITS, WORKS, WAITS),
+            "rank 1 of 3 is slow: in the update of step 4 for 7.0 s, train.py:7 load; 2 wait for it",
+        ),
+        ((WAITS, WAITS), "all 2 ranks exchange in the update of step 4 for 6.0 s, 7.0 s after it began: what connects"),
+        ((WORKS, WORKS), "all 2 ranks are slow: in the update of step 4 for 7.0 s, train.py:7 load"),
+        ((WAITS, replace(WORKS, silent_s=4.0)), "rank 1 of 2 has given no sign of life for 4.0 s, last seen in"),
+        ((WAITS, replace(WORKS, silent_s=4.0, state="stopped")), "rank 1 of 2 is stopped, last seen in"),
+    ],
+)
+def test_slowness_has_a_rank_or_the_network_for_its_cause(signs: tuple[Sign, ...], words: str) -> None:
+    """Who works while others wait; nobody, where all are in one exchange; all, where nobody waits."""
+    assert slowness(view(*signs), 0.1).startswith(words)
+    assert slowness(view(*signs), 0.1).endswith("; a step usually takes 0.1 s")
+
+
+def test_one_rank_speaks_for_all_that_are_heard() -> None:
+    """The first one that gives signs of life; on either side of a cut one does."""
+    unheard = replace(WAITS, silent_s=SILENCE_S)
+    assert speaks(view(WAITS, WAITS, WAITS))
+    assert not speaks(view(WAITS, WAITS, WAITS, rank=1))
+    assert speaks(view(unheard, WAITS, WAITS, rank=1))
+
+
+def test_what_lasts_is_a_wait_of_anyone_or_an_update() -> None:
+    """An evaluation or a checkpoint may last; that somebody waits for it is what counts."""
+    evaluates = replace(WORKS, phase="evaluation", phase_s=99.0)
+    assert lasts_s(view(evaluates, evaluates)) == 0.0
+    assert lasts_s(view(evaluates, WAITS)) == WAITS.phase_s
+    assert lasts_s(view(evaluates, replace(WAITS, phase="evaluation"))) == WAITS.since_s
