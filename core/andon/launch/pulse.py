@@ -36,7 +36,7 @@ _SLOW_TIMES = 10
 _SILENCE_S = 2.0
 _EVIDENCE_S = 0.7
 """How long an end waits to learn who else has ended. Ranks have 1.5 s for theirs."""
-_FAREWELL_S = 0.3
+_FAREWELL_S = 0.6
 _PLACE_S = 1.0
 """Since when it matters where the main thread is."""
 
@@ -188,6 +188,8 @@ class Pulse:
             if report is not None:
                 self._over.set()
                 self._awake.set()
+                if self._world > 1:
+                    self._left.wait(_FAREWELL_S)
                 self._ended(report)
                 return
             self._say_slow(view)

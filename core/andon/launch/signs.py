@@ -141,7 +141,9 @@ def slowness(view: View, usual_s: float) -> str:
     usual = f"; a step usually takes {usual_s:.2g} s" if usual_s else ""
     if unheard:
         sign = view.signs[unheard[0]]
-        what = "is stopped" if sign.state == "stopped" else f"has given no sign of life for {sign.silent_s:.1f} s"
+        has = "has" if len(unheard) == 1 else "have"
+        seen = f"{has} given no sign of life for {sign.silent_s:.1f} s"
+        what = f"{_is(unheard)} stopped" if sign.state == "stopped" else seen
         return f"{view.name(unheard)} {what}, {_last(sign)}; {len(fresh)} wait{'s' * (len(fresh) == 1)}{usual}"
     late = [rank for rank in behind(fresh) if not fresh[rank].waits] or behind(fresh)
     if late:
