@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from andon.cli import inspect, plugins
+from andon.cli import inspect, plan, plugins
 from andon.cli.output import put
 from andon.problems import InputError, Problem
 
@@ -151,5 +151,6 @@ def watch(context: typer.Context) -> None:
     raise typer.Exit(main(context.args))
 
 
+plan.register(app)
 inspect.register(app)
 plugins.register(app)

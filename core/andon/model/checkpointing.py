@@ -19,9 +19,9 @@ Contexts = Callable[[], tuple[AbstractContextManager[object], AbstractContextMan
 def checkpoint_layers(model: nn.Module, device: torch.device, contexts: Contexts = replaying) -> None:
     """Have every layer of `model`, which trains on `device`, keep its input alone and compute the rest again.
 
-    On a CPU the draws are replayed from the micro-batch's own generator, on a GPU from the device's. contexts: what each
-    of the two passes of a layer is in on a CPU. Only training passes are changed. Raises `InputError` for a model whose
-    layers cannot do this.
+    On a CPU the draws are replayed from the micro-batch's own generator, on a GPU from the device's. contexts: what
+    each of the two passes of a layer is in on a CPU. Only training passes are changed. Raises `InputError` for a model
+    whose layers cannot do this.
     """
     able = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
     if not able:

@@ -1,0 +1,114 @@
+"""What is free where ranks are to live: facts gathered first, and judged by pure functions, alike on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from andon.problems import InputError, Problem, ProblemList
+
+_GIB = 2**30
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """A GPU as a rank finds it: its place on its machine, its model, and bytes (0: it could not be asked).
+
+    fault: why it cannot be used, in the words of its driver; "" where it can.
+    """
+
+    index: int
+    name: str
+    total: int
+    free: int
+    fault: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, to be sent to other ranks."""
+        return asdict(self)
+
+
+def look_at(index: int) -> Accelerator:
+    """Ask GPU `index`; what goes wrong is a fact too. Starts CUDA on it."""
+    try:
+        free, total = torch.cuda.mem_get_info(index)
+        return Accelerator(index, torch.cuda.get_device_name(index), total, free)
+    except (RuntimeError, AssertionError) as error:
+        return Accelerator(index, "", 0, 0, (str(error).strip().splitlines() or [type(error).__name__])[0])
+
+
+def refuse_unfit(backend: str, found: Mapping[int, Accelerator], needed: int | None) -> None:
+    """Raise `InputError` with all that keeps ranks from training on these GPUs (rank to GPU). The same on every rank.
+
+    needed: bytes that must be free on each, from the plan; None: not known. Different models of GPU give different
+    bits, so `nccl` refuses them.
+    """
+    problems = ProblemList()
+    for rank, each in sorted(found.items()):
+        where = f"run.devices[{rank}]"
+        if each.fault:
+            problems.add(where, f"GPU {each.index} cannot be used: {each.fault}")
+        elif needed is not None and each.free < needed:
+            problems.add(where, _too_small(each, needed))
+    names = sorted({each.name for each in found.values() if not each.fault})
+    if backend == "nccl" and len(names) > 1:
+        held = ", ".join(f"rank {rank} {each.name}" for rank, each in sorted(found.items()) if not each.fault)
+        problems.add(
+            "run.devices", f"GPUs of different models give different bits ({held}); choose equal ones or mixed"
+        )
+    problems.raise_if_any()
+
+
+def _too_small(each: Accelerator, needed: int) -> str:
+    have = f"GPU {each.index} ({each.name}) has {in_gib(each.free)} of {in_gib(each.total)} free"
+    if each.total < needed:
+        return (
+            f"{have}, too small for the {in_gib(needed)} that the run needs; andon plan says which settings need less"
+        )
+    return f"{have} and the run needs {in_gib(needed)}: another process may hold the rest"
+
+
+def refuse_without_nccl(backend: str, available: bool) -> None:
+    """Raise `InputError` where `nccl` is asked for and this build of torch has none."""
+    if backend == "nccl" and not available:
+        raise InputError([Problem("run.backend", "this torch was built without NCCL; choose gloo, or mixed")])
+
+
+def in_gib(size: int) -> str:
+    """Bytes for a reader."""
+    return f"{size / _GIB:.2f} GiB"
+
+
+def free_ram() -> int | None:
+    """Bytes of memory that processes can still get here: the machine's, or this container's if less. None: unknown."""
+    found = [size for size in (_meminfo(), _left_in_group()) if size is not None]
+    return min(found, default=None)
+
+
+def _meminfo() -> int | None:
+    try:
+        lines = _MEMINFO.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def _left_in_group() -> int | None:
+    try:
+        limit, used = (
+            (_CGROUP / name).read_text(encoding="ascii").strip() for name in ("memory.max", "memory.current")
+        )
+    except OSError:
+        return None
+    return max(int(limit) - int(used), 0) if limit.isdigit() and used.isdigit() else None
+
+
+def gpus_here() -> Sequence[Accelerator]:
+    """All GPUs of this machine. Starts CUDA on each."""
+    return [look_at(index) for index in range(torch.cuda.device_count())]

@@ -1,0 +1,127 @@
+"""Plan: the memory that a run needs and how busy it keeps its workers, before it starts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from andon.cli.output import put
+from andon.exits import Exit
+from andon.problems import InputError, Problem
+
+if TYPE_CHECKING:
+    from andon.model.memory import MemoryPlan
+    from andon.training.forecast import Forecast, WorldPlan
+
+_MOST_WORKERS = 4096
+_WHERE = {"cpu": "{} on the CPU", "cuda": "{} on GPUs, each", "host": "{} that start on the CPU, before their GPUs"}
+
+
+def plan(
+    config: Annotated[Path, typer.Argument(help="YAML file.")],
+    workers: Annotated[
+        str | None, typer.Option(help="Numbers of workers, as in 1,2,4; run.workers by default.")
+    ] = None,
+    gpu_memory: Annotated[
+        float | None, typer.Option(metavar="GIB", help="Plan for GPUs with so much memory, whatever is here.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, in bytes.")] = False,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one key, as in optimizer.lr=1e-3.")
+    ] = None,
+) -> None:
+    """Say what memory a run needs on each device, before it starts; 0 it fits, 2 it does not."""
+    from andon.config.load import load_config
+
+    if gpu_memory is not None and not 0 < gpu_memory < 2**20:
+        raise InputError([Problem("--gpu-memory", f"{gpu_memory} is no size of a GPU in GiB")])
+    loaded = load_config(config, overrides or ())
+    counts = _numbers(workers) if workers is not None else (loaded.run.workers,)
+    from andon.training.forecast import forecast, machine_here
+
+    size = None if gpu_memory is None else int(gpu_memory * 2**30)
+    found = forecast(loaded, counts, machine_here(size, max(counts)))
+    if as_json:
+        put(json.dumps(found.as_dict(), indent=2))
+    else:
+        for line in _lines(found):
+            put(line)
+    if not all(world.fits for world in found.worlds):
+        raise typer.Exit(int(Exit.USAGE))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """Raises `InputError` for anything but numbers of workers."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and 1 <= int(part[:5]) <= _MOST_WORKERS for part in parts):
+        raise InputError(
+            [Problem("--workers", f"{text!r} is no list of numbers from 1 to {_MOST_WORKERS}, as in 1,2,4")]
+        )
+    return tuple(dict.fromkeys(map(int, parts)))
+
+
+def _lines(found: Forecast) -> Iterator[str]:
+    yield f"model: {found.weights:,} weights, {found.trained:,} of them trained"
+    yield f"largest micro-batch: {found.rows} rows of {found.length} tokens"
+    for world in found.worlds:
+        yield from _of_world(world)
+    if found.remedies:
+        yield "settings that need less:"
+    for remedy in found.remedies:
+        verdict = {True: "fits", False: "does not fit", None: "unknown"}[remedy.fits]
+        yield f"  --set {remedy.setting}: {_gib(remedy.needed)}, {verdict} ({remedy.price})"
+
+
+def _of_world(world: WorldPlan) -> Iterator[str]:
+    busiest, idle = max(world.leaves), world.leaves.count(0)
+    share = f"{world.efficiency:.0%} busy, at most {busiest} of {sum(world.leaves)} micro-batches on one"
+    yield f"workers {world.workers}: {share}"
+    if idle:
+        yield f"  note: {idle} of {world.workers} workers would have no micro-batch"
+    elif world.efficiency < 1:
+        waiting = sum(count < busiest for count in world.leaves)
+        yield f"  note: {waiting} of {world.workers} workers would wait for the others in every step"
+    if world.problem:
+        yield f"  cannot be: {world.problem}"
+    for need in world.needs:
+        on = _WHERE[need.kind].format(need.ranks)
+        if need.budget is None:
+            verdict = "what is free is unknown"
+        else:
+            verdict = f"{'fits' if need.fits else 'DOES NOT FIT'} in the {_gib(need.budget)} that are free"
+        yield f"  {on}: {_gib(need.needed)}, {verdict}"
+        yield f"    a replica: {_parts(need.plan)}"
+
+
+def _parts(plan: MemoryPlan) -> str:
+    sizes = {
+        "base": plan.base,
+        "trained weights": plan.weights,
+        "gradient": plan.gradient,
+        "moments": plan.moments,
+        "tree": plan.partials,
+        "activations": plan.activations,
+        "evaluation": plan.evaluation,
+        "reduction": plan.reduction,
+        "graphs": plan.graphs,
+        "workspace": plan.workspace + plan.ramp,
+        "outside of torch": plan.outside,
+    }
+    return ", ".join(f"{name} {_mib(size)}" for name, size in sizes.items() if size)
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.1f} MiB"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+    app.command()(plan)

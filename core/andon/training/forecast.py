@@ -1,0 +1,292 @@
+"""`andon plan`: the bytes that a run will need on each device, for each number of workers (F-HET-002).
+
+Nothing of the model is allocated or read but its configuration: its passes run on tensors that have no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from andon.backend.devices import placement
+from andon.backend.machine import Accelerator, free_ram, gpus_here
+from andon.config.schema import IN_PROCESS, Config
+from andon.model.adapter import attach, trainable_parameters
+from andon.model.build import build_shape
+from andon.model.memory import MemoryPlan, plan_bytes
+from andon.problems import InputError
+from andon.step.plan import efficiency, rank_leaves
+from andon.training.material import Material, adapter_spec, padding_multiple, prepare
+
+_MIB = 2**20
+CUDA_CONTEXT = 600 * _MIB
+"""Bytes of a GPU beside torch's allocator: CUDA's context and the code of its kernels."""
+NCCL_BUFFERS = 500 * _MIB
+"""Bytes of NCCL on each GPU of a group of several."""
+PROCESS = 500 * _MIB
+"""Bytes of a process that has loaded torch, transformers and peft."""
+_EVALUATED_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What there is. gpus: bytes free on each. ram: bytes that processes can still get, None where unknown."""
+
+    gpus: tuple[int, ...]
+    ram: int | None
+
+
+@dataclass(frozen=True)
+class Need:
+    """One kind of device under one number of workers. ranks: those on it. budget: bytes free on each GPU, or in all.
+
+    kind: 'cuda', 'cpu', or 'host' for the memory in which ranks build the model that they move to their GPUs.
+    """
+
+    kind: str
+    ranks: int
+    plan: MemoryPlan
+    needed: int
+    budget: int | None
+
+    @property
+    def fits(self) -> bool | None:
+        """None: how much there is is not known."""
+        return None if self.budget is None else self.needed <= self.budget
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, bytes each."""
+        own = {"kind": self.kind, "ranks": self.ranks, "needed": self.needed, "budget": self.budget, "fits": self.fits}
+        return own | {"each_rank": self.plan.as_dict()}
+
+
+@dataclass(frozen=True)
+class WorldPlan:
+    """One number of workers: what it makes of M, and what it needs. problem: why it cannot be, "" if it can."""
+
+    workers: int
+    leaves: tuple[int, ...]
+    efficiency: float
+    needs: tuple[Need, ...] = ()
+    problem: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """Whether nothing says that it does not."""
+        return not self.problem and all(need.fits is not False for need in self.needs)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "workers": self.workers,
+            "micro_batches_of_each": list(self.leaves),
+            "efficiency": round(self.efficiency, 4),
+            "fits": self.fits,
+            "problem": self.problem,
+            "devices": [need.as_dict() for need in self.needs],
+        }
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A setting that needs less, and what it would need with the same number of workers."""
+
+    setting: str
+    needed: int
+    fits: bool | None
+    price: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {"setting": self.setting, "needed": self.needed, "fits": self.fits, "price": self.price}
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """All that is said. remedies: for the first number of workers that does not fit, empty where all fit."""
+
+    rows: int
+    length: int
+    weights: int
+    trained: int
+    worlds: tuple[WorldPlan, ...]
+    remedies: tuple[Remedy, ...] = field(default=())
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for `--json`."""
+        return {
+            "micro_batch": {"rows": self.rows, "length": self.length},
+            "weights": self.weights,
+            "trained": self.trained,
+            "worlds": [world.as_dict() for world in self.worlds],
+            "remedies": [remedy.as_dict() for remedy in self.remedies],
+        }
+
+
+def machine_here(gpu_bytes: int | None, workers: int) -> Machine:
+    """This machine; gpu_bytes: another one, with a GPU of so many for each of `workers`, and any amount of memory."""
+    found: Sequence[Accelerator] = gpus_here() if gpu_bytes is None else ()
+    gpus = tuple(each.free for each in found) if gpu_bytes is None else (gpu_bytes,) * workers
+    return Machine(gpus, free_ram() if gpu_bytes is None else None)
+
+
+def forecast(config: Config, workers: Sequence[int], machine: Machine) -> Forecast:
+    """The plan for each number of `workers`. Raises `InputError` for anything that a run of `config` would refuse."""
+    material = prepare(config)
+    study = _Study(material)
+    worlds = tuple(_world(study, config, count, machine) for count in workers)
+    short = next((world for world in worlds if not world.fits and not world.problem), None)
+    rows, length = largest(material, config, workers[0])
+    weights, trained = study.sizes(config)
+    remedies = () if short is None else tuple(_remedies(study, config, short, machine))
+    return Forecast(rows, length, weights, trained, worlds, remedies)
+
+
+def largest(material: Material, config: Config, workers: int) -> tuple[int, int]:
+    """Rows and padded length of the largest micro-batch."""
+    training = config.training
+    parts = training.micro_batches if training.exact else workers
+    rows = -(-min(training.batch_size, len(material.plan.ids)) // parts)
+    lengths = material.task.lengths[list(material.plan.ids)]
+    longest = min(int(lengths.max()), config.model.max_length)
+    multiple = padding_multiple(config)
+    return rows, max(longest, min(-(-longest // multiple) * multiple, config.model.max_length))
+
+
+class _Study:
+    """Plans of single replicas, each setting looked at once."""
+
+    def __init__(self, material: Material) -> None:
+        self.material = material
+        self._known: dict[Any, MemoryPlan] = {}
+
+    def sizes(self, config: Config) -> tuple[int, int]:
+        """Weights in all, and those that train."""
+        model = self._shape(config)
+        trained = sum(parameter.numel() for parameter in trainable_parameters(model).values())
+        return sum(parameter.numel() for parameter in model.parameters()), trained
+
+    def _shape(self, config: Config) -> Any:
+        spec = replace(self.material.model, dtype=config.model.dtype)
+        return attach(build_shape(spec), adapter_spec(config), config.seed)
+
+    def plan(self, config: Config, kind: str, workers: int) -> MemoryPlan:
+        """What one of `workers` replicas on a device of `kind` needs, without what lies outside of torch."""
+        rows, length = largest(self.material, config, workers)
+        evaluated = min(_EVALUATED_ROWS, max(len(self.material.rows.validation_ids), 1))
+        asked = (config.model.dtype, config.adapter, config.training, rows, length, kind, workers)
+        if asked not in self._known:
+            self._known[asked] = _replica(self._shape(config), config, (rows, length, evaluated), kind, workers)
+        return self._known[asked]
+
+
+def _replica(model: Any, config: Config, shape: tuple[int, int, int], kind: str, workers: int) -> MemoryPlan:
+    from andon.model.memory_compiled import compiled_activations
+    from andon.model.memory_trace import checkpoint_hollow, hollow, traced_activations, traced_evaluation
+
+    training, optimizer = config.training, config.optimizer
+    rows, length, evaluated = shape
+    compiled = kind == "cuda" and training.compile != "off"
+    with hollow(model):
+        evaluation = traced_evaluation(model, evaluated, length, kind)
+        if training.activation_checkpointing:
+            checkpoint_hollow(model, kind, compiled=compiled)
+        if compiled:
+            activations = compiled_activations(model, rows, length)
+        else:
+            activations = traced_activations(model, rows, length, kind)
+        parts = training.micro_batches if training.exact else workers
+        plan = plan_bytes(
+            model,
+            trainable_parameters(model),
+            optimizer.name,
+            parts,
+            activations,
+            world_size=workers,
+            momentum=optimizer.momentum,
+            kind=kind,
+        )
+    # The graphs keep their memory while an evaluation runs beside them.
+    held = activations if compiled and training.compile == "graphs" else 0
+    return replace(plan, evaluation=evaluation, graphs=min(held, evaluation))
+
+
+def _world(study: _Study, config: Config, workers: int, machine: Machine) -> WorldPlan:
+    parts = config.training.micro_batches if config.training.exact else workers
+    leaves = tuple(map(len, rank_leaves(parts, workers)))
+    named = config.run.devices if workers == config.run.workers else None
+    try:
+        backend, devices, _ = placement(config.run.backend, workers, named, len(machine.gpus))
+    except InputError as error:
+        return WorldPlan(workers, leaves, efficiency(parts, workers), problem=str(error))
+    needs = []
+    gpus = [device.index for device in devices if device.type == "cuda"]
+    if gpus:
+        plan = study.plan(config, "cuda", workers)
+        plan = replace(plan, outside=CUDA_CONTEXT + (NCCL_BUFFERS if workers > 1 and backend == "nccl" else 0))
+        needs.append(Need("cuda", len(gpus), plan, plan.needed, min(machine.gpus[index] for index in gpus)))
+        host = _before_moving(plan)
+        needs.append(Need("host", len(gpus), host, len(gpus) * host.needed, machine.ram))
+    if len(gpus) < workers:
+        plan = replace(study.plan(config, "cpu", workers), outside=PROCESS)
+        ranks = workers - len(gpus)
+        needs.append(Need("cpu", ranks, plan, _in_ram(plan, ranks, backend), machine.ram))
+    return WorldPlan(workers, leaves, efficiency(parts, workers), tuple(needs))
+
+
+def _in_ram(plan: MemoryPlan, ranks: int, backend: str) -> int:
+    """Bytes of all CPU ranks together: in one process they share it, and the base; in turn, the largest phase too."""
+    if backend not in IN_PROCESS:
+        return ranks * plan.needed
+    lasting = plan.weights + plan.gradient + plan.moments + plan.partials
+    phase = plan.total - lasting - plan.base - plan.ramp
+    return plan.outside + plan.base + plan.ramp + ranks * lasting + (phase if backend == "inline" else ranks * phase)
+
+
+def _before_moving(plan: MemoryPlan) -> MemoryPlan:
+    """What a rank holds of the machine's memory while it builds the model for its GPU."""
+    kept = {"base": plan.base, "weights": plan.weights, "outside": PROCESS}
+    return MemoryPlan(**dict.fromkeys((part.name for part in fields(MemoryPlan)), 0) | kept)
+
+
+def _remedies(study: _Study, config: Config, short: WorldPlan, machine: Machine) -> Sequence[Remedy]:
+    """What needs less than `short` does, from what costs no accuracy to what may."""
+    before = max(
+        (need for need in short.needs if need.fits is False), key=lambda need: need.needed - (need.budget or 0)
+    )
+    found = []
+    for setting, changed, price in _changes(config):
+        world = _world(study, changed, short.workers, machine)
+        after = next(need for need in world.needs if need.kind == before.kind)
+        if after.needed < before.needed:
+            found.append(Remedy(setting, after.needed, after.fits, price))
+    return found
+
+
+def _changes(config: Config) -> Sequence[tuple[str, Config, str]]:
+    """Settings that may need less: how they are written, the configuration with them, and what they cost."""
+    training, changes = config.training, []
+
+    def change(section: str, key: str, value: Any, price: str) -> None:
+        part = getattr(config, section).model_copy(update={key: value})
+        written = str(value).lower() if isinstance(value, bool) else value
+        changes.append((f"{section}.{key}={written}", config.model_copy(update={section: part}), price))
+
+    more = min(2 * training.micro_batches, training.batch_size)
+    while training.exact and more > training.micro_batches and len(changes) < 3:
+        change("training", "micro_batches", more, "another result, as valid")
+        more = 0 if more == training.batch_size else min(2 * more, training.batch_size)
+    if not training.exact:
+        change("training", "exact", True, "rows in micro-batches: slower in small models")
+    if not training.activation_checkpointing:
+        change("training", "activation_checkpointing", True, "same bits if not compiled; about a third more time")
+    if config.model.dtype == "float32" and config.adapter.kind == "lora":
+        change("model", "dtype", "bfloat16", "frozen weights rounded to 8 bits of precision")
+    if config.model.max_length >= 32:
+        change("model", "max_length", config.model.max_length // 2, "longer texts are cut there")
+    if config.adapter.kind == "none":
+        change("adapter", "kind", "lora", "trains an adapter instead of all weights")
+    elif config.adapter.r > 1:
+        change("adapter", "r", config.adapter.r // 2, "a smaller adapter")
+    return changes
