@@ -25,6 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="those whose name holds this")
     parser.add_argument("--seed", type=int, default=1, help="of the steps at which faults strike")
     parser.add_argument("--jobs", type=int, default=1, help="nemeses at a time, of up to five processes each")
+    parser.add_argument("--deadline", type=float, default=float("inf"), help="seconds after which none is begun")
     parser.add_argument("--table", type=Path, help="file to write the table to, as Markdown")
     options = parser.parse_args(arguments)
     try:
@@ -35,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     began = time.monotonic()
     print(f"seed {options.seed}: {len(chosen)} nemeses", flush=True)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as base:
-        rows = _played(Bench.prepare(Path(base), options.seed), chosen, options.jobs)
+        rows = _played(Bench.prepare(Path(base), options.seed), chosen, options.jobs, began + options.deadline)
     good, skipped = sum(row.good for row in rows), sum(bool(row.skipped) for row in rows)
     print(
         f"{good - skipped} of {len(rows) - skipped} nemeses: every promise holds, every control is as it should be; "
@@ -46,11 +47,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if good == len(rows) else 1
 
 
-def _played(bench: Bench, chosen: Sequence[Nemesis], jobs: int) -> list[Row]:
+def _played(bench: Bench, chosen: Sequence[Nemesis], jobs: int, deadline: float) -> list[Row]:
     """A row for each, printed as it comes. A signal that ends this command ends the runs first."""
 
     def play(nemesis: Nemesis) -> Row:
-        row = bench.play(nemesis)
+        late = time.monotonic() > deadline
+        row = Row(nemesis, skipped="not begun: the deadline was over") if late else bench.play(nemesis)
         print(line(row), flush=True)
         return row
 

@@ -175,14 +175,14 @@ class Bench:
     _runs: list[Run] = field(default_factory=list)
 
     @classmethod
-    def prepare(cls, base: Path, seed: int = 1) -> Bench:
+    def prepare(cls, base: Path, seed: int = 1, settings: Sequence[str] = ()) -> Bench:
         """Write the rows, and train once undisturbed. Raises `RuntimeError` where that fails."""
         rows, held = base / "rows.jsonl", base / "held.jsonl"
         write_rows(rows, 96)
         write_rows(held, 12)
         bench = cls(base, Undisturbed(base / "whole"), rows, held, seed)
         run = Run(base, base / "whole", rows, held, bench.whole, random.Random(seed))
-        launch = Launch(settings=("training.checkpoint_every=1",))
+        launch = Launch(settings=("training.checkpoint_every=1", *settings))
         run.spawn(run.command(launch), launch)
         ending = run.end(LIMIT_S, time.monotonic())
         if ending.codes != (0,):
@@ -195,14 +195,14 @@ class Bench:
         if reason is not None:
             return Row(nemesis, skipped=reason)
         try:
-            phases = self._disturbed(nemesis)
+            phases = self.disturbed(nemesis)
             calm = self._control(nemesis)
         except NotStruckError as error:
             return Row(nemesis, failed=f"the fault did not happen: {error}")
         wrong, *unguarded = (judging.wrong(nemesis.promise, phase) for phase in phases)
         return Row(nemesis, phase=phases[0], wrong=wrong, calm=calm, unguarded=unguarded[0] if unguarded else None)
 
-    def _disturbed(self, nemesis: Nemesis) -> list[Phase]:
+    def disturbed(self, nemesis: Nemesis) -> list[Phase]:
         """The disturbed run, and where there is a guard to switch off, the one without it."""
         if nemesis.guard and nemesis.launch(guarded=True) == nemesis.launch(guarded=False):
             return self._phases(nemesis, guarded=True, heals=(True, False))

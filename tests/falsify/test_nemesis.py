@@ -1,0 +1,147 @@
+"""A nemesis is judged by what it did and by what the run then did: every part of a promise can be found broken."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from andon_falsify.nemesis import judging
+from andon_falsify.nemesis.bench import Bench
+from andon_falsify.nemesis.left_behind import Undisturbed, whole
+from andon_falsify.nemesis.protocol import Ending, Nemesis, Phase, Plant, Promise, Row, Struck
+from andon_falsify.nemesis.registry import nemeses
+from andon_falsify.nemesis.signals import FORGETS
+from andon_falsify.nemesis.table import document, line
+
+PROMISE = Promise((71,), ("rank 1", "SIGKILL|SIGTERM"), 2.0, at_once=True, heal_says=("rejected",))
+KEPT = Phase(
+    Struck(0.0, 5, "SIGKILL to rank 1"),
+    Ending((71,), "andon: rank 1 of 3 was killed by SIGTERM", seconds=1.5),
+    healing=Ending((0,), "resume: rejected step-00000008"),
+)
+BROKEN = {
+    "exit 0 instead of 71": {"ending": replace(KEPT.ending, codes=(0,))},
+    "over after 2.10 s, promised were 2": {"ending": replace(KEPT.ending, seconds=2.1)},
+    "not said: 'rank 1'": {"ending": replace(KEPT.ending, said="SIGKILL")},
+    "not said: 'SIGKILL|SIGTERM'": {"ending": replace(KEPT.ending, said="rank 1 is gone")},
+    "3 processes left": {"ending": replace(KEPT.ending, left=3)},
+    "not over 9.0 s after it began": {"ending": replace(KEPT.ending, hung=True, seconds=9.0, codes=(-9,))},
+    "a traceback": {"ending": replace(KEPT.ending, said=f"{KEPT.ending.said}\nTraceback (most recent call last):\n")},
+    "accepted after the fault at step 5: step-00000008": {"newer": ("step-00000008",)},
+    "accepted, but the undisturbed run has no such: step-00000004": {"other": ("step-00000004",)},
+    "healing: other bits: a where b belongs": {"result": "a where b belongs"},
+    "healing: exit 71: rank 0 died": {"healing": Ending((71,), "rejected\nrank 0 died")},
+    "healing: not said: 'rejected'": {"healing": Ending((0,), "")},
+    "healing: 1 processes left": {"healing": Ending((0,), "rejected", left=1)},
+}
+
+
+def named(name: str) -> Nemesis:
+    """The nemesis of this name, and no other."""
+    return next(each for each in nemeses() if each.name == name)
+
+
+def test_a_promise_that_is_kept_is_not_found_broken() -> None:
+    """One of several texts is enough, and the bound is not the time that it took."""
+    assert judging.wrong(PROMISE, KEPT) == ()
+
+
+@pytest.mark.parametrize("said", BROKEN)
+def test_each_part_of_a_promise_can_be_found_broken(said: str) -> None:
+    """It is found, alone, and said in words."""
+    assert judging.wrong(PROMISE, replace(KEPT, **BROKEN[said])) == (said,)  # type: ignore[arg-type]
+
+
+def test_what_is_accepted_later_is_wrong_only_where_all_must_stop_at_once() -> None:
+    """Ranks that outlive another may finish their update: right bits are no wrong."""
+    later = replace(KEPT, newer=("step-00000008",))
+    assert judging.wrong(replace(PROMISE, at_once=False), later) == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "good"),
+    [
+        ({}, True),
+        ({"skipped": "no namespaces", "phase": None, "calm": None, "unguarded": None}, True),
+        ({"wrong": ("exit 0 instead of 71",)}, False),
+        ({"calm": ("exit 71",)}, False),
+        ({"unguarded": ()}, False),
+        ({"unguarded": None}, False),
+        ({"failed": "the run ended before"}, False),
+    ],
+    ids=["all", "skipped", "promise", "without fault", "guard off, unseen", "guard off, not played", "no fault"],
+)
+def test_a_row_is_good_only_with_both_of_its_controls(changes: dict[str, object], good: bool) -> None:
+    """A judge that sees nothing where the guard is off is a failure of its own; the document shows it."""
+    row = replace(Row(named("rank killed"), phase=KEPT, calm=(), unguarded=("other bits",)), **changes)  # type: ignore[arg-type]
+    assert row.good is good
+    assert line(row).startswith("ok" if good else "BAD")
+    assert ("## Does not hold" in document([row], 1)) is not good
+    assert ("## Skipped" in document([row], 1)) is bool(row.skipped)
+
+
+def test_nemeses_have_names_of_their_own_and_a_guard_or_a_reason() -> None:
+    """None is without the control that is its due, or without words on why there is none."""
+    found = nemeses()
+    assert len({each.name for each in found}) == len(found)
+    assert [each.name for each in found if bool(each.guard) == bool(each.no_guard)] == []
+
+
+def test_another_launch_belongs_to_each_control() -> None:
+    """Where a guard is switched off, it is not off in the run that is judged, nor in the one without a fault."""
+    for each in nemeses():
+        pairs = [(each.launch(guarded=guarded), each.heal(guarded=guarded)) for guarded in (True, False)]
+        assert (pairs[0] != pairs[1]) is bool(each.guard), each.name
+        assert each.calm().plants == (), each.name
+
+
+def test_no_nemesis_of_that_name_is_said_with_those_there_are() -> None:
+    """A name that was mistyped plays nothing in silence."""
+    with pytest.raises(ValueError, match="no nemesis is called sunspots; there are: rank killed, "):
+        nemeses(only=["sunspots"])
+
+
+def test_a_rank_that_is_killed_is_one_line_and_nothing_is_lost(tmp_path: Path) -> None:
+    """A real run: SIGKILL, 71 in time, the undisturbed bits after a resume; a checkpoint that is changed is seen."""
+    bench = Bench.prepare(tmp_path, settings=("run.backend=inline",))
+    chosen = replace(named("rank killed"), guard="")
+    (phase,) = bench.disturbed(chosen)
+    assert judging.wrong(replace(chosen.promise, within_s=60.0), phase) == ()
+    assert phase.ending.codes == (71,)
+    assert phase.result == ""
+    (folder,) = tmp_path.glob("guarded-*/run")
+    assert bench.whole.accepted(folder, bench.whole.result[2]) == ((), ())
+    _tampered(folder)
+    assert bench.whole.differs(folder) != ""
+    assert bench.whole.accepted(folder, 0)[1] == ("ledger line of step 1",)
+
+
+def _tampered(folder: Path) -> None:
+    """Another final digest, another loss in the first line, and one byte more in the newest checkpoint."""
+    summary = json.loads((folder / "summary.json").read_bytes())
+    (folder / "summary.json").write_text(json.dumps(summary | {"weights_digest": "0"}), encoding="utf-8")
+    lines = (folder / "ledger.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    place = next(place for place, text in enumerate(lines) if '"kind":"step"' in text)
+    first = json.loads(lines[place])
+    lines[place] = json.dumps(first | {"loss": {"hex": "0x1p+0", "value": 1.0}}) + "\n"
+    (folder / "ledger.jsonl").write_text("".join(lines).replace('"kind": "step"', '"kind":"step"'), encoding="utf-8")
+    newest = max(folder.glob("checkpoints/step-*"))
+    assert whole(newest)
+    with (newest / "tensors.safetensors").open("ab") as file:
+        file.write(b"\0")
+    assert not whole(newest)
+
+
+def test_plants_are_written_in_one_way() -> None:
+    """The options of a plant come back as they were given."""
+    assert Plant.of(FORGETS.function, rank=1).options == (("rank", 1),)
+
+
+def test_a_run_that_left_nothing_has_accepted_nothing(tmp_path: Path) -> None:
+    """A folder without ledger and checkpoints is not finished, and that is said."""
+    found = Undisturbed(tmp_path)
+    assert found.accepted(tmp_path / "nothing", 0) == ((), ())
+    assert found.differs(tmp_path / "nothing") == "it is not finished"
