@@ -94,11 +94,17 @@ def test_an_interface_that_is_not_there_is_named_on_every_rank(tmp_path: Path) -
 
 
 def test_a_store_that_an_earlier_world_used_can_be_met_in_again(tmp_path: Path) -> None:
-    """torchrun keeps one store for all attempts: addresses of the dead are not taken for those of the living."""
+    """torchrun keeps one store for all attempts: nobody takes the dead of an earlier one for those that are to come."""
     store = own_store()
-    for attempt, options in enumerate(({"rank 1": "SIGKILL"}, {})):
-        folder = tmp_path / str(attempt)
+    attempts: list[tuple[list[int], dict[str, object], Exit]] = [
+        ([0, 1], {"rank 1": "SIGKILL"}, Exit.RANK_LOST),
+        ([0], {"timeout_s": SHORT_S}, Exit.RANK_SILENT),
+        ([0, 1], {}, Exit.OK),
+    ]
+    for number, (there, options, code) in enumerate(attempts):
+        folder = tmp_path / str(number)
         folder.mkdir()
         with world(folder, 2, store) as ranks:
-            (end,) = ranks.start([0, 1], options).ended(0)
-        assert end.exit == (Exit.OK if attempt else Exit.RANK_LOST), end.cause
+            (end,) = ranks.start(there, options).ended(0)
+        assert end.exit == code, end.cause
+        assert ("rank 1 of 2 did not come" in end.cause) == (there == [0])

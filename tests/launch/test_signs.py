@@ -71,6 +71,10 @@ def test_hosts_are_named_where_they_are_others() -> None:
             (WAITS, WORKS, WAITS),
             "rank 1 of 3 is slow: in the update of step 4 for 7.0 s, train.py:7 load; 2 wait for it",
         ),
+        (
+            (WAITS, replace(WAITS, ticks=7, since_s=5.0)),
+            "all 2 ranks exchange in the update of step 4 for 6.0 s, 7.0 s",
+        ),
         ((WAITS, WAITS), "all 2 ranks exchange in the update of step 4 for 6.0 s, 7.0 s after it began: what connects"),
         ((WORKS, WORKS), "all 2 ranks are slow: in the update of step 4 for 7.0 s, train.py:7 load"),
         ((WAITS, replace(WORKS, silent_s=4.0)), "rank 1 of 2 has given no sign of life for 4.0 s, last seen in"),

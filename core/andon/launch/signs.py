@@ -145,16 +145,17 @@ def slowness(view: View, usual_s: float) -> str:
         seen = f"{has} given no sign of life for {sign.silent_s:.1f} s"
         what = f"{_is(unheard)} stopped" if sign.state == "stopped" else seen
         return f"{view.name(unheard)} {what}, {_last(sign)}; {len(fresh)} wait{'s' * (len(fresh) == 1)}{usual}"
-    late = [rank for rank in behind(fresh) if not fresh[rank].waits] or behind(fresh)
+    late = [rank for rank in behind(fresh) if not fresh[rank].waits]
     if late:
         waiting = sum(sign.waits for sign in fresh.values())
         wait = f"{waiting} wait{'s' * (waiting == 1)} for {'it' if len(late) == 1 else 'them'}"
         return f"{view.name(late)} {_is(late)} slow: {_doing(fresh[late[0]])}; {wait}{usual}"
-    mine = view.mine
-    if mine.waits:
-        waited = f"for {mine.since_s:.1f} s, {mine.phase_s:.1f} s after it began"
-        return f"all {view.world} ranks exchange in {mine.where} {waited}: what connects them is slow{usual}"
-    return f"all {view.world} ranks are slow: {_doing(mine)}{usual}"
+    waits = [sign for sign in fresh.values() if sign.waits]
+    if waits:
+        longest = max(waits, key=lambda sign: sign.since_s)
+        waited = f"for {longest.since_s:.1f} s, {longest.phase_s:.1f} s after it began"
+        return f"all {view.world} ranks exchange in {longest.where} {waited}: what connects them is slow{usual}"
+    return f"all {view.world} ranks are slow: {_doing(view.mine)}{usual}"
 
 
 def _doing(sign: Sign) -> str:

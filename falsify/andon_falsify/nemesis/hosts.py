@@ -107,7 +107,7 @@ class Host:
 
     def unthrottle(self) -> None:
         """Let it send as fast as it can."""
-        _run("tc", "-n", self.name, "qdisc", "del", "dev", INTERFACE, "root")
+        _run("tc", "-n", self.name, "qdisc", "replace", "dev", INTERFACE, "root", "noqueue")
 
     def free_port(self) -> int:
         """A port that nobody listens on here."""
