@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from andon.problems import InputError, Problem, ProblemList
 
@@ -74,9 +75,9 @@ def _too_small(each: Accelerator, needed: int) -> str:
     return f"{have} and the run needs {in_gib(needed)}: another process may hold the rest"
 
 
-def refuse_without_nccl(backend: str, available: bool) -> None:
-    """Raise `InputError` where `nccl` is asked for and this build of torch has none."""
-    if backend == "nccl" and not available:
+def refuse_without_nccl(backend: str, available: bool | None = None) -> None:
+    """Raise `InputError` where `nccl` is asked for and this build of torch has none (available: None asks it)."""
+    if backend == "nccl" and not (dist.is_nccl_available() if available is None else available):
         raise InputError([Problem("run.backend", "this torch was built without NCCL; choose gloo, or mixed")])
 
 

@@ -29,7 +29,8 @@ class Summary(Part):
     `steps` counts updates, `contracts` how often the process of rank 0 evaluated each clause, `violations` those
     that were broken; `final_loss` is the loss of the last update, None before the first; `eval` holds the scores on
     rows never trained on as JSON; `wall_s` is in seconds; `reason` is that of the ledger's end record. `finished` is
-    true only for a run that reached its planned or early end: such a run is not resumed.
+    true only for a run that reached its planned or early end: such a run is not resumed. `memory`
+    is in bytes: `planned` and `peak` of the GPU that needed most, `process_peak` of rank 0's process.
     """
 
     run: str
@@ -48,6 +49,7 @@ class Summary(Part):
     final_loss: Real | None = None
     eval: Mapping[str, Any] = field(default_factory=dict)
     best_step: Count | None = None
+    memory: Mapping[str, Count] = field(default_factory=dict)
 
 
 def write_summary(path: Path, summary: Summary) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 
 from andon.messages import say
 from andon.metrics.scores import Scores
 from andon.problems import InputError
+from andon.training.budget import hold_to_budget
 from andon.training.evaluation import evaluate
 from andon.training.journal import FolderJournal
 from andon.training.outputs import Result, write_adapter, write_results
@@ -27,6 +29,7 @@ def finish(session: Session, journal: Journal, outcome: Outcome, violations: int
     scores: Scores | None = None
     if outcome.reason != "preempted":
         scores = evaluate(session.backend, session.models, material.evaluation_task, material.evaluation_ids)
+    memory = hold_to_budget(session.backend, progress.step, session.planned_bytes)
     if not isinstance(journal, FolderJournal):
         return
     if scores is not None:
@@ -36,7 +39,7 @@ def finish(session: Session, journal: Journal, outcome: Outcome, violations: int
     journal.append(
         End(progress.step, outcome.reason, {"weights": hex64(weights)}, final_loss=Real.of(progress.last_loss))
     )
-    _summarise(session, journal, outcome, weights, scores, violations)
+    _summarise(session, journal, outcome, weights, scores, violations, memory)
 
 
 def record_violation(
@@ -62,13 +65,19 @@ def record_violation(
         )
         journal.append(End(trainer.progress.step, "violation", {"weights": hex64(trainer.weights)}, violations=1))
         last = Outcome(trainer.progress, "violation")
-        _summarise(session, journal, last, trainer.weights, None, violations + 1)
+        _summarise(session, journal, last, trainer.weights, None, violations + 1, {})
     except InputError as refused:
         say(f"the violation could not be recorded: {refused}")
 
 
 def _summarise(
-    session: Session, journal: FolderJournal, outcome: Outcome, weights: int, scores: Scores | None, violations: int
+    session: Session,
+    journal: FolderJournal,
+    outcome: Outcome,
+    weights: int,
+    scores: Scores | None,
+    violations: int,
+    memory: Mapping[str, int],
 ) -> None:
     progress = outcome.progress
     result = Result(
@@ -83,5 +92,6 @@ def _summarise(
         ledger_head=journal.head,
         wall_s=time.time() - session.started,
         violations=violations,
+        memory=memory,
     )
     write_results(session.folder, session.environment, result, scores)

@@ -134,7 +134,7 @@ def machine_here(gpu_bytes: int | None, workers: int) -> Machine:
 def forecast(config: Config, workers: Sequence[int], machine: Machine) -> Forecast:
     """The plan for each number of `workers`. Raises `InputError` for anything that a run of `config` would refuse."""
     material = prepare(config)
-    study = _Study(material)
+    study = Study(material)
     worlds = tuple(_world(study, config, count, machine) for count in workers)
     short = next((world for world in worlds if not world.fits and not world.problem), None)
     rows, length = largest(material, config, workers[0])
@@ -154,7 +154,7 @@ def largest(material: Material, config: Config, workers: int) -> tuple[int, int]
     return rows, max(longest, min(-(-longest // multiple) * multiple, config.model.max_length))
 
 
-class _Study:
+class Study:
     """Plans of single replicas, each setting looked at once."""
 
     def __init__(self, material: Material) -> None:
@@ -174,22 +174,33 @@ class _Study:
     def plan(self, config: Config, kind: str, workers: int) -> MemoryPlan:
         """What one of `workers` replicas on a device of `kind` needs, without what lies outside of torch."""
         rows, length = largest(self.material, config, workers)
-        evaluated = min(_EVALUATED_ROWS, max(len(self.material.rows.validation_ids), 1))
+        scored = max(len(self.material.rows.validation_ids), len(self.material.evaluation_ids), 1)
+        evaluated = min(_EVALUATED_ROWS, scored), _padded(self.material, config)
         asked = (config.model.dtype, config.adapter, config.training, rows, length, kind, workers)
         if asked not in self._known:
-            self._known[asked] = _replica(self._shape(config), config, (rows, length, evaluated), kind, workers)
+            self._known[asked] = _replica(self._shape(config), config, (rows, length), evaluated, kind, workers)
         return self._known[asked]
 
 
-def _replica(model: Any, config: Config, shape: tuple[int, int, int], kind: str, workers: int) -> MemoryPlan:
+def _padded(material: Material, config: Config) -> int:
+    """The longest padded length of any row that is trained on or scored."""
+    longest = max(int(task.lengths.max()) for task in (material.task, material.evaluation_task))
+    multiple = padding_multiple(config)
+    return min(-(-longest // multiple) * multiple, config.model.max_length)
+
+
+def _replica(
+    model: Any, config: Config, trained: tuple[int, int], scored: tuple[int, int], kind: str, workers: int
+) -> MemoryPlan:
+    """trained, scored: rows and length of the largest micro-batch, and of a batch of an evaluation."""
     from andon.model.memory_compiled import compiled_activations
     from andon.model.memory_trace import checkpoint_hollow, hollow, traced_activations, traced_evaluation
 
     training, optimizer = config.training, config.optimizer
-    rows, length, evaluated = shape
+    rows, length = trained
     compiled = kind == "cuda" and training.compile != "off"
     with hollow(model):
-        evaluation = traced_evaluation(model, evaluated, length, kind)
+        evaluation = traced_evaluation(model, *scored, kind)
         if training.activation_checkpointing:
             checkpoint_hollow(model, kind, compiled=compiled)
         if compiled:
@@ -212,7 +223,7 @@ def _replica(model: Any, config: Config, shape: tuple[int, int, int], kind: str,
     return replace(plan, evaluation=evaluation, graphs=min(held, evaluation))
 
 
-def _world(study: _Study, config: Config, workers: int, machine: Machine) -> WorldPlan:
+def _world(study: Study, config: Config, workers: int, machine: Machine) -> WorldPlan:
     parts = config.training.micro_batches if config.training.exact else workers
     leaves = tuple(map(len, rank_leaves(parts, workers)))
     named = config.run.devices if workers == config.run.workers else None
@@ -250,7 +261,7 @@ def _before_moving(plan: MemoryPlan) -> MemoryPlan:
     return MemoryPlan(**dict.fromkeys((part.name for part in fields(MemoryPlan)), 0) | kept)
 
 
-def _remedies(study: _Study, config: Config, short: WorldPlan, machine: Machine) -> Sequence[Remedy]:
+def _remedies(study: Study, config: Config, short: WorldPlan, machine: Machine) -> Sequence[Remedy]:
     """What needs less than `short` does, from what costs no accuracy to what may."""
     before = max(
         (need for need in short.needs if need.fits is False), key=lambda need: need.needed - (need.budget or 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import nn
@@ -38,6 +38,7 @@ class Result:
     ledger_head: tuple[int, str]
     wall_s: float
     violations: int = 0
+    memory: Mapping[str, int] = field(default_factory=dict)
 
 
 def write_start(
@@ -118,5 +119,6 @@ def write_results(folder: RunFolder, environment: Mapping[str, object], result: 
             final_loss=Real.of(result.last_loss),
             eval=scores.as_dict() if scores is not None else {},
             best_step=result.best_step or None,
+            memory=result.memory,
         ),
     )

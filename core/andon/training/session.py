@@ -20,6 +20,7 @@ from andon.backend.clocked import ClockedBackend
 from andon.backend.devices import placement
 from andon.backend.group import GroupBackend
 from andon.backend.inprocess import InlineBackend, ThreadsBackend
+from andon.backend.machine import refuse_without_nccl
 from andon.config.schema import IN_PROCESS, Config
 from andon.launch.clock import StepClock
 from andon.launch.joining import join
@@ -35,6 +36,7 @@ from andon.run.provenance import environment
 from andon.step.audit import AuditSpec, default_every
 from andon.step.replica import OptimizerSpec, Replica
 from andon.step.step import TrainingStep
+from andon.training.budget import agree_on_devices
 from andon.training.material import Material, padding_multiple, prepare
 from andon.training.replicas import build_replicas
 from andon_contracts.policy import suspended
@@ -49,6 +51,7 @@ class Session:
     """The parts of one run. `started`: when its command began, in seconds since the epoch. clock: where it is.
 
     initial_weights, base: digests of the trainable and of the frozen weights as built, before anything is restored.
+    planned_bytes: what each GPU replica may need; 0 where no rank is on a GPU.
     """
 
     config: Config
@@ -62,6 +65,7 @@ class Session:
     initial_weights: int
     base: int
     clock: StepClock
+    planned_bytes: int = 0
 
     @property
     def writes(self) -> bool:
@@ -111,6 +115,7 @@ def _backend(config: Config, clock: StepClock) -> Iterator[Backend]:
         finally:
             backend.close()
         return
+    refuse_without_nccl(name)
     kinds = "cpu:gloo,cuda:nccl" if name == "nccl" else "gloo"
     store, rank, world = join(kinds, config.run.timeout_s)
     watched_by(Pulse(store, rank, world, clock, Bounds(config.run.timeout_s, config.run.step_deadline_s), end_now))
@@ -168,6 +173,7 @@ def _compile(config: Config, replicas: Sequence[Replica]) -> None:
 
 def _assemble(config: Config, folder: RunFolder, backend: Backend, started: float, clock: StepClock) -> Session:
     material = prepare(config)
+    planned_bytes = agree_on_devices(config, material, backend)
     model = attach(build_base(material.model), material.adapter, config.seed)
     optimizer = config.optimizer
     first, second = optimizer.betas
@@ -203,5 +209,6 @@ def _assemble(config: Config, folder: RunFolder, backend: Backend, started: floa
         started=started,
         initial_weights=replicas[0].weights_digest(),
         base=replicas[0].base_digest(),
+        planned_bytes=planned_bytes,
         clock=clock,
     )

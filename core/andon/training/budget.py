@@ -1,0 +1,84 @@
+"""What a run on GPUs may need of their memory, agreed on before the first step and held against what it did need.
+
+Compiled passes keep less than eager ones, so the plan of the eager ones is the bound for both.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from andon.backend.base import Backend
+from andon.backend.machine import Accelerator, look_at, refuse_unfit
+from andon.config.schema import Config
+from andon.training.forecast import Study
+from andon.training.material import Material
+from andon_contracts.policy import clause, enforced, require
+from andon_contracts.violation import Finding
+
+_SLACK = 1.1
+_GROUPED = ("nccl", "mixed")
+
+
+def agree_on_devices(config: Config, material: Material, backend: Backend) -> int:
+    """Bytes that each GPU replica may need by the plan; 0 where no rank is on a GPU.
+
+    Collective where ranks are on GPUs. Raises `InputError`, the same on every rank, for a GPU that cannot be used, has
+    too little memory free, or is of another model than the others of an `nccl` group.
+    """
+    if backend.name not in _GROUPED:
+        return 0
+    mine = {
+        rank: look_at(device.index or 0).as_dict()
+        for rank, device in zip(backend.ranks, backend.devices, strict=True)
+        if device.type == "cuda"
+    }
+    of_all: list[Mapping[int, Mapping[str, object]]] = [{} for _ in range(backend.world_size)]
+    dist.all_gather_object(of_all, mine)
+    found = {rank: Accelerator(**fact) for part in of_all for rank, fact in part.items()}  # type: ignore[arg-type]
+    if not found:
+        return 0
+    eager = config.model_copy(update={"training": config.training.model_copy(update={"compile": "off"})})
+    planned = Study(material).plan(eager, "cuda", backend.world_size).total
+    # A rank's own context is there already. What compiled passes need is less, so there nothing is refused for it.
+    refuse_unfit(backend.name, found, planned if config.training.compile == "off" else None)
+    return planned
+
+
+def hold_to_budget(backend: Backend, step: int, planned: int) -> Mapping[str, int]:
+    """What the run needed, in bytes, for the summary: `planned` and `peak` of GPUs, `process_peak` of this process.
+
+    Collective where ranks are on GPUs. Raises `Violation` (memory-budget) on all ranks where one needed more.
+    """
+    process = {"process_peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    if not planned:
+        return process
+    local = [torch.tensor([_peak(device)], dtype=torch.int64, device=device) for device in backend.devices]
+    peaks = [int(peak) for peak in backend.gather(local)]
+    if enforced():
+        judge_peaks(peaks, planned, step)
+    return {"planned": planned, "peak": max(peaks), **process}
+
+
+def _peak(device: torch.device) -> int:
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+
+
+def _explain(peaks: Sequence[int], planned: int, step: int) -> Finding:
+    over = tuple(rank for rank, peak in enumerate(peaks) if peak > planned * _SLACK)
+    seen = f"{max(peaks)} bytes at the peak, {planned} were planned and a tenth more is allowed"
+    return Finding(step=step, ranks=over, seen=seen)
+
+
+@clause("memory-budget", _explain)
+def _within_budget(peaks: Sequence[int], planned: int) -> bool:
+    """No rank's GPU held more at once than the plan and a tenth."""
+    return max(peaks) <= planned * _SLACK
+
+
+@require(_within_budget)
+def judge_peaks(peaks: Sequence[int], planned: int, step: int) -> None:
+    """Raise `Violation` where a rank's peak (bytes, by rank) is above the plan's and a tenth. step: the last one."""
