@@ -13,6 +13,7 @@ import pytest
 
 from andon_falsify.nemesis import hosts
 from andon_falsify.nemesis.hosts import Lan
+from andon_falsify.nemesis.network import NEMESES
 
 _REASON = hosts.unavailable()
 needs_hosts = pytest.mark.skipif(bool(_REASON), reason=f"no hosts in network namespaces here: {_REASON}")
@@ -21,6 +22,7 @@ OWNER = """
 import sys, time
 from pathlib import Path
 from andon_falsify.nemesis.hosts import Lan
+from andon_falsify.nemesis.network import NEMESES
 lan = Lan.of(2)
 for host in lan.hosts:
     host.start(["sleep", "600"], {}, Path("/dev/null"))
@@ -105,3 +107,10 @@ def test_a_sweep_removes_what_a_dead_process_left_and_nothing_of_the_living(lan:
     left = hosts.namespaces()
     assert stray not in left
     assert {host.name for host in lan.hosts} <= set(left)
+
+
+def test_a_machine_without_the_tools_is_said_to_lack_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reason of a skip names what is missing; nothing is tried."""
+    monkeypatch.setenv("PATH", "")
+    assert hosts.unavailable() == "this machine has no ip and no tc and no unshare (iproute2, util-linux)"
+    assert all(nemesis.needs() == hosts.unavailable() for nemesis in NEMESES)
