@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -41,7 +42,7 @@ class LedgerFile:
 
     What is there is verified first. A line without its end, as a crash leaves it, is cut off; `torn` is its number of
     bytes, for the record of the resume. Raises `LedgerError` for any other damage and `OSError` for a disk that
-    refuses. There may be one writer at a time.
+    refuses. There may be one writer at a time. What is no file of a disk, as a pipe or a device, is written to only.
     """
 
     def __init__(self, path: Path, *, alone: bool = False) -> None:
@@ -55,8 +56,9 @@ class LedgerFile:
             # Before anything is cut off: what looks torn may be the line that another one is writing.
             if alone:
                 fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._count, self._digest, self._size = _scan(path)
-            self.torn = os.fstat(self._handle).st_size - self._size
+            self._kept = stat.S_ISREG(os.fstat(self._handle).st_mode)
+            self._count, self._digest, self._size = _scan(path) if self._kept else (0, GENESIS, 0)
+            self.torn = os.fstat(self._handle).st_size - self._size if self._kept else 0
             if self.torn:
                 os.ftruncate(self._handle, self._size)
                 os.fsync(self._handle)
@@ -77,12 +79,14 @@ class LedgerFile:
             write_all(self._handle, line)
             self._count, self._digest, self._size = self._count + 1, chain(line), self._size + len(line)
         except BaseException:
-            os.ftruncate(self._handle, self._size)
+            if self._kept:
+                os.ftruncate(self._handle, self._size)
             raise
 
     def sync(self) -> None:
         """Make all lines so far survive a power cut; done before a checkpoint that quotes the head."""
-        os.fsync(self._handle)
+        if self._kept:
+            os.fsync(self._handle)
 
     def close(self) -> None:
         """Sync and close; more than once is harmless."""

@@ -7,6 +7,7 @@ is replaced for it, and the order in which they are found has no part in the ans
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
@@ -25,40 +26,55 @@ def members(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def optimizer_of(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer | None:
-    """The living optimizer that holds the first of `parameters` that any holds, and of several such the largest."""
+    """The living optimizer that holds the first of `parameters` that any holds, and of several such the largest.
+
+    None where nothing tells two of them apart: the one that makes an update is known then.
+    """
     place = {id(parameter): index for index, parameter in enumerate(parameters)}
-    found = [each for each in _optimizers() if _places(each, place)]
-    return min(found, key=lambda each: _order(each, place), default=None)
+    found = _alike([each for each in _optimizers() if _places(each, place)], place)
+    return found[0][0] if found and len(found[0]) == 1 else None
 
 
 def trained_by(optimizer: torch.optim.Optimizer) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
     """The outermost module that holds what `optimizer` trains, and all optimizers that share in its parameters.
 
-    Where no single module holds all of it, or none holds a parameter, a `Several` of what does.
+    Where no single module holds all of it, or none holds a parameter, a `Several` of what does. Raises `ValueError`
+    where several modules hold it and nothing that is alike in all processes tells them apart.
     """
     wanted = members(optimizer)
     model = _model_of(wanted)
     place = {id(parameter): index for index, parameter in enumerate(model.parameters())}
     found, taken = [optimizer], set(map(id, wanted))
     others = [each for each in _optimizers() if each is not optimizer and _places(each, place)]
-    for each in sorted(others, key=lambda each: _order(each, place)):
-        mine = set(map(id, members(each)))
-        if not mine & taken:
-            found.append(each)
+    for alike in _alike(others, place):
+        mine = set(map(id, members(alike[0])))
+        # Of two that nothing tells apart, one was thrown away: which one, its first update says.
+        if len(alike) == 1 and not mine & taken:
+            found.append(alike[0])
             taken |= mine
     return model, sorted(found, key=lambda each: min(_places(each, place), default=len(place)))
 
 
 def outermost(model: nn.Module) -> nn.Module:
-    """The outermost module that holds `model`, the one that reduces its gradients where there is one."""
-    held = {id(parameter) for parameter in model.parameters()}
-    return max(_roots(held), key=lambda root: _merit(root, held), default=model)
+    """The outermost module that holds `model`, the one that reduces its gradients where there is one.
+
+    Raises `ValueError` where several do and nothing tells them apart.
+    """
+    held = {id(parameter): index for index, parameter in enumerate(model.parameters())}
+    roots = _roots(set(held))
+    return _best(roots, held) if roots else model
 
 
 def _order(optimizer: torch.optim.Optimizer, place: Mapping[int, int]) -> tuple[int, int, list[int], str, int]:
     """The first parameter comes first, then who holds more; then what else tells optimizers of the same ones apart."""
     held = sorted(_places(optimizer, place))
     return held[0], -len(held), held, type(optimizer).__qualname__, len(optimizer.state)
+
+
+def _alike(optimizers: Iterable[torch.optim.Optimizer], place: Mapping[int, int]) -> list[list[torch.optim.Optimizer]]:
+    """`optimizers` in order; those that nothing tells apart together."""
+    keyed = sorted(((_order(each, place), each) for each in optimizers), key=lambda pair: pair[0])
+    return [[each for _, each in pairs] for _, pairs in itertools.groupby(keyed, key=lambda pair: pair[0])]
 
 
 def _places(optimizer: torch.optim.Optimizer, place: Mapping[int, int]) -> list[int]:
@@ -76,26 +92,54 @@ def _living(kind: type[Kind]) -> list[Kind]:
 
 
 def _model_of(wanted: Sequence[torch.Tensor]) -> nn.Module:
-    left = {id(parameter) for parameter in wanted}
-    roots = _roots(left)
+    left = {id(parameter): index for index, parameter in enumerate(wanted)}
+    roots = _roots(set(left))
     chosen: list[nn.Module] = []
-    while roots and left:
-        best = max(roots, key=lambda root: _merit(root, left))
+    while roots:
+        best = _best(roots, left)
         held = {id(parameter) for parameter in best.parameters()}
-        if not held & left:
-            break
         chosen.append(best)
-        left -= held
+        left = {key: index for key, index in left.items() if key not in held}
+        roots = [root for root in roots if any(id(parameter) in left for parameter in root.parameters())]
     loose = [p for p in wanted if id(p) in left and isinstance(p, nn.Parameter)]
     return chosen[0] if len(chosen) == 1 and not loose else Several(chosen, loose)
 
 
-def _merit(root: nn.Module, left: set[int]) -> tuple[int, bool, int, int, str]:
-    """How well `root` stands for a model: it holds much of what is left, reduces it, and holds little else."""
+def _merit(root: nn.Module, left: Mapping[int, int]) -> tuple[int, bool, int, int, str, int]:
+    """How well `root` stands for a model: it holds much of what is left, reduces it, and holds little else.
+
+    left: the places of the parameters; of modules that hold different ones, that of the first one comes first.
+    """
     held = {id(parameter) for parameter in root.parameters()}
     wrappers = unwrap(root)[1]
     reduces = any(isinstance(wrapper, DistributedDataParallel) for wrapper in wrappers)
-    return len(held & left), reduces, -len(held), len(wrappers), type(root).__qualname__
+    mine = held & set(left)
+    first = min((left[key] for key in mine), default=len(left))
+    return len(mine), reduces, -len(held), len(wrappers), type(root).__qualname__, -first
+
+
+def _best(roots: Sequence[nn.Module], left: Mapping[int, int]) -> nn.Module:
+    """The root of most merit, and of several such the one whose modules and names come first.
+
+    Raises `ValueError` where that leaves several that are not wrappers of one.
+    """
+    most = max(_merit(root, left) for root in roots)
+    first = [root for root in roots if _merit(root, left) == most]
+    if len(first) > 1:
+        shapes = [_shape(root) for root in first]
+        first = [root for root, shape in zip(first, shapes, strict=True) if shape == min(shapes)]
+    if len({id(unwrap(root)[0]) for root in first}) > 1:
+        kinds = f"{len(first)} modules {type(first[0]).__qualname__}"
+        msg = f"{kinds} hold what the optimizer trains, and nothing tells them apart: say which one by andon.watch(...)"
+        raise ValueError(msg)
+    return first[0]
+
+
+def _shape(root: nn.Module) -> list[str]:
+    """What a module is made of, by names and types: alike in every process that made it alike."""
+    modules = [f"{name} {type(each).__module__}.{type(each).__qualname__}" for name, each in root.named_modules()]
+    buffers = [f"{name} {tuple(each.shape)}" for name, each in root.named_buffers()]
+    return [*modules, *(name for name, _ in root.named_parameters()), *buffers]
 
 
 def _roots(wanted: set[int]) -> list[nn.Module]:

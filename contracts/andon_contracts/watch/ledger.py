@@ -250,6 +250,8 @@ class Recorder:
             self._lose(error)
 
     def _lose(self, error: OSError) -> None:
+        if self.lost:
+            return
         self.lost = f"it ends before its time, since the disk refuses: {error.strerror}"
         warnings.warn(f"andon.watch: ledger: {self.lost}", AndonWarning, stackline())
 

@@ -12,6 +12,7 @@ import runpy
 import sys
 import traceback
 import types
+import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,8 +38,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="andon watch",
         usage="andon watch [OPTIONS] SCRIPT [ARGS...]  |  andon watch [OPTIONS] -m MODULE [ARGS...]",
-        description="Run a training script as it is, and hold every update of its torch optimizers to the contracts "
-        "of a step. Under several ranks: torchrun ... -m andon watch SCRIPT ARGS.",
+        description="Run a training script (or a folder or archive with a __main__.py) as it is, and hold every update "
+        "of its torch optimizers to the contracts of a step. Under several ranks: torchrun ... -m andon watch SCRIPT.",
         epilog=f"The script's exit code is passed on; {_VIOLATION} says that --action raise found a violation.",
         allow_abbrev=False,
     )
@@ -68,8 +69,8 @@ def parse(arguments: Sequence[str]) -> Asked:
         problems.append(audit if given.checks == "audit" else f"--checks is 'step', not {given.checks!r}")
     if not given.command:
         problems.append("name the script to run")
-    elif not given.module and not Path(given.command[0]).is_file():
-        problems.append(f"can't open file {given.command[0]!r}")
+    elif not given.module:
+        problems += _unrunnable(given.command[0])
     if problems:
         parser.error("; ".join(problems))
     options = {"action": given.action, "allow": allow, "folder": given.folder, "hard_stop": given.hard_stop}
@@ -102,6 +103,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return _VIOLATION if standby.violated else 0
 
 
+def _unrunnable(name: str) -> list[str]:
+    """Why Python could not run what `name` names, if it could not."""
+    if _is_program(name):
+        with_main = [(Path(name) / f"__main__{end}").is_file() for end in (".py", ".pyc")]
+        if Path(name).is_file():
+            with zipfile.ZipFile(name) as archive:
+                with_main = [f"__main__{end}" in archive.namelist() for end in (".py", ".pyc")]
+        return [] if any(with_main) else [f"can't find '__main__' module in {name!r}"]
+    return [] if Path(name).is_file() else [f"can't open file {name!r}"]
+
+
+def _is_program(name: str) -> bool:
+    """Whether `name` is a folder or an archive, whose `__main__` Python runs."""
+    return Path(name).is_dir() or zipfile.is_zipfile(name)
+
+
 def _run(asked: Asked) -> None:
     """The script or module as Python runs one: it is `__main__`, and its folder is looked in first for modules."""
     sys.argv = list(asked.command)
@@ -110,7 +127,11 @@ def _run(asked: Asked) -> None:
         runpy.run_module(name, run_name="__main__", alter_sys=True)
         return
     if not sys.flags.safe_path:
-        sys.path[0] = str(Path(name).resolve().parent)
+        sys.path[0] = name if _is_program(name) else str(Path(name).resolve().parent)
+    if _is_program(name):
+        # It looks for modules there again, which changes nothing.
+        runpy.run_path(name, run_name="__main__")
+        return
     main_module = types.ModuleType("__main__")
     vars(main_module).update(__file__=name, __builtins__=__builtins__)
     sys.modules["__main__"] = main_module

@@ -118,7 +118,10 @@ class Standby:
         self._seen.add(optimizer)
         if is_watched(optimizer):
             return None
-        model, optimizers = trained_by(optimizer)
+        try:
+            model, optimizers = trained_by(optimizer)
+        except ValueError as error:
+            raise _refusal(str(error)) from None
         if any(is_watched(each) for each in optimizers):
             optimizers = [optimizer]
         self._make_way(optimizers, model)
