@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from andon_falsify.nemesis.protocol import Nemesis, Tier
 
-MODULES = ("signals", "launches", "starts", "figures", "rows")
+MODULES = ("signals", "launches", "starts", "figures", "rows", "network")
 """In the order of the table."""
 
 
