@@ -1,0 +1,465 @@
+"""Disks that fill, fail, forget or lie, and checkpoints that are not what was written (rows 4 and 34 to 41)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from andon_falsify.nemesis import crash_points, power_cut
+from andon_falsify.nemesis.bench import Run
+from andon_falsify.nemesis.left_behind import MANIFEST, STATE, TENSORS
+from andon_falsify.nemesis.planting import first_strike
+from andon_falsify.nemesis.protocol import Launch, Nemesis, NotStruckError, Plant, Promise, Struck
+
+_PLANTS = "andon_falsify.nemesis.disk_plants"
+UNVERIFIED = Plant.of(f"{_PLANTS}:unverified")
+FORGIVEN = Plant.of(f"{_PLANTS}:forgiven")
+_PAGE = 4096
+_END_S = 60.0
+
+
+def checkpoints(run: Run) -> list[Path]:
+    """The run's checkpoints, the newest first."""
+    return sorted(run.folder.glob("checkpoints/step-????????"), reverse=True)
+
+
+def end_at_boundary(run: Run) -> None:
+    """Ask the run to end by SIGTERM, and wait until it has. Raises `NotStruckError` where it does not."""
+    run.launcher.send_signal(signal.SIGTERM)
+    try:
+        run.launcher.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        raise NotStruckError("the run does not end at SIGTERM") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Damaged(Nemesis):
+    """A run ends; then each of its three newest checkpoints is damaged in another file, the tensors of the newest."""
+
+    damage: Callable[[Path, Path], object]
+    """Damages a file, given the same file of the checkpoint before."""
+    guard: str = "the check of every byte against the manifest"
+
+    def heal(self, *, guarded: bool) -> Launch:
+        """Without its guard whatever is in the files is believed."""
+        return Launch(plants=() if guarded else (UNVERIFIED,))
+
+    def inject(self, run: Run) -> Struck:
+        """End the run by SIGTERM, and change files; they must then be others."""
+        run.reach(run.draw.randrange(17, 24))
+        end_at_boundary(run)
+        step, changed = run.steps, []
+        newest = checkpoints(run)
+        for folder, before, name in zip(newest, newest[1:], (TENSORS, STATE, MANIFEST), strict=False):
+            content = (folder / name).read_bytes()
+            self.damage(folder / name, before / name)
+            if (folder / name).read_bytes() == content:
+                raise NotStruckError(f"{folder / name} is as it was")
+            changed.append(f"{folder.name}/{name}")
+        return Struck(time.monotonic(), step, f"changed: {', '.join(changed)}")
+
+
+def _cut(path: Path, _before: Path) -> None:
+    os.truncate(path, path.stat().st_size - 100)
+
+
+def _flip(path: Path, _before: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) * 2 // 3] ^= 4
+    path.write_bytes(data)
+
+
+def _zero(path: Path, _before: Path) -> None:
+    """A page in the middle of a file, or all of one that is no longer than that."""
+    data = bytearray(path.read_bytes())
+    start = len(data) // 2 // _PAGE * _PAGE
+    length = len(data[start : start + _PAGE])
+    data[start : start + _PAGE] = bytes(length)
+    path.write_bytes(data)
+
+
+def _mix(path: Path, before: Path) -> None:
+    shutil.copyfile(before, path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoreWorkers(Nemesis):
+    """A run ends, and goes on with another number of workers."""
+
+    def heal(self, *, guarded: bool) -> Launch:
+        """On three instead of two; without its guard the moments are lost on the way."""
+        forgets = Plant.of("andon_falsify.nemesis.guards:moments_lost")
+        return Launch("3") if guarded else Launch("3", ("contracts.enabled=false",), (forgets,))
+
+    def inject(self, run: Run) -> Struck:
+        """End the run by SIGTERM."""
+        run.reach(run.draw.randrange(5, 20))
+        end_at_boundary(run)
+        return Struck(time.monotonic(), run.steps, "ended on 2 workers, resumed on 3")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KilledSaving(Nemesis):
+    """Rank 0 is killed while it saves; what it had written lies there under a temporary name."""
+
+    at: int = 14
+
+    def launch(self, *, guarded: bool) -> Launch:
+        """Without its guard it writes under the final name."""
+        plant = "dies_while_saving" if guarded else "saves_in_place"
+        return Launch(plants=(Plant.of(f"{_PLANTS}:{plant}", step=self.at),))
+
+    def heal(self, *, guarded: bool) -> Launch:
+        """Without its guard half a checkpoint is believed to be one."""
+        return Launch(plants=() if guarded else (UNVERIFIED,))
+
+    def inject(self, run: Run) -> Struck:
+        """Wait for the rank to die; its leftover must be there."""
+        run.launcher.wait(_END_S)
+        struck = first_strike(run.scratch)
+        if struck is None or not list(run.folder.glob("checkpoints/*")):
+            raise NotStruckError(f"no rank died while it saved: {run.said()[-300:]}")
+        left = [path.name for path in run.folder.glob("checkpoints/*.andon-tmp-*")]
+        return Struck(struck.at, struck.step, f"{struck.proof}; left over: {', '.join(left) or 'nothing'}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullDisk(Nemesis):
+    """The run lives on a small file system of its own, which is filled while it trains.
+
+    spare: bytes that are left free: enough for lines, too little for a checkpoint. 0: the run ends.
+    """
+
+    spare: int = 0
+    size: str = "8m"
+
+    def needs(self) -> str | None:
+        """A mount needs root."""
+        with tempfile.TemporaryDirectory() as place:
+            done = _mounted(Path(place), self.size)
+            if done.returncode == 0:
+                subprocess.run(["umount", place], check=True)
+                return None
+        return f"no tmpfs can be mounted: {done.stderr.strip()}"
+
+    def prepare(self, run: Run) -> None:
+        """Put the run's folder on a file system of its own."""
+        disk = run.scratch / "disk"
+        disk.mkdir()
+        done = _mounted(disk, self.size)
+        if done.returncode:
+            raise NotStruckError(f"no tmpfs: {done.stderr.strip()}")
+        run.folder = disk / "run"
+
+    def launch(self, *, guarded: bool) -> Launch:
+        """Going on must be asked for; without its guard the run stops, or does not hear of the disk at all."""
+        if self.spare:
+            return Launch(settings=("run.on_save_error=continue",) if guarded else ())
+        return Launch(plants=() if guarded else (FORGIVEN,))
+
+    def inject(self, run: Run) -> Struck:
+        """Fill the file system; where the run is to go on, make room again once it has."""
+        run.reach(run.draw.randrange(5, 12))
+        step, at = run.steps, time.monotonic()
+        filler = run.folder.parent / "filler"
+        proof = _fill(filler, self.spare)
+        if self.spare:
+            said = ("going on without it", "the disk is full")
+            run.wait_for(lambda: any(each in run.said() for each in said) or run.over(), "said")
+            filler.unlink()
+        return Struck(at, step, proof)
+
+    def undo(self, run: Run) -> None:
+        """Make room."""
+        (run.folder.parent / "filler").unlink(missing_ok=True)
+
+    def release(self, run: Run) -> None:
+        """Take the file system away."""
+        disk = run.scratch / "disk"
+        if disk.is_mount():
+            subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def _mounted(place: Path, size: str) -> subprocess.CompletedProcess[str]:
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def _fill(filler: Path, spare: int) -> str:
+    """Write until nothing more fits, then give back `spare` bytes; how much there is then."""
+    with filler.open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(_PAGE))
+        except OSError as error:
+            file.truncate(max(0, file.tell() - spare))
+            return f"{error.strerror}: {filler.stat().st_size} bytes of filler, {spare} left"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailingSync(Nemesis):
+    """From a step on every fsync of rank 0 fails with an input/output error."""
+
+    guard: str = "an fsync that fails is fatal for what it was to save"
+
+    def needs(self) -> str | None:
+        """strace, and the right to trace."""
+        return crash_points.missing()
+
+    def launch(self, *, guarded: bool) -> Launch:
+        """Without its guard errors of the disk are passed over."""
+        return Launch(plants=() if guarded else (FORGIVEN,))
+
+    def inject(self, run: Run) -> Struck:
+        """Attach strace to rank 0; its log must show a call that failed."""
+        run.reach(run.draw.randrange(5, 12))
+        step, log = run.steps, run.scratch / "strace"
+        options = ["-f", "-y", "-o", str(log), "-e", "trace=fsync", "-e", "inject=fsync:error=EIO"]
+        with attached(run, options):
+            run.wait_for(lambda: "(INJECTED)" in log.read_text() or run.over(), "fsync failed", _END_S)
+            at = time.monotonic()
+            run.launcher.wait(_END_S)
+        failed = [line for line in log.read_text().splitlines() if "(INJECTED)" in line]
+        if not failed:
+            raise NotStruckError("no fsync was called")
+        return Struck(at, step, f"{len(failed)} calls of fsync failed, first {failed[0].split('<')[-1][:80]}")
+
+
+class attached:
+    """strace on rank 0 of a run for the time of the context; it has stopped the rank once before the body runs."""
+
+    def __init__(self, run: Run, options: list[str]) -> None:
+        found = run.ranks()
+        if not found:
+            raise NotStruckError("there is no rank 0")
+        command = ["strace", *options, "-p", str(found[0])]
+        self._strace = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        assert self._strace.stderr is not None
+        said = self._strace.stderr.readline()
+        if "attached" not in said:
+            raise NotStruckError(f"strace does not attach: {said}")
+
+    def __enter__(self) -> attached:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._strace.terminate()
+        self._strace.communicate()
+
+
+@dataclass(frozen=True, kw_only=True)
+class GoneFolder(Nemesis):
+    """A folder of the run is removed while it trains. `which`: below the run's folder, or that itself."""
+
+    which: str
+    guard: str = "a checkpoint that cannot be written ends the run"
+
+    def launch(self, *, guarded: bool) -> Launch:
+        """Without its guard errors of the disk are passed over."""
+        return Launch(plants=() if guarded else (FORGIVEN,))
+
+    def inject(self, run: Run) -> Struck:
+        """Remove it."""
+        run.reach(run.draw.randrange(5, 12))
+        step, at = run.steps, time.monotonic()
+        folder = run.folder / self.which
+        gone = folder.with_name("removed")
+        folder.rename(gone)
+        shutil.rmtree(gone)
+        return Struck(at, step, f"{self.which or 'run'} folder removed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadOnlyFolder(Nemesis):
+    """The folder of checkpoints can no longer be written to."""
+
+    guard: str = "a checkpoint that cannot be written ends the run"
+
+    def needs(self) -> str | None:
+        """Permissions bind everybody but root; for root there is the immutable attribute of a file system."""
+        with tempfile.TemporaryDirectory() as place:
+            try:
+                _forbid(Path(place))
+                (Path(place) / "file").touch()
+            except (OSError, subprocess.CalledProcessError) as error:
+                return None if isinstance(error, PermissionError) else f"chattr does not work here: {error}"
+            finally:
+                _allow(Path(place))
+        return "this user may write to a folder that is read-only"
+
+    def launch(self, *, guarded: bool) -> Launch:
+        """Without its guard errors of the disk are passed over."""
+        return Launch(plants=() if guarded else (FORGIVEN,))
+
+    def inject(self, run: Run) -> Struck:
+        """Make it so, and try."""
+        run.reach(run.draw.randrange(5, 12))
+        step, at = run.steps, time.monotonic()
+        folder = run.folder / "checkpoints"
+        _forbid(folder)
+        try:
+            (folder / "file").touch()
+        except PermissionError as error:
+            return Struck(at, step, f"{folder.name}: {error.strerror}")
+        raise NotStruckError("the folder can still be written to")
+
+    def undo(self, run: Run) -> None:
+        """Let everybody write again."""
+        _allow(run.folder / "checkpoints")
+
+
+def _forbid(folder: Path) -> None:
+    if os.geteuid() == 0:
+        subprocess.run(["chattr", "+i", str(folder)], check=True, capture_output=True)
+    else:
+        folder.chmod(0o555)
+
+
+def _allow(folder: Path) -> None:
+    if not folder.exists():
+        return
+    if os.geteuid() == 0:
+        subprocess.run(["chattr", "-i", str(folder)], check=False, capture_output=True)
+    else:
+        folder.chmod(0o755)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PowerCut(Nemesis):
+    """All processes end at once, and what rank 0 wrote after the last fsync is lost. `names`: so are new names."""
+
+    names: bool
+    guard: str = "fsync of files and folders"
+
+    def needs(self) -> str | None:
+        """strace, and the right to trace."""
+        return crash_points.missing()
+
+    def launch(self, *, guarded: bool) -> Launch:
+        """Without its guard nothing is synced."""
+        return Launch(plants=() if guarded else (Plant.of(f"{_PLANTS}:no_fsync"),))
+
+    def inject(self, run: Run) -> Struck:
+        """Log what rank 0 writes and syncs, kill all, and take away what was not synced."""
+        run.wait_for(lambda: bool(run.ranks()), "rank 0 is there")
+        log = run.scratch / "strace"
+        with attached(run, ["-f", "-y", "-s", "0", "-o", str(log), "-e", f"trace={','.join(power_cut.CALLS)}"]):
+            run.reach(run.draw.randrange(13, 22))
+            step, at = run.steps, time.monotonic()
+            run.kill()
+        lines = log.read_text(errors="replace").splitlines()
+        proof = power_cut.cut(lines, run.folder, names=self.names)
+        return Struck(at, step, f"{len(lines)} calls logged; {proof}")
+
+
+_REJECTED = ("resume: rejected", f"/{TENSORS}:", f"/{STATE}:", f"/{MANIFEST}:", "resume: from step-")
+_ENDED = (75,)
+_WORLD = "moments that are lost, with contracts off"
+NEMESES: tuple[Nemesis, ...] = (
+    KilledSaving(
+        name="rank killed while saving",
+        numbers=(4, 39),
+        how="SIGKILL to rank 0 between the last byte of a checkpoint and its name",
+        promise=Promise((71,), ("rank 0 of 2 was killed by SIGKILL",), 6.0, heal_says=("resume: from step-00000012",)),
+        guard="a temporary name, and a manifest that is written last",
+    ),
+    FullDisk(
+        name="disk full",
+        numbers=(34,),
+        how="a tmpfs of 8 MB, filled while the run trains",
+        promise=Promise((2,), ("cannot be written: the disk is full",), heal_says=("resume: from step-",)),
+        guard="an error of the disk ends the run",
+        tier="seconds",
+    ),
+    FullDisk(
+        name="disk full, going on",
+        numbers=(34,),
+        how="a tmpfs of 8 MB, filled but for 100 KB, with run.on_save_error=continue",
+        promise=Promise((0,), ("going on without it (run.on_save_error=continue)", "is intact|no checkpoint yet")),
+        guard="run.on_save_error=continue",
+        spare=100_000,
+    ),
+    Damaged(
+        name="checkpoints cut short",
+        numbers=(35,),
+        how="100 bytes fewer of the tensors, the state and the manifest of the three newest checkpoints",
+        promise=Promise(_ENDED, heal_says=_REJECTED),
+        damage=_cut,
+    ),
+    Damaged(
+        name="bits flipped in checkpoints",
+        numbers=(36,),
+        how="one bit of the tensors, the state and the manifest of the three newest checkpoints",
+        promise=Promise(_ENDED, heal_says=_REJECTED),
+        damage=_flip,
+        tier="seconds",
+    ),
+    Damaged(
+        name="pages of zeros in checkpoints",
+        numbers=(36,),
+        how="a page of the tensors, the state and the manifest of the three newest checkpoints",
+        promise=Promise(_ENDED, heal_says=_REJECTED),
+        damage=_zero,
+    ),
+    Damaged(
+        name="files of two checkpoints mixed",
+        numbers=(36,),
+        how="the tensors, the state and the manifest of the three newest checkpoints from the one before each",
+        promise=Promise(_ENDED, heal_says=("resume: rejected", f"/{TENSORS}:", "resume: from step-")),
+        damage=_mix,
+    ),
+    PowerCut(
+        name="power cut, names kept",
+        numbers=(37,),
+        how="SIGKILL to all; what strace saw rank 0 write after the last fsync is cut off its files",
+        promise=Promise((-9,), heal_says=("resume: from step-000000",)),
+        names=False,
+    ),
+    PowerCut(
+        name="power cut, names lost",
+        numbers=(37,),
+        how="the same, and names given after the last fsync of their folder are taken back",
+        promise=Promise((-9,), heal_says=("resume: from step-000000",)),
+        names=True,
+    ),
+    FailingSync(
+        name="fsync fails",
+        numbers=(40,),
+        how="strace lets every fsync of rank 0 fail with EIO",
+        promise=Promise((2,), ("cannot be written: the disk reports an input/output error",)),
+    ),
+    ReadOnlyFolder(
+        name="checkpoints read-only",
+        numbers=(40,),
+        how="the folder of checkpoints made immutable (chattr +i), or mode 555 for a user",
+        promise=Promise((2,), ("cannot be written: no permission to write",), heal_says=("resume: from step-",)),
+    ),
+    GoneFolder(
+        name="checkpoints removed",
+        numbers=(40,),
+        how="the folder of checkpoints removed while the run trains",
+        promise=Promise((2,), ("cannot be written: the folder is gone",), heal_says=("starting anew",)),
+        which="checkpoints",
+    ),
+    GoneFolder(
+        name="run folder removed",
+        numbers=(40,),
+        how="the whole folder of the run removed while it trains",
+        promise=Promise((2,), ("cannot be written: the folder is gone",), heal_says=("starting anew",)),
+        which="",
+    ),
+    MoreWorkers(
+        name="another number of workers on resume",
+        numbers=(41,),
+        how="2 workers, ended by SIGTERM, resumed on 3",
+        promise=Promise(_ENDED, heal_says=("resume: from step-",)),
+        guard=_WORLD,
+    ),
+)
