@@ -92,6 +92,8 @@ class Meeting:
         ours = PrefixStore(f"andon/world/{name}", self.store)
         try:
             ours.set(f"here {self.rank}", problem)
+            if problem and self.rank != 0:  # rank 0 tells the others
+                raise InputError([Problem(_INTERFACE, problem)])
             verdict = self._gathered(ours) if self.rank == 0 else self._verdict(ours)
         except (dist.DistStoreError, dist.DistNetworkError) as error:
             raise Absent(f"the ranks' store stopped answering while they met: {_line(error)}") from error
@@ -136,7 +138,15 @@ class Meeting:
         problems = {rank: text for rank, text in told.items() if text}
         verdict = {"missing": sorted(missing), "problems": problems}
         ours.set("verdict", json.dumps(verdict))
+        if missing or problems:
+            self._wait_for_readers(ours, len(here) - len(problems.keys() | {0}))
         return verdict
+
+    def _wait_for_readers(self, ours: Store, readers: int) -> None:
+        """The store may end with this rank: let those that are here read why, for a moment."""
+        deadline = time.monotonic() + _VERDICT_S / 2
+        while ours.add("readers", 0) < readers and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
 
     def _verdict(self, ours: Store) -> dict[str, Any]:
         deadline = time.monotonic() + self.timeout_s + _VERDICT_S
@@ -145,6 +155,7 @@ class Meeting:
                 raise Absent(f"rank 0 of {self.world} fell silent while the ranks met")
             time.sleep(_POLL_S)
         found: dict[str, Any] = json.loads(ours.get("verdict"))
+        ours.add("readers", 1)
         return found
 
     def _judge(self, verdict: Mapping[str, Any]) -> None:

@@ -251,6 +251,10 @@ class WrongInterface(BetweenHosts):
         """Without it."""
         return Launch(workers="")
 
+    def calm(self) -> Launch:
+        """Without it."""
+        return self.heal(guarded=True)
+
     def inject(self, run: Run) -> Struck:
         """Nothing runs yet: the next start is told so."""
         return Struck(time.monotonic(), 0, "GLOO_SOCKET_IFNAME=nowhere0 on the last host")
