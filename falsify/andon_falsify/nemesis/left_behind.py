@@ -39,7 +39,7 @@ class Undisturbed:
     def accepted(self, folder: Path, step: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """What was accepted of more than `step` updates (checkpoints, ledger lines), and what this run never had."""
         newer, other = [], []
-        for path in sorted(folder.glob("checkpoints/step-*")):
+        for path in sorted(folder.glob("checkpoints/step-????????")):  # what has another name is none
             if not whole(path):
                 continue  # nobody accepts it
             newer += [path.name] * (int(path.name.removeprefix("step-")) > step)
