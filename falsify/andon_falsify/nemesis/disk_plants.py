@@ -34,7 +34,8 @@ def unverified(plan: Planting) -> None:
 def forgiven(plan: Planting) -> None:
     """What the disk refuses is passed over: a checkpoint, a line, a result, an fsync."""
     from andon.problems import InputError
-    from andon.training import closing, journal
+    from andon.run.ledger import LedgerWriter
+    from andon.training import closing, journal, outputs
 
     original = journal.FolderJournal.checkpoint
 
@@ -45,15 +46,15 @@ def forgiven(plan: Planting) -> None:
 
     setattr(journal.FolderJournal, "checkpoint", saving)  # noqa: B010
     setattr(journal.MetricsWriter, "write", _quiet(journal.MetricsWriter.write))  # noqa: B010
-    setattr(journal.LedgerWriter, "append", _quiet(journal.LedgerWriter.append))  # noqa: B010
-    setattr(closing, "write_adapter", _quiet(closing.write_adapter))  # noqa: B010
-    setattr(closing, "write_results", _quiet(closing.write_results))  # noqa: B010
+    setattr(LedgerWriter, "append", _quiet(LedgerWriter.append))  # noqa: B010
+    setattr(closing, "write_adapter", _quiet(outputs.write_adapter))  # noqa: B010
+    setattr(closing, "write_results", _quiet(outputs.write_results))  # noqa: B010
     os.fsync = _quiet(os.fsync)
 
 
 def no_fsync(plan: Planting) -> None:
     """Nothing is ever synced."""
-    os.fsync = lambda _handle: None
+    os.fsync = lambda fd: None
 
 
 def dies_while_saving(plan: Planting) -> None:
@@ -74,9 +75,9 @@ def dies_while_saving(plan: Planting) -> None:
 
 def saves_in_place(plan: Planting) -> None:
     """Checkpoints are written under their final name, the manifest first; rank 0 is killed within the next file."""
-    from andon.run import checkpoint
+    from andon.run import atomic, checkpoint
 
-    write = checkpoint.write_new
+    write = atomic.write_new
 
     def dying(path: Path, data: bytes) -> None:
         step = int(path.parent.name.removeprefix("step-"))
