@@ -199,6 +199,8 @@ class Bench:
             calm = self._control(nemesis)
         except NotStruckError as error:
             return Row(nemesis, failed=f"the fault did not happen: {error}")
+        except Exception as error:  # noqa: BLE001 - one that is broken itself must not take the others' rows along
+            return Row(nemesis, failed=f"the nemesis failed: {type(error).__name__}: {error}")
         wrong, *unguarded = (judging.wrong(nemesis.promise, phase) for phase in phases)
         return Row(nemesis, phase=phases[0], wrong=wrong, calm=calm, unguarded=unguarded[0] if unguarded else None)
 
@@ -280,9 +282,10 @@ class Bench:
         return run
 
     def close(self) -> None:
-        """End every process of every run that is under way."""
+        """End every process of every run that is under way, and remove what they left."""
         for run in self._runs:
             run.kill()
+        shutil.rmtree(self.base, ignore_errors=True)
 
 
 def write_rows(path: Path, count: int) -> None:

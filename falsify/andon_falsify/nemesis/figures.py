@@ -51,10 +51,12 @@ class FlippedFromOutside(Planted):
         return Struck(at, step + 1, f"weight {place} of process {pid} was {values[place]:.3e}, is {after:.3e}")
 
 
-def _wrong(name: str, number: int, how: str, function: str, says: tuple[str, ...], **options: Option) -> Planted:
+def _wrong(
+    name: str, number: int | tuple[int, ...], how: str, function: str, says: tuple[str, ...], **options: Option
+) -> Planted:
     return Planted(
         name=name,
-        numbers=(number,),
+        numbers=number if isinstance(number, tuple) else (number,),
         how=f"{how} in update {_AT}",
         promise=Promise((70,), (*says, f"step {_AT}"), _WITHIN_S, at_once=True),
         plant=Plant.of(f"{PLANTS}:{function}", rank=1, step=_AT, **options),
@@ -121,5 +123,7 @@ NEMESES: tuple[Nemesis, ...] = (
         "other_rate",
         ("learning-rate-planned broken", "rank 1"),
     ),
-    _wrong("step passed over", 23, "rank 1 of 3 goes on with the next", "skips_a_step", ("halt-together", "rank 1")),
+    _wrong(
+        "step passed over", (22, 23), "rank 1 of 3 goes on with the next", "skips_a_step", ("halt-together", "rank 1")
+    ),
 )

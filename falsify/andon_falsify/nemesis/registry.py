@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from andon_falsify.nemesis.protocol import Nemesis, Tier
 
-MODULES = ("signals", "launches", "starts", "figures", "rows", "network")
+MODULES = ("signals", "launches", "starts", "figures", "rows", "storage", "network")
 """In the order of the table."""
+
+UNPLAYED: Mapping[int, str] = {
+    19: "no run meets an old one: keys of a store carry an identity of their own, and ports are the kernel's choice",
+}
+"""Rows of the catalogue (reliability, issue 5) that have no nemesis, and why."""
 
 
 def nemeses(tier: Tier = "minutes", only: Sequence[str] = ()) -> tuple[Nemesis, ...]:

@@ -200,6 +200,17 @@ NEMESES: tuple[Nemesis, ...] = (
         off_settings=("run.timeout_s=1.5",),
     ),
     Signal(
+        name="launcher paused",
+        numbers=(9,),
+        how="SIGSTOP to `andon train`, SIGCONT 3 s later",
+        promise=Promise((0,)),
+        signum=signal.SIGSTOP,
+        victim="launcher",
+        pause_s=3.0,
+        guard="",
+        no_guard="ranks do not wait for their launcher",
+    ),
+    Signal(
         name="agent killed",
         numbers=(8,),
         how="SIGKILL to an agent of `--workers 2:3`",

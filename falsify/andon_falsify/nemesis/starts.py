@@ -18,14 +18,14 @@ def _other(name: str, how: str, function: str, said: str, number: int = 24, **op
     )
 
 
-def _config(name: str, key: str, value: Option, said: str = "configuration") -> Planted:
-    return _other(f"other {name}", f"{key}={value} on rank 1", "other_config", said, key=key, value=value)
+def _config(name: str, key: str, value: Option, said: str = "configuration", number: int = 24) -> Planted:
+    return _other(f"other {name}", f"{key}={value} on rank 1", "other_config", said, number, key=key, value=value)
 
 
 NEMESES: tuple[Nemesis, ...] = (
     _config("learning rate", "optimizer.lr", 0.005),
     _config("seed", "seed", 43),
-    _config("adapter rank", "adapter.r", 3, "tensors differ"),
+    _config("adapter rank", "adapter.r", 3, "tensors differ", 20),
     _other("other order of rows", "each batch reversed on rank 1", "other_order", "plan|rows"),
     _other("other base", "one frozen weight + 1 on rank 1", "other_base", "base", 25),
     _other("other tokenizer", "the last token of each text left out on rank 1", "other_tokens", "tokenizer|plan", 25),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from andon_falsify.nemesis.judging import last_line, line_with
 from andon_falsify.nemesis.protocol import Phase, Row
+from andon_falsify.nemesis.registry import UNPLAYED
 
 _WHAT = (
     "Each fault was brought about in a run of `andon train`, proved to have happened, and held to its promise: how the "
@@ -40,6 +41,7 @@ def document(rows: Sequence[Row], seed: int) -> str:
         _row(["---"] * len(_HEADER)),
         *[_row(_cells(row)) for row in measured],
     ]
+    lines += ["", "## Without a nemesis", "", *[f"- row {number}: {why}" for number, why in UNPLAYED.items()]]
     lines += ["", "## Skipped on this machine", "", *skipped] if skipped else []
     lines += ["", "## Does not hold", "", *broken] if broken else []
     return "\n".join(lines) + "\n"
