@@ -74,7 +74,7 @@ def _explain(peaks: Sequence[int], planned: int, step: int) -> Finding:
 
 
 @clause("memory-budget", _explain)
-def _within_budget(peaks: Sequence[int], planned: int) -> bool:
+def _within_budget(peaks: Sequence[int], planned: int, step: int) -> bool:
     """No rank's GPU held more at once than the plan and a tenth."""
     return max(peaks) <= planned * _SLACK
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from andon.backend.devices import placement
 from andon.backend.machine import Accelerator, free_ram, gpus_here
-from andon.config.schema import IN_PROCESS, Config
+from andon.config.schema import IN_PROCESS, Config, Training
 from andon.model.adapter import attach, trainable_parameters
 from andon.model.build import build_shape
 from andon.model.memory import MemoryPlan, plan_bytes
@@ -159,7 +159,7 @@ class Study:
 
     def __init__(self, material: Material) -> None:
         self.material = material
-        self._known: dict[Any, MemoryPlan] = {}
+        self._known: dict[Any, tuple[int, int]] = {}
 
     def sizes(self, config: Config) -> tuple[int, int]:
         """Weights in all, and those that train."""
@@ -176,10 +176,24 @@ class Study:
         rows, length = largest(self.material, config, workers)
         scored = max(len(self.material.rows.validation_ids), len(self.material.evaluation_ids), 1)
         evaluated = min(_EVALUATED_ROWS, scored), _padded(self.material, config)
-        asked = (config.model.dtype, config.adapter, config.training, rows, length, kind, workers)
+        model, training, optimizer = self._shape(config), config.training, config.optimizer
+        asked = (config.model.dtype, config.adapter, training, rows, length, evaluated, kind)
         if asked not in self._known:
-            self._known[asked] = _replica(self._shape(config), config, (rows, length), evaluated, kind, workers)
-        return self._known[asked]
+            self._known[asked] = _phases(self._shape(config), training, (rows, length), evaluated, kind)
+        activations, evaluation = self._known[asked]
+        plan = plan_bytes(
+            model,
+            trainable_parameters(model),
+            optimizer.name,
+            training.micro_batches if training.exact else workers,
+            activations,
+            world_size=workers,
+            momentum=optimizer.momentum,
+            kind=kind,
+        )
+        # The graphs keep their memory while an evaluation runs beside them.
+        held = activations if kind == "cuda" and training.compile == "graphs" else 0
+        return replace(plan, evaluation=evaluation, graphs=min(held, evaluation))
 
 
 def _padded(material: Material, config: Config) -> int:
@@ -189,38 +203,21 @@ def _padded(material: Material, config: Config) -> int:
     return min(-(-longest // multiple) * multiple, config.model.max_length)
 
 
-def _replica(
-    model: Any, config: Config, trained: tuple[int, int], scored: tuple[int, int], kind: str, workers: int
-) -> MemoryPlan:
-    """trained, scored: rows and length of the largest micro-batch, and of a batch of an evaluation."""
+def _phases(
+    model: Any, training: Training, trained: tuple[int, int], scored: tuple[int, int], kind: str
+) -> tuple[int, int]:
+    """Bytes of a micro-batch and of a batch of an evaluation; trained, scored: rows and length of each."""
     from andon.model.memory_compiled import compiled_activations
     from andon.model.memory_trace import checkpoint_hollow, hollow, traced_activations, traced_evaluation
 
-    training, optimizer = config.training, config.optimizer
-    rows, length = trained
     compiled = kind == "cuda" and training.compile != "off"
     with hollow(model):
         evaluation = traced_evaluation(model, *scored, kind)
         if training.activation_checkpointing:
             checkpoint_hollow(model, kind, compiled=compiled)
         if compiled:
-            activations = compiled_activations(model, rows, length)
-        else:
-            activations = traced_activations(model, rows, length, kind)
-        parts = training.micro_batches if training.exact else workers
-        plan = plan_bytes(
-            model,
-            trainable_parameters(model),
-            optimizer.name,
-            parts,
-            activations,
-            world_size=workers,
-            momentum=optimizer.momentum,
-            kind=kind,
-        )
-    # The graphs keep their memory while an evaluation runs beside them.
-    held = activations if compiled and training.compile == "graphs" else 0
-    return replace(plan, evaluation=evaluation, graphs=min(held, evaluation))
+            return compiled_activations(model, *trained), evaluation
+        return traced_activations(model, *trained, kind), evaluation
 
 
 def _world(study: Study, config: Config, workers: int, machine: Machine) -> WorldPlan:

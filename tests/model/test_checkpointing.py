@@ -1,0 +1,92 @@
+"""Layers that compute their activations again: the same bits on any number of workers, and less memory."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from andon.backend.base import Backend
+from andon.backend.inprocess import InlineBackend, ThreadsBackend
+from andon.model.adapter import AdapterSpec, attach
+from andon.model.build import build_base
+from andon.model.checkpointing import checkpoint_layers
+from andon.model.memory import measure_peak_bytes
+from andon.problems import InputError
+from andon.step.keyed import KeyedRandomness
+from andon.step.plan import BatchPlan
+from andon.step.replica import OptimizerSpec
+from andon.step.step import TrainingStep
+from andon.training.replicas import build_replicas
+from tests.model.tiny import CPU, spec, task
+
+ROWS = task(
+    [[1 + (row * 7 + place) % 30 for place in range(3 + row % 9)] for row in range(13)], [r % 3 for r in range(13)]
+)
+PLAN = BatchPlan(tuple(range(13)), 8, 5, 3, 2)
+"""Eight rows in five micro-batches, then the five that are left."""
+
+
+def trained(backend: Backend, optimizer: str, *, checkpointing: bool, dropout: float, architecture: str) -> int:
+    """The digest of the weights after all steps."""
+    shape = dataclasses.replace(spec(architecture), dropout=dropout)
+    model = attach(build_base(shape), AdapterSpec(r=2, alpha=4.0, dropout=dropout), 3)
+    settings = OptimizerSpec(optimizer, weight_decay=0.0)
+    replicas = build_replicas(model, backend, settings, 5, ROWS, 0, checkpointing=checkpointing)
+    step = TrainingStep(backend, replicas, ROWS, 5, 1.0 if optimizer == "adamw" else None)
+    step.attest_start({})
+    for number in range(1, PLAN.total_steps + 1):
+        step.launch(PLAN.batch(number), 0.1, number).result()
+    backend.close()
+    return replicas[0].weights_digest()
+
+
+@pytest.mark.parametrize(("architecture", "optimizer"), [("decoder", "sgd"), ("encoder", "adamw")])
+def test_the_bits_are_those_without_it_on_any_number_of_workers(architecture: str, optimizer: str) -> None:
+    """Dropout in attention, in hidden states and before the adapters: what is computed again draws what it drew.
+
+    Without dropout the digest is another one, so what is compared depends on the draws.
+    """
+
+    def digest(backend: Backend, *, checkpointing: bool, dropout: float = 0.25) -> int:
+        return trained(backend, optimizer, checkpointing=checkpointing, dropout=dropout, architecture=architecture)
+
+    plain = digest(InlineBackend([CPU]), checkpointing=False)
+    assert [digest(InlineBackend([CPU] * world), checkpointing=True) for world in (1, 3)] == [plain] * 2
+    assert digest(ThreadsBackend([CPU] * 2), checkpointing=True) == plain
+    assert digest(InlineBackend([CPU]), checkpointing=True, dropout=0.0) != plain
+
+
+def test_the_global_generator_is_neither_read_nor_moved() -> None:
+    """Ranks in threads share it: what is computed again must not pass through it."""
+    before = torch.get_rng_state()
+    trained(InlineBackend([CPU]), "sgd", checkpointing=True, dropout=0.25, architecture="encoder")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_model_of_several_layers_needs_less() -> None:
+    """Six layers: what lives at the peak of one micro-batch is less than half, by the independent count."""
+    shape = dataclasses.replace(spec(), num_hidden_layers=6, hidden_size=32, intermediate_size=64)
+
+    def peak(*, checkpointing: bool) -> int:
+        model: nn.Module = attach(build_base(shape), AdapterSpec(r=2, dropout=0.1), 3)
+        if checkpointing:
+            checkpoint_layers(model, CPU)
+        batch = ROWS.load(range(13), CPU)
+        randomness = KeyedRandomness(1, CPU)
+
+        def work() -> None:
+            with randomness.micro_batch(1, 0):
+                ROWS.loss_sum(model, batch).loss_sum.backward()  # type: ignore[no-untyped-call]
+
+        return measure_peak_bytes(work).peak
+
+    assert peak(checkpointing=True) < 0.5 * peak(checkpointing=False)
+
+
+def test_a_model_without_such_layers_is_refused() -> None:
+    """A plain module would train as before, and its user would believe otherwise."""
+    with pytest.raises(InputError, match=r"^training\.activation_checkpointing: Linear has no layers"):
+        checkpoint_layers(nn.Linear(2, 2), CPU)

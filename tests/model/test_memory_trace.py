@@ -1,0 +1,136 @@
+"""What a micro-batch needs, found without memory: as the independent count finds it, and as a GPU would keep it."""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from andon.model.adapter import AdapterSpec, attach, trainable_parameters
+from andon.model.build import ModelSpec, build_base, build_shape
+from andon.model.checkpointing import checkpoint_layers
+from andon.model.memory import measure_peak_bytes, plan_bytes, rounded
+from andon.model.memory_trace import KernelsOfCuda, checkpoint_hollow, hollow, traced_activations, traced_evaluation
+from andon.step.flat import FlatParameters
+from andon.step.keyed import KeyedRandomness
+from tests.model.tiny import CPU, spec, task
+
+ADAPTER = AdapterSpec(r=4, dropout=0.1)
+SHAPE = dataclasses.replace(spec(), hidden_size=64, intermediate_size=128, dropout=0.1, max_length=32)
+
+
+def planned(shape: ModelSpec, adapter: AdapterSpec, rows: int, length: int, *, checkpointing: bool = False) -> int:
+    """What lasts and one micro-batch, by the plan."""
+    model = attach(build_shape(shape), adapter, 0)
+    with hollow(model):
+        if checkpointing:
+            checkpoint_hollow(model, "cpu")
+        plan = plan_bytes(model, trainable_parameters(model), "sgd", 1, traced_activations(model, rows, length, "cpu"))
+    return plan.base + plan.weights + plan.gradient + plan.activations
+
+
+def counted(shape: ModelSpec, adapter: AdapterSpec, rows: int, length: int, *, checkpointing: bool = False) -> int:
+    """The same by the count of what lives, with the real model."""
+    data = task([list(range(length)) for _ in range(rows)], [0] * rows)
+
+    def train() -> None:
+        model = attach(build_base(shape), adapter, 0)
+        if checkpointing:
+            checkpoint_layers(model, CPU)
+        flat = FlatParameters(trainable_parameters(model), CPU)
+        with KeyedRandomness(0, CPU).micro_batch(1, 0):
+            data.loss_sum(model, data.load(range(rows), CPU)).loss_sum.backward()  # type: ignore[no-untyped-call]
+        assert flat.attached()
+
+    return measure_peak_bytes(train).peak
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kind", "dtype"),
+    [
+        ("decoder", "lora", "bfloat16"),
+        ("decoder", "none", "float32"),
+        ("encoder", "lora", "float32"),
+        ("encoder", "none", "bfloat16"),
+    ],
+)
+def test_the_trace_is_what_lives(architecture: str, kind: str, dtype: str) -> None:
+    """Within five hundredths of the independent count, for adapters and whole models."""
+    shape = dataclasses.replace(SHAPE, architecture=architecture, dtype=dtype)
+    adapter = dataclasses.replace(ADAPTER, kind=kind)
+    assert planned(shape, adapter, 5, 32) == pytest.approx(counted(shape, adapter, 5, 32), rel=0.05)
+
+
+def test_the_trace_follows_layers_that_compute_again() -> None:
+    """With checkpointing the trace falls as the count does."""
+    shape = dataclasses.replace(SHAPE, num_hidden_layers=6)
+    less = planned(shape, ADAPTER, 6, 32, checkpointing=True)
+    assert less == pytest.approx(counted(shape, ADAPTER, 6, 32, checkpointing=True), rel=0.05)
+    assert less < 0.8 * planned(shape, ADAPTER, 6, 32)
+
+
+def test_nothing_is_allocated() -> None:
+    """A model of a terabyte is planned where no such memory is; its base is 2 bytes for each frozen weight."""
+    shape = dataclasses.replace(
+        SHAPE, hidden_size=2**17, intermediate_size=2**19, num_hidden_layers=2, num_attention_heads=1024,
+        num_key_value_heads=1024, dtype="bfloat16", max_length=512,
+    )  # fmt: skip
+    model = attach(build_shape(shape), ADAPTER, 0)
+    frozen = sum(2 * value.numel() for value in model.parameters() if not value.requires_grad)
+    with hollow(model):
+        activations = traced_activations(model, 4, 512, "cuda")
+        plan = plan_bytes(model, trainable_parameters(model), "adamw", 8, activations, kind="cuda")
+    assert frozen > 1e12
+    assert plan.base == pytest.approx(frozen, rel=1e-3)
+    assert plan.activations > 2 * 4 * 512 * 2**19 * 2
+
+
+def held_by_dropout(kind: str) -> int:
+    """Bytes that dropout of 4096 fp32 numbers keeps for its backward pass."""
+    seen: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        seen.append(tensor.nbytes)
+        return tensor
+
+    vector = torch.ones(4096, requires_grad=True)
+    kernels = KernelsOfCuda() if kind == "cuda" else nullcontext()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), kernels:
+        F.dropout(vector, 0.5)
+    return sum(seen)
+
+
+def test_a_gpu_keeps_masks_as_booleans() -> None:
+    """4096 bytes, where the CPU keeps 4 bytes for each."""
+    assert held_by_dropout("cuda") == 4096
+    assert held_by_dropout("cpu") == 4 * 4096
+
+
+def test_attention_on_a_gpu_keeps_no_matrix_of_pairs() -> None:
+    """A GPU's fused attention grows with the length, not with its square, with dropout too; nor does it draw here."""
+    model = attach(build_shape(dataclasses.replace(SHAPE, max_length=512, dtype="bfloat16")), ADAPTER, 0)
+    with hollow(model):
+        short, long = (traced_activations(model, 2, length, "cuda") for length in (256, 512))
+        pairs = traced_activations(model, 2, 512, "cpu")
+    assert long == pytest.approx(2 * short, rel=0.02)
+    assert pairs > 1.5 * long
+
+
+def test_sizes_of_a_gpu_are_multiples_of_its_unit() -> None:
+    """512 bytes at a time."""
+    assert [rounded(size) for size in (0, 1, 512, 513)] == [0, 512, 512, 1024]
+
+
+def test_an_evaluation_keeps_nothing() -> None:
+    """Without a graph two more layers need no more, and the model is in training mode afterwards."""
+    found = []
+    for layers in (2, 4):
+        model = attach(build_shape(dataclasses.replace(SHAPE, num_hidden_layers=layers)), ADAPTER, 0)
+        with hollow(model):
+            found.append(traced_evaluation(model, 8, 32, "cpu"))
+            assert model.training
+            assert found[-1] < traced_activations(model, 8, 32, "cpu")
+    assert found[0] == pytest.approx(found[1], rel=0.01)

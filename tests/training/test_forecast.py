@@ -1,0 +1,88 @@
+"""What a run will need, for each number of workers, before anything of it exists."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from andon.config.load import load_config
+from andon.config.schema import Config
+from andon.training import evaluation, forecast
+from andon.training.budget import judge_peaks
+from andon.training.forecast import Machine, WorldPlan
+from andon_contracts.violation import Violation
+from tests.training.runs import SMALL, write_jsonl
+
+MIB = 2**20
+LARGE = 2**40
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Forty-five rows."""
+    return write_jsonl(tmp_path_factory.mktemp("forecast") / "rows.jsonl")
+
+
+def configured(data: Path, *more: str) -> Config:
+    """A small run on these rows."""
+    return load_config(None, [*SMALL, f"data.train={data}", *more])
+
+
+def plans(config: Config, workers: list[int], machine: Machine) -> list[WorldPlan]:
+    """The plan of each number of workers."""
+    return list(forecast.forecast(config, workers, machine).worlds)
+
+
+def test_how_busy_workers_are_and_who_idles(data: Path) -> None:
+    """Four micro-batches: 2 on each of two, 2 + 1 + 1 on three, none for two of six."""
+    two, three, six = plans(configured(data, "run.backend=inline"), [2, 3, 6], Machine((), LARGE))
+    assert (two.leaves, two.efficiency) == ((2, 2), 1.0)
+    assert sorted(three.leaves) == [1, 1, 2]
+    assert three.efficiency == pytest.approx(4 / 6)
+    assert six.leaves.count(0) == 2
+    assert six.efficiency == pytest.approx(4 / 6)
+
+
+def test_processes_need_a_base_each_and_replicas_in_one_share_it(data: Path) -> None:
+    """Three processes need three times what one does and room to exchange; three in one process far less."""
+    one, three = plans(configured(data, "run.backend=gloo"), [1, 3], Machine((), LARGE))
+    assert three.needs[0].needed >= 3 * (one.needs[0].needed - one.needs[0].plan.partials)
+    (together,) = plans(configured(data, "run.backend=inline"), [3], Machine((), LARGE))
+    assert together.needs[0].needed < 0.5 * three.needs[0].needed
+
+
+def test_too_few_gpus_are_a_problem_of_that_number_alone(data: Path) -> None:
+    """Two GPUs: two workers are planned with what a group needs besides, three cannot be."""
+    one, two, three = plans(
+        configured(data, "run.backend=nccl", "run.workers=1"), [1, 2, 3], Machine((LARGE,) * 2, LARGE)
+    )
+    assert one.fits
+    assert two.fits
+    assert two.needs[0].plan.outside - one.needs[0].plan.outside == forecast.NCCL_BUFFERS
+    assert "3 workers for 2 GPUs" in three.problem
+    assert not three.fits
+
+
+def test_the_smallest_gpu_counts_and_each_remedy_needs_less(data: Path) -> None:
+    """One GPU of two is too small: the number that it has is the budget, and settings that would help are named."""
+    config = configured(data, "run.backend=nccl", "model.hidden_size=128", "model.max_length=64")
+    found = forecast.forecast(config, [2], Machine((LARGE, 700 * MIB), LARGE))
+    need = found.worlds[0].needs[0]
+    assert (need.budget, need.fits) == (700 * MIB, False)
+    assert found.remedies
+    assert all(remedy.needed < need.needed for remedy in found.remedies)
+    assert not forecast.forecast(config, [2], Machine((LARGE,) * 2, LARGE)).remedies
+
+
+def test_the_rows_of_an_evaluation_are_those_of_the_trainer() -> None:
+    """Both say how many are scored at once."""
+    assert forecast._EVALUATED_ROWS == evaluation._ROWS
+
+
+def test_a_peak_above_the_plan_and_a_tenth_is_a_violation() -> None:
+    """At 110 % it holds, a byte above it does not; the rank that needed most is named."""
+    judge_peaks([1100, 900], 1000, 7)
+    with pytest.raises(Violation, match="1101 bytes at the peak, 1000 were planned") as caught:
+        judge_peaks([900, 1101], 1000, 7)
+    assert (caught.value.clause, caught.value.finding.step, caught.value.finding.ranks) == ("memory-budget", 7, (1,))
