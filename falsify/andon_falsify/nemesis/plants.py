@@ -245,8 +245,8 @@ def other_library(plan: Planting) -> None:
 
     def environment(*args: Any) -> dict[str, Any]:
         found = dict(inner(*args))
-        plan.struck(0, f"rank {plan.options['rank']} has torch 2.0.0, not {found['torch']}")
-        return found | {"torch": "2.0.0"}
+        plan.struck(0, f"rank {plan.options['rank']} has torch 2.0.0, not {found['packages']['torch']}")
+        return found | {"packages": found["packages"] | {"torch": "2.0.0"}}
 
     if plan.here:
         vars(session)["environment"] = environment
