@@ -168,9 +168,9 @@ def _live(work: Callable[[RankContext], int], run_folder: Path | None) -> Report
         report = _explained(describe(error, rank))
         if os.environ.get(TRACEBACK) == "1":
             traceback.print_exc()
+    _record(report)
     if _state.pulse is not None:
         _state.pulse.leave(report.exit, report.cause if report.exit != Exit.OK else "")
-    _record(report)
     _take_down_group()
     return report
 
