@@ -282,26 +282,33 @@ def _base(job: Job) -> nn.Module:
 
 
 def _outside() -> dict[str, Any]:
-    """Bytes of a GPU that a process takes beside torch's allocator: its context, then NCCL's first group."""
+    """Bytes of a GPU that a process takes beside torch's allocator: its context, then NCCL's first group.
+
+    Right only where nothing else runs on the GPU. Under torchrun the group is that of its ranks.
+    """
     import torch.distributed as dist
 
-    free, _ = torch.cuda.mem_get_info()
-    torch.ones((256, 256), device="cuda") @ torch.ones((256, 256), device="cuda")
-    torch.cuda.synchronize()
-    context = free - torch.cuda.mem_get_info()[0] - torch.cuda.memory_reserved()
-    store = torch._C._distributed_c10d.HashStore()
-    dist.init_process_group("nccl", store=store, rank=0, world_size=1)
-    whole = torch.ones(1 << 20, device="cuda")
-    dist.all_gather_into_tensor(torch.empty_like(whole), whole)
-    torch.cuda.synchronize()
-    both = free - torch.cuda.mem_get_info()[0] - torch.cuda.memory_reserved()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    torch.ones((256, 256), device=device) @ torch.ones((256, 256), device=device)
+    context = _beside_allocator()
+    if "RANK" in os.environ:
+        dist.init_process_group("nccl")
+    else:
+        dist.init_process_group("nccl", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
+    part = torch.ones(1 << 20, device=device)
+    dist.all_gather_into_tensor(part.new_empty(dist.get_world_size() * part.numel()), part)
+    sent = part.view(dist.get_world_size(), -1)
+    dist.all_to_all_single(torch.empty_like(sent), sent)
+    group = _beside_allocator() - context
     dist.destroy_process_group()
-    return {"after_first_look": context, "with_nccl_of_one": both, "used_before": _used_before(free)}
+    return {"context": context, "nccl": group}
 
 
-def _used_before(free: int) -> int:
-    """What was taken when this process, whose own context existed by then, first looked."""
-    return torch.cuda.mem_get_info()[1] - free
+def _beside_allocator() -> int:
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
 
 
 if __name__ == "__main__":
