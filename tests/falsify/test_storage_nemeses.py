@@ -12,10 +12,11 @@ import torch
 
 from andon.run.checkpoint import load_checkpoint, save_checkpoint
 from andon.run.sealed import MANIFEST, STATE, TENSORS, CheckpointError
-from andon_falsify.nemesis import power_cut, storage
+from andon_falsify.nemesis import damaged, power_cut, storage
 from andon_falsify.nemesis.left_behind import whole
 
-DAMAGES = [each.damage for each in storage.NEMESES if isinstance(each, storage.Damaged)]
+EVERY = (*storage.NEMESES, *damaged.NEMESES)
+DAMAGES = [each.damage for each in damaged.NEMESES if isinstance(each, damaged.Damaged)]
 BELIEVE = (
     "import sys, pathlib\n"
     "from andon_falsify.nemesis.disk_plants import unverified\n"
@@ -45,7 +46,7 @@ def test_every_damage_is_refused_by_file(tmp_path: Path, damage: Callable[[Path,
 def test_without_its_guard_a_flipped_bit_is_believed(tmp_path: Path) -> None:
     """The control does what it says: the damaged tensors are loaded, two values where there was one."""
     path = saved(tmp_path, 2)
-    storage._flip(path / TENSORS, path)
+    damaged._flip(path / TENSORS, path)
     done = subprocess.run([sys.executable, "-c", BELIEVE, path], capture_output=True, text=True, check=True)
     assert done.stdout == "2\n"
 
@@ -83,6 +84,6 @@ def test_a_power_cut_takes_what_was_not_synced(tmp_path: Path, synced: bool, nam
 
 def test_every_row_of_the_catalogue_has_its_fault() -> None:
     """Each fault of the disk is there once by name, with a guard that can be off, or the reason why there is none."""
-    assert {number for each in storage.NEMESES for number in each.numbers} == {4, 34, 35, 36, 37, 39, 40, 41}
-    assert len({each.name for each in storage.NEMESES}) == len(storage.NEMESES)
-    assert all(each.guard or each.no_guard for each in storage.NEMESES)
+    assert {number for each in EVERY for number in each.numbers} == {4, 34, 35, 36, 37, 39, 40, 41}
+    assert len({each.name for each in EVERY}) == len(EVERY)
+    assert all(each.guard or each.no_guard for each in EVERY)
