@@ -67,10 +67,13 @@ def main() -> int:
         soak.run(options.minutes * 60)
         rows = judge(soak.samples)
         print(table(("what", "looks", "start", "end", "slope", "verdict"), [row.cells() for row in rows]), flush=True)
-        wrong = [f"{row.what} is not flat" for row in rows if not row.flat] + soak.wrong + soak.compared()
-    print("\n".join([soak.account(), *wrong]))
-    if options.json:
-        options.json.write_text(json.dumps(_document(soak, rows, wrong), indent=1))
+        account = soak.account()
+        print(account, flush=True)
+        wrong = [f"{row.what} is not flat" for row in rows if not row.flat] + soak.wrong
+        _write(options.json, _document(soak, rows, wrong))  # the comparison takes as long as the steps did
+        wrong += soak.compared()
+    print("\n".join(wrong))
+    _write(options.json, _document(soak, rows, wrong))
     print("NOT FLAT" if wrong else "flat")
     return 1 if wrong else 0
 
@@ -206,8 +209,7 @@ class Soak:
         """What was done, in two lines."""
         faults = ", ".join(f"{count} x {what}" for what, count in sorted(self.struck.items()))
         ends = ", ".join(f"{count} x {code}" for code, count in sorted(self.codes.items()))
-        steps = last_line(self.folder)["step"] if self.folder.exists() else self.samples[-1].step
-        return f"{steps} steps in {self._sampler.generations} generations of workers; faults: {faults}\nends: {ends}"
+        return f"{last_line(self.folder)['step']} steps in {self._sampler.generations} generations of workers; faults: {faults}\nends: {ends}"
 
 
 def settings() -> list[str]:
@@ -237,6 +239,11 @@ def undisturbed(folder: Path, last: int) -> Path:
 def _steps(folder: Path) -> dict[int, Step]:
     """The last record of each step."""
     return {record.step: record for record in read_ledger(folder / "ledger.jsonl") if isinstance(record, Step)}
+
+
+def _write(path: Path | None, document: dict[str, object]) -> None:
+    if path is not None:
+        path.write_text(json.dumps(document, indent=1))
 
 
 def _document(soak: Soak, rows: Sequence[Row], wrong: Sequence[str]) -> dict[str, object]:

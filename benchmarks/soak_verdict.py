@@ -17,7 +17,9 @@ _LASTING = ("launcher", "fork server", "agent")
 _ENDS = 3
 """Looks at the start and at the end of a series, of which the medians are compared."""
 _SETTLED = 100
-"""Steps after which the folder has all the checkpoints that it keeps, and a rank all that a step needs."""
+"""Steps after which the folder has all the checkpoints that it keeps."""
+_GROWN = 700
+"""Lines of the ledger after which a rank has evaluated once, and its allocator all that an epoch needs."""
 _PAIRS = 100_000
 
 Series = Mapping[Any, Sequence[tuple[float, float]]]
@@ -72,7 +74,7 @@ def judge(samples: Sequence[Sample]) -> list[Row]:
         rows += _counts(role, matched)
     rows.append(_row("ranks: memory at the same age, KiB", _each(matched, "rank", _memory), 32.0, math.inf))
     rows += _counts("rank", matched)
-    calm = [sample for sample in samples if sample.calm and sample.age >= _SETTLED]
+    calm = [sample for sample in samples if sample.calm and sample.age >= _GROWN]
     grown = _each(calm, "rank", _memory, lambda sample: sample.step / 100, by_pid=True)
     rows.append(_row("ranks: memory while left alone, KiB", grown, 64.0, math.inf, "hundred steps"))
     for what, value, bound, apart in _WHOLE:
