@@ -209,7 +209,8 @@ class Soak:
         """What was done, in two lines."""
         faults = ", ".join(f"{count} x {what}" for what, count in sorted(self.struck.items()))
         ends = ", ".join(f"{count} x {code}" for code, count in sorted(self.codes.items()))
-        return f"{last_line(self.folder)['step']} steps in {self._sampler.generations} generations of workers; faults: {faults}\nends: {ends}"
+        steps, generations = last_line(self.folder)["step"], self._sampler.generations
+        return f"{steps} steps in {generations} generations of workers; faults: {faults}\nends: {ends}"
 
 
 def settings() -> list[str]:
