@@ -289,11 +289,16 @@ class Bench:
 
 
 def write_rows(path: Path, count: int) -> None:
-    """Rows of a few words each, of three labels in turn; the same at every call."""
-    draw = random.Random(path.name)
+    """`row_lines` of the file's name, as that file."""
+    path.write_bytes(b"".join(row_lines(path.name, count)))
+
+
+def row_lines(name: str, count: int) -> list[bytes]:
+    """Rows of a few words each, of three labels in turn; the same at every call, others for another name."""
+    draw = random.Random(name)
     words = [f"word{number}" for number in range(40)]
     rows = [
         {"text": " ".join(draw.choices(words, k=draw.randrange(2, 9))), "label": ("north", "south", "west")[number % 3]}
         for number in range(count)
     ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [json.dumps(row).encode() + b"\n" for row in rows]

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from andon_falsify.nemesis.bench import TIMEOUT_S, Run
 from andon_falsify.nemesis.planting import wait_for_strike
 from andon_falsify.nemesis.protocol import Launch, Nemesis, Plant, Promise, Struck
+from andon_falsify.nemesis.signals import GUARDS
 
-PLANTS, GUARDS = "andon_falsify.nemesis.plants", "andon_falsify.nemesis.guards"
+PLANTS = "andon_falsify.nemesis.plants"
 INLINE = ("run.backend=inline",)
 
 

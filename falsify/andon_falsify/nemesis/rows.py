@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from andon_falsify.nemesis.bench import LIMIT_S, Run
-from andon_falsify.nemesis.launches import GUARDS, INLINE
+from andon_falsify.nemesis.bench import LIMIT_S, Run, row_lines
+from andon_falsify.nemesis.launches import INLINE
 from andon_falsify.nemesis.left_behind import Undisturbed
 from andon_falsify.nemesis.protocol import Launch, Nemesis, NotStruckError, Plant, Promise, Struck
+from andon_falsify.nemesis.signals import GUARDS
 
 Damage = Callable[[list[bytes]], list[bytes]]
 """From the lines of a file to those of a damaged one."""
@@ -147,10 +148,21 @@ NEMESES: tuple[Nemesis, ...] = (
     _refused("label a float", 46, "a label that is 1.5", "label 1.5 is a float", _field(label=1.5)),
     _refused("label of another type", 46, "a label that is 1", "label 1 is of another type", _field(label=1)),
     _refused("one class", 46, "all labels alike", "a classifier needs two classes", _labels("north"), None),
-    _refused("no rows", 48, "an empty file", "rows.jsonl", lambda lines: [], None),
+    replace(
+        _refused("no rows", 48, "an empty file", "is empty", lambda lines: [], None),
+        guard="",
+        no_guard="without it there is still nothing to train on",
+    ),
     _taken("byte order mark and CRLF", (43,), "both in the file", _windows),
     _taken("huge text", (44,), "a text of 1 MB", _field(text="word " * 200_000), "1 texts were cut"),
-    _taken("repeated texts", (45,), "every row twice", lambda lines: [*lines[:40], *lines[:40]], "warning: "),
+    _taken("repeated texts", (45,), "40 rows, each of them twice", lambda lines: [*lines[:40], *lines[:40]]),
+    _taken(
+        "trained on what it is scored on",
+        (45,),
+        "the held-out rows among the others",
+        lambda lines: [*lines, *row_lines("held.jsonl", 12)],
+        "evaluation rows have a text that is also trained on; their scores flatter",
+    ),
     _taken(
         "fewer rows than workers",
         (48,),
