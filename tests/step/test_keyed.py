@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from andon.step.keyed import KeyedRandomness, UnkeyedRandomnessError, key, needs_full_interception
+from andon.step.keyed import KeyedRandomness, UnkeyedRandomnessError, key, needs_full_interception, replaying
 from andon.step.task import LeafLoss
 from tests.support.toy import CPU
 
@@ -41,6 +42,11 @@ def uniform() -> torch.Tensor:
 def noise() -> torch.Tensor:
     """Functions that make the tensor they fill."""
     return torch.cat([torch.randn(20), torch.rand_like(torch.zeros(20)), torch.randint(3, 90, (20,)).float()])
+
+
+def noisy(v: torch.Tensor, share: float) -> torch.Tensor:
+    """A product with noise that no module draws."""
+    return v * (torch.rand_like(v) + share)
 
 
 def unlisted() -> torch.Tensor:
@@ -160,6 +166,42 @@ def test_masks_that_are_drawn_again_in_the_backward_pass_are_refused(reentrant: 
 
     with pytest.raises(UnkeyedRandomnessError, match="backward"):
         needs_full_interception(forward, CPU)
+
+
+@pytest.mark.parametrize("intercept_all", [False, True])
+@pytest.mark.parametrize("draw", [F.dropout, noisy])
+def test_what_is_computed_again_draws_what_it_drew(draw: Callable[..., torch.Tensor], intercept_all: bool) -> None:
+    """Two regions with a draw between them: gradients have the bits that they have without checkpointing, and the
+    stream behind the backward pass goes on where it would have."""
+
+    def gradient(*, again: bool) -> torch.Tensor:
+        x = torch.linspace(0.1, 1.0, 64, requires_grad=True)
+
+        def region(v: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(draw(v, 0.5)) * draw(v, 0.5)
+
+        with KeyedRandomness(9, CPU, intercept_all=intercept_all).micro_batch(4, 2):
+            for _ in range(2):
+                options: dict[str, Any] = {"preserve_rng_state": False, "context_fn": replaying}
+                y = checkpoint(region, x, use_reentrant=False, **options) if again else region(x)
+                dropped = F.dropout(y, 0.3)
+                dropped.sum().backward()  # type: ignore[no-untyped-call]
+        assert x.grad is not None
+        return x.grad
+
+    assert torch.equal(gradient(again=True), gradient(again=False))
+
+
+def test_replaying_is_enough_for_a_model_to_be_taken() -> None:
+    """The trial before step 1 refuses masks that are drawn anew, and neither refuses nor counts those drawn again."""
+    x = torch.ones(20, requires_grad=True)
+
+    def forward() -> LeafLoss:
+        options: dict[str, Any] = {"preserve_rng_state": False, "context_fn": replaying}
+        y = checkpoint(lambda v: F.dropout(v, 0.5) * 3.0, x, use_reentrant=False, **options)
+        return LeafLoss(y.sum(), torch.zeros((), dtype=torch.int64))
+
+    assert needs_full_interception(forward, CPU) is False
 
 
 def test_keys_are_apart() -> None:
