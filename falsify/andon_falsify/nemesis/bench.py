@@ -126,8 +126,9 @@ class Run:
         return ranks(family(self.launcher.pid))
 
     def said(self) -> str:
-        """Everything that the commands of this launch have said so far."""
-        return "\n".join(log.read_text(encoding="utf-8", errors="replace") for log in self._logs).strip()
+        """Everything that the commands of this launch have said so far, paths as seen from `scratch`."""
+        said = "\n".join(log.read_text(encoding="utf-8", errors="replace") for log in self._logs).strip()
+        return said.replace(f"{self.scratch}/", "")
 
     def end(self, limit_s: float, since: float) -> Ending:
         """Wait for the end of all commands, and of every process of their sessions; then this launch is forgotten.

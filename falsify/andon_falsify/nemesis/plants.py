@@ -49,9 +49,9 @@ def raises(plan: Planting) -> None:
 def sleeps(plan: Planting) -> None:
     """The rank takes `seconds` longer for one update."""
 
-    def sleep(replica: Replica) -> str:
+    def sleep(replica: Replica) -> None:
+        plan.struck(plan.options["step"] - 1, f"rank {plan.options['rank']} sleeps {plan.options['seconds']} s")
         time.sleep(plan.options["seconds"])
-        return f"rank {plan.options['rank']} slept {plan.options['seconds']} s"
 
     _before_step(plan, sleep)
 
