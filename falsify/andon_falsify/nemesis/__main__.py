@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,25 +37,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     began = time.monotonic()
     print(f"seed {options.seed}: {len(chosen)} nemeses", flush=True)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as base:
-        rows = _played(Bench.prepare(Path(base), options.seed), chosen, options.jobs, began + options.deadline)
+        bench = Bench.prepare(Path(base), options.seed)
+        rows = _played(bench, chosen, options.jobs, began + options.deadline, options.table)
     good, skipped = sum(row.good for row in rows), sum(bool(row.skipped) for row in rows)
     print(
         f"{good - skipped} of {len(rows) - skipped} nemeses: every promise holds, every control is as it should be; "
         f"{skipped} skipped; {time.monotonic() - began:.0f} s"
     )
-    if options.table is not None:
-        options.table.write_text(document(rows, options.seed), encoding="utf-8")
     return 0 if good == len(rows) else 1
 
 
-def _played(bench: Bench, chosen: Sequence[Nemesis], jobs: int, deadline: float) -> list[Row]:
-    """A row for each, printed as it comes. A signal that ends this command ends the runs first."""
+def _played(bench: Bench, chosen: Sequence[Nemesis], jobs: int, deadline: float, table: Path | None) -> list[Row]:
+    """A row for each, printed and written as it comes. A signal that ends this command ends the runs first."""
+    rows = [Row(nemesis, skipped="not begun") for nemesis in chosen]
+    writing = threading.Lock()
 
-    def play(nemesis: Nemesis) -> Row:
+    def play(place: int) -> None:
         late = time.monotonic() > deadline
-        row = Row(nemesis, skipped="not begun: the deadline was over") if late else bench.play(nemesis)
-        print(line(row), flush=True)
-        return row
+        row = Row(chosen[place], skipped="not begun: the deadline was over") if late else bench.play(chosen[place])
+        with writing:
+            rows[place] = row
+            print(line(row), flush=True)
+            if table is not None:
+                table.write_text(document(rows, bench.seed), encoding="utf-8")
 
     def leave(signum: int, frame: object) -> None:
         bench.close()
@@ -63,7 +68,8 @@ def _played(bench: Bench, chosen: Sequence[Nemesis], jobs: int, deadline: float)
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, leave)
     with ThreadPoolExecutor(jobs) as pool:
-        return list(pool.map(play, chosen))
+        list(pool.map(play, range(len(chosen))))
+    return rows
 
 
 if __name__ == "__main__":
