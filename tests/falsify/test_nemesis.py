@@ -78,7 +78,7 @@ def test_a_row_is_good_only_with_both_of_its_controls(changes: dict[str, object]
     """A judge that sees nothing where the guard is off is a failure of its own; the document shows it."""
     row = replace(Row(named("rank killed"), phase=KEPT, calm=(), unguarded=("other bits",)), **changes)  # type: ignore[arg-type]
     assert row.good is good
-    assert line(row).startswith("ok" if good else "BAD")
+    assert line(row).startswith("skip" if row.skipped else "ok" if good else "BAD")
     assert ("## Does not hold" in document([row], 1)) is not good
     assert ("## Skipped" in document([row], 1)) is bool(row.skipped)
 

@@ -20,7 +20,8 @@ _HEADER = ("fault", "rows", "brought about by", "exit", "seconds", "what is said
 
 def line(row: Row) -> str:
     """One line for a reader who waits."""
-    return f"{'ok  ' if row.good else 'BAD '} {row.nemesis.name}: {_told(row)}"
+    verdict = "skip" if row.skipped else "ok  " if row.good else "BAD "
+    return f"{verdict} {row.nemesis.name}: {_told(row)}"
 
 
 def document(rows: Sequence[Row], seed: int) -> str:
