@@ -19,6 +19,8 @@ from andon_falsify.nemesis.protocol import Launch, Nemesis, NotStruckError, Plan
 FORGIVEN = Plant.of(f"{PLANTS}:forgiven")
 _PAGE = 4096
 _END_S = 60.0
+_LAST_LINES_S = 5.0
+"""How long strace has to write what it saw last."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,8 +168,12 @@ class attached:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        self._strace.terminate()
-        self._strace.communicate()
+        """It ends with the rank. Where it does not, it is killed: asked to end, it may wait for a thread for ever."""
+        try:
+            self._strace.communicate(timeout=_LAST_LINES_S)
+        except subprocess.TimeoutExpired:
+            self._strace.kill()
+            self._strace.communicate()
 
 
 @dataclass(frozen=True, kw_only=True)
