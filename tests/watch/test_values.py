@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import andon
-from andon_contracts.watch.values import value_digest
+from andon_contracts.watch.values import Nest, kept_digest, state_digest, value_digest
 from tests.support.ranks import run_ranks
 
 LONG = 2000
@@ -140,3 +140,65 @@ def test_what_a_loop_tells_is_compared_whole_or_refused() -> None:
         assert said[1].startswith("Violation: trees-agree broken")
         assert said[2].startswith("ValueError: content[0]['x'] is a builtins.object")
         assert said[3].startswith("ValueError: the state of 'numpy'['x'] is a builtins.object")
+
+
+# what an optimizer keeps
+
+
+class Odd(torch.optim.SGD):
+    """Keeps for each parameter an object of its own, an array, and how often it came."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """As SGD."""
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p] |= {"seen": {1, 8}, "array": _array(3), "what": object(), "count": 1}
+
+
+def _grouped() -> list[list[str]]:
+    """What is found where a group holds an object of each rank's own, and then where a list in it changes on rank 1."""
+    model = nn.Linear(3, 2)
+    nn.init.ones_(model.weight)
+    nn.init.ones_(model.bias)
+    group = {
+        "params": list(model.parameters()),
+        "decide": lambda: 0,
+        "mask": _tensor(5),
+        "kinds": {"a", "b"},
+        "at": [0],
+    }
+    found: list[list[str]] = []
+    with andon.watch(model, Odd([group], lr=0.1), action=lambda each: None) as w:
+        for at in (0, dist.get_rank()):
+            optimizer = next(iter(w._lanes.values())).optimizer
+            optimizer.param_groups[0]["at"][0] = at
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append([each.clause for each in w.findings])
+    return found
+
+
+def test_groups_and_states_are_compared_by_what_is_in_them() -> None:
+    """Not by where an object lies, and a list that is changed in place is another one."""
+    assert [outcome.get() for outcome in run_ranks(2, _grouped)] == [[[], ["hyperparameters-agree"]]] * 2
+
+
+def test_what_has_no_content_stands_by_its_type_and_hides_nothing_else() -> None:
+    """One element of a long array beside a function is seen, and so is a state's; two functions are alike."""
+    assert kept_digest([lambda: 0, _array()]) == kept_digest([lambda: 1, _array()])
+    assert kept_digest([lambda: 0, _array()]) != kept_digest([lambda: 0, _array(1000)])
+    assert kept_digest([print]) != kept_digest([object()])
+    assert state_digest({"a": object(), "b": _array()}) == state_digest({"a": object(), "b": _array()})
+    assert state_digest({"b": _array()}) != state_digest({"b": _array(1000)})
+
+
+def test_a_nest_is_read_again_where_it_can_change() -> None:
+    """What is deeper than what was made for the call may be the same object with other content."""
+    nest, inner = Nest(), [1]
+    first = nest.digest([[{"a": inner}]])
+    assert nest.digest([[{"a": inner}]]) == first
+    inner[0] = 2
+    assert nest.digest([[{"a": inner}]]) != first
+    assert nest.digest([[{"a": (1, 2)}]]) == nest.digest([[{"a": (1, 2)}]]) != nest.digest([[{"a": (1, 3)}]])

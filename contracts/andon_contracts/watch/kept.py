@@ -9,7 +9,8 @@ from operator import is_
 import torch
 from torch import Tensor
 
-from andon_contracts.watch.reading import Reader, Text, state_tensors
+from andon_contracts.watch.reading import Reader, state_tensors
+from andon_contracts.watch.values import Nest
 
 
 class Kept:
@@ -19,7 +20,7 @@ class Kept:
         self.reader = Reader(stable=True)
         self._optimizer = optimizer
         self._members = members
-        self._rest = Text()
+        self._rest = Nest()
         self._orders: dict[tuple[Hashable, ...], tuple[Hashable, ...]] = {}
         self._tensors: tuple[Tensor, ...] = ()
         self._digest_of_rest = 0

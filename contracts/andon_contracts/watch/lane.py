@@ -22,13 +22,12 @@ from andon_contracts.watch.reading import (
     Text,
     layout_digest,
     plain,
-    state_digest,
-    text_digest,
 )
 from andon_contracts.watch.reductions import Reductions
 from andon_contracts.watch.rows import Rows
 from andon_contracts.watch.settings import Settings
 from andon_contracts.watch.subject import Subject
+from andon_contracts.watch.values import Nest, kept_digest, state_digest
 
 _REREAD = 16
 """The weights are read again before every so many-th update, whatever their versions say."""
@@ -74,7 +73,8 @@ class Lane:
         self._versions: list[int] = []
         self._kept = Kept(optimizer, held)
         self._readers = {"gradient": Reader(), "weights": Reader(stable=True)}
-        self._texts = {"present": Text(), "hyperparameters": Text(), "modes": Text()}
+        self._texts = {"present": Text(), "modes": Text()}
+        self._nest = Nest()
         self._before: list[Tensor] = []
         self._moving: list[int] = []
 
@@ -203,17 +203,21 @@ class Lane:
 
     def hyperparameters_by_key(self) -> dict[str, int]:
         """The digest of each hyperparameter of each group, as it is compared."""
-        return {f"{k} of group {i}": text_digest(v) for i, group in enumerate(self._shown()) for k, v in group.items()}
+        return {f"{k} of group {i}": kept_digest(v) for i, group in enumerate(self._shown()) for k, v in group.items()}
 
     def _shown(self) -> list[dict[str, object]]:
         return [
-            {k: float(v) if isinstance(v, Tensor) else v for k, v in group.items() if not k.startswith("param")}
+            {
+                k: float(v) if isinstance(v, Tensor) and v.numel() == 1 else v
+                for k, v in group.items()
+                if not k.startswith("param")
+            }
             for group in self.optimizer.param_groups
         ]
 
     def _hyperparameters(self) -> int:
         shown = self._shown()
-        return self._texts["hyperparameters"].digest([shown, [len(g["params"]) for g in self.optimizer.param_groups]])
+        return self._nest.digest([shown, [len(g["params"]) for g in self.optimizer.param_groups]])
 
     def _ungrouped(self) -> int:
         groups = self.optimizer.param_groups

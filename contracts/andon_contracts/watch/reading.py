@@ -17,7 +17,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from andon_contracts.digest import join, mix_integer, tensor_digest, word_sum_tensor
+from andon_contracts.digest import mix_integer, word_sum_tensor
 from andon_contracts.watch.checksum import MOST_SUMS, Summed, checksum, room_of, sums_of
 
 CHUNK_BYTES = 1 << 24
@@ -279,14 +279,14 @@ def text_digest(*parts: object) -> int:
 
 
 class Text:
-    """The `text_digest` of a value that seldom is another than before."""
+    """The `text_digest` of a plain value, which nobody can change, and that seldom is another than before."""
 
     def __init__(self) -> None:
         self._value: object = self
         self._digest = 0
 
     def digest(self, value: object) -> int:
-        """The digest of `value`, which nobody may change afterwards."""
+        """The digest of `value`."""
         if value != self._value:
             self._value, self._digest = value, text_digest(value)
         return self._digest
@@ -311,12 +311,3 @@ def state_tensors(state: object, into: list[Tensor], rest: list[object]) -> None
             state_tensors(item, into, rest)
     elif not callable(state):
         rest.append(state)
-
-
-def state_digest(state: Mapping[str, object]) -> int:
-    """The digest of what an optimizer keeps for one parameter, or of any small nest of tensors and values."""
-    tensors: list[Tensor] = []
-    rest: list[object] = []
-    state_tensors(state, tensors, rest)
-    found = {str(index): tensor_digest(plain(tensor)) for index, tensor in enumerate(tensors)}
-    return join(found | {"values": text_digest(rest, [(tuple(t.shape), str(t.dtype)) for t in tensors])})

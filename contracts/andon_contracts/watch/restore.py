@@ -12,8 +12,8 @@ from torch import Tensor
 
 from andon_contracts.observe import digests_by_name
 from andon_contracts.watch.lane import Lane
-from andon_contracts.watch.reading import flat_digest, plain, state_digest, text_digest
-from andon_contracts.watch.values import value_digest
+from andon_contracts.watch.reading import flat_digest, plain
+from andon_contracts.watch.values import kept_digest, state_digest
 
 
 def live(lanes: Sequence[Lane]) -> dict[str, int]:
@@ -28,20 +28,12 @@ def live(lanes: Sequence[Lane]) -> dict[str, int]:
             for n, p in lane.parameters.items()
         }
         found |= {
-            f"group {index} {key}": _group_digest(value)
+            f"group {index} {key}": kept_digest(value)
             for index, group in enumerate(lane.optimizer.param_groups)
             for key, value in group.items()
             if not key.startswith("param")
         }
     return found
-
-
-def _group_digest(value: object) -> int:
-    """The digest of a hyperparameter; of what cannot be compared, as a function, that of its type."""
-    try:
-        return value_digest(value, "")
-    except ValueError:
-        return text_digest(type(value).__qualname__)
 
 
 def random_state() -> dict[str, int]:

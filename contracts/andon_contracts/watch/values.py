@@ -15,12 +15,13 @@ import fractions
 import hashlib
 import pathlib
 import uuid
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
 
-from andon_contracts.watch.reading import plain, text_digest
+from andon_contracts.digest import join, tensor_digest
+from andon_contracts.watch.reading import plain, state_tensors, text_digest
 
 _AS_THEY_ARE = frozenset({type(None), bool, int, float, complex, str, bytes})
 _BY_REPR = (
@@ -30,6 +31,8 @@ _BY_REPR = (
 )  # fmt: skip
 """Types whose `repr` says all of a value, and the same in every process."""
 _BYTES = 8
+_OWN = 3
+_Unknown = Callable[[object], object]
 
 
 class _Foreign(Exception):
@@ -49,73 +52,121 @@ def value_digest(value: object, name: str) -> int:
     mapping, sequence, set or plain value, with its place in `value`.
     """
     try:
-        return text_digest(_form(value))
+        return text_digest(_form(value, _refused))
     except _Foreign as error:
         kind = f"{type(error.value).__module__}.{type(error.value).__qualname__}"
         msg = f"{name}{error.path} is a {kind}, which cannot be compared: give a tensor or plain values"
         raise ValueError(msg) from None
 
 
-def _form(value: Any) -> object:
-    """What has a `repr` of all that is in `value`; tuples in it are ours."""
+def kept_digest(value: object) -> int:
+    """As `value_digest`, for what others keep: what cannot be compared, as a function, stands there by its type."""
+    return text_digest(_form(value, _by_type))
+
+
+def state_digest(state: Mapping[str, object]) -> int:
+    """The digest of what an optimizer keeps for one parameter, or of any small nest of tensors and values."""
+    tensors: list[torch.Tensor] = []
+    rest: list[object] = []
+    state_tensors(state, tensors, rest)
+    found = {str(index): tensor_digest(plain(tensor)) for index, tensor in enumerate(tensors)}
+    shapes = [(tuple(t.shape), str(t.dtype)) for t in tensors]
+    return join(found | {"values": text_digest(_form(rest, _by_type), shapes)})
+
+
+class Nest:
+    """The `kept_digest` of a nest that seldom is another than before; digested anew where parts of it can change."""
+
+    def __init__(self) -> None:
+        self._value: object = self
+        self._digest = 0
+
+    def digest(self, value: object) -> int:
+        """The digest of `value`: lists and mappings of plain values, made anew each time, or of anything."""
+        if not _is_fixed(value):
+            return kept_digest(value)
+        if value != self._value:
+            self._value, self._digest = value, kept_digest(value)
+        return self._digest
+
+
+def _is_fixed(value: object, depth: int = 0) -> bool:
+    """Whether nobody else can change `value`, of which the first three levels are the caller's own."""
+    if type(value) in _AS_THEY_ARE:
+        return True
+    if type(value) is tuple or (depth < _OWN and type(value) is list):
+        return all(_is_fixed(item, depth + 1) for item in value)
+    return depth < _OWN and type(value) is dict and all(_is_fixed(item, depth + 1) for item in value.values())
+
+
+def _refused(value: object) -> object:
+    raise _Foreign(value)
+
+
+def _by_type(value: object) -> object:
+    return "of type", f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _form(value: Any, foreign: _Unknown) -> object:
+    """What has a `repr` of all that is in `value`; tuples in it are ours. foreign: what stands for what has none."""
     if type(value) in _AS_THEY_ARE:
         return value
     if isinstance(value, torch.Tensor):
-        return _form_of_tensor(value)
+        return _form_of_tensor(value, foreign)
     if type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
-        return _form_of_array(value)
+        return _form_of_array(value, foreign)
     if isinstance(value, enum.Enum):
         return "enum", type(value).__qualname__, value.name
     if isinstance(value, _BY_REPR):
         return type(value).__name__, repr(value)
     if isinstance(value, type):
         return "type", value.__module__, value.__qualname__
-    return _form_of_nest(value)
+    return _form_of_nest(value, foreign)
 
 
-def _form_of_tensor(tensor: torch.Tensor) -> object:
+def _form_of_tensor(tensor: torch.Tensor, foreign: _Unknown) -> object:
     if tensor.is_meta:
-        raise _Foreign(tensor)
+        return foreign(tensor)
     found = plain(tensor).cpu().resolve_conj().resolve_neg().contiguous()
     content = ctypes.string_at(found.data_ptr(), found.nbytes) if found.nbytes else b""
     return "tensor", str(tensor.dtype), tuple(tensor.shape), _hash(content)
 
 
-def _form_of_array(array: Any) -> object:
+def _form_of_array(array: Any, foreign: _Unknown) -> object:
     dtype = array.dtype
     # An array of objects holds addresses; its items are looked at one by one.
-    content = _form(array.tolist()) if dtype.hasobject else _hash(array.tobytes())
+    content = _form(array.tolist(), foreign) if dtype.hasobject else _hash(array.tobytes())
     return "array", str(dtype), tuple(array.shape), content
 
 
-def _form_of_nest(value: Any) -> object:
+def _form_of_nest(value: Any, foreign: _Unknown) -> object:
     if isinstance(value, Mapping):
-        pairs = [(_at("'s keys", key), _at(f"[{key!r}]", item)) for key, item in value.items()]
+        pairs = [(_at("'s keys", key, foreign), _at(f"[{key!r}]", item, foreign)) for key, item in value.items()]
         return "mapping", sorted(pairs, key=repr)
     if isinstance(value, Set):
-        return "set", sorted((_at("'s items", item) for item in value), key=repr)
+        return "set", sorted((_at("'s items", item, foreign) for item in value), key=repr)
     if isinstance(value, Sequence):
-        return _forms(value)
+        return _forms(value, foreign)
     if dataclasses.is_dataclass(value):
         named = [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
-        return type(value).__qualname__, [(name, _at(f".{name}", item)) for name, item in named]
-    raise _Foreign(value)
+        return type(value).__qualname__, [(name, _at(f".{name}", item, foreign)) for name, item in named]
+    return foreign(value)
 
 
-def _forms(items: Iterable[object]) -> list[object]:
+def _forms(items: Iterable[object], foreign: _Unknown) -> list[object]:
     found: list[object] = []
     try:
         for item in items:
-            found.append(_form(item))
+            found.append(_form(item, foreign))
     except _Foreign as error:
         error.path = f"[{len(found)}]{error.path}"
         raise
     return found
 
 
-def _at(place: str, item: object) -> object:
+def _at(place: str, item: object, foreign: _Unknown) -> object:
     try:
-        return _form(item)
+        return _form(item, foreign)
     except _Foreign as error:
         error.path = place + error.path
         raise
