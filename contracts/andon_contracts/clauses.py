@@ -346,8 +346,8 @@ _ALL = (
         "evaluation-once",
         (),
         "post",
-        "An evaluation counts every row exactly once, its metrics follow from the rows' counts, and two evaluations "
-        "of the same weights give the same predictions.",
+        "An evaluation counts every row exactly once, its metrics follow from the rows' counts, two evaluations of the "
+        "same weights give the same predictions, and no batch norm is in training mode.",
         "faults F58, F83, F85, F86",
         "one gather of the rows",
         "every evaluation that is told",

@@ -59,6 +59,8 @@ class EvaluationTold:
     counted: Mapping[str, float]
     repeated: bool = True
     """Whether the same rows had the same predictions when the same weights were evaluated before."""
+    training: tuple[str, ...] = ()
+    """By rank, the batch norm that was in training mode when the model was last called for it; "" for none."""
 
 
 def _wrong_metrics(told: EvaluationTold) -> list[tuple[str, int, float]]:
@@ -79,17 +81,22 @@ def _evaluation_fault(told: EvaluationTold) -> str:
         return f"{len(counts)} of {told.rows} rows were counted"
     for name, rank, value in _wrong_metrics(told):
         return f"{name} is told as {value!r} on rank {rank}, the rows give {told.counted[name]!r}"
+    for name in filter(None, told.training):
+        return f"batch norm {name} was in training mode: what it gave for a row depended on the rows beside it"
     return "" if told.repeated else "the same weights gave other predictions for the same rows before"
 
 
 def _explain_evaluation(told: EvaluationTold) -> Finding:
-    ranks = tuple(sorted({rank for _, rank, _ in _wrong_metrics(told)}))
+    training = {rank for rank, name in enumerate(told.training) if name}
+    ranks = tuple(sorted({rank for _, rank, _ in _wrong_metrics(told)} or training))
     return Finding(_evaluation_fault(told), told.step, ranks if len(ranks) < len(told.ids) else (), "evaluation")
 
 
 @clause("evaluation-once", _explain_evaluation)
 def evaluated_once(told: EvaluationTold) -> bool:
-    """Each row counted once, metrics from the rows' counts, the same predictions for the same weights."""
+    """Each row counted once, metrics from the rows' counts, the same predictions for the same weights, no batch norm
+    in training mode.
+    """
     return not _evaluation_fault(told)
 
 

@@ -172,3 +172,34 @@ def test_a_gradient_that_is_no_number_is_the_worst_there_is() -> None:
         with pytest.raises(Violation) as caught:
             judge_law(observations, {}, ())
         assert "off the law by nan of its norm" in caught.value.finding.seen
+
+
+# evaluations
+
+
+def _normed(training: Callable[[nn.Sequential], object]) -> list[str]:
+    """What is found of an evaluation for which the model was called after `training`, and of one by its rows alone."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Dropout(0.5))
+    with andon.watch(model, _sgd(model), action=lambda found: None) as w:
+        training(model)
+        with torch.no_grad():
+            answers = model(torch.eye(3)).argmax(-1)
+        w.evaluated([0, 1, 2], answers, answers)
+    return [f"{found.clause} {found.finding.seen}" for found in w.findings]
+
+
+def test_an_evaluation_with_a_batch_norm_in_training_mode_is_named() -> None:
+    """Its answers look as good as any, and depend on what was evaluated together; other modes are the loop's affair."""
+    (found,) = _normed(lambda model: model.train())
+    assert found.startswith("evaluation-once batch norm 1 was in training mode")
+    assert _normed(lambda model: model.eval()) == []
+    assert _normed(lambda model: model.eval() and model[2].train()) == []
+    # As when statistics are taken anew: what counts is how the model was called last.
+    assert _normed(lambda model: _called(model.train()).eval()) == []
+
+
+def _called(model: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        model(torch.eye(3))
+    return model

@@ -21,6 +21,7 @@ from andon_contracts.watch.ledger import Recorder
 from andon_contracts.watch.reading import flat_digest, text_digest
 from andon_contracts.watch.rows import ids_of
 from andon_contracts.watch.settings import Settings
+from andon_contracts.watch.subject import Subject
 
 _WRAP = 1 << 64
 
@@ -34,9 +35,12 @@ class Outcomes:
     _verdicts: Verdicts
     _lanes: dict[int, Lane]
     _recorder: Recorder
+    _subject: Subject
 
     def __init__(self) -> None:
         self._evaluated: dict[tuple[int, int], int] = {}
+        self._norm_in_training = 0
+        """Of the last forward pass without gradients since the last update, the batch norm in training mode."""
 
     def evaluated(
         self,
@@ -68,6 +72,7 @@ class Outcomes:
             {"accuracy": [real_of(o.values["accuracy"]) if o.values["tells accuracy"] else None for o in seen]},
             {"accuracy": right / max(len(triples), 1)},
             self._evaluated.setdefault(key, answers) == answers,
+            tuple(self._subject.norm_name(o.values["norm in training"]) for o in seen),
         )
         self._recorder.evaluated(step, len(triples), {**told.counted, **(metrics or {})})
         self._judge_told("evaluation-once", lambda: judge_evaluation(told))
@@ -80,6 +85,7 @@ class Outcomes:
             "rows": rows or 0,
             "tells accuracy": int("accuracy" in metrics),
             "accuracy": bits_of(metrics.get("accuracy", 0.0)),
+            "norm in training": self._norm_in_training,
         }
 
     def saved(self, path: str | Path, read: Callable[[], Mapping[str, Tensor]] | None = None) -> None:

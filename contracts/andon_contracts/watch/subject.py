@@ -10,6 +10,7 @@ from operator import attrgetter, is_
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import UninitializedParameter
 
 from andon_contracts.loop_clauses import change_of
@@ -105,6 +106,9 @@ class Subject:
         self.parameters = self._first_of_each()
         self.trainable = {name: p for name, p in self.parameters.items() if p.requires_grad}
         self.frozen = {name: p for name, p in self.parameters.items() if not p.requires_grad}
+        self._norms = [
+            (n, m) for n, m in self.inner.named_modules() if isinstance(m, _BatchNorm) and m.track_running_stats
+        ]
         self.sharded = any(is_sharded(parameter) for parameter in self.parameters.values())
         self._optimizers = tuple(optimizers)
         self._groups = self._members()
@@ -144,6 +148,14 @@ class Subject:
     def modes(self) -> bytes:
         """The mode of every module, in order."""
         return bytes([module.training for module in self.modules])
+
+    def norm_in_training(self) -> int:
+        """The number, from 1, of the first batch norm with statistics of its own that is in training mode; 0: none."""
+        return next((number for number, (_, norm) in enumerate(self._norms, 1) if norm.training), 0)
+
+    def norm_name(self, number: int) -> str:
+        """What `norm_in_training` gave, by its name; "" for 0."""
+        return self._norms[number - 1][0] if number else ""
 
     def strange_optimizers(self) -> list[int]:
         """The numbers, from 1, of the optimizers that hold no parameter of the model."""

@@ -244,6 +244,8 @@ class Watch(Telling, Hearing):
     def _forward(self) -> None:
         self._heed()
         self._at(1)
+        if not torch.is_grad_enabled():
+            self._norm_in_training = self._subject.norm_in_training()
         if "buffers-agree" not in self._verdicts.live or not torch.is_grad_enabled():
             return
         lanes = [lane for lane in self._lanes.values() if not lane.taps.started]
@@ -277,7 +279,7 @@ class Watch(Telling, Hearing):
         began = time.perf_counter()
         lane = self._lanes[id(optimizer)]
         values = lane.after()
-        self._steps += 1
+        self._steps, self._norm_in_training = self._steps + 1, 0
         seen = self._exchange(lane.updates, f"after {self._number(lane)}", values, judged=True)
         self._record(lane, seen)
         observations = self._replicas.align(seen)
