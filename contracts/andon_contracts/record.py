@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, get_args
 
@@ -244,21 +244,6 @@ def decode(line: bytes) -> Record:
 def chain(previous_line: bytes) -> str:
     """What the line after `previous_line` has for `prev`; a line feed at its end does not count."""
     return hashlib.sha256(previous_line.removesuffix(b"\n")).hexdigest()[:16]
-
-
-def verify_chain(lines: Iterable[bytes]) -> tuple[int, str]:
-    """Check that `lines` are whole, in sequence and linked; return their head, the count and the last line's digest.
-
-    The head of no lines is `(0, GENESIS)`. Raises `ValueError` naming the first line (from 1) that does not fit.
-    """
-    count, head = 0, GENESIS
-    for line in lines:
-        try:
-            link(decode_line(line), count, head)
-        except ValueError as error:
-            raise ValueError(f"line {count + 1}: {error}") from None
-        count, head = count + 1, chain(line)
-    return count, head
 
 
 def link(line: Line, count: int, head: str) -> None:

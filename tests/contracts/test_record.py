@@ -35,8 +35,8 @@ from andon_contracts.record import (
     decode,
     decode_line,
     encode,
-    verify_chain,
 )
+from tests.support.ledger_lines import verify_chain
 
 H = ["0123456789abcdef", "f" * 16, "00000000000000a1", "1" * 16]
 STEP = Step(

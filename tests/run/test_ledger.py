@@ -11,8 +11,9 @@ import pytest
 from andon.problems import InputError
 from andon.run.ledger import LedgerError, LedgerWriter, head_at, read_ledger, same_again
 from andon_contracts.fields import Real
-from andon_contracts.record import GENESIS, End, RankPart, Step, StepDigests, chain, verify_chain
+from andon_contracts.record import GENESIS, End, RankPart, Step, StepDigests, chain
 from tests.run.crash import Mode, every_failure
+from tests.support.ledger_lines import verify_chain
 
 H = "0123456789abcdef"
 
