@@ -13,6 +13,7 @@ import torch.distributed as dist
 from andon.problems import InputError, Problem, ProblemList
 
 _GIB = 2**30
+_FAULT_CHARACTERS = 300
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -41,7 +42,8 @@ def look_at(index: int) -> Accelerator:
         free, total = torch.cuda.mem_get_info(index)
         return Accelerator(index, torch.cuda.get_device_name(index), total, free)
     except (RuntimeError, AssertionError) as error:
-        return Accelerator(index, "", 0, 0, (str(error).strip().splitlines() or [type(error).__name__])[0])
+        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return Accelerator(index, "", 0, 0, line[:_FAULT_CHARACTERS])
 
 
 def refuse_unfit(backend: str, found: Mapping[int, Accelerator], needed: int | None) -> None:
