@@ -105,7 +105,7 @@ class Pulse:
         self._over, self._last, self._left = threading.Event(), "", threading.Event()
         self._exit, self._beats, self._rounds = 0, 0, 0
         self._awake = threading.Event()
-        self._said_at, self._slow_from = (-1, ""), bounds.slow_s
+        self._slow_from = bounds.slow_s
         self._threads = [threading.Thread(target=self._beat, name="andon-beat", daemon=True)] * (world > 1)
         self._threads.append(threading.Thread(target=self._look, name="andon-look", daemon=True))
         for thread in self._threads:
@@ -195,11 +195,10 @@ class Pulse:
             self._say_slow(view)
 
     def _say_slow(self, view: View) -> None:
-        place = view.mine.step, view.mine.phase
-        if place != self._said_at:
-            self._said_at, self._slow_from = place, max(self._bounds.slow_s, _SLOW_TIMES * self.clock.usual_s())
-        lasts = signs.lasts_s(view)
-        if lasts >= self._slow_from and signs.speaks(view):
+        lasts, least = signs.lasts_s(view), max(self._bounds.slow_s, _SLOW_TIMES * self.clock.usual_s())
+        if lasts < least:
+            self._slow_from = least
+        elif lasts >= self._slow_from and signs.speaks(view):
             self._slow_from = 2 * lasts
             self._speak(signs.slowness(view, self.clock.usual_s()))
 
