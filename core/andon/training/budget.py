@@ -16,6 +16,7 @@ from andon.backend.base import Backend
 from andon.backend.machine import Accelerator, look_at, refuse_unfit
 from andon.config.schema import Config
 from andon.messages import say
+from andon.problems import InputError
 from andon.training.forecast import Study
 from andon.training.material import Material
 from andon_contracts.policy import clause, enforced, require
@@ -42,11 +43,23 @@ def agree_on_devices(config: Config, material: Material, backend: Backend) -> in
     found = {int(rank): Accelerator(**fact) for part in told_by_all(backend, mine) for rank, fact in part.items()}
     if not found:
         return 0
-    eager = config.model_copy(update={"training": config.training.model_copy(update={"compile": "off"})})
-    planned = Study(material).plan(eager, "cuda", backend.world_size).total
+    planned = _planned(config, material, backend)
     # A rank's own context is there already. What compiled passes need is less, so there nothing is refused for it.
-    refuse_unfit(backend.name, found, planned if config.training.compile == "off" else None)
+    refuse_unfit(backend.name, found, planned if config.training.compile == "off" and planned else None)
     return planned
+
+
+def _planned(config: Config, material: Material, backend: Backend) -> int:
+    """The plan of the eager passes; 0, which is said, for a model that cannot be followed without its memory."""
+    eager = config.model_copy(update={"training": config.training.model_copy(update={"compile": "off"})})
+    try:
+        return Study(material).plan(eager, "cuda", backend.world_size).total
+    except InputError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a model's own code may do anything with tensors that hold nothing
+        if 0 in backend.ranks:
+            say(f"warning: no plan of memory for this model: {type(error).__name__}: {error}")
+        return 0
 
 
 def told_by_all(backend: Backend, mine: Mapping[int, Mapping[str, Any]]) -> list[dict[str, dict[str, Any]]]:
