@@ -136,7 +136,10 @@ def flips(what: str, ranks: int, spec: AuditSpec, planted: int, rate: float, dra
         victim, before = replicas[owner], replicas[0].updates
         planting = _flipped_gradient(victim, leaf, draw) if what == "gradient" else _flipped_sum(victim, draw)
         with planting:
-            found += _is_found(lambda: step(replace(batch, step=draw.randrange(_STEPS)), _RATE, before + 1))  # noqa: B023
+            this = _is_found(lambda: step(replace(batch, step=draw.randrange(_STEPS)), _RATE, before + 1))  # noqa: B023
+        if this == (replicas[0].updates > before):
+            raise RuntimeError("an update was made of a gradient that was found to be wrong, or none of another")
+        found += this
         if len({each.weights_digest() for each in replicas}) > 1:
             raise RuntimeError("the ranks do not agree, so that a flip would be seen without an audit")
     coverage = "all" if spec.coverage is None else spec.coverage

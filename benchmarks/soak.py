@@ -227,11 +227,14 @@ def undisturbed(folder: Path, last: int) -> Path:
     Raises `RuntimeError` where it does not come to it.
     """
     line = command(folder, "--workers", "1", "--set", "run.backend=inline", *settings())
-    process = subprocess.Popen(line, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    while process.poll() is None and last_line(folder).get("step", 0) <= last:
-        time.sleep(0.2)
-    process.send_signal(signal.SIGTERM)
-    said = process.communicate()[1]
+    with tempfile.TemporaryFile("w+") as said_there:
+        process = subprocess.Popen(line, env=environment(), stdout=subprocess.DEVNULL, stderr=said_there)
+        while process.poll() is None and last_line(folder).get("step", 0) <= last:
+            time.sleep(0.2)
+        process.send_signal(signal.SIGTERM)
+        process.wait()
+        said_there.seek(0)
+        said = said_there.read()
     if process.returncode != 75:
         raise RuntimeError(f"the undisturbed run ended with {process.returncode}: {said[-2000:]}")
     return folder

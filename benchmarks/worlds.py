@@ -91,11 +91,14 @@ def _resumed(folder: Path, backend: str, pair: str, settings: Sequence[str]) -> 
     before, _, after = pair.partition(":")
     began = time.perf_counter()
     line = command(folder, "--backend", backend, "--workers", before, *settings)
-    launcher = subprocess.Popen(line, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    while launcher.poll() is None and steps_of(folder) < _half(folder):
-        time.sleep(0.01)
-    launcher.send_signal(signal.SIGTERM)
-    said = launcher.communicate()[1]
+    with tempfile.TemporaryFile("w+") as said_there:
+        launcher = subprocess.Popen(line, env=environment(), stdout=subprocess.DEVNULL, stderr=said_there)
+        while launcher.poll() is None and steps_of(folder) < _half(folder):
+            time.sleep(0.01)
+        launcher.send_signal(signal.SIGTERM)
+        launcher.wait()
+        said_there.seek(0)
+        said = said_there.read()
     if launcher.returncode != Exit.PREEMPTED:
         raise RuntimeError(f"{pair}: ended with {launcher.returncode} after {steps_of(folder)} steps: {said[-2000:]}")
     at = steps_of(folder)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from andon.backend.machine import Accelerator, free_ram, refuse_unfit, refuse_without_nccl
+from andon.backend.machine import Accelerator, free_ram, of_all_ranks, refuse_unfit, refuse_without_nccl
 from andon.problems import InputError
+from tests.support.ranks import run_ranks
 
 GIB = 2**30
 BIG = Accelerator(0, "H200", 140 * GIB, 139 * GIB)
@@ -67,3 +69,19 @@ def test_memory_of_this_machine_is_some() -> None:
     """More than nothing and less than a petabyte, where it can be known."""
     found = free_ram()
     assert found is None or 0 < found < 2**50
+
+
+def _facts() -> list[str]:
+    rank = torch.distributed.get_rank()
+    broken = Accelerator(3, "", 0, 0, "\u00fc" * 200)
+    found = of_all_ranks([None, BIG, broken][rank])
+    assert found == {1: BIG, 2: broken}
+    with pytest.raises(InputError) as caught:
+        refuse_unfit("mixed", found, None)
+    return [str(problem) for problem in caught.value.problems]
+
+
+def test_every_rank_hears_of_a_gpu_that_cannot_be_used() -> None:
+    """One rank of three is on a CPU and one has a broken GPU: all refuse alike, though only one of them saw it."""
+    said = ["run.devices[2]: GPU 3 cannot be used: " + "\u00fc" * 200]
+    assert [outcome.get() for outcome in run_ranks(3, _facts)] == [said] * 3

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-from andon.backend.group import GroupBackend
-from andon.backend.inprocess import InlineBackend
 from andon.config.load import load_config
 from andon.config.schema import Config
 from andon.training import evaluation, forecast
-from andon.training.budget import judge_peaks, told_by_all
+from andon.training.budget import judge_peaks
 from andon.training.forecast import Machine, WorldPlan
 from andon_contracts.violation import Violation
-from tests.support.ranks import run_ranks
 from tests.training.runs import SMALL, write_jsonl
 
 MIB = 2**20
@@ -91,20 +86,3 @@ def test_a_peak_above_the_plan_and_a_tenth_is_a_violation() -> None:
     with pytest.raises(Violation, match="1101 bytes at the peak, 1000 were planned") as caught:
         judge_peaks([900, 1101], 1000, 7)
     assert (caught.value.clause, caught.value.finding.step, caught.value.finding.ranks) == ("memory-budget", 7, (1,))
-
-
-def _facts() -> list[dict[str, dict[str, Any]]]:
-    backend = GroupBackend("gloo", torch.device("cpu"))
-    try:
-        rank = backend.ranks[0]
-        return told_by_all(backend, {rank: {"name": "GPU \u00fc" * rank, "free": 2**40 + rank}})
-    finally:
-        backend.close()
-
-
-def test_every_rank_hears_what_the_others_found() -> None:
-    """Facts of unequal length, by rank, alike on all; nothing is unpickled, and what is too long is refused."""
-    told = [{"0": {"name": "", "free": 2**40}}, {"1": {"name": "GPU \u00fc", "free": 2**40 + 1}}]
-    assert [outcome.get() for outcome in run_ranks(2, _facts)] == [told, told]
-    with pytest.raises(ValueError, match="of 2048"):
-        told_by_all(InlineBackend([torch.device("cpu")]), {0: {"name": "x" * 3000}})

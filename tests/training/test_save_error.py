@@ -14,6 +14,7 @@ from andon.launch.launcher import warm_up
 from andon.problems import InputError
 from andon.run import checkpoint
 from andon.run.folder import RunFolder
+from andon.training import journal
 from andon.training.run import train
 from andon_contracts.violation import Violation
 from tests.training.entries import refusing
@@ -46,6 +47,22 @@ def test_it_goes_on_and_says_what_it_goes_on_with(
     assert outcome(tmp_path / "run") == outcome(whole)
     assert checkpoints(tmp_path / "run") == ["step-00000006", "step-00000012"]
     assert [saved.step for saved in records(tmp_path / "run", "checkpoint")] == [6, 12]
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_stays(
+    runs: Runs, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A disk that refuses to remove is forgiven as one that refuses to write: the new checkpoint is there."""
+
+    def refuse(folder: Path, keep: int, *, best: int, newest: int) -> None:
+        raise InputError(f"{folder}: cannot be read: the disk failed")
+
+    monkeypatch.setattr(journal, "prune", refuse)
+    assert train_inline(runs, tmp_path / "run", GO_ON, ONE) == Exit.OK
+    assert "warning: an old checkpoint stays: " in capsys.readouterr().err
+    assert outcome(tmp_path / "run") == outcome(whole)
+    with pytest.raises(InputError, match="the disk failed"):
+        train_inline(runs, tmp_path / "other", ONE)
 
 
 @pytest.mark.parametrize("setting", [GO_ON, "run.on_save_error=stop"])

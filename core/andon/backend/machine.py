@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,7 +14,9 @@ import torch.distributed as dist
 from andon.problems import InputError, Problem, ProblemList
 
 _GIB = 2**30
-_FAULT_CHARACTERS = 300
+_NAME_CHARACTERS, _FAULT_CHARACTERS = 80, 200
+_MESSAGE_BYTES = 2048
+"""Room for a name and a fault of so many characters, each of which JSON may write as six bytes."""
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -40,10 +43,23 @@ def look_at(index: int) -> Accelerator:
     """Ask GPU `index`; what goes wrong is a fact too. Starts CUDA on it."""
     try:
         free, total = torch.cuda.mem_get_info(index)
-        return Accelerator(index, torch.cuda.get_device_name(index), total, free)
+        return Accelerator(index, torch.cuda.get_device_name(index)[:_NAME_CHARACTERS], total, free)
     except (RuntimeError, AssertionError) as error:
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         return Accelerator(index, "", 0, 0, line[:_FAULT_CHARACTERS])
+
+
+def of_all_ranks(mine: Accelerator | None) -> dict[int, Accelerator]:
+    """The GPU of every rank that has one, by rank, as that rank finds it. Collective over the default group.
+
+    It goes over CPUs, since a GPU that cannot be used cannot tell of itself, and as JSON: nothing is unpickled.
+    """
+    text = json.dumps(None if mine is None else mine.as_dict()).encode()
+    sent = torch.tensor(list(text.ljust(_MESSAGE_BYTES)), dtype=torch.uint8)
+    rows = [torch.empty_like(sent) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, sent)
+    told = (json.loads(bytes(row.tolist())) for row in rows)
+    return {rank: Accelerator(**fact) for rank, fact in enumerate(told) if fact is not None}
 
 
 def refuse_unfit(backend: str, found: Mapping[int, Accelerator], needed: int | None) -> None:
@@ -109,7 +125,16 @@ def _left_in_group() -> int | None:
         )
     except OSError:
         return None
-    return max(int(limit) - int(used), 0) if limit.isdigit() and used.isdigit() else None
+    return max(int(limit) - int(used) + _reclaimable(), 0) if limit.isdigit() and used.isdigit() else None
+
+
+def _reclaimable() -> int:
+    """What a group holds of files that it has read: the kernel takes it back when memory is asked for."""
+    try:
+        lines = (_CGROUP / "memory.stat").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
 
 
 def gpus_here() -> Sequence[Accelerator]:

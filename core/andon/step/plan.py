@@ -108,8 +108,8 @@ def grouped_by_length(
 ) -> tuple[int, ...]:
     """`order` with rows of similar length side by side: each run of 50 batches sorted, then its batches shuffled.
 
-    What does not fill a batch stays at the end of the epoch. Batches are shuffled by (seed, epoch), so that the length
-    of an update's rows says nothing of its place.
+    Batches are shuffled by (seed, epoch), so that the length of an update's rows says nothing of its place, but for the
+    last one where it is short: it holds the longest rows of the last run.
     """
     run = _BATCHES_SORTED_TOGETHER * batch_size
     runs = (order[start : start + run] for start in range(0, len(order), run))

@@ -5,15 +5,13 @@ Compiled passes keep less than eager ones, so the plan of the eager ones is the 
 
 from __future__ import annotations
 
-import json
 import resource
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
 from andon.backend.base import Backend
-from andon.backend.machine import Accelerator, look_at, refuse_unfit
+from andon.backend.machine import look_at, of_all_ranks, refuse_unfit
 from andon.config.schema import Config
 from andon.messages import say
 from andon.problems import InputError
@@ -24,23 +22,18 @@ from andon_contracts.violation import Finding, Violation
 
 _SLACK = 1.1
 _GROUPED = ("nccl", "mixed")
-_MESSAGE_BYTES = 2048
 
 
 def agree_on_devices(config: Config, material: Material, backend: Backend) -> int:
     """Bytes that each GPU replica may need by the plan; 0 where no rank is on a GPU.
 
-    Collective where ranks are on GPUs. Raises `InputError`, the same on every rank, for a GPU that cannot be used, has
-    too little memory free, or is of another model than the others of an `nccl` group.
+    Collective where ranks are on GPUs. Raises `InputError`, the same on every rank, for a GPU with too little memory
+    free. What else keeps GPUs from training was refused before a backend was made on them.
     """
     if backend.name not in _GROUPED:
         return 0
-    mine = {
-        rank: look_at(device.index or 0).as_dict()
-        for rank, device in zip(backend.ranks, backend.devices, strict=True)
-        if device.type == "cuda"
-    }
-    found = {int(rank): Accelerator(**fact) for part in told_by_all(backend, mine) for rank, fact in part.items()}
+    device = backend.devices[0]
+    found = of_all_ranks(look_at(device.index or 0) if device.type == "cuda" else None)
     if not found:
         return 0
     planned = _planned(config, material, backend)
@@ -60,19 +53,6 @@ def _planned(config: Config, material: Material, backend: Backend) -> int:
         if 0 in backend.ranks:
             say(f"warning: no plan of memory for this model: {type(error).__name__}: {error}")
         return 0
-
-
-def told_by_all(backend: Backend, mine: Mapping[int, Mapping[str, Any]]) -> list[dict[str, dict[str, Any]]]:
-    """What every rank says of its GPUs, by rank: JSON in messages of one length, since nothing of a peer is unpickled.
-
-    Raises `ValueError` where it does not fit in a message.
-    """
-    text = json.dumps(mine).encode()
-    if len(text) > _MESSAGE_BYTES:
-        msg = f"{len(text)} bytes to say of the GPUs of ranks {list(mine)}, of {_MESSAGE_BYTES}"
-        raise ValueError(msg)
-    sent = torch.tensor(list(text.ljust(_MESSAGE_BYTES)), dtype=torch.uint8).to(backend.devices[0])
-    return [json.loads(bytes(row.tolist())) for row in backend.gather([sent])]
 
 
 def hold_to_budget(backend: Backend, step: int, planned: int) -> Mapping[str, int]:

@@ -127,7 +127,9 @@ class Forecast:
 def machine_here(gpu_bytes: int | None, workers: int) -> Machine:
     """This machine; gpu_bytes: another one, with a GPU of so many for each of `workers`, and any amount of memory."""
     found: Sequence[Accelerator] = gpus_here() if gpu_bytes is None else ()
-    gpus = tuple(each.free for each in found) if gpu_bytes is None else (gpu_bytes,) * workers
+    # To look at a GPU starts a context on it, which a plan counts by itself.
+    free = (min(each.free + CUDA_CONTEXT, each.total) for each in found)
+    gpus = tuple(free) if gpu_bytes is None else (gpu_bytes,) * workers
     return Machine(gpus, free_ram() if gpu_bytes is None else None)
 
 
@@ -265,9 +267,12 @@ def _remedies(study: Study, config: Config, short: WorldPlan, machine: Machine) 
     )
     found = []
     for setting, changed, price in _changes(config):
-        world = _world(study, changed, short.workers, machine)
-        after = next(need for need in world.needs if need.kind == before.kind)
-        if after.needed < before.needed:
+        try:
+            world = _world(study, changed, short.workers, machine)
+        except InputError:  # not with this model: no remedy
+            continue
+        after = next((need for need in world.needs if need.kind == before.kind), None)
+        if after is not None and after.needed < before.needed:
             found.append(Remedy(setting, after.needed, after.fits, price))
     return found
 

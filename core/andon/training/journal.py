@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from andon.messages import say
 from andon.metrics.scores import Scores
 from andon.problems import InputError
 from andon.run.atomic import storage, write_all, write_whole
@@ -159,7 +160,12 @@ class FolderJournal:
         digest = json.loads((path / MANIFEST).read_bytes())["digest"]
         self._ledger.append(Saved(step=progress.step, name=path.name, digest=digest, best=best))
         self._standing.saved(path, progress.step, digest, best=best)
-        prune(self._folder.checkpoints, self._keep, best=self._standing.best, newest=progress.step)
+        try:
+            prune(self._folder.checkpoints, self._keep, best=self._standing.best, newest=progress.step)
+        except InputError as refused:
+            if last or not self._standing.passing_over:
+                raise
+            say(f"warning: an old checkpoint stays: {refused} (run.on_save_error=continue)")
         return True
 
     def append(self, record: Record) -> None:

@@ -20,7 +20,7 @@ from andon.backend.clocked import ClockedBackend
 from andon.backend.devices import placement
 from andon.backend.group import GroupBackend
 from andon.backend.inprocess import InlineBackend, ThreadsBackend
-from andon.backend.machine import refuse_without_nccl
+from andon.backend.machine import look_at, of_all_ranks, refuse_unfit, refuse_without_nccl
 from andon.config.schema import IN_PROCESS, Config
 from andon.launch.clock import StepClock
 from andon.launch.joining import join
@@ -124,6 +124,8 @@ def _backend(config: Config, clock: StepClock) -> Iterator[Backend]:
     if world != config.run.workers:
         raise InputError([Problem("run.workers", f"{config.run.workers} were asked for, {world} ranks were started")])
     device = devices[rank]
+    if any(each.type == "cuda" for each in devices):
+        refuse_unfit(name, of_all_ranks(look_at(device.index or 0) if device.type == "cuda" else None), None)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     joined = GroupBackend(name, device)
