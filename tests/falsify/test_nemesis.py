@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 
-from andon_falsify.nemesis import judging
-from andon_falsify.nemesis.bench import Bench
+from andon_falsify.nemesis import bench, judging, processes
+from andon_falsify.nemesis.bench import Bench, Run
 from andon_falsify.nemesis.left_behind import Undisturbed, whole
-from andon_falsify.nemesis.protocol import Ending, Nemesis, Phase, Plant, Promise, Row, Struck
+from andon_falsify.nemesis.protocol import Ending, Launch, Nemesis, Phase, Plant, Promise, Row, Struck
 from andon_falsify.nemesis.registry import UNPLAYED, nemeses
 from andon_falsify.nemesis.signals import FORGETS
 from andon_falsify.nemesis.table import document, line
@@ -114,17 +117,17 @@ def test_no_nemesis_of_that_name_is_said_with_those_there_are() -> None:
 
 def test_a_rank_that_is_killed_is_one_line_and_nothing_is_lost(tmp_path: Path) -> None:
     """A real run: SIGKILL, 71 in time, the undisturbed bits after a resume; a checkpoint that is changed is seen."""
-    bench = Bench.prepare(tmp_path, settings=("run.backend=inline",))
+    prepared = Bench.prepare(tmp_path, settings=("run.backend=inline",))
     chosen = replace(named("rank killed"), guard="")
-    (phase,) = bench.disturbed(chosen)
+    (phase,) = prepared.disturbed(chosen)
     assert judging.wrong(replace(chosen.promise, within_s=60.0), phase) == ()
     assert phase.ending.codes == (71,)
     assert phase.result == ""
     (folder,) = tmp_path.glob("guarded-*/run")
-    assert bench.whole.accepted(folder, bench.whole.result[2]) == ((), ())
+    assert prepared.whole.accepted(folder, prepared.whole.result[2]) == ((), ())
     _tampered(folder)
-    assert bench.whole.differs(folder) != ""
-    assert bench.whole.accepted(folder, 0)[1] == ("ledger line of step 1",)
+    assert prepared.whole.differs(folder) != ""
+    assert prepared.whole.accepted(folder, 0)[1] == ("ledger line of step 1",)
 
 
 def _tampered(folder: Path) -> None:
@@ -153,3 +156,20 @@ def test_a_run_that_left_nothing_has_accepted_nothing(tmp_path: Path) -> None:
     found = Undisturbed(tmp_path)
     assert found.accepted(tmp_path / "nothing", 0) == ((), ())
     assert found.differs(tmp_path / "nothing") == "it is not finished"
+
+
+def test_a_process_in_a_session_of_its_own_is_seen_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torchrun starts ranks: it outlives its command, is counted as left, and is gone once the run is killed."""
+    monkeypatch.setattr(bench, "GONE_S", 0.5)
+    run = bare_run(tmp_path)
+    away = "import subprocess, sys; print(subprocess.Popen(['sleep', '600'], start_new_session=True).pid)"
+    run.spawn([sys.executable, "-c", away], Launch())
+    ending = run.end(60.0, time.monotonic())
+    assert (ending.codes, ending.left, ending.hung) == ((0,), 1, False)
+    assert ending.seconds > bench.GONE_S
+    assert not processes.alive(int(ending.said))
+
+
+def bare_run(folder: Path) -> Run:
+    """A run in this folder of which nothing was started yet."""
+    return Run(folder, folder / "run", folder / "rows", folder / "held", Undisturbed(folder / "whole"), Random(1))

@@ -12,13 +12,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from andon_falsify.nemesis import judging
 from andon_falsify.nemesis.left_behind import Undisturbed
 from andon_falsify.nemesis.planting import VARIABLE, written
-from andon_falsify.nemesis.processes import family, ranks, session
+from andon_falsify.nemesis.processes import family, marked, ranks, session
 from andon_falsify.nemesis.protocol import Ending, Launch, Nemesis, NotStruckError, Phase, Row
 from andon_falsify.nemesis.trainer import environment, steps_of
 
@@ -46,6 +47,8 @@ SLACK_S = 4.0
 """How long beyond its bound a launch is watched before it is ended from here."""
 GONE_S = 3.0
 """How long after the last command processes of the run may still be there."""
+OWNER = "ANDON_NEMESIS_RUN"
+"""In the environment of every process of a run: its `scratch`, which no other run has."""
 
 
 @dataclass
@@ -82,6 +85,7 @@ class Run:
     def spawn(self, command: Sequence[str], launch: Launch) -> subprocess.Popen[bytes]:
         """Start a command of this run in a session of its own; what it says on both streams is kept."""
         variables = {**environment(), "OMP_NUM_THREADS": "1", **dict(launch.environment)}
+        variables[OWNER] = str(self.scratch)
         variables[VARIABLE] = written(launch.plants, self.scratch)
         self._started += 1
         log = self.scratch / f"said-{self._started}"
@@ -131,7 +135,7 @@ class Run:
         return said.replace(f"{self.scratch}/", "")
 
     def end(self, limit_s: float, since: float) -> Ending:
-        """Wait for the end of all commands, and of every process of their sessions; then this launch is forgotten.
+        """Wait for the end of all commands, and of every process that they started; then this launch is forgotten.
 
         limit_s: seconds from now after which the commands are ended from here. since: `time.monotonic()` of the fault.
         """
@@ -150,17 +154,20 @@ class Run:
         return ending
 
     def kill(self) -> None:
-        """End every process of this launch."""
-        for pid in self._members():
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+        """End every process of this launch, those too that start while others are ended."""
+        deadline = time.monotonic() + GONE_S
+        while (members := self._members()) and time.monotonic() < deadline:
+            for pid in members:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.003)
         for command in self.commands:
             command.wait()
 
     def _members(self) -> list[int]:
-        return [pid for command in self.commands for pid in session(command.pid)]
+        """By session, and by environment: torchrun gives each rank a session of its own."""
+        sessions = (pid for command in self.commands for pid in session(command.pid))
+        return sorted({*sessions, *marked(OWNER, str(self.scratch))})
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -33,6 +34,26 @@ def session(leader: int) -> list[int]:
             if int(fields[3]) == leader:
                 found.append(int(entry.name))
     return found
+
+
+def marked(variable: str, value: str) -> list[int]:
+    """The processes that were started with this value of a variable, in whatever session, zombies not.
+
+    A process that starts others hands its environment on, so this finds those that began a session of their own.
+    """
+    wanted = os.fsencode(f"{variable}={value}")
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal() and wanted in _variables(int(entry.name)) and alive(int(entry.name)):
+            found.append(int(entry.name))
+    return found
+
+
+def _variables(pid: int) -> list[bytes]:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:  # it is gone, or another user's
+        return []
 
 
 def state_of(pid: int) -> str:
