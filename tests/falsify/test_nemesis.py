@@ -173,3 +173,32 @@ def test_a_process_in_a_session_of_its_own_is_seen_and_ended(tmp_path: Path, mon
 def bare_run(folder: Path) -> Run:
     """A run in this folder of which nothing was started yet."""
     return Run(folder, folder / "run", folder / "rows", folder / "held", Undisturbed(folder / "whole"), Random(1))
+
+
+def test_controls_are_shared_only_by_runs_that_are_alike_without_their_fault() -> None:
+    """Hosts, torchrun's arguments and a small disk are part of a control; the signal that is sent is not."""
+    played = {each.name: each.calm_key() for each in nemeses()}
+    assert played["rank killed"] == played["rank stopped"]
+    assert played["link cut"] == played["silent drop, one way"]
+    alone = ("one of three hosts cut off", "long partition, restarted", "disk full", "agent of torchrun killed")
+    keys = list(played.values())
+    assert [name for name in alone if keys.count(played[name]) != 1] == []
+
+
+class Blunt(Nemesis):
+    """One that cannot even say what it needs."""
+
+    def needs(self) -> str | None:
+        """A tool fails in a way that nobody foresaw."""
+        raise FileNotFoundError("chattr")
+
+    def inject(self, run: Run) -> Struck:
+        """Never comes."""
+        raise AssertionError
+
+
+def test_a_nemesis_that_is_broken_itself_is_a_row_that_says_so(tmp_path: Path) -> None:
+    """It takes no other row along, whatever it cannot do."""
+    shared = Bench(tmp_path, Undisturbed(tmp_path), tmp_path, tmp_path, 1)
+    row = shared.play(Blunt(name="blunt", promise=PROMISE))
+    assert (row.failed, row.good) == ("the nemesis failed: FileNotFoundError: chattr", False)

@@ -87,3 +87,11 @@ def test_every_row_of_the_catalogue_has_its_fault() -> None:
     assert {number for each in EVERY for number in each.numbers} == {4, 34, 35, 36, 37, 39, 40, 41}
     assert len({each.name for each in EVERY}) == len(EVERY)
     assert all(each.guard or each.no_guard for each in EVERY)
+
+
+def test_a_machine_without_chattr_is_said_to_lack_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root needs it to forbid; what it cannot forbid it need not allow again."""
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    (chosen,) = (each for each in EVERY if isinstance(each, storage.ReadOnlyFolder))
+    assert chosen.needs() == "chattr does not work here: [Errno 2] No such file or directory: 'chattr'"

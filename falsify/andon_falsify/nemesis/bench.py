@@ -199,10 +199,10 @@ class Bench:
 
     def play(self, nemesis: Nemesis) -> Row:
         """Both phases and both controls of a nemesis, judged."""
-        reason = nemesis.needs()
-        if reason is not None:
-            return Row(nemesis, skipped=reason)
         try:
+            reason = nemesis.needs()
+            if reason is not None:
+                return Row(nemesis, skipped=reason)
             phases = self.disturbed(nemesis)
             calm = self._control(nemesis)
         except NotStruckError as error:
@@ -268,8 +268,7 @@ class Bench:
 
     def _control(self, nemesis: Nemesis) -> tuple[str, ...]:
         """The same run without the fault; played once for all nemeses that start alike."""
-        launch, kind = nemesis.calm(), type(nemesis)
-        key = (launch, kind.start, kind.prepare)
+        launch, key = nemesis.calm(), nemesis.calm_key()
         if key not in self._calm:
             run = self._run(nemesis, "calm")
             try:

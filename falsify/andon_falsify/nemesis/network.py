@@ -55,6 +55,10 @@ class BetweenHosts(Nemesis):
         """As many workers as torchrun starts."""
         return Launch(workers="", settings=(*self.settings, *(() if guarded else (self.off,))))
 
+    def calm_key(self) -> object:
+        """So many hosts, and what torchrun is told."""
+        return BetweenHosts, self.calm(), self.size, self.keeps_agents, self.arguments
+
     def start(self, run: Run, launch: Launch) -> None:
         """One agent on each host; the first one holds the rendezvous."""
         hosts = self.hosts(run)

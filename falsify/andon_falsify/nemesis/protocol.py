@@ -133,6 +133,15 @@ class Nemesis(ABC):
         """How the control without the fault is started: the same run, with nothing planted in it."""
         return self.launch(guarded=True).but(plants=())
 
+    def calm_key(self) -> object:
+        """What decides how the control without the fault goes: nemeses that give the same share one.
+
+        Those that start plain `andon train` on the bench's own files differ by the launch alone; every other one that
+        does not say what it adds has a control of its own.
+        """
+        plain = type(self).prepare is Nemesis.prepare and type(self).start is Nemesis.start
+        return self.calm() if plain else self.name
+
     def heal(self, *, guarded: bool) -> Launch:
         """How the run is resumed: as it was started, with nothing planted in it.
 

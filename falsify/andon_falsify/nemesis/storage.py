@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,6 +76,10 @@ class FullDisk(Nemesis):
         if done.returncode:
             raise NotStruckError(f"no tmpfs: {done.stderr.strip()}")
         run.folder = disk / "run"
+
+    def calm_key(self) -> object:
+        """On a file system of this size."""
+        return FullDisk, self.calm(), self.size
 
     def launch(self, *, guarded: bool) -> Launch:
         """Going on must be asked for; without its guard the run stops, or does not hear of the disk at all."""
@@ -245,12 +250,11 @@ def _forbid(folder: Path) -> None:
 
 
 def _allow(folder: Path) -> None:
-    if not folder.exists():
-        return
-    if os.geteuid() == 0:
-        subprocess.run(["chattr", "-i", str(folder)], check=False, capture_output=True)
-    else:
-        folder.chmod(0o755)
+    with suppress(OSError):  # the folder is gone; without chattr nothing was forbidden
+        if os.geteuid() == 0:
+            subprocess.run(["chattr", "-i", str(folder)], check=False, capture_output=True)
+        else:
+            folder.chmod(0o755)
 
 
 @dataclass(frozen=True, kw_only=True)
