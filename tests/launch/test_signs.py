@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from andon.exits import Exit
 from andon.launch.signs import Sign, View, behind, gone, lasts_s, silent, slowness, speaks, whom
 
 WAITS = Sign(ticks=9, step=4, phase="update", waits=True, since_s=6.0, phase_s=7.0, state="runs")
@@ -85,6 +86,36 @@ def test_slowness_has_a_rank_or_the_network_for_its_cause(signs: tuple[Sign, ...
     """Who works while others wait; nobody, where all are in one exchange; all, where nobody waits."""
     assert slowness(view(*signs), 0.1).startswith(words)
     assert slowness(view(*signs), 0.1).endswith("; a step usually takes 0.1 s")
+
+
+SLOW_ENDED = replace(WORKS, ended="rank 1 of 4 is slow: in the update of step 4", exit=Exit.RANK_SILENT)
+
+
+@pytest.mark.parametrize(
+    ("signs", "words"),
+    [
+        ((WAITS, SLOW_ENDED, WAITS, WAITS), "rank 1 of 4 ended: rank 1 of 4 is slow: in the update of step 4; 3 wait"),
+        ((WAITS, SLOW_ENDED, replace(WAITS, silent_s=SILENCE_S)), "rank 1 of 3 ended: rank 1 of 4 is slow: in"),
+        (
+            (WAITS, SLOW_ENDED, replace(WAITS, ended="LookupError: x", exit=Exit.CRASHED)),
+            "rank 2 of 3 ended: LookupError: x; 1 waits",
+        ),
+        (
+            (WAITS, replace(WORKS, state="gone")),
+            "rank 1 of 2 is gone without a word, last seen in the update of step 4",
+        ),
+        (
+            (WAITS, replace(WAITS, ended="finished"), WAITS),
+            "ranks 0, 2 of 3 exchange in the update of step 4 for 6.0 s",
+        ),
+        ((WORKS, replace(WAITS, ended="finished")), "rank 0 of 2 is slow: in the update of step 4 for 7.0 s"),
+        ((WORKS,), "rank 0 is slow: in the update of step 4 for 7.0 s, train.py:7 load"),
+        ((WAITS,), "rank 0 is slow: in the update of step 4 for 6.0 s"),
+    ],
+)
+def test_a_network_is_not_slow_where_a_rank_has_ended(signs: tuple[Sign, ...], words: str) -> None:
+    """Who ended by an error is named, also when it was the slow one; `all` is said of all; one rank is one rank."""
+    assert slowness(view(*signs), 0.0).startswith(words)
 
 
 def test_one_rank_speaks_for_all_that_are_heard() -> None:

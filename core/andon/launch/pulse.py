@@ -204,12 +204,14 @@ class Pulse:
 
     def _own_end(self, view: View) -> Report | None:
         """The end of this rank, where it is for this thread to make."""
-        mine, bounds = view.mine, self._bounds
+        mine, bounds, failed = view.mine, self._bounds, signs.failed(view)
         step_s = bounds.step_s
         if step_s is not None and mine.phase == UPDATE and mine.phase_s >= step_s:
             text = f"{mine.where} took longer than run.step_deadline_s, {step_s:g} s: "
-            return self._report(Exit.RANK_SILENT, text + signs.slowness(view, self.clock.usual_s()), mine)
-        failed = [rank for rank, sign in view.signs.items() if rank != self._rank and sign.ended and sign.exit]
+            # Who saw it first saw all of it: by now the slow rank itself may have ended by this deadline.
+            told = [view.signs[rank].ended for rank in failed if view.signs[rank].ended.startswith(text)]
+            cause = told[0] if told else text + signs.slowness(view, self.clock.usual_s())
+            return self._report(Exit.RANK_SILENT, cause, mine)
         if not failed or mine.since_s < bounds.timeout_s:
             return None
         other = f"{view.name(failed[:1])} ended: {view.signs[failed[0]].ended}"

@@ -6,9 +6,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from andon.exits import Exit
 from andon.launch.clock import UPDATE
 
 State = Literal["runs", "stopped", "gone", "elsewhere"]
+_NOT_ITS_OWN = frozenset({Exit.OK, Exit.RANK_LOST, Exit.RANK_SILENT})
+"""Exits of a rank that finished, or noticed the end or the slowness of another."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ class View:
 def gone(view: View) -> str:
     """Whose end is known: a process that is gone, or one that said its own error. Empty: nobody's."""
     others = {rank: sign for rank, sign in view.signs.items() if rank != view.rank}
-    first = [rank for rank, sign in others.items() if sign.ended and sign.exit not in (0, 71, 72)]
+    first = [rank for rank, sign in others.items() if sign.ended and sign.exit not in _NOT_ITS_OWN]
     if first:
         return f"{view.name(first[:1])} ended: {others[first[0]].ended}"
     dead = [rank for rank, sign in others.items() if sign.state == "gone" and not sign.ended]
@@ -112,8 +115,18 @@ def silent(view: View) -> str:
     if found:
         sign = view.signs[found[0]]
         return f"{view.name(found)} gave no sign of life for {sign.silent_s:.1f} s, {_last(sign)}"
-    ended = [rank for rank, sign in view.signs.items() if rank != view.rank and sign.ended]
-    return f"{view.name(ended[:1])} ended: {view.signs[ended[0]].ended}" if ended else ""
+    return _ended(view, [rank for rank, sign in view.signs.items() if sign.ended])
+
+
+def failed(view: View) -> list[int]:
+    """The other ranks that said that they end by an error, their own or another's."""
+    return [rank for rank, sign in view.signs.items() if rank != view.rank and sign.ended and sign.exit]
+
+
+def _ended(view: View, ranks: Iterable[int]) -> str:
+    """What the first of these that is not this rank said at its end; empty: there is none."""
+    first = [rank for rank in ranks if rank != view.rank][:1]
+    return f"{view.name(first)} ended: {view.signs[first[0]].ended}" if first else ""
 
 
 def behind(signs: Mapping[int, Sign]) -> list[int]:
@@ -135,27 +148,44 @@ def lasts_s(view: View) -> float:
 
 
 def slowness(view: View, usual_s: float) -> str:
-    """Who keeps the others waiting now, as one line."""
-    fresh = view.fresh()
-    unheard = sorted(rank for rank in view.others() if rank not in fresh)
+    """Who keeps the others waiting now, as one line: who ended by an error or is gone comes before who is slow."""
     usual = f"; a step usually takes {usual_s:.2g} s" if usual_s else ""
-    if unheard:
-        sign = view.signs[unheard[0]]
-        has = "has" if len(unheard) == 1 else "have"
-        seen = f"{has} given no sign of life for {sign.silent_s:.1f} s"
-        what = f"{_is(unheard)} stopped" if sign.state == "stopped" else seen
-        return f"{view.name(unheard)} {what}, {_last(sign)}; {len(fresh)} wait{'s' * (len(fresh) == 1)}{usual}"
+    fresh = view.fresh()
+    found = gone(view) or _ended(view, failed(view)) or _unheard(view)
+    if found:
+        return f"{found}; {len(fresh)} wait{'s' * (len(fresh) == 1)}{usual}"
     late = [rank for rank in behind(fresh) if not fresh[rank].waits]
     if late:
         waiting = sum(sign.waits for sign in fresh.values())
         wait = f"{waiting} wait{'s' * (waiting == 1)} for {'it' if len(late) == 1 else 'them'}"
         return f"{view.name(late)} {_is(late)} slow: {_doing(fresh[late[0]])}; {wait}{usual}"
     waits = [sign for sign in fresh.values() if sign.waits]
-    if waits:
+    if waits and view.world > 1:
         longest = max(waits, key=lambda sign: sign.since_s)
         waited = f"for {longest.since_s:.1f} s, {longest.phase_s:.1f} s after it began"
-        return f"all {view.world} ranks exchange in {longest.where} {waited}: what connects them is slow{usual}"
-    return f"all {view.world} ranks are slow: {_doing(view.mine)}{usual}"
+        exchange = f"exchange{'s' * (len(fresh) == 1)} in {longest.where}"
+        return f"{_all_of(view)} {exchange} {waited}: what connects them is slow{usual}"
+    return f"{_all_of(view)} {_is(list(fresh))} slow: {_doing(view.mine)}{usual}"
+
+
+def _unheard(view: View) -> str:
+    """Who trains on, as far as is known, and gives no signs of life; empty: nobody."""
+    others, fresh = view.others(), view.fresh()
+    ranks = sorted(rank for rank in others if rank not in fresh)
+    if not ranks:
+        return ""
+    sign = others[ranks[0]]
+    seen = f"{'has' if len(ranks) == 1 else 'have'} given no sign of life for {sign.silent_s:.1f} s"
+    what = f"{_is(ranks)} stopped" if sign.state == "stopped" else seen
+    return f"{view.name(ranks)} {what}, {_last(sign)}"
+
+
+def _all_of(view: View) -> str:
+    """Those that give signs of life: `all` only where nobody has ended."""
+    fresh = view.fresh()
+    if view.world == 1:
+        return "rank 0"
+    return f"all {view.world} ranks" if len(fresh) == view.world else view.name(fresh)
 
 
 def _doing(sign: Sign) -> str:
