@@ -12,6 +12,7 @@ from random import Random
 import pytest
 
 from andon_falsify.nemesis import bench, judging, processes
+from andon_falsify.nemesis.__main__ import told, verdict
 from andon_falsify.nemesis.bench import Bench, Run
 from andon_falsify.nemesis.left_behind import Undisturbed, whole
 from andon_falsify.nemesis.protocol import Ending, Launch, Nemesis, Phase, Plant, Promise, Row, Struck
@@ -69,20 +70,31 @@ def test_what_is_accepted_later_is_wrong_only_where_all_must_stop_at_once() -> N
     [
         ({}, True),
         ({"skipped": "no namespaces", "phase": None, "calm": None, "unguarded": None}, True),
+        ({"unplayed": "not begun", "phase": None, "calm": None, "unguarded": None}, False),
         ({"wrong": ("exit 0 instead of 71",)}, False),
         ({"calm": ("exit 71",)}, False),
         ({"unguarded": ()}, False),
         ({"unguarded": None}, False),
         ({"failed": "the run ended before"}, False),
     ],
-    ids=["all", "skipped", "promise", "without fault", "guard off, unseen", "guard off, not played", "no fault"],
+    ids=[
+        "all",
+        "skipped",
+        "not begun",
+        "promise",
+        "without fault",
+        "guard off, unseen",
+        "guard off, not played",
+        "no fault",
+    ],
 )
 def test_a_row_is_good_only_with_both_of_its_controls(changes: dict[str, object], good: bool) -> None:
     """A judge that sees nothing where the guard is off is a failure of its own; the document shows it."""
     row = replace(Row(named("rank killed"), phase=KEPT, calm=(), unguarded=("other bits",)), **changes)  # type: ignore[arg-type]
     assert row.good is good
-    assert line(row).startswith("skip" if row.skipped else "ok" if good else "BAD")
-    assert ("## Does not hold" in document([row], 1)) is not good
+    assert line(row).startswith("skip" if row.skipped or row.unplayed else "ok" if good else "BAD")
+    assert ("## Does not hold" in document([row], 1)) is not (good or bool(row.unplayed))
+    assert ("## Not played" in document([row], 1)) is bool(row.unplayed)
     assert ("## Skipped" in document([row], 1)) is bool(row.skipped)
 
 
@@ -202,3 +214,58 @@ def test_a_nemesis_that_is_broken_itself_is_a_row_that_says_so(tmp_path: Path) -
     shared = Bench(tmp_path, Undisturbed(tmp_path), tmp_path, tmp_path, 1)
     row = shared.play(Blunt(name="blunt", promise=PROMISE))
     assert (row.failed, row.good) == ("the nemesis failed: FileNotFoundError: chattr", False)
+
+
+def test_nothing_measured_is_no_success() -> None:
+    """Skipped alone, or good with something that was never begun, is not the proof that was asked for."""
+    chosen = named("rank killed")
+    good = Row(chosen, phase=KEPT, calm=(), unguarded=("other bits",))
+    skipped, unbegun = Row(chosen, skipped="no namespaces"), Row(chosen, unplayed="not begun")
+    cases: tuple[list[Row], ...] = (
+        [good],
+        [good, skipped],
+        [skipped],
+        [],
+        [good, unbegun],
+        [good, Row(chosen, failed="it ended before")],
+    )
+    assert [verdict(rows) for rows in cases] == [0, 0, 1, 1, 1, 1]
+    assert told([good, skipped, unbegun]).startswith("1 of 1 nemeses: ")
+    assert told([good, skipped, unbegun]).endswith("; 1 skipped, 1 not played")
+
+
+class Held(Nemesis):
+    """One that notes what it does, and whose run never gets as far as it waits for."""
+
+    def prepare(self, run: Run) -> None:
+        """As mounting does."""
+        run.folder.mkdir()
+        (run.folder / "mounted").touch()
+
+    def start(self, run: Run, launch: Launch) -> None:
+        """A process in the place of a run."""
+        run.spawn(["sleep", "600"], launch)
+
+    def inject(self, run: Run) -> Struck:
+        """Asked to end meanwhile, as by a signal."""
+        run.closing.set()
+        run.reach(5)
+        raise AssertionError
+
+    def undo(self, run: Run) -> None:
+        """After all processes of the run are gone."""
+        (run.folder / "mounted").rename(run.folder / f"undone-{len(processes.marked(bench.OWNER, str(run.scratch)))}")
+
+    def release(self, run: Run) -> None:
+        """At the very end."""
+        (run.folder / "undone-0").rename(run.folder / "released")
+
+
+def test_what_is_under_way_when_all_is_to_end_is_undone_and_released(tmp_path: Path) -> None:
+    """Its processes end, then it is undone, then released; it is no finding, and nothing is begun after it."""
+    shared = Bench(tmp_path, Undisturbed(tmp_path), tmp_path, tmp_path, 1)
+    row = shared.play(Held(name="held", promise=PROMISE))
+    assert (row.unplayed, row.failed, row.good) == ("not played to its end: this command was ended", "", False)
+    assert [path.name for path in tmp_path.glob("guarded-*/run/*")] == ["released"]
+    assert shared.play(Held(name="held", promise=PROMISE)).unplayed == "not begun"
+    assert len(list(tmp_path.iterdir())) == 1

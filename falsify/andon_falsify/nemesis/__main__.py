@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 from andon_falsify.nemesis.bench import Bench
@@ -20,7 +20,10 @@ from andon_falsify.nemesis.table import document, line
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 if every promise holds and every control is as it should be; 2 for options that mean nothing."""
+    """0 if something was measured, every promise holds and every control is as it should be; else 1.
+
+    2 for options that mean nothing. 128 and the number of the signal that ended it, once all is undone and removed.
+    """
     parser = argparse.ArgumentParser(prog="python -m andon_falsify.nemesis", description=__doc__)
     parser.add_argument("--tier", choices=("seconds", "minutes"), default="minutes")
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="those whose name holds this")
@@ -36,39 +39,81 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     began = time.monotonic()
     print(f"seed {options.seed}: {len(chosen)} nemeses", flush=True)
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as base:
-        bench = Bench.prepare(Path(base), options.seed)
-        rows = _played(bench, chosen, options.jobs, began + options.deadline, options.table)
-    good, skipped = sum(row.good for row in rows), sum(bool(row.skipped) for row in rows)
-    print(
-        f"{good - skipped} of {len(rows) - skipped} nemeses: every promise holds, every control is as it should be; "
-        f"{skipped} skipped; {time.monotonic() - began:.0f} s"
-    )
-    return 0 if good == len(rows) else 1
+    try:
+        with _heard(), tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as base:
+            bench = Bench.prepare(Path(base), options.seed)
+            rows = _played(bench, chosen, options.jobs, began + options.deadline, options.table)
+    except _Asked as asked:
+        return 128 + asked.signum
+    print(f"{told(rows)}; {time.monotonic() - began:.0f} s")
+    return verdict(rows)
+
+
+class _Asked(BaseException):
+    """A signal asked this command to end."""
+
+    def __init__(self, signum: int) -> None:
+        self.signum = signum
+
+
+@contextmanager
+def _heard() -> Iterator[None]:
+    """SIGTERM and SIGINT end this command in order: the first raises `_Asked` here, later ones change nothing."""
+    signums = (signal.SIGTERM, signal.SIGINT)
+
+    def ask(signum: int, _frame: object) -> None:
+        for each in signums:
+            signal.signal(each, signal.SIG_IGN)
+        print(f"{signal.Signals(signum).name}: undoing what is under way", file=sys.stderr, flush=True)
+        raise _Asked(signum)
+
+    before = [signal.signal(each, ask) for each in signums]
+    try:
+        yield
+    finally:
+        for each, handler in zip(signums, before, strict=True):
+            signal.signal(each, handler)
+
+
+def told(rows: Sequence[Row]) -> str:
+    """How many were measured, and how many of those are as promised."""
+    good, measured, skipped, unplayed = _counted(rows)
+    said = f"{good} of {measured} nemeses: every promise holds, every control is as it should be; {skipped} skipped"
+    return f"{said}, {unplayed} not played" if unplayed else said
+
+
+def verdict(rows: Sequence[Row]) -> int:
+    """0 if something was measured, nothing was left out, and all is as promised; else 1."""
+    good, measured, _, unplayed = _counted(rows)
+    return 0 if measured and good == measured and not unplayed else 1
+
+
+def _counted(rows: Sequence[Row]) -> tuple[int, int, int, int]:
+    """Good, measured, skipped, not played."""
+    skipped, unplayed = sum(bool(row.skipped) for row in rows), sum(bool(row.unplayed) for row in rows)
+    return sum(row.good for row in rows) - skipped, len(rows) - skipped - unplayed, skipped, unplayed
 
 
 def _played(bench: Bench, chosen: Sequence[Nemesis], jobs: int, deadline: float, table: Path | None) -> list[Row]:
-    """A row for each, printed and written as it comes. A signal that ends this command ends the runs first."""
-    rows = [Row(nemesis, skipped="not begun") for nemesis in chosen]
+    """A row for each, printed and written as it comes. Whatever ends this early has all undone first."""
+    rows = [Row(nemesis, unplayed="not begun") for nemesis in chosen]
     writing = threading.Lock()
 
     def play(place: int) -> None:
         late = time.monotonic() > deadline
-        row = Row(chosen[place], skipped="not begun: the deadline was over") if late else bench.play(chosen[place])
+        row = Row(chosen[place], unplayed="not begun: the deadline was over") if late else bench.play(chosen[place])
         with writing:
             rows[place] = row
             print(line(row), flush=True)
             if table is not None:
                 table.write_text(document(rows, bench.seed), encoding="utf-8")
 
-    def leave(signum: int, frame: object) -> None:
-        bench.close()
-        os._exit(128 + signum)
-
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, leave)
     with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(play, range(len(chosen))))
+        try:
+            list(pool.map(play, range(len(chosen))))
+        except BaseException:
+            bench.close()
+            raise
     return rows
 
 

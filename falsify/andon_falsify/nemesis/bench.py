@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -20,7 +21,7 @@ from andon_falsify.nemesis import judging
 from andon_falsify.nemesis.left_behind import Undisturbed
 from andon_falsify.nemesis.planting import VARIABLE, written
 from andon_falsify.nemesis.processes import family, marked, ranks, session
-from andon_falsify.nemesis.protocol import Ending, Launch, Nemesis, NotStruckError, Phase, Row
+from andon_falsify.nemesis.protocol import ClosingError, Ending, Launch, Nemesis, NotStruckError, Phase, Row
 from andon_falsify.nemesis.trainer import environment, steps_of
 
 SETTINGS = (
@@ -56,7 +57,8 @@ class Run:
     """One run that is to be disturbed: where it lives, and its processes. Nemeses act on it.
 
     folder: the run's. scratch: a folder for whatever the nemesis needs, beside it. rows, held: data files; both are
-    the bench's own until `prepare` gives others. draw: every random choice comes from it.
+    the bench's own until `prepare` gives others. draw: every random choice comes from it. closing: set once this
+    command is to end; from then on nothing is started or waited for.
     """
 
     scratch: Path
@@ -65,6 +67,7 @@ class Run:
     held: Path
     whole: Undisturbed
     draw: random.Random
+    closing: threading.Event = field(default_factory=threading.Event)
     commands: list[subprocess.Popen[bytes]] = field(default_factory=list)
     _logs: list[Path] = field(default_factory=list)
     _started: int = 0
@@ -83,7 +86,11 @@ class Run:
         return [*launch.prefix, sys.executable, *self.arguments(launch)]
 
     def spawn(self, command: Sequence[str], launch: Launch) -> subprocess.Popen[bytes]:
-        """Start a command of this run in a session of its own; what it says on both streams is kept."""
+        """Start a command of this run in a session of its own; what it says on both streams is kept.
+
+        Raises `ClosingError` once this command is to end.
+        """
+        self._go_on()
         variables = {**environment(), "OMP_NUM_THREADS": "1", **dict(launch.environment)}
         variables[OWNER] = str(self.scratch)
         variables[VARIABLE] = written(launch.plants, self.scratch)
@@ -95,7 +102,12 @@ class Run:
             )
         self.commands.append(started)
         self._logs.append(log)
+        self._go_on()  # who closes has ended what there was, and may have missed this one: `play` ends it
         return started
+
+    def _go_on(self) -> None:
+        if self.closing.is_set():
+            raise ClosingError("this command was ended")
 
     @property
     def launcher(self) -> subprocess.Popen[bytes]:
@@ -115,6 +127,7 @@ class Run:
         """Wait until `seen`. Raises `NotStruckError` where all has ended before, or it takes too long."""
         deadline = time.monotonic() + limit_s
         while not seen():
+            self._go_on()
             if self.over():
                 raise NotStruckError(f"the run ended before {what}: {self.said()[-300:]}")
             if time.monotonic() > deadline:
@@ -141,7 +154,9 @@ class Run:
         """
         deadline = time.monotonic() + limit_s
         while not self.over() and time.monotonic() < deadline:
+            self._go_on()
             time.sleep(0.01)
+        self._go_on()
         hung = not self.over()
         gone = time.monotonic() + GONE_S
         while not hung and self._members() and time.monotonic() < gone:
@@ -179,6 +194,7 @@ class Bench:
     rows: Path
     held: Path
     seed: int
+    closing: threading.Event = field(default_factory=threading.Event)
     _calm: dict[object, tuple[str, ...]] = field(default_factory=dict)
     _runs: list[Run] = field(default_factory=list)
 
@@ -191,20 +207,27 @@ class Bench:
         bench = cls(base, Undisturbed(base / "whole"), rows, held, seed)
         run = Run(base, base / "whole", rows, held, bench.whole, random.Random(seed))
         launch = Launch(settings=("training.checkpoint_every=1", *settings))
-        run.spawn(run.command(launch), launch)
-        ending = run.end(LIMIT_S, time.monotonic())
+        try:
+            run.spawn(run.command(launch), launch)
+            ending = run.end(LIMIT_S, time.monotonic())
+        finally:
+            run.kill()
         if ending.codes != (0,):
             raise RuntimeError(f"the undisturbed run ended with {ending.codes}: {ending.said[-2000:]}")
         return bench
 
     def play(self, nemesis: Nemesis) -> Row:
         """Both phases and both controls of a nemesis, judged."""
+        if self.closing.is_set():
+            return Row(nemesis, unplayed="not begun")
         try:
             reason = nemesis.needs()
             if reason is not None:
                 return Row(nemesis, skipped=reason)
             phases = self.disturbed(nemesis)
             calm = self._control(nemesis)
+        except ClosingError as error:
+            return Row(nemesis, unplayed=f"not played to its end: {error}")
         except NotStruckError as error:
             return Row(nemesis, failed=f"the fault did not happen: {error}")
         except Exception as error:  # noqa: BLE001 - one that is broken itself must not take the others' rows along
@@ -284,15 +307,15 @@ class Bench:
     def _run(self, nemesis: Nemesis, what: str) -> Run:
         scratch = Path(tempfile.mkdtemp(prefix=f"{what}-", dir=self.base))
         draw = random.Random(f"{nemesis.name} {self.seed}")
-        run = Run(scratch, scratch / "run", self.rows, self.held, self.whole, draw)
+        run = Run(scratch, scratch / "run", self.rows, self.held, self.whole, draw, self.closing)
         self._runs.append(run)
         return run
 
     def close(self) -> None:
-        """End every process of every run that is under way, and remove what they left."""
+        """Have whoever plays here stop: what is under way is ended, so that it is undone and released there."""
+        self.closing.set()
         for run in self._runs:
             run.kill()
-        shutil.rmtree(self.base, ignore_errors=True)
 
 
 def write_rows(path: Path, count: int) -> None:

@@ -32,6 +32,10 @@ class NotStruckError(RuntimeError):
     """The fault could not be brought about: the run ended first, or has no such process. No verdict on the trainer."""
 
 
+class ClosingError(NotStruckError):
+    """This command was asked to end: nothing more is started or waited for, and what was done is undone."""
+
+
 @dataclass(frozen=True)
 class Promise:
     """What a user is promised to see of a fault (docs/reliability.md).
@@ -186,10 +190,12 @@ class Row:
 
     calm, unguarded: what the judge said of the control without the fault ("" is right) and of the one without the
     guard ("" is wrong: the judge saw nothing), None where it was not played. failed: why it could not be measured.
+    skipped: why this machine cannot have it. unplayed: why it was not played though it may be.
     """
 
     nemesis: Nemesis
     skipped: str = ""
+    unplayed: str = ""
     failed: str = ""
     phase: Phase | None = None
     wrong: tuple[str, ...] = ()
@@ -201,5 +207,7 @@ class Row:
         """Whether the promise holds and every control that there is, is as it should be; a skipped one is not bad."""
         if self.skipped:
             return True
+        if self.unplayed:
+            return False
         controls = not self.calm and (bool(self.unguarded) or not self.nemesis.guard)
         return not self.failed and not self.wrong and controls

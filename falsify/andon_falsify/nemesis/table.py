@@ -20,7 +20,7 @@ _HEADER = ("fault", "rows", "brought about by", "exit", "seconds", "what is said
 
 def line(row: Row) -> str:
     """One line for a reader who waits."""
-    verdict = "skip" if row.skipped else "ok  " if row.good else "BAD "
+    verdict = "skip" if row.skipped or row.unplayed else "ok  " if row.good else "BAD "
     return f"{verdict} {row.nemesis.name}: {_told(row)}"
 
 
@@ -28,7 +28,9 @@ def document(rows: Sequence[Row], seed: int) -> str:
     """The whole document: what it is, the table, what was skipped, what does not hold."""
     measured = [row for row in rows if row.phase is not None]
     skipped = [f"- {row.nemesis.name}: {row.skipped}" for row in rows if row.skipped]
-    broken = [f"- {row.nemesis.name}: {_told(row)}" for row in rows if not row.good]
+    unplayed = [f"- {row.nemesis.name}: {row.unplayed}" for row in rows if row.unplayed]
+    broken = [f"- {row.nemesis.name}: {_told(row)}" for row in rows if not row.good and not row.unplayed]
+    good = sum(row.good for row in measured)
     lines = [
         "# Faults, as they were measured",
         "",
@@ -36,7 +38,7 @@ def document(rows: Sequence[Row], seed: int) -> str:
         "",
         _WHAT,
         "",
-        f"{sum(row.good for row in measured)} of {len(measured)} are as promised, {len(skipped)} were skipped.",
+        f"{good} of {len(measured)} are as promised, {len(skipped)} were skipped, {len(unplayed)} not played.",
         "",
         _row(_HEADER),
         _row(["---"] * len(_HEADER)),
@@ -44,6 +46,7 @@ def document(rows: Sequence[Row], seed: int) -> str:
     ]
     lines += ["", "## Without a nemesis", "", *[f"- row {number}: {why}" for number, why in UNPLAYED.items()]]
     lines += ["", "## Skipped on this machine", "", *skipped] if skipped else []
+    lines += ["", "## Not played", "", *unplayed] if unplayed else []
     lines += ["", "## Does not hold", "", *broken] if broken else []
     return "\n".join(lines) + "\n"
 
@@ -51,6 +54,8 @@ def document(rows: Sequence[Row], seed: int) -> str:
 def _told(row: Row) -> str:
     if row.skipped:
         return f"skipped: {row.skipped}"
+    if row.unplayed:
+        return row.unplayed
     if row.failed:
         return row.failed
     phase = row.phase
