@@ -14,7 +14,6 @@ import multiprocessing
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -33,7 +32,16 @@ _FILLING = ("openat", "write", "pwrite64", "fsync", "fdatasync", "close", "renam
 """Calls that a full disk may refuse."""
 _CALL = re.compile(r"^(\w+)\(")
 _ACT_S = 60.0
+"""How long an act may take."""
+_READY_S = 60.0
+"""How long its preparation may take, and looking at what it left."""
+_LAST_LINES_S = 5.0
+"""How long strace has to write what it saw last."""
 Ended: TypeAlias = "tuple[int, str] | None"
+
+
+class HangsError(RuntimeError):
+    """An act does not end."""
 
 
 @dataclass(frozen=True)
@@ -93,19 +101,25 @@ def tried(point: Point, base: Path) -> Found:
     folder, log = _place(base), base / "trace"
     what = f"signal={KILL}" if point.fault == KILL else f"error={point.fault}"
     selected = ["-e", f"trace={point.call}", "-e", f"inject={point.call}:{what}:when={point.number}"]
-    ended = _acted(point.act, folder, ["-o", str(log), *selected])
+    wrong, ended = [], None
+    try:
+        ended = _acted(point.act, folder, ["-o", str(log), *selected])
+    except HangsError as hangs:
+        wrong.append(str(hangs))
     code = None if ended is None else ended[0]
-    wrong = [f"an error that nobody foresaw: {ended[1]}"] if ended is not None and code == 1 else []
-    if not _struck(point, log.read_text(errors="replace"), folder, killed=ended is None):
+    if ended is not None and code == 1:
+        wrong.append(f"an error that nobody foresaw: {ended[1]}")
+    if not wrong and not _struck(point, log.read_text(errors="replace"), folder, killed=ended is None):
         wrong.append("the fault did not happen there")
     here, there = _context().Pipe()
     looking = _started("look", point.act, str(folder), code, there)
     there.close()
     try:
-        wrong += here.recv()
+        wrong += here.recv() if here.poll(_READY_S) else [f"looking at the folder takes longer than {_READY_S:g} s"]
     except EOFError:
         wrong.append("looking at the folder did not end")
-    looking.join()
+    finally:
+        _ended(looking)
     for each in (folder, folder.with_name(f"{folder.name}-rehearsal")):
         shutil.rmtree(each, ignore_errors=True)
     return Found(point, code, tuple(wrong))
@@ -136,23 +150,51 @@ def _acted(act: str, folder: Path, options: Sequence[str]) -> Ended:
     here, there = _context().Pipe()
     writer = _started("play", act, str(folder), there)
     there.close()
-    if here.recv_bytes() != b"ready":
-        raise RuntimeError("the writer did not get ready")
-    command = ["strace", "-y", "-s", "0", *options, "-p", str(writer.pid)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as strace:
-        _wait_attached(writer.pid or 0, strace)
-        here.send_bytes(b"go")
-        ended = _heard(here)
-        writer.join(_ACT_S)
-        if writer.is_alive():
-            os.kill(writer.pid or 0, signal.SIGKILL)
-            raise RuntimeError(f"{act} hangs")
+    try:
+        if not here.poll(_READY_S) or here.recv_bytes() != b"ready":
+            raise RuntimeError(f"{act}: the writer did not get ready")
+        command = ["strace", "-y", "-s", "0", *options, "-p", str(writer.pid)]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as strace:
+            try:
+                _wait_attached(writer.pid or 0, strace)
+                here.send_bytes(b"go")
+                return _heard(here, writer)
+            finally:
+                writer.kill()
+                _let_end(strace)
+    finally:
+        _ended(writer)
+
+
+def _let_end(strace: subprocess.Popen[str]) -> None:
+    """strace ends with what it traces; where it waits for ever for a thread that was killed, it is killed too."""
+    try:
+        strace.wait(_LAST_LINES_S)
+    except subprocess.TimeoutExpired:
+        strace.kill()
+
+
+def _ended(process: multiprocessing.context.ForkServerProcess) -> None:
+    """End a process, whatever it does."""
+    process.kill()
+    process.join()
+
+
+def _heard(pipe: Connection, writer: multiprocessing.context.ForkServerProcess) -> Ended:
+    """What the writer says of its end, once it has ended; None where it was killed before it could.
+
+    Raises `HangsError` where it does not end.
+    """
+    if not pipe.poll(_ACT_S):
+        raise HangsError(f"the writer hangs: nothing in {_ACT_S:g} s")
+    ended = _received(pipe)
+    writer.join(_ACT_S)
+    if writer.is_alive():
+        raise HangsError("the writer hangs at its end")
     return ended
 
 
-def _heard(pipe: Connection) -> Ended:
-    if not pipe.poll(_ACT_S):
-        raise RuntimeError("the writer hangs")
+def _received(pipe: Connection) -> Ended:
     try:
         code, error = pipe.recv()
     except (EOFError, ConnectionResetError):
