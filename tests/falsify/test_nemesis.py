@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -11,7 +13,7 @@ from random import Random
 
 import pytest
 
-from andon_falsify.nemesis import bench, judging, processes
+from andon_falsify.nemesis import bench, judging, processes, schedule
 from andon_falsify.nemesis.__main__ import told, verdict
 from andon_falsify.nemesis.bench import Bench, Run
 from andon_falsify.nemesis.left_behind import Undisturbed, whole
@@ -269,3 +271,15 @@ def test_what_is_under_way_when_all_is_to_end_is_undone_and_released(tmp_path: P
     assert [path.name for path in tmp_path.glob("guarded-*/run/*")] == ["released"]
     assert shared.play(Held(name="held", promise=PROMISE)).unplayed == "not begun"
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_signal_is_sent_once_and_what_the_process_table_shows_is_told() -> None:
+    """Stopped and gone on, dead, ended before it goes on, and nobody there to send it to."""
+    with subprocess.Popen(["sleep", "600"], start_new_session=True) as sleeper:
+        paused = schedule.send(sleeper.pid, signal.SIGSTOP, pause_s=0.01)
+        killed = schedule.send(sleeper.pid, signal.SIGKILL, group=True)
+        sleeper.wait()
+    assert paused == "stopped in the process table, SIGCONT after 0.01 s"
+    assert killed == "dead in the process table"
+    assert schedule.send(sleeper.pid, signal.SIGSTOP) is None
+    assert schedule._continued(sleeper.pid, 0.01) == ", gone before SIGCONT after 0.01 s"

@@ -17,6 +17,8 @@ from andon_falsify.nemesis.processes import family, ranks, state_of
 from andon_falsify.nemesis.trainer import environment, steps_of
 
 KILL, PAUSE, STOP, PREEMPT, RESIZE = "kill", "pause", "stop", "preempt", "resize"
+_STOPPED, _DEAD = ("T", "t"), ("", "Z", "X")
+"""What the process table says of a process that is stopped, and of one that is killed."""
 _SEEN_S = 5.0
 """How long a signal may take to show in `/proc`."""
 
@@ -86,14 +88,17 @@ def strike(fault: Fault, folder: Path, launcher: subprocess.Popen[str]) -> bool:
 
 
 def _pid(fault: Fault, folder: Path, launcher: subprocess.Popen[str]) -> int:
-    """The victim; 0 where there is none. A process is one only if it descends from the launcher now."""
-    if launcher.poll() is not None:
-        return 0
-    if fault.victim == "launcher":
-        return launcher.pid
-    members = family(launcher.pid)
-    found = [pid for pid in _listed(folder, fault.victim) or ranks(members) if pid in members]
+    """The victim; 0 where there is none."""
+    found = [] if launcher.poll() is not None else processes_of(fault.victim, folder, launcher.pid)
     return found[fault.number % len(found)] if found else 0
+
+
+def processes_of(victim: str, folder: Path, launcher: int) -> list[int]:
+    """Launcher, ranks or agents of the run in `folder`, in order: those that descend from the launcher now."""
+    if victim == "launcher":
+        return [launcher]
+    members = family(launcher)
+    return [pid for pid in _listed(folder, victim) or ranks(members) if pid in members]
 
 
 def _listed(folder: Path, victim: str) -> list[int]:
@@ -107,26 +112,42 @@ def _listed(folder: Path, victim: str) -> list[int]:
 
 def _signalled(pid: int, fault: Fault) -> bool:
     signum = {KILL: signal.SIGKILL, PREEMPT: signal.SIGTERM}.get(fault.kind, signal.SIGSTOP)
+    return send(pid, signum, pause_s=fault.seconds if fault.kind == PAUSE else 0.0) is not None
+
+
+def send(pid: int, signum: signal.Signals, *, group: bool = False, pause_s: float = 0.0) -> str | None:
+    """Send a signal to a process, or to its group, and SIGCONT `pause_s` seconds later; 0: never.
+
+    What the process table then shows, in words, "" for a signal that does not show there; None where there was no such
+    process, or the table does not show it.
+    """
     try:
-        os.kill(pid, signum)
+        (os.killpg if group else os.kill)(pid, signum)
     except ProcessLookupError:
-        return False
-    if fault.kind == PREEMPT:
-        return True
-    happened = _shows(pid, ("", "Z", "X") if fault.kind == KILL else ("T", "t", "", "Z"))
-    if fault.kind == PAUSE:
-        time.sleep(fault.seconds)
-        try:
-            os.kill(pid, signal.SIGCONT)
-        except ProcessLookupError:
-            return happened
-    return happened
+        return None
+    if signum not in (signal.SIGKILL, signal.SIGSTOP):
+        return ""
+    state = _shown(pid, _DEAD if signum == signal.SIGKILL else (*_STOPPED, *_DEAD))
+    if state is None:
+        return None
+    seen = f"{'stopped' if state in _STOPPED else 'dead'} in the process table"
+    return seen + (_continued(pid, pause_s) if pause_s else "")
 
 
-def _shows(pid: int, states: Sequence[str]) -> bool:
+def _continued(pid: int, pause_s: float) -> str:
+    time.sleep(pause_s)
+    try:
+        os.kill(pid, signal.SIGCONT)
+    except ProcessLookupError:
+        return f", gone before SIGCONT after {pause_s:g} s"
+    return f", SIGCONT after {pause_s:g} s"
+
+
+def _shown(pid: int, states: Sequence[str]) -> str | None:
+    """The state, once it is one of these; None where it is not in time."""
     deadline = time.monotonic() + _SEEN_S
     while time.monotonic() < deadline:
-        if state_of(pid) in states:
-            return True
+        if (state := state_of(pid)) in states:
+            return state
         time.sleep(0.002)
-    return False
+    return None

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
 import sys
 import time
 from dataclasses import dataclass
 
 from andon_falsify.nemesis.bench import TIMEOUT_S, Run
-from andon_falsify.nemesis.processes import children, state_of
+from andon_falsify.nemesis.processes import children
 from andon_falsify.nemesis.protocol import Launch, Nemesis, NotStruckError, Plant, Promise, Struck
+from andon_falsify.nemesis.schedule import processes_of, send
 
 GUARDS = "andon_falsify.nemesis.guards"
 FORGETS = Plant(f"{GUARDS}:moments_lost")
 UNCHECKED = "contracts.enabled=false"
 _RESTORED = "the optimizer's state in a resume"
-_SHOWN = {signal.SIGKILL: ("", "Z", "X"), signal.SIGSTOP: ("T", "t")}
-"""What the process table says of a process that such a signal reached."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,41 +49,24 @@ class Signal(Nemesis):
         """Send it once the ledger shows the step."""
         run.reach(run.draw.randrange(5, 20))
         pid, at, step = self._pid(run), time.monotonic(), run.steps
-        try:
-            (os.killpg if self.victim == "group" else os.kill)(pid, self.signum)
-        except ProcessLookupError as error:
-            raise NotStruckError(f"{self._whom()} had ended") from error
-        seen = self._seen(pid)
-        if self.pause_s:
-            time.sleep(self.pause_s)
-            os.kill(pid, signal.SIGCONT)
-            seen += f", SIGCONT after {self.pause_s:g} s"
-        return Struck(at, step, f"{self.signum.name} to {self._whom()} after {step} updates{seen}")
+        seen = send(pid, self.signum, group=self.victim == "group", pause_s=self.pause_s)
+        if seen is None or (self.signum == signal.SIGSTOP and not seen.startswith("stopped")):
+            raise NotStruckError(f"{self._whom()} had ended, or does not show {self.signum.name}")
+        shows = f": {seen}" if seen else ""
+        return Struck(at, step, f"{self.signum.name} to {self._whom()} after {step} updates{shows}")
 
     def _pid(self, run: Run) -> int:
-        if self.victim in ("launcher", "group"):
+        if self.victim == "group":
             return run.launcher.pid
-        if self.victim == "agent":
-            agents = json.loads((run.folder / "reports" / "agents.json").read_bytes())["agents"]
-            return int(agents[1]["agent"])
-        found = run.ranks()
-        if len(found) <= int(self.victim):
-            raise NotStruckError(f"there are {len(found)} ranks")
-        return found[int(self.victim)]
+        number = {"launcher": 0, "agent": 1}.get(self.victim)
+        found = processes_of("rank" if number is None else self.victim, run.folder, run.launcher.pid)
+        number = int(self.victim) if number is None else number
+        if len(found) <= number:
+            raise NotStruckError(f"there is no {self._whom()}: {len(found)} are there")
+        return found[number]
 
     def _whom(self) -> str:
         return f"rank {self.victim}" if self.victim.isdecimal() else f"the {self.victim}"
-
-    def _seen(self, pid: int) -> str:
-        wanted = _SHOWN.get(self.signum)
-        if wanted is None:
-            return ""
-        deadline = time.monotonic() + 5.0
-        while (state := state_of(pid)) not in wanted:
-            if time.monotonic() > deadline:
-                raise NotStruckError(f"{pid} shows {state!r} after {self.signum.name}")
-            time.sleep(0.001)
-        return f": {'stopped' if state in ('T', 't') else 'dead'} in the process table"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,11 +171,11 @@ NEMESES: tuple[Nemesis, ...] = (
     Signal(
         name="rank paused",
         numbers=(5, 10),
-        how=f"SIGSTOP to rank 1 of 3, SIGCONT 3 s later, run.timeout_s={TIMEOUT_S:g}",
+        how=f"SIGSTOP to rank 1 of 3, SIGCONT 4 s later, run.timeout_s={TIMEOUT_S:g}",
         promise=Promise((0,)),
         signum=signal.SIGSTOP,
         victim="1",
-        pause_s=3.0,
+        pause_s=4.0,
         guard="a timeout above the pause",
         off_settings=("run.timeout_s=1.5",),
     ),
