@@ -15,8 +15,7 @@ from andon_falsify.nemesis import hosts
 from andon_falsify.nemesis.hosts import Lan
 from andon_falsify.nemesis.network import NEMESES
 
-_REASON = hosts.unavailable()
-needs_hosts = pytest.mark.skipif(bool(_REASON), reason=f"no hosts in network namespaces here: {_REASON}")
+needs_hosts = pytest.mark.usefixtures("hosts_here")
 PATIENCE_S = 60.0
 OWNER = """
 import sys, time
@@ -34,7 +33,15 @@ sys.stdin.read()
 
 
 @pytest.fixture(scope="module")
-def lan() -> Iterator[Lan]:
+def hosts_here() -> None:
+    """Two hosts are made to see whether there can be any: once, and only where these tests are run."""
+    reason = hosts.unavailable()
+    if reason:
+        pytest.skip(f"no hosts in network namespaces here: {reason}")
+
+
+@pytest.fixture(scope="module")
+def lan(hosts_here: None) -> Iterator[Lan]:
     """Three hosts, for all tests of this module that mend what they break."""
     with Lan.of(3) as made:
         yield made
@@ -65,6 +72,18 @@ def test_an_unplugged_host_reaches_nobody_until_it_is_plugged_in(lan: Lan) -> No
     lan.hosts[2].plug()
     assert lost == {(0, 2), (1, 2), (2, 0), (2, 1)}
     assert all(reached(lan).values())
+
+
+@needs_hosts
+def test_the_kernel_itself_says_that_a_host_is_throttled(lan: Lan) -> None:
+    """The proof of a slow link is read back, and is gone with it."""
+    host = lan.hosts[0]
+    host.throttle("24kbit")
+    slow = host.sends_by()
+    host.unthrottle()
+    assert slow.startswith("qdisc tbf ")
+    assert "rate 24Kbit" in slow
+    assert "tbf" not in host.sends_by()
 
 
 @needs_hosts

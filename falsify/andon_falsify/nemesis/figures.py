@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from andon_falsify.nemesis.bench import Run
-from andon_falsify.nemesis.launches import PLANTS, Planted
+from andon_falsify.nemesis.planting import PLANTS, Planted
 from andon_falsify.nemesis.plants import where_weights_lie
 from andon_falsify.nemesis.protocol import Nemesis, NotStruckError, Option, Plant, Promise, Struck
 

@@ -105,6 +105,10 @@ class Host:
         bucket = ("rate", rate, "burst", "32kbit", "latency", "400ms")
         _run("tc", "-n", self.name, "qdisc", "replace", "dev", INTERFACE, "root", "tbf", *bucket)
 
+    def sends_by(self) -> str:
+        """By what its messages leave, as the kernel says (`tc qdisc show`): "qdisc tbf ... rate 24Kbit ..."."""
+        return _run("tc", "-n", self.name, "qdisc", "show", "dev", INTERFACE).strip()
+
     def unthrottle(self) -> None:
         """Let it send as fast as it can."""
         _run("tc", "-n", self.name, "qdisc", "replace", "dev", INTERFACE, "root", "noqueue")

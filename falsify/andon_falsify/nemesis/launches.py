@@ -7,36 +7,8 @@ import time
 from dataclasses import dataclass
 
 from andon_falsify.nemesis.bench import TIMEOUT_S, Run
-from andon_falsify.nemesis.planting import wait_for_strike
+from andon_falsify.nemesis.planting import GUARDS, PLANTS, Planted
 from andon_falsify.nemesis.protocol import Launch, Nemesis, Plant, Promise, Struck
-from andon_falsify.nemesis.signals import GUARDS
-
-PLANTS = "andon_falsify.nemesis.plants"
-INLINE = ("run.backend=inline",)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Planted(Nemesis):
-    """A fault inside a rank, with its own proof. off, off_settings: what switches its guard off."""
-
-    plant: Plant
-    workers: str = "2"
-    settings: tuple[str, ...] = ()
-    off: tuple[Plant, ...] = ()
-    off_settings: tuple[str, ...] = ()
-
-    def launch(self, *, guarded: bool) -> Launch:
-        """The run with the plant in it."""
-        settings, plants = ((), ()) if guarded else (self.off_settings, self.off)
-        return Launch(self.workers, (*self.settings, *settings), (self.plant, *plants))
-
-    def heal(self, *, guarded: bool) -> Launch:
-        """All ranks in one process, with the bench's own settings and nothing planted: the bits are the same there."""
-        return Launch(self.workers, INLINE)
-
-    def inject(self, run: Run) -> Struck:
-        """Wait until it strikes."""
-        return wait_for_strike(run)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +33,10 @@ class SmallerWorld(Nemesis):
         """torchrun in both phases, with as many ranks as the launch's environment says; two by default."""
         ranks = dict(launch.environment).get("ANDON_WORLD", "2")
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
-        run.spawn([*torchrun, *run.arguments(launch)], launch)
+        # The ranks speak where torchrun does not: its own traceback says nothing of them.
+        speaking = ["--no-python", "sh", "-c", 'exec "$@" 2>&1', "sh", sys.executable]
+        apart = ["sh", "-c", 'exec "$@" 2>"$0"', str(run.scratch / "torchrun")]
+        run.spawn([*apart, *torchrun, *speaking, *run.arguments(launch)], launch)
 
     def inject(self, run: Run) -> Struck:
         """The world is smaller from the start."""

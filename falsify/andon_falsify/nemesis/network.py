@@ -206,11 +206,14 @@ class Slow(BetweenHosts):
         at, step = time.monotonic(), run.steps
         last = self.hosts(run)[-1]
         last.throttle(self.rate)
+        bucket = last.sends_by()
+        if not bucket.startswith("qdisc tbf "):
+            raise NotStruckError(f"the last host sends by {bucket}")
         if not self.ends:
             run.wait_for(lambda: "usually takes" in run.said(), "said to be slow", _ANSWER_S)
             last.unthrottle()
-        made = run.steps - step
-        return Struck(at, step, f"at {self.rate} {made} updates were made in {time.monotonic() - at:.1f} s")
+            made = f"; {run.steps - step} updates were made in {time.monotonic() - at:.1f} s"
+        return Struck(at, step, f"the last host sends by {bucket}{'' if self.ends else made}")
 
     def undo(self, run: Run) -> None:
         """Let it send as before."""

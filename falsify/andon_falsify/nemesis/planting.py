@@ -9,10 +9,17 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from andon_falsify.nemesis.protocol import NotStruckError, Plant, Struck
+from andon_falsify.nemesis.protocol import Launch, Nemesis, NotStruckError, Plant, Struck
 
+if TYPE_CHECKING:
+    from andon_falsify.nemesis.bench import Run
+
+PLANTS, GUARDS = "andon_falsify.nemesis.plants", "andon_falsify.nemesis.guards"
+"""Modules of plants: of faults, and of what switches protections off."""
+INLINE = ("run.backend=inline",)
+"""All ranks in one process."""
 VARIABLE = "ANDON_NEMESIS"
 """Holds what is planted, as JSON; the launcher's environment is that of its ranks."""
 
@@ -66,8 +73,8 @@ def first_strike(scratch: Path) -> Struck | None:
     return Struck(**json.loads(lines[0])) if lines else None
 
 
-def wait_for_strike(run: Any) -> Struck:
-    """Wait until a plant of `run` (a `bench.Run`) strikes. Raises `NotStruckError` where the run ends without."""
+def wait_for_strike(run: Run) -> Struck:
+    """Wait until a plant of `run` strikes. Raises `NotStruckError` where the run ends without."""
     try:
         run.wait_for(lambda: first_strike(run.scratch) is not None, "the planted fault happened")
     except NotStruckError:
@@ -78,3 +85,27 @@ def wait_for_strike(run: Any) -> Struck:
     found = first_strike(run.scratch)
     assert found is not None
     return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planted(Nemesis):
+    """A fault inside a rank, with its own proof. off, off_settings: what switches its guard off."""
+
+    plant: Plant
+    workers: str = "2"
+    settings: tuple[str, ...] = ()
+    off: tuple[Plant, ...] = ()
+    off_settings: tuple[str, ...] = ()
+
+    def launch(self, *, guarded: bool) -> Launch:
+        """The run with the plant in it."""
+        settings, plants = ((), ()) if guarded else (self.off_settings, self.off)
+        return Launch(self.workers, (*self.settings, *settings), (self.plant, *plants))
+
+    def heal(self, *, guarded: bool) -> Launch:
+        """All ranks in one process, with the bench's own settings and nothing planted: the bits are the same there."""
+        return Launch(self.workers, INLINE)
+
+    def inject(self, run: Run) -> Struck:
+        """Wait until it strikes."""
+        return wait_for_strike(run)

@@ -8,10 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from andon_falsify.nemesis.bench import LIMIT_S, Run, row_lines
-from andon_falsify.nemesis.launches import INLINE
 from andon_falsify.nemesis.left_behind import Undisturbed
+from andon_falsify.nemesis.planting import GUARDS, INLINE
 from andon_falsify.nemesis.protocol import Launch, Nemesis, NotStruckError, Plant, Promise, Struck
-from andon_falsify.nemesis.signals import GUARDS
 
 Damage = Callable[[list[bytes]], list[bytes]]
 """From the lines of a file to those of a damaged one."""
@@ -92,7 +91,7 @@ def _line(new: Callable[[bytes], bytes]) -> Damage:
 
 
 def _field(**fields: object) -> Damage:
-    """Fields of line `_LINE` get other values; None: the field is left out."""
+    """Fields of line `_LINE` get other values; `...`: the field is left out."""
 
     def change(line: bytes) -> bytes:
         row = json.loads(line) | fields

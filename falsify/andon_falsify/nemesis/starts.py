@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from andon_falsify.nemesis.launches import PLANTS, Planted
+from andon_falsify.nemesis.planting import PLANTS, Planted
 from andon_falsify.nemesis.protocol import Nemesis, Option, Plant, Promise
 
 
