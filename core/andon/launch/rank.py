@@ -40,6 +40,9 @@ PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """What asks a rank to end at its next step boundary, with a checkpoint."""
 
 _LAST_WORDS_S = 0.7
+"""How long what a rank has to say at its end may take where it ends by an error: others wait for it to be gone."""
+_RECORD_S = 10.0
+"""How long the report of one that ends as it should may take: its launcher takes one without a report for dead."""
 _DESTROY_S = 0.5
 """How long leaving may wait for the process group to be taken down."""
 
@@ -115,10 +118,20 @@ def end_now(report: Report) -> None:
         _record(report)
         _say_end(report)
 
-    speaking = threading.Thread(target=last_words, daemon=True)
-    speaking.start()
-    speaking.join(_LAST_WORDS_S)  # a disk or a reader that takes nothing holds nobody up
+    _within(_LAST_WORDS_S, last_words)
     os._exit(report.exit)
+
+
+def _within(seconds: float, words: Callable[[], None]) -> bool:
+    """Whether this was done in time: a disk, a reader or a group that takes nothing holds nobody up."""
+    speaking = threading.Thread(target=words, name="andon-end", daemon=True)
+    try:
+        speaking.start()
+    except RuntimeError:  # no more threads on this machine: better held up than unsaid
+        words()
+        return True
+    speaking.join(seconds)
+    return not speaking.is_alive()
 
 
 @dataclass(frozen=True)
@@ -168,7 +181,7 @@ def _live(work: Callable[[RankContext], int], run_folder: Path | None) -> Report
         report = _explained(describe(error, rank))
         if os.environ.get(TRACEBACK) == "1":
             traceback.print_exc()
-    _record(report)
+    _record_in_time(report)
     if _state.pulse is not None:
         _state.pulse.leave(report.exit, report.cause if report.exit != Exit.OK else "")
     _take_down_group()
@@ -229,6 +242,14 @@ def _record(report: Report) -> None:
             write_for_torch(report, Path(torch_file))
 
 
+def _record_in_time(report: Report) -> None:
+    """Write the report where the disk takes it; the main thread has the end, and nobody could end it any more."""
+    seconds = _RECORD_S if report.exit in (Exit.OK, Exit.PREEMPTED) else _LAST_WORDS_S
+    if not _within(seconds, lambda: _record(report)):
+        late = f"its report could not be written: the disk took nothing for {seconds:g} s"
+        _within(_LAST_WORDS_S, lambda: write(f"rank {report.rank}: {report.cause} ({late})\n"))
+
+
 @contextlib.contextmanager
 def _on_stderr(report: Report) -> Iterator[None]:
     try:
@@ -248,9 +269,7 @@ def _take_down_group() -> None:
         with contextlib.suppress(RuntimeError):
             distributed.destroy_process_group()
 
-    thread = threading.Thread(target=destroy, name="destroy-group", daemon=True)
-    thread.start()
-    thread.join(_DESTROY_S)
+    _within(_DESTROY_S, destroy)
 
 
 def leave(code: int) -> NoReturn:
