@@ -139,7 +139,7 @@ class Supervisor:
         self._told_to_end = False
         self._interrupts = 0
         self._kill_at = float("inf")
-        self._late: tuple[Exit, str] | None = None
+        self._late = ""
         self._idle_since: float | None = None
         self._killed_at: float | None = None
         self._seen = Watched()
@@ -166,7 +166,7 @@ class Supervisor:
         self._find_dead()
         self._find_stopped()
         if time.monotonic() >= self._kill_at:
-            self._kill(self._late)
+            self._kill((Exit.RANK_SILENT, f"{_names(self._live)} {self._late}") if self._late else None)
 
     def _meet_ranks(self) -> None:
         if self._all or not self._agent.pids:
@@ -192,10 +192,10 @@ class Supervisor:
         for process in self._live.values():
             process.send(signum)
         bound = self._timeout_s + END_S
-        late = (Exit.RANK_SILENT, f"did not end within {bound:g} s of {signal.Signals(signum).name}")
-        self._end_by(time.monotonic() + bound, late)
+        self._end_by(time.monotonic() + bound, f"did not end within {bound:g} s of {signal.Signals(signum).name}")
 
-    def _end_by(self, deadline: float, late: tuple[Exit, str] | None) -> None:
+    def _end_by(self, deadline: float, late: str) -> None:
+        """late: what is to be said of those that live then; empty where another one's end is the cause."""
         if deadline < self._kill_at:
             self._kill_at, self._late = deadline, late
 
@@ -225,14 +225,13 @@ class Supervisor:
         if report is not None and report.exit == Exit.OK:
             return
         at_boundary = report is not None and report.exit == Exit.PREEMPTED
-        self._end_by(time.monotonic() + END_S + (self._timeout_s if at_boundary else 0.0), None)
+        self._end_by(time.monotonic() + END_S + (self._timeout_s if at_boundary else 0.0), "")
 
     def _kill(self, verdict: tuple[Exit, str] | None) -> None:
         self._kill_at = float("inf")
         self._killed_at = self._killed_at or time.monotonic()
         if verdict is not None and self._seen.verdict is None:
-            exit_code, text = verdict
-            self._seen.verdict = exit_code, f"{_names(self._live)} {text}" if text.startswith("did") else text
+            self._seen.verdict = verdict
         for rank, process in self._live.items():
             if process.send(signal.SIGKILL):
                 self._seen.killed.add(rank)
