@@ -6,15 +6,15 @@ import json
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from andon.exits import Exit
-from andon.launch.clock import UPDATE, StepClock
+from andon.launch.clock import UPDATE, Moment, StepClock
 from andon.launch.pulse import Bounds, Pulse
 from andon.launch.report import Report
 from andon.launch.signs import Sign
@@ -30,6 +30,14 @@ def beat(sign: Sign, process: Process | None = None) -> str:
     return json.dumps({**asdict(sign), "beat": 1, "process": asdict(process or Process.here())})
 
 
+def wait_for(what: Callable[[], object]) -> None:
+    """Until this is so; fails where it does not come."""
+    pause, deadline = threading.Event(), time.monotonic() + PATIENCE_S
+    while not what():
+        assert time.monotonic() < deadline, "it does not come"
+        pause.wait(0.01)
+
+
 class Alone:
     """Rank `rank` of `world`, its store, and the reports of the ends that its pulse makes."""
 
@@ -41,10 +49,7 @@ class Alone:
 
     def wait_until_known(self, rank: int, what: str) -> None:
         """Until this is told of that rank."""
-        pause, deadline = threading.Event(), time.monotonic() + PATIENCE_S
-        while not getattr(self.pulse.view().signs[rank], what):
-            assert time.monotonic() < deadline, f"nothing is heard of rank {rank}"
-            pause.wait(0.01)
+        wait_for(lambda: getattr(self.pulse.view().signs[rank], what))
 
     def end(self) -> Report:
         """The next end that the pulse makes; fails where there is none."""
@@ -87,3 +92,121 @@ def test_who_passes_a_deadline_after_another_ended_names_that_one() -> None:
         found = made.end()
     late = f"the update of step 3 took longer than run.step_deadline_s, {STEP_S:g} s: "
     assert found.cause == f"{late}rank 1 of 2 ended: LookupError: x; 1 waits"
+
+
+def test_a_deadline_waits_for_a_sign_of_this_step() -> None:
+    """What rank 1 told last is of before the step: who is slow is said once it has told where it is now."""
+    store = HashStore()
+    store.set("beat 1", beat(replace(WAITS, ticks=0, step=2, waits=False)))
+    clock = StepClock()
+    clock.wait()
+    with alone(store, 2, clock, Bounds(1.0, STEP_S, PATIENCE_S)) as made:
+        made.wait_until_known(1, "step")
+        clock.at(3, UPDATE)
+        wait_for(lambda: clock.read().phase_s > 2 * STEP_S)
+        store.set("beat 1", beat(replace(WAITS, ticks=2)))
+        found = made.end()
+    late = f"the update of step 3 took longer than run.step_deadline_s, {STEP_S:g} s: "
+    assert found.cause.startswith(f"{late}rank 0 of 2 is slow: in the update of step 3")
+
+
+def test_a_rank_seen_to_live_is_not_lost() -> None:
+    """Rank 1 has told nothing new since long, and its process runs: it is not named where another is lost."""
+    store = HashStore()
+    store.set("beat 1", beat(WAITS))
+    with alone(store, 2) as made:
+        made.wait_until_known(1, "ticks")
+        assert made.pulse.explain(Exit.RANK_LOST) == ""
+
+
+def test_a_rank_that_cannot_be_seen_may_be_lost() -> None:
+    """Rank 1, on another machine, gives no more signs while the rank waits for one."""
+    store = HashStore()
+    store.set("beat 1", beat(WAITS, Process("elsewhere", "far", 1, 1)))
+    with alone(store, 2) as made:
+        made.wait_until_known(1, "ticks")
+        assert made.pulse.explain(Exit.RANK_LOST).startswith("rank 1 of 2 gave no sign of life")
+
+
+def test_a_store_that_is_gone_accuses_nobody() -> None:
+    """Once the store has ended nobody can be heard: the store is named, and not the rank on another machine."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store.set("beat 1", beat(WAITS, Process("elsewhere", "far", 1, 1)))
+    client = TCPStore("127.0.0.1", store.port, is_master=False)
+    with alone(client, 2, bounds=Bounds(1.0)) as made:
+        made.wait_until_known(1, "ticks")
+        del store
+        wait_for(lambda: made.pulse.view().deaf)
+        assert made.pulse.explain(Exit.RANK_LOST).startswith("the ranks' store is gone (")
+        assert made.pulse.explain(Exit.RANK_SILENT).startswith("the ranks' store is gone (")
+
+
+class Broken(StepClock):
+    """Once it is `broken` it cannot be read."""
+
+    broken = False
+
+    def read(self) -> Moment:
+        """As it was, or an error that nobody foresaw."""
+        if self.broken:
+            raise LookupError("nobody foresaw this")
+        return super().read()
+
+
+def test_a_rank_does_not_go_on_without_its_watch() -> None:
+    """An error of the thread that looks, of whatever kind, ends the rank with its cause; its deadline would be off."""
+    clock = Broken()
+    with alone(HashStore(), 1, clock) as made:
+        clock.broken = True
+        found = made.end()
+    assert found.exit == Exit.CRASHED
+    assert found.cause == "the watch over this rank failed: LookupError: nobody foresaw this"
+    assert "in read" in found.message
+
+
+def test_a_rank_that_cannot_read_the_others_says_so() -> None:
+    """What another rank told is none of ours: the rank ends with the cause, and tells the others before."""
+    store = HashStore()
+    store.set("beat 1", "not JSON")
+    with alone(store, 2) as made:
+        found = made.end()
+    told = json.loads(store.get("beat 0"))
+    assert found.exit == told["exit"] == Exit.CRASHED
+    assert found.cause == told["ended"]
+    assert found.cause.startswith("the watch over this rank failed: JSONDecodeError: ")
+
+
+class Counted:
+    """A store that notes what it is asked."""
+
+    def __init__(self, store: Store) -> None:
+        self.asked: list[str] = []
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        self.asked.append(name)
+        return getattr(self._store, name)
+
+
+def test_a_beat_asks_the_store_once_for_all() -> None:
+    """However many ranks there are: once all were heard, what a beat costs does not grow with them."""
+    store = Counted(HashStore())
+    for rank in range(1, 4):
+        store.set(f"beat {rank}", beat(WAITS))
+    with alone(store, 4, bounds=Bounds(1.0)) as made:
+        wait_for(lambda: all(made.pulse.view().signs[rank].ticks for rank in range(1, 4)))
+        del store.asked[:]
+        wait_for(lambda: len(store.asked) >= 6)
+        asked = store.asked[:6]
+    assert sorted(asked) == ["multi_get"] * 3 + ["set"] * 3
+
+
+def test_who_comes_later_is_heard_too() -> None:
+    """Those that have told nothing yet hold up nobody, and are asked for until they do."""
+    store = HashStore()
+    store.set("beat 2", beat(WAITS))
+    with alone(store, 3, bounds=Bounds(1.0)) as made:
+        made.wait_until_known(2, "ticks")
+        assert not made.pulse.view().signs[1].ticks
+        store.set("beat 1", beat(WAITS))
+        made.wait_until_known(1, "ticks")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from andon.exits import Exit
-from andon.launch.signs import Sign, View, behind, gone, lasts_s, silent, slowness, speaks, whom
+from andon.launch.signs import Sign, View, behind, gone, informed, lasts_s, lost, silent, slowness, speaks, whom
 
 WAITS = Sign(ticks=9, step=4, phase="update", waits=True, since_s=6.0, phase_s=7.0, state="runs")
 WORKS = replace(WAITS, ticks=8, waits=False, place="train.py:7 load")
@@ -116,6 +117,38 @@ SLOW_ENDED = replace(WORKS, ended="rank 1 of 4 is slow: in the update of step 4"
 def test_a_network_is_not_slow_where_a_rank_has_ended(signs: tuple[Sign, ...], words: str) -> None:
     """Who ended by an error is named, also when it was the slow one; `all` is said of all; one rank is one rank."""
     assert slowness(view(*signs), 0.0).startswith(words)
+
+
+def test_only_what_cannot_be_seen_may_be_lost() -> None:
+    """A rank whose process is seen to live has not died for being late with a sign; one on another machine may have."""
+    late = replace(WAITS, silent_s=SILENCE_S)
+    assert lost(view(WAITS, late, late)) == ""
+    assert lost(view(WAITS, late, replace(late, state="elsewhere"))).startswith("rank 2 of 3 gave no sign of life for")
+    ended = replace(late, ended="finished")
+    assert lost(view(WAITS, replace(late, state="stopped"), ended)) == "rank 2 of 3 ended: finished"
+
+
+@pytest.mark.parametrize("explanation", [whom, silent, lost])
+def test_nobody_is_silent_where_nobody_can_be_heard(explanation: Callable[[View], str]) -> None:
+    """The store is gone: that is said, and no rank is accused; who said its error before is still named."""
+    far = replace(WAITS, silent_s=60.0, state="elsewhere")
+    deaf = replace(view(WAITS, far, far), deaf="the ranks' store is gone (x)")
+    assert explanation(deaf) == "the ranks' store is gone (x)"
+    assert slowness(deaf, 0.0) == "the ranks' store is gone (x); rank 0 of 3 is in the update of step 4 for 6.0 s"
+    said = replace(deaf, signs={**deaf.signs, 1: replace(far, ended="LookupError: x", exit=Exit.CRASHED)})
+    assert explanation(said) == "rank 1 of 3 ended: LookupError: x"
+    assert slowness(said, 0.0).startswith("rank 1 of 3 ended: LookupError: x")
+    stopped = replace(deaf, signs={**deaf.signs, 2: replace(far, state="stopped")})
+    assert slowness(stopped, 0.0).startswith("rank 2 of 3 is stopped")
+
+
+def test_a_sign_of_before_says_nothing_of_this_step() -> None:
+    """Who was last heard in the first half of a step may have gone on since; not who is silent or has ended."""
+    assert informed(view(WAITS, replace(WORKS, silent_s=2.9)))
+    short = replace(WAITS, phase_s=4.0)
+    assert not informed(view(short, WORKS, replace(WORKS, silent_s=2.0)))
+    assert informed(view(short, replace(WORKS, silent_s=SILENCE_S)))
+    assert informed(view(short, replace(WORKS, silent_s=2.5, ended="finished")))
 
 
 def test_one_rank_speaks_for_all_that_are_heard() -> None:

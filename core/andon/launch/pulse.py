@@ -7,6 +7,7 @@ cannot: because it hangs while another has given it up, or because a step takes 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import threading
@@ -17,10 +18,12 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torch._C._distributed_c10d import Store
+from torch.distributed import DistStoreError
 
 from andon.exits import Exit
 from andon.launch import signs
 from andon.launch.clock import UPDATE, StepClock
+from andon.launch.ending import describe
 from andon.launch.report import Report
 from andon.launch.signs import Sign, View
 from andon.messages import say
@@ -103,7 +106,7 @@ class Pulse:
         now = time.monotonic()
         self._heard = {other: _Heard(now) for other in range(world) if other != rank}
         self._over, self._last, self._left = threading.Event(), "", threading.Event()
-        self._exit, self._beats, self._rounds = 0, 0, 0
+        self._exit, self._beats, self._rounds, self._deaf = 0, 0, 0, ""
         self._awake = threading.Event()
         self._slow_from = bounds.slow_s
         self._threads = [threading.Thread(target=self._beat, name="andon-beat", daemon=True)] * (world > 1)
@@ -127,7 +130,7 @@ class Pulse:
             time.sleep(self._bounds.look_s / 10)
             found = signs.gone(self.view())
         # On another machine a process cannot be seen: who lives has given a sign meanwhile.
-        return found or signs.silent(replace(self.view(), silence_s=_EVIDENCE_S))
+        return found or signs.lost(replace(self.view(), silence_s=_EVIDENCE_S))
 
     def leave(self, code: int, cause: str) -> None:
         """Tell the others that this rank ends, and stop looking. Takes a moment, at most `_FAREWELL_S`."""
@@ -142,7 +145,7 @@ class Pulse:
         now = time.monotonic()
         found = {self._rank: self._own()}
         found |= {rank: _sign(heard, now) for rank, heard in self._heard.items()}
-        return View(self._rank, self._world, dict(sorted(found.items())), self._bounds.silent_s)
+        return View(self._rank, self._world, dict(sorted(found.items())), self._bounds.silent_s, self._deaf)
 
     # the thread that speaks with the store
 
@@ -155,8 +158,16 @@ class Pulse:
                 self._awake.wait(self._bounds.beat_s)
                 self._awake.clear()
             self._tell()
-        except RuntimeError:  # the store is gone: from now on nobody gives signs of life
+        except DistStoreError:  # it is there and gives no answer: the way to it, or its host, is down
             return
+        except (RuntimeError, OSError) as error:  # from now on nobody gives signs of life
+            self._deaf = f"the ranks' store is gone ({str(error).strip().partition(chr(10))[0]})"
+        except Exception as error:  # noqa: BLE001 - whatever it is, this rank must not go on without its watch
+            report = self._failure(error)
+            with contextlib.suppress(Exception):  # what it is of, may be this very store
+                self._tell()
+            self._left.set()
+            self._end(report)
         finally:
             self._left.set()
 
@@ -172,27 +183,46 @@ class Pulse:
         self._store.set(f"beat {self._rank}", json.dumps(told))
 
     def _hear(self) -> None:
-        for rank, heard in self._heard.items():
-            if self._store.check([f"beat {rank}"]):
-                raw = self._store.get(f"beat {rank}")
-                if raw != heard.raw:
-                    told = json.loads(raw)
-                    self._heard[rank] = _Heard(time.monotonic(), raw, told, Process(**told["process"]))
+        """One question for all that were heard before; only of the others it must be asked whether they came."""
+        known = [rank for rank, heard in self._heard.items() if heard.raw or self._store.check([f"beat {rank}"])]
+        beats = self._store.multi_get([f"beat {rank}" for rank in known]) if known else []
+        for rank, raw in zip(known, beats, strict=True):
+            if raw != self._heard[rank].raw:
+                told = json.loads(raw)
+                self._heard[rank] = _Heard(time.monotonic(), raw, told, Process(**told["process"]))
 
     # the thread that looks
 
     def _look(self) -> None:
+        try:
+            report = self._watch()
+        except Exception as error:  # noqa: BLE001 - whatever it is, this rank must not go on without its watch
+            report = self._failure(error)
+        if report is not None:
+            self._end(report)
+
+    def _watch(self) -> Report | None:
+        """Look until this rank ends by itself, or has to be ended, with this report."""
         while not self._over.wait(self._bounds.look_s):
             view = self.view()
             report = self._own_end(view)
             if report is not None:
-                self._over.set()
-                self._awake.set()
-                if self._world > 1:
-                    self._left.wait(_FAREWELL_S)
-                self._ended(report)
-                return
+                return report
             self._say_slow(view)
+        return None
+
+    def _failure(self, error: Exception) -> Report:
+        """The end of a rank of which a thread of this failed: nobody would see a deadline pass any more."""
+        found = describe(error, self._rank)
+        self._exit, self._last = Exit.CRASHED, f"the watch over this rank failed: {found.cause}"
+        return replace(found, exit=self._exit, cause=self._last)
+
+    def _end(self, report: Report) -> None:
+        self._over.set()
+        self._awake.set()
+        if self._world > 1:
+            self._left.wait(_FAREWELL_S)
+        self._ended(report)
 
     def _say_slow(self, view: View) -> None:
         lasts, least = signs.lasts_s(view), max(self._bounds.slow_s, _SLOW_TIMES * self.clock.usual_s())
@@ -206,7 +236,7 @@ class Pulse:
         """The end of this rank, where it is for this thread to make."""
         mine, bounds, failed = view.mine, self._bounds, signs.failed(view)
         step_s = bounds.step_s
-        if step_s is not None and mine.phase == UPDATE and mine.phase_s >= step_s:
+        if step_s is not None and mine.phase == UPDATE and mine.phase_s >= step_s and signs.informed(view):
             text = f"{mine.where} took longer than run.step_deadline_s, {step_s:g} s: "
             # Who saw it first saw all of it: by now the slow rank itself may have ended by this deadline.
             told = [view.signs[rank].ended for rank in failed if view.signs[rank].ended.startswith(text)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from andon.exits import Exit
@@ -44,12 +44,16 @@ class Sign:
 
 @dataclass(frozen=True)
 class View:
-    """All ranks as `rank` of `world` sees them, itself included. silence_s: for how long a rank may give no sign."""
+    """All ranks as `rank` of `world` sees them, itself included. silence_s: for how long a rank may give no sign.
+
+    deaf: why no signs come any more, for which nobody else is to blame; empty while they do.
+    """
 
     rank: int
     world: int
     signs: Mapping[int, Sign]
     silence_s: float
+    deaf: str = ""
 
     @property
     def mine(self) -> Sign:
@@ -111,11 +115,24 @@ def whom(view: View) -> str:
 
 def silent(view: View) -> str:
     """Who has given no sign of life for too long; empty: nobody. Of those that ended by themselves, what they said."""
+    if view.deaf:
+        return _ended(view, failed(view)) or view.deaf
     found = [rank for rank, sign in view.others().items() if sign.silent_s >= view.silence_s]
-    if found:
-        sign = view.signs[found[0]]
-        return f"{view.name(found)} gave no sign of life for {sign.silent_s:.1f} s, {_last(sign)}"
-    return _ended(view, [rank for rank, sign in view.signs.items() if sign.ended])
+    return _silence(view, found) or _ended(view, [rank for rank, sign in view.signs.items() if sign.ended])
+
+
+def lost(view: View) -> str:
+    """Who may have died where this rank cannot see it: as `silent`, but nobody whose process is seen to live."""
+    seen = {rank: sign for rank, sign in view.signs.items() if sign.state in ("runs", "stopped") and not sign.ended}
+    heard = {rank: replace(sign, silent_s=0.0) for rank, sign in seen.items()}
+    return silent(replace(view, signs={**view.signs, **heard}))
+
+
+def _silence(view: View, ranks: list[int]) -> str:
+    if not ranks:
+        return ""
+    sign = view.signs[ranks[0]]
+    return f"{view.name(ranks)} gave no sign of life for {sign.silent_s:.1f} s, {_last(sign)}"
 
 
 def failed(view: View) -> list[int]:
@@ -133,6 +150,12 @@ def behind(signs: Mapping[int, Sign]) -> list[int]:
     """The ranks that have come less far than another; none where all are at one place."""
     furthest = max(sign.ticks for sign in signs.values())
     return sorted(rank for rank, sign in signs.items() if sign.ticks < furthest)
+
+
+def informed(view: View) -> bool:
+    """Whether all that give signs of life gave one in the later half of this phase: an older one tells of before."""
+    mine = view.mine
+    return all(sign.silent_s < mine.phase_s / 2 for rank, sign in view.fresh().items() if rank != view.rank)
 
 
 def speaks(view: View) -> bool:
@@ -154,6 +177,8 @@ def slowness(view: View, usual_s: float) -> str:
     found = gone(view) or _ended(view, failed(view)) or _unheard(view)
     if found:
         return f"{found}; {len(fresh)} wait{'s' * (len(fresh) == 1)}{usual}"
+    if view.deaf:
+        return f"{view.deaf}; {view.name([view.rank])} is {_doing(view.mine)}{usual}"
     late = [rank for rank in behind(fresh) if not fresh[rank].waits]
     if late:
         waiting = sum(sign.waits for sign in fresh.values())
@@ -171,7 +196,7 @@ def slowness(view: View, usual_s: float) -> str:
 def _unheard(view: View) -> str:
     """Who trains on, as far as is known, and gives no signs of life; empty: nobody."""
     others, fresh = view.others(), view.fresh()
-    ranks = sorted(rank for rank in others if rank not in fresh)
+    ranks = sorted(rank for rank in others if rank not in fresh and (not view.deaf or others[rank].state == "stopped"))
     if not ranks:
         return ""
     sign = others[ranks[0]]
