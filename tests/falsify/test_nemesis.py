@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +20,7 @@ from andon_falsify.nemesis import bench, judging, processes, schedule
 from andon_falsify.nemesis.__main__ import told, verdict
 from andon_falsify.nemesis.bench import Bench, Run
 from andon_falsify.nemesis.left_behind import Undisturbed, whole
+from andon_falsify.nemesis.planting import Planting, idle, proofs_in
 from andon_falsify.nemesis.protocol import Ending, Launch, Nemesis, Phase, Plant, Promise, Row, Struck
 from andon_falsify.nemesis.registry import UNPLAYED, nemeses
 from andon_falsify.nemesis.signals import FORGETS
@@ -43,6 +47,12 @@ BROKEN = {
     "healing: not said: 'rejected'": {"healing": Ending((0,), "")},
     "healing: 1 processes left": {"healing": Ending((0,), "rejected", left=1)},
 }
+
+
+def switched_off(nemesis: Nemesis) -> set[Plant]:
+    """What is planted only where the guard is off."""
+    on, off = ((nemesis.launch(guarded=each), nemesis.heal(guarded=each)) for each in (True, False))
+    return {plant for launch in off for plant in launch.plants} - {plant for launch in on for plant in launch.plants}
 
 
 def named(name: str) -> Nemesis:
@@ -77,6 +87,7 @@ def test_what_is_accepted_later_is_wrong_only_where_all_must_stop_at_once() -> N
         ({"calm": ("exit 71",)}, False),
         ({"unguarded": ()}, False),
         ({"unguarded": None}, False),
+        ({"doubt": "never acted: guards:no_reports"}, False),
         ({"failed": "the run ended before"}, False),
     ],
     ids=[
@@ -87,6 +98,7 @@ def test_what_is_accepted_later_is_wrong_only_where_all_must_stop_at_once() -> N
         "without fault",
         "guard off, unseen",
         "guard off, not played",
+        "guard not off",
         "no fault",
     ],
 )
@@ -283,3 +295,23 @@ def test_a_signal_is_sent_once_and_what_the_process_table_shows_is_told() -> Non
     assert killed == "dead in the process table"
     assert schedule.send(sleeper.pid, signal.SIGSTOP) is None
     assert schedule._continued(sleeper.pid, 0.01) == ", gone before SIGCONT after 0.01 s"
+
+
+def test_a_control_that_never_acted_or_broke_shows_nothing(tmp_path: Path) -> None:
+    """A guard that is planted and never reached, or that breaks itself, differs from the promise: no proof."""
+    off = (Plant("guards:deaf"), Plant("guards:blind"))
+    Planting({}, proofs_in(tmp_path), "guards:deaf").acted()
+    assert idle(off, tmp_path) == ("guards:blind",)
+    assert judging.doubt(replace(KEPT, idle=idle(off, tmp_path))) == "never acted: guards:blind"
+    broke = Ending((1,), "Traceback (most recent call last):\nAttributeError: _record")
+    assert judging.doubt(replace(KEPT, ending=broke)) == "it ends with a traceback: AttributeError: _record"
+    assert judging.doubt(replace(KEPT, healing=broke)) == "it ends with a traceback: AttributeError: _record"
+    assert judging.doubt(replace(KEPT, ending=Ending((0,), ""))) == ""
+
+
+@pytest.mark.parametrize("plant", sorted({plant for each in nemeses() for plant in switched_off(each)}, key=str))
+def test_every_guard_that_is_switched_off_says_that_it_acts(plant: Plant) -> None:
+    """By its source: one that never notes it could only make a row that is not good."""
+    module, _, name = plant.function.partition(":")
+    source = inspect.getsource(getattr(importlib.import_module(module), name))
+    assert re.search(r"plan\.(acted|struck)\b|\(plan, ", source)

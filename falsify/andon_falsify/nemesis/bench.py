@@ -19,7 +19,7 @@ from pathlib import Path
 
 from andon_falsify.nemesis import judging
 from andon_falsify.nemesis.left_behind import Undisturbed
-from andon_falsify.nemesis.planting import VARIABLE, written
+from andon_falsify.nemesis.planting import VARIABLE, idle, written
 from andon_falsify.nemesis.processes import family, marked, ranks, session
 from andon_falsify.nemesis.protocol import ClosingError, Ending, Launch, Nemesis, NotStruckError, Phase, Row
 from andon_falsify.nemesis.trainer import environment, steps_of
@@ -233,7 +233,8 @@ class Bench:
         except Exception as error:  # noqa: BLE001 - one that is broken itself must not take the others' rows along
             return Row(nemesis, failed=f"the nemesis failed: {type(error).__name__}: {error}")
         wrong, *unguarded = (judging.wrong(nemesis.promise, phase) for phase in phases)
-        return Row(nemesis, phase=phases[0], wrong=wrong, calm=calm, unguarded=unguarded[0] if unguarded else None)
+        row = Row(nemesis, phase=phases[0], wrong=wrong, calm=calm)
+        return replace(row, unguarded=unguarded[0], doubt=judging.doubt(phases[1])) if unguarded else row
 
     def disturbed(self, nemesis: Nemesis) -> list[Phase]:
         """The disturbed run, and where there is a guard to switch off, the one without it."""
@@ -282,12 +283,15 @@ class Bench:
             run.kill()
             nemesis.undo(run)
         newer, other = run.whole.accepted(run.folder, struck.step)
-        return Phase(struck, ending, newer, other)
+        off = [] if guarded else [each for each in launch.plants if each not in nemesis.launch(guarded=True).plants]
+        return Phase(struck, ending, newer, other, idle=idle(off, run.scratch))
 
     def _healed(self, nemesis: Nemesis, run: Run, phase: Phase, *, guarded: bool) -> Phase:
-        nemesis.start(run, nemesis.heal(guarded=guarded))
+        launch = nemesis.heal(guarded=guarded)
+        nemesis.start(run, launch)
         healing = run.end(LIMIT_S, time.monotonic())
-        return replace(phase, healing=healing, result=run.whole.differs(run.folder))
+        unmoved = (*phase.idle, *idle(launch.plants, run.scratch))
+        return replace(phase, healing=healing, result=run.whole.differs(run.folder), idle=unmoved)
 
     def _control(self, nemesis: Nemesis) -> tuple[str, ...]:
         """The same run without the fault; played once for all nemeses that start alike."""

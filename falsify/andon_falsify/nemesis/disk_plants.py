@@ -6,7 +6,6 @@ import json
 import os
 import signal
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,13 @@ def unverified(plan: Planting) -> None:
     from andon.run import checkpoint
     from andon.run.sealed import MANIFEST, STATE, TENSORS, Sealed
 
+    hex_join, digests = checkpoint.hex_join, checkpoint._digests  # one that is missing is missing at once
+
     def believe(folder: Path) -> Sealed:
+        plan.acted()
         manifest = json.loads((folder / MANIFEST).read_bytes())
         tensors = load((folder / TENSORS).read_bytes())
-        digest = checkpoint.hex_join(checkpoint._digests(tensors))
+        digest = hex_join(digests(tensors))
         head = manifest["ledger"]["count"], manifest["ledger"]["digest"]
         step = int(folder.name.removeprefix("step-"))
         return Sealed(step, digest, head, tensors, json.loads((folder / STATE).read_bytes()))
@@ -40,21 +42,23 @@ def forgiven(plan: Planting) -> None:
     original = journal.FolderJournal.checkpoint
 
     def saving(self: Any, *given: Any, **named: Any) -> bool:
-        with suppress(InputError):
+        try:
             return original(self, *given, **named)
+        except InputError:
+            plan.acted()
         return True
 
     setattr(journal.FolderJournal, "checkpoint", saving)  # noqa: B010
-    setattr(journal.MetricsWriter, "write", _quiet(journal.MetricsWriter.write))  # noqa: B010
-    setattr(LedgerWriter, "append", _quiet(LedgerWriter.append))  # noqa: B010
-    setattr(closing, "write_adapter", _quiet(outputs.write_adapter))  # noqa: B010
-    setattr(closing, "write_results", _quiet(outputs.write_results))  # noqa: B010
-    os.fsync = _quiet(os.fsync)
+    setattr(journal.MetricsWriter, "write", _quiet(plan, journal.MetricsWriter.write))  # noqa: B010
+    setattr(LedgerWriter, "append", _quiet(plan, LedgerWriter.append))  # noqa: B010
+    setattr(closing, "write_adapter", _quiet(plan, outputs.write_adapter))  # noqa: B010
+    setattr(closing, "write_results", _quiet(plan, outputs.write_results))  # noqa: B010
+    os.fsync = _quiet(plan, os.fsync)
 
 
 def no_fsync(plan: Planting) -> None:
     """Nothing is ever synced."""
-    os.fsync = lambda fd: None
+    os.fsync = lambda fd: plan.acted()
 
 
 def dies_while_saving(plan: Planting) -> None:
@@ -92,13 +96,15 @@ def saves_in_place(plan: Planting) -> None:
     setattr(checkpoint, "write_new", dying)  # noqa: B010
 
 
-def _quiet(original: Callable[..., Any]) -> Callable[..., Any]:
+def _quiet(plan: Planting, original: Callable[..., Any]) -> Callable[..., Any]:
     """The same without an error of the disk."""
     from andon.problems import InputError
 
     def quiet(*given: Any, **named: Any) -> Any:
-        with suppress(OSError, InputError):
+        try:
             return original(*given, **named)
+        except (OSError, InputError):
+            plan.acted()
         return None
 
     return quiet

@@ -1,4 +1,7 @@
-"""Protections of the trainer that a control switches off, so that the judge can be seen to notice. Each is a plant."""
+"""Protections of the trainer that a control switches off, so that the judge can be seen to notice. Each is a plant.
+
+Each notes when it acts: a control in which the trainer never came by what was planted proves nothing.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,7 @@ def moments_lost(plan: Planting) -> None:
     def forgetful(self: Replica, weights: Any, state: Any, updates: int) -> None:
         kept = {name: value if name == "step" else torch.zeros_like(value) for name, value in state.items()}
         restore(self, weights, kept, updates)
+        plan.acted()
 
     Replica.restore = forgetful  # type: ignore[assignment, method-assign]
 
@@ -32,7 +36,7 @@ def no_orphan_guard(plan: Planting) -> None:
 
     if "RANK" in os.environ:
         ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)  # PR_SET_PDEATHSIG, which may have been asked for already
-    orphan._end_now = lambda: None
+    orphan._end_now = plan.acted
     orphan._ask_for_death_signal = lambda: None
 
 
@@ -43,6 +47,7 @@ def slow_steps(plan: Planting) -> None:
     advance = Trainer._advance
 
     def slow(self: Trainer, batch: Any) -> bool:
+        plan.acted()
         time.sleep(0.5)
         return advance(self, batch)
 
@@ -54,17 +59,18 @@ def deaf_ranks(plan: Planting) -> None:
     if "RANK" in os.environ:
         for signum in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(signum, signal.SIG_DFL)
+        plan.acted()
 
 
 def no_reports(plan: Planting) -> None:
     """Ranks do not write down why they ended."""
     from andon.launch import rank
 
-    rank._record = lambda report: None
+    rank._record = lambda report: plan.acted()
 
 
 def lenient_reader(plan: Planting) -> None:
     """Rows that cannot be used are passed over in silence."""
     from andon.problems import ProblemList
 
-    ProblemList.add = lambda self, where, what: None  # type: ignore[method-assign]
+    ProblemList.add = lambda self, where, what: plan.acted()  # type: ignore[method-assign]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from andon_falsify.nemesis.protocol import Ending, Phase, Promise
 
+_TRACEBACK = "Traceback (most recent call last)"
+
 
 def wrong(promise: Promise, phase: Phase) -> tuple[str, ...]:
     """Every part of a promise that does not hold; empty where all do."""
@@ -22,6 +24,17 @@ def not_calm(ending: Ending, result: str) -> tuple[str, ...]:
     if result:
         found.append(f"other bits: {result}")
     return tuple(found)
+
+
+def doubt(phase: Phase) -> str:
+    """Why a phase without its guard does not show that the judge notices, whatever is wrong; empty where it does.
+
+    What was planted never acted, or broke: an error in the control itself is no wrong of an unguarded trainer.
+    """
+    if phase.idle:
+        return f"never acted: {', '.join(phase.idle)}"
+    said = [each.said for each in (phase.ending, phase.healing) if each is not None and _TRACEBACK in each.said]
+    return f"it ends with a traceback: {last_line(said[0])}" if said else ""
 
 
 def last_line(said: str) -> str:
@@ -45,7 +58,7 @@ def _common(ending: Ending) -> list[str]:
         found.append(f"not over {ending.seconds:.1f} s after it began")
     if ending.left:
         found.append(f"{ending.left} processes left")
-    if "Traceback (most recent call last)" in ending.said:
+    if _TRACEBACK in ending.said:
         found.append("a traceback")
     return found
 

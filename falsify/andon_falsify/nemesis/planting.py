@@ -26,10 +26,11 @@ VARIABLE = "ANDON_NEMESIS"
 
 @dataclass(frozen=True)
 class Planting:
-    """What a plant is given: its options, and where it says that it struck."""
+    """What a plant is given: its options, where it says that it struck, and its own name ("module:function")."""
 
     options: Mapping[str, Any]
     proofs: Path
+    function: str = ""
 
     @property
     def here(self) -> bool:
@@ -41,6 +42,17 @@ class Planting:
         line = json.dumps({"at": time.monotonic(), "step": step, "proof": proof}) + "\n"
         with self.proofs.open("a", encoding="utf-8") as file:
             file.write(line)
+        self.acted()
+
+    def acted(self) -> None:
+        """Note that what was planted is reached by the trainer, and does what it is for; once for each process."""
+        if (os.getpid(), self.function) not in _noted:
+            _noted.add((os.getpid(), self.function))
+            with acts_in(self.proofs.parent).open("a", encoding="utf-8") as file:
+                file.write(f"{self.function}\n")
+
+
+_noted: set[tuple[int, str]] = set()
 
 
 def written(plants: Sequence[Plant], scratch: Path) -> str:
@@ -58,12 +70,26 @@ def proofs_in(scratch: Path) -> Path:
     return scratch / "struck.jsonl"
 
 
+def acts_in(scratch: Path) -> Path:
+    """Where the plants of a run say that they act."""
+    return scratch / "acted"
+
+
+def idle(plants: Sequence[Plant], scratch: Path) -> tuple[str, ...]:
+    """Those of these plants, by function, that no process of the run said to act."""
+    path = acts_in(scratch)
+    acted = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return tuple(plant.function for plant in plants if plant.function not in acted)
+
+
 def plant_all() -> None:
     """Plant in this process what `VARIABLE` says; nothing where it is not set."""
     found = json.loads(os.environ.get(VARIABLE) or '{"plants": []}')
     for each in found["plants"]:
         module, _, name = each["function"].partition(":")
-        getattr(importlib.import_module(module), name)(Planting(each["options"], Path(found["proofs"])))
+        getattr(importlib.import_module(module), name)(
+            Planting(each["options"], Path(found["proofs"]), each["function"])
+        )
 
 
 def first_strike(scratch: Path) -> Struck | None:

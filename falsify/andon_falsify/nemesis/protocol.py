@@ -174,7 +174,8 @@ class Ending:
 class Phase:
     """What was found of one sequence (with its guard or without): the ends of both launches, and what is in the
     folder: checkpoints accepted from the fault's step on, checkpoints that hold other tensors than the undisturbed run
-    had at their step, ledger lines of other bits, and how the final result differs (empty: not at all)."""
+    had at their step, ledger lines of other bits, and how the final result differs (empty: not at all). idle: what was
+    planted to switch a guard off, and never acted."""
 
     struck: Struck
     ending: Ending
@@ -182,6 +183,7 @@ class Phase:
     other: tuple[str, ...] = ()
     healing: Ending | None = None
     result: str = ""
+    idle: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -190,7 +192,8 @@ class Row:
 
     calm, unguarded: what the judge said of the control without the fault ("" is right) and of the one without the
     guard ("" is wrong: the judge saw nothing), None where it was not played. failed: why it could not be measured.
-    skipped: why this machine cannot have it. unplayed: why it was not played though it may be.
+    doubt: why the one without the guard shows nothing, whatever was wrong with it. skipped: why this machine cannot
+    have it. unplayed: why it was not played though it may be.
     """
 
     nemesis: Nemesis
@@ -201,13 +204,14 @@ class Row:
     wrong: tuple[str, ...] = ()
     calm: tuple[str, ...] | None = None
     unguarded: tuple[str, ...] | None = None
+    doubt: str = ""
 
     @property
     def good(self) -> bool:
         """Whether the promise holds and every control that there is, is as it should be; a skipped one is not bad."""
         if self.skipped:
             return True
-        if self.unplayed:
+        if self.unplayed or self.doubt:
             return False
         controls = not self.calm and (bool(self.unguarded) or not self.nemesis.guard)
         return not self.failed and not self.wrong and controls

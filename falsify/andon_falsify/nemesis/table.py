@@ -63,7 +63,9 @@ def _told(row: Row) -> str:
     parts = [phase.struck.proof, f"exit {_codes(phase)} after {phase.ending.seconds:.2f} s", _healed(phase)]
     parts += [f"WRONG: {each}" for each in row.wrong]
     parts += [f"CONTROL without the fault: {each}" for each in row.calm or ()]
-    if row.nemesis.guard and not row.unguarded:
+    if row.doubt:
+        parts.append(f"CONTROL without {row.nemesis.guard} shows nothing: {row.doubt}")
+    elif row.nemesis.guard and not row.unguarded:
         parts.append(f"CONTROL: nothing is found wrong without {row.nemesis.guard}")
     return "; ".join(parts)
 
@@ -72,7 +74,8 @@ def _cells(row: Row) -> list[str]:
     nemesis, phase = row.nemesis, row.phase
     assert phase is not None
     said = line_with(phase.ending.said, nemesis.promise.says) if nemesis.promise.says else last_line(phase.ending.said)
-    off = f"{nemesis.guard}: {(row.unguarded or ('NOTHING FOUND',))[0]}" if nemesis.guard else nemesis.no_guard
+    found = f"SHOWS NOTHING: {row.doubt}" if row.doubt else (row.unguarded or ("NOTHING FOUND",))[0]
+    off = f"{nemesis.guard}: {found}" if nemesis.guard else nemesis.no_guard
     within = f"{phase.ending.seconds:.1f}" if nemesis.promise.within_s < float("inf") else "to its end"
     numbers = ", ".join(map(str, nemesis.numbers))
     return [nemesis.name, numbers, nemesis.how, _codes(phase), within, said, _healed(phase), off]
