@@ -110,6 +110,39 @@ def test_a_deadline_waits_for_a_sign_of_this_step() -> None:
     assert found.cause.startswith(f"{late}rank 0 of 2 is slow: in the update of step 3")
 
 
+class Counted:
+    """A store that notes what it is asked."""
+
+    def __init__(self, store: Store) -> None:
+        self.asked: list[str] = []
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        self.asked.append(name)
+        return getattr(self._store, name)
+
+
+class Late(Counted):
+    """A store whose second answer is another one than the first."""
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """What rank 1 told before it ended, then what it told at its end."""
+        self.asked.append("multi_get")
+        first = self.asked.count("multi_get") == 1
+        told = WAITS if first else replace(WAITS, ended="LookupError: x", exit=int(Exit.CRASHED))
+        return [beat(told, replace(Process.here(), started=1)).encode() for _ in keys]
+
+
+def test_a_rank_that_is_gone_has_the_last_word() -> None:
+    """The process of rank 1 is gone before its last words are heard: they are waited for, and not `without a word`."""
+    store, clock = Late(HashStore()), StepClock()
+    store.set("beat 1", "told")
+    clock.at(3, UPDATE)
+    with alone(store, 2, clock, Bounds(PATIENCE_S, STEP_S / 2)) as made:
+        found = made.end()
+    assert found.cause.endswith(": rank 1 of 2 ended: LookupError: x; 1 waits")
+
+
 def test_a_rank_seen_to_live_is_not_lost() -> None:
     """Rank 1 has told nothing new since long, and its process runs: it is not named where another is lost."""
     store = HashStore()
@@ -174,18 +207,6 @@ def test_a_rank_that_cannot_read_the_others_says_so() -> None:
     assert found.exit == told["exit"] == Exit.CRASHED
     assert found.cause == told["ended"]
     assert found.cause.startswith("the watch over this rank failed: JSONDecodeError: ")
-
-
-class Counted:
-    """A store that notes what it is asked."""
-
-    def __init__(self, store: Store) -> None:
-        self.asked: list[str] = []
-        self._store = store
-
-    def __getattr__(self, name: str) -> Any:
-        self.asked.append(name)
-        return getattr(self._store, name)
 
 
 def test_a_beat_asks_the_store_once_for_all() -> None:

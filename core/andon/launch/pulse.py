@@ -109,6 +109,7 @@ class Pulse:
         self._exit, self._beats, self._rounds, self._deaf = 0, 0, 0, ""
         self._awake = threading.Event()
         self._slow_from = bounds.slow_s
+        self._words_by: tuple[float, int] | None = None
         self._threads = [threading.Thread(target=self._beat, name="andon-beat", daemon=True)] * (world > 1)
         self._threads.append(threading.Thread(target=self._look, name="andon-look", daemon=True))
         for thread in self._threads:
@@ -205,11 +206,26 @@ class Pulse:
         """Look until this rank ends by itself, or has to be ended, with this report."""
         while not self._over.wait(self._bounds.look_s):
             view = self.view()
+            if self._expects_last_words(view):
+                continue
             report = self._own_end(view)
             if report is not None:
                 return report
             self._say_slow(view)
         return None
+
+    def _expects_last_words(self, view: View) -> bool:
+        """Whether a rank is seen to be gone, and what it told the store before it went may still be to be heard."""
+        if view.deaf or not any(sign.state == "gone" and not sign.ended for sign in view.signs.values()):
+            self._words_by = None
+            return False
+        if self._words_by is None:
+            self._words_by = time.monotonic() + _EVIDENCE_S, self._rounds + 2
+        deadline, wanted = self._words_by
+        if self._rounds >= wanted or time.monotonic() >= deadline:
+            return False
+        self._awake.set()
+        return True
 
     def _failure(self, error: Exception) -> Report:
         """The end of a rank of which a thread of this failed: nobody would see a deadline pass any more."""
