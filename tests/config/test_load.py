@@ -211,3 +211,10 @@ def test_patience_needs_rows_to_validate() -> None:
     ]
     assert load_config(None, [patient]).training.early_stopping_patience == 2
     assert load_config(None, [without]).training.early_stopping_patience is None
+
+
+@pytest.mark.parametrize("backend", ["inline", "threads"])
+def test_a_deadline_that_nobody_would_hold_is_refused(backend: str) -> None:
+    """Ranks of one process have nobody who looks at their clock: the setting is not ignored in silence."""
+    with pytest.raises(InputError, match=rf"run.step_deadline_s: needs ranks of their own, which {backend} has not"):
+        load_config(None, ["run.step_deadline_s=3.0"], {"run.backend": backend})

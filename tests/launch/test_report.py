@@ -54,6 +54,12 @@ def test_reports_of_an_earlier_launch_are_removed(tmp_path: Path) -> None:
     assert other.read_text() == "mine"
 
 
+def test_a_place_where_no_report_can_be_is_no_error(tmp_path: Path) -> None:
+    """A report explains an end: where none can be read, a run that ended well has still ended well."""
+    (tmp_path / "reports").write_text("a file")
+    assert Report.read(tmp_path, 0) is None
+
+
 def test_a_file_that_is_no_report_is_named(tmp_path: Path) -> None:
     """A damaged report raises a ValueError with its path, and is not taken for an absent one."""
     path_of(tmp_path, 0).parent.mkdir()

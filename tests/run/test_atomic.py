@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from andon.problems import InputError
-from andon.run.atomic import clean_leftovers, is_leftover, json_bytes, whole_folder, write_json, write_whole
+from andon.run.atomic import clean_leftovers, is_leftover, json_bytes, storage, whole_folder, write_json, write_whole
 from tests.run.crash import Mode, every_failure
 
 
@@ -48,6 +49,18 @@ def test_permissions_are_the_umasks(tmp_path: Path) -> None:
     finally:
         os.umask(before)
     assert (tmp_path / "file").stat().st_mode & 0o777 == 0o640
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.ETIMEDOUT, errno.EUCLEAN, 12345])
+def test_whatever_a_disk_answers_is_said_of_the_path(tmp_path: Path, number: int) -> None:
+    """A shared file system has answers of its own, and a kernel may have new ones: none of them is an unforeseen error.
+
+    An answer that only means "not now" is the caller's to hear.
+    """
+    with pytest.raises(InputError, match="file: cannot be written: the system refuses it"), storage(tmp_path / "file"):
+        raise OSError(number, "its own words")
+    with pytest.raises(BlockingIOError), storage(tmp_path / "file"):
+        raise OSError(errno.EAGAIN, "another has it")
 
 
 @pytest.mark.parametrize("place", ["none/file", "plain/file", "folder", "x" * 300])

@@ -165,6 +165,24 @@ def test_prune_keeps_the_latest_and_the_best(tmp_path: Path) -> None:
         prune(tmp_path, keep=0)
 
 
+def test_a_link_in_the_place_of_a_checkpoint_is_rejected_by_name(tmp_path: Path) -> None:
+    """It is not passed over in silence, and a new checkpoint takes its place, also where it leads nowhere."""
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    save_checkpoint(folder, 1, {"w": torch.ones(1)}, {})
+    (folder / "step-00000001").rename(tmp_path / "elsewhere")
+    (folder / "step-00000001").symlink_to(tmp_path / "elsewhere")
+    (folder / "step-00000002").symlink_to(tmp_path / "nowhere")
+    found, rejected = newest_valid(folder)
+    assert found is None
+    assert ["step-00000002" in rejected[0], "step-00000001" in rejected[1]] == [True, True]
+    for step in (1, 2):
+        save_checkpoint(folder, step, {"w": torch.zeros(1)}, {})
+    assert sorted(path.name for path in folder.iterdir() if not path.is_symlink()) == ["step-00000001", "step-00000002"]
+    assert len(list(folder.iterdir())) == 2
+    assert (tmp_path / "elsewhere" / "manifest.json").exists()
+
+
 def test_a_rejected_later_checkpoint_pushes_no_good_one_out(tmp_path: Path) -> None:
     """After a resume from before a damaged checkpoint, what is saved next is kept although its step is lower."""
     for step in (2, 4, 6):

@@ -217,7 +217,7 @@ def test_a_run_that_began_meanwhile_is_not_discarded(tmp_path: Path, monkeypatch
         lock(handle, how)
 
     monkeypatch.setattr(fcntl, "flock", begun_first)
-    run.discard_unbegun(keep_folder=False)
+    run.discard_unbegun(before=None)
     assert run.begun()
 
 
@@ -253,3 +253,31 @@ def test_a_lock_that_cannot_be_read_makes_no_folder_foreign(tmp_path: Path, monk
     monkeypatch.setattr(Path, "open", failing)
     with pytest.raises(InputError, match=r"\.lock: cannot be read: Input/output error"):
         RunFolder(tmp_path).state()
+
+
+def test_what_stood_there_before_is_not_discarded(tmp_path: Path) -> None:
+    """A run that ends before it begins takes away what it made, and nothing that it found."""
+    run = RunFolder(tmp_path / "run")
+    notes = run.path / "reports" / "thesis.txt"
+    notes.parent.mkdir(parents=True)
+    notes.write_text("mine")
+    before = run.names()
+    with run.open_for_writing():
+        run.environment.write_text("{}")
+    run.discard_unbegun(before=before)
+    assert {path.name for path in run.path.iterdir()} == {"reports"}
+    assert notes.read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["reports", "metrics.jsonl", "checkpoints", "ledger.jsonl"])
+def test_a_folder_with_links_is_refused(tmp_path: Path, name: str) -> None:
+    """Whoever made the folder could have it lead anywhere: nothing is written or removed behind a link."""
+    run = RunFolder(tmp_path / "run")
+    with run.open_for_writing():
+        pass
+    if (run.path / name).exists():
+        (run.path / name).rmdir()
+    (run.path / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(InputError, match=f"{name}: is a link"), run.open_for_writing():
+        pytest.fail("it would be written through")
+    assert not (tmp_path / "elsewhere").exists()

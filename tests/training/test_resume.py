@@ -255,6 +255,36 @@ def test_a_damaged_ledger_is_refused_by_line(runs: Runs, tmp_path: Path) -> None
         runs.train(folder, resume="auto")
 
 
+def test_a_checkpoint_goes_with_its_own_ledger_alone(runs: Runs, tmp_path: Path) -> None:
+    """A ledger without the line that the checkpoint quotes is another one, or was cut: nothing goes on from both."""
+    folder = interrupted(runs, tmp_path / "run", 2)
+    lines = (folder / "ledger.jsonl").read_bytes().splitlines(True)
+    steps = [number for number, line in enumerate(lines) if b'"kind":"step"' in line]
+    (folder / "ledger.jsonl").write_bytes(b"".join(lines[: steps[-1]]))
+    with pytest.raises(InputError, match=rf"step-00000002: line {steps[-1] + 1} of ledger.jsonl is not the one"):
+        runs.train(folder, resume="auto")
+
+
+def test_what_a_checkpoint_quotes_outlives_a_power_cut(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything of a checkpoint is synced, the ledger was, with every line that it has by then."""
+    inner, quoted = os.fsync, []
+    synced: list[int] = []
+
+    def fsync(handle: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{handle}"))
+        if path.name == "ledger.jsonl":
+            synced.append(os.fstat(handle).st_size)
+        elif path.name == "tensors.safetensors":
+            quoted.append(synced[-1] == (tmp_path / "run" / "ledger.jsonl").stat().st_size)
+        inner(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    assert runs.train(tmp_path / "run") == 0
+    assert quoted == [True] * 4
+
+
 def test_what_stands_in_the_place_of_a_ledger_is_refused_by_line(runs: Runs, tmp_path: Path) -> None:
     """A folder of a run whose ledger holds something else is bad input without `--resume auto`, too."""
     folder = RunFolder(tmp_path / "run")

@@ -58,14 +58,14 @@ def run_training(
     _check_data(config)
     made = folder is None
     folder = _new_folder(config) if folder is None else folder
-    was_there = not made and folder.path.exists()
+    before = folder.names() if not made and folder.path.exists() else None
     try:
         if config.run.backend in IN_PROCESS:
             code = _train_here(config, folder, started)
         else:
             code = _train_in_ranks(config, folder, started, sizing, entry)
     finally:
-        folder.discard_unbegun(keep_folder=was_there)
+        folder.discard_unbegun(before=before)
         if made:
             with suppress(OSError):  # it stays where anything is in it
                 folder.path.rmdir()

@@ -211,7 +211,7 @@ class Run(Section):
     grace_s: Positive = Field(default=30.0, description="time to reach a step's end and a checkpoint after SIGTERM")
     on_save_error: Literal["stop", "continue"] = Field(
         default="stop",
-        description="where the disk refuses a checkpoint; continue: say so, keep the last one and go on training",
+        description="where the disk refuses a checkpoint; continue: say so, keep the last",
     )
     resume: Literal["never", "auto"] = Field(
         default="never", description="auto: go on from the newest valid checkpoint"
@@ -224,6 +224,15 @@ class Run(Section):
         if isinstance(given, Mapping) and isinstance(given.get("devices"), list | tuple) and "workers" not in given:
             return {**given, "workers": max(len(given["devices"]), 1)}
         return given
+
+    @model_validator(mode="after")
+    def _a_deadline_has_ranks(self) -> Run:
+        if self.step_deadline_s is not None and self.backend in IN_PROCESS:
+            what = (
+                f"needs ranks of their own, which {self.backend} has not: gloo, nccl or mixed ({self.step_deadline_s})"
+            )
+            raise _refuse("step_deadline_s", what)
+        return self
 
     @model_validator(mode="after")
     def _devices_fit(self) -> Run:

@@ -58,11 +58,14 @@ class Report:
 
     @classmethod
     def read(cls, run_folder: Path, rank: int) -> Report | None:
-        """The report of a rank; None where it left none. ValueError where the file is none of ours."""
+        """The report of a rank; None where it left none, or none that can be read: it explains an end, and makes none.
+
+        ValueError where the file is none of ours.
+        """
         path = path_of(run_folder, rank)
         try:
             text = path.read_text(encoding="utf-8")
-        except FileNotFoundError:
+        except OSError:
             return None
         try:
             return cls(**json.loads(text))

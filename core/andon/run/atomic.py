@@ -44,9 +44,9 @@ def storage(path: Path, doing: Literal["written", "read"] = "written") -> Iterat
     try:
         yield
     except OSError as error:
-        reason = _STORAGE.get(error.errno or 0)
-        if reason is None:
+        if error.errno is None or isinstance(error, BlockingIOError):
             raise
+        reason = _STORAGE.get(error.errno, "the system refuses it")
         raise InputError([Problem(str(path), f"cannot be {doing}: {reason} ({error.strerror})")]) from error
 
 

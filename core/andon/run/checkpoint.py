@@ -167,7 +167,7 @@ def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _put_in_place(temporary: Path, final: Path) -> None:
     replaced = final.with_name(f"{final.name}.old-{secrets.token_hex(4)}")
-    if final.exists():
+    if os.path.lexists(final):
         final.rename(replaced)
         try:
             temporary.rename(final)
@@ -177,7 +177,7 @@ def _put_in_place(temporary: Path, final: Path) -> None:
     else:
         temporary.rename(final)
     fsync_folder(final.parent)
-    for other in _named(final.parent).get(_step_of(final), []):
+    for other in _named(final.parent, links=True).get(_step_of(final), []):
         if other != final:
             _discard(other)
 
@@ -203,9 +203,12 @@ def newest_valid(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     """
     rejected: list[str] = []
     with storage(folder, "read"):
-        named = _named(folder) if folder.is_dir() else {}
+        named = _named(folder, links=True) if folder.is_dir() else {}
     for step in sorted(named, reverse=True):
         for path in named[step]:
+            if path.is_symlink():
+                rejected.append(f"{path}: it is a link, not the folder that was saved")
+                continue
             try:
                 return load_checkpoint(path), rejected
             except CheckpointError as error:
@@ -248,10 +251,17 @@ def _step_of(path: Path) -> int:
     return int(match[1])
 
 
-def _named(folder: Path) -> dict[int, list[Path]]:
-    """The folders that are named like checkpoints, by step, the plain name before those that were replaced."""
+def _named(folder: Path, *, links: bool = False) -> dict[int, list[Path]]:
+    """The folders that are named like checkpoints, by step, the plain name before those that were replaced.
+
+    links: and what is a link, which is no checkpoint but has the name of one.
+    """
     found: dict[int, list[Path]] = {}
-    for name in sorted(entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)):
+    for name in sorted(
+        entry.name
+        for entry in os.scandir(folder)
+        if entry.is_dir(follow_symlinks=False) or (links and entry.is_symlink())
+    ):
         if _NAME.fullmatch(name):
             found.setdefault(_step_of(Path(name)), []).append(folder / name)
     return found

@@ -110,10 +110,17 @@ class RunFolder:
         """Whether a run has left anything here that another must not write over: a line of its ledger, a checkpoint."""
         return _starts_a_ledger(self.ledger) or (self.checkpoints.is_dir() and any(self.checkpoints.iterdir()))
 
-    def discard_unbegun(self, *, keep_folder: bool) -> None:
+    def names(self) -> frozenset[str]:
+        """What stands in the folder; nothing where there is none."""
+        with suppress(FileNotFoundError, NotADirectoryError):
+            return frozenset(os.listdir(self.path))
+        return frozenset()
+
+    def discard_unbegun(self, *, before: frozenset[str] | None) -> None:
         """Remove what a run left that ended before it began (its lock, empty folders, what it started from).
 
-        Nothing happens where a run has begun, or another process owns the folder. keep_folder: leave the empty folder.
+        Nothing happens where a run has begun, or another process owns the folder. before: what stood in the folder then
+        (`names`), and stays; None: there was no folder, so that none stays where it is empty.
         """
         if not self.lock.is_file() or self.state() is State.FOREIGN or self.begun():
             return
@@ -125,9 +132,9 @@ class RunFolder:
             clean_leftovers(self.path)
             started = (self.config, self.environment, self.provenance, self.metrics, self.ledger, self.path / REPORTS)
             for path in (*started, self.checkpoints, self.lock):
-                if path.exists():
+                if path.exists() and path.name not in (before or ()):
                     remove(path)
-            if not keep_folder and not any(self.path.iterdir()):
+            if before is None and not any(self.path.iterdir()):
                 self.path.rmdir()
         except BlockingIOError:
             return
@@ -139,10 +146,12 @@ class RunFolder:
         """Own the folder for the time of the context; it is created if it is not there, and cleaned of temporaries.
 
         The kernel releases the lock when the owner ends, however it ends. Ask for `state` inside. Raises `InputError`
-        for a folder that another live process owns (naming its pid), that holds something else, or cannot be written.
+        for a folder that another live process owns (naming its pid), that holds something else, or a link, which may
+        lead out of it, or that cannot be written.
         """
         if self.state() is State.FOREIGN:
             raise InputError([Problem(str(self.path), "holds something that is no run; name a new or an empty folder")])
+        self._refuse_links()
         with storage(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             handle = os.open(self.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
@@ -156,6 +165,13 @@ class RunFolder:
         finally:
             with suppress(OSError):  # the lock is released however the disk answers
                 os.close(handle)
+
+    def _refuse_links(self) -> None:
+        with storage(self.path, "read"):
+            links = [name for name in sorted(self.names()) if (self.path / name).is_symlink()]
+        if links:
+            what = "is a link, which may lead out of the run's folder; put what it leads to in its place"
+            raise InputError([Problem(str(self.path / name), what) for name in links])
 
     def _lock(self, handle: int) -> None:
         try:

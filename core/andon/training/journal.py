@@ -57,7 +57,7 @@ class MetricsWriter:
         if path.exists():
             write_whole(path, b"".join(line for line in path.read_bytes().splitlines(True) if _is_up_to(line, done)))
         with storage(path):
-            self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         self._size = os.fstat(self._handle).st_size
 
     def write(self, line: Mapping[str, Any]) -> None:
