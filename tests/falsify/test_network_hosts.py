@@ -18,8 +18,9 @@ from andon_falsify.nemesis.network import NEMESES
 needs_hosts = pytest.mark.usefixtures("hosts_here")
 PATIENCE_S = 60.0
 OWNER = """
-import sys, time
+import signal, sys, time
 from pathlib import Path
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background begins with it ignored
 from andon_falsify.nemesis.hosts import Lan
 from andon_falsify.nemesis.network import NEMESES
 lan = Lan.of(2)

@@ -35,6 +35,8 @@ print("ready", flush=True)
 process.join(input())
 """
 _INTERRUPTED = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background begins with it ignored
 from andon_falsify.ranks.pool import RankPool
 try:
     with_ranks = RankPool(1).run("tests.falsify.rank_work:describe", "")

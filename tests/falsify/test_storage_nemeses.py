@@ -18,9 +18,9 @@ from andon_falsify.nemesis.left_behind import whole
 EVERY = (*storage.NEMESES, *damaged.NEMESES)
 DAMAGES = [each.damage for each in damaged.NEMESES if isinstance(each, damaged.Damaged)]
 BELIEVE = (
-    "import sys, pathlib\n"
+    "import sys, pathlib, types\n"
     "from andon_falsify.nemesis.disk_plants import unverified\n"
-    "unverified(None)\n"
+    "unverified(types.SimpleNamespace(acted=lambda: None))\n"
     "from andon.run.checkpoint import load_checkpoint\n"
     "print(load_checkpoint(pathlib.Path(sys.argv[1])).tensors['w'].unique().numel())\n"
 )

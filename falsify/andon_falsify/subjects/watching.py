@@ -86,14 +86,15 @@ class WatchedJournal:
     def evaluated(self, step: int, epoch: int, scores: Scores, what: str) -> None:
         """These runs evaluate nothing."""
 
-    def checkpoint(self, progress: Progress, *, best: bool) -> None:
-        """The whole state, where the case keeps files."""
+    def checkpoint(self, progress: Progress, *, best: bool, last: bool) -> bool:
+        """The whole state, where the case keeps files; whether there is one."""
         if self._ledger is None or self._parts.case.folder is None:
-            return
+            return False
         self._ledger.sync()
         tensors = state_tensors(self._parts.replicas[0])
         path = save_checkpoint(self._folder, progress.step, tensors, {"progress": progress.step}, self._ledger.head)
         self._ledger.append(Saved(progress.step, path.name, hex64(0), best))
+        return True
 
     def append(self, record: Record) -> None:
         """Any other line."""
