@@ -34,7 +34,7 @@ def test_numbers_that_are_none_are_refused(tmp_path: Path) -> None:
     """One line that has the value in it, and 2."""
     config = tmp_path / "config.yaml"
     config.write_text("seed: 1\n", encoding="utf-8")
-    for flags in (("--workers", "2,x"), ("--workers", "0"), ("--gpu-memory", "-1")):
+    for flags in (("--workers", "2,x"), ("--workers", "0"), ("--workers", "000019999"), ("--gpu-memory", "-1")):
         ended = andon("plan", config, *flags)
         assert (ended.code, ended.out, len(ended.said)) == (2, [], 1)
         assert flags[1] in ended.said[0]

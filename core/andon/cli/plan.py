@@ -57,7 +57,9 @@ def plan(
 def _numbers(text: str) -> tuple[int, ...]:
     """Raises `InputError` for anything but numbers of workers."""
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() and 1 <= int(part[:5]) <= _MOST_WORKERS for part in parts):
+    if not all(
+        part.isascii() and part.isdigit() and len(part) <= 4 and 1 <= int(part) <= _MOST_WORKERS for part in parts
+    ):
         raise InputError(
             [Problem("--workers", f"{text!r} is no list of numbers from 1 to {_MOST_WORKERS}, as in 1,2,4")]
         )

@@ -33,34 +33,22 @@ def build_replicas(
     Raises `InputError` for a model that cannot be trained to the same bits anywhere: whose random numbers cannot be
     keyed by micro-batch, or that keeps running statistics.
     """
+    on_device: dict[torch.device, nn.Module] = {}
+    replicas: list[Replica] = []
     try:
-        return _built(model, backend, optimizer, seed, task, sample, checkpointing)
+        for device in backend.devices:
+            own = _placed(model, device, on_device)
+            own.train()
+            if checkpointing:
+                checkpoint_layers(own, device)
+            batch = task.load([sample], device)
+            full = needs_full_interception(lambda m=own, b=batch: task.loss_sum(m, b), device)  # type: ignore[misc]
+            randomness = KeyedRandomness(seed, device, intercept_all=full)
+            replicas.append(Replica(own, trainable_parameters(own), optimizer, randomness, device))
     except InputError:
         raise
     except ValueError as error:
         raise InputError([Problem("model.base", str(error))]) from error
-
-
-def _built(
-    model: nn.Module,
-    backend: Backend,
-    optimizer: OptimizerSpec,
-    seed: int,
-    task: Task,
-    sample: int,
-    checkpointing: bool,
-) -> list[Replica]:
-    replicas: list[Replica] = []
-    on_device: dict[torch.device, nn.Module] = {}
-    for device in backend.devices:
-        own = _placed(model, device, on_device)
-        own.train()
-        if checkpointing:
-            checkpoint_layers(own, device)
-        batch = task.load([sample], device)
-        intercept_all = needs_full_interception(lambda m=own, b=batch: task.loss_sum(m, b), device)  # type: ignore[misc]
-        randomness = KeyedRandomness(seed, device, intercept_all=intercept_all)
-        replicas.append(Replica(own, trainable_parameters(own), optimizer, randomness, device))
     return replicas
 
 
