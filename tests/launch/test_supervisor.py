@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -92,7 +93,7 @@ def test_a_rank_that_is_stopped_is_given_up(
 
 
 class CountingWake(Wake):
-    """Calls `then` once the supervisor has looked five times."""
+    """Calls `then` once the supervisor has looked five times; it reads its wake twice at each look."""
 
     def __init__(self, then: Callable[[], object]) -> None:
         super().__init__()
@@ -101,7 +102,7 @@ class CountingWake(Wake):
     def wait(self, seconds: float) -> list[int]:
         """As it was, counted."""
         self._looks += 1
-        if self._looks == 5:
+        if self._looks == 10:
             self._then()
         return super().wait(seconds)
 
@@ -146,6 +147,22 @@ def test_a_watch_that_fails_leaves_no_rank(
     with pytest.raises(ValueError, match=r"rank-0\.json"):
         Supervisor(agent, wake, tmp_path, 3600).run()
     assert [process.wait(PATIENCE_S) for process in ranks.values()] == [-signal.SIGKILL] * 3
+
+
+class Signalled(Agent):
+    """Its ranks have ended on a signal to the whole group, which reaches the launcher while it looks at them."""
+
+    def look(self) -> None:
+        """What came from the agents is read after the group was signalled."""
+        os.kill(os.getpid(), signal.SIGTERM)
+        self.done = True
+
+
+def test_a_signal_to_the_group_is_seen_with_what_it_did(tmp_path: Path, wake: Wake) -> None:
+    """The ranks' ends, seen first, would be taken for those of agents that leave, and a world that is too small."""
+    with wake.listening():
+        seen = Supervisor(Signalled(), wake, tmp_path, 3600).run()
+    assert seen.asked_by == signal.SIGTERM
 
 
 def test_a_wake_that_was_closed_may_still_be_rung() -> None:

@@ -156,11 +156,13 @@ class Supervisor:
         return self._seen
 
     def _look(self) -> None:
-        for signum in self._wake.wait(POLL_S):
-            self._take(signum)
+        asked = self._wake.wait(POLL_S)
         self._agent.look()
+        # A signal to the whole group came before what the agents and ranks did on it, however late we hear of it.
+        for signum in asked + self._wake.wait(0):
+            self._take(signum)
         self._meet_ranks()
-        if self._agent.ending and self._all and not self._told_to_end:
+        if self._agent.ending and self._all and not self._told_to_end and not self._seen.asked_by:
             self._told_to_end = True
             self._forward(signal.SIGUSR1)
         self._find_dead()
