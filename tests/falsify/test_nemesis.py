@@ -19,7 +19,7 @@ import pytest
 from andon_falsify.nemesis import bench, judging, processes, schedule
 from andon_falsify.nemesis.__main__ import told, verdict
 from andon_falsify.nemesis.bench import Bench, Run
-from andon_falsify.nemesis.left_behind import Undisturbed, whole
+from andon_falsify.nemesis.left_behind import Undisturbed
 from andon_falsify.nemesis.planting import Planting, idle, proofs_in
 from andon_falsify.nemesis.protocol import Ending, Launch, Nemesis, Phase, Plant, Promise, Row, Struck
 from andon_falsify.nemesis.registry import UNPLAYED, nemeses
@@ -46,7 +46,12 @@ BROKEN = {
     "healing: exit 71: rank 0 died": {"healing": Ending((71,), "rejected\nrank 0 died")},
     "healing: not said: 'rejected'": {"healing": Ending((0,), "")},
     "healing: 1 processes left": {"healing": Ending((0,), "rejected", left=1)},
+    "healing: it was not resumed": {"healing": None},
+    "nothing was started": {"ending": replace(KEPT.ending, codes=())},
 }
+
+
+ZEROS = ",".join(f'"{name}":{{"hex":"0x0p+0"}}' for name in ("loss", "grad_norm", "lr"))
 
 
 def switched_off(nemesis: Nemesis) -> set[Plant]:
@@ -87,6 +92,8 @@ def test_what_is_accepted_later_is_wrong_only_where_all_must_stop_at_once() -> N
         ({"calm": ("exit 71",)}, False),
         ({"unguarded": ()}, False),
         ({"unguarded": None}, False),
+        ({"calm": None}, False),
+        ({"phase": None}, False),
         ({"doubt": "never acted: guards:no_reports"}, False),
         ({"failed": "the run ended before"}, False),
     ],
@@ -98,6 +105,8 @@ def test_what_is_accepted_later_is_wrong_only_where_all_must_stop_at_once() -> N
         "without fault",
         "guard off, unseen",
         "guard off, not played",
+        "without fault, not played",
+        "nothing seen",
         "guard not off",
         "no fault",
     ],
@@ -113,10 +122,11 @@ def test_a_row_is_good_only_with_both_of_its_controls(changes: dict[str, object]
 
 
 def test_nemeses_have_names_of_their_own_and_a_guard_or_a_reason() -> None:
-    """None is without the control that is its due, or without words on why there is none."""
+    """None is without the control that is its due and what that must show, or without words on why there is none."""
     found = nemeses()
     assert len({each.name for each in found}) == len(found)
     assert [each.name for each in found if bool(each.guard) == bool(each.no_guard)] == []
+    assert [each.name for each in found if each.guard and not each.finds] == []
 
 
 def test_every_row_of_the_catalogue_is_played_or_it_is_said_why_not() -> None:
@@ -151,25 +161,41 @@ def test_a_rank_that_is_killed_is_one_line_and_nothing_is_lost(tmp_path: Path) -
     assert phase.result == ""
     (folder,) = tmp_path.glob("guarded-*/run")
     assert prepared.whole.accepted(folder, prepared.whole.result[2]) == ((), ())
-    _tampered(folder)
-    assert prepared.whole.differs(folder) != ""
-    assert prepared.whole.accepted(folder, 0)[1] == ("ledger line of step 1",)
-
-
-def _tampered(folder: Path) -> None:
-    """Another final digest, another loss in the first line, and one byte more in the newest checkpoint."""
-    summary = json.loads((folder / "summary.json").read_bytes())
-    (folder / "summary.json").write_text(json.dumps(summary | {"weights_digest": "0"}), encoding="utf-8")
-    lines = (folder / "ledger.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
-    place = next(place for place, text in enumerate(lines) if '"kind":"step"' in text)
-    first = json.loads(lines[place])
-    lines[place] = json.dumps(first | {"loss": {"hex": "0x1p+0", "value": 1.0}}) + "\n"
-    (folder / "ledger.jsonl").write_text("".join(lines).replace('"kind": "step"', '"kind":"step"'), encoding="utf-8")
+    same = "the result is the same, but "
     newest = max(folder.glob("checkpoints/step-*"))
-    assert whole(newest)
     with (newest / "tensors.safetensors").open("ab") as file:
         file.write(b"\0")
-    assert not whole(newest)
+    assert prepared.whole.differs(folder) == f"{same}{newest.name} is not there, whole"
+    _in_first_step(folder, {"kind": "other"})
+    assert prepared.whole.differs(folder) == f"{same}the ledger lacks the updates 1"
+    _in_first_step(folder, {"loss": {"hex": "0x1p+0", "value": 1.0}})
+    assert prepared.whole.accepted(folder, 0)[1] == ("ledger line of step 2",)
+    assert prepared.whole.differs(folder) == f"{same}not ledger line of step 2"
+    summary = json.loads((folder / "summary.json").read_bytes())
+    (folder / "summary.json").write_text(json.dumps(summary | {"weights_digest": "0"}), encoding="utf-8")
+    assert prepared.whole.differs(folder).startswith("('0', ")
+
+
+def _in_first_step(folder: Path, fields: dict[str, object]) -> None:
+    """Give the first line of an update in the ledger other fields."""
+    lines = (folder / "ledger.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    place = next(place for place, text in enumerate(lines) if '"kind":"step"' in text)
+    changed = json.dumps(json.loads(lines[place]) | fields, separators=(",", ":"))
+    (folder / "ledger.jsonl").write_text("".join([*lines[:place], f"{changed}\n", *lines[place + 1 :]]))
+
+
+def test_a_run_that_made_nothing_is_no_measure(tmp_path: Path) -> None:
+    """A trainer that does nothing, or keeps nothing, is not held against itself: what is missing is said."""
+    lines = [f'{{"kind":"step","step":{n},"ids":[],' + ZEROS + "}\n" for n in (1, 2)]
+    for updates, ledger, said in (
+        (0, [], "0 of 2 updates are in its ledger, 0 in its summary"),
+        (2, lines[:1], "1 of 2 updates are in its ledger, 2 in its summary"),
+        (2, lines, "not whole: step-00000001, step-00000002"),
+    ):
+        summary = {"weights_digest": "0", "final_loss": {"hex": "0x0p+0"}, "steps": updates}
+        (tmp_path / "summary.json").write_text(json.dumps(summary))
+        (tmp_path / "ledger.jsonl").write_text("".join(ledger))
+        assert Undisturbed(tmp_path).lacking(2) == said
 
 
 def test_plants_are_written_in_one_way() -> None:
@@ -302,11 +328,21 @@ def test_a_control_that_never_acted_or_broke_shows_nothing(tmp_path: Path) -> No
     off = (Plant("guards:deaf"), Plant("guards:blind"))
     Planting({}, proofs_in(tmp_path), "guards:deaf").acted()
     assert idle(off, tmp_path) == ("guards:blind",)
-    assert judging.doubt(replace(KEPT, idle=idle(off, tmp_path))) == "never acted: guards:blind"
+    assert judging.doubt(replace(KEPT, idle=idle(off, tmp_path)), FOUND, DUE) == "never acted: guards:blind"
     broke = Ending((1,), "Traceback (most recent call last):\nAttributeError: _record")
-    assert judging.doubt(replace(KEPT, ending=broke)) == "it ends with a traceback: AttributeError: _record"
-    assert judging.doubt(replace(KEPT, healing=broke)) == "it ends with a traceback: AttributeError: _record"
-    assert judging.doubt(replace(KEPT, ending=Ending((0,), ""))) == ""
+    for each in (replace(KEPT, ending=broke), replace(KEPT, healing=broke)):
+        assert judging.doubt(each, FOUND, DUE) == "it ends with a traceback: AttributeError: _record"
+    assert judging.doubt(replace(KEPT, ending=Ending((0,), "")), FOUND, DUE) == ""
+
+
+def test_a_control_that_refuses_its_own_settings_shows_nothing() -> None:
+    """Whatever ends otherwise than promised is no sign of the guard that was switched off; only what is due is."""
+    refused = ("exit 2 instead of 70", "not said: 'audit broken'")
+    assert judging.doubt(KEPT, refused, DUE) == f"exit 2 instead of 70; to be found was {DUE!r}"
+    assert judging.doubt(KEPT, (*refused, "healing: exit 1: rank 0"), DUE) == ""
+
+
+FOUND, DUE = ("exit 0 instead of 70",), "exit 0 instead of 70|healing: exit"
 
 
 @pytest.mark.parametrize("plant", sorted({plant for each in nemeses() for plant in switched_off(each)}, key=str))

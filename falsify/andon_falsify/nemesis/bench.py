@@ -39,7 +39,8 @@ SETTINGS = (
     "model.num_key_value_heads=2",
     "adapter.r=2",
 )
-"""33 updates of 86 rows, the last of an epoch short; all checkpoints stay, to be compared."""
+"""86 rows, the last update of an epoch short; all checkpoints stay, to be compared."""
+UPDATES = 33
 TIMEOUT_S = 5.0
 """`run.timeout_s` of `SETTINGS`: how long a rank may be silent."""
 LIMIT_S = 120.0
@@ -214,6 +215,8 @@ class Bench:
             run.kill()
         if ending.codes != (0,):
             raise RuntimeError(f"the undisturbed run ended with {ending.codes}: {ending.said[-2000:]}")
+        if lacking := bench.whole.lacking(UPDATES):
+            raise RuntimeError(f"nothing can be held against the undisturbed run: {lacking}")
         return bench
 
     def play(self, nemesis: Nemesis) -> Row:
@@ -234,7 +237,9 @@ class Bench:
             return Row(nemesis, failed=f"the nemesis failed: {type(error).__name__}: {error}")
         wrong, *unguarded = (judging.wrong(nemesis.promise, phase) for phase in phases)
         row = Row(nemesis, phase=phases[0], wrong=wrong, calm=calm)
-        return replace(row, unguarded=unguarded[0], doubt=judging.doubt(phases[1])) if unguarded else row
+        if not unguarded:
+            return row
+        return replace(row, unguarded=unguarded[0], doubt=judging.doubt(phases[1], unguarded[0], nemesis.finds))
 
     def disturbed(self, nemesis: Nemesis) -> list[Phase]:
         """The disturbed run, and where there is a guard to switch off, the one without it."""
@@ -253,7 +258,7 @@ class Bench:
         try:
             nemesis.prepare(run)
             phase = self._fault(nemesis, run, guarded=guarded)
-            if not nemesis.promise.heals or (not guarded and judging.wrong(nemesis.promise, phase)):
+            if not nemesis.promise.heals or (not guarded and judging.wrong_before_healing(nemesis.promise, phase)):
                 return [phase]  # without its guard it is found wrong already, and needs no second look
             kept = run.folder.with_name(f"{run.folder.name}-kept")
             found = []

@@ -19,6 +19,8 @@ PLANTS = "andon_falsify.nemesis.disk_plants"
 UNVERIFIED = Plant.of(f"{PLANTS}:unverified")
 _PAGE = 4096
 _END_S = 60.0
+_DAMAGED = (TENSORS, STATE, MANIFEST)
+"""One file of each of the newest checkpoints."""
 
 
 def checkpoints(run: Run) -> list[Path]:
@@ -42,6 +44,7 @@ class Damaged(Nemesis):
     damage: Callable[[Path, Path], object]
     """Damages a file, given the same file of the checkpoint before."""
     guard: str = "the check of every byte against the manifest"
+    finds: str = "healing: exit|healing: other bits"
 
     def heal(self, *, guarded: bool) -> Launch:
         """Without its guard whatever is in the files is believed."""
@@ -53,12 +56,14 @@ class Damaged(Nemesis):
         end_at_boundary(run)
         step, changed = run.steps, []
         newest = checkpoints(run)
-        for folder, before, name in zip(newest, newest[1:], (TENSORS, STATE, MANIFEST), strict=False):
+        for folder, before, name in zip(newest, newest[1:], _DAMAGED, strict=False):
             content = (folder / name).read_bytes()
             self.damage(folder / name, before / name)
             if (folder / name).read_bytes() == content:
                 raise NotStruckError(f"{folder / name} is as it was")
             changed.append(f"{folder.name}/{name}")
+        if len(changed) < len(_DAMAGED):
+            raise NotStruckError(f"too few checkpoints to damage: {len(newest)}")
         return Struck(time.monotonic(), step, f"changed: {', '.join(changed)}")
 
 
@@ -140,5 +145,6 @@ NEMESES: tuple[Nemesis, ...] = (
         how="2 workers, ended by SIGTERM, resumed on 3",
         promise=Promise(_ENDED, heal_says=("resume: from step-",)),
         guard=_WORLD,
+        finds="healing: other bits",
     ),
 )

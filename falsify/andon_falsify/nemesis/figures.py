@@ -16,6 +16,7 @@ from andon_falsify.nemesis.protocol import Nemesis, NotStruckError, Option, Plan
 _AT = 7
 _WITHIN_S = 3.0
 """Two seconds to the end of all, and the update itself."""
+_UNSEEN = "exit 0 instead of 70|exit 1 instead of 70"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +63,7 @@ def _wrong(
         plant=Plant.of(f"{PLANTS}:{function}", rank=1, step=_AT, **options),
         workers="3",
         guard="contracts.enabled",
+        finds=_UNSEEN,
         off_settings=("contracts.enabled=false",),
         tier="seconds" if function == "loss_is_nan" else "minutes",
     )
@@ -87,6 +89,7 @@ NEMESES: tuple[Nemesis, ...] = (
         plant=Plant.of(f"{PLANTS}:shows_weights", rank=1, step=_AT),
         workers="3",
         guard="contracts.enabled",
+        finds=_UNSEEN,
         off_settings=("contracts.enabled=false",),
     ),
     _wrong(
@@ -106,6 +109,7 @@ NEMESES: tuple[Nemesis, ...] = (
         workers="3",
         settings=_AUDITED,
         guard="contracts.audit_every=1",
+        finds=_UNSEEN,
         off_settings=("contracts.audit_every=0",),
     ),
     _wrong(

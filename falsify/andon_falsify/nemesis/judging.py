@@ -9,11 +9,18 @@ _TRACEBACK = "Traceback (most recent call last)"
 
 def wrong(promise: Promise, phase: Phase) -> tuple[str, ...]:
     """Every part of a promise that does not hold; empty where all do."""
-    found = [*_ending(promise, phase.ending), *_accepted(promise, phase)]
+    found = list(wrong_before_healing(promise, phase))
     if phase.healing is not None:
         found += [f"healing: {each}" for each in not_calm(phase.healing, phase.result)]
         found += [f"healing: {each}" for each in _unsaid(promise.heal_says, phase.healing.said)]
+    elif promise.heals:
+        found.append("healing: it was not resumed")
     return tuple(found)
+
+
+def wrong_before_healing(promise: Promise, phase: Phase) -> tuple[str, ...]:
+    """Every part that does not hold of what is promised of the disturbed run itself."""
+    return (*_ending(promise, phase.ending), *_accepted(promise, phase))
 
 
 def not_calm(ending: Ending, result: str) -> tuple[str, ...]:
@@ -26,15 +33,20 @@ def not_calm(ending: Ending, result: str) -> tuple[str, ...]:
     return tuple(found)
 
 
-def doubt(phase: Phase) -> str:
+def doubt(phase: Phase, found: tuple[str, ...], due: str) -> str:
     """Why a phase without its guard does not show that the judge notices, whatever is wrong; empty where it does.
 
-    What was planted never acted, or broke: an error in the control itself is no wrong of an unguarded trainer.
+    What was planted never acted, or broke; or what was `found` wrong is not what must be (`due`, one of several by
+    `one|other`): a trainer that refuses the control's own settings is no unguarded trainer.
     """
     if phase.idle:
         return f"never acted: {', '.join(phase.idle)}"
     said = [each.said for each in (phase.ending, phase.healing) if each is not None and _TRACEBACK in each.said]
-    return f"it ends with a traceback: {last_line(said[0])}" if said else ""
+    if said:
+        return f"it ends with a traceback: {last_line(said[0])}"
+    if found and not any(_is_in(due, each) for each in found):
+        return f"{found[0]}; to be found was {due!r}"
+    return ""
 
 
 def last_line(said: str) -> str:
@@ -53,7 +65,7 @@ def line_with(said: str, words: tuple[str, ...]) -> str:
 
 
 def _common(ending: Ending) -> list[str]:
-    found = []
+    found = [] if ending.codes else ["nothing was started"]
     if ending.hung:
         found.append(f"not over {ending.seconds:.1f} s after it began")
     if ending.left:

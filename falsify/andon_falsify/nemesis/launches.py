@@ -52,6 +52,7 @@ NEMESES: tuple[Nemesis, ...] = (
         plant=Plant.of(f"{PLANTS}:raises", rank=1, step=7),
         workers="3",
         guard="reports of ranks",
+        finds="not said: 'rank 1 of 3: RuntimeError: planted'",
         off=(Plant(f"{GUARDS}:no_reports"),),
     ),
     Planted(
@@ -61,6 +62,7 @@ NEMESES: tuple[Nemesis, ...] = (
         promise=Promise((0,)),
         plant=Plant.of(f"{PLANTS}:sleeps", rank=1, step=7, seconds=3.0),
         guard="a timeout above the sleep",
+        finds="exit 72 instead of 0",
         off_settings=("run.timeout_s=1.5",),
     ),
     Planted(
@@ -71,6 +73,7 @@ NEMESES: tuple[Nemesis, ...] = (
         plant=Plant.of(f"{PLANTS}:never_joins", rank=1),
         workers="3",
         guard="run.timeout_s",
+        finds="not over",
         off_settings=("run.timeout_s=600",),
     ),
     SmallerWorld(

@@ -29,12 +29,35 @@ class Undisturbed:
         """What the ledger says of each update."""
         return dict(_lines(self.folder))
 
+    def lacking(self, updates: int) -> str:
+        """Why nothing can be held against this run: it is to have made so many updates, and to have all of them whole.
+
+        Empty where it has.
+        """
+        if self.result[2] != updates or set(self.lines) != set(range(1, updates + 1)):
+            return f"{len(self.lines)} of {updates} updates are in its ledger, {self.result[2]} in its summary"
+        named = [self.folder / "checkpoints" / f"step-{step:08}" for step in range(1, updates + 1)]
+        broken = [path.name for path in named if not whole(path)]
+        return f"not whole: {', '.join(broken)}" if broken else ""
+
     def differs(self, folder: Path) -> str:
-        """How the final result in `folder` differs from this one's; empty where it does not."""
+        """How what a run left in `folder` differs from this one, once it is to be finished; empty where it does not.
+
+        Its result, every update in its ledger, and its newest checkpoint, which is of the last update: the moments too.
+        """
         if not (folder / "summary.json").exists():
             return "it is not finished"
         found = _result(folder)
-        return "" if found == self.result else f"{found} where {self.result} belongs"
+        if found != self.result:
+            return f"{found} where {self.result} belongs"
+        other = self.accepted(folder, self.result[2])[1]
+        if other:
+            return f"the result is the same, but not {', '.join(other[:3])}"
+        unsaid = sorted(set(self.lines) - {number for number, _ in _lines(folder)})
+        if unsaid:
+            return f"the result is the same, but the ledger lacks the updates {', '.join(map(str, unsaid[:3]))}"
+        last = f"step-{self.result[2]:08}"
+        return "" if whole(folder / "checkpoints" / last) else f"the result is the same, but {last} is not there, whole"
 
     def accepted(self, folder: Path, step: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """What was accepted of more than `step` updates (checkpoints, ledger lines), and what this run never had."""

@@ -6,7 +6,6 @@ and of torchrun only where it restarts them.
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import time
@@ -18,6 +17,7 @@ from andon_falsify.nemesis.bench import TIMEOUT_S, Run
 from andon_falsify.nemesis.hosts import Host, Lan, unavailable
 from andon_falsify.nemesis.processes import alive, command_line, family
 from andon_falsify.nemesis.protocol import Launch, Nemesis, NotStruckError, Promise, Struck
+from andon_falsify.nemesis.schedule import send
 
 _STEP = 6
 """After so many updates a fault strikes."""
@@ -100,6 +100,7 @@ class Cut(BetweenHosts):
     way: str = "both"
     promise: Promise = field(default_factory=lambda: _named(2))
     guard: str = "run.timeout_s"
+    finds: str = "not over"
 
     def inject(self, run: Run) -> Struck:
         """Cut, and see that no datagram arrives where none shall."""
@@ -181,6 +182,8 @@ class Restarted(Cut):
         """Cut, wait for the end of the ranks, mend."""
         run.reach(_STEP)
         before = _ranks(run)
+        if len(before) != self.size:
+            raise NotStruckError(f"{len(before)} ranks are there instead of {self.size}")
         at, step = time.monotonic(), run.steps
         self.cut(run)
         proof = self.proof(run)
@@ -229,11 +232,13 @@ class Missing(BetweenHosts):
         """Stop one of them as soon as it is there; once another has ended, its agent is ended too."""
         run.wait_for(lambda: len(_ranks(run)) == self.size, "all ranks there")
         at, stopped = time.monotonic(), _ranks(run)[-1]
-        os.kill(stopped, signal.SIGSTOP)
+        seen = send(stopped, signal.SIGSTOP)
+        if seen is None or not seen.startswith("stopped"):
+            raise NotStruckError(f"process {stopped} had ended: {seen}")
         waited = self._first_ended(run)
         if waited is not None:
             run.commands[-1].kill()
-        return Struck(at, 0, f"process {stopped} is stopped; another rank ended after {waited} s")
+        return Struck(at, 0, f"process {stopped} is {seen}; another rank ended after {waited} s")
 
     def _first_ended(self, run: Run) -> float | None:
         began = time.monotonic()
@@ -321,6 +326,7 @@ NEMESES: tuple[Nemesis, ...] = (
         settings=("run.step_deadline_s=1.5",),
         promise=Promise(_ENDS, ("took longer than run.step_deadline_s, 1.5 s",), 5.0),
         guard="run.step_deadline_s",
+        finds="not over",
         off="run.step_deadline_s=null",
     ),
     Missing(
@@ -329,6 +335,7 @@ NEMESES: tuple[Nemesis, ...] = (
         how="SIGSTOP before it meets the others",
         promise=Promise((72, -signal.SIGKILL), (f"did not come within {TIMEOUT_S:g} s",)),
         guard="run.timeout_s",
+        finds="not over",
     ),
     WrongInterface(
         name="wrong interface",

@@ -53,6 +53,12 @@ def unsynced(lines: Iterable[str], folder: Path) -> tuple[Counter[str], list[tup
     return inside, [each for each in renamed if each[1].startswith(f"{folder}/")]
 
 
+def synced_or_lost(lines: Iterable[str], folder: Path) -> int:
+    """How many calls of the log wrote to a file in `folder`, or synced one: a log without any is no proof of a cut."""
+    found = (_WRITE.match(line) or _SYNC.match(line) for line in joined(lines))
+    return sum(each is not None and each[1].startswith(f"{folder}/") for each in found)
+
+
 def cut(lines: Iterable[str], folder: Path, *, names: bool) -> str:
     """Take from `folder` what a power cut at the end of the log would have taken; what was, in words."""
     lost, renamed = unsynced(lines, folder)

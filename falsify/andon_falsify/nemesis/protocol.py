@@ -99,7 +99,8 @@ class Nemesis(ABC):
     """One fault. `numbers`: its rows in the catalogue of issue 5. `how`: how it is brought about, in a few words.
 
     guard: what is switched off in the control, in a few words; where there is nothing to switch off, `no_guard` says
-    why, and there is no such control. before_start: whether `inject` comes before the run is started.
+    why, and there is no such control. finds: what the judge must then find, one of several texts by `one|other`;
+    anything else is no sign of the guard. before_start: whether `inject` comes before the run is started.
     """
 
     name: str
@@ -108,6 +109,7 @@ class Nemesis(ABC):
     how: str = ""
     tier: Tier = "minutes"
     guard: str = ""
+    finds: str = ""
     no_guard: str = ""
     before_start: bool = False
 
@@ -211,7 +213,7 @@ class Row:
         """Whether the promise holds and every control that there is, is as it should be; a skipped one is not bad."""
         if self.skipped:
             return True
-        if self.unplayed or self.doubt:
+        if self.unplayed or self.doubt or self.failed or self.phase is None:
             return False
-        controls = not self.calm and (bool(self.unguarded) or not self.nemesis.guard)
-        return not self.failed and not self.wrong and controls
+        controls = self.calm == () and (bool(self.unguarded) or not self.nemesis.guard)
+        return not self.wrong and controls

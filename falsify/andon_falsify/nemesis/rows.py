@@ -25,6 +25,7 @@ class BadRows(Nemesis):
     damage: Damage
     before_start: bool = True
     guard: str = "a reader that hears of problems"
+    finds: str = "exit 0 instead of 2|exit 1 instead of 2"
 
     def launch(self, *, guarded: bool) -> Launch:
         """As it is; without the guard all problems are passed over, and one process is enough to see it."""
@@ -51,6 +52,7 @@ class OtherRows(BadRows):
     """Rows that are taken as they are, and must give the bits that they give to one worker alone, undisturbed."""
 
     guard: str = "training.exact"
+    finds: str = "accepted, but the undisturbed run has no such|other bits"
 
     def launch(self, *, guarded: bool) -> Launch:
         """On several workers; without the guard sums are taken in whatever order is fastest."""

@@ -31,6 +31,7 @@ class Signal(Nemesis):
     victim: str
     workers: str = "3"
     guard: str = _RESTORED
+    finds: str = "other bits|accepted, but the undisturbed run has no such"
     off: tuple[Plant, ...] = ()
     off_settings: tuple[str, ...] = ()
     pause_s: float = 0.0
@@ -118,6 +119,7 @@ NEMESES: tuple[Nemesis, ...] = (
         signum=signal.SIGKILL,
         victim="launcher",
         guard="ranks that end with their launcher",
+        finds="processes left",
         off=_ORPHANS,
     ),
     Signal(
@@ -136,6 +138,7 @@ NEMESES: tuple[Nemesis, ...] = (
         signum=signal.SIGTERM,
         victim="1",
         guard="ranks that hear signals",
+        finds="exit 71 instead of 75",
         off=_DEAF,
     ),
     Signal(
@@ -146,6 +149,7 @@ NEMESES: tuple[Nemesis, ...] = (
         signum=signal.SIGTERM,
         victim="launcher",
         guard="ranks that hear signals",
+        finds="exit 71 instead of 75",
         off=_DEAF,
     ),
     Signal(
@@ -156,6 +160,7 @@ NEMESES: tuple[Nemesis, ...] = (
         signum=signal.SIGUSR1,
         victim="launcher",
         guard="ranks that hear signals",
+        finds="exit 71 instead of 75",
         off=_DEAF,
     ),
     Signal(
@@ -166,6 +171,7 @@ NEMESES: tuple[Nemesis, ...] = (
         signum=signal.SIGSTOP,
         victim="1",
         guard="run.timeout_s",
+        finds="not over",
         off_settings=("run.timeout_s=600",),
     ),
     Signal(
@@ -177,6 +183,7 @@ NEMESES: tuple[Nemesis, ...] = (
         victim="1",
         pause_s=4.0,
         guard="a timeout above the pause",
+        finds="exit 72 instead of 0",
         off_settings=("run.timeout_s=1.5",),
     ),
     Signal(
@@ -210,6 +217,7 @@ NEMESES: tuple[Nemesis, ...] = (
         victim="launcher",
         workers="",
         guard="ranks that end with their agent",
+        finds="processes left|is being written by process",
         off=_ORPHANS,
     ),
 )

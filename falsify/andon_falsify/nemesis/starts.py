@@ -14,6 +14,7 @@ def _other(name: str, how: str, function: str, said: str, number: int = 24, **op
         promise=Promise((70,), ("start-agrees broken|layout-equal broken|content-planned broken", said), 15.0, True),
         plant=Plant.of(f"{PLANTS}:{function}", rank=1, **options),
         guard="contracts.enabled",
+        finds="exit 0 instead of 70|exit 71 instead of 70",
         off_settings=("contracts.enabled=false",),
     )
 

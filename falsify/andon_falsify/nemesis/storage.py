@@ -131,6 +131,7 @@ class FailingSync(Nemesis):
     """From a step on every fsync of rank 0 fails with an input/output error."""
 
     guard: str = "an fsync that fails is fatal for what it was to save"
+    finds: str = "exit 0 instead of 2"
 
     def needs(self) -> str | None:
         """strace, and the right to trace."""
@@ -187,6 +188,7 @@ class GoneFolder(Nemesis):
 
     which: str
     guard: str = "a checkpoint that cannot be written ends the run"
+    finds: str = "exit 0 instead of 2"
 
     def launch(self, *, guarded: bool) -> Launch:
         """Without its guard errors of the disk are passed over."""
@@ -208,6 +210,7 @@ class ReadOnlyFolder(Nemesis):
     """The folder of checkpoints can no longer be written to."""
 
     guard: str = "a checkpoint that cannot be written ends the run"
+    finds: str = "exit 0 instead of 2"
 
     def needs(self) -> str | None:
         """Permissions bind everybody but root; for root there is the immutable attribute of a file system."""
@@ -263,6 +266,7 @@ class PowerCut(Nemesis):
 
     names: bool
     guard: str = "fsync of files and folders"
+    finds: str = "healing: "
 
     def needs(self) -> str | None:
         """strace, and the right to trace."""
@@ -281,6 +285,8 @@ class PowerCut(Nemesis):
             step, at = run.steps, time.monotonic()
             run.kill()
         lines = log.read_text(errors="replace").splitlines()
+        if not power_cut.synced_or_lost(lines, run.folder):
+            raise NotStruckError(f"strace saw nothing that was written to the run: {len(lines)} calls")
         proof = power_cut.cut(lines, run.folder, names=self.names)
         return Struck(at, step, f"{len(lines)} calls logged; {proof}")
 
@@ -292,6 +298,7 @@ NEMESES: tuple[Nemesis, ...] = (
         how="SIGKILL to rank 0 between the last byte of a checkpoint and its name",
         promise=Promise((71,), ("rank 0 of 2 was killed by SIGKILL",), 6.0, heal_says=("resume: from step-00000012",)),
         guard="a temporary name, and a manifest that is written last",
+        finds="healing: exit|healing: other bits",
     ),
     FullDisk(
         name="disk full",
@@ -299,6 +306,7 @@ NEMESES: tuple[Nemesis, ...] = (
         how="a tmpfs of 8 MB, filled while the run trains",
         promise=Promise((2,), ("cannot be written: the disk is full",), heal_says=("resume: from step-",)),
         guard="an error of the disk ends the run",
+        finds="exit 0 instead of 2|not said: 'cannot be written",
         tier="seconds",
     ),
     FullDisk(
@@ -307,6 +315,7 @@ NEMESES: tuple[Nemesis, ...] = (
         how="a tmpfs of 8 MB, filled but for 100 KB, with run.on_save_error=continue",
         promise=Promise((0,), ("going on without it (run.on_save_error=continue)", "is intact|no checkpoint yet")),
         guard="run.on_save_error=continue",
+        finds="exit 2 instead of 0",
         spare=100_000,
     ),
     PowerCut(

@@ -56,10 +56,9 @@ def _told(row: Row) -> str:
         return f"skipped: {row.skipped}"
     if row.unplayed:
         return row.unplayed
-    if row.failed:
-        return row.failed
     phase = row.phase
-    assert phase is not None
+    if row.failed or phase is None:
+        return row.failed or "nothing was seen"
     parts = [phase.struck.proof, f"exit {_codes(phase)} after {phase.ending.seconds:.2f} s", _healed(phase)]
     parts += [f"WRONG: {each}" for each in row.wrong]
     parts += [f"CONTROL without the fault: {each}" for each in row.calm or ()]
