@@ -9,7 +9,7 @@ from andon.run.atomic import storage
 from andon_contracts.ledger import LedgerError, LedgerFile, read_lines
 from andon_contracts.record import GENESIS, Record, Step, chain
 
-__all__ = ["LedgerError", "LedgerWriter", "head_at", "read_ledger", "same_again"]
+__all__ = ["LedgerError", "LedgerWriter", "digested_ledger", "head_at", "read_ledger", "same_again"]
 
 _REPEATED = ("epoch", "position", "ids", "count", "lr", "loss", "grad_norm", "correct", "digests")
 
@@ -44,6 +44,12 @@ def read_ledger(path: Path) -> Iterator[Record]:
     """
     for line, _ in read_lines(path):
         yield line.record
+
+
+def digested_ledger(path: Path) -> Iterator[tuple[Record, str]]:
+    """As `read_ledger`, each record with the digest of its line: what a checkpoint quotes of the line before it."""
+    for line, raw in read_lines(path):
+        yield line.record, chain(raw)
 
 
 def head_at(path: Path, count: int) -> str | None:

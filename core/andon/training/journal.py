@@ -28,6 +28,9 @@ from andon.training.trainer import Progress
 from andon_contracts.fields import Real
 from andon_contracts.record import Evaluation, Record, Saved, Step
 
+HELD_OUT = "held-out"
+"""What the scores of the rows never trained on are called among the metrics."""
+
 
 class SilentJournal:
     """The journal of every rank but 0."""
@@ -49,7 +52,8 @@ class SilentJournal:
 class MetricsWriter:
     """Appends lines of JSON, each whole or not at all; a disk that refuses one is an `InputError`.
 
-    Lines after `done` steps, which an interrupted run has left and which will be written again, are dropped first.
+    Lines that an interrupted run has left and that will be written again are dropped first: those after `done` steps,
+    and the scores of the rows never trained on.
     """
 
     def __init__(self, path: Path, done: int) -> None:
@@ -80,8 +84,9 @@ class MetricsWriter:
 
 def _is_up_to(line: bytes, done: int) -> bool:
     try:
-        return line.endswith(b"\n") and int(json.loads(line)["step"]) <= done
-    except (ValueError, KeyError, TypeError):
+        found = json.loads(line)
+        return line.endswith(b"\n") and int(found["step"]) <= done and found.get("what") != HELD_OUT
+    except (ValueError, KeyError, TypeError, AttributeError):
         return False
 
 
@@ -131,14 +136,11 @@ class FolderJournal:
         self._metrics.write(line)
         self._view.step(batch, result)
 
-    def evaluated(self, step: int, epoch: int, scores: Scores, what: str) -> None:
-        """The scores, in the ledger and among the metrics."""
-        plain = {name: value for name, value in scores.as_dict().items() if isinstance(value, float)}
-        reals = {name: Real.of(value) for name, value in plain.items()}
-        self._ledger.append(
-            Evaluation(step=step, epoch=epoch, rows=scores.rows, scores=reals, confusion=scores.confusion)
-        )
-        self._metrics.write({"step": step, "epoch": epoch, "what": what, "rows": scores.rows, **plain})
+    def evaluated(self, step: int, epoch: int, scores: Scores, what: str, *, recorded: bool = False) -> None:
+        """The scores, in the ledger, unless they are `recorded` there already, and among the metrics."""
+        if not recorded:
+            self._ledger.append(evaluation_of(step, epoch, scores))
+        self._metrics.write({"step": step, "epoch": epoch, "what": what, "rows": scores.rows, **_reals(scores)})
         self._view.evaluated(step, scores, what)
 
     def checkpoint(self, progress: Progress, *, best: bool, last: bool) -> bool:
@@ -182,6 +184,16 @@ class FolderJournal:
         self._view.close()
         self._metrics.close()
         self._ledger.close()
+
+
+def evaluation_of(step: int, epoch: int, scores: Scores) -> Evaluation:
+    """What the ledger says of scores after `step` updates."""
+    reals = {name: Real.of(value) for name, value in _reals(scores).items()}
+    return Evaluation(step=step, epoch=epoch, rows=scores.rows, scores=reals, confusion=scores.confusion)
+
+
+def _reals(scores: Scores) -> dict[str, float]:
+    return {name: value for name, value in scores.as_dict().items() if isinstance(value, float)}
 
 
 def _exact(values: dict[str, Any]) -> dict[str, Any]:

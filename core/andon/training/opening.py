@@ -8,19 +8,19 @@ from andon.config.identity import config_digest
 from andon.messages import say
 from andon.problems import InputError, Problem
 from andon.run.checkpoint import Checkpoint
-from andon.run.ledger import LedgerError, LedgerWriter, read_ledger
+from andon.run.ledger import LedgerError, LedgerWriter
 from andon.run.provenance import fingerprint
 from andon.step.audit import describe
 from andon.step.state import state_tensors
 from andon.training.journal import FolderJournal, MetricsWriter, SilentJournal
 from andon.training.outputs import write_start
 from andon.training.progress import ProgressView
-from andon.training.resume import run_identity
+from andon.training.resume import Standpoint, run_identity
 from andon.training.session import Session, audit_spec
 from andon.training.standing import Standing
 from andon.training.trainer import Journal, Progress
 from andon_contracts.digest import hex64
-from andon_contracts.record import Broken, Plan, Record, Resume, Start
+from andon_contracts.record import Plan, Record, Resume, Start
 
 
 def agree_on_start(session: Session, progress: Progress) -> None:
@@ -42,17 +42,11 @@ def _number(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
 
-def earlier_violations(session: Session) -> int:
-    """Violations that this run has recorded before it was resumed."""
-    if not session.folder.ledger.exists():
-        return 0
-    return sum(isinstance(record, Broken) for record in read_ledger(session.folder.ledger))
-
-
-def open_journal(session: Session, checkpoint: Checkpoint | None, progress: Progress) -> Journal:
+def open_journal(session: Session, standpoint: Standpoint, progress: Progress) -> Journal:
     """Where this rank writes what happens. On rank 0 what the run starts from is on disk before the ledger's line.
 
-    Raises `InputError` for a disk that refuses and for a ledger that is damaged.
+    A ledger that has the run's end already gets no line: only what is written after it may lack. Raises `InputError`
+    for a disk that refuses and for a ledger that is damaged.
     """
     if not session.writes:
         return SilentJournal()
@@ -63,8 +57,12 @@ def open_journal(session: Session, checkpoint: Checkpoint | None, progress: Prog
         ledger = LedgerWriter(folder.ledger)
     except LedgerError as error:
         raise InputError([Problem("", str(error))]) from error
-    first = _start(session) if ledger.head[0] == 0 else _resume(session, checkpoint, progress, ledger.torn)
-    ledger.append(first)
+    if ledger.head[0] == 0:
+        ledger.append(_start(session))
+    elif standpoint.past.ended is None:
+        ledger.append(_resume(session, standpoint.checkpoint, progress, ledger.torn))
+    else:
+        say("resume: the ledger has the end of this run; what is written after it is written again")
     _announce(session)
     return FolderJournal(
         folder=folder,
@@ -75,7 +73,7 @@ def open_journal(session: Session, checkpoint: Checkpoint | None, progress: Prog
         fixed_state={"identity": run_identity(session), "fingerprint": fingerprint(session.environment)},
         keep=config.training.keep_checkpoints,
         standing=Standing.of(
-            folder, checkpoint, progress.best_step, passing_over=config.run.on_save_error == "continue"
+            folder, standpoint, progress.best_step, passing_over=config.run.on_save_error == "continue"
         ),
     )
 

@@ -14,7 +14,7 @@ from andon.step.step import StepResult
 from andon_contracts.digest import hex64
 from andon_contracts.fields import Real
 from andon_contracts.policy import clause, require
-from andon_contracts.record import RankPart, Resume, Start, Step, StepDigests
+from andon_contracts.record import RankPart, Record, Resume, Start, Step, StepDigests
 from andon_contracts.violation import Finding
 
 UNKNOWN = "0" * 16
@@ -32,8 +32,8 @@ def _repeated_exactly(step: int, differences: tuple[str, ...]) -> bool:
 
 
 @require(_repeated_exactly)
-def _judge(step: int, differences: tuple[str, ...]) -> None:
-    """Nothing differs between both records of `step`."""
+def require_repeated(step: int, differences: tuple[str, ...]) -> None:
+    """Nothing differs between both records of `step`. Raises `Violation` (`resume-exact`)."""
 
 
 class Repeats:
@@ -46,27 +46,37 @@ class Repeats:
         """Raises `Violation` (`resume-exact`) where `record` is of a step that was done before with other results."""
         earlier = self._earlier.pop(record.step, None)
         if earlier is not None and UNKNOWN not in (earlier.digests.weights, record.digests.weights):
-            _judge(record.step, same_again(earlier, record))
+            require_repeated(record.step, same_again(earlier, record))
+
+
+class EarlierSteps:
+    """Collects, from the records of a ledger in their order, the last one of each step later than `after`.
+
+    Equal bits are promised for one machine model and one set of versions only, so steps done under another
+    fingerprint are not comparable and left out. comparable: whether the record that was seen last was done under it.
+    """
+
+    def __init__(self, after: int, fingerprint: Mapping[str, str]) -> None:
+        self.found: dict[int, Step] = {}
+        self.comparable = False
+        self._after, self._fingerprint = after, dict(fingerprint)
+
+    def see(self, record: Record) -> None:
+        """The next record of the ledger."""
+        if isinstance(record, (Start, Resume)):
+            self.comparable = dict(record.fingerprint) == self._fingerprint
+        elif isinstance(record, Step) and record.step > self._after:
+            self.found.pop(record.step, None)
+            if self.comparable:
+                self.found[record.step] = record
 
 
 def earlier_steps(ledger: Path, after: int, fingerprint: Mapping[str, str]) -> dict[int, Step]:
-    """The last record of each step later than `after` that was done under `fingerprint`.
-
-    Equal bits are promised for one machine model and one set of versions only, so steps done under another
-    fingerprint are not comparable and left out. Raises `LedgerError` for a damaged ledger; empty where there is none.
-    """
-    found: dict[int, Step] = {}
-    comparable = False
-    if not ledger.exists():
-        return found
-    for record in read_ledger(ledger):
-        if isinstance(record, (Start, Resume)):
-            comparable = dict(record.fingerprint) == dict(fingerprint)
-        elif isinstance(record, Step) and record.step > after:
-            found.pop(record.step, None)
-            if comparable:
-                found[record.step] = record
-    return found
+    """What `EarlierSteps` collects of this ledger; nothing without one. Raises `LedgerError` for a damaged one."""
+    earlier = EarlierSteps(after, fingerprint)
+    for record in read_ledger(ledger) if ledger.exists() else ():
+        earlier.see(record)
+    return earlier.found
 
 
 def step_record(batch: GlobalBatch, result: StepResult, world_size: int, backend: str) -> Step:

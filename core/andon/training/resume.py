@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,18 +13,25 @@ from andon.messages import say
 from andon.problems import InputError, Problem
 from andon.run.checkpoint import Checkpoint, load_checkpoint, newest_valid
 from andon.run.folder import State
-from andon.run.ledger import LedgerError, head_at, read_ledger
 from andon.run.provenance import differences as other_machine
 from andon.run.provenance import fingerprint, read_provenance
 from andon.run.sealed import CheckpointError
 from andon.step.state import restore_state
 from andon.step.step import RankFailed
-from andon.training.repeat import Repeats, earlier_steps
+from andon.training.past import Past, read_past
 from andon.training.session import Session
 from andon_contracts.digest import hex64
 
 _ANEW, _DONE, _REFUSED = -1, -2, -3
 """What rank 0 may answer instead of the step of a checkpoint."""
+
+
+@dataclass(frozen=True)
+class Standpoint:
+    """Where a run goes on from: a checkpoint (None: it begins anew), and what its ledger tells of before."""
+
+    checkpoint: Checkpoint | None
+    past: Past
 
 
 class AlreadyFinished(Exception):
@@ -43,11 +50,11 @@ def run_identity(session: Session) -> dict[str, Any]:
     }
 
 
-def restore(session: Session) -> Checkpoint | None:
-    """Load the checkpoint that rank 0 chose into every replica; None for a run that starts anew.
+def restore(session: Session) -> Standpoint:
+    """Load the checkpoint that rank 0 chose into every replica, and read the ledger, once on every rank.
 
     Raises `AlreadyFinished` on every rank where nothing is left to do, and `InputError` on rank 0 (`RankFailed` on
-    the others) for a run that was not asked to be resumed, or that was another one.
+    the others) for a run that was not asked to be resumed, that was another one, or whose ledger is damaged.
     """
     chosen, answer, error = None, _ANEW, None
     if session.writes:
@@ -63,27 +70,13 @@ def restore(session: Session) -> Checkpoint | None:
         raise RankFailed("rank 0 refused to start, and says why")
     if answer == _DONE:
         raise AlreadyFinished
-    if answer == _ANEW:
-        return None
-    found = chosen if chosen is not None else _loaded(session, answer)
-    for replica in session.replicas:
-        restore_state(replica, found.tensors, found.step)
-    return found
-
-
-def repeats_after(session: Session, step: int) -> Repeats:
-    """The steps after `step` that the ledger has already: doing them again must give the same.
-
-    Raises `InputError` at the line of a ledger that is damaged.
-    """
-    try:
-        return Repeats(earlier_steps(session.folder.ledger, step, fingerprint(session.environment)))
-    except LedgerError as error:
-        raise _damaged(error) from error
-
-
-def _damaged(error: LedgerError) -> InputError:
-    return InputError([Problem("", f"{error}; the run cannot be resumed")])
+    if chosen is None:
+        checkpoint = None if answer == _ANEW else _loaded(session, answer)
+        chosen = Standpoint(checkpoint, read_past(session, checkpoint))
+    if chosen.checkpoint is not None:
+        for replica in session.replicas:
+            restore_state(replica, chosen.checkpoint.tensors, chosen.checkpoint.step)
+    return chosen
 
 
 def _loaded(session: Session, step: int) -> Checkpoint:
@@ -94,8 +87,8 @@ def _loaded(session: Session, step: int) -> Checkpoint:
         raise InputError([Problem(str(path), f"this rank cannot read it: {error}")]) from error
 
 
-def _choice(session: Session) -> tuple[Checkpoint | None, int]:
-    """What rank 0 resumes from, as the checkpoint and the answer to the others."""
+def _choice(session: Session) -> tuple[Standpoint | None, int]:
+    """What rank 0 resumes from, and the answer to the others; None where there is nothing to be read of before."""
     folder = session.folder
     if session.config.run.resume != "auto":
         if folder.begun():
@@ -103,27 +96,22 @@ def _choice(session: Session) -> tuple[Checkpoint | None, int]:
         return None, _ANEW
     if folder.state() is State.FINISHED:
         return None, _DONE
-    _check_ledger(session)
     checkpoint, rejected = newest_valid(folder.checkpoints)
+    past = read_past(session, checkpoint)
+    _tell_of_other_machine(session)
     for reason in rejected:
         say(f"resume: rejected {reason}")
     _require_same_run(session, checkpoint)
     if checkpoint is None:
         say("resume: no checkpoint, starting anew")
-        return None, _ANEW
-    _require_its_ledger(session, checkpoint)
+        return Standpoint(None, past), _ANEW
+    _require_its_ledger(session, checkpoint, past)
     total = session.material.plan.total_steps
     say(f"resume: from {checkpoint.path.name}, {checkpoint.step} of {total} steps done")
-    return checkpoint, checkpoint.step
+    return Standpoint(checkpoint, past), checkpoint.step
 
 
-def _check_ledger(session: Session) -> None:
-    """Every line is read and none is kept: a run of a million steps is resumed in the memory of one of ten."""
-    if session.folder.ledger.exists():
-        try:
-            deque(read_ledger(session.folder.ledger), maxlen=0)
-        except LedgerError as error:
-            raise _damaged(error) from error
+def _tell_of_other_machine(session: Session) -> None:
     if not session.folder.provenance.exists():
         return
     was = read_provenance(session.folder.provenance)
@@ -152,10 +140,8 @@ def identity_at_start(session: Session) -> dict[str, Any] | None:
     return identity(load_config(folder.config)) | named | {"labels": list(session.material.labels)}
 
 
-def _require_its_ledger(session: Session, checkpoint: Checkpoint) -> None:
+def _require_its_ledger(session: Session, checkpoint: Checkpoint, past: Past) -> None:
     count, digest = checkpoint.head
-    ledger = session.folder.ledger
-    if (head_at(ledger, count) if ledger.exists() else None) != digest:
-        raise InputError(
-            [Problem(str(checkpoint.path), f"line {count} of {ledger.name} is not the one that it quotes")]
-        )
+    if past.head != digest:
+        name = session.folder.ledger.name
+        raise InputError([Problem(str(checkpoint.path), f"line {count} of {name} is not the one that it quotes")])

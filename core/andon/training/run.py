@@ -10,15 +10,14 @@ from andon.exits import Exit
 from andon.messages import say
 from andon.metrics.scores import Scores
 from andon.problems import InputError
-from andon.run.checkpoint import Checkpoint
 from andon.run.folder import RunFolder
 from andon.training.closing import finish, record_violation
 from andon.training.evaluation import evaluate
 from andon.training.journal import progress_from
 from andon.training.material import schedule_of
-from andon.training.opening import agree_on_start, earlier_violations, open_journal
+from andon.training.opening import agree_on_start, open_journal
 from andon.training.repeat import Repeats
-from andon.training.resume import AlreadyFinished, repeats_after, restore
+from andon.training.resume import AlreadyFinished, Standpoint, restore
 from andon.training.session import Session, assembled
 from andon.training.trainer import Journal, Outcome, Progress, Trainer
 from andon_contracts.policy import reset_evaluations
@@ -35,28 +34,27 @@ def train(config: Config, folder: RunFolder, stop_asked: Callable[[], bool], sta
     reset_evaluations()
     with assembled(config, folder, started) as session:
         try:
-            checkpoint = restore(session)
+            standpoint = restore(session)
         except AlreadyFinished:
             if session.writes:
                 say(f"resume: the run in {folder.path} is finished, nothing to do")
             return Exit.OK
-        outcome = _train(session, checkpoint, stop_asked)
+        outcome = _train(session, standpoint, stop_asked)
     return Exit.PREEMPTED if outcome.reason == "preempted" else Exit.OK
 
 
-def _train(session: Session, checkpoint: Checkpoint | None, stop_asked: Callable[[], bool]) -> Outcome:
+def _train(session: Session, standpoint: Standpoint, stop_asked: Callable[[], bool]) -> Outcome:
+    checkpoint, past = standpoint.checkpoint, standpoint.past
     progress = progress_from(checkpoint.state) if checkpoint is not None else Progress()
-    repeats = repeats_after(session, progress.step)
-    violations = earlier_violations(session) if session.writes else 0
     agree_on_start(session, progress)  # from here on rank 0 may write to what all have read
-    journal = open_journal(session, checkpoint, progress)
-    trainer = _trainer(session, journal, progress, repeats, stop_asked)
+    journal = open_journal(session, standpoint, progress)
+    trainer = _trainer(session, journal, progress, Repeats(past.steps), stop_asked)
     try:
         outcome = trainer.run()
-        finish(session, journal, outcome, violations)
+        finish(session, journal, outcome, past)
     except BaseException as error:
         if isinstance(error, Violation):
-            record_violation(session, journal, error, trainer, violations)
+            record_violation(session, journal, error, trainer, past)
         with suppress(InputError):  # the error that is being raised comes first
             journal.close()
         raise

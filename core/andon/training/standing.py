@@ -7,10 +7,9 @@ from pathlib import Path
 
 from andon.messages import say
 from andon.problems import InputError
-from andon.run.checkpoint import Checkpoint, require_intact
+from andon.run.checkpoint import require_intact
 from andon.run.folder import RunFolder
-from andon.run.ledger import read_ledger
-from andon_contracts.record import Saved
+from andon.training.resume import Standpoint
 
 
 @dataclass
@@ -25,15 +24,17 @@ class Standing:
     last: tuple[Path, int, str] | None = None
 
     @classmethod
-    def of(cls, folder: RunFolder, checkpoint: Checkpoint | None, best: int, *, passing_over: bool) -> Standing:
-        """What stands when a run begins, or goes on from `checkpoint`. best: the step of the best evaluation, or 0.
+    def of(cls, folder: RunFolder, standpoint: Standpoint, best: int, *, passing_over: bool) -> Standing:
+        """What stands when a run begins, or goes on. best: the step of the best evaluation, or 0.
 
         The disk may have refused that one; the best is then the one that the ledger names before it.
         """
+        checkpoint = standpoint.checkpoint
         if checkpoint is None:
             return cls(passing_over)
-        there = best if _path(folder, best).is_dir() else _best_saved(folder, best)
-        return cls(passing_over, there or None, (checkpoint.path, checkpoint.step, checkpoint.digest))
+        saved = (step for step in (best, *reversed(standpoint.past.best)) if step <= best)
+        there = next((step for step in saved if _path(folder, step).is_dir()), None)
+        return cls(passing_over, there, (checkpoint.path, checkpoint.step, checkpoint.digest))
 
     def saved(self, path: Path, step: int, digest: str, *, best: bool) -> None:
         """One more is there."""
@@ -48,13 +49,6 @@ class Standing:
             require_intact(*self.last)
             kept = f"the last one, {self.last[0].name}, is intact"
         say(f"warning: {refused}; going on without it (run.on_save_error=continue); {kept}")
-
-
-def _best_saved(folder: RunFolder, before: int) -> int:
-    """The step of the best checkpoint that is there, of those that the ledger names up to `before`; 0 for none."""
-    records = read_ledger(folder.ledger) if folder.ledger.exists() else ()
-    best = [each.step for each in records if isinstance(each, Saved) and each.best and each.step <= before]
-    return next((step for step in reversed(best) if _path(folder, step).is_dir()), 0)
 
 
 def _path(folder: RunFolder, step: int) -> Path:
