@@ -23,7 +23,8 @@ from typing import Any
 DEADLINE_S = 60.0
 _CONTEXT = multiprocessing.get_context("forkserver")
 # The server imports them once and starts no thread, so that forking it is safe and a rank is there in milliseconds.
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "icontract", "pytest", "hypothesis"])
+# Every optimizer imports `torch._dynamo`, which takes as long as torch itself.
+_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "icontract", "pytest", "hypothesis"])
 
 Work = Callable[..., Any]
 

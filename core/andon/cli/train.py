@@ -24,13 +24,14 @@ from andon.training.entry import ENTRY, payload_of, train_rank
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _PRELOAD = (
     *PRELOAD,
+    "torch._dynamo",
     "andon.training.run",
     "transformers.models.qwen3.modeling_qwen3",
     "peft.utils.transformers_weight_conversion",
     "andon.launch.agent_process",
     "andon.launch.preloaded",
 )
-"""What ranks would otherwise each import for themselves."""
+"""What ranks would otherwise each import for themselves: an optimizer needs `torch._dynamo`, as slow as torch."""
 
 
 def run_training(

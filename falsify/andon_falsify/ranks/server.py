@@ -23,6 +23,7 @@ from andon_falsify.ranks.leftovers import below
 PRELOADED = (
     "torch",
     "torch.distributed",
+    "torch._dynamo",
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.bert.modeling_bert",
     "peft",
