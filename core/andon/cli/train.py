@@ -59,19 +59,26 @@ def run_training(
     _check_data(config)
     made = folder is None
     folder = _new_folder(config) if folder is None else folder
-    before = folder.names() if not made and folder.path.exists() else None
     try:
-        if config.run.backend in IN_PROCESS:
-            code = _train_here(config, folder, started)
-        else:
-            code = _train_in_ranks(config, folder, started, sizing, entry)
+        code = _train(config, folder, started, sizing, entry, made=made)
     finally:
-        folder.discard_unbegun(before=before)
         if made:
             with suppress(OSError):  # it stays where anything is in it
                 folder.path.rmdir()
     _report(folder, code)
     return code
+
+
+def _train(config: Config, folder: RunFolder, started: float, sizing: Sizing | None, entry: str, *, made: bool) -> Exit:
+    """Train as the one command of the folder, and leave nothing of a run that ended before it began."""
+    before = folder.names() if not made and folder.path.exists() else None
+    with folder.claimed():
+        try:
+            if config.run.backend in IN_PROCESS:
+                return _train_here(config, folder, started)
+            return _train_in_ranks(config, folder, started, sizing, entry)
+        finally:
+            folder.discard_unbegun(before=before)
 
 
 def _require_elastic(config: Config) -> None:
@@ -113,6 +120,7 @@ def _be_a_rank(
         folder = Path(config.run.dir)
         if RunFolder(folder).state() is State.FOREIGN:
             raise InputError([_foreign(folder)])
+        RunFolder(folder).refuse_claimed()  # before a report is written among those of the command that has it
         report_to(folder)
         return train_rank(payload_of(config, folder, started))
 

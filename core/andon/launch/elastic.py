@@ -92,14 +92,15 @@ class _Generations:
         from andon.launch.agent import LOOPBACK, LoopbackRendezvous
 
         clear(self.run_folder)
-        rendezvous = LoopbackRendezvous(uuid.uuid4().hex)
+        launch = uuid.uuid4().hex
+        rendezvous = LoopbackRendezvous(launch)
         world = len(self.crew.members)
-        self.crew.begin(rendezvous.port, rendezvous.get_run_id(), LOOPBACK, self.payload_for(world, number > 1))
+        self.crew.begin(rendezvous.port, launch, LOOPBACK, self.payload_for(world, number > 1))
         watched = Generation(self.crew, self.run_folder, self.sizing.bounds, number, rendezvous)
-        seen = Supervisor(watched, self.wake, self.run_folder, *self.bounds).run()
+        seen = Supervisor(watched, self.wake, self.run_folder, *self.bounds, launch=launch).run()
         exits = self.crew.exits
         lost, leaving = self.crew.settle()
-        result = result_of(self.run_folder, seen, exits, None, world)
+        result = result_of(self.run_folder, seen, exits, None, world, launch=launch)
         return result, self._ended(result, seen, watched, lost, leaving)
 
     def _ended(self, result: LaunchResult, seen: Watched, watched: Generation, lost: int, leaving: int) -> Ended:

@@ -145,19 +145,27 @@ def _run(job: Job, workers: int, run_folder: Path, bounds: tuple[float, float], 
     from andon.launch.agent import AgentThread
 
     clear(run_folder)
-    agent = AgentThread(job, workers, uuid.uuid4().hex, wake.ring)
+    run_id = uuid.uuid4().hex
+    agent = AgentThread(job, workers, run_id, wake.ring)
     agent.start()
-    seen = Supervisor(agent, wake, run_folder, *bounds).run()
-    return result_of(run_folder, seen, dict(agent.exits) if agent.done else {}, agent.error, workers)
+    seen = Supervisor(agent, wake, run_folder, *bounds, launch=run_id).run()
+    exits = dict(agent.exits) if agent.done else {}
+    return result_of(run_folder, seen, exits, agent.error, workers, launch=run_id)
 
 
 def result_of(
-    run_folder: Path, seen: Watched, exits: dict[int, int], error: BaseException | None, workers: int
+    run_folder: Path,
+    seen: Watched,
+    exits: dict[int, int],
+    error: BaseException | None,
+    workers: int,
+    *,
+    launch: str,
 ) -> LaunchResult:
-    """One exit from what the supervisor saw, what the agent read, and what the ranks reported."""
+    """One exit from what the supervisor saw, what the agent read, and what the ranks of this launch reported."""
     # An agent that was left behind has told nothing: what was killed from here is known, the rest is in the reports.
     exits = {rank: exits.get(rank, -signal.SIGKILL if rank in seen.killed else 0) for rank in seen.died} | exits
-    first = first_cause(run_folder, exits, died=seen.died, ended=seen.killed)
+    first = first_cause(run_folder, exits, died=seen.died, ended=seen.killed, launch=launch)
     if seen.verdict is not None:
         return LaunchResult(*seen.verdict, exits=exits, first=first)
     if first is not None:

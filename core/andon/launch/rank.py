@@ -23,7 +23,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from andon.exits import Exit
-from andon.launch.context import AGENT_PID, RankContext
+from andon.launch.context import AGENT_PID, RUN_ID, RankContext
 from andon.launch.ending import describe
 from andon.launch.orphan import die_with_parent
 from andon.launch.report import Report, path_of, write_for_torch
@@ -233,6 +233,7 @@ def _named(code: Exit) -> str:
 
 def _record(report: Report) -> None:
     """Write the report, and torch's own form of it; a disk that takes neither must not hide the exit code."""
+    report = replace(report, launch=os.environ.get(RUN_ID, ""))
     if _state.folder is not None:
         with _on_stderr(report):
             report.write(_state.folder)

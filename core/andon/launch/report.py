@@ -33,7 +33,8 @@ _SIGNAL_HINTS = {
 @dataclass(frozen=True)
 class Report:
     """One rank's end: `exit` is the code it chose, `cause` one line, `message` all that is known (a traceback, all
-    of a user's mistakes), `time` seconds since the epoch at which it failed or finished."""
+    of a user's mistakes), `time` seconds since the epoch at which it failed or finished, `launch` the id of the launch
+    that it was a rank of (`TORCHELASTIC_RUN_ID`)."""
 
     rank: int
     exit: int
@@ -42,6 +43,7 @@ class Report:
     clause: str = ""
     step: int = 0
     message: str = ""
+    launch: str = ""
 
     def write(self, run_folder: Path) -> None:
         """Write it whole: a reader sees the file complete or not at all."""
@@ -57,10 +59,10 @@ class Report:
             part.unlink(missing_ok=True)
 
     @classmethod
-    def read(cls, run_folder: Path, rank: int) -> Report | None:
+    def read(cls, run_folder: Path, rank: int, launch: str = "") -> Report | None:
         """The report of a rank; None where it left none, or none that can be read: it explains an end, and makes none.
 
-        ValueError where the file is none of ours.
+        launch: of this launch alone; empty: of any. ValueError where the file is none of ours.
         """
         path = path_of(run_folder, rank)
         try:
@@ -68,9 +70,10 @@ class Report:
         except OSError:
             return None
         try:
-            return cls(**json.loads(text))
+            found = cls(**json.loads(text))
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path}: not a report of a rank: {error}") from error
+        return found if launch in ("", found.launch) else None
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,7 @@ def path_of(run_folder: Path, rank: int) -> Path:
 
 
 def clear(run_folder: Path) -> None:
-    """Remove what ranks of an earlier launch have left, so that no old cause is taken for a new one."""
+    """Remove what ranks of an earlier launch have left. For the one launcher of the folder (`RunFolder.claimed`)."""
     for old in sorted((run_folder / FOLDER).glob("*rank-*.json*")):
         old.unlink(missing_ok=True)
 
@@ -100,14 +103,16 @@ def first_cause(
     *,
     died: Mapping[int, float] | None = None,
     ended: Collection[int] = (),
+    launch: str = "",
 ) -> FirstCause | None:
     """Which rank failed first, and why; None where no rank failed.
 
     `exits` gives each rank's exit code as multiprocessing does (minus the signal number for a signal), `died` when a
-    rank was seen dead (seconds since the epoch), `ended` the ranks that the launcher itself killed. A rank that only
-    noticed the loss of another never wins over that other, whatever the clocks say.
+    rank was seen dead (seconds since the epoch), `ended` the ranks that the launcher itself killed, `launch` whose
+    reports count (empty: all). A rank that only noticed the loss of another never wins over that other, whatever the
+    clocks say.
     """
-    reports = {rank: Report.read(run_folder, rank) for rank in exits}
+    reports = {rank: Report.read(run_folder, rank, launch) for rank in exits}
     failed = [rank for rank, code in exits.items() if code != 0 or _chosen(reports[rank]) != 0]
     if not failed:
         return None

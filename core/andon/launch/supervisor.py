@@ -125,12 +125,21 @@ class Supervisor:
 
     timeout_s: how long a rank that was asked to end by a signal may take to its next step boundary and checkpoint.
     silence_s: how long a rank may be stopped, where no other one gives it up: the only rank of a world has nobody else.
+    launch: the id of the launch whose reports are read; empty: all.
     """
 
     def __init__(
-        self, agent: Agent, wake: Wake, run_folder: Path, timeout_s: float, silence_s: float = math.inf
+        self,
+        agent: Agent,
+        wake: Wake,
+        run_folder: Path,
+        timeout_s: float,
+        silence_s: float = math.inf,
+        *,
+        launch: str = "",
     ) -> None:
         self._agent, self._wake, self._folder, self._timeout_s = agent, wake, run_folder, timeout_s
+        self._launch = launch
         self._silence_s = silence_s
         self._stopped_s: dict[int, float] = {}
         self._looked_at = time.monotonic()
@@ -223,7 +232,7 @@ class Supervisor:
 
     def _note_death(self, rank: int) -> None:
         self._seen.died[rank] = time.time()
-        report = Report.read(self._folder, rank)
+        report = Report.read(self._folder, rank, self._launch)
         if report is not None and report.exit == Exit.OK:
             return
         at_boundary = report is not None and report.exit == Exit.PREEMPTED

@@ -6,23 +6,22 @@ import errno
 import fcntl
 import json
 import os
-import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import Enum
 from pathlib import Path
 
 from andon.problems import InputError, Problem
-from andon.run.atomic import clean_leftovers, is_leftover, json_bytes, remove, storage, write_all
+from andon.run.atomic import clean_leftovers, is_leftover, remove, storage
+from andon.run.ownership import OWNER_LIMIT, claimed, open_lock, refuse_claimed, sign, take
 
 REPORTS = "reports"
 """Where ranks say how they ended; under torchrun it may be there before the folder has an owner."""
 RUNS = Path("runs")
 """Where runs lie whose folder nobody names, in the working folder."""
-_LOCK = ".lock"
-_LOCK_LIMIT = 4096
+_LOCK, _CLAIM = ".lock", ".launch"
 
 
 class State(Enum):
@@ -100,7 +99,7 @@ class RunFolder:
             raise InputError([Problem(str(self.path), f"{what}; name a folder for the run")]) from None
         except OSError as error:
             raise InputError([Problem(str(self.path), f"cannot be read: {error.strerror}")]) from error
-        if all(name in (_LOCK, REPORTS) or is_leftover(name) for name in names):
+        if all(name in (_LOCK, _CLAIM, REPORTS) or is_leftover(name) for name in names):
             return State.EMPTY
         if not (_is_ours(self.lock) or _starts_a_ledger(self.ledger)):
             return State.FOREIGN
@@ -154,9 +153,10 @@ class RunFolder:
         self._refuse_links()
         with storage(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-            handle = os.open(self.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+            handle = open_lock(self.lock)
         try:
-            self._lock(handle)
+            take(handle, self.lock, self.path)
+            sign(handle, self.lock)
             clean_leftovers(self.path)
             with storage(self.checkpoints):
                 self.checkpoints.mkdir(exist_ok=True)
@@ -173,21 +173,13 @@ class RunFolder:
             what = "is a link, which may lead out of the run's folder; put what it leads to in its place"
             raise InputError([Problem(str(self.path / name), what) for name in links])
 
-    def _lock(self, handle: int) -> None:
-        try:
-            with storage(self.lock):
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                there = _is_at(handle, self.lock)
-        except BlockingIOError:
-            raise InputError([Problem(str(self.path), f"is being written by {_owner(handle)}")]) from None
-        if not there:
-            raise InputError([Problem(str(self.path), "was just discarded by the process that had it; try again")])
-        owner = {"andon_run": 1, "pid": os.getpid(), "host": socket.gethostname(), "since": _now().isoformat()}
-        data = json_bytes(owner)
-        with storage(self.lock):
-            # Written over, then cut: at no moment is the mark of a run gone from its folder.
-            write_all(handle, data)
-            os.ftruncate(handle, len(data))
+    def claimed(self) -> AbstractContextManager[None]:
+        """Be the one command that trains here: see `ownership.claimed`. The one writer is rank 0, in its own time."""
+        return claimed(self.path, self.path / _CLAIM)
+
+    def refuse_claimed(self) -> None:
+        """Raise `InputError` where a command has claimed the folder."""
+        refuse_claimed(self.path, self.path / _CLAIM)
 
 
 def new_folder(base: Path = RUNS, now: datetime | None = None) -> Path:
@@ -195,7 +187,7 @@ def new_folder(base: Path = RUNS, now: datetime | None = None) -> Path:
 
     It is this process's alone: making it fails for all others. Raises `InputError` where none can be made.
     """
-    stamp = (now or _now()).strftime("%Y%m%d-%H%M%S")
+    stamp = (now or datetime.now(UTC)).strftime("%Y%m%d-%H%M%S")
     with storage(base):
         base.mkdir(parents=True, exist_ok=True)
     path, number = base / stamp, 1
@@ -212,10 +204,6 @@ def _made(path: Path) -> bool:
         except FileExistsError:
             return False
     return True
-
-
-def _now() -> datetime:
-    return datetime.now(UTC).replace(microsecond=0)
 
 
 def _json_object(data: bytes) -> dict[str, object]:
@@ -237,16 +225,8 @@ def _head(path: Path, limit: int) -> bytes:
         return b""
 
 
-def _is_at(handle: int, path: Path) -> bool:
-    """Whether the open file is still the one of this name: a lock on a file that was removed keeps nobody out."""
-    try:
-        return os.path.samestat(os.fstat(handle), path.lstat())
-    except FileNotFoundError:
-        return False
-
-
 def _is_ours(lock: Path) -> bool:
-    return "andon_run" in _json_object(_head(lock, _LOCK_LIMIT))
+    return "andon_run" in _json_object(_head(lock, OWNER_LIMIT))
 
 
 def _starts_a_ledger(ledger: Path) -> bool:
@@ -257,10 +237,3 @@ def _starts_a_ledger(ledger: Path) -> bool:
 
 def _says_finished(summary: Path) -> bool:
     return _json_object(_head(summary, 1 << 24)).get("finished") is True
-
-
-def _owner(handle: int) -> str:
-    found = _json_object(os.pread(handle, _LOCK_LIMIT, 0))
-    if "pid" not in found:
-        return "another process, which has just started"
-    return f"process {found['pid']} on {found.get('host')} since {found.get('since')}; wait for it or end it"

@@ -1,0 +1,132 @@
+"""One run folder, one launch: another that is begun there is refused, and the first goes on undisturbed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from andon.exits import Exit
+from andon.launch.report import Report, first_cause
+from andon.launch.supervisor import Supervisor, Wake
+from andon.problems import InputError
+from andon.run.folder import RunFolder
+from tests.cli.command import andon
+from tests.launch.pipes import PATIENCE_S
+from tests.launch.test_supervisor import Agent
+from tests.training.runs import Runs, outcome, write_jsonl
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Runs:
+    """Runs on 45 rows."""
+    return Runs(write_jsonl(tmp_path / "train.jsonl"))
+
+
+@pytest.fixture
+def first(runs: Runs, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A run of 1:2 workers in `tmp_path / "run"` that waits in its update 7 for the file `go`."""
+    flags = {"run.dir": str(tmp_path / "run"), "run.backend": "gloo", "run.workers": 2, "run.timeout_s": 300}
+    asked = {"overrides": runs.overrides(), "flags": flags}
+    command = [sys.executable, "-m", "tests.launch.training", json.dumps(asked)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    deadline, pause = time.monotonic() + PATIENCE_S, threading.Event()
+    while not (tmp_path / "held").exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        pause.wait(0.02)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """What files there are, and what stands in them."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_run_goes_on_while_others_are_refused_its_folder(
+    runs: Runs, tmp_path: Path, first: subprocess.Popen[str]
+) -> None:
+    """`andon train` and `torchrun -m andon train` into the folder of a run: exit 2 with one line, and not one file of
+    the run is changed; the run ends with 0 and the bits of one that was alone."""
+    run = tmp_path / "run"
+    before = contents(run)
+    assert "reports/agents.json" in before
+    sets = [part for each in runs.overrides() for part in ("--set", each)]
+    arguments = ["train", *sets, "--run-dir", str(run), "--resume", "auto", "--backend", "gloo"]
+    refusal = f"{run}: is being written by process {first.pid} on "
+    second = andon(*arguments, "--workers", "2")
+    assert (second.code, len(second.said)) == (Exit.USAGE, 1), second.said
+    assert second.said[0].startswith(f"andon: {refusal}")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "andon"]
+    third = subprocess.run([*torchrun, *arguments], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert third.returncode == 1, third.stderr
+    assert f"{refusal}" in third.stderr
+    assert contents(run) == before
+    (tmp_path / "go").touch()
+    _, said = first.communicate(timeout=PATIENCE_S)
+    assert first.returncode == 0, said
+    assert sorted(path.name for path in (run / "reports").iterdir()) == ["rank-0.json", "rank-1.json"]
+    assert runs.train(tmp_path / "alone") == 0
+    assert outcome(run) == outcome(tmp_path / "alone")
+
+
+@pytest.mark.parametrize("backend", ["inline", "gloo"])
+def test_a_folder_whose_ranks_are_not_there_yet_is_not_free(runs: Runs, tmp_path: Path, backend: str) -> None:
+    """Between a command's start and its rank 0, and between two generations, nobody holds the writer's lock: a second
+    command is refused all the same, and removes nothing of the first."""
+    folder = RunFolder(tmp_path / "run")
+    with folder.open_for_writing():
+        pass
+    Report(0, 70, "of the first", 1.0).write(folder.path)
+    (folder.path / "reports" / "agents.json").write_text("{}")
+    with folder.claimed():
+        before = contents(folder.path)
+        with pytest.raises(InputError, match="is being written by process"):
+            runs.train(folder.path, backend=backend)
+        assert contents(folder.path) == before
+    assert not (folder.path / ".launch").exists()
+
+
+def test_a_claim_leaves_no_folder_that_it_made(tmp_path: Path) -> None:
+    """Nor a file; a folder that was there stays."""
+    with RunFolder(tmp_path / "new").claimed():
+        assert (tmp_path / "new").is_dir()
+    with RunFolder(tmp_path).claimed():
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_report_of_another_launch_is_not_believed(tmp_path: Path) -> None:
+    """A rank of another launch wrote last: neither its cause nor its success is that of this launch's rank."""
+    Report(0, int(Exit.VIOLATION), "of another launch", 1.0, launch="b" * 32).write(tmp_path)
+    assert Report.read(tmp_path, 0, "a" * 32) is None
+    assert Report.read(tmp_path, 0, "b" * 32) == Report.read(tmp_path, 0)
+    assert first_cause(tmp_path, {0: 0, 1: 0}, launch="a" * 32) is None
+    found = first_cause(tmp_path, {0: -9, 1: 0}, launch="a" * 32)
+    assert found is not None
+    assert (found.exit, found.report) == (Exit.RANK_LOST, None)
+
+
+def test_the_success_of_another_launch_does_not_excuse_a_death(tmp_path: Path) -> None:
+    """Rank 0 is gone without a word; that a rank 0 of another launch finished must not keep rank 1 waiting for ever."""
+    Report(0, int(Exit.OK), "finished", 1.0, launch="b" * 32).write(tmp_path)
+    ranks = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"]) for _ in range(2)]
+    wake = Wake()
+    try:
+        ranks[0].kill()
+        agent = Agent({rank: process.pid for rank, process in enumerate(ranks)})
+        seen = Supervisor(agent, wake, tmp_path, 3600, launch="a" * 32).run()
+        assert seen.killed == {1}
+    finally:
+        wake.close()
+        for process in ranks:
+            process.kill()
+            process.wait()
