@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -108,6 +110,88 @@ def test_nobody_goes_on_with_a_damaged_checkpoint(runs: Runs, tmp_path: Path, mo
     monkeypatch.setattr(checkpoint, "write_new", refusing(8, before=damage))
     with pytest.raises(Violation, match=r"checkpoint-whole broken at step 6.*state.json"):
         train_inline(runs, tmp_path / "run", GO_ON)
+
+
+def at_step(step: int, act: Callable[[], object]) -> Callable[[], bool]:
+    """Asks nobody to stop, and does this as update `step` begins."""
+    steps = itertools.count(1)
+
+    def stop() -> bool:
+        if next(steps) == step:
+            act()
+        return False
+
+    return stop
+
+
+@pytest.mark.parametrize("at", [2, 7])
+def test_checkpoints_that_somebody_removes_are_made_again(
+    runs: Runs, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], at: int
+) -> None:
+    """With nothing saved yet, and with two: it is said what went, and the run ends as if they were there."""
+    folder = tmp_path / "run" / "checkpoints"
+    stop = at_step(at, lambda: shutil.rmtree(folder))
+    assert train_inline(runs, tmp_path / "run", GO_ON, stop=stop) == Exit.OK
+    said = capsys.readouterr().err
+    lost = ", and step-00000006 with it" if at == 7 else ""
+    assert f"warning: {folder} was removed while the run wrote to it{lost}; made again" in said
+    assert checkpoints(tmp_path / "run")[-2:] == ["step-00000008", "step-00000012"]
+    assert outcome(tmp_path / "run") == outcome(whole)
+
+
+@pytest.mark.parametrize("left", [(), ("state.json",)])
+def test_a_last_checkpoint_that_somebody_removed_is_said(
+    runs: Runs,
+    whole: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    left: tuple[str, ...],
+) -> None:
+    """The disk refuses one, and the one before is gone, or going: that is no violation, and the run goes on."""
+
+    def going(path: Path) -> None:
+        last = path.parents[1] / "step-00000006"
+        for each in last.iterdir():
+            if each.name not in left:
+                each.unlink()
+        if not left:
+            last.rmdir()
+
+    monkeypatch.setattr(checkpoint, "write_new", refusing(8, before=going))
+    assert train_inline(runs, tmp_path / "run", GO_ON) == Exit.OK
+    assert "the last one, step-00000006, was removed: there is none to resume from" in capsys.readouterr().err
+    assert outcome(tmp_path / "run") == outcome(whole)
+
+
+def test_by_default_removed_checkpoints_end_the_run(runs: Runs, tmp_path: Path) -> None:
+    """Nobody asked to go on without: the next one to be saved is the end, with its path and the reason."""
+    stop = at_step(7, lambda: shutil.rmtree(tmp_path / "run" / "checkpoints"))
+    with pytest.raises(InputError, match="step-00000008: cannot be written: the folder is gone"):
+        train_inline(runs, tmp_path / "run", stop=stop)
+
+
+@pytest.mark.parametrize(("setting", "replaced"), [("run.log_every=9", None), (GO_ON, "empty"), (GO_ON, "copy")])
+def test_a_run_whose_folder_goes_ends_at_its_next_step(
+    runs: Runs, whole: Path, tmp_path: Path, setting: str, replaced: str | None
+) -> None:
+    """Removed, or another in its place: no line is written where nobody finds it, and nothing into the other one."""
+    folder = tmp_path / "run"
+
+    def go() -> None:
+        shutil.rmtree(folder)
+        if replaced == "empty":
+            folder.mkdir()
+        if replaced == "copy":
+            shutil.copytree(whole, folder)
+
+    with pytest.raises(InputError) as caught:
+        train_inline(runs, folder, setting, stop=at_step(7, go))
+    what = "was removed, moved or replaced while the run wrote to it; its lines would be lost"
+    assert str(caught.value) == f"{folder / 'ledger.jsonl'}: {what}"
+    found = {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    other = {path.relative_to(whole): path.read_bytes() for path in whole.rglob("*") if path.is_file()}
+    assert found == (other if replaced == "copy" else {})
 
 
 def train_inline(runs: Runs, folder: Path, *more: str, stop: Callable[[], bool] = lambda: False) -> Exit:

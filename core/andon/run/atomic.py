@@ -113,7 +113,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
     """
     with storage(path):
         temporary = temporary_beside(path)
-        temporary.mkdir(parents=True)
+        temporary.mkdir()
         try:
             yield temporary
             for root, _, names in os.walk(temporary):

@@ -121,6 +121,11 @@ def _read_again(path: Path, saved: Mapping[str, str], step: int) -> ReadBack:
     return ReadBack({path.name: found.digest})
 
 
+def is_complete(path: Path) -> bool:
+    """Whether the checkpoint at `path` has all of its files, whatever is in them."""
+    return all((path / name).is_file() for name in (MANIFEST, STATE, TENSORS))
+
+
 def require_intact(path: Path, step: int, digest: str) -> None:
     """The checkpoint at `path`, saved of `step` with the `tree_digest` `digest`, is still there to the bit.
 

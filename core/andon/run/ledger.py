@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from andon.problems import InputError, Problem
 from andon.run.atomic import storage
 from andon_contracts.ledger import LedgerError, LedgerFile, read_lines
 from andon_contracts.record import GENESIS, Record, Step, chain
@@ -15,7 +18,11 @@ _REPEATED = ("epoch", "position", "ids", "count", "lr", "loss", "grad_norm", "co
 
 
 class LedgerWriter(LedgerFile):
-    """A `LedgerFile` whose refusing disk is an `InputError`. Only the owner of the run folder may hold one."""
+    """A `LedgerFile` whose refusing disk is an `InputError`. Only the owner of the run folder may hold one.
+
+    Lines that go to a file without a name are lost, and no disk refuses them: a ledger that was removed, moved or
+    replaced while it is written to is an `InputError` too.
+    """
 
     def __init__(self, path: Path) -> None:
         with storage(path):
@@ -24,17 +31,31 @@ class LedgerWriter(LedgerFile):
     def append(self, record: Record) -> None:
         """Write `record` as the next line, whole: on a disk that refuses, nothing of it stays (`InputError`)."""
         with storage(self.path):
+            self._require_in_place()
             super().append(record)
 
     def sync(self) -> None:
         """Make all lines so far survive a power cut; done before a checkpoint that quotes the head."""
         with storage(self.path):
+            self._require_in_place()
             super().sync()
 
     def close(self) -> None:
         """Sync and close; more than once is harmless."""
         with storage(self.path):
             super().close()
+
+    def _require_in_place(self) -> None:
+        written = os.fstat(self._handle)
+        if not stat.S_ISREG(written.st_mode):
+            return
+        try:
+            in_place = os.path.samestat(written, self.path.lstat())
+        except (FileNotFoundError, NotADirectoryError):
+            in_place = False
+        if not in_place:
+            what = "was removed, moved or replaced while the run wrote to it; its lines would be lost"
+            raise InputError([Problem(str(self.path), what)])
 
 
 def read_ledger(path: Path) -> Iterator[Record]:

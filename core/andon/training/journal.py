@@ -153,6 +153,7 @@ class FolderJournal:
         self._ledger.sync()
         state = {**self._fixed_state, "progress": _exact(asdict(progress))}
         try:
+            self._standing.make_again(self._folder.checkpoints)
             path = save_checkpoint(self._folder.checkpoints, progress.step, self._tensors(), state, self._ledger.head)
         except InputError as refused:
             if last or not self._standing.passing_over:

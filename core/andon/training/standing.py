@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from andon.messages import say
 from andon.problems import InputError
-from andon.run.checkpoint import require_intact
+from andon.run.atomic import fsync_folder, storage
+from andon.run.checkpoint import is_complete, require_intact
 from andon.run.folder import RunFolder
 from andon.training.resume import Standpoint
 
@@ -36,6 +38,17 @@ class Standing:
         there = next((step for step in saved if _path(folder, step).is_dir()), None)
         return cls(passing_over, there, (checkpoint.path, checkpoint.step, checkpoint.digest))
 
+    def make_again(self, folder: Path) -> None:
+        """Make the folder of checkpoints where it was removed and the run is to go on. Raises `InputError`."""
+        if not self.passing_over or os.path.lexists(folder):
+            return
+        with storage(folder):
+            folder.mkdir()
+            fsync_folder(folder.parent)
+        lost = f", and {self.last[0].name} with it" if self.last is not None else ""
+        self.last = self.best = None
+        say(f"warning: {folder} was removed while the run wrote to it{lost}; made again (run.on_save_error=continue)")
+
     def saved(self, path: Path, step: int, digest: str, *, best: bool) -> None:
         """One more is there."""
         self.last = path, step, digest
@@ -43,9 +56,14 @@ class Standing:
             self.best = step
 
     def go_on_without(self, refused: InputError) -> None:
-        """Say that a checkpoint is not there. Raises `Violation` where the one before is not intact."""
+        """Say that a checkpoint is not there. Raises `Violation` where the one before is not intact.
+
+        One that somebody has removed, or is removing, is not there: that is said, and is no fault of the system.
+        """
         kept = "there is no checkpoint yet"
-        if self.last is not None:
+        if self.last is not None and not is_complete(self.last[0]):
+            kept = f"the last one, {self.last[0].name}, was removed: there is none to resume from"
+        elif self.last is not None:
             require_intact(*self.last)
             kept = f"the last one, {self.last[0].name}, is intact"
         say(f"warning: {refused}; going on without it (run.on_save_error=continue); {kept}")
