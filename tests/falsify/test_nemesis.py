@@ -16,13 +16,15 @@ from random import Random
 
 import pytest
 
-from andon_falsify.nemesis import bench, judging, processes, schedule
+from andon_falsify.nemesis import judging, processes, schedule
+from andon_falsify.nemesis import run as runs
 from andon_falsify.nemesis.__main__ import told, verdict
-from andon_falsify.nemesis.bench import Bench, Run
+from andon_falsify.nemesis.bench import Bench
 from andon_falsify.nemesis.left_behind import Undisturbed
 from andon_falsify.nemesis.planting import Planting, idle, proofs_in
 from andon_falsify.nemesis.protocol import Ending, Launch, Nemesis, Phase, Plant, Promise, Row, Struck
 from andon_falsify.nemesis.registry import UNPLAYED, nemeses
+from andon_falsify.nemesis.run import Run
 from andon_falsify.nemesis.signals import FORGETS
 from andon_falsify.nemesis.table import document, line
 
@@ -212,13 +214,13 @@ def test_a_run_that_left_nothing_has_accepted_nothing(tmp_path: Path) -> None:
 
 def test_a_process_in_a_session_of_its_own_is_seen_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As torchrun starts ranks: it outlives its command, is counted as left, and is gone once the run is killed."""
-    monkeypatch.setattr(bench, "GONE_S", 0.5)
+    monkeypatch.setattr(runs, "GONE_S", 0.5)
     run = bare_run(tmp_path)
     away = "import subprocess, sys; print(subprocess.Popen(['sleep', '600'], start_new_session=True).pid)"
     run.spawn([sys.executable, "-c", away], Launch())
     ending = run.end(60.0, time.monotonic())
     assert (ending.codes, ending.left, ending.hung) == ((0,), 1, False)
-    assert ending.seconds > bench.GONE_S
+    assert ending.seconds > runs.GONE_S
     assert not processes.alive(int(ending.said))
 
 
@@ -294,7 +296,7 @@ class Held(Nemesis):
 
     def undo(self, run: Run) -> None:
         """After all processes of the run are gone."""
-        (run.folder / "mounted").rename(run.folder / f"undone-{len(processes.marked(bench.OWNER, str(run.scratch)))}")
+        (run.folder / "mounted").rename(run.folder / f"undone-{len(processes.marked(runs.OWNER, str(run.scratch)))}")
 
     def release(self, run: Run) -> None:
         """At the very end."""

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from andon_falsify.nemesis.bench import Run
 from andon_falsify.nemesis.left_behind import MANIFEST, STATE, TENSORS
 from andon_falsify.nemesis.protocol import Launch, Nemesis, NotStruckError, Plant, Promise, Struck
+from andon_falsify.nemesis.run import Run
 
 PLANTS = "andon_falsify.nemesis.disk_plants"
 UNVERIFIED = Plant.of(f"{PLANTS}:unverified")

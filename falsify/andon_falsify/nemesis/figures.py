@@ -8,10 +8,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from andon_falsify.nemesis.bench import Run
 from andon_falsify.nemesis.planting import PLANTS, Planted
 from andon_falsify.nemesis.plants import where_weights_lie
 from andon_falsify.nemesis.protocol import Nemesis, NotStruckError, Option, Plant, Promise, Struck
+from andon_falsify.nemesis.run import Run
 
 _AT = 7
 _WITHIN_S = 3.0

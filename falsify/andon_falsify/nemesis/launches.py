@@ -6,9 +6,9 @@ import sys
 import time
 from dataclasses import dataclass
 
-from andon_falsify.nemesis.bench import TIMEOUT_S, Run
 from andon_falsify.nemesis.planting import GUARDS, PLANTS, Planted
 from andon_falsify.nemesis.protocol import Launch, Nemesis, Plant, Promise, Struck
+from andon_falsify.nemesis.run import TIMEOUT_S, Run
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from andon_falsify.nemesis.bench import TIMEOUT_S, Run
 from andon_falsify.nemesis.hosts import Host, Lan, unavailable
 from andon_falsify.nemesis.processes import alive, command_line, family
 from andon_falsify.nemesis.protocol import Launch, Nemesis, NotStruckError, Promise, Struck
+from andon_falsify.nemesis.run import TIMEOUT_S, Run
 from andon_falsify.nemesis.schedule import send
 
 _STEP = 6

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from andon_falsify.nemesis.protocol import Launch, Nemesis, NotStruckError, Plant, Struck
 
 if TYPE_CHECKING:
-    from andon_falsify.nemesis.bench import Run
+    from andon_falsify.nemesis.run import Run
 
 PLANTS, GUARDS = "andon_falsify.nemesis.plants", "andon_falsify.nemesis.guards"
 """Modules of plants: of faults, and of what switches protections off."""

@@ -22,7 +22,7 @@ from math import inf
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 if TYPE_CHECKING:
-    from andon_falsify.nemesis.bench import Run
+    from andon_falsify.nemesis.run import Run
 
 Tier = Literal["seconds", "minutes"]
 Option: TypeAlias = "bool | int | float | str | tuple[Option, ...] | None"

@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from andon_falsify.nemesis.bench import LIMIT_S, Run, row_lines
 from andon_falsify.nemesis.left_behind import Undisturbed
 from andon_falsify.nemesis.planting import GUARDS, INLINE
 from andon_falsify.nemesis.protocol import Launch, Nemesis, NotStruckError, Plant, Promise, Struck
+from andon_falsify.nemesis.run import LIMIT_S, Run
+from andon_falsify.nemesis.written_rows import row_lines
 
 Damage = Callable[[list[bytes]], list[bytes]]
 """From the lines of a file to those of a damaged one."""

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from andon_falsify.nemesis.processes import family, ranks, state_of
 from andon_falsify.nemesis.trainer import environment, steps_of
@@ -74,7 +75,7 @@ def _fault(draw: random.Random, step: int, least: int, most: int) -> Fault:
     return Fault(step, kind, victim, number, draw.uniform(0.1, 2.0) if kind == PAUSE else 0.0)
 
 
-def strike(fault: Fault, folder: Path, launcher: subprocess.Popen[str]) -> bool:
+def strike(fault: Fault, folder: Path, launcher: subprocess.Popen[Any]) -> bool:
     """Wait for its step and do it; whether it happened: False where the run had ended, or had no such process."""
     while steps_of(folder) < fault.step:
         if launcher.poll() is not None:
@@ -87,7 +88,7 @@ def strike(fault: Fault, folder: Path, launcher: subprocess.Popen[str]) -> bool:
     return pid != 0 and _signalled(pid, fault)
 
 
-def _pid(fault: Fault, folder: Path, launcher: subprocess.Popen[str]) -> int:
+def _pid(fault: Fault, folder: Path, launcher: subprocess.Popen[Any]) -> int:
     """The victim; 0 where there is none."""
     found = [] if launcher.poll() is not None else processes_of(fault.victim, folder, launcher.pid)
     return found[fault.number % len(found)] if found else 0

@@ -7,10 +7,10 @@ import sys
 import time
 from dataclasses import dataclass
 
-from andon_falsify.nemesis.bench import TIMEOUT_S, Run
 from andon_falsify.nemesis.planting import GUARDS
 from andon_falsify.nemesis.processes import children
 from andon_falsify.nemesis.protocol import Launch, Nemesis, NotStruckError, Plant, Promise, Struck
+from andon_falsify.nemesis.run import TIMEOUT_S, Run
 from andon_falsify.nemesis.schedule import processes_of, send
 
 FORGETS = Plant(f"{GUARDS}:moments_lost")

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from andon_falsify.nemesis import crash_points, power_cut
-from andon_falsify.nemesis.bench import Run
 from andon_falsify.nemesis.damaged import PLANTS, UNVERIFIED
 from andon_falsify.nemesis.planting import first_strike
 from andon_falsify.nemesis.protocol import Launch, Nemesis, NotStruckError, Plant, Promise, Struck
+from andon_falsify.nemesis.run import Run
 
 FORGIVEN = Plant.of(f"{PLANTS}:forgiven")
 _PAGE = 4096
