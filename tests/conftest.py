@@ -15,6 +15,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 
 import psutil
 import pytest
@@ -26,6 +28,32 @@ GRACE_S = 10.0
 _SET_BY_OTHERS = ("PYTEST_", "COVERAGE_", "COV_CORE_", "KMP_", "TORCHINDUCTOR_", "TRITON_", "PT_", "QT_")
 # multiprocessing keeps these for the life of the process; ranks that they start are looked at all the same.
 _SERVERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
+
+# All that some test's ranks import. `preloaded` stands last: with it the server ends at once.
+_FORKED = (
+    "icontract",
+    "hypothesis",
+    "pytest",
+    "torch._dynamo",
+    "transformers.models.qwen3.modeling_qwen3",
+    "peft.utils.transformers_weight_conversion",
+    "andon.training.run",
+    "andon.launch.rank",
+    "andon.launch.agent_process",
+    "andon.launch.preloaded",
+)
+
+
+def pytest_sessionstart() -> None:
+    """Under xdist: start the process that ranks are forked from, with what the ranks of all folders import.
+
+    A process has one such server. Whoever starts it first decides what it holds, and in a run of all tests that would
+    be the folder that is collected first.
+    """
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        from andon.launch.launcher import warm_up
+
+        warm_up(_FORKED)
 
 
 def _environment() -> dict[str, str]:
@@ -59,7 +87,22 @@ def threads_as_found() -> Iterator[None]:
 
 
 def _children() -> dict[int, psutil.Process]:
-    return {child.pid: child for child in psutil.Process().children(recursive=True) if not _is_server(child)}
+    found: dict[int, psutil.Process] = {}
+    for pid in _below(os.getpid()):
+        with suppress(psutil.NoSuchProcess):
+            child = psutil.Process(pid)
+            if not _is_server(child):
+                found[pid] = child
+    return found
+
+
+def _below(pid: int) -> Iterator[int]:
+    """All that descend from `pid`, by the kernel's own lists: psutil would read every process of the machine."""
+    for listed in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            for child in map(int, listed.read_text().split()):
+                yield child
+                yield from _below(child)
 
 
 def _is_server(process: psutil.Process) -> bool:
@@ -97,7 +140,8 @@ def torch_as_found() -> Iterator[None]:
     deterministic, dtype = torch.are_deterministic_algorithms_enabled(), torch.get_default_dtype()
     grad = torch.is_grad_enabled()
     yield
-    torch.use_deterministic_algorithms(deterministic)
+    if torch.are_deterministic_algorithms_enabled() != deterministic:  # the first call loads torch's compiler
+        torch.use_deterministic_algorithms(deterministic)
     torch.set_default_dtype(dtype)
     torch.set_grad_enabled(grad)
     leaked = dist.is_available() and dist.is_initialized()

@@ -20,6 +20,10 @@ LEAKS = {
         "subprocess.Popen([sys.executable, '-c', 'input()'], stdin=subprocess.PIPE)",
         "processes left running: ",
     ),
+    "rank": (
+        "multiprocessing.get_context('forkserver').Process(target=signal.pause, daemon=True).start()",
+        "processes left running: ",
+    ),
     "group": (
         "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)",
         "a process group was left initialised ",
@@ -45,7 +49,8 @@ def test_what_a_test_leaves_behind_fails_it_and_no_other(pytester: pytest.Pytest
     assert "GRACE_S = 10.0" in text
     pytester.makeconftest(text.replace("GRACE_S = 10.0", "GRACE_S = 0.1"))
     leaky = "".join(f"def test_{name}():\n    {statement}\n" for name, (statement, _) in LEAKS.items())
-    pytester.makepyfile(f"import os, subprocess, sys, threading\nimport torch.distributed as dist\n{leaky}\n{CLEAN}")
+    modules = "multiprocessing, os, signal, subprocess, sys, threading"
+    pytester.makepyfile(f"import {modules}\nimport torch.distributed as dist\n{leaky}\n{CLEAN}")
     result = pytester.runpytest_subprocess("-p", "no:cacheprovider")
     result.assert_outcomes(passed=len(LEAKS) + 1, errors=len(LEAKS))
     for name, (_, said) in LEAKS.items():
