@@ -45,6 +45,18 @@ def test_micro_batches_are_the_batch_end_to_end(plan: BatchPlan) -> None:
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
+@given(plans, st.integers(1, 6))
+def test_ranks_without_a_row_are_those_that_no_batch_gives_any(plan: BatchPlan, world: int) -> None:
+    """Found by going through every update of an epoch, and who would have which of its rows."""
+    busy = {
+        rank
+        for step in range(1, plan.steps_per_epoch + 1)
+        for rank, leaves in enumerate(rank_leaves(plan.micro_batches, world))
+        if any(plan.batch(step).micro_batches(plan.micro_batches)[leaf] for leaf in leaves)
+    }
+    assert plan.idle_ranks(world, plan.micro_batches) == world - len(busy)
+
+
 def test_steps_are_counted_by_hand() -> None:
     """37 rows in batches of 10 are 4 updates an epoch, the last of 7 rows; 3 epochs are 12, cut off at max_steps."""
     plan = BatchPlan(IDS, 10, 8, seed=3, epochs=3)
