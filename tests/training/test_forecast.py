@@ -41,6 +41,8 @@ def test_how_busy_workers_are_and_who_idles(data: Path) -> None:
     assert sorted(three.leaves) == [1, 1, 2]
     assert three.efficiency == pytest.approx(4 / 6)
     assert six.leaves.count(0) == 2
+    assert six.idle == "2 of 6 workers have no row in any update: an update has 8 rows in 4 micro-batches"
+    assert not three.idle
     assert six.efficiency == pytest.approx(4 / 6)
 
 

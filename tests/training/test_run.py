@@ -13,9 +13,21 @@ from andon.launch.launcher import warm_up
 from andon.model.build import quiet_loading
 from andon.run.folder import RunFolder
 from andon.training.inference import evaluate_run, load_run, predict, read_labelled
+from andon.training.preview import describe
 from andon_falsify.verdict import Outcome
 from andon_falsify.verification import read_run, verify
-from tests.training.runs import PRELOAD, STEPS, Runs, checkpoints, outcome, records, row, summary, write_csv
+from tests.training.runs import (
+    PRELOAD,
+    STEPS,
+    Runs,
+    checkpoints,
+    outcome,
+    records,
+    row,
+    summary,
+    write_csv,
+    write_jsonl,
+)
 
 warm_up(PRELOAD)
 
@@ -42,6 +54,22 @@ def test_rows_grouped_by_length_give_the_same_bits_too(
     assert outcome(together) == outcome(alone) != outcome(whole)
     verdicts = {verdict.claim: verdict.outcome for verdict in verify([read_run(together)])}
     assert (verdicts["samples-once"], verdicts["plan-followed"]) == (Outcome.HOLDS, Outcome.NOT_APPLICABLE)
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_workers_that_never_get_a_row_are_said(
+    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str], workers: int
+) -> None:
+    """Three rows: two workers have two and one, the last of four has none, and who trains or only checks reads so."""
+    few = f"data.train={write_jsonl(tmp_path / 'few.jsonl', 3)}"
+    more = (few, f"data.eval={runs.data}", "data.validation_fraction=0", "training.max_steps=1")
+    assert runs.train(tmp_path / "run", *more, workers=workers) == 0
+    said = capsys.readouterr().err
+    idle = "1 of 4 workers have no row in any update: an update has 3 rows in 4 micro-batches"
+    assert "training on 3 rows" in said
+    assert (f"andon: warning: {idle}\n" in said) == (workers == 4) == ("no row" in said)
+    checked = list(describe(load_config(None, runs.overrides(*more, f"run.workers={workers}", "run.backend=inline"))))
+    assert (f"note: {idle}" in checked) == (workers == 4)
 
 
 def test_another_seed_gives_other_bits(runs: Runs, whole: Path, tmp_path: Path) -> None:

@@ -79,11 +79,11 @@ def _lines(found: Forecast) -> Iterator[str]:
 
 
 def _of_world(world: WorldPlan) -> Iterator[str]:
-    busiest, idle = max(world.leaves), world.leaves.count(0)
+    busiest = max(world.leaves)
     share = f"{world.efficiency:.0%} busy, at most {busiest} of {sum(world.leaves)} micro-batches on one"
     yield f"workers {world.workers}: {share}"
-    if idle:
-        yield f"  note: {idle} of {world.workers} workers would have no micro-batch"
+    if world.idle:
+        yield f"  note: {world.idle}"
     elif world.efficiency < 1:
         waiting = sum(count < busiest for count in world.leaves)
         yield f"  note: {waiting} of {world.workers} workers would wait for the others in every step"

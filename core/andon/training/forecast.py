@@ -17,7 +17,7 @@ from andon.model.build import build_shape
 from andon.model.memory import MemoryPlan, plan_bytes
 from andon.problems import InputError
 from andon.step.plan import efficiency, rank_leaves
-from andon.training.material import Material, adapter_spec, padding_multiple, prepare
+from andon.training.material import Material, adapter_spec, idleness, padding_multiple, prepare
 
 _MIB = 2**20
 CUDA_CONTEXT = 600 * _MIB
@@ -63,13 +63,17 @@ class Need:
 
 @dataclass(frozen=True)
 class WorldPlan:
-    """One number of workers: what it makes of M, and what it needs. problem: why it cannot be, "" if it can."""
+    """One number of workers: what it makes of M, and what it needs. problem: why it cannot be, "" if it can.
+
+    idle: why some workers would never train on a row, "" if all do.
+    """
 
     workers: int
     leaves: tuple[int, ...]
     efficiency: float
     needs: tuple[Need, ...] = ()
     problem: str = ""
+    idle: str = ""
 
     @property
     def fits(self) -> bool:
@@ -84,6 +88,7 @@ class WorldPlan:
             "efficiency": round(self.efficiency, 4),
             "fits": self.fits,
             "problem": self.problem,
+            "idle": self.idle,
             "devices": [need.as_dict() for need in self.needs],
         }
 
@@ -225,11 +230,12 @@ def _phases(
 def _world(study: Study, config: Config, workers: int, machine: Machine) -> WorldPlan:
     parts = config.training.micro_batches if config.training.exact else workers
     leaves = tuple(map(len, rank_leaves(parts, workers)))
+    idle = idleness(study.material.plan, config, workers)
     named = config.run.devices if workers == config.run.workers else None
     try:
         backend, devices, _ = placement(config.run.backend, workers, named, len(machine.gpus))
     except InputError as error:
-        return WorldPlan(workers, leaves, efficiency(parts, workers), problem=str(error))
+        return WorldPlan(workers, leaves, efficiency(parts, workers), problem=str(error), idle=idle)
     needs = []
     gpus = [device.index for device in devices if device.type == "cuda"]
     if gpus:
@@ -242,7 +248,7 @@ def _world(study: Study, config: Config, workers: int, machine: Machine) -> Worl
         plan = replace(study.plan(config, "cpu", workers), outside=PROCESS)
         ranks = workers - len(gpus)
         needs.append(Need("cpu", ranks, plan, _in_ram(plan, ranks, backend), machine.ram))
-    return WorldPlan(workers, leaves, efficiency(parts, workers), tuple(needs))
+    return WorldPlan(workers, leaves, efficiency(parts, workers), tuple(needs), idle=idle)
 
 
 def _in_ram(plan: MemoryPlan, ranks: int, backend: str) -> int:

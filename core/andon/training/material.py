@@ -113,6 +113,15 @@ def _plan(config: Config, train_ids: tuple[int, ...], task: ClassificationTask) 
     )
 
 
+def idleness(plan: BatchPlan, config: Config, workers: int) -> str:
+    """How many of these workers would never train on a row, and why; empty where all have some."""
+    parts = config.training.micro_batches if config.training.exact else workers
+    idle = plan.idle_ranks(workers, parts)
+    rows = min(plan.batch_size, len(plan.ids))
+    why = f"an update has {rows} row{'s' * (rows != 1)} in {parts} micro-batches"
+    return f"{idle} of {workers} workers have no row in any update: {why}" if idle else ""
+
+
 def schedule_of(config: Config, plan: BatchPlan) -> WarmupCosine:
     """The learning rate of each step of `plan` that `config` describes."""
     schedule = config.schedule

@@ -13,6 +13,7 @@ from andon.run.provenance import fingerprint
 from andon.step.audit import describe
 from andon.step.state import state_tensors
 from andon.training.journal import FolderJournal, MetricsWriter, SilentJournal
+from andon.training.material import idleness
 from andon.training.outputs import write_start
 from andon.training.progress import ProgressView
 from andon.training.resume import Standpoint, run_identity
@@ -130,6 +131,9 @@ def _announce(session: Session) -> None:
         f"training on {len(plan.ids)} rows, {plan.total_steps} steps of {plan.batch_size} rows in "
         f"{plan.micro_batches} micro-batches, {backend.world_size} {backend.name} workers"
     )
+    idle = idleness(plan, session.config, backend.world_size)
+    if idle:
+        say(f"warning: {idle}")
     if not session.config.training.exact:
         say("training.exact=false: each worker computes its rows at once; the bits depend on the number of workers")
     if session.config.contracts.enabled:

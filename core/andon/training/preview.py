@@ -11,7 +11,7 @@ from andon.config.schema import Config
 from andon.model.adapter import attach, trainable_parameters
 from andon.model.build import build_base
 from andon.step.plan import efficiency
-from andon.training.material import Material, prepare
+from andon.training.material import Material, idleness, prepare
 
 _MOST_WORKERS = 8
 
@@ -27,6 +27,9 @@ def describe(config: Config) -> Iterator[str]:
     yield _plan(material)
     placed = f"{name}: {', '.join(map(str, devices))}"
     yield f"workers: {config.run.workers} ({placed}), {_use(material, config.run.workers)}"
+    idle = idleness(material.plan, config, config.run.workers)
+    if idle:
+        yield f"note: {idle}"
     if note:
         yield f"note: {note}"
     if material.tokenizer.truncated:
