@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 import sys
 from collections.abc import Callable
 from typing import NoReturn
 
 from andon.exits import Exit
+from andon.launch import preemption
 from andon.messages import BROKEN_STREAM, say
 from andon.problems import InputError
 
 _TRACEBACK = "ANDON_TRACEBACK"
+_TRAIN = "train"
 _WATCH = "watch"
 """The one command that needs no extra, and whose script ends as it likes: it does not pass through here."""
 
@@ -25,11 +28,16 @@ def main() -> NoReturn:
 
         sys.exit(run_watched(sys.argv[2:]))
     try:
+        if sys.argv[1:2] == [_TRAIN]:
+            preemption.heed()
         _open_closed_streams()
         code = _run_command()
+        preemption.end()
     except KeyboardInterrupt:  # while modules are imported; typer sees those of a command
-        say("interrupted")
-        code = int(Exit.INTERRUPTED)
+        code = _say("interrupted", Exit.INTERRUPTED)
+    except preemption.Interrupted as asked:
+        by_hand = asked.signum == signal.SIGINT
+        code = _say(f"ended by {asked} before training began", Exit.INTERRUPTED if by_hand else Exit.PREEMPTED)
     _leave(code)
 
 
@@ -54,7 +62,7 @@ def _leave(code: int) -> NoReturn:
             stream.flush()
         except BROKEN_STREAM:  # whoever read it may have gone; the interpreter would end with 120 for that
             broken = True
-    if "torch" not in sys.modules and not broken:
+    if not ("torch" in sys.modules or broken or preemption.heeded()):  # an interpreter that ends heeds no signals
         raise SystemExit(code)
     atexit._run_exitfuncs()
     os._exit(code)

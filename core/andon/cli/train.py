@@ -13,6 +13,7 @@ from typing import Any
 from andon.config.load import load_config
 from andon.config.schema import IN_PROCESS, Config
 from andon.exits import Exit
+from andon.launch import preemption
 from andon.launch.context import RankContext, is_rank
 from andon.launch.launcher import PRELOAD, LaunchResult, launch, warm_up
 from andon.launch.sizes import Sizing
@@ -21,7 +22,6 @@ from andon.problems import InputError, Problem, ProblemList
 from andon.run.folder import RUNS, RunFolder, State, new_folder
 from andon.training.entry import ENTRY, payload_of, train_rank
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _PRELOAD = (
     *PRELOAD,
     "torch._dynamo",
@@ -124,6 +124,9 @@ def _be_a_rank(
         report_to(folder)
         return train_rank(payload_of(config, folder, started))
 
+    # Those that come from here on wait until the rank has handlers of its own.
+    signal.pthread_sigmask(signal.SIG_BLOCK, preemption.PREEMPTION_SIGNALS)
+    preemption.begin()
     run_rank(work)
 
 
@@ -178,6 +181,7 @@ def _train_here(config: Config, folder: RunFolder, started: float) -> Exit:
     """All ranks in this process; a signal ends the run at its next step boundary, a second SIGINT at once."""
     from andon.training.run import train
 
+    preemption.begin()
     asked: list[int] = []
 
     def note(signum: int, frame: FrameType | None) -> None:
@@ -185,21 +189,23 @@ def _train_here(config: Config, folder: RunFolder, started: float) -> Exit:
             raise KeyboardInterrupt
         asked.append(signum)
 
-    with ExitStack() as stack:
-        for signum in _SIGNALS:
-            stack.callback(signal.signal, signum, signal.signal(signum, note))
-        try:
+    try:
+        with ExitStack() as stack:
+            for signum in preemption.PREEMPTION_SIGNALS:
+                stack.callback(signal.signal, signum, signal.signal(signum, note))
+            asked.extend(preemption.taken())
             return train(config, folder, lambda: bool(asked), started)
-        except KeyboardInterrupt:
-            kept = any(folder.checkpoints.glob("step-*"))
-            left = "the last checkpoint stands" if kept else "no checkpoint had been written yet"
-            say(f"ended at once: a second SIGINT asked for it; {left}")
-            return Exit.RANK_LOST
+    except KeyboardInterrupt:
+        kept = any(folder.checkpoints.glob("step-*"))
+        left = "the last checkpoint stands" if kept else "no checkpoint had been written yet"
+        say(f"ended at once: a second SIGINT asked for it; {left}")
+        return Exit.RANK_LOST
 
 
 def _train_in_ranks(config: Config, folder: RunFolder, started: float, sizing: Sizing | None, entry: str) -> Exit:
     with folder.open_for_writing():
         pass  # only to refuse, before ranks are started, a folder that cannot be written or is being written
+    preemption.begin()
     warm_up(_PRELOAD)
     bounds = {"timeout_s": config.run.grace_s, "silence_s": config.run.timeout_s}
     if sizing is None:

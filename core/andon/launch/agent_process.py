@@ -21,7 +21,8 @@ from typing import Any, NoReturn
 
 from andon.exits import Exit
 from andon.launch.orphan import bind_to_parent
-from andon.launch.rank import PREEMPTION_SIGNALS, Job, leave, serve
+from andon.launch.preemption import PREEMPTION_SIGNALS
+from andon.launch.rank import Job, leave, serve
 
 POLL_S = 0.05
 """Seconds between two looks for an order."""

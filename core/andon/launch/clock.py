@@ -7,6 +7,8 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
+from andon.launch.pauses import Pauses
+
 UPDATE = "update"
 """The phase in which steps are timed, and `run.step_deadline_s` holds."""
 _KEPT = 15
@@ -17,7 +19,7 @@ class Moment:
     """One look at a clock. ticks: how many collectives this rank has begun or left; all ranks count alike.
 
     waits: whether it is in one. since_s: for how long nothing was noted. phase_s: seconds since this phase of this
-    step began.
+    step began. Neither counts paused_s: how long, since something was noted, this process did not run.
     """
 
     ticks: int
@@ -26,12 +28,17 @@ class Moment:
     waits: bool
     since_s: float
     phase_s: float
+    paused_s: float = 0.0
 
 
 class StepClock:
-    """The clock of one rank. `at`, `wait` and `work` are for the one thread that trains."""
+    """The clock of one rank. `at`, `wait` and `work` are for the one thread that trains.
+
+    pauses: when this process did not run; its pulse keeps them.
+    """
 
     def __init__(self) -> None:
+        self.pauses = Pauses()
         now = time.monotonic()
         self._noted = (0, 0, "start", False, now, now)
         self._took: deque[float] = deque(maxlen=_KEPT)
@@ -58,8 +65,8 @@ class StepClock:
     def read(self) -> Moment:
         """What was noted last; from any thread."""
         ticks, step, phase, waits, since, began = self._noted
-        now = time.monotonic()
-        return Moment(ticks, step, phase, waits, now - since, now - began)
+        since_s, paused_s = self.pauses.ran_s(since)
+        return Moment(ticks, step, phase, waits, since_s, self.pauses.ran_s(began)[0], paused_s)
 
     def usual_s(self) -> float:
         """The median of the last steps, in seconds; 0 before the second one."""

@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 from andon.exits import Exit
-from andon.launch.rank import PREEMPTION_SIGNALS, Job
+from andon.launch.preemption import PREEMPTION_SIGNALS
+from andon.launch.rank import Job
 from andon.launch.report import FirstCause, Report, clear, first_cause
 from andon.launch.supervisor import Supervisor, Wake, Watched
 

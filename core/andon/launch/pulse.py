@@ -37,6 +37,7 @@ _SLOW_S = 10.0
 _SLOW_TIMES = 10
 """How many times the usual a step may take before it is slow."""
 _SILENCE_S = 2.0
+_PAUSE_S = 1.0
 _EVIDENCE_S = 0.7
 """How long an end waits to learn who else has ended. Ranks have 1.5 s for theirs."""
 _FAREWELL_S = 0.6
@@ -62,6 +63,11 @@ class Bounds:
     def silent_s(self) -> float:
         """From how many seconds on a rank is silent: several beats."""
         return min(_SILENCE_S, self.timeout_s / 3) if self.silence_s is None else self.silence_s
+
+    @property
+    def pause_s(self) -> float:
+        """From how many seconds on a time in which this process did not run is a pause, which counts for nothing."""
+        return min(_PAUSE_S, self.timeout_s / 4)
 
     @property
     def beat_s(self) -> float:
@@ -110,6 +116,7 @@ class Pulse:
         self._awake = threading.Event()
         self._slow_from = bounds.slow_s
         self._words_by: tuple[float, int] | None = None
+        clock.pauses.begin(bounds.pause_s)
         self._threads = [threading.Thread(target=self._beat, name="andon-beat", daemon=True)] * (world > 1)
         self._threads.append(threading.Thread(target=self._look, name="andon-look", daemon=True))
         for thread in self._threads:
@@ -143,9 +150,9 @@ class Pulse:
 
     def view(self) -> View:
         """What is known now."""
-        now = time.monotonic()
         found = {self._rank: self._own()}
-        found |= {rank: _sign(heard, now) for rank, heard in self._heard.items()}
+        # What this process could not hear because it did not run, nobody failed to tell.
+        found |= {rank: _sign(heard, self.clock.pauses.ran_s(heard.at)[0]) for rank, heard in self._heard.items()}
         return View(self._rank, self._world, dict(sorted(found.items())), self._bounds.silent_s, self._deaf)
 
     # the thread that speaks with the store
@@ -287,12 +294,12 @@ class Pulse:
             place,
             state="runs",
             host=self._here.host,
+            paused_s=now.paused_s,
         )
 
 
-def _sign(heard: _Heard, now: float) -> Sign:
-    """What a beat says by now: what had not changed then, is taken not to have changed since."""
-    silent = now - heard.at
+def _sign(heard: _Heard, silent: float) -> Sign:
+    """What a beat says `silent` seconds later: what had not changed then, is taken not to have changed since."""
     if heard.process is None:
         return Sign(silent_s=silent)
     names = ("ticks", "step", "phase", "waits", "since_s", "phase_s", "place", "ended", "exit", "host")

@@ -26,6 +26,7 @@ from andon.exits import Exit
 from andon.launch.context import AGENT_PID, RUN_ID, RankContext
 from andon.launch.ending import describe
 from andon.launch.orphan import die_with_parent
+from andon.launch.preemption import PREEMPTION_SIGNALS
 from andon.launch.report import Report, path_of, write_for_torch
 from andon.messages import write
 
@@ -35,9 +36,6 @@ if TYPE_CHECKING:
 TORCH_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 TRACEBACK = "ANDON_TRACEBACK"
 """Set to 1 to see a traceback on stderr; the report holds it in any case."""
-
-PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-"""What asks a rank to end at its next step boundary, with a checkpoint."""
 
 _LAST_WORDS_S = 0.7
 """How long what a rank has to say at its end may take where it ends by an error: others wait for it to be gone."""

@@ -21,6 +21,7 @@ class Sign:
     waits: whether it is in one. since_s: how long nothing has changed with it, now. phase_s: how long its phase of
     this step has lasted. place: where its main thread is, if it has been there for long. silent_s: how long ago it
     gave the sign. state: of its process, where that can be seen. ended: what it said at its own end; exit: its code.
+    paused_s: how long, since something changed, its process did not run; the seconds above leave that out.
     """
 
     ticks: int = 0
@@ -35,6 +36,7 @@ class Sign:
     ended: str = ""
     exit: int = 0
     host: str = ""
+    paused_s: float = 0.0
 
     @property
     def where(self) -> str:
@@ -97,6 +99,8 @@ def whom(view: View) -> str:
     found = gone(view)
     if found:
         return found
+    if view.mine.paused_s > view.mine.since_s:
+        return f"this process did not run for {view.mine.paused_s:.1f} s (it was stopped, or its machine slept)"
     others = view.others()
     stopped = [rank for rank, sign in others.items() if sign.state == "stopped"]
     if stopped:

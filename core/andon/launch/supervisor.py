@@ -20,7 +20,7 @@ from typing import Protocol
 
 from andon.exits import Exit
 from andon.launch.orphan import Process
-from andon.launch.rank import PREEMPTION_SIGNALS
+from andon.launch.preemption import PREEMPTION_SIGNALS, taken
 from andon.launch.report import Report
 
 POLL_S = 0.05
@@ -102,18 +102,34 @@ class Wake:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Have SIGTERM, SIGINT and SIGUSR1 ring instead of ending this process (possible in the main thread only)."""
+        """Have SIGTERM, SIGINT and SIGUSR1 ring instead of ending this process (possible in the main thread only).
+
+        What was noted of them since training began rings at once.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {signum: signal.signal(signum, _do_nothing) for signum in PREEMPTION_SIGNALS}
-        descriptor = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        with _blocked():  # so that each is taken by one handler: the one before, or the one from now on
+            descriptor = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+            before = {signum: signal.signal(signum, _do_nothing) for signum in PREEMPTION_SIGNALS}
+            os.write(self._write, bytes(taken()))
         try:
             yield
         finally:
-            signal.set_wakeup_fd(descriptor)
-            for signum, handler in before.items():
-                signal.signal(signum, signal.SIG_DFL if handler is None else handler)
+            with _blocked():
+                signal.set_wakeup_fd(descriptor)
+                for signum, handler in before.items():
+                    signal.signal(signum, signal.SIG_DFL if handler is None else handler)
+
+
+@contextmanager
+def _blocked() -> Iterator[None]:
+    """Signals that come meanwhile arrive at the end."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, PREEMPTION_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _do_nothing(signum: int, frame: FrameType | None) -> None:
