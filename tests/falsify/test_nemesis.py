@@ -234,7 +234,9 @@ def test_controls_are_shared_only_by_runs_that_are_alike_without_their_fault() -
     played = {each.name: each.calm_key() for each in nemeses()}
     assert played["rank killed"] == played["rank stopped"]
     assert played["link cut"] == played["silent drop, one way"]
-    alone = ("one of three hosts cut off", "long partition, restarted", "disk full", "agent of torchrun killed")
+    assert played["one of three hosts cut off"] == played["two of three hosts cut off each other"]
+    assert played["one of three hosts cut off"] != played["link cut"]
+    alone = ("long partition, restarted", "disk full", "agent of torchrun killed")
     keys = list(played.values())
     assert [name for name in alone if keys.count(played[name]) != 1] == []
 

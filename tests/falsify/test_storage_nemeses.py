@@ -12,10 +12,10 @@ import torch
 
 from andon.run.checkpoint import load_checkpoint, save_checkpoint
 from andon.run.sealed import MANIFEST, STATE, TENSORS, CheckpointError
-from andon_falsify.nemesis import damaged, power_cut, storage
+from andon_falsify.nemesis import damaged, power_cut, storage, traced
 from andon_falsify.nemesis.left_behind import whole
 
-EVERY = (*storage.NEMESES, *damaged.NEMESES)
+EVERY = (*storage.NEMESES, *traced.NEMESES, *damaged.NEMESES)
 DAMAGES = [each.damage for each in damaged.NEMESES if isinstance(each, damaged.Damaged)]
 BELIEVE = (
     "import sys, pathlib, types\n"

@@ -27,6 +27,8 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import TypeAlias
 
+from andon_falsify.nemesis import markdown
+
 KILL, EIO, ENOSPC = "SIGKILL", "EIO", "ENOSPC"
 _FILLING = ("openat", "write", "pwrite64", "fsync", "fdatasync", "close", "rename", "renameat2", "mkdir", "ftruncate")
 """Calls that a full disk may refuse."""
@@ -243,13 +245,13 @@ def table(found: Sequence[Found]) -> str:
     rows: dict[tuple[str, str], list[Found]] = defaultdict(list)
     for each in found:
         rows[each.point.act, each.point.call].append(each)
-    lines = ["| act | call | killed | EIO | ENOSPC | refused in words | went on | wrong |", "|" + " --- |" * 8]
+    counted = []
     for (act, call), members in rows.items():
         faults = Counter(each.point.fault for each in members)
         codes = Counter(each.code for each in members)
         cells = (act, call, faults[KILL], faults[EIO], faults[ENOSPC], codes[2] + codes[70], codes[0])
-        lines.append("| " + " | ".join(map(str, (*cells, sum(bool(each.wrong) for each in members)))) + " |")
-    return "\n".join(lines)
+        counted.append((*cells, sum(bool(each.wrong) for each in members)))
+    return markdown.table(("act", "call", "killed", "EIO", "ENOSPC", "refused in words", "went on", "wrong"), counted)
 
 
 def main() -> int:

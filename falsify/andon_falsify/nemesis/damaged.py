@@ -17,6 +17,7 @@ from andon_falsify.nemesis.run import Run
 
 PLANTS = "andon_falsify.nemesis.disk_plants"
 UNVERIFIED = Plant.of(f"{PLANTS}:unverified")
+FORGIVEN = Plant.of(f"{PLANTS}:forgiven")
 _PAGE = 4096
 _END_S = 60.0
 _DAMAGED = (TENSORS, STATE, MANIFEST)

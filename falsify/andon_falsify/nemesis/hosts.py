@@ -15,147 +15,28 @@ a watchman does the same as soon as that process is gone without having closed, 
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
 
 from andon.launch.orphan import Process
+from andon_falsify.nemesis.host import INTERFACE, Host, ip
 
-T = TypeVar("T")
-
-INTERFACE = "e0"
-"""The one interface of every host, besides `lo`."""
 FOLDER = Path(tempfile.gettempdir())
 """Where the folders of hosts are."""
 _PREFIX = "andonnet"
-_NOWHERE = "02:00:00:00:00:99"
-"""An address of a network card that nobody has."""
 _GONE_S = 10.0
-_CLONE_NEWNET = 0x40000000
-# As the first process of its space of processes, the shell reaps; the name is the shell's `$0`.
-_SETTLE = """hostname "$0" && mount --bind "$TMPDIR/../hosts" /etc/hosts && mount -t tmpfs none "$TMPDIR" || exit 125
-"$@"
-exit $?"""
+_MADE_S = 10.0
+"""How long a datagram may take between two hosts that were just made, on a machine that does much else."""
 _numbers = count()
-
-
-@dataclass(frozen=True)
-class Host:
-    """One of the hosts of a `Lan`. name: of its namespace. scratch: where its own temporary folder is mounted."""
-
-    name: str
-    hostname: str
-    address: str
-    scratch: Path
-
-    def command(self, command: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-        """What runs `command` here, with these variables. Ended by SIGKILL, it ends all that it has started."""
-        own = {"TMPDIR": str(self.scratch), "GLOO_SOCKET_IFNAME": INTERFACE, **environment}
-        variables = [f"{name}={value}" for name, value in own.items()]
-        apart = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--uts", "env", *variables]
-        return ["ip", "netns", "exec", self.name, *apart, "sh", "-c", _SETTLE, self.hostname, *command]
-
-    def start(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
-        """Run a command here, in a session of its own; what it says goes to `log`."""
-        with log.open("ab") as file:
-            return subprocess.Popen(
-                self.command(command, environment),
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
-                start_new_session=True,
-            )
-
-    def pids(self) -> list[int]:
-        """What runs here."""
-        return [int(pid) for pid in _ip("netns", "pids", self.name).split()]
-
-    def unplug(self) -> None:
-        """Cut the link: the interface goes down."""
-        _ip("-n", self.name, "link", "set", INTERFACE, "down")
-
-    def plug(self) -> None:
-        """Mend the link."""
-        _ip("-n", self.name, "link", "set", INTERFACE, "up")
-
-    def drop(self, other: Host) -> None:
-        """Lose, without a word, all that this host sends to `other`."""
-        where = ("neigh", "replace", other.address, "lladdr", _NOWHERE, "nud", "permanent", "dev", INTERFACE)
-        _ip("-n", self.name, *where)
-
-    def undrop(self, other: Host) -> None:
-        """Deliver again what this host sends to `other`."""
-        _ip("-n", self.name, "neigh", "del", other.address, "dev", INTERFACE)
-
-    def throttle(self, rate: str) -> None:
-        """Let no more than `rate` (as `tc` writes it: 10mbit) leave this host."""
-        bucket = ("rate", rate, "burst", "32kbit", "latency", "400ms")
-        _run("tc", "-n", self.name, "qdisc", "replace", "dev", INTERFACE, "root", "tbf", *bucket)
-
-    def sends_by(self) -> str:
-        """By what its messages leave, as the kernel says (`tc qdisc show`): "qdisc tbf ... rate 24Kbit ..."."""
-        return _run("tc", "-n", self.name, "qdisc", "show", "dev", INTERFACE).strip()
-
-    def unthrottle(self) -> None:
-        """Let it send as fast as it can."""
-        _run("tc", "-n", self.name, "qdisc", "replace", "dev", INTERFACE, "root", "noqueue")
-
-    def free_port(self) -> int:
-        """A port that nobody listens on here."""
-
-        def free() -> int:
-            with socket.create_server((self.address, 0)) as listener:
-                return int(listener.getsockname()[1])
-
-        return self.inside(free)
-
-    def reaches(self, other: Host, wait_s: float = 0.5) -> bool:
-        """Whether a datagram from here arrives at `other`: tried five times within `wait_s`."""
-        listener = other.inside(lambda: _datagrams(other.address))
-        speaker = self.inside(lambda: _datagrams(self.address))
-        with listener, speaker:
-            listener.settimeout(wait_s / 5)
-            for _ in range(5):
-                try:
-                    speaker.sendto(b"andon", listener.getsockname())
-                    return bool(listener.recv(16))
-                except TimeoutError:
-                    continue
-                except OSError:
-                    time.sleep(wait_s / 5)  # it has no way out at all
-        return False
-
-    def inside(self, work: Callable[[], T]) -> T:
-        """What `work` returns, done by a thread in this namespace: a socket stays where it was made."""
-        found: list[T] = []
-        errors: list[BaseException] = []
-
-        def enter() -> None:
-            try:
-                _enter(self.name)
-                found.append(work())
-            except BaseException as error:  # noqa: BLE001 - it belongs to who waits for the thread
-                errors.append(error)
-
-        thread = threading.Thread(target=enter)
-        thread.start()
-        thread.join()
-        if errors:
-            raise errors[0]
-        return found[0]
 
 
 @dataclass
@@ -210,7 +91,9 @@ def unavailable() -> str:
     try:
         with Lan.of(2) as lan:
             first, second = lan.hosts
-            return "" if first.reaches(second) else "two network namespaces do not reach each other over a bridge"
+            return (
+                "" if first.reaches(second, _MADE_S) else "two network namespaces do not reach each other over a bridge"
+            )
     except OSError as error:
         return str(error)
 
@@ -231,28 +114,28 @@ def sweep() -> list[str]:
 
 def _build(lan: Lan) -> None:
     hub = f"{lan.name}-hub"
-    _ip("netns", "add", hub)
-    _ip("link", "add", "br0", "netns", hub, "type", "bridge")
-    _ip("-n", hub, "link", "set", "br0", "up")
+    ip("netns", "add", hub)
+    ip("link", "add", "br0", "netns", hub, "type", "bridge")
+    ip("-n", hub, "link", "set", "br0", "up")
     lan.folder.mkdir()
     names = [f"{host.address} {host.hostname}" for host in lan.hosts]
     (lan.folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *names]) + "\n")
     for number, host in enumerate(lan.hosts):
         port = f"p{number}"
         host.scratch.mkdir()
-        _ip("netns", "add", host.name)
-        _ip("link", "add", INTERFACE, "netns", host.name, "type", "veth", "peer", "name", port, "netns", hub)
-        _ip("-n", hub, "link", "set", port, "master", "br0", "up")
-        _ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", INTERFACE)
+        ip("netns", "add", host.name)
+        ip("link", "add", INTERFACE, "netns", host.name, "type", "veth", "peer", "name", port, "netns", hub)
+        ip("-n", hub, "link", "set", port, "master", "br0", "up")
+        ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", INTERFACE)
         for interface in ("lo", INTERFACE):
-            _ip("-n", host.name, "link", "set", interface, "up")
+            ip("-n", host.name, "link", "set", interface, "up")
 
 
 def _remove(lan: str) -> None:
     """Everything whose name begins with this one: processes, namespaces with their links, the folder."""
     names = [name for name in namespaces() if name.startswith(f"{lan}-")]
     deadline = time.monotonic() + _GONE_S
-    while pids := [int(pid) for name in names for pid in _ip("netns", "pids", name).split()]:
+    while pids := [int(pid) for name in names for pid in ip("netns", "pids", name).split()]:
         for pid in pids:
             process = Process.of(pid)
             if process is not None:
@@ -261,13 +144,13 @@ def _remove(lan: str) -> None:
             raise OSError(f"processes {pids} in {lan} could not be ended")
         time.sleep(0.01)
     for name in names:
-        _ip("netns", "del", name)
+        ip("netns", "del", name)
     shutil.rmtree(FOLDER / lan, ignore_errors=True)
 
 
 def namespaces() -> list[str]:
     """The names of all network namespaces of this machine."""
-    return [line.split()[0] for line in _ip("netns", "list").splitlines() if line]
+    return [line.split()[0] for line in ip("netns", "list").splitlines() if line]
 
 
 def _owned(name: str) -> bool:
@@ -281,32 +164,6 @@ def _owned(name: str) -> bool:
 def _watch(lan: str) -> subprocess.Popen[bytes]:
     """A process of another session that removes `lan` once this process no longer holds its end of a pipe."""
     return subprocess.Popen([sys.executable, "-m", __name__, lan], stdin=subprocess.PIPE, start_new_session=True)
-
-
-def _datagrams(address: str) -> socket.socket:
-    listener = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-    listener.bind((address, 0))
-    return listener
-
-
-def _enter(name: str) -> None:
-    """Take the calling thread into the namespace, for good."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    with (Path("/run/netns") / name).open("rb") as handle:
-        if libc.setns(handle.fileno(), _CLONE_NEWNET) != 0:
-            number = ctypes.get_errno()
-            raise OSError(number, f"setns: {os.strerror(number)}")
-
-
-def _ip(*arguments: str) -> str:
-    return _run("ip", *arguments)
-
-
-def _run(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise OSError(f"{' '.join(command)}: {done.stderr.strip() or f'exit {done.returncode}'}")
-    return done.stdout
 
 
 def _main() -> None:

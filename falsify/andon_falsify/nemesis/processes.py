@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from andon.launch.orphan import Process
+
 
 def children(pid: int) -> list[int]:
     """The children of all threads of a process; none where it is gone."""
@@ -26,13 +28,9 @@ def session(leader: int) -> list[int]:
     """The processes of the session that `leader` began, orphans included, zombies not."""
     found = []
     for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal() and alive(int(entry.name)):
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            if int(fields[3]) == leader:
-                found.append(int(entry.name))
+        fields = _stat(int(entry.name)) if entry.name.isdecimal() else []
+        if fields and fields[0] != "Z" and int(fields[3]) == leader:
+            found.append(int(entry.name))
     return found
 
 
@@ -58,15 +56,25 @@ def _variables(pid: int) -> list[bytes]:
 
 def state_of(pid: int) -> str:
     """The letter of a process's state in `/proc/PID/stat` (T: stopped, Z: zombie); empty where it is gone."""
+    return (_stat(pid) or [""])[0]
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of proc(5) after the command name; none where there is no such process."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
-        return ""
+        return []
 
 
 def ranks(members: Iterable[int]) -> list[int]:
     """Ranks are the children of the launcher's forkserver."""
     return [child for pid in members if b"forkserver" in command_line(pid) for child in children(pid)]
+
+
+def identified(pids: Iterable[int]) -> list[Process]:
+    """Those of these processes that run, each told from a later one of the same id by when it began."""
+    return [process for process in map(Process.of, pids) if process is not None]
 
 
 def alive(pid: int) -> bool:
@@ -75,12 +83,15 @@ def alive(pid: int) -> bool:
 
 
 def wait_until_gone(pids: Iterable[int], limit_s: float = 60.0) -> float:
-    """Seconds until none of `pids` is left. Raises `RuntimeError` with those that are after `limit_s`."""
+    """Seconds until none of those that have these ids now is left.
+
+    Raises `RuntimeError` with those that are after `limit_s`.
+    """
     start = time.perf_counter()
-    pids = list(pids)
-    while left := [pid for pid in pids if alive(pid)]:
+    found = identified(pids)
+    while left := [each for each in found if each.alive()]:
         if time.perf_counter() - start > limit_s:
-            raise RuntimeError(f"processes outlive the run: {left}")
+            raise RuntimeError(f"processes outlive the run: {[each.pid for each in left]}")
         time.sleep(0.01)
     return time.perf_counter() - start
 

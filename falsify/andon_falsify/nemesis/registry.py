@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from andon_falsify.nemesis.protocol import Nemesis, Tier
 
-MODULES = ("signals", "launches", "starts", "figures", "rows", "storage", "damaged", "network")
+MODULES = ("signals", "launches", "starts", "figures", "rows", "storage", "traced", "damaged", "partitions", "network")
 """In the order of the table."""
 
 UNPLAYED: Mapping[int, str] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from andon_falsify.nemesis.judging import last_line, line_with
+from andon_falsify.nemesis.markdown import table
 from andon_falsify.nemesis.protocol import Phase, Row
 from andon_falsify.nemesis.registry import UNPLAYED
 
@@ -40,9 +41,7 @@ def document(rows: Sequence[Row], seed: int) -> str:
         "",
         f"{good} of {len(measured)} are as promised, {len(skipped)} were skipped, {len(unplayed)} not played.",
         "",
-        _row(_HEADER),
-        _row(["---"] * len(_HEADER)),
-        *[_row(_cells(row)) for row in measured],
+        table(_HEADER, map(_cells, measured)),
     ]
     lines += ["", "## Without a nemesis", "", *[f"- row {number}: {why}" for number, why in UNPLAYED.items()]]
     lines += ["", "## Skipped on this machine", "", *skipped] if skipped else []
@@ -88,8 +87,3 @@ def _healed(phase: Phase) -> str:
 
 def _codes(phase: Phase) -> str:
     return " ".join(map(str, phase.ending.codes))
-
-
-def _row(cells: Sequence[str]) -> str:
-    """One row; a text's own line ends and bars are no table's."""
-    return "| " + " | ".join(" ".join(each.split()).replace("|", "\\|") for each in cells) + " |"
