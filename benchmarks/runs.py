@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from andon_falsify.nemesis.markdown import table as table
 from andon_falsify.nemesis.trainer import command as command
 from andon_falsify.nemesis.trainer import environment as environment
 from andon_falsify.nemesis.trainer import steps_of as steps_of
@@ -34,9 +35,3 @@ def run(folder: Path, *arguments: str, expect: Sequence[int] = (0,)) -> Run:
         raise RuntimeError(f"exit {done.returncode}: {done.stderr[-2000:]}")
     path = folder / "summary.json"
     return Run(folder, done.returncode, seconds, json.loads(path.read_text()) if path.exists() else {})
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A Markdown table."""
-    lines = ["| " + " | ".join(header) + " |", "| " + " | ".join("---" for _ in header) + " |"]
-    return "\n".join(lines + ["| " + " | ".join(map(str, row)) + " |" for row in rows])
