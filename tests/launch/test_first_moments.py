@@ -17,6 +17,7 @@ from andon.exits import Exit
 from andon.launch import preemption
 from andon.launch.supervisor import Wake
 from tests.launch.pipes import PATIENCE_S
+from tests.launch.sessions import wait_until_empty
 from tests.training.runs import Runs, write_jsonl
 
 Moment = Callable[[int, Path], bool]
@@ -61,19 +62,8 @@ def signalled(command: subprocess.Popen[str], run: Path, moment: Moment, signum:
         pause.wait(0.001)
     command.send_signal(signum)
     _, said = command.communicate(timeout=PATIENCE_S)
-    while any(_session(entry) == command.pid for entry in Path("/proc").glob("[0-9]*/stat")):
-        assert time.monotonic() < deadline, "it left processes"
-        pause.wait(0.01)
+    wait_until_empty(command.pid)
     return said.splitlines()
-
-
-def _session(stat: Path) -> int:
-    """The session of a process that runs; 0 for one that is gone."""
-    try:
-        state, _, _, session, *_ = stat.read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    return 0 if state in "ZX" else int(session)
 
 
 @pytest.mark.parametrize(

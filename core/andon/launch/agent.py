@@ -30,6 +30,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
+from andon.launch.fork_server import starting
 from andon.launch.rank import TRACEBACK, Job, serve
 
 LOOPBACK = "127.0.0.1"
@@ -113,7 +114,8 @@ class _Agent(LocalElasticAgent):
         self._started = started
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        pids: dict[int, int] = super()._start_workers(worker_group)
+        with starting():
+            pids: dict[int, int] = super()._start_workers(worker_group)
         self._started(dict(pids))
         return pids
 

@@ -13,11 +13,14 @@ from multiprocessing.context import ForkServerProcess
 from typing import Any
 
 from andon.launch.agent_process import be_agent
+from andon.launch.fork_server import end_if_stopped, starting
 from andon.launch.rank import Job
 from andon.launch.report import UNSEEN
 
 ANSWER_S = 20.0
 """Seconds that an agent has to say which worker it started; one that does not is stopped, and lost."""
+GONE_S = 1.0
+"""Seconds that the fork server has to say that an agent is gone; one that is stopped never says it."""
 LAST_WORD_S = 2.0
 """Seconds that an agent has to say how its worker ended, once that is gone."""
 
@@ -63,9 +66,9 @@ class Member:
             self.lost = True
 
     def end(self) -> None:
-        """End it now, its worker with it, and wait until it is gone."""
+        """End it now, its worker with it, and wait until it is gone, or nobody says so."""
         self.process.kill()
-        self.process.join()
+        self.process.join(GONE_S)
         self.pipe.close()
 
 
@@ -78,14 +81,18 @@ class Crew:
     _ordered_at: float = field(default=0.0, init=False)
 
     def resize(self, count: int) -> None:
-        """Hire or let go until there are `count`; the last hired go first."""
+        """Hire or let go until there are `count`; the last hired go first.
+
+        Raises `fork_server.ServerStopped` where none can be hired.
+        """
         context = multiprocessing.get_context("forkserver")
         while len(self.members) > count:
             self.members.pop().end()
         while len(self.members) < count:
             ours, theirs = context.Pipe()
             process = context.Process(target=be_agent, args=(theirs, self.job), name="andon-agent", daemon=True)
-            process.start()
+            with starting():
+                process.start()
             theirs.close()
             self.members.append(Member(process, ours))
 
@@ -142,6 +149,7 @@ class Crew:
 
     def close(self) -> None:
         """End all agents and their workers."""
+        end_if_stopped()
         for member in self.members:
             with suppress(OSError):
                 member.end()

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from andon.exits import Exit
 from andon.launch import resizing
 from andon.launch.crew import Crew
+from andon.launch.fork_server import ServerStopped
 from andon.launch.launcher import LaunchResult, exclusive, job_of, result_of, warm_up
 from andon.launch.orphan import Process
 from andon.launch.report import clear
@@ -55,6 +56,8 @@ def launch_elastic(
         crew = Crew(job)
         try:
             return _Generations(crew, payload_for, sizing, run_folder, (timeout_s, silence_s), wake).run()
+        except ServerStopped as error:
+            return LaunchResult(error.ends_with, str(error))
         finally:
             crew.close()
             resizing.hide(run_folder)

@@ -25,9 +25,10 @@ from pathlib import Path
 from typing import TypeAlias
 
 from andon.exits import Exit
+from andon.launch.fork_server import ServerStopped, end_if_stopped
 from andon.launch.preemption import PREEMPTION_SIGNALS
 from andon.launch.rank import Job
-from andon.launch.report import FirstCause, Report, clear, first_cause
+from andon.launch.report import UNSEEN, FirstCause, Report, clear, first_cause
 from andon.launch.supervisor import Supervisor, Wake, Watched
 
 JSON: TypeAlias = "bool | int | float | str | Sequence[JSON] | Mapping[str, JSON] | None"
@@ -120,6 +121,7 @@ def exclusive() -> Iterator[Wake]:
         with wake.listening():
             yield wake
     finally:
+        end_if_stopped()
         wake.close()
         _one_at_a_time.release()
 
@@ -165,12 +167,18 @@ def result_of(
 ) -> LaunchResult:
     """One exit from what the supervisor saw, what the agent read, and what the ranks of this launch reported."""
     # An agent that was left behind has told nothing: what was killed from here is known, the rest is in the reports.
-    exits = {rank: exits.get(rank, -signal.SIGKILL if rank in seen.killed else 0) for rank in seen.died} | exits
+    reported = {rank: Report.read(run_folder, rank, launch) is not None for rank in seen.died}
+    untold = {
+        rank: -signal.SIGKILL if rank in seen.killed else 0 if told else UNSEEN for rank, told in reported.items()
+    }
+    exits = untold | exits
     first = first_cause(run_folder, exits, died=seen.died, ended=seen.killed, launch=launch)
     if seen.verdict is not None:
         return LaunchResult(*seen.verdict, exits=exits, first=first)
     if first is not None:
         return LaunchResult(first.exit, first.text, exits=exits, first=first)
+    if isinstance(error, ServerStopped):
+        return LaunchResult(error.ends_with, str(error), exits=exits)
     if error is not None:
         return LaunchResult(Exit.CRASHED, f"torch's elastic agent failed: {type(error).__name__}: {error}", exits=exits)
     if len(exits) != workers:

@@ -1,4 +1,4 @@
-"""Imported last by the fork server, and by nobody else: it then ends at once when its launcher does.
+"""Imported last by the fork server, and by nobody else: it then ends at once when its launcher does, stopped or not.
 
 An interpreter with torch, transformers and peft takes most of a second to take its modules down one by one, and a
 reader of the launcher's output waits for the fork server too, which holds the other end.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import atexit
 import os
+
+from andon.launch.orphan import bind_to_parent
 
 _SERVER = os.getpid()
 
@@ -19,3 +21,4 @@ def _leave() -> None:
 
 
 atexit.register(_leave)
+bind_to_parent(os.getppid())

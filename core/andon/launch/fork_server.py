@@ -1,0 +1,92 @@
+"""The process that ranks and agents are forked from, where it does not run any more.
+
+Whoever starts a process waits for its answer without a bound, and so does an interpreter that ends. One that is stopped
+(SIGSTOP, a debugger) is therefore ended: at once where all ranks have ended, after `STOPPED_S` where one is started.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import forkserver
+
+from andon.exits import Exit
+from andon.launch.orphan import Process
+
+STOPPED_S = 5.0
+"""Seconds that the fork server may be stopped while a process is started."""
+_LOOK_S = 0.1
+_GONE_S = 5.0
+
+
+class ServerStopped(RuntimeError):
+    """No process could be started: the fork server did not run, and was ended."""
+
+    ends_with = Exit.RANK_SILENT
+
+
+def running() -> Process | None:
+    """The fork server of this process; None where there is none that lives."""
+    pid = getattr(forkserver._forkserver, "_forkserver_pid", None)
+    return None if pid is None else Process.of(pid)
+
+
+def end_if_stopped() -> None:
+    """End the fork server where it is stopped: nothing would ever end it, and this process would wait for it."""
+    server = running()
+    if server is not None and server.stopped():
+        _end(server)
+
+
+@contextmanager
+def starting() -> Iterator[None]:
+    """While processes are started: a fork server that is stopped meanwhile is ended.
+
+    Raises `ServerStopped` where that was so, whatever came of the start.
+    """
+    over, ended = threading.Event(), threading.Event()
+    watching = threading.Thread(target=_watch, args=(over, ended), name="fork-server", daemon=True)
+    watching.start()
+    try:
+        yield
+    except (OSError, EOFError) as error:
+        watching.join(_GONE_S)
+        if not ended.is_set():
+            raise
+        raise ServerStopped(_sentence()) from error
+    finally:
+        over.set()
+    if ended.is_set():
+        raise ServerStopped(_sentence())
+
+
+def _watch(over: threading.Event, ended: threading.Event) -> None:
+    """Until `over`, or until the fork server has been stopped for too long and is `ended`."""
+    stopped_s, looked = 0.0, time.monotonic()
+    while not over.wait(_LOOK_S):
+        now = time.monotonic()
+        # A longer gap is this process's own: stopped with its fork server, it wakes with it.
+        gap, looked = min(now - looked, 2 * _LOOK_S), now
+        server = running()
+        stopped_s = stopped_s + gap if server is not None and server.stopped() else 0.0
+        if server is not None and stopped_s >= STOPPED_S:
+            ended.set()
+            _end(server)
+            return
+
+
+def _end(server: Process) -> None:
+    server.send(signal.SIGKILL)
+    deadline, pause = time.monotonic() + _GONE_S, threading.Event()
+    while server.alive() and time.monotonic() < deadline:
+        pause.wait(0.01)
+
+
+def _sentence() -> str:
+    return (
+        f"no rank could be started: the fork server did not run for {STOPPED_S:g} s, "
+        "stopped by a signal (SIGSTOP), or a debugger"
+    )

@@ -1,0 +1,38 @@
+"""A launch whose fork server is stopped before a rank is started: `python -m tests.launch.stopped_server JSON`."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+
+PRELOAD = ("andon.launch.agent_process", "tests.launch.entries", "andon.launch.preloaded")
+
+
+def main() -> None:
+    """Launch two ranks as the JSON argument says; print the result as one line, end with its exit code."""
+    from andon.launch import fork_server
+    from andon.launch.elastic import launch_elastic
+    from andon.launch.launcher import launch, warm_up
+    from andon.launch.sizes import Bounds, Sizing
+
+    asked = json.loads(sys.argv[1])
+    folder, entry, payload = Path(asked["folder"]), "tests.launch.entries:end", asked["payload"]
+    fork_server.STOPPED_S = 0.3
+    warm_up(PRELOAD)
+    server = fork_server.running()
+    assert server is not None
+    if asked["stopped"]:
+        server.send(signal.SIGSTOP)
+    if asked["elastic"]:
+        sizing = Sizing(Bounds(1, 2))
+        result = launch_elastic(entry, lambda world, again: payload, sizing, run_folder=folder, timeout_s=60)
+    else:
+        result = launch(entry, payload, workers=2, run_folder=folder, timeout_s=60)
+    print(json.dumps({"exit": result.exit.name, "cause": result.cause}), flush=True)
+    sys.exit(result.exit)
+
+
+if __name__ == "__main__":
+    main()

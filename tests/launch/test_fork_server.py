@@ -1,0 +1,45 @@
+"""A fork server that does not run holds up neither a launch nor its end, and is not left behind."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from andon.exits import Exit
+from tests.launch.pipes import PATIENCE_S
+from tests.launch.sessions import wait_until_empty
+
+
+def launched(folder: Path, *, elastic: bool, stopped: bool, **how: str) -> tuple[int, dict[str, Any]]:
+    """The exit code and the result of two ranks that end as told (`r0="0"`); nothing of the launch is left."""
+    payload = {"how": {rank.removeprefix("r"): way for rank, way in how.items()}}
+    asked = {"folder": str(folder), "elastic": elastic, "stopped": stopped, "payload": payload}
+    command = [sys.executable, "-m", "tests.launch.stopped_server", json.dumps(asked)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        said, _ = process.communicate(timeout=PATIENCE_S)
+    finally:
+        process.kill()
+    wait_until_empty(process.pid)
+    found: dict[str, Any] = json.loads(said.splitlines()[-1])
+    return process.returncode, found
+
+
+@pytest.mark.parametrize("elastic", [True, False])
+def test_a_server_that_is_stopped_before_a_rank_starts(tmp_path: Path, elastic: bool) -> None:
+    """Nobody would ever answer: the launch ends with 72 and says what did not run, and the server is ended."""
+    code, result = launched(tmp_path, elastic=elastic, stopped=True)
+    assert (code, result["exit"]) == (Exit.RANK_SILENT, "RANK_SILENT")
+    assert result["cause"].startswith("no rank could be started: the fork server did not run for 0.3 s, stopped by a")
+
+
+def test_a_server_that_is_stopped_while_ranks_run(tmp_path: Path) -> None:
+    """Rank 0 stops it and is killed: how it ended nobody can tell, and it is not taken for a success."""
+    code, result = launched(tmp_path, elastic=False, stopped=False, r0="agent's silence", r1="0")
+    assert (code, result["exit"]) == (Exit.RANK_LOST, "RANK_LOST")
+    assert result["cause"] == "rank 0 of 2 was lost together with the process that started it"
