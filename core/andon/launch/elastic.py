@@ -60,7 +60,7 @@ def launch_elastic(
             return LaunchResult(error.ends_with, str(error))
         finally:
             crew.close()
-            resizing.hide(run_folder)
+            resizing.give_up(run_folder, None)
 
 
 @dataclass
@@ -84,6 +84,7 @@ class _Generations:
             result, ended = self._generation(number)
             following = self.sizing.after(ended)
             if not following.workers:
+                resizing.give_up(self.run_folder, ended.wanted)
                 return _final(result, following)
             workers = following.workers
             if workers == len(self.crew.members) - 1 and result.first is not None and ended.wanted is None:
@@ -101,6 +102,7 @@ class _Generations:
         self.crew.begin(rendezvous.port, launch, LOOPBACK, self.payload_for(world, number > 1))
         watched = Generation(self.crew, self.run_folder, self.sizing.bounds, number, rendezvous)
         seen = Supervisor(watched, self.wake, self.run_folder, *self.bounds, launch=launch).run()
+        watched.hear_last()
         exits = self.crew.exits
         lost, leaving = self.crew.settle()
         result = result_of(self.run_folder, seen, exits, None, world, launch=launch)
@@ -152,6 +154,10 @@ class Generation:
                 worker.send(signal.SIGTERM)
         self._take(resizing.taken(self.run_folder))
 
+    def hear_last(self) -> None:
+        """What was asked for since the last look, once all workers have ended."""
+        self._take(resizing.taken(self.run_folder))
+
     def _meet(self) -> None:
         self.pids = self.crew.pids
         if not self.pids:
@@ -177,5 +183,6 @@ class Generation:
             return
         if not asked.isdecimal() or not self.bounds.least <= int(asked) <= self.bounds.most:
             say(f"elastic: {asked!r} workers were asked for; --workers {self.bounds} allows no such number")
-        elif int(asked) != len(self.crew.members):
+        elif self.wanted is not None or int(asked) != len(self.crew.members):
+            # The last one who asks is heeded, also with the present number: the workers may be ending already.
             self.wanted = int(asked)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from andon.launch.orphan import Process
 from andon.launch.sizes import Bounds
+from andon.messages import say
 from andon.problems import InputError, Problem
 from andon.run.atomic import write_json, write_whole
 from andon.run.folder import REPORTS
@@ -45,6 +46,14 @@ def hide(run_folder: Path) -> None:
         (run_folder / REPORTS / name).unlink(missing_ok=True)
 
 
+def give_up(run_folder: Path, wanted: int | None) -> None:
+    """The run has ended: nobody is shown here any more, and who asked for `wanted` workers, or does now, is told."""
+    (run_folder / REPORTS / _SEEN).unlink(missing_ok=True)
+    asked = taken(run_folder) or wanted
+    if asked is not None:
+        say(f"elastic: {asked} workers were asked for, and the run has ended before it could go on with them")
+
+
 def taken(run_folder: Path) -> str | None:
     """What was asked for since the last call, as it was written; None where nothing was."""
     path = run_folder / REPORTS / _ASKED
@@ -59,7 +68,8 @@ def taken(run_folder: Path) -> str | None:
 def ask(run_folder: Path, workers: int) -> None:
     """Ask the launcher that trains in `run_folder` for another number of workers.
 
-    Raises `InputError` where none does, where it was started without `--workers MIN:MAX`, and for a number outside.
+    Raises `InputError` where none does, where it was started without `--workers MIN:MAX`, for a number outside, and
+    where the run ends while it is asked.
     """
     path = run_folder / REPORTS / _SEEN
     try:
@@ -74,4 +84,8 @@ def ask(run_folder: Path, workers: int) -> None:
         raise InputError([Problem(str(run_folder), what)])
     if not bounds.least <= workers <= bounds.most:
         raise InputError([Problem("WORKERS", f"{workers} is outside of --workers {bounds}")])
-    write_whole(path.with_name(_ASKED), f"{workers}\n".encode())
+    asked = path.with_name(_ASKED)
+    write_whole(asked, f"{workers}\n".encode())
+    if not path.exists() and asked.exists():  # whoever would have taken it has gone first
+        asked.unlink(missing_ok=True)
+        raise InputError([Problem(str(run_folder), "the run has just ended")])
