@@ -102,6 +102,21 @@ def test_killed_again_and_again_it_writes_each_once(
     assert outcome(copy) == outcome(whole)
 
 
+def test_a_resume_reads_the_ledger_twice(runs: Runs, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for all that it tells of before, and once as it is opened to be written to: a long run has a long ledger."""
+    cut(copy, 2)
+    inner, opened = Path.open, []
+
+    def noted(path: Path, *arguments: Any, **options: Any) -> Any:
+        opened.append(path.name)
+        return inner(path, *arguments, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", noted)
+        assert go_on(runs, copy) == Exit.OK
+    assert opened.count("ledger.jsonl") == 2
+
+
 def killed(*arguments: object) -> None:
     """The end of the process."""
     raise Killed
