@@ -94,6 +94,22 @@ def test_who_passes_a_deadline_after_another_ended_names_that_one() -> None:
     assert found.cause == f"{late}rank 1 of 2 ended: LookupError: x; 1 waits"
 
 
+def test_the_update_that_compiles_has_no_deadline() -> None:
+    """Compiling takes minutes where a step takes less than one: the first update of a process that compiles may take
+    longer than the deadline, and the next one may not. What it took is not what a step usually takes."""
+    clock = StepClock(compiles=True)
+    with alone(HashStore(), 1, clock, Bounds(PATIENCE_S, STEP_S)) as made:
+        clock.at(4, UPDATE)  # the first after a resume
+        clock.at(4, UPDATE)
+        wait_for(lambda: clock.read().phase_s > 3 * STEP_S)
+        assert made.ends.empty()
+        clock.at(5, UPDATE)
+        assert clock.usual_s() == 0.0
+        found = made.end()
+    assert (found.exit, found.step) == (Exit.RANK_SILENT, 5)
+    assert found.cause.startswith("the update of step 5 took longer than run.step_deadline_s")
+
+
 def test_a_deadline_waits_for_a_sign_of_this_step() -> None:
     """What rank 1 told last is of before the step: who is slow is said once it has told where it is now."""
     store = HashStore()

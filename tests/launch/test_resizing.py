@@ -15,6 +15,7 @@ from andon.launch.elastic import Generation
 from andon.launch.rank import Job
 from andon.launch.sizes import Bounds, Ended, Next, Sizing
 from andon.problems import InputError
+from andon.run.atomic import write_whole
 
 BOUNDS = Bounds(2, 5)
 
@@ -84,13 +85,12 @@ def test_whoever_asks_while_a_run_ends_is_told(
     generation: Generation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The launcher has looked for the last time between the question and its file: nobody will read that."""
-    write = resizing.write_whole
 
     def too_late(path: Path, data: bytes) -> None:
         resizing.give_up(tmp_path, None)
-        write(path, data)
+        write_whole(path, data)
 
-    monkeypatch.setattr(resizing, "write_whole", too_late)
+    monkeypatch.setattr("andon.launch.resizing.write_whole", too_late)
     with pytest.raises(InputError, match="the run has just ended"):
         resizing.ask(tmp_path, 3)
     assert list((tmp_path / "reports").iterdir()) == []

@@ -31,7 +31,7 @@ def hold(payload: Mapping[str, Any]) -> int:
             while not (beside / "go").exists():
                 pause.wait(0.02)
 
-    Replica.apply = apply  # type: ignore[method-assign]
+    Replica.apply = apply  # type: ignore[method-assign, assignment]
     return train_rank(payload)
 
 

@@ -11,6 +11,8 @@ from andon.launch.pauses import Pauses
 
 UPDATE = "update"
 """The phase in which steps are timed, and `run.step_deadline_s` holds."""
+COMPILING = "compiling update"
+"""The first update of a process that compiles its passes: no deadline holds there, and it tells no usual time."""
 _KEPT = 15
 
 
@@ -34,10 +36,13 @@ class Moment:
 class StepClock:
     """The clock of one rank. `at`, `wait` and `work` are for the one thread that trains.
 
-    pauses: when this process did not run; its pulse keeps them.
+    compiles: whether passes are compiled in the first update. pauses: when this process did not run; its pulse keeps
+    them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, compiles: bool = False) -> None:
+        self._compiles_at: int | None = None
+        self._compiled = not compiles
         self.pauses = Pauses()
         now = time.monotonic()
         self._noted = (0, 0, "start", False, now, now)
@@ -47,10 +52,17 @@ class StepClock:
         """This rank begins `phase` of `step` (1 is the first)."""
         ticks, last, before, _, _, began = self._noted
         now = time.monotonic()
+        if phase == UPDATE and self._compiles(step):
+            phase = COMPILING
         if phase == UPDATE and before == UPDATE and step > last:
             self._took.append(now - began)
         # One assignment: whoever reads sees all of it or nothing.
         self._noted = (ticks, step, phase, False, now, now if step != last or phase != before else began)
+
+    def _compiles(self, step: int) -> bool:
+        if not self._compiled:
+            self._compiled, self._compiles_at = True, step
+        return step == self._compiles_at
 
     def wait(self) -> None:
         """A collective begins."""

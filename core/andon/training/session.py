@@ -95,7 +95,7 @@ def assembled(
     with ExitStack() as stack:
         if not config.contracts.enabled:
             stack.enter_context(suspended())
-        clock = StepClock()
+        clock = StepClock(compiles=config.training.compile != "off")
         backend = stack.enter_context(_backend(config, clock))
         if writing and backend.ranks[0] == 0:
             stack.enter_context(folder.open_for_writing())
