@@ -5,10 +5,12 @@ rank or an agent; SIGSTOP and SIGCONT of a rank, an agent or the launcher; anoth
 which it is resumed, as it is after any other end. Meanwhile memory, open files, sockets, threads, processes, temporary
 files and the run folder are looked at. Flat means: over the looks at the same age of each generation of workers the
 median slope of all pairs (Theil-Sen) is below the bound in the table, and counts at the end are those of the start.
-In the first and last tenth of the time nobody is disturbed, to see whether a rank grows while it trains.
+In the first tenth of the time, and for at least `_CALM` lines of the ledger, nobody is disturbed, and in the last tenth
+neither: there each rank that trains on accounts for its memory to the byte, and may not grow by 1 GiB in a million
+steps. At the end every claim of `andon verify` must hold, and every step must have the bits of an undisturbed run.
 
-At the end every claim of `andon verify` must hold, and every step must have the bits of an undisturbed run. `--leak
-handle` or `--leak memory` plants a leak in the launcher, which must be found: it is the control.
+`--leak handle` and `--leak memory` plant a leak in the launcher, `--leak rank` one in each rank: the controls. Such a
+run ends with 0 where the leak is found in its row. That of the ranks needs no more than `--minutes 1`.
 """
 
 from __future__ import annotations
@@ -30,16 +32,21 @@ from pathlib import Path
 
 from andon.run.ledger import read_ledger, same_again
 from andon_contracts.record import Step
+from andon_falsify.nemesis.planting import VARIABLE, written
 from andon_falsify.nemesis.processes import alive, session
+from andon_falsify.nemesis.protocol import Plant
 from andon_falsify.nemesis.schedule import KILL, PAUSE, PREEMPT, RESIZE, Fault, strike
 from benchmarks.runs import command, environment, table
-from benchmarks.soak_leak import LEAKS
+from benchmarks.soak_leak import IN_RANKS, LEAKS
+from benchmarks.soak_ranks import ENVIRONMENT, looks
 from benchmarks.soak_samples import Sample, Sampler, last_line
 from benchmarks.soak_verdict import Row, judge
 
 LEAST, MOST = 2, 3
 _AGE = 20
 """Lines of the ledger after which a generation is looked at first."""
+_CALM = 600
+"""Lines of the ledger that the first generation writes undisturbed: from them it is seen whether a rank grows."""
 _BETWEEN_S = (2.0, 10.0)
 """Seconds from that look to the next fault, drawn between these."""
 _EVERY_S = 2.0
@@ -56,7 +63,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--leak", choices=LEAKS, help="the control: what each generation leaves behind")
+    parser.add_argument("--leak", choices=LEAKS, help="a control: what leaks; 0 if it is found")
     parser.add_argument("--json", type=Path, help="file for all looks and the verdict")
     options = parser.parse_args()
     print(
@@ -65,10 +72,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as base:
         soak = Soak(Path(base), random.Random(f"soak {options.seed}"), options.leak)
         soak.run(options.minutes * 60)
-        rows = judge(soak.samples)
+        rows = judge(soak.samples, looks(soak.scratch))
         print(table(("what", "looks", "start", "end", "slope", "verdict"), [row.cells() for row in rows]), flush=True)
         account = soak.account()
         print(account, flush=True)
+        if options.leak:
+            _write(options.json, _document(soak, rows, soak.wrong))
+            return _control(options.leak, rows, soak)
         wrong = [f"{row.what} is not flat" for row in rows if not row.flat] + soak.wrong
         _write(options.json, _document(soak, rows, wrong))  # the comparison takes as long as the steps did
         wrong += soak.compared()
@@ -76,6 +86,14 @@ def main() -> int:
     _write(options.json, _document(soak, rows, wrong))
     print("NOT FLAT" if wrong else "flat")
     return 1 if wrong else 0
+
+
+def _control(leak: str, rows: Sequence[Row], soak: Soak) -> int:
+    """Say whether the leak that was planted was found, and found where it is; 0 if so."""
+    row = next(row for row in rows if row.what == LEAKS[leak])
+    found = row.series > 0 and not row.flat
+    print("\n".join([*soak.wrong, f"the leak is {'found' if found else 'NOT FOUND'} in: {row.what}"]))
+    return 0 if found and not soak.wrong else 1
 
 
 @dataclass
@@ -93,7 +111,9 @@ class Soak:
 
     def __post_init__(self) -> None:
         self.folder, self._temporary = self.base / "run", self.base / "temporary"
+        self.scratch = self.base / "scratch"
         self._temporary.mkdir()
+        self.scratch.mkdir()
         self._sampler = Sampler(self.folder, self._temporary)
 
     def run(self, seconds: float) -> None:
@@ -101,20 +121,22 @@ class Soak:
         began = time.monotonic()
         launcher = self._start()
         try:
-            while (now := time.monotonic() - began) < seconds and not self.wrong:
-                first, last = 0.1 * seconds, 0.9 * seconds
-                calm = not first < now < last
-                until = (first if now <= first else seconds) if calm else now + self.draw.uniform(*_BETWEEN_S)
-                launcher = self._watch(launcher, began + until, calm=calm)
-                if not calm:
-                    self._disturb(launcher)
+            calm = _AGE if self.leak and self.leak not in IN_RANKS else _CALM
+            launcher = self._watch(launcher, began + 0.1 * seconds, calm)
+            while time.monotonic() < began + 0.9 * seconds and not self.wrong:
+                launcher = self._watch(launcher, time.monotonic() + self.draw.uniform(*_BETWEEN_S))
+                self._disturb(launcher)
+            launcher = self._watch(launcher, began + seconds)
         finally:
             self._finish(launcher)
 
-    def _watch(self, launcher: subprocess.Popen[str], until: float, *, calm: bool) -> subprocess.Popen[str]:
-        """Look until then, at least once at a grown generation; a run that ends is resumed. The launcher then."""
+    def _watch(self, launcher: subprocess.Popen[str], until: float, age: int = _AGE) -> subprocess.Popen[str]:
+        """Look until then, and until a generation of that age was seen; a run that ends is resumed. The launcher then.
+
+        age: in lines of the ledger.
+        """
         seen, progress, since = False, -1, time.monotonic()
-        while time.monotonic() < until or not seen:
+        while (time.monotonic() < until or not seen) and not self.wrong:
             if launcher.poll() is not None:
                 self._ended(launcher)
                 launcher = self._start()
@@ -124,9 +146,9 @@ class Soak:
             if time.monotonic() - since > _LIMIT_S:
                 self.wrong.append(f"HANG: no new line in the ledger for {_LIMIT_S:g} s")
                 return launcher
-            if lines >= _AGE and (sample := self._sampler.look(launcher.pid, calm=calm)):
+            if lines >= _AGE and (sample := self._sampler.look(launcher.pid)):
                 self.samples.append(sample)
-                seen = True
+                seen = seen or sample.age >= age
                 time.sleep(_EVERY_S)
             time.sleep(0.1)
         return launcher
@@ -144,12 +166,13 @@ class Soak:
 
     def _start(self) -> subprocess.Popen[str]:
         line = command(self.folder, "--workers", f"{LEAST}:{MOST}", "--resume", "auto", *settings())
-        if self.leak:
-            line[1:3] = ["-m", "benchmarks.soak_leak", self.leak]
+        line[1:3] = ["-m", "andon_falsify.nemesis.driver"]
+        plants = ["benchmarks.soak_ranks:account"] + [f"benchmarks.soak_leak:{self.leak}"] * bool(self.leak)
+        planted = written([Plant(each) for each in plants], self.scratch)
         with (self.base / "said.txt").open("a") as said:
             self._launcher = subprocess.Popen(
                 line,
-                env={**environment(), "TMPDIR": str(self._temporary)},
+                env={**environment(), **ENVIRONMENT, "TMPDIR": str(self._temporary), VARIABLE: planted},
                 stdout=subprocess.DEVNULL,
                 stderr=said,
                 text=True,
@@ -216,7 +239,7 @@ class Soak:
 def settings() -> list[str]:
     """A small model, a checkpoint every few seconds, and more epochs than any soak comes to."""
     values = "training.batch_size=4 training.micro_batches=4 data.validation_fraction=0.02 training.epochs=1000"
-    values += " training.checkpoint_every=20 run.timeout_s=30"
+    values += " training.checkpoint_every=20 training.evaluate_every=50 run.timeout_s=30"
     values += " schedule.warmup_fraction=0 model.hidden_size=16 model.intermediate_size=32 contracts.base_every=20"
     return [part for value in values.split() for part in ("--set", value)]
 
@@ -257,6 +280,7 @@ def _document(soak: Soak, rows: Sequence[Row], wrong: Sequence[str]) -> dict[str
         "ends": {str(code): count for code, count in soak.codes.items()},
         "rows": [{**dataclasses.asdict(row), "apart": str(row.apart), "flat": row.flat} for row in rows],
         "looks": [dataclasses.asdict(sample) for sample in soak.samples],
+        "accounts": [dataclasses.asdict(look) for look in looks(soak.scratch)],
     }
 
 

@@ -36,16 +36,15 @@ class Sample:
     """One look at a run of which all workers train.
 
     `at_s`: seconds since the soak began. `generation` counts all that were seen, over all launches. `matched`: the
-    first look at this generation, at the same age of it as in every other. `calm`: no fault comes before the next look.
-    `age`: lines of the ledger since the generation was first seen. `step`: of the last update. `world`: number of
-    workers. `disk_kib` and `entries`: of the run folder, its two logs left out; `leftovers`, `temporary`, `shared`:
-    temporary files in it, in the temporary folder, in shared memory.
+    first look at this generation, at the same age of it as in every other. `age`: lines of the ledger since the
+    generation was first seen. `step`: of the last update. `world`: number of workers. `disk_kib` and `entries`: of the
+    run folder, its two logs left out; `leftovers`, `temporary`, `shared`: temporary files in it, in the temporary
+    folder, in shared memory.
     """
 
     at_s: float
     generation: int
     matched: bool
-    calm: bool
     age: int
     step: int
     world: int
@@ -82,7 +81,7 @@ class Sampler:
             self.generations += 1
         return int(last["seq"]) - self._from
 
-    def look(self, launcher: int, *, calm: bool = False) -> Sample | None:
+    def look(self, launcher: int) -> Sample | None:
         """What is held now; None where a process went while it was looked at."""
         found, step = _agents(self.folder), last_line(self.folder).get("step", 0)
         roles = {launcher: "launcher"} | {each["agent"]: "agent" for each in found.get("agents", [])}
@@ -98,7 +97,6 @@ class Sampler:
             at_s=round(time.monotonic() - self.began, 2),
             generation=self.generations,
             matched=matched,
-            calm=calm,
             age=self.lines_of_generation(launcher),
             step=step,
             world=len(found["agents"]),

@@ -1,4 +1,9 @@
-"""Whether what a run holds stays flat: robust slopes over looks at the same age, and the end against the start."""
+"""Whether what a run holds stays flat: robust slopes over looks at the same age, and the end against the start.
+
+What a rank holds while it trains on is held to its own account (`soak_ranks`), from the step on at which everything
+that comes again has come several times. Its pages are not: they go on growing, ever more slowly, as malloc touches what
+it holds, and say neither that there is a leak nor that there is none.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +11,11 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
+from benchmarks.soak_ranks import Look
 from benchmarks.soak_samples import Held, Sample
 
 _LASTING = ("launcher", "fork server", "agent")
@@ -18,8 +24,12 @@ _ENDS = 3
 """Looks at the start and at the end of a series, of which the medians are compared."""
 _SETTLED = 100
 """Steps after which the folder has all the checkpoints that it keeps."""
-_GROWN = 700
-"""Lines of the ledger after which a rank has evaluated once, and its allocator all that an epoch needs."""
+GROWN = 250
+"""Steps of a rank after which all that comes again has come five times, and torch's record of collectives is full."""
+_SPAN = 200
+"""Steps that the looks at one rank must span; from fewer, a few KiB of whatever else would be a slope."""
+ALLOWED = 2**30 // 1_000_000
+"""Bytes that a rank may grow by in a step: 1 GiB in a million steps, which is weeks of training."""
 _PAIRS = 100_000
 
 Series = Mapping[Any, Sequence[tuple[float, float]]]
@@ -30,8 +40,9 @@ Series = Mapping[Any, Sequence[tuple[float, float]]]
 class Row:
     """One quantity. `start` and `end`: the medians of the first and last three looks of the series that moved most.
 
-    `slope`: the median over all pairs of looks of one series, in the quantity's unit for each `per`. Flat: the slope is
-    at most `bound`, and the ends differ by at most `apart`.
+    `slope`: the median over all pairs of looks of one series (`theil_sen`), or that of the one series that grows most
+    (`steepest`), in the quantity's unit for each `per`. Flat: the slope is at most `bound`, and the ends differ by at
+    most `apart`.
     """
 
     what: str
@@ -51,7 +62,7 @@ class Row:
 
     def cells(self) -> tuple[str, ...]:
         """The row of a table."""
-        slope = f"{self.slope:.3g} a {self.per} (at most {self.bound:g})"
+        slope = f"{self.slope:.3g} a {self.per} (at most {self.bound:.3g})"
         verdict = "flat" if self.flat else "NOT FLAT" if self.series else "NOT SEEN TWICE"
         return self.what, f"{self.looks} in {self.series}", f"{self.start:g}", f"{self.end:g}", slope, verdict
 
@@ -65,8 +76,21 @@ def theil_sen(series: Series) -> float:
     return median(slopes) if slopes else 0.0
 
 
-def judge(samples: Sequence[Sample]) -> list[Row]:
-    """Every quantity of the soak."""
+def steepest(series: Series) -> float:
+    """The slope from the first to the last looks of the series in which it is largest: 0 where there is none.
+
+    Not the median of all pairs: what leaks once an epoch is in few of them.
+    """
+    return max((_rise(points) for points in series.values()), default=0.0)
+
+
+def _rise(points: Sequence[tuple[float, float]]) -> float:
+    first, last = points[:_ENDS], points[-_ENDS:]
+    return (_median(last) - _median(first)) / (median(at for at, _ in last) - median(at for at, _ in first))
+
+
+def judge(samples: Sequence[Sample], looks: Iterable[Look]) -> list[Row]:
+    """Every quantity of the soak. looks: what its ranks said of themselves."""
     matched = [sample for sample in samples if sample.matched and sample.step >= _SETTLED]
     rows = []
     for role in _LASTING:
@@ -74,14 +98,30 @@ def judge(samples: Sequence[Sample]) -> list[Row]:
         rows += _counts(role, matched)
     rows.append(_row("ranks: memory at the same age, KiB", _each(matched, "rank", _memory), 32.0, math.inf))
     rows += _counts("rank", matched)
-    calm = [sample for sample in samples if sample.calm and sample.age >= _GROWN]
-    grown = _each(calm, "rank", _memory, lambda sample: sample.step / 100, by_pid=True)
-    rows.append(_row("ranks: memory while left alone, KiB", grown, 64.0, math.inf, "hundred steps"))
+    rows += _accounts(list(looks))
     for what, value, bound, apart in _WHOLE:
         points: dict[Any, list[tuple[float, float]]] = defaultdict(list)
         for sample in matched:
             points[sample.world].append((sample.generation, value(sample)))
         rows.append(_row(what, points, bound, apart))
+    return rows
+
+
+def _accounts(looks: Sequence[Look]) -> list[Row]:
+    """What ranks hold once they are grown; the one that grows most must not grow by more than is allowed."""
+    values: dict[str, Callable[[Look], int]] = {
+        "memory in use": lambda look: look.in_use,
+        "memory beside malloc": lambda look: look.beside,
+    }
+    rows = []
+    for what, value in values.items():
+        points: dict[Any, list[tuple[float, float]]] = defaultdict(list)
+        for look in looks:
+            if look.age >= GROWN:
+                points[look.pid].append((look.age / 100, value(look) / 1024))
+        long = {pid: each for pid, each in points.items() if each[-1][0] - each[0][0] >= _SPAN / 100}
+        name, bound = f"ranks: {what} once settled, KiB", ALLOWED * 100 / 1024
+        rows.append(replace(_row(name, long, bound, math.inf, "hundred steps"), slope=steepest(long)))
     return rows
 
 
@@ -114,17 +154,14 @@ def _each(
     samples: Iterable[Sample],
     role: str,
     value: Callable[[Held], float],
-    when: Callable[[Sample], float] = lambda sample: sample.generation,
-    *,
-    by_pid: bool = False,
 ) -> Series:
-    """Points of each process of a role in a world of one size; a rank's go on with its heirs, unless by pid."""
+    """Points of each process of a role in a world of one size, by generation; a rank's go on with its heirs."""
     points: dict[Any, list[tuple[float, float]]] = defaultdict(list)
     for sample in samples:
         for held in sample.held:
             if held.role.startswith(role):
-                key = held.pid if by_pid or held.role in _LASTING else held.role
-                points[key, sample.world].append((when(sample), value(held)))
+                key = held.pid if held.role in _LASTING else held.role
+                points[key, sample.world].append((sample.generation, value(held)))
     return points
 
 
