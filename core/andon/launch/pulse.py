@@ -24,60 +24,20 @@ from andon.exits import Exit
 from andon.launch import signs
 from andon.launch.clock import UPDATE, StepClock
 from andon.launch.ending import describe
+from andon.launch.patience import Bounds as Bounds
 from andon.launch.report import Report
 from andon.launch.signs import Sign, View
 from andon.messages import say
 from andon_contracts.peers import Process
 from andon_contracts.stacks import doing
 
-_BEAT_S = 0.5
-_LOOK_S = 0.2
-_SLOW_S = 10.0
-"""What lasts shorter is not slow, whatever is usual."""
 _SLOW_TIMES = 10
 """How many times the usual a step may take before it is slow."""
-_SILENCE_S = 2.0
-_PAUSE_S = 1.0
 _EVIDENCE_S = 0.7
 """How long an end waits to learn who else has ended. Ranks have 1.5 s for theirs."""
 _FAREWELL_S = 0.6
 _PLACE_S = 1.0
 """Since when it matters where the main thread is."""
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """timeout_s: a rank that others have waited for so long is given up. step_s: an update that takes longer ends the
-    run; None: none does. silence_s: for how long a rank that lives may give no sign of it; None: by the timeout."""
-
-    timeout_s: float
-    step_s: float | None = None
-    silence_s: float | None = None
-
-    @property
-    def slow_s(self) -> float:
-        """From how many seconds on something may be slow."""
-        return min(_SLOW_S, self.timeout_s / 2)
-
-    @property
-    def silent_s(self) -> float:
-        """From how many seconds on a rank is silent: several beats."""
-        return min(_SILENCE_S, self.timeout_s / 3) if self.silence_s is None else self.silence_s
-
-    @property
-    def pause_s(self) -> float:
-        """From how many seconds on a time in which this process did not run is a pause, which counts for nothing."""
-        return min(_PAUSE_S, self.timeout_s / 4)
-
-    @property
-    def beat_s(self) -> float:
-        """Seconds between two signs of life."""
-        return min(_BEAT_S, self.timeout_s / 10)
-
-    @property
-    def look_s(self) -> float:
-        """Seconds between two looks at what is known."""
-        return min(_LOOK_S, self.timeout_s / 10)
 
 
 @dataclass
