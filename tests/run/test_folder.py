@@ -53,6 +53,19 @@ def test_the_layout_is_the_documented_one(tmp_path: Path) -> None:
     assert not run.path.exists()
 
 
+@pytest.mark.parametrize("name", ["ledger.jsonl", "summary.json", "config.yaml", ".lock"])
+def test_a_pipe_in_the_place_of_a_file_keeps_nobody_waiting(tmp_path: Path, name: str) -> None:
+    """Whoever would open it would wait for a writer: it is refused by name, and counts for no run that has begun."""
+    run = RunFolder(tmp_path / "run")
+    with run.open_for_writing():
+        run.config.write_text("seed: 1\n")
+    (run.path / name).unlink(missing_ok=True)
+    os.mkfifo(run.path / name)
+    assert not run.begun()
+    with pytest.raises(InputError, match=f"{name}: is no file, but a pipe or a device"):
+        run.state()
+
+
 def test_a_living_owner_keeps_others_out(tmp_path: Path) -> None:
     """While another process owns the folder opening it is an InputError with its pid; killed, it owns no more."""
     run = RunFolder(tmp_path / "runs" / "x")

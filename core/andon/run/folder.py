@@ -91,7 +91,8 @@ class RunFolder:
     def state(self) -> State:
         """What stands here. Raises `InputError` where it cannot be read."""
         try:
-            names = {entry.name for entry in os.scandir(self.path)}
+            self._refuse_pipes()
+            names = self.names()
         except FileNotFoundError:
             return State.EMPTY
         except NotADirectoryError:
@@ -166,6 +167,14 @@ class RunFolder:
             with suppress(OSError):  # the lock is released however the disk answers
                 os.close(handle)
 
+    def _refuse_pipes(self) -> None:
+        """Raise `InputError` for what would keep a reader waiting: a pipe, a socket, a device where a file belongs."""
+        ours = {self.config, self.environment, self.metrics, self.ledger, self.provenance, self.summary, self.lock}
+        names = {path.name for path in ours}
+        pipes = [each.name for each in os.scandir(self.path) if each.name in names and _is_no_file(each)]
+        if pipes:
+            raise InputError([Problem(str(self.path / name), "is no file, but a pipe or a device") for name in pipes])
+
     def _refuse_links(self) -> None:
         with storage(self.path, "read"):
             links = [name for name in sorted(self.names()) if (self.path / name).is_symlink()]
@@ -214,9 +223,15 @@ def _json_object(data: bytes) -> dict[str, object]:
     return found if isinstance(found, dict) else {}
 
 
+def _is_no_file(entry: os.DirEntry[str]) -> bool:
+    return not (entry.is_file() or entry.is_dir() or entry.is_symlink())
+
+
 def _head(path: Path, limit: int) -> bytes:
     """The first `limit` bytes of a file; nothing where there is none. Raises `InputError` where the disk fails."""
     try:
+        if not path.is_file():  # to open a pipe is to wait for who writes to it
+            return b""
         with path.open("rb") as file:
             return file.read(limit)
     except OSError as error:
