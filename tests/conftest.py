@@ -44,13 +44,13 @@ _FORKED = (
 )
 
 
-def pytest_sessionstart() -> None:
+def pytest_sessionstart(session: pytest.Session) -> None:
     """Under xdist: start the process that ranks are forked from, with what the ranks of all folders import.
 
     A process has one such server. Whoever starts it first decides what it holds, and in a run of all tests that would
     be the folder that is collected first.
     """
-    if "PYTEST_XDIST_WORKER" in os.environ:
+    if hasattr(session.config, "workerinput"):  # not the environment, which a pytest within a test inherits
         from andon.launch.launcher import warm_up
 
         warm_up(_FORKED)
