@@ -25,7 +25,8 @@ _ENDS = 3
 _SETTLED = 100
 """Steps after which the folder has all the checkpoints that it keeps."""
 GROWN = 250
-"""Steps of a rank after which all that comes again has come five times, and torch's record of collectives is full."""
+"""Steps of a rank after which all that comes again has come three times or more (an audit, at the least often), and
+torch's record of collectives is full."""
 _SPAN = 200
 """Steps that the looks at one rank must span; from fewer, a few KiB of whatever else would be a slope."""
 ALLOWED = 2**30 // 1_000_000
