@@ -54,15 +54,16 @@ def test_the_layout_is_the_documented_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["ledger.jsonl", "summary.json", "config.yaml", ".lock"])
-def test_a_pipe_in_the_place_of_a_file_keeps_nobody_waiting(tmp_path: Path, name: str) -> None:
-    """Whoever would open it would wait for a writer: it is refused by name, and counts for no run that has begun."""
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_no_file_is_refused_by_name(tmp_path: Path, name: str, make: Callable[[Path], None]) -> None:
+    """Whoever would open a pipe would wait for a writer; neither it nor a folder counts for a run that has begun."""
     run = RunFolder(tmp_path / "run")
     with run.open_for_writing():
         run.config.write_text("seed: 1\n")
     (run.path / name).unlink(missing_ok=True)
-    os.mkfifo(run.path / name)
+    make(run.path / name)
     assert not run.begun()
-    with pytest.raises(InputError, match=f"{name}: is no file, but a pipe or a device"):
+    with pytest.raises(InputError, match=f"{name}: is no file, but a folder, a pipe or a device"):
         run.state()
 
 

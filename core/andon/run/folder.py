@@ -91,7 +91,7 @@ class RunFolder:
     def state(self) -> State:
         """What stands here. Raises `InputError` where it cannot be read."""
         try:
-            self._refuse_pipes()
+            self._refuse_no_files()
             names = self.names()
         except FileNotFoundError:
             return State.EMPTY
@@ -167,13 +167,15 @@ class RunFolder:
             with suppress(OSError):  # the lock is released however the disk answers
                 os.close(handle)
 
-    def _refuse_pipes(self) -> None:
-        """Raise `InputError` for what would keep a reader waiting: a pipe, a socket, a device where a file belongs."""
+    def _refuse_no_files(self) -> None:
+        """Raise `InputError` for a folder where a file belongs, and for a pipe, which would keep a reader waiting."""
         ours = {self.config, self.environment, self.metrics, self.ledger, self.provenance, self.summary, self.lock}
         names = {path.name for path in ours}
         pipes = [each.name for each in os.scandir(self.path) if each.name in names and _is_no_file(each)]
         if pipes:
-            raise InputError([Problem(str(self.path / name), "is no file, but a pipe or a device") for name in pipes])
+            raise InputError(
+                [Problem(str(self.path / name), "is no file, but a folder, a pipe or a device") for name in pipes]
+            )
 
     def _refuse_links(self) -> None:
         with storage(self.path, "read"):
@@ -224,7 +226,7 @@ def _json_object(data: bytes) -> dict[str, object]:
 
 
 def _is_no_file(entry: os.DirEntry[str]) -> bool:
-    return not (entry.is_file() or entry.is_dir() or entry.is_symlink())
+    return not (entry.is_file() or entry.is_symlink())
 
 
 def _head(path: Path, limit: int) -> bytes:
