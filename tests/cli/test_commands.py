@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -48,6 +49,12 @@ def test_help_loads_no_heavy_library() -> None:
     assert done.returncode == 0, done.stderr
     for name in ("train", "init", "check", "eval", "predict"):
         assert f"\n  {name} " in done.stdout
+
+
+def test_version_is_that_of_the_installed_package(tmp_path: Path) -> None:
+    """`andon --version`, for a report of a fault: what pip says it installed, and nothing else."""
+    ended = andon("--version", folder=tmp_path)
+    assert (ended.code, ended.out, ended.said) == (0, [importlib.metadata.version("andon")], [])
 
 
 def test_init_writes_what_train_would_do_anyway(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,8 +19,23 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    help="Data-parallel LoRA training of text classifiers, every step a checked fact.",
 )
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        put(version("andon"))
+        raise typer.Exit
+
+
+@app.callback()
+def andon(
+    shown: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Say which version this is.")
+    ] = False,
+) -> None:
+    """Data-parallel LoRA training of text classifiers, every step a checked fact."""
+
 
 ConfigFile = Annotated[Path | None, typer.Argument(help="YAML file; without one, the embedded example is trained.")]
 Overrides = Annotated[
