@@ -8,7 +8,10 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -16,6 +19,7 @@ from andon.exits import Exit
 from andon.launch.report import Report, first_cause
 from andon.launch.supervisor import Supervisor, Wake
 from andon.problems import InputError
+from andon.run import ownership
 from andon.run.folder import RunFolder
 from tests.cli.command import andon
 from tests.launch.pipes import PATIENCE_S
@@ -102,6 +106,56 @@ def test_a_claim_leaves_no_folder_that_it_made(tmp_path: Path) -> None:
     with RunFolder(tmp_path).claimed():
         pass
     assert list(tmp_path.iterdir()) == []
+
+
+class Interrupted(BaseException):
+    """What a signal's handler raises, wherever the process is."""
+
+
+@contextmanager
+def interrupted_at(place: int) -> Iterator[list[None]]:
+    """Raise `Interrupted` at this line that `run.ownership` executes, counted from 1; how many it has executed."""
+    passed: list[None] = []
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        if frame.f_code.co_filename != ownership.__file__:
+            return None
+        if event == "line":
+            passed.append(None)
+            if len(passed) == place:
+                raise Interrupted
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield passed
+    finally:
+        sys.settrace(before)
+
+
+def test_a_claim_that_is_interrupted_anywhere_leaves_nothing(tmp_path: Path) -> None:
+    """Before the folder is made, before the file is locked, as it is signed: neither of both stays, nor the lock."""
+    folder = RunFolder(tmp_path / "new")
+    with interrupted_at(0) as passed, folder.claimed():
+        lines = len(passed)
+    for place in range(1, lines + 1):
+        with pytest.raises(Interrupted), interrupted_at(place), folder.claimed():
+            raise AssertionError(f"not interrupted at line {place} of {lines}")
+        assert not folder.path.exists(), f"interrupted at line {place} of {lines}"
+    assert lines > 10
+
+
+def test_a_claim_removes_no_other(tmp_path: Path) -> None:
+    """Somebody put another folder in the place of the run's: the claim of the command that trains there stays."""
+    folder, moved = RunFolder(tmp_path / "run"), tmp_path / "moved"
+    with ExitStack() as other:
+        with folder.claimed():
+            folder.path.rename(moved)
+            other.enter_context(folder.claimed())
+        with pytest.raises(InputError, match="is being written by process"):
+            folder.refuse_claimed()
+    assert not (folder.path / ".launch").exists()
 
 
 def test_a_report_of_another_launch_is_not_believed(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_the_layout_is_the_documented_one(tmp_path: Path) -> None:
     assert not run.path.exists()
 
 
-@pytest.mark.parametrize("name", ["ledger.jsonl", "summary.json", "config.yaml", ".lock"])
+@pytest.mark.parametrize("name", ["ledger.jsonl", "summary.json", "config.yaml", ".lock", ".launch"])
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
 def test_what_is_no_file_is_refused_by_name(tmp_path: Path, name: str, make: Callable[[Path], None]) -> None:
     """Whoever would open a pipe would wait for a writer; neither it nor a folder counts for a run that has begun."""

@@ -170,11 +170,11 @@ class RunFolder:
     def _refuse_no_files(self) -> None:
         """Raise `InputError` for a folder where a file belongs, and for a pipe, which would keep a reader waiting."""
         ours = {self.config, self.environment, self.metrics, self.ledger, self.provenance, self.summary, self.lock}
-        names = {path.name for path in ours}
-        pipes = [each.name for each in os.scandir(self.path) if each.name in names and _is_no_file(each)]
-        if pipes:
+        names = {_CLAIM, *(path.name for path in ours)}
+        found = [each.name for each in os.scandir(self.path) if each.name in names and _is_no_file(each)]
+        if found:
             raise InputError(
-                [Problem(str(self.path / name), "is no file, but a folder, a pipe or a device") for name in pipes]
+                [Problem(str(self.path / name), "is no file, but a folder, a pipe or a device") for name in found]
             )
 
     def _refuse_links(self) -> None:

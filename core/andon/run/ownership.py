@@ -57,35 +57,51 @@ def claimed(run: Path, file: Path) -> Iterator[None]:
     """Be the one command that trains in `run`, from before its ranks are there until after all of them have ended.
 
     The writer's own lock is rank 0's, and free while ranks start and end; this one is not. Nothing of it stays, nor
-    the folder where it was made for this and is empty. Raises `InputError` where another command has it.
+    the folder where it was made for this and is empty, whatever a signal's handler raises meanwhile. Raises
+    `InputError` where another command has it.
     """
     with storage(run):
         made = not run.exists()
-        run.mkdir(parents=True, exist_ok=True)
-        handle = open_lock(file)
+    handle = None
     try:
+        with storage(run):
+            run.mkdir(parents=True, exist_ok=True)
+            handle = open_lock(file)
         take(handle, file, run)
-        try:
-            with suppress(InputError):  # a disk that is full is found by what needs it
-                sign(handle, file)
-            yield
-        finally:
-            with suppress(OSError):
-                file.unlink(missing_ok=True)
-                if made:
-                    run.rmdir()
+        with suppress(InputError):  # a disk that is full is found by what needs it
+            sign(handle, file)
+        yield
+    finally:
+        if handle is not None:
+            os.close(handle)
+        with suppress(OSError):
+            _remove_unclaimed(file)
+        if made:
+            with suppress(OSError):  # it stays where anything is in it
+                run.rmdir()
+
+
+def _remove_unclaimed(file: Path) -> None:
+    """Remove a claim that nobody holds; another command's, which came first or since, stays (`BlockingIOError`)."""
+    handle = os.open(file, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if _is_at(handle, file):
+            file.unlink()
     finally:
         os.close(handle)
 
 
 def refuse_claimed(run: Path, file: Path) -> None:
     """Raise `InputError` where a command has claimed the folder; to be asked by ranks that belong to no command."""
+    with storage(file, "read"):
+        try:
+            handle = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            return
     try:
-        handle = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        return
-    try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        with storage(file, "read"):
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         raise InputError([Problem(str(run), f"is being written by {_owner(handle)}")]) from None
     finally:
