@@ -1,8 +1,9 @@
-"""A fork server that does not run holds up neither a launch nor its end, and is not left behind."""
+"""What ranks are forked from: one that does not run holds up neither a launch nor its end; signals do not end it."""
 
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from andon.exits import Exit
+from andon.launch.preemption import PREEMPTION_SIGNALS
 from tests.launch.pipes import PATIENCE_S
 from tests.launch.sessions import wait_until_empty
 
@@ -43,3 +45,27 @@ def test_a_server_that_is_stopped_while_ranks_run(tmp_path: Path) -> None:
     code, result = launched(tmp_path, elastic=False, stopped=False, r0="agent's silence", r1="0")
     assert (code, result["exit"]) == (Exit.RANK_LOST, "RANK_LOST")
     assert result["cause"] == "rank 0 of 2 was lost together with the process that started it"
+
+
+@pytest.mark.parametrize("signum", PREEMPTION_SIGNALS)
+def test_a_signal_to_the_group_does_not_end_the_tracker_of_semaphores(signum: signal.Signals) -> None:
+    """It ends when its launcher lets go of it and not before: another one would print a traceback for each."""
+    done = subprocess.run(
+        [sys.executable, "-c", _TRACKED, str(int(signum))], capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ended with 0\n", "")
+
+
+_TRACKED = """
+import os, sys
+from multiprocessing import resource_tracker
+from andon.launch.launcher import warm_up
+
+warm_up(("json", "andon.launch.preloaded"))
+tracker = resource_tracker._resource_tracker
+os.kill(tracker._pid, int(sys.argv[1]))
+os.close(tracker._fd)
+_, status = os.waitpid(tracker._pid, 0)
+print("ended with", os.waitstatus_to_exitcode(status), flush=True)
+os._exit(0)
+"""

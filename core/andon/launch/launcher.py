@@ -67,13 +67,15 @@ def warm_up(preload: Sequence[str] = PRELOAD) -> None:
 
     Only the first call in a process decides what is imported. Until a rank has its handlers, SIGTERM, SIGINT and
     SIGUSR1 are blocked in it, and in the forkserver for good, so that a signal to the whole process group ends ranks
-    at a step boundary instead of killing them through their parent.
+    at a step boundary instead of killing them through their parent. Nor does it kill multiprocessing's tracker of
+    semaphores, which would otherwise be started again and print a traceback for each that it does not know.
     """
     multiprocessing.set_forkserver_preload(list(preload))
     before = {name: os.environ.get(name) for name in SINGLE_THREADED}
-    resource_tracker.ensure_running()  # starting it, as the forkserver would, unblocks SIGTERM and SIGINT
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, PREEMPTION_SIGNALS)
     try:
+        resource_tracker.ensure_running()  # it ignores SIGTERM and SIGINT, and unblocks them here; of SIGUSR1 it dies
+        signal.pthread_sigmask(signal.SIG_BLOCK, PREEMPTION_SIGNALS)
         os.environ.update(dict.fromkeys(SINGLE_THREADED, "1"))
         forkserver.ensure_running()
     finally:
