@@ -139,7 +139,7 @@ def test_checkpoints_that_somebody_removes_are_made_again(
     assert outcome(tmp_path / "run") == outcome(whole)
 
 
-@pytest.mark.parametrize("left", [(), ("state.json",)])
+@pytest.mark.parametrize(("left", "both"), [((), True), (("state.json",), False)])
 def test_a_last_checkpoint_that_somebody_removed_is_said(
     runs: Runs,
     whole: Path,
@@ -147,8 +147,12 @@ def test_a_last_checkpoint_that_somebody_removed_is_said(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     left: tuple[str, ...],
+    both: bool,
 ) -> None:
-    """The disk refuses one, and the one before is gone, or going: that is no violation, and the run goes on."""
+    """The disk refuses one, and the one before is gone, or going: that is no violation, and the run goes on.
+
+    A resume would take an older one, where there is one.
+    """
 
     def going(path: Path) -> None:
         last = path.parents[1] / "step-00000006"
@@ -157,10 +161,13 @@ def test_a_last_checkpoint_that_somebody_removed_is_said(
                 each.unlink()
         if not left:
             last.rmdir()
+        if both:
+            shutil.rmtree(last.with_name("step-00000004"))
 
     monkeypatch.setattr(checkpoint, "write_new", refusing(8, before=going))
     assert train_inline(runs, tmp_path / "run", GO_ON) == Exit.OK
-    assert "the last one, step-00000006, was removed: there is none to resume from" in capsys.readouterr().err
+    there = "there is none to resume from" if both else "the newest that is there is step-00000004"
+    assert f"the last one, step-00000006, was removed: {there}" in capsys.readouterr().err
     assert outcome(tmp_path / "run") == outcome(whole)
 
 

@@ -62,7 +62,9 @@ class Standing:
         """
         kept = "there is no checkpoint yet"
         if self.last is not None and not is_complete(self.last[0]):
-            kept = f"the last one, {self.last[0].name}, was removed: there is none to resume from"
+            before = max((path for path in self.last[0].parent.glob("step-*") if is_complete(path)), default=None)
+            left = "there is none to resume from" if before is None else f"the newest that is there is {before.name}"
+            kept = f"the last one, {self.last[0].name}, was removed: {left}"
         elif self.last is not None:
             require_intact(*self.last)
             kept = f"the last one, {self.last[0].name}, is intact"
