@@ -53,12 +53,12 @@ def starting() -> Iterator[None]:
     try:
         yield
     except (OSError, EOFError) as error:
-        watching.join(_GONE_S)
         if not ended.is_set():
             raise
         raise ServerStopped(_sentence()) from error
     finally:
         over.set()
+        watching.join()  # at its next look it may have found the server stopped for too long
     if ended.is_set():
         raise ServerStopped(_sentence())
 
