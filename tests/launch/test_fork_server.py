@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from andon.cli.train import _PRELOAD
 from andon.exits import Exit
 from andon.launch.preemption import PREEMPTION_SIGNALS
 from tests.launch.pipes import PATIENCE_S
@@ -45,6 +48,25 @@ def test_a_server_that_is_stopped_while_ranks_run(tmp_path: Path) -> None:
     code, result = launched(tmp_path, elastic=False, stopped=False, r0="agent's silence", r1="0")
     assert (code, result["exit"]) == (Exit.RANK_LOST, "RANK_LOST")
     assert result["cause"] == "rank 0 of 2 was lost together with the process that started it"
+
+
+def test_a_server_that_still_imports_ends_with_its_launcher() -> None:
+    """Imports take seconds, on a cold disk minutes: killed meanwhile, the command leaves no process behind."""
+    start = (
+        f"import time; from andon.launch.launcher import warm_up; warm_up({(_PRELOAD[0], 'tests.launch.endless')!r})"
+    )
+    command = [sys.executable, "-c", f"{start}; time.sleep({PATIENCE_S})"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "importing\n"
+        process.kill()
+        process.wait()
+        wait_until_empty(process.pid)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
 
 
 @pytest.mark.parametrize("signum", PREEMPTION_SIGNALS)

@@ -23,6 +23,7 @@ from andon.run.folder import RUNS, RunFolder, State, new_folder
 from andon.training.entry import ENTRY, payload_of, train_rank
 
 _PRELOAD = (
+    "andon.launch.bound",
     *PRELOAD,
     "torch._dynamo",
     "andon.training.run",
