@@ -129,6 +129,8 @@ def test_nemeses_have_names_of_their_own_and_a_guard_or_a_reason() -> None:
     assert len({each.name for each in found}) == len(found)
     assert [each.name for each in found if bool(each.guard) == bool(each.no_guard)] == []
     assert [each.name for each in found if each.guard and not each.finds] == []
+    (unseen,) = judging.wrong(PROMISE, replace(KEPT, healing=None))  # so a control that was not healed is left
+    assert [each.name for each in found if each.guard and not judging.doubt(KEPT, (unseen,), each.finds)] == []
 
 
 def test_every_row_of_the_catalogue_is_played_or_it_is_said_why_not() -> None:

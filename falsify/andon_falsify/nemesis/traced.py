@@ -78,7 +78,7 @@ class PowerCut(Nemesis):
 
     names: bool
     guard: str = "fsync of files and folders"
-    finds: str = "healing: "
+    finds: str = "healing: exit|healing: other bits|healing: not said: 'resume: from step-"
 
     def needs(self) -> str | None:
         """strace, and the right to trace."""
