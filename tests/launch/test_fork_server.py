@@ -69,6 +69,28 @@ def test_a_server_that_still_imports_ends_with_its_launcher() -> None:
         process.communicate()
 
 
+def test_a_server_that_is_started_again_imports_what_the_first_did() -> None:
+    """What ranks need, and what ends it with its launcher: one that was killed before a launch is not missed."""
+    done = subprocess.run([sys.executable, "-c", _AGAIN], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True json andon.launch.preloaded\n", "")
+
+
+_AGAIN = """
+import os
+from multiprocessing import forkserver
+from andon.launch.fork_server import running
+from andon.launch.launcher import warm_up
+
+warm_up(("json", "andon.launch.preloaded"))
+first = running().pid
+os.kill(first, 9)
+os.waitid(os.P_PID, first, os.WEXITED | os.WNOWAIT)
+warm_up()
+print(running().pid != first, *forkserver._forkserver._preload_modules, flush=True)
+os._exit(0)
+"""
+
+
 @pytest.mark.parametrize("signum", PREEMPTION_SIGNALS)
 def test_a_signal_to_the_group_does_not_end_the_tracker_of_semaphores(signum: signal.Signals) -> None:
     """It ends when its launcher lets go of it and not before: another one would print a traceback for each."""

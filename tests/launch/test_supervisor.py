@@ -170,3 +170,21 @@ def test_a_wake_that_was_closed_may_still_be_rung() -> None:
     wake = Wake()
     wake.close()
     wake.ring()
+
+
+def test_ranks_that_appear_after_a_second_interrupt_are_killed(
+    tmp_path: Path, wake: Wake, ranks: dict[int, subprocess.Popen[bytes]]
+) -> None:
+    """Both came while the ranks were being started: all are killed, as it is said, and none is asked to end."""
+
+    class Starting(Agent):
+        def look(self) -> None:
+            self.pids = {rank: process.pid for rank, process in ranks.items()}
+
+    os.write(wake._write, bytes([signal.SIGINT, signal.SIGINT]))
+    seen = watch(Starting(), wake, tmp_path)
+    assert (seen.killed, seen.verdict) == (
+        {0, 1, 2},
+        (Exit.RANK_LOST, "all ranks were killed: a second SIGINT asked for it"),
+    )
+    assert all(process.wait() == -signal.SIGKILL for process in ranks.values())

@@ -41,6 +41,7 @@ SINGLE_THREADED = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 _ENTRY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 _one_at_a_time = threading.Lock()
+_preload: list[str] = []
 
 
 @dataclass(frozen=True)
@@ -65,12 +66,15 @@ class LaunchResult:
 def warm_up(preload: Sequence[str] = PRELOAD) -> None:
     """Start the forkserver, which imports `preload` while this process goes on; returns at once.
 
-    Only the first call in a process decides what is imported. Until a rank has its handlers, SIGTERM, SIGINT and
-    SIGUSR1 are blocked in it, and in the forkserver for good, so that a signal to the whole process group ends ranks
-    at a step boundary instead of killing them through their parent. Nor does it kill multiprocessing's tracker of
-    semaphores, which would otherwise be started again and print a traceback for each that it does not know.
+    Only the first call in a process decides what is imported; a later one starts a forkserver that has ended. Until a
+    rank has its handlers, SIGTERM, SIGINT and SIGUSR1 are blocked in it, and in the forkserver for good, so that a
+    signal to the whole process group ends ranks at a step boundary instead of killing them through their parent. Nor
+    does it kill multiprocessing's tracker of semaphores, which would otherwise be started again and print a traceback
+    for each that it does not know.
     """
-    multiprocessing.set_forkserver_preload(list(preload))
+    if not _preload:
+        _preload.extend(preload)
+    multiprocessing.set_forkserver_preload(_preload)  # for a forkserver that was ended meanwhile, and is started again
     before = {name: os.environ.get(name) for name in SINGLE_THREADED}
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, PREEMPTION_SIGNALS)
     try:

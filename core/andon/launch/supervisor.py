@@ -203,7 +203,9 @@ class Supervisor:
         self._live = {rank: process for rank, process in found.items() if process is not None}
         for rank in found.keys() - self._live.keys():
             self._note_death(rank)
-        if self._seen.asked_by:
+        if self._interrupts > 1:
+            self._kill(None)
+        elif self._seen.asked_by:
             self._forward(self._seen.asked_by)
 
     def _take(self, signum: int) -> None:
