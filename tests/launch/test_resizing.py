@@ -94,3 +94,15 @@ def test_whoever_asks_while_a_run_ends_is_told(
     with pytest.raises(InputError, match="the run has just ended"):
         resizing.ask(tmp_path, 3)
     assert list((tmp_path / "reports").iterdir()) == []
+
+
+def test_a_run_whose_folder_was_replaced_by_a_file_ends_as_its_ranks_say(tmp_path: Path) -> None:
+    """The launcher asks for nothing there and removes nothing; only to show new workers is refused, in words."""
+    folder = tmp_path / "run"
+    folder.write_text("another's")
+    assert resizing.taken(folder) is None
+    resizing.hide(folder)
+    resizing.give_up(folder, None)
+    with pytest.raises(InputError, match=r"run/reports/agents\.json: cannot be written"):
+        resizing.show(folder, BOUNDS, 1, [])
+    assert folder.read_text() == "another's"

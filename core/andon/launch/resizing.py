@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from andon.launch.orphan import Process
 from andon.launch.sizes import Bounds
 from andon.messages import say
 from andon.problems import InputError, Problem
-from andon.run.atomic import write_json, write_whole
+from andon.run.atomic import storage, write_json, write_whole
 from andon.run.folder import REPORTS
 
 _SEEN, _ASKED = "agents.json", "resize"
@@ -31,10 +32,11 @@ class Agent:
 
 
 def show(run_folder: Path, bounds: Bounds, generation: int, agents: list[Agent]) -> None:
-    """Say who trains here now. `generation` counts from 1."""
+    """Say who trains here now. `generation` counts from 1. Raises `InputError` where the disk refuses."""
     us = Process.of(os.getpid())
     path = run_folder / REPORTS / _SEEN
-    path.parent.mkdir(parents=True, exist_ok=True)
+    with storage(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
     launcher = {} if us is None else asdict(us)
     bounded = {"least": bounds.least, "most": bounds.most, "generation": generation}
     write_json(path, {"launcher": launcher, **bounded, "agents": [asdict(agent) for agent in agents]})
@@ -43,12 +45,12 @@ def show(run_folder: Path, bounds: Bounds, generation: int, agents: list[Agent])
 def hide(run_folder: Path) -> None:
     """Nobody trains here any more, and nothing is asked for."""
     for name in (_SEEN, _ASKED):
-        (run_folder / REPORTS / name).unlink(missing_ok=True)
+        _remove(run_folder / REPORTS / name)
 
 
 def give_up(run_folder: Path, wanted: int | None) -> None:
     """The run has ended: nobody is shown here any more, and who asked for `wanted` workers, or does now, is told."""
-    (run_folder / REPORTS / _SEEN).unlink(missing_ok=True)
+    _remove(run_folder / REPORTS / _SEEN)
     asked = taken(run_folder) or wanted
     if asked is not None:
         say(f"elastic: {asked} workers were asked for, and the run has ended before it could go on with them")
@@ -60,9 +62,15 @@ def taken(run_folder: Path) -> str | None:
     try:
         found = path.read_text(encoding="utf-8", errors="replace")[:40].strip()
         path.unlink()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     return found
+
+
+def _remove(path: Path) -> None:
+    """Remove the file; nothing where it is gone, or the run's folder is and something else has its name."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        path.unlink()
 
 
 def ask(run_folder: Path, workers: int) -> None:
