@@ -105,7 +105,8 @@ def live(context: RankContext, folder: Path, options: Mapping[str, Any]) -> int:
 
     from andon.launch.clock import UPDATE, StepClock
     from andon.launch.joining import join
-    from andon.launch.pulse import Bounds, Pulse
+    from andon.launch.patience import Bounds
+    from andon.launch.pulse import Pulse
     from andon.launch.rank import end_now, watched_by
 
     timeout_s = options.get("timeout_s", PATIENCE_S)

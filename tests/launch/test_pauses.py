@@ -10,8 +10,8 @@ from torch._C._distributed_c10d import HashStore
 
 from andon.exits import Exit
 from andon.launch.clock import UPDATE, StepClock
+from andon.launch.patience import Bounds
 from andon.launch.pauses import Pauses
-from andon.launch.pulse import Bounds
 from tests.launch.pipes import PATIENCE_S
 from tests.launch.test_pulse_alone import WAITS, Alone, Counted, alone, beat, wait_for
 

@@ -15,7 +15,8 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from andon.exits import Exit
 from andon.launch.clock import UPDATE, Moment, StepClock
-from andon.launch.pulse import Bounds, Pulse
+from andon.launch.patience import Bounds
+from andon.launch.pulse import Pulse
 from andon.launch.report import Report
 from andon.launch.signs import Sign
 from andon_contracts.peers import Process

@@ -24,7 +24,7 @@ from andon.exits import Exit
 from andon.launch import signs
 from andon.launch.clock import UPDATE, StepClock
 from andon.launch.ending import describe
-from andon.launch.patience import Bounds as Bounds
+from andon.launch.patience import Bounds
 from andon.launch.report import Report
 from andon.launch.signs import Sign, View
 from andon.messages import say

@@ -24,7 +24,8 @@ from andon.backend.machine import look_at, of_all_ranks, refuse_unfit, refuse_wi
 from andon.config.schema import IN_PROCESS, Config
 from andon.launch.clock import StepClock
 from andon.launch.joining import join
-from andon.launch.pulse import Bounds, Pulse
+from andon.launch.patience import Bounds
+from andon.launch.pulse import Pulse
 from andon.launch.rank import end_now, watched_by
 from andon.messages import say
 from andon.model.adapter import attach
