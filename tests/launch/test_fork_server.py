@@ -75,6 +75,18 @@ def test_a_server_that_is_started_again_imports_what_the_first_did() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "True json andon.launch.preloaded\n", "")
 
 
+def test_a_folder_for_temporary_files_of_a_long_path_is_refused_in_words(tmp_path: Path) -> None:
+    """The names of sockets have some hundred bytes; batch systems give each job a folder of a long name."""
+    folder = tmp_path / ("long" * 30)
+    folder.mkdir()
+    command = [sys.executable, "-m", "andon", "train", "--workers", "2", "--run-dir", str(tmp_path / "run")]
+    environment = os.environ | {"TMPDIR": str(folder)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
+    what = f"no socket can be made in {folder}: AF_UNIX path too long; name another folder, of a short path"
+    assert (done.returncode, done.stderr) == (Exit.USAGE, f"andon: TMPDIR: {what}\n")
+    assert not (tmp_path / "run").exists()
+
+
 _AGAIN = """
 import os
 from multiprocessing import forkserver

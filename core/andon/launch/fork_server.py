@@ -6,15 +6,18 @@ Whoever starts a process waits for its answer without a bound, and so does an in
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing import forkserver
+from multiprocessing import connection, forkserver
 
 from andon.exits import Exit
 from andon.launch.orphan import Process
+from andon.problems import InputError, Problem
 
 STOPPED_S = 5.0
 """Seconds that the fork server may be stopped while a process is started."""
@@ -32,6 +35,19 @@ def running() -> Process | None:
     """The fork server of this process; None where there is none that lives."""
     pid = getattr(forkserver._forkserver, "_forkserver_pid", None)
     return None if pid is None else Process.of(pid)
+
+
+def require_sockets() -> None:
+    """Raise `InputError` where the folder for temporary files takes no socket: whoever forks ranks is asked by one."""
+    try:
+        address = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
+        with socket.socket(socket.AF_UNIX) as tried:
+            tried.bind(address)
+        os.unlink(address)
+    except OSError as error:
+        where = os.environ.get("TMPDIR", "the folder for temporary files")
+        what = f"no socket can be made in {where}: {error.strerror or error}; name another folder, of a short path"
+        raise InputError([Problem("TMPDIR", what)]) from error
 
 
 def end_if_stopped() -> None:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from andon.exits import Exit
-from andon.launch.fork_server import ServerStopped, end_if_stopped
+from andon.launch.fork_server import ServerStopped, end_if_stopped, require_sockets
 from andon.launch.preemption import PREEMPTION_SIGNALS
 from andon.launch.rank import Job
 from andon.launch.report import UNSEEN, FirstCause, Report, clear, first_cause
@@ -70,8 +70,9 @@ def warm_up(preload: Sequence[str] = PRELOAD) -> None:
     rank has its handlers, SIGTERM, SIGINT and SIGUSR1 are blocked in it, and in the forkserver for good, so that a
     signal to the whole process group ends ranks at a step boundary instead of killing them through their parent. Nor
     does it kill multiprocessing's tracker of semaphores, which would otherwise be started again and print a traceback
-    for each that it does not know.
+    for each that it does not know. Raises `InputError` where the folder for temporary files takes no socket.
     """
+    require_sockets()
     if not _preload:
         _preload.extend(preload)
     multiprocessing.set_forkserver_preload(_preload)  # for a forkserver that was ended meanwhile, and is started again
