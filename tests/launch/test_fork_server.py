@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 
 from andon.cli.train import _PRELOAD
 from andon.exits import Exit
+from andon.launch.fork_server import starting
 from andon.launch.preemption import PREEMPTION_SIGNALS
 from tests.launch.pipes import PATIENCE_S
 from tests.launch.sessions import wait_until_empty
@@ -101,6 +103,22 @@ warm_up()
 print(running().pid != first, *forkserver._forkserver._preload_modules, flush=True)
 os._exit(0)
 """
+
+
+@pytest.mark.parametrize("refused", [OSError(24, "too many open files"), EOFError()])
+def test_what_else_keeps_a_rank_from_starting_is_raised_as_it_is(refused: Exception) -> None:
+    """No server was stopped: it is no `ServerStopped`, nothing is waited for, and nobody watches the server after."""
+    watching: list[threading.Thread] = []
+
+    def start() -> None:
+        with starting():
+            watching.extend(thread for thread in threading.enumerate() if thread.name == "fork-server")
+            raise refused
+
+    with pytest.raises(type(refused)) as caught:
+        start()
+    assert caught.value is refused
+    assert [thread.is_alive() for thread in watching] == [False]
 
 
 @pytest.mark.parametrize("signum", PREEMPTION_SIGNALS)
