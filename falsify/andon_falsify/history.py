@@ -34,7 +34,8 @@ __all__ = [
 MAX_LINE_BYTES = 16 * 2**20
 MAX_LINES = 1_000_000
 _EXCERPT = 80
-_COMPLETE = ("finished", "early-stopping")
+_EARLY = "early-stopping"
+_COMPLETE = ("finished", _EARLY)
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,11 @@ class Run:
         """Whether its last word is that it did all it meant to do: nothing was cut off, broken or preempted."""
         last = self.events[-1] if self.events else None
         return last is not None and last.kind == "end" and last.fields.get("reason", "finished") in _COMPLETE
+
+    @property
+    def stopped_early(self) -> bool:
+        """Whether its last word is that it stopped by a rule of its own, with planned updates left."""
+        return self.finished and self.events[-1].fields.get("reason") == _EARLY
 
 
 @dataclass(frozen=True)

@@ -216,6 +216,13 @@ def test_plan_followed() -> None:
     says(plan_followed.check(history("1: 0[a] 1[b]"), PLAN), HOLDS)
 
 
+def test_plan_followed_up_to_where_a_run_stopped_early() -> None:
+    """A rule of the run's own ends it with planned updates left: that is no fault, and one left out before it is."""
+    says(plan_followed.check(history("1: 0[a] 1[b] | end reason=early-stopping"), PLAN), HOLDS)
+    left_out = history("2: 0[c] 1[d] | end reason=early-stopping")
+    says(plan_followed.check(left_out, PLAN), FALSIFIED, "step 1: 1 planned updates were never made")
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
