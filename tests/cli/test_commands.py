@@ -10,8 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from andon.cli.commands import app
 from andon.config.load import load_config
+from andon.problems import InputError
 from andon.training.preview import describe
 from tests.cli.command import PATIENCE_S, andon, tree
 from tests.training.runs import SMALL, Runs, outcome, write_csv, write_jsonl
@@ -100,6 +103,22 @@ def test_eval_gives_the_runs_own_scores(run: Path) -> None:
     assert (ended.code, ended.said) == (0, [])
     scores = json.loads("\n".join(ended.out))
     assert scores["confusion"] == outcome(run)["eval"]["confusion"]
+    assert scores["labels"] == [one["label"] for one in scores["classes"]] == ["blue", "green", "red"]
+    assert [one["support"] for one in scores["classes"]] == [sum(row) for row in scores["confusion"]]
+
+
+def test_eval_of_a_file_with_other_columns_than_the_run(run: Path, tmp_path: Path) -> None:
+    """It is refused with the flags that name its columns, which `eval` takes, and then gives the same scores."""
+    rows = [json.loads(line) for line in (run.parent / "test.jsonl").read_text().splitlines()]
+    data = tmp_path / "other.csv"
+    data.write_text("what,kind\n" + "".join(f"{row['text']},{row['label']}\n" for row in rows))
+    refused = CliRunner().invoke(app, ["eval", str(run), str(data)])
+    assert isinstance(refused.exception, InputError)
+    for flag in ("--text-column", "--label-column"):
+        assert f"name it with {flag} (" in str(refused.exception)
+    flags = ("--text-column", "what", "--label-column", "kind")
+    scored = CliRunner().invoke(app, ["eval", str(run), str(data), *flags])
+    assert json.loads(scored.output)["confusion"] == outcome(run)["eval"]["confusion"]
 
 
 def test_eval_refuses_labels_that_the_run_does_not_know(run: Path, tmp_path: Path) -> None:

@@ -129,6 +129,8 @@ def check(
 def evaluate(
     run: Annotated[Path, typer.Argument(help="Run folder.")],
     data: Annotated[Path, typer.Argument(help="Rows with labels.")],
+    text_column: Annotated[str | None, typer.Option(help="Column of the texts; as in the run by default.")] = None,
+    label_column: Annotated[str | None, typer.Option(help="Column of the labels; as in the run by default.")] = None,
 ) -> None:
     """Score a run's model on a file; prints JSON."""
     from andon.config.source import require_file
@@ -136,10 +138,10 @@ def evaluate(
 
     folder = require_run(run)
     require_file(data)
-    from andon.training.inference import evaluate_run, load_run, read_labelled
+    from andon.training.inference import evaluate_run, load_run, named, read_labelled
 
-    rows = read_labelled(folder, data)
-    put(json.dumps(evaluate_run(load_run(folder), rows).as_dict(), indent=2))
+    rows = read_labelled(folder, data, text_column=text_column, label_column=label_column)
+    put(json.dumps(named(evaluate_run(load_run(folder), rows), rows.labels), indent=2))
 
 
 @app.command()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 
+from andon.config.load import FLAGS
 from andon.config.source import require_file
 from andon.config.wording import did_you_mean, shown
 from andon.data.formats import Record, Table, delimited, json_lines, parquet
@@ -98,15 +99,20 @@ class _Columns:
         if len(matching) == 1:
             return matching[0]
         if matching:
-            problems.add(where, f"has both {' and '.join(map(repr, matching))}; name one with data.{what}_column")
+            problems.add(where, f"has both {' and '.join(map(repr, matching))}; name one with {_naming(what)}")
             return None
         wanted = " or ".join(map(repr, names))
         hint = (
-            next(filter(None, (did_you_mean(name, there) for name in names)), "")
-            or f"; name it with data.{what}_column"
+            next(filter(None, (did_you_mean(name, there) for name in names)), "") or f"; name it with {_naming(what)}"
         )
         problems.add(where, f"has no column {wanted}; there are {shown_names(there)}{hint}")
         return None
+
+
+def _naming(what: str) -> str:
+    """How a column is named: by the flag that `train` and `eval` have, or by its key."""
+    key = f"data.{what}_column"
+    return f"{FLAGS[key]} ({key})"
 
 
 def shown_names(names: Sequence[str], most: int = 12) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -89,11 +90,20 @@ def _require_same_base(folder: RunFolder, model: nn.Module) -> None:
         )
 
 
-def read_labelled(folder: RunFolder, data: Path) -> DataSet:
-    """The rows in the file `data`, whose labels must be among the run's. Raises `InputError` with all that is wrong."""
+def read_labelled(
+    folder: RunFolder, data: Path, *, text_column: str | None = None, label_column: str | None = None
+) -> DataSet:
+    """The rows in the file `data`, whose labels must be among the run's. Raises `InputError` with all that is wrong.
+
+    text_column, label_column: where they stand in this file; None: where the run's configuration says.
+    """
     columns = load_config(folder.config).data
-    labels = read_labels(folder.adapter)
-    return read(data, text_column=columns.text_column, label_column=columns.label_column, labels=labels)
+    return read(
+        data,
+        text_column=text_column or columns.text_column,
+        label_column=label_column or columns.label_column,
+        labels=read_labels(folder.adapter),
+    )
 
 
 def evaluate_run(run: TrainedRun, data: DataSet) -> Scores:
@@ -110,6 +120,17 @@ def evaluate_run(run: TrainedRun, data: DataSet) -> Scores:
         say(f"note: no loss: its weights ({kind}) come from the training rows, which are gone or have changed")
         return replace(scores, loss=None)
     return scores
+
+
+def named(found: Scores, labels: Sequence[str]) -> dict[str, Any]:
+    """`found` as plain values for JSON, with the classes' names.
+
+    Each of `classes` has its `label`; `labels` names the rows (actual) and columns (predicted) of `confusion`, in order.
+    """
+    values = found.as_dict()
+    values["classes"] = [{"label": label} | one for label, one in zip(labels, values["classes"], strict=True)]
+    confusion = values.pop("confusion")
+    return values | {"labels": list(labels), "confusion": confusion}
 
 
 def _weights(run: TrainedRun) -> tuple[float, ...] | None:
