@@ -22,7 +22,7 @@ def verify(runs: Runs) -> None:
     """Check every claim that a ledger can decide; 0 all hold, 1 one is falsified, 2 one is unknown."""
     from andon_falsify.report.legible import legible_line
     from andon_falsify.verdict import closing_line, exit_code
-    from andon_falsify.verification import ALL, read_run
+    from andon_falsify.verification import ALL, read_run, recorded_violations
     from andon_falsify.verification import verify as judged
 
     try:
@@ -39,6 +39,10 @@ def verify(runs: Runs) -> None:
             typer.echo(legible_line(f"  {found}"))
         if len(verdict.counterexamples) > _SHOWN:
             typer.echo(f"  and {len(verdict.counterexamples) - _SHOWN} more")
+    for run in read:
+        told = recorded_violations(run)
+        for line in (*told[:_SHOWN], *([f"{len(told) - _SHOWN} more"] if len(told) > _SHOWN else [])):
+            typer.echo(legible_line(f"note: {run.path} records {line}"))
     typer.echo(closing_line(verdicts, len(read)))
     raise typer.Exit(exit_code(verdicts))
 

@@ -24,7 +24,7 @@ from andon_falsify.checkers import (
     samples_once,
     schedule,
 )
-from andon_falsify.history import History, RowId, Unread, read_history
+from andon_falsify.history import Event, History, RowId, Unread, read_history
 from andon_falsify.verdict import (
     Claim,
     Counterexample,
@@ -35,6 +35,7 @@ from andon_falsify.verdict import (
     merge,
     not_applicable,
     repeatable,
+    unknown,
 )
 
 HEADS = Claim(
@@ -148,9 +149,36 @@ def _finite(run: Run) -> Verdict:
 
 def _halts(run: Run) -> Verdict:
     acted = [event for event in run.history.of_kind("violation") if event.fields.get("action") in (None, "raised")]
-    if not acted and all(step.finite for step in run.history.steps):
-        return not_applicable(halts.CLAIM, "nothing went wrong, so that nothing had to stop")
-    return halts.check(run.history)
+    if acted or not all(step.finite for step in run.history.steps):
+        return halts.check(run.history)
+    last = run.history.events[-1] if run.history.events else None
+    if last is None or last.kind != "end":
+        after = f"step {max(run.history.trajectory, default=0)}"
+        why = f"no end is recorded after {after}: it was killed, or goes on still, and why it stopped is not known"
+        return unknown(halts.CLAIM, why)
+    if run.history.of_kind("violation"):
+        return not_applicable(halts.CLAIM, "what is recorded was only to be told of, so that nothing had to stop")
+    why = "no violation and nothing that is not finite is recorded, so that nothing had to stop"
+    reason = last.fields.get("reason", "finished")
+    return not_applicable(halts.CLAIM, why if reason == "finished" else f"{why}; it ended with {str(reason)!r}")
+
+
+def recorded_violations(run: Run) -> tuple[str, ...]:
+    """Each finding that the ledger of `run` tells of, as `a violation: gradients-agree at step 2 on rank 1, warned`.
+
+    A claim may hold all the same, as `halt-together` does where all ranks halted for it: no verdict says these.
+    """
+    return tuple(_broken(event) for event in run.history.of_kind("violation"))
+
+
+def _broken(event: Event) -> str:
+    found = event.fields
+    ranks = found.get("ranks")
+    named = f" on rank {', '.join(map(str, ranks))}" if isinstance(ranks, Sequence) and ranks else ""
+    at = f"at step {event.step}" if event.step else "outside a step"
+    action = found.get("action") or "raised"
+    kind = "a suspicion" if action == "suspected" else "a violation"
+    return f"{kind}: {found.get('clause')} {at}{named}, {action}"
 
 
 def _plan(run: Run) -> Verdict:
@@ -158,7 +186,15 @@ def _plan(run: Run) -> Verdict:
         return not_applicable(plan_followed.CLAIM, "the ledger lies beside no configuration of our trainer")
     if run.settings.get("training.group_by_length"):
         return not_applicable(plan_followed.CLAIM, "rows were grouped by their length, which the ledger does not hold")
-    return plan_followed.check(run.history, planned(run.history))
+    plan, start = planned(run.history), run.history.plan
+    if plan is None and (start.seed is None or not start.batch_size or not start.steps or not start.rows):
+        why = "the start line lacks a part of the rule: seed, batch size, rows or updates"
+        return not_applicable(plan_followed.CLAIM, why)
+    if plan is None:
+        later = any(event.epoch for event in run.history.steps)
+        first = "the first epoch did not visit every planned row" if later else "no epoch was complete"
+        return unknown(plan_followed.CLAIM, f"{first}, so that the rows that the rule shuffles are not known")
+    return plan_followed.check(run.history, plan)
 
 
 def planned(history: History) -> Mapping[int, Sequence[RowId]] | None:

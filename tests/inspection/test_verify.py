@@ -14,11 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import typer
 
 from andon_contracts.fields import Real
-from andon_contracts.record import Record, Step
+from andon_contracts.record import Broken, End, Record, Step
+from andon_falsify.cli import verify as command
 from andon_falsify.verdict import Outcome, closing_line, exit_code
-from andon_falsify.verification import ALL, read_run, verify
+from andon_falsify.verification import ALL, read_run, recorded_violations, verify
 from tests.inspection.ledgers import digest, resumed_run, start, step, whole_run, write
 from tests.repository.sources import ROOT
 
@@ -125,6 +127,59 @@ def test_runs_are_compared_with_each_other(tmp_path: Path) -> None:
         replace(step(each.step, each.ids, weights=5), world=1) if isinstance(each, Step) else each for each in alone
     ]
     assert outcomes(one, write(tmp_path / "3.jsonl", other))["same-everywhere"] is FALSIFIED
+
+
+def _said(claim: str, path: Path) -> tuple[Outcome, str]:
+    """What is said of one claim, and why."""
+    (verdict,) = (each for each in verify([read_run(path)]) if each.claim == claim)
+    return verdict.outcome, verdict.why
+
+
+def test_a_ledger_without_an_end_is_not_called_one_in_which_nothing_went_wrong(tmp_path: Path) -> None:
+    """A killed rank leaves no `end` line: why it stopped is unknown, and verify says after which step."""
+    outcome, why = _said("halt-together", write(tmp_path / "killed.jsonl", whole_run()[:4]))
+    assert outcome is Outcome.UNKNOWN
+    assert "no end is recorded after step 2" in why
+    ended = write(tmp_path / "failed.jsonl", [*whole_run()[:4], End(2, "failed", {})])
+    outcome, why = _said("halt-together", ended)
+    assert outcome is NOT_APPLICABLE
+    assert "it ended with 'failed'" in why
+
+
+BROKEN = Broken("gradients-agree", 2, (1,), "w", "they differ", {}, "warned")
+
+
+def test_a_recorded_violation_is_told_beside_the_verdicts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No claim is about what a watch found, so a note before the closing line says clause, step, rank and act."""
+    records = whole_run()
+    path = write(tmp_path / "l.jsonl", [*records[:3], BROKEN, *records[3:]])
+    with pytest.raises(typer.Exit) as ended:
+        command([path])
+    assert ended.value.exit_code == 0
+    note = f"note: {path} records a violation: gradients-agree at step 2 on rank 1, warned"
+    assert capsys.readouterr().out.splitlines()[-2] == note
+    assert "only to be told of" in _said("halt-together", path)[1]
+    suspected = write(tmp_path / "s.jsonl", [*records[:3], replace(BROKEN, action="suspected"), *records[3:]])
+    assert recorded_violations(read_run(suspected)) == ("a suspicion: gradients-agree at step 2 on rank 1, suspected",)
+
+
+def _with_settings(folder: Path, records: list[Record]) -> Path:
+    """A run folder with a configuration beside its ledger."""
+    folder.mkdir()
+    write(folder / "ledger.jsonl", records)
+    rows = folder / "rows.jsonl"
+    rows.touch()
+    (folder / "config.yaml").write_text(f"data:\n  train: {rows}\n")
+    return folder
+
+
+def test_a_run_that_ended_before_its_first_epoch_has_a_plan_all_the_same(tmp_path: Path) -> None:
+    """Its rows are not known yet: unknown, as `samples-once` is, and never that no plan was given."""
+    run = _with_settings(tmp_path / "run", whole_run()[:2])
+    for claim in ("samples-once", "plan-followed"):
+        outcome, why = _said(claim, run)
+        assert outcome is Outcome.UNKNOWN
+        assert "no epoch was complete" in why
 
 
 ENTRY = "[andon.commands]\n{name} = {target}\n"
