@@ -125,7 +125,7 @@ def evaluate_run(run: TrainedRun, data: DataSet) -> Scores:
 def named(found: Scores, labels: Sequence[str]) -> dict[str, Any]:
     """`found` as plain values for JSON, with the classes' names.
 
-    Each of `classes` has its `label`; `labels` names the rows (actual) and columns (predicted) of `confusion`, in order.
+    Each of `classes` has its `label`; `labels` names the rows (actual) and columns (predicted) of `confusion`.
     """
     values = found.as_dict()
     values["classes"] = [{"label": label} | one for label, one in zip(labels, values["classes"], strict=True)]
