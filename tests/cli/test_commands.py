@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -52,6 +53,18 @@ def test_help_loads_no_heavy_library() -> None:
     assert done.returncode == 0, done.stderr
     for name in ("train", "init", "check", "eval", "predict"):
         assert f"\n  {name} " in done.stdout
+
+
+def test_help_is_asked_for_by_h_too_and_cuts_no_sentence() -> None:
+    """`-h` says what `--help` does, for `andon` and each of its commands; the list of them ends no line in "..."."""
+    runner = CliRunner(env={"COLUMNS": "80"})
+    listed = runner.invoke(app, ["--help"]).output.partition("Commands:\n")[2]
+    assert "..." not in listed
+    names = {line.split()[0] for line in listed.splitlines() if re.match(r"  \w", line)} - {"watch"}  # with its own
+    assert {"train", "eval", "plan", "show", "verify"} <= names
+    for arguments in ([], *([name] for name in sorted(names))):
+        short, long = (runner.invoke(app, [*arguments, flag]) for flag in ("-h", "--help"))
+        assert (short.exit_code, short.output) == (0, long.output), arguments
 
 
 def test_version_is_that_of_the_installed_package(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
 
@@ -62,7 +63,7 @@ def train(
     model: Annotated[str | None, typer.Option(help="Hugging Face model folder or hub id of the base.")] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Train a classifier; the result is the same to the bit for every number of workers."""
+    """Train a classifier. The result is the same to the bit for every number of workers."""
     from andon.cli.train import run_training
     from andon.launch.sizes import sized
 
@@ -87,7 +88,7 @@ def resize(
     run: Annotated[Path, typer.Argument(help="Run folder.")],
     workers: Annotated[int, typer.Argument(help="Ranks from the next step boundary on.")],
 ) -> None:
-    """Change the number of workers of a run that trains with --workers MIN:MAX."""
+    """Change the workers of a run that has --workers MIN:MAX."""
     from andon.launch.resizing import ask
 
     ask(run, workers)
@@ -115,7 +116,7 @@ def check(
     config: Annotated[Path, typer.Argument(help="YAML file to check.")],
     overrides: Overrides = None,
 ) -> None:
-    """Read configuration, data, tokenizer and model as a run would, and say what the run would do."""
+    """Say what a run would do. Reads configuration, data, tokenizer and model as the run would."""
     from andon.config.load import load_config
 
     loaded = load_config(config, overrides or ())
@@ -162,7 +163,7 @@ def predict(run: Annotated[Path, typer.Argument(help="Run folder.")]) -> None:
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
 def watch(context: typer.Context) -> None:
-    """Run a training script of your own and hold its every update to the contracts; see andon watch --help."""
+    """Run a training script of your own under the contracts. See andon watch --help."""
     # Listed here for --help alone: `main` runs it before typer is imported, which it does not need.
     from andon_contracts.watch.script import main
 

@@ -17,7 +17,7 @@ def show(
     run: Run,
     step: Annotated[int | None, typer.Option(help="Show this step: rows, losses, digests, ranks.")] = None,
 ) -> None:
-    """Show what a run's ledger says: the run from start to end, or one step."""
+    """Show a run from start to end, or one step of it, by its ledger."""
     from andon.inspection.recorded import open_recorded
     from andon.inspection.show import one_step, overview
     from andon.inspection.texts import texts_of
@@ -32,7 +32,7 @@ def diff(
     one: Annotated[Path, typer.Argument(help="Run folder, ledger, or configuration (.yaml).")],
     other: Annotated[Path, typer.Argument(help="Run folder, ledger, or configuration (.yaml).")],
 ) -> None:
-    """Find where two runs part, and what differs between them; 0 same, 1 different, 2 not comparable."""
+    """Find where two runs part. Ends with 0 same, 1 different, 2 not comparable."""
     from andon.inspection.difference import compare, read_side
 
     report = compare(read_side(one), read_side(other))
@@ -47,7 +47,7 @@ def replay(
     workers: Annotated[int | None, typer.Option(help="Ranks on this machine; as in the run by default.")] = None,
     backend: Annotated[str | None, typer.Option(help="inline, threads, gloo, nccl or mixed.")] = None,
 ) -> None:
-    """Do steps of a run again from its nearest checkpoint and compare every digest; 0 same, 1 different, 2 neither."""
+    """Do steps of a run again and compare every digest. Ends with 0 same, 1 different, 2 neither."""
     from andon.inspection.replaying import ReplayFailed, replay_run
 
     try:
@@ -63,7 +63,7 @@ def replay(
 def explain(
     path: Annotated[Path, typer.Argument(help="Bundle of a violation, or the run in which it was.")],
 ) -> None:
-    """Explain a violation: what was promised, what was seen, where, and how to look further."""
+    """Explain a violation. What was promised, what was seen, where, and how to look further."""
     from andon.inspection.explain import explain as explained
 
     for line in explained(path):

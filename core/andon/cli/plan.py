@@ -34,7 +34,7 @@ def plan(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one key, as in optimizer.lr=1e-3.")
     ] = None,
 ) -> None:
-    """Say what memory a run needs on each device, before it starts; 0 it fits, 2 it does not."""
+    """Say what memory a run needs on each device. Ends with 0 where it fits, with 2 where not."""
     from andon.config.load import load_config
 
     if gpu_memory is not None and not 0 < gpu_memory < 2**20:

@@ -26,7 +26,9 @@ def register(app: typer.Typer) -> None:
         if isinstance(found, typer.Typer):
             app.add_typer(found, name=point.name)
         else:
-            app.command(point.name, cls=getattr(found, "command_class", None))(found)
+            # Without a short help of its own the list of commands would cut it in mid-sentence.
+            first = (found.__doc__ or "").partition("\n")[0]
+            app.command(point.name, cls=getattr(found, "command_class", None), short_help=first)(found)
 
 
 _ANYTHING = {"allow_extra_args": True, "ignore_unknown_options": True}
