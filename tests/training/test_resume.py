@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -98,7 +99,7 @@ def test_resume_auto_without_a_folder_finds_the_run(
     runs: Runs, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The newest unfinished run of this configuration and data; one of another rate or data, or a finished one, is not
-    meant, and where there is none it starts anew."""
+    meant, one with a pipe in the place of a file is passed over by name, and where there is none it starts anew."""
     monkeypatch.chdir(tmp_path)
     other = tmp_path / "other.jsonl"
     other.write_bytes(runs.data.read_bytes().replace(b"thing number 3", b"thing number 9", 1))
@@ -106,10 +107,13 @@ def test_resume_auto_without_a_folder_finds_the_run(
     interrupted(runs, Path("runs/rate"), 2, "optimizer.lr=0.02")
     interrupted(runs, Path("runs/data"), 2, f"data.train={other}")
     Path("runs/notes").mkdir()
+    shutil.copytree(mine, "runs/odd", ignore=shutil.ignore_patterns("metrics.jsonl"))
+    os.mkfifo("runs/odd/metrics.jsonl")
     flags = {"run.backend": "inline", "run.workers": 2, "run.resume": "auto"}
     assert run_training(None, runs.overrides(), flags) == 0
     said = capsys.readouterr().err
     assert f"andon: resume: {mine} is the newest unfinished run of this configuration" in said
+    assert "resume: runs/odd is passed over: runs/odd/metrics.jsonl: " in said
     assert "resume: from step-00000002" in said
     assert outcome(mine) == outcome(whole)
     before = set(Path("runs").iterdir())

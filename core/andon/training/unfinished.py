@@ -7,6 +7,7 @@ from pathlib import Path
 from andon.config.identity import identity
 from andon.config.load import load_config
 from andon.config.schema import Config
+from andon.messages import say
 from andon.problems import InputError
 from andon.run.folder import RunFolder, State
 from andon.run.provenance import read_provenance
@@ -17,7 +18,8 @@ def newest_unfinished(config: Config, base: Path) -> RunFolder | None:
     """The run right under `base` that was written to last, has not ended, and is the one that `config` defines.
 
     It is the same run where both configurations have one identity and name the same data. Raises `InputError` for
-    data that is wrong. Folders that hold no run, or one whose configuration or provenance cannot be read, are not it.
+    data that is wrong. Folders that hold no run, or one whose configuration or provenance cannot be read, are not it;
+    neither is a run with something else in the place of a file, of which a line says that it was passed over.
     """
     wanted, data = identity(config), ""
     for folder in _latest_first(base):
@@ -32,8 +34,15 @@ def newest_unfinished(config: Config, base: Path) -> RunFolder | None:
 def _latest_first(base: Path) -> list[RunFolder]:
     """The unfinished runs under `base`, the one whose ledger grew last before the others."""
     folders = [RunFolder(path) for path in (base.iterdir() if base.is_dir() else ()) if path.is_dir()]
-    begun = [folder for folder in folders if folder.begun() and folder.state() is State.UNFINISHED]
-    return sorted(begun, key=_last_written, reverse=True)
+    return sorted(filter(_is_unfinished, folders), key=_last_written, reverse=True)
+
+
+def _is_unfinished(folder: RunFolder) -> bool:
+    try:
+        return folder.begun() and folder.state() is State.UNFINISHED
+    except InputError as error:
+        say(f"resume: {folder.path} is passed over: {error}")
+        return False
 
 
 def _last_written(folder: RunFolder) -> tuple[int, str]:
