@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from andon.data.hub import require_on_hub
 from andon.data.labels import text_fault
 from andon.problems import InputError, Problem
 
@@ -176,10 +177,12 @@ def pretrained_tokenizer(path_or_hub_id: str, *, local_only: bool) -> HuggingFac
 
     Without a padding token its end token pads. Raises `InputError` when there is no tokenizer, or neither token.
     """
-    from transformers import AutoTokenizer
-
     if path_or_hub_id.startswith((".", "/", "~")) and not Path(path_or_hub_id).is_dir():
         raise InputError([Problem("model.base", f"there is no folder {path_or_hub_id!r}")])
+    if not local_only:
+        require_on_hub(path_or_hub_id)
+    from transformers import AutoTokenizer
+
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             path_or_hub_id, local_files_only=local_only, trust_remote_code=False

@@ -1,0 +1,51 @@
+"""Names of models that are no folder here: asked of the hub once, before a library tries again and again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from andon.problems import InputError, Problem
+
+_ANSWER_S = 10.0
+"""Seconds that the hub has to answer."""
+
+
+def require_on_hub(name: str) -> None:
+    """Raise `InputError` where `name`, no folder here, can be no hub id, is unknown there, or the hub is not reached.
+
+    A model whose configuration is in the hub's cache passes without a question: loading it says what else is wrong.
+    """
+    if Path(name).exists():
+        raise InputError([Problem("model.base", f"{name!r} is a file; give the model's folder")])
+    why = _refusal(name)
+    if why is not None:
+        raise InputError([Problem("model.base", f"there is no folder {name!r} here, and {why}")])
+
+
+def _refusal(name: str) -> str | None:
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+    )
+
+    try:
+        if isinstance(try_to_load_from_cache(name, "config.json"), str):
+            return None
+        HfApi().model_info(name, timeout=_ANSWER_S)
+    except HFValidationError:
+        return "the name can be no hub id, which is NAME or OWNER/NAME"
+    except OfflineModeIsEnabled:
+        return "no model of that name in the hub's cache (HF_HUB_OFFLINE forbids to ask the hub)"
+    except GatedRepoError:
+        return None  # it is there; loading it says what access it needs
+    except RepositoryNotFoundError:
+        return "the hub has no model of that name that you may see"
+    except HfHubHTTPError:
+        return None  # the hub answers otherwise; loading tries again where that may help
+    except Exception as error:  # noqa: BLE001 - of whichever HTTP library the hub's client uses
+        return f"the hub could not be reached ({type(error).__name__}: {error})"
+    return None
