@@ -165,6 +165,18 @@ def test_a_signal_to_the_group_is_seen_with_what_it_did(tmp_path: Path, wake: Wa
     assert seen.asked_by == signal.SIGTERM
 
 
+def test_the_first_signal_is_answered_in_one_line(
+    tmp_path: Path, wake: Wake, ranks: dict[int, subprocess.Popen[bytes]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Who presses Ctrl-C hears at once what happens, and what a second one does; nothing more is said of that one."""
+    with wake.listening():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        watch(Agent({rank: process.pid for rank, process in ranks.items()}), wake, tmp_path)
+    said = "andon: SIGINT: ending at the next step boundary; a second one ends at once\n"
+    assert capsys.readouterr().err == said
+
+
 def test_a_wake_that_was_closed_may_still_be_rung() -> None:
     """An agent that was left behind may finish after its launch has returned."""
     wake = Wake()

@@ -22,6 +22,7 @@ from andon.exits import Exit
 from andon.launch.orphan import Process
 from andon.launch.preemption import PREEMPTION_SIGNALS, taken
 from andon.launch.report import Report
+from andon.messages import say
 
 POLL_S = 0.05
 """Seconds between two looks at the ranks."""
@@ -214,6 +215,8 @@ class Supervisor:
             self._kill((Exit.RANK_LOST, "all ranks were killed: a second SIGINT asked for it"))
         if not self._seen.asked_by:
             self._seen.asked_by = signum
+            again = "; a second one ends at once" if signum == signal.SIGINT else ""
+            say(f"{signal.Signals(signum).name}: ending at the next step boundary{again}")
             if self._all:
                 self._forward(signum)
 
