@@ -14,6 +14,8 @@ from andon_contracts.violation import Finding, Violation
 
 OF_THE_UPDATE_BEFORE = frozenset({"buffers-agree"})
 """Clauses whose finding names the update before the one at which it is seen: what that left is wrong."""
+_OF_A_TREE = "trees-agree"
+"""The clause of `assert_same`, which is asked for by itself: there is no update, and no watch that could be silent."""
 _BETWEEN_RANKS = frozenset(
     {
         "replicas-agree",
@@ -24,7 +26,7 @@ _BETWEEN_RANKS = frozenset(
         "modes-agree",
         "collectives-agree",
         "scaler-agrees",
-        "trees-agree",
+        _OF_A_TREE,
         "halt-together",
     }
 )
@@ -68,6 +70,8 @@ class Scene:
     """Why the bundle is not whole."""
     goes_on: bool = False
     """Whether the loop makes its update all the same, because nothing is raised."""
+    by_command: bool = False
+    """Whether the command `andon watch` opened the watch, so that its options are what silences a clause."""
 
 
 def violation(clause: str, finding: Finding, scene: Scene) -> Violation:
@@ -133,18 +137,26 @@ def _listed(words: Sequence[str]) -> str:
 def message(clause: str, finding: Finding, scene: Scene) -> str:
     """Several lines: what is broken and where are facts, `likely` is an inference, `state` and `bundle` the scope."""
     rows = [
-        ("where", _where(finding, scene)),
+        ("where", _where(clause, finding, scene)),
         # Between ranks the bits of an element say it; the digests that are seen besides are in the bundle.
         ("seen", "" if scene.element and clause in _BETWEEN_RANKS else finding.seen),
         ("before", scene.before),
         ("likely", f"{likely}  [inference, not proof]" if (likely := _likely(clause, finding, scene)) else ""),
-        ("state", _state(finding, scene)),
+        ("state", "" if clause == _OF_A_TREE else _state(finding, scene)),
         ("bundle", f"{scene.bundle}  explain: {explaining(Path(scene.bundle))}" if scene.bundle else ""),
         ("but", f"not all of the bundle could be written: {scene.unwritten}" if scene.unwritten else ""),
-        ("silence", f'andon.watch(..., allow={{"{clause}": "<reason>"}})'),
+        ("silence", _silencing(clause, scene)),
     ]
-    head = f"{clause} broken {_when(finding, scene)}: {_who(clause, finding, scene.world)}."
+    when = "" if clause == _OF_A_TREE else f" {_when(finding, scene)}"
+    head = f"{clause} broken{when}: {_who(clause, finding, scene.world)}."
     return "\n".join([head, *(f"  {name:<8} {text}" for name, text in rows if text)])
+
+
+def _silencing(clause: str, scene: Scene) -> str:
+    """What silences the clause; nothing does where a script compares a tree."""
+    if clause == _OF_A_TREE:
+        return ""
+    return f"--allow {clause}=<reason>" if scene.by_command else f'andon.watch(..., allow={{"{clause}": "<reason>"}})'
 
 
 def _likely(clause: str, finding: Finding, scene: Scene) -> str:
@@ -188,10 +200,11 @@ def _parties(finding: Finding, world: int) -> str:
     return f"{_listed(named)} differ, with no majority"
 
 
-def _where(finding: Finding, scene: Scene) -> str:
+def _where(clause: str, finding: Finding, scene: Scene) -> str:
     if not finding.tensor:
         return ""
-    count = f" ({len(finding.details)} of {scene.tensors} tensors)" if finding.details and scene.tensors else ""
+    noun = "leaves" if clause == _OF_A_TREE else "tensors"
+    count = f" ({len(finding.details)} of {scene.tensors} {noun})" if finding.details and scene.tensors else ""
     return f"{finding.tensor}{count}{', ' + scene.element if scene.element else ''}"
 
 

@@ -12,6 +12,8 @@ from torch import nn
 
 import andon
 from andon_contracts.violation import Violation
+from andon_contracts.watch.exchange import Element
+from andon_contracts.watch.standby import Standby
 from tests.support.ranks import run_ranks
 
 
@@ -77,7 +79,7 @@ def test_a_rank_with_its_own_rate_is_named(world: int, odd: tuple[int, ...], tmp
     found = [outcome.get() for outcome in run_ranks(world, _rate, str(tmp_path), odd)]
     assert len({str(error) for error in found}) == 1
     few = 2 * len(odd) < world
-    bits, rates = {False: "0xbf800000", True: "0xbf400000"}, {False: 0.5, True: 0.25}
+    bits, rates = {False: "0xbf800000 (-1)", True: "0xbf400000 (-0.75)"}, {False: 0.5, True: 0.25}
     named = odd if few else range(world)
 
     def by_rank(of: dict[bool, object]) -> str:
@@ -111,11 +113,40 @@ def _at_once(folder: str) -> list[Violation]:
 def test_the_element_is_one_of_what_differs(tmp_path: Path) -> None:
     """A weight that was moved before an update shows the weight's bits (-0.5 + 1), not the gradient's; a moment that
     was moved is named by its key."""
+    moved = "0x3f000000 (0.5) on rank 1, 0xbf000000 (-0.5) on the others"
     for outcome in run_ranks(3, _at_once, str(tmp_path)):
         weight, moment = outcome.get()
         assert str(weight).splitlines()[:2] == [
             "replicas-agree broken at step 2, before its update: rank 1 of 3 differs from ranks 0, 2.",
-            "  where    w (1 of 1 tensors), first at [1, 2]: 0x3f000000 on rank 1, 0xbf000000 on the others",
+            f"  where    w (1 of 1 tensors), first at [1, 2]: {moved}",
         ]
         assert moment.clause == "optimizers-agree"
         assert "  where    w (1 of 1 tensors), exp_avg_sq first at [0, 1]: 0x" in str(moment)
+
+
+def test_the_command_names_its_own_option() -> None:
+    """Under `andon watch` no script has a line that could take `allow=`: the option that silences is `--allow`."""
+    model = _Row()
+    optimizer = _sgd(model.parameters())
+    (model() * float("nan")).backward()
+    with Standby({"action": "raise"}), pytest.raises(Violation) as found:
+        optimizer.step()
+    assert str(found.value).splitlines()[-1] == "  silence  --allow finite=<reason>"
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "shown"),
+    [
+        (1 + 2**-23, torch.float32, "0x3f800001 (1.0000001)"),
+        (0.1, torch.float64, "0x3fb999999999999a (0.1)"),
+        (1 / 3, torch.bfloat16, "0x3eab (0.334)"),
+        (float("-inf"), torch.float16, "0xfc00 (-inf)"),
+        (float("nan"), torch.float32, "0x7fc00000 (nan)"),
+        (-1, torch.int16, "0xffff"),
+    ],
+)
+def test_bits_of_a_real_have_its_number_beside_them(value: float, dtype: torch.dtype, shown: str) -> None:
+    """The fewest digits that are this number and no other of its dtype; of an integer the bits alone."""
+    tensor = torch.tensor([value], dtype=dtype)
+    bits = int(tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]).item())
+    assert str(Element((3,), (bits, bits), dtype)) == f"first at [3]: {shown} on rank 0, {shown} on rank 1"

@@ -261,9 +261,31 @@ def _trees() -> list[str]:
         {"a": torch.ones(3), "b": [1, "x", None], "c": _model()},
         {"a": torch.ones(3), "big": one},
         {"lr": 0.1 if rank == 2 else 0.2},
-        {"names": {f"rank {rank}": 1}},
+        {"names": {"both": 1} | ({"extra": 2} if rank == 1 else {})},
+        {"a": torch.ones(2), "b": [1, "x" if rank else "y"]},
+        {"a": torch.ones(2 + (rank == 2))},
+        {"order": dict.fromkeys(("p", "q") if rank else ("q", "p"), 1)},
+        {"text": "=" * 300 + f"{rank}" + "=" * 300},
     ]
     return [_said(tree) for tree in trees]
+
+
+ZERO, ONE, TWO = (f"rank {a} of 3 differs from ranks {b}, {c}" for a, b, c in ((0, 1, 2), (1, 0, 2), (2, 0, 1)))
+ORDERS = "tree['order']['q'] on rank 0, tree['order']['p'] on the others"
+TEXTS = ", ".join(f"...{'=' * 20}{rank}{'=' * 39}... on rank {rank}" for rank in range(3))
+SAID = (
+    (
+        ONE,
+        "tree['big'] (1 of 2 leaves), first at [31, 7]: 0x45424000 (3108) on rank 1, 0x45423000 (3107) on the others",
+    ),
+    (TWO, "tree['lr'] (1 of 1 leaves), 0.1 on rank 2, 0.2 on the others"),
+    (ONE, "tree['names']['extra'], a leaf on rank 1, nothing on the others"),
+    (ZERO, "tree['b'][1] (1 of 3 leaves), 'y' on rank 0, 'x' on the others"),
+    (TWO, "tree['a'] (1 of 1 leaves), torch.float32 (3,) on rank 2, torch.float32 (2,) on the others"),
+    (ZERO, f"tree, the same leaves in another order: {ORDERS}"),
+    ("ranks 0, 1, 2 all differ", f"tree['text'] (1 of 1 leaves), {TEXTS}"),
+)
+"""Who differs and where, of each of the trees but the first. 3107 and 3108 are 0x45423000 and 0x45424000 in fp32."""
 
 
 def _said(tree: Any) -> str:
@@ -277,15 +299,11 @@ def _said(tree: Any) -> str:
 def test_trees_are_compared_leaf_by_leaf() -> None:
     """Equal trees pass; else the rank, the leaf and the first differing element are named, on every rank alike."""
     by_rank = [outcome.get() for outcome in run_ranks(3, _trees)]
-    for said in by_rank:
-        same, tensor, value, names = said
-        assert same == "same"
-        assert "rank 1 of 3 differs" in tensor
-        assert "tree['big']" in tensor
-        assert "first at [31, 7]" in tensor
-        assert "rank 2 of 3 differs" in value
-        assert "tree['lr']" in value
-        assert "different leaves" in names
+    assert by_rank[1] == by_rank[2] == by_rank[0]
+    assert by_rank[0][0] == "same"
+    assert [said.splitlines() for said in by_rank[0][1:]] == [
+        [f"trees-agree broken: {who}.", f"  where    {where}"] for who, where in SAID
+    ]
 
 
 # what it costs to have

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
@@ -27,20 +28,41 @@ _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Element:
-    """The first element in which ranks differ: its index in the tensor, and its bits on each rank."""
+    """The first element in which ranks differ: its index in the tensor, and its bits on each rank.
+
+    dtype: what the bits say; of floating dtypes the number is shown beside them.
+    """
 
     index: tuple[int, ...]
     bits: tuple[int, ...]
-    width: int
+    dtype: torch.dtype
 
     def __str__(self) -> str:
-        count = 2 * self.width
-        shown = [f"{bits % (1 << 8 * self.width):#0{count + 2}x}" for bits in self.bits]
-        odd = minority(self.bits)
-        named = [f"{shown[rank]} on rank {rank}" for rank in odd or range(len(shown))]
-        others = [f"{next(bits for rank, bits in enumerate(shown) if rank not in odd)} on the others"] if odd else []
         where = f"first at {list(self.index)}: " if self.index else ""
-        return where + ", ".join(named + others)
+        return where + by_rank([self._shown(bits) for bits in self.bits])
+
+    def _shown(self, bits: int) -> str:
+        width = self.dtype.itemsize
+        shown = f"{bits % (1 << 8 * width):#0{2 * width + 2}x}"
+        return f"{shown} ({_decimal(bits, self.dtype)})" if self.dtype.is_floating_point else shown
+
+
+def by_rank(shown: Sequence[str]) -> str:
+    """What each rank has, in words: `2 on rank 1, 3 on the others`, or rank by rank where no majority agrees."""
+    odd = minority(shown)
+    named = [f"{shown[rank]} on rank {rank}" for rank in odd or range(len(shown))]
+    others = [f"{next(one for rank, one in enumerate(shown) if rank not in odd)} on the others"] if odd else []
+    return ", ".join(named + others)
+
+
+def _decimal(bits: int, dtype: torch.dtype) -> str:
+    """The number with the fewest digits that are this number and no other of its dtype."""
+    number = torch.tensor([bits]).to(_INTEGER[dtype.itemsize]).view(dtype).item()
+    for digits in range(1, 17):
+        short = f"{number:.{digits}g}"
+        if torch.tensor(float(short), dtype=dtype).item() == number:
+            return short
+    return f"{number:.17g}"
 
 
 class Exchange:
@@ -119,6 +141,15 @@ class Exchange:
         seen = self(step, "sizes", {str(index): value for index, value in enumerate(shown)})
         return all(o.values == seen[0].values for o in seen)
 
+    def texts(self, step: int, text: str) -> tuple[str, ...]:
+        """Every rank's `text`, by rank. Two gathers, for use where something differs already."""
+        raw = text.encode("utf-8", "backslashreplace")
+        sizes = [o.values["bytes"] for o in self(step, "length", {"bytes": len(raw)})]
+        padded = bytearray(raw.ljust(-(-max(*sizes, 1) // 8) * 8, b"\0"))
+        seen = self(step, "text", {"bytes": len(raw)}, torch.frombuffer(padded, dtype=torch.int64))
+        held = [b"".join(struct.pack("=q", each) for each in o.payload.tolist()) for o in seen if o.payload is not None]
+        return tuple(one[:size].decode("utf-8") for one, size in zip(held, sizes, strict=True))
+
     def first_difference(self, step: int, tensor: Tensor) -> Element | None:
         """The first element in which the ranks' `tensor`s differ; None where they do not. A few gathers."""
         words = _bits(tensor)
@@ -137,7 +168,7 @@ class Exchange:
         if odd is None:
             return None
         index = tuple(int(i) for i in torch.unravel_index(torch.tensor(first + odd), tensor.shape))
-        return Element(index, tuple(int(row[odd]) for row in rows), tensor.element_size())
+        return Element(index, tuple(int(row[odd]) for row in rows), tensor.dtype)
 
     def _rows(self, step: int, words: Tensor) -> list[Tensor]:
         seen = self(step, "elements", {"count": words.numel()}, words.cpu())

@@ -164,7 +164,8 @@ class Verdicts:
             return
         scene = scene if closer is None else closer(found)
         goes_on, applied = suspicion or self.settings.action == "warn", found.clause in OF_THE_UPDATE_BEFORE
-        scene = replace(scene, goes_on=goes_on, applied=scene.applied or applied)
+        by_command = self.settings.by_command
+        scene = replace(scene, goes_on=goes_on, applied=scene.applied or applied, by_command=by_command)
         whole = conclude(found, scene, Evidence() if alone else self.evidence, facts or {})
         self.findings.append(whole)
         if self.record is not None:

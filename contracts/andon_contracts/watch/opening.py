@@ -94,6 +94,20 @@ def watch(
     return _opened(model, _listed(optimizer), settings, place, ledger)
 
 
+def watch_script(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    action: Action = "warn",
+    allow: Mapping[str, str] | None = None,
+    folder: str | None = None,
+    hard_stop: bool = False,
+) -> Watch:
+    """As `watch` with these options, for the command `andon watch`: messages name the command's own options."""
+    settings = Settings(action=action, allow=dict(allow or {}), folder=folder, hard_stop=hard_stop, by_command=True)
+    return _opened(model, optimizers, settings, _Place(None, None, _TIMEOUT, _PATIENCE), None)
+
+
 @dataclass(frozen=True)
 class _Place:
     """The ranks of a watch, those that hold the same of them, and how long they wait for each other."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,10 +16,14 @@ from andon_contracts.agree import GroupGather
 from andon_contracts.digest import tensor_digest
 from andon_contracts.judge import minority
 from andon_contracts.own_group import own_group
-from andon_contracts.violation import Finding
-from andon_contracts.watch.exchange import WIDTH, Exchange
+from andon_contracts.violation import Finding, Violation
+from andon_contracts.watch.exchange import WIDTH, Exchange, by_rank
 from andon_contracts.watch.reading import plain, text_digest
 from andon_contracts.watch.values import value_digest
+
+_LEAF = "leaf"
+_SHOWN, _BEFORE, _MOST = 60, 20, 1 << 16
+"""Characters of a value that are shown, those of them before the first difference, and those that are compared."""
 
 
 def assert_same(
@@ -27,31 +32,35 @@ def assert_same(
     """Every rank has the same `tree`, to the bit. Collective.
 
     tree: tensors, modules, optimizers (anything with a `state_dict`), mappings, sequences and plain values, nested.
-    Raises `Violation` of `trees-agree` on every rank, naming leaf, ranks in the minority and first differing element,
+    Raises `Violation` of `trees-agree` on every rank, naming leaf, ranks in the minority and first differing element
+    (of values: what each rank has; of leaves that not every rank has: which rank does),
     and `ValueError` on every rank where any rank's tree holds what cannot be compared.
     """
     leaves: dict[str, Any] = {}
-    _flatten(tree, "tree", leaves)
+    kinds: dict[str, str] = {}
+    _flatten(tree, "tree", leaves, kinds)
     exchange = Exchange(GroupGather(own_group(group, timeout), WIDTH))
     try:
-        _compare(leaves, exchange)
+        _compare(leaves, kinds, exchange)
     finally:
         exchange.close()
 
 
-def _flatten(tree: Any, name: str, into: dict[str, Any]) -> None:
+def _flatten(tree: Any, name: str, leaves: dict[str, Any], kinds: dict[str, str]) -> None:
+    """The leaves of `tree`, and what stands at each place of it, both by the path that leads there."""
     if isinstance(tree, nn.Module | torch.optim.Optimizer):
         tree = tree.state_dict()
     if isinstance(tree, Mapping):
-        into[f"{name} (keys)"] = list(tree)
+        kinds[name] = "mapping"
         for key, value in tree.items():
-            _flatten(value, f"{name}[{key!r}]", into)
+            _flatten(value, f"{name}[{key!r}]", leaves, kinds)
     elif isinstance(tree, list | tuple):
-        into[f"{name} (length)"] = len(tree)
+        kinds[name] = "sequence"
         for index, value in enumerate(tree):
-            _flatten(value, f"{name}[{index}]", into)
+            _flatten(value, f"{name}[{index}]", leaves, kinds)
     else:
-        into[name] = tree
+        kinds[name] = _LEAF
+        leaves[name] = tree
 
 
 def _digests(leaves: Mapping[str, Any]) -> tuple[dict[str, int], str]:
@@ -67,32 +76,69 @@ def _digests(leaves: Mapping[str, Any]) -> tuple[dict[str, int], str]:
         return {}, str(error)
 
 
-def _compare(leaves: Mapping[str, Any], exchange: Exchange) -> None:
+def _compare(leaves: Mapping[str, Any], kinds: Mapping[str, str], exchange: Exchange) -> None:
     digests, problem = _digests(leaves)
-    told = {"problem": int(bool(problem)), "names": text_digest(list(leaves)), "leaves": text_digest(digests)}
+    told = {"problem": int(bool(problem)), "places": text_digest(list(kinds.items())), "leaves": text_digest(digests)}
     whole = exchange(0, "tree", told)
     foreign = [str(o.rank) for o in whole if o.values["problem"]]
     if foreign:
         other = f"the tree of rank {', '.join(foreign)} holds what cannot be compared; its own message says what"
         raise ValueError(f"andon.assert_same: {problem or other}")
-    names, values = ([o.values[key] for o in whole] for key in ("names", "leaves"))
-    scene = Scene(exchange.world_size)
-    if len(set(names)) > 1:
-        finding = Finding("the trees have different leaves", ranks=minority(names), tensor="tree")
-        raise violation("trees-agree", finding, scene)
-    if len(set(values)) == 1:
-        return
+    if len({o.values["places"] for o in whole}) > 1:
+        raise _other_places(kinds, exchange)
+    if len({o.values["leaves"] for o in whole}) > 1:
+        raise _other_leaves(leaves, digests, exchange)
+
+
+def _other_places(kinds: Mapping[str, str], exchange: Exchange) -> Violation:
+    """Which places not all ranks' trees have alike; where all have, they have them in another order."""
+    held: list[dict[str, str]] = [dict(json.loads(text)) for text in exchange.texts(0, json.dumps([*kinds.items()]))]
+    places = dict.fromkeys(place for one in held for place in one)
+    columns = {place: [one.get(place, "nothing") for one in held] for place in places}
+    odd = {place: column for place, column in columns.items() if len(set(column)) > 1}
+    if odd:
+        first, column = next(iter(odd.items()))
+        shown = by_rank([f"a {kind}" if kind != "nothing" else kind for kind in column])
+        more = f"; {len(odd) - 1} more places" if len(odd) > 1 else ""
+        seen = f"{shown}{more}"
+    else:
+        orders = [list(one) for one in held]
+        column = next(list(here) for here in zip(*orders, strict=True) if len(set(here)) > 1)
+        first, seen = "tree", f"the same leaves in another order: {by_rank(column)}"
+    details = ((first, " ".join(f"{text_digest(kind):016x}" for kind in column)),)
+    finding = Finding("the trees have different leaves", ranks=minority(column), tensor=first, details=details)
+    return violation("trees-agree", finding, Scene(exchange.world_size, element=seen))
+
+
+def _other_leaves(leaves: Mapping[str, Any], digests: Mapping[str, int], exchange: Exchange) -> Violation:
+    """Which leaves differ, and how the first of them does."""
     spread = exchange.spread(0, "leaves", digests)
     odd = [name for name, found in spread.items() if len(set(found)) > 1]
-    leaf = leaves[odd[0]]
-    shapes = exchange(0, "shape", {"layout": text_digest(str(getattr(leaf, "dtype", "")), getattr(leaf, "shape", ()))})
-    alike = isinstance(leaf, Tensor) and len({o.values["layout"] for o in shapes}) == 1
-    element = exchange.first_difference(0, leaf) if alike else None
-    shown = "" if element is None else str(element)
-    if not shown:
-        shown = f"here: {leaf if not isinstance(leaf, Tensor) else (tuple(leaf.shape), leaf.dtype)}"
     details = tuple((name, " ".join(f"{d % (1 << 64):016x}" for d in spread[name])) for name in odd)
     finding = Finding(
         f"{len(odd)} of {len(leaves)} leaves differ", ranks=minority(spread[odd[0]]), tensor=odd[0], details=details
     )
-    raise violation("trees-agree", finding, Scene(exchange.world_size, element=shown, tensors=len(leaves)))
+    shown = _difference(leaves[odd[0]], exchange)
+    return violation("trees-agree", finding, Scene(exchange.world_size, element=shown, tensors=len(leaves)))
+
+
+def _difference(leaf: Any, exchange: Exchange) -> str:
+    """The first element in which a tensor differs, or what each rank has; "" where that looks the same."""
+    is_tensor = isinstance(leaf, Tensor)
+    texts = exchange.texts(0, f"{leaf.dtype} {tuple(leaf.shape)}" if is_tensor else repr(leaf)[:_MOST])
+    if len(set(texts)) > 1:
+        return by_rank(_around_difference(texts))
+    element = exchange.first_difference(0, leaf) if is_tensor else None
+    return "" if element is None else str(element)
+
+
+def _around_difference(texts: Sequence[str]) -> list[str]:
+    """Short texts as they are; of long ones what stands around the first place at which they differ."""
+    if max(map(len, texts)) <= _SHOWN:
+        return list(texts)
+    columns = enumerate(zip(*texts, strict=False))
+    same = next((place for place, here in columns if len(set(here)) > 1), min(map(len, texts)))
+    start = max(0, same - _BEFORE)
+    ends = ["..." if len(text) > start + _SHOWN else "" for text in texts]
+    begin = "..." if start else ""
+    return [f"{begin}{text[start : start + _SHOWN]}{end}" for text, end in zip(texts, ends, strict=True)]

@@ -59,6 +59,8 @@ class Settings:
     hard_stop: bool = False
     recording: bool = False
     """Whether rank 0 writes a ledger: all ranks then look at what only a ledger needs."""
+    by_command: bool = False
+    """Whether the command `andon watch` asked for it, so that messages name its options."""
 
     def digests(self) -> dict[str, int]:
         """What must be the same on all ranks, so that they make the same collectives, by name; in [0, 2^62).

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from andon_contracts.halt import own_store
 from andon_contracts.watch.discovery import members, optimizer_of, trained_by
 from andon_contracts.watch.intercept import listen, unlisten
-from andon_contracts.watch.opening import is_watched, watch
+from andon_contracts.watch.opening import is_watched, watch_script
 from andon_contracts.watch.watcher import Watch
 
 _TOGETHER = datetime.timedelta(minutes=2)
@@ -128,7 +128,7 @@ class Standby:
         self._seen.update(optimizers)
         self._await_others()
         try:
-            opened = watch(model, optimizers, **self._options)
+            opened = watch_script(model, optimizers, **self._options)
         except ValueError as error:
             raise _refusal(str(error)) from None
         self.watches.append(opened)
