@@ -22,7 +22,20 @@ def test_an_audited_run_is_the_run(runs: Runs, run: Path, tmp_path: Path, capsys
     assert runs.train(tmp_path / "r", *EVERY_STEP, workers=2) == 0
     assert outcome(tmp_path / "r") == outcome(run)
     assert summary(tmp_path / "r")["contracts"]["audit"] == 12
-    assert "audit: every 1 steps another rank computes every micro-batch of each rank again" in capsys.readouterr().err
+    said = capsys.readouterr().err.splitlines()
+    assert "andon: audit: every 1 steps another rank computes every micro-batch of each rank again" in said
+
+
+def test_a_run_that_is_too_short_for_its_audit_is_told(
+    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every third of two steps is none; of three it is the last, and nothing is said."""
+    for steps, told in ((2, True), (3, False)):
+        assert runs.train(tmp_path / str(steps), "contracts.audit_every=3", f"training.max_steps={steps}") == 0
+        said = capsys.readouterr().err
+        assert "audit: every 3 steps" in said
+        assert ("none falls into steps 1 to 2" in said) is told
+        assert summary(tmp_path / str(steps))["contracts"].get("audit", 0) == int(not told)
 
 
 def test_one_worker_is_told_what_it_cannot_see(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -64,7 +64,7 @@ def open_journal(session: Session, standpoint: Standpoint, progress: Progress) -
         ledger.append(_resume(session, standpoint.checkpoint, progress, ledger.torn))
     else:
         say("resume: the ledger has the end of this run; what is written after it is written again")
-    _announce(session)
+    _announce(session, progress.step)
     return FolderJournal(
         folder=folder,
         ledger=ledger,
@@ -124,7 +124,17 @@ def _resume(session: Session, checkpoint: Checkpoint | None, progress: Progress,
     )
 
 
-def _announce(session: Session) -> None:
+def _audit(session: Session, done: int) -> str:
+    """What is audited; where none of the steps after the first `done` is due, that too."""
+    spec, last = audit_spec(session.config, session.backend.world_size), session.material.plan.total_steps
+    shown = describe(spec, session.backend.world_size)
+    if not spec.every or done == last or any(map(spec.due, range(done + 1, last + 1))):
+        return shown
+    return f"{shown}; none falls into steps {done + 1} to {last}"
+
+
+def _announce(session: Session, done: int) -> None:
+    """What a reader is told first. done: steps that are behind it."""
     material, backend = session.material, session.backend
     plan = material.plan
     say(
@@ -137,7 +147,7 @@ def _announce(session: Session) -> None:
     if not session.config.training.exact:
         say("training.exact=false: each worker computes its rows at once; the bits depend on the number of workers")
     if session.config.contracts.enabled:
-        say(describe(audit_spec(session.config, backend.world_size), backend.world_size))
+        say(_audit(session, done))
     seen = material.rows.seen_in_training()
     if seen:
         total = len(material.rows.evaluated_on)
