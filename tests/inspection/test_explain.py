@@ -15,7 +15,7 @@ from andon_contracts.bundle import Evidence
 from andon_contracts.clauses import CLAUSES
 from andon_contracts.record import Broken
 from andon_contracts.violation import Finding, Violation
-from tests.inspection.ledgers import whole_run, write
+from tests.inspection.ledgers import start, whole_run, write
 
 FINDING = Finding("they differ (rank 0: aa, rank 1: bb)", 412, (1,), "lora_A.q_proj", (("lora_A.q_proj", "aa bb"),))
 
@@ -76,6 +76,15 @@ def test_a_run_is_explained_by_its_ledger(tmp_path: Path) -> None:
     assert "  ranks    not attributable" in lines
     assert "  digests  rank 0: nan" in lines
     assert lines[-2:] == [f"  look     andon show {run} --step 3", f"  repeat   andon replay {run} --steps 2"]
+
+
+@pytest.mark.parametrize(("name", "writer"), [("l.jsonl", None), ("l.jsonl", "watch"), ("ledger.jsonl", "watch")])
+def test_no_replay_is_offered_where_none_can_be(tmp_path: Path, name: str, writer: str | None) -> None:
+    """A ledger alone has no state to begin from, and a watch's run is not the trainer's: `andon replay` refuses."""
+    broken = Broken("finite", 3, (), "loss", "the loss is not finite", {})
+    ledger = write(tmp_path / name, [start(writer=writer), *whole_run()[1:4], broken])
+    path = tmp_path if name == "ledger.jsonl" else ledger
+    assert list(explain(path))[-1] == f"  look     andon show {path} --step 3"
 
 
 def test_what_explains_nothing_is_refused(tmp_path: Path) -> None:

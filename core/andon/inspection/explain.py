@@ -39,10 +39,12 @@ def _run(path: Path) -> Iterator[str]:
     broken = [record for record in found.records if isinstance(record, Broken)]
     if not broken:
         raise InputError([Problem(str(path), "its ledger has no violation to explain")])
+    # Only the trainer's own run folder holds what a step can be done again from.
+    repeatable = found.folder is not None and (found.start is None or found.start.writer is None)
     for record in broken:
         yield from _lines(record.to_json(), record.details, {})
         yield f"  look     andon show {path} --step {record.step}"
-        if record.step > 1:
+        if record.step > 1 and repeatable:
             yield f"  repeat   andon replay {path} --steps {record.step - 1}"
 
 
