@@ -51,6 +51,15 @@ def test_permissions_are_the_umasks(tmp_path: Path) -> None:
     assert (tmp_path / "file").stat().st_mode & 0o777 == 0o640
 
 
+@pytest.mark.parametrize("path", [Path("/proc/andon-run"), Path("/proc/andon-run/a/b")])
+def test_a_folder_that_never_was_is_not_called_gone(path: Path, tmp_path: Path) -> None:
+    """/proc takes no new folder, and says that there is none; a folder that was removed is gone all the same."""
+    with pytest.raises(InputError, match="cannot be written: nothing of that name can be made in /proc"), storage(path):
+        path.mkdir(parents=True)
+    with pytest.raises(InputError, match="cannot be written: the folder is gone"):
+        write_whole(tmp_path / "removed" / "file", b"")
+
+
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.ETIMEDOUT, errno.EUCLEAN, 12345])
 def test_whatever_a_disk_answers_is_said_of_the_path(tmp_path: Path, number: int) -> None:
     """A shared file system has answers of its own, and a kernel may have new ones: none of them is an unforeseen error.

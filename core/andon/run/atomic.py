@@ -46,8 +46,17 @@ def storage(path: Path, doing: Literal["written", "read"] = "written") -> Iterat
     except OSError as error:
         if error.errno is None or isinstance(error, BlockingIOError):
             raise
-        reason = _STORAGE.get(error.errno, "the system refuses it")
+        made = _cannot_be_made(error) if doing == "written" else None
+        reason = made or _STORAGE.get(error.errno, "the system refuses it")
         raise InputError([Problem(str(path), f"cannot be {doing}: {reason} ({error.strerror})")]) from error
+
+
+def _cannot_be_made(error: OSError) -> str | None:
+    """What is to be said where the folder above is there and takes nothing new, as /proc; else None."""
+    above = Path(os.fsdecode(error.filename)).parent if isinstance(error.filename, str | bytes) else None
+    if error.errno != errno.ENOENT or above is None or not above.is_dir():
+        return None
+    return f"nothing of that name can be made in {above}"
 
 
 def temporary_beside(path: Path) -> Path:
