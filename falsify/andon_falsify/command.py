@@ -99,7 +99,7 @@ def _ended(options: Options, files: dict[str, Path]) -> int:
         try:
             report = conduct(request, _listeners())
         except CutShortError as cut:
-            _show(cut.report, cut_short=True)
+            _show(cut.report, files, cut_short=True)
             return _cut_short(cut)
     except InputError as error:
         _warn(str(error))
@@ -110,7 +110,7 @@ def _ended(options: Options, files: dict[str, Path]) -> int:
         _warn(str(error))
         return USAGE
     finally:
-        _show(report)
+        _show(report, files)
     return report.exit_code
 
 
@@ -143,12 +143,13 @@ def _listeners() -> Listeners:
     return Listeners(began, told)  # type: ignore[arg-type]
 
 
-def _show(report: Report, *, cut_short: bool = False) -> None:
+def _show(report: Report, files: dict[str, Path], *, cut_short: bool = False) -> None:
     """On standard output, where nothing that a subject says may move the cursor or hide what stands there."""
     from andon_falsify.campaign.wording import verdict_lines
     from andon_falsify.report.legible import legible_line
 
-    for line in (*verdict_lines(report, cut_short=cut_short), report.closing_line):
+    rest = "in the file of --json" if "--json" in files and not cut_short else "--json FILE writes them"
+    for line in (*verdict_lines(report, cut_short=cut_short, rest=rest), report.closing_line):
         if not put(legible_line(line)):
             return
 

@@ -156,6 +156,8 @@ def test_what_a_subject_says_cannot_act_on_the_terminal(monkeypatch: pytest.Monk
         (["--seed", "0-99999999999999999999"], "--seed: must be a number"),
         (["--budget", "huge"], "--budget: must be one of quick, standard, deep, not 'huge'"),
         (["--subject", "plane"], "did you mean plain?"),
+        (["--subject", "nope_of_all:make"], "--subject: there is no module 'nope_of_all', in the current folder"),
+        (["--subject", "nope_of_all.inner:make"], "--subject: there is no module 'nope_of_all'"),
         (["--subject", "a:b", "--script", "x"], "two ways to name one thing"),
         (["--script", " "], "--script: names no command"),
         (["--case", "{}"], "--case: is one case, so that it needs one each of"),

@@ -12,6 +12,8 @@ from andon_falsify.campaign.budget import BUDGETS
 from andon_falsify.campaign.generator import Layout, draw
 from andon_falsify.campaign.shrink import candidates, shrink
 from andon_falsify.campaign.trial import FUNCTIONS, HALT, KINDS, LAW, MEMORY, RESUME, Trial, read_trial
+from andon_falsify.scripts.bench import ScriptBench
+from andon_falsify.scripts.command import Command
 from andon_falsify.subjects.case import Case, Poison, Rows, make_rows
 
 LAYOUT = Layout(("inline", "gloo"), (2, 3), (1, 2))
@@ -33,6 +35,18 @@ def test_what_is_written_is_read_as_the_same_trial(seed: int) -> None:
     """Every kind, at every place: nothing of a case is lost on the command line."""
     for trial in drawn(seed):
         assert again(trial) == trial
+
+
+@pytest.mark.parametrize("kind", [LAW, RESUME])
+def test_of_a_scripts_case_only_its_layout_is_written(kind: str) -> None:
+    """A command has its own rows, model and optimizer; its ranks, micro-batches and their rows are read back alike."""
+    command = Command.read("train --world {world} --batch {local_batch} --accumulate {accumulation}")
+    case = ScriptBench(command, 1.0).suited(Case(world=3, micro_batches=6))
+    trial = Trial(kind, case, seed=5)
+    assert json.loads(trial.written()).keys() - {"kind"} == {"batch_size"}
+    read = again(trial)
+    assert read.kind == kind
+    assert command.words(read.case, "run") == command.words(case, "run")
 
 
 def test_rows_that_were_not_drawn_are_written_out() -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+
+import pytest
 
 from andon_falsify.campaign.outcome import Finding, Report
 from andon_falsify.campaign.wording import verdict_lines
+from andon_falsify.command import _show
 from andon_falsify.verdict import Counterexample, Outcome
 
 SMALLEST = Counterexample(
@@ -32,6 +36,18 @@ def test_one_counterexample_stands_for_all() -> None:
         "  repeat with: andon falsify 1",
         "  and 3 more (in the file of --json)",
     ]
+
+
+@pytest.mark.parametrize(
+    ("option", "rest"), [("--json", "in the file of --json"), ("--html", "--json FILE writes them")]
+)
+def test_a_file_that_was_not_asked_for_is_not_pointed_at(
+    option: str, rest: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where no --json was given the line says what would write the other counterexamples."""
+    report = Report("2026-01-02T03:04:05+00:00", findings=(fallen(2, 1, SMALLEST, LARGER),))
+    _show(report, {option: Path("r")})
+    assert f"  and 1 more ({rest})" in capsys.readouterr().out.splitlines()
 
 
 def test_what_is_alone_is_not_counted() -> None:

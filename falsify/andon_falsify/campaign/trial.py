@@ -22,6 +22,8 @@ memory: bytes are counted. functions: no run, tables of calls."""
 _ROW_SEEDS = 64
 _APART = ("world", "backend", "folder", "rows", "micro_batches")
 """Fields that are written in another way, or not at all."""
+_OF_A_SCRIPT = "batch_size"
+"""The one field that says something to a script, beside its place: it has its own rows, model and optimizer."""
 _WHOLE = "a whole number"
 
 
@@ -47,13 +49,15 @@ class Trial:
         found: dict[str, Any] = {} if self.kind == LAW else {"kind": self.kind}
         if self.then_world:
             found["then_world"] = self.then_world
-        if case.rows != plain.rows:
+        script = case.backend == "script"
+        if case.rows != plain.rows and not script:
             found["rows"] = _written_rows(case.rows)
         if case.micro_batches != case.world * case.accumulation:
             found["micro_batches"] = case.micro_batches
         for each in fields(Case):
             value = getattr(case, each.name)
-            if each.name not in _APART and value != getattr(plain, each.name):
+            says = each.name == _OF_A_SCRIPT if script else each.name not in _APART
+            if says and value != getattr(plain, each.name):
                 found[each.name] = [value.step, value.leaf, value.kind] if isinstance(value, Poison) else value
         return json.dumps(found, separators=(",", ":"))
 

@@ -37,10 +37,10 @@ def trial_line(trial: Trial, verdicts: Mapping[str, Verdict]) -> str:
     return f"{place}: {', '.join(f'{count} {outcome.value}' for outcome, count in counts.items() if count)}"
 
 
-def verdict_lines(report: Report, *, cut_short: bool = False) -> Iterator[str]:
+def verdict_lines(report: Report, *, cut_short: bool = False, rest: str = "in the file of --json") -> Iterator[str]:
     """Every claim with its verdict, then the claims that were left out. The closing line is the caller's.
 
-    cut_short: claims of which nothing was said yet are only named.
+    cut_short: claims of which nothing was said yet are only named. rest: where the other counterexamples are.
     """
     unsaid, shared = [], "" if cut_short else _shared_reason(report)
     if shared:
@@ -51,7 +51,7 @@ def verdict_lines(report: Report, *, cut_short: bool = False) -> Iterator[str]:
             unsaid.append(verdict.claim)
             continue
         yield f"{verdict.claim} v{own[0].version}: {_outcome(verdict, own, shared)}{_expected(report, own[0], verdict)}"
-        yield from counterexample_lines(verdict)
+        yield from counterexample_lines(verdict, rest)
     if unsaid:
         yield f"not tried yet ({len(unsaid)}): {', '.join(unsaid)}"
     if report.not_selected:
