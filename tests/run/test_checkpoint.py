@@ -261,7 +261,7 @@ def test_a_renamed_or_foreign_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"extra.bin: no checkpoint has such a file"):
         load_checkpoint(path)
     (tmp_path / "link").symlink_to(path)
-    with pytest.raises(CheckpointError, match="not a folder"):
+    with pytest.raises(CheckpointError, match="link: it is a link, not the folder"):
         load_checkpoint(tmp_path / "link")
     with pytest.raises(CheckpointError, match="No such file"):
         load_checkpoint(tmp_path / "none")

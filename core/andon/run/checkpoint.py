@@ -211,9 +211,6 @@ def newest_valid(folder: Path) -> tuple[Checkpoint | None, list[str]]:
         named = _named(folder, links=True) if folder.is_dir() else {}
     for step in sorted(named, reverse=True):
         for path in named[step]:
-            if path.is_symlink():
-                rejected.append(f"{path}: it is a link, not the folder that was saved")
-                continue
             try:
                 return load_checkpoint(path), rejected
             except CheckpointError as error:

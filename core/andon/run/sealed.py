@@ -99,8 +99,10 @@ def _kind(tensor: Tensor) -> dict[str, object]:
 
 def _check_names(folder: Path) -> None:
     try:
-        if not stat.S_ISDIR(folder.lstat().st_mode):
-            raise CheckpointError(f"{folder}: it is not a folder")
+        mode = folder.lstat().st_mode
+        if not stat.S_ISDIR(mode):
+            kind = "a link, not the folder that was saved" if stat.S_ISLNK(mode) else "not a folder"
+            raise CheckpointError(f"{folder}: it is {kind}")
         names = {entry.name for entry in os.scandir(folder)}
     except OSError as error:
         raise CheckpointError(f"{folder}: {error.strerror}") from error
