@@ -91,7 +91,7 @@ class Sampler:
         if not found or {one.pid for one in held} != set(members) or not roles.keys() <= set(members):
             return None
         self._note_shared(members)
-        entries = [path for path in self.folder.rglob("*") if path.name not in _LOGS]
+        entries = [path for path in _below(self.folder) if path.name not in _LOGS]
         matched, self._matched = self._matched != self.generations, self.generations
         return Sample(
             at_s=round(time.monotonic() - self.began, 2),
@@ -164,6 +164,11 @@ def _mapped(pid: int) -> set[str]:
 
 def _names(folder: Path) -> list[str]:
     return [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+
+
+def _below(folder: Path) -> list[Path]:
+    """All files and folders in it; a folder that goes meanwhile has nothing in it."""
+    return [Path(at) / name for at, folders, files in os.walk(folder) for name in (*folders, *files)]
 
 
 def _size(path: Path) -> int:
