@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import mmap
 import os
 import subprocess
 import sys
@@ -16,16 +15,16 @@ import pytest
 pytest.importorskip("benchmarks.soak", reason="benchmarks/ is in the checkout only")
 
 from benchmarks.soak_leak import A_STEP, LEAKS
-from benchmarks.soak_ranks import ENVIRONMENT, EVERY, Look, beside, in_use, looks, said_in
+from benchmarks.soak_ranks import ENVIRONMENT, EVERY, Look, looks, said_in
 from benchmarks.soak_verdict import ALLOWED, GROWN, Row, judge
+from tests.falsify.counted import BLOCKS, MIB
 
-_MIB = 2**20
 _IN_USE, _BESIDE = "ranks: memory in use once settled, KiB", "ranks: memory beside malloc once settled, KiB"
 
 
 def _accounts(held: Callable[[int], int], until: int, pid: int = 7) -> list[Look]:
     """The account of one rank that holds `held(age)` bytes, and has mapped nothing anew."""
-    return [Look(pid, 0, age, age + 1, held(age), 500 * _MIB) for age in range(0, until, EVERY)]
+    return [Look(pid, 0, age, age + 1, held(age), 500 * MIB) for age in range(0, until, EVERY)]
 
 
 def _row(what: str, accounts: list[Look]) -> Row:
@@ -34,7 +33,7 @@ def _row(what: str, accounts: list[Look]) -> Row:
 
 def _settling(age: int) -> int:
     """300 MiB, of which 8 come in while buffers fill; then a few KiB more or less from look to look."""
-    return 300 * _MIB + 8 * _MIB * min(age, GROWN) // GROWN + 4096 * (age // EVERY % 3)
+    return 300 * MIB + 8 * MIB * min(age, GROWN) // GROWN + 4096 * (age // EVERY % 3)
 
 
 def test_buffers_that_fill_and_looks_that_waver_are_no_leak() -> None:
@@ -61,7 +60,7 @@ def test_a_leak_of_one_rank_and_one_of_each_epoch_are_found() -> None:
 
 def test_memory_that_malloc_does_not_see_is_found() -> None:
     """What a rank maps by itself counts as well."""
-    grown = [Look(7, 0, age, age, 300 * _MIB, 500 * _MIB + A_STEP * age) for age in range(0, 600, EVERY)]
+    grown = [Look(7, 0, age, age, 300 * MIB, 500 * MIB + A_STEP * age) for age in range(0, 600, EVERY)]
     assert _row(_IN_USE, grown).flat
     assert not _row(_BESIDE, grown).flat
 
@@ -87,16 +86,16 @@ def test_a_line_in_which_a_rank_was_killed_is_left_out(tmp_path: Path) -> None:
     assert list(looks(tmp_path / "nowhere")) == []
 
 
-def test_what_is_in_use_is_what_was_given_out_and_not_given_back() -> None:
-    """To the size of what malloc puts around it, for small blocks and for large ones."""
-    for size, count in ((4000, 2000), (5 * _MIB, 3)):
-        before, mapped = in_use(), beside()
-        kept = [bytes(size) for _ in range(count)]
-        held = in_use() - before
-        assert math.isclose(held, size * count, rel_tol=0.05)
-        assert abs(beside() - mapped) < 0.05 * size * count
-        kept.clear()
-        assert abs(in_use() - before) < 0.05 * size * count
+def test_what_is_counted_is_what_was_given_out_or_mapped() -> None:
+    """To the size of what malloc puts around it: small blocks and large ones are in use until they are given back, and
+    what is mapped without malloc is beside it."""
+    said = subprocess.run([sys.executable, "-m", "tests.falsify.counted"], capture_output=True, check=True).stdout
+    *blocks, (held, apart, _) = json.loads(said)
+    for (size, count), (given, mapped, kept) in zip(BLOCKS, blocks, strict=True):
+        assert math.isclose(given, size * count, rel_tol=0.05)
+        assert max(abs(mapped), abs(kept)) < 0.05 * size * count
+    assert math.isclose(apart, 16 * MIB, rel_tol=0.05)
+    assert abs(held) < MIB
 
 
 def test_a_rank_that_trains_holds_no_more_and_one_with_a_leak_planted_does(tmp_path: Path) -> None:
@@ -111,11 +110,3 @@ def test_a_rank_that_trains_holds_no_more_and_one_with_a_leak_planted_does(tmp_p
     assert (before.flat, after.flat) == (True, False)
     assert before.slope < before.bound / 4
     assert 1.0 <= (after.slope - before.slope) / (A_STEP * 100 / 1024) < 1.3  # malloc puts something around each
-
-
-def test_what_is_mapped_without_malloc_is_beside_it() -> None:
-    """To the byte, while it is mapped, and malloc knows nothing of it."""
-    before, mapped = in_use(), beside()
-    with mmap.mmap(-1, 16 * _MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS):
-        assert math.isclose(beside() - mapped, 16 * _MIB, rel_tol=0.05)
-        assert abs(in_use() - before) < _MIB
