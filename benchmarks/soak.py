@@ -6,7 +6,7 @@ which it is resumed, as it is after any other end. Meanwhile memory, open files,
 files and the run folder are looked at. Flat means: over the looks at the same age of each generation of workers the
 median slope of all pairs (Theil-Sen) is below the bound in the table, and counts at the end are those of the start.
 In the first tenth of the time, and for at least `_CALM` lines of the ledger, nobody is disturbed, and in the last tenth
-neither: there each rank that trains on accounts for its memory to the byte, and may not grow by 1 GiB in a million
+neither: there each rank that trains on accounts for its memory to the byte, and may not grow by half a GiB in a million
 steps. At the end every claim of `andon verify` must hold, and every step must have the bits of an undisturbed run.
 
 `--leak handle` and `--leak memory` plant a leak in the launcher, `--leak rank` one in each rank: the controls. Such a

@@ -29,8 +29,8 @@ GROWN = 250
 torch's record of collectives is full."""
 _SPAN = 200
 """Steps that the looks at one rank must span; from fewer, a few KiB of whatever else would be a slope."""
-ALLOWED = 2**30 // 1_000_000
-"""Bytes that a rank may grow by in a step: 1 GiB in a million steps, which is weeks of training."""
+ALLOWED = 2**29 // 1_000_000
+"""Bytes that a rank may grow by in a step: half a GiB in a million steps, which is weeks of training."""
 _PAIRS = 100_000
 
 Series = Mapping[Any, Sequence[tuple[float, float]]]

@@ -62,7 +62,8 @@ class Standing:
         """
         kept = "there is no checkpoint yet"
         if self.last is not None and not is_complete(self.last[0]):
-            before = max((path for path in self.last[0].parent.glob("step-*") if is_complete(path)), default=None)
+            named = self.last[0].parent.glob("step-" + 8 * "[0-9]")  # not what is still being written
+            before = max(filter(is_complete, named), default=None)
             left = "there is none to resume from" if before is None else f"the newest that is there is {before.name}"
             kept = f"the last one, {self.last[0].name}, was removed: {left}"
         elif self.last is not None:
