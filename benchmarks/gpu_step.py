@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from andon.backend.base import Backend
+from andon.backend.determinism import demand_determinism
 from andon.backend.group import GroupBackend
 from andon.backend.inprocess import InlineBackend
 from andon.model.adapter import AdapterSpec, attach
@@ -77,8 +78,7 @@ def main() -> int:
     options = _options()
     world = int(os.environ.get("WORLD_SIZE", "1"))
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if _cuda() else torch.device("cpu")
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(mode=True)
+    demand_determinism([device])
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from andon.backend.determinism import demand_determinism
 from andon.backend.inprocess import InlineBackend
 from andon.model.adapter import AdapterSpec, attach, trainable_parameters
 from andon.model.compiled import compile_backbone, shapes_of
@@ -176,7 +177,7 @@ def _mib(size: int) -> str:
 
 def _child(options: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(mode=True)
+    demand_determinism([torch.device(options.kind)])
     if options.outside:
         return _outside()
     job = Job(**json.loads(options.plan or options.measure))

@@ -6,12 +6,15 @@ them or on what came before: it is a function of the batch's shape and of a set 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+
+from andon.model.pooled import reading_last_tokens
+from andon.model.rewriting import rewrite
 
 MODES = {"off": None, "kernels": "default", "graphs": "reduce-overhead"}
 """What `training.compile` may be, and what torch calls it: nothing, fused kernels, and these in CUDA graphs."""
@@ -74,10 +77,29 @@ def compile_backbone(model: nn.Module, mode: str, shapes: Collection[Shape]) -> 
     _choose_without_timing(len(shapes))
     backbone = backbone_of(model)
     eagerly = backbone.forward
-    compiled = torch.compile(eagerly, dynamic=False, mode=chosen)
+    compiled = traced(model, rewritten(torch._inductor.list_mode_options(chosen)))
     passes = CompiledPasses(eagerly, compiled, frozenset(shapes), graphs=mode == "graphs")
     backbone.forward = passes
     return passes
+
+
+def traced(model: nn.Module, backend: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of `model`'s backbone, traced at its first call and given to `backend`."""
+    adapted: Any = model
+    head = adapted.get_base_model() if hasattr(adapted, "get_base_model") else model
+    return torch.compile(reading_last_tokens(backbone_of(model).forward, head), dynamic=False, backend=backend)
+
+
+def rewritten(options: dict[str, Any], **more: Any) -> Callable[..., Any]:
+    """A backend for `torch.compile`: inductor with `options` of its, on graphs that were rewritten first."""
+
+    def backend(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        from torch._inductor.compile_fx import compile_fx
+
+        rewrite(module)
+        return compile_fx(module, inputs, config_patches=options, **more)
+
+    return backend
 
 
 def backbone_of(model: nn.Module) -> nn.Module:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from andon.model.compiled import backbone_of
+from andon.model.compiled import backbone_of, rewritten, traced
 from andon.model.memory import rounded
 from andon.model.memory_trace import batch_of, inputs_of, precision
 
@@ -62,8 +62,6 @@ def shortened(model: nn.Module, layers: int) -> Iterator[None]:
 
 
 def _traced(model: nn.Module, rows: int, length: int) -> int:
-    from torch._inductor.compile_fx import compile_fx
-
     peaks: list[int] = []
 
     def weigh(graph: torch.fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Any:
@@ -75,11 +73,8 @@ def _traced(model: nn.Module, rows: int, length: int) -> int:
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
-    def compiler(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        return compile_fx(graph, inputs, inner_compile=weigh)
-
     torch._dynamo.reset()
-    passes = torch.compile(backbone_of(model).forward, dynamic=False, backend=compiler)
+    passes = traced(model, rewritten({}, inner_compile=weigh))
     try:
         with precision(model):
             hidden = passes(**inputs_of(model, batch_of(rows, length), "cuda"))[0]
@@ -134,7 +129,7 @@ def _needs_memory(node: Any) -> bool:
 
 def _runs_alone(node: Any) -> bool:
     name = _name_of(node)
-    return name in _OWN_KERNEL or "attention" in name
+    return name in _OWN_KERNEL or "attention" in name or getattr(node.target, "namespace", "") == "andon"
 
 
 def _is_view(node: Any) -> bool:

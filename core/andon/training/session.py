@@ -5,7 +5,6 @@ With a process group every rank does this; without one this process holds all ra
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,6 +16,7 @@ from torch import nn
 
 from andon.backend.base import Backend
 from andon.backend.clocked import ClockedBackend
+from andon.backend.determinism import demand_determinism
 from andon.backend.devices import placement
 from andon.backend.group import GroupBackend
 from andon.backend.inprocess import InlineBackend, ThreadsBackend
@@ -41,10 +41,6 @@ from andon.training.budget import agree_on_devices
 from andon.training.material import Material, padding_multiple, prepare
 from andon.training.replicas import build_replicas
 from andon_contracts.policy import suspended
-
-_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
-_CUBLAS_SETTINGS = (":4096:8", ":16:8")
-"""Those with which its results are the same from run to run."""
 
 
 @dataclass
@@ -108,7 +104,7 @@ def _backend(config: Config, clock: StepClock) -> Iterator[Backend]:
     """The configured backend; in a rank process it joins the process group, which `andon.launch.rank` takes down."""
     torch.set_num_threads(1)
     name, devices, note = placement(config.run.backend, config.run.workers, config.run.devices)
-    _demand_determinism(devices)
+    demand_determinism(devices)
     if name in IN_PROCESS:
         backend: Backend = (InlineBackend if name == "inline" else ThreadsBackend)(devices)
         try:
@@ -134,20 +130,6 @@ def _backend(config: Config, clock: StepClock) -> Iterator[Backend]:
         yield ClockedBackend(joined, clock)
     finally:
         joined.close()
-
-
-def _demand_determinism(devices: Sequence[torch.device]) -> None:
-    """Deterministic kernels, or an error. Raises `InputError` where cuBLAS was told to be otherwise.
-
-    cuBLAS looks at its workspace's setting when CUDA starts, so this comes before.
-    """
-    torch.use_deterministic_algorithms(mode=True)
-    if all(device.type != "cuda" for device in devices):
-        return
-    given = os.environ.setdefault(_CUBLAS, _CUBLAS_SETTINGS[0])
-    if given not in _CUBLAS_SETTINGS:
-        what = f"{given!r} lets cuBLAS give other bits from run to run; set {' or '.join(_CUBLAS_SETTINGS)}"
-        raise InputError([Problem(_CUBLAS, what)])
 
 
 def audit_spec(config: Config, world_size: int) -> AuditSpec:

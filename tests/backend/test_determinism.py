@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from andon.problems import InputError
-from andon.training.session import _demand_determinism
+from andon.backend.determinism import demand_determinism
 
 NAME = "CUBLAS_WORKSPACE_CONFIG"
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -18,9 +18,9 @@ def test_cublas_is_told_before_a_gpu_is_used(monkeypatch: pytest.MonkeyPatch) ->
     """Its workspace decides whether its results are the same from run to run; on a CPU nothing is set."""
     monkeypatch.setenv(NAME, "")
     monkeypatch.delenv(NAME)
-    _demand_determinism([CPU])
+    demand_determinism([CPU])
     assert NAME not in os.environ
-    _demand_determinism([CPU, GPU])
+    demand_determinism([CPU, GPU])
     assert os.environ[NAME] == ":4096:8"
     assert torch.are_deterministic_algorithms_enabled()
 
@@ -30,11 +30,11 @@ def test_another_workspace_is_refused(monkeypatch: pytest.MonkeyPatch, given: st
     """A setting with which bits may change is an error that names it and what is right, not a warning."""
     monkeypatch.setenv(NAME, given)
     with pytest.raises(InputError, match=r"CUBLAS_WORKSPACE_CONFIG.*set :4096:8 or :16:8"):
-        _demand_determinism([GPU])
+        demand_determinism([GPU])
 
 
 def test_a_workspace_that_is_right_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """The smaller one costs less memory."""
     monkeypatch.setenv(NAME, ":16:8")
-    _demand_determinism([GPU])
+    demand_determinism([GPU])
     assert os.environ[NAME] == ":16:8"

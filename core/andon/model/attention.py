@@ -1,0 +1,120 @@
+"""Causal attention as an operation of torch's: where it may stand, and its gradient. Its kernels load when used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Graph
+
+from andon.model.nodes import replace_node, value_of
+
+_SDPA: Any = torch._C._nn.scaled_dot_product_attention
+_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+_SIZES = (32, 64, 128)
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+def attend(graph: Graph) -> None:
+    """Replace causal attention that has no mask and no dropout by `causal_attention`, where that takes it."""
+    for node in graph.find_nodes(op="call_function", target=_SDPA):
+        given: dict[str, Any] = dict(zip(_ARGUMENTS, node.args, strict=False)) | node.kwargs
+        parts = [given[name] for name in _ARGUMENTS[:3]]
+        plain = given.get("attn_mask") is None and given.get("dropout_p", 0.0) == 0.0
+        if plain and given.get("is_causal") and able(*(value_of(part) for part in parts)):
+            scale = given.get("scale")
+            size = value_of(parts[0]).shape[-1]
+            replace_node(node, causal_attention, *parts, float(size**-0.5 if scale is None else scale))
+
+
+def able(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether `causal_attention` takes these: half precision on a GPU, heads of 32, 64 or 128 values, as many keys as
+    queries, and fewer or as many heads of keys and values, of which each serves as many of the queries."""
+    if any(x.dim() != 4 or x.device.type != "cuda" or x.dtype != q.dtype for x in (q, k, v)):
+        return False
+    return (
+        q.dtype in _HALVES
+        and q.shape[3] in _SIZES
+        and k.shape == v.shape
+        and (q.shape[0], *q.shape[2:]) == (k.shape[0], *k.shape[2:])
+        and q.shape[1] % k.shape[1] == 0
+    )
+
+
+def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """softmax(scale q k') v where each place sees itself and those before it, with a gradient that has one order.
+
+    q: [rows, heads, length, size]. k, v: [rows, heads or a divisor of it, length, size]. Returns the shape of q. Takes
+    what `able` says, and only where it is told to be on a GPU.
+    """
+    out: torch.Tensor = torch.ops.andon.causal_attention(q, k, v, scale)[0]
+    return out
+
+
+@torch.library.custom_op(
+    "andon::causal_attention",
+    mutates_args=(),
+    device_types="cuda",
+    schema="(Tensor q, Tensor k, Tensor v, float scale) -> (Tensor, Tensor)",
+)
+def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    from andon.model.attention_cuda import forward
+
+    return forward(q, k, v, scale)
+
+
+@torch.library.custom_op(
+    "andon::causal_attention_backward",
+    mutates_args=(),
+    device_types="cuda",
+    schema="(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor sums, float scale)"
+    " -> (Tensor, Tensor, Tensor)",
+)
+def _attention_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    sums: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    from andon.model.attention_cuda import backward
+
+    return backward(grad, q, k, v, out, sums, scale)
+
+
+def by_place(x: torch.Tensor) -> torch.Tensor:
+    """[rows, heads, length, size] without values, laid out by rows, length, heads, as projections make and take it."""
+    rows, heads, length, size = x.shape
+    return x.new_empty((rows, length, heads, size)).transpose(1, 2)
+
+
+@_attention.register_fake
+def _shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    return by_place(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@_attention_backward.register_fake
+def _gradient_shapes(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    sums: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return by_place(q), by_place(k), by_place(v)
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    *tensors, ctx.scale = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _gradient(ctx: Any, grad: torch.Tensor, _of_sums: torch.Tensor) -> tuple[Any, ...]:
+    return *torch.ops.andon.causal_attention_backward(grad, *ctx.saved_tensors, ctx.scale), None
+
+
+_attention.register_autograd(_gradient, setup_context=_remember)
