@@ -12,6 +12,7 @@ from torch import nn
 from andon.step.flat import FlatParameters
 from andon.step.keyed import KeyedRandomness
 from andon.step.leaf import REPORT_FIELDS, Leaf, LeafResult, reports_of_leaves
+from andon.step.master import Master
 from andon.step.optimizer import OptimizerSpec, read_state, state_facts
 from andon.step.task import Task
 from andon.step.tree import Node, fold
@@ -82,8 +83,10 @@ class Replica:
         optimizer: OptimizerSpec,
         randomness: KeyedRandomness,
         device: torch.device,
+        master_on: torch.device | None = None,
     ) -> None:
-        """model: already on `device`. trainable: its trainable parameters in canonical order, all fp32.
+        """model: already on `device`. trainable: its trainable parameters in canonical order, all fp32. master_on:
+        where the gradient is divided and clipped and the update is made, on buffers of their own; None: on the model's.
 
         Raises `ValueError` for what `FlatParameters` refuses, for a parameter that requires a gradient and is not in
         `trainable`, and for a norm that keeps running statistics.
@@ -92,11 +95,11 @@ class Replica:
         self.device = device
         self.parameters = FlatParameters(trainable, device)
         self.spec = optimizer
-        self.optimizer = optimizer.build(self.parameters.weights)
-        self.parameters.weights.grad = self.parameters.gradient
+        self.master = Master.of(self.parameters, master_on)
+        self.optimizer = optimizer.build(self.master.weights)
         self.keeping: frozenset[Node] | None = None
         """The sums of which the next `gradients` keeps copies, for an audit; None: none is due."""
-        self._count = torch.zeros((), device=device)
+        self._count = torch.zeros((), device=self.master.device)
         self._closed: torch.Tensor | None = None
         self._randomness = randomness
         self._scratch = _Scratch(self.parameters.gradient)
@@ -183,7 +186,8 @@ class Replica:
         """Make the gradient the sum (given in pieces, end to end) divided once by the global count of rows."""
         start = 0
         for piece in pieces:
-            torch.div(piece, divisor, out=self.parameters.gradient[start : start + piece.numel()])
+            here = piece.to(self.master.device)
+            torch.div(here, divisor, out=self.master.gradient[start : start + piece.numel()])
             start += piece.numel()
 
     def release(self, partial: PartialGradient) -> None:
@@ -193,17 +197,18 @@ class Replica:
 
     def gradient_norm(self) -> torch.Tensor:
         """Global L2 norm of the gradient, 0-dim fp32."""
-        return nn.utils.get_total_norm([self.parameters.gradient])
+        return nn.utils.get_total_norm([self.master.gradient])
 
     def clip(self, limit: float | None, norm: torch.Tensor | float) -> None:
         """Scale the gradient to the L2 norm `limit` if `norm` (0-dim fp32) is above it (None: never)."""
         if limit is not None:
-            total = torch.as_tensor(norm, dtype=torch.float32, device=self.device)
-            nn.utils.clip_grads_with_norm_([self.parameters.weights], limit, total)
+            total = torch.as_tensor(norm, dtype=torch.float32, device=self.master.device)
+            nn.utils.clip_grads_with_norm_([self.master.weights], limit, total)
 
     def before_update(self) -> torch.Tensor:
-        """The first three of `REDUCED_FACTS`, int64 on the device: the gradient as it was reduced, the weights."""
-        return sums_of([self.parameters.gradient, self.parameters.weights.detach()], finite=True)
+        """The first three of `REDUCED_FACTS`, int64 on the master's device: the gradient as it was reduced, and the
+        weights as the model has them."""
+        return sums_of([self.master.gradient, self._weights_of_model()], finite=True)
 
     def read_before_update(self, raw: Mapping[str, int]) -> dict[str, int]:
         """What is judged, from the values of all of `REDUCED_FACTS`: digests in the place of word sums."""
@@ -212,9 +217,14 @@ class Replica:
         return {**raw, **sealed}
 
     def after_update(self) -> torch.Tensor:
-        """What the update left, int64 on the device, named by `spec.facts`."""
+        """What the update left, int64 on the device, named by `spec.facts`: the weights as the model has them."""
         state = self.optimizer_state()
-        return state_facts(self.spec, self.parameters.weights.detach(), state, state.get("step", self._count))
+        facts = state_facts(self.spec, self._weights_of_model(), state, state.get("step", self._count))
+        return facts.to(self.device)
+
+    def _weights_of_model(self) -> torch.Tensor:
+        """Flat, without a graph, on the master's device."""
+        return self.parameters.weights.detach().to(self.master.device)
 
     def read_after_update(self, raw: Mapping[str, int]) -> dict[str, int]:
         """What is judged, from the values of `after_update`: digests `weights` and `optimizer`, and `updates`."""
@@ -243,8 +253,9 @@ class Replica:
         self.optimizer.grad_scale = None  # type: ignore[attr-defined]
 
     def apply(self) -> None:
-        """One optimizer update with the rate that was set."""
+        """One optimizer update with the rate that was set, and its weights in the model."""
         self.optimizer.step()
+        self.master.give(self.parameters)
         if not self.spec.counts:
             self._count += 1.0 if self._closed is None else 1.0 - self._closed
 
@@ -255,17 +266,18 @@ class Replica:
 
     def optimizer_state(self) -> dict[str, torch.Tensor]:
         """The optimizer's tensors by name (moments, its own step count); empty before the first update of SGD."""
-        state = self.optimizer.state.get(self.parameters.weights, {})
+        state = self.optimizer.state.get(self.master.weights, {})
         return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
 
     def restore(self, weights: torch.Tensor, optimizer_state: Mapping[str, torch.Tensor], updates: int) -> None:
         """Put back the flat weights, the optimizer's tensors by name, and the count of updates."""
         self.parameters.weights.data.copy_(weights)
+        self.master.take(self.parameters)
         self._count.fill_(updates)
-        state = self.optimizer.state[self.parameters.weights]
+        state = self.optimizer.state[self.master.weights]
         state.clear()
         for name, value in optimizer_state.items():
-            state[name] = value.to(self.device, copy=True)
+            state[name] = value.to(self.master.device, copy=True)
 
     def layout_digest(self) -> int:
         """Digest of the names, shapes and places of the trainable tensors."""
@@ -277,8 +289,12 @@ class Replica:
         return digest_of(self.parameters.weights.detach())
 
     def gradient_digest(self) -> int:
-        """Digest of the flat gradient."""
-        return digest_of(self.parameters.gradient)
+        """Digest of the flat gradient that the optimizer sees."""
+        return digest_of(self.master.gradient)
+
+    def reduced_gradient(self) -> dict[str, torch.Tensor]:
+        """The gradient that the optimizer sees, by name, sharing storage."""
+        return self.parameters.views(self.master.gradient)
 
     def optimizer_digest(self) -> int:
         """Digest of the optimizer's tensors with their names."""

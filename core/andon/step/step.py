@@ -268,7 +268,7 @@ class TrainingStep:
         replica.clip(self._clip_norm, norm)
         norms = torch.stack([norm] if sums is None else [norm, replica.gradient_norm()])
         bits = norms.double().view(torch.int64)
-        return bits if sums is None else torch.cat([sums, bits])
+        return (bits if sums is None else torch.cat([sums, bits])).to(replica.device)
 
     def _judge_reduced(self, course: Course, observations: Sequence[Observation]) -> None:
         read = self._replicas[0].read_before_update
@@ -341,4 +341,4 @@ def _weights(replica: Replica) -> Mapping[str, torch.Tensor]:
 
 
 def _gradients(replica: Replica) -> Mapping[str, torch.Tensor]:
-    return replica.parameters.views(replica.parameters.gradient)
+    return replica.reduced_gradient()

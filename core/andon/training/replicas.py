@@ -44,7 +44,8 @@ def build_replicas(
             batch = task.load([sample], device)
             full = needs_full_interception(lambda m=own, b=batch: task.loss_sum(m, b), device)  # type: ignore[misc]
             randomness = KeyedRandomness(seed, device, intercept_all=full)
-            replicas.append(Replica(own, trainable_parameters(own), optimizer, randomness, device))
+            master_on = torch.device("cpu") if backend.name == "mixed" and device.type != "cpu" else None
+            replicas.append(Replica(own, trainable_parameters(own), optimizer, randomness, device, master_on))
     except InputError:
         raise
     except ValueError as error:

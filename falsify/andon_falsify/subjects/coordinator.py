@@ -111,7 +111,7 @@ def _watch(rank: int, replica: Replica, case: Case, seen: Sightings) -> None:
     def set_gradient(*given: Any) -> None:
         inner(*given)
         step = len(seen.reported) + 1
-        held = replica.parameters.views(replica.parameters.gradient)
+        held = replica.reduced_gradient()
         seen.of(rank, step).gradient = digest(held)
         if rank == 0:
             seen.values[step] = Values({name: value.clone() for name, value in held.items()}, {})

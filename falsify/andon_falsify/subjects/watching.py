@@ -39,7 +39,7 @@ def _after_set_gradient(parts: Parts, rank: int, replica: Replica) -> None:
     def set_gradient(pieces: Sequence[torch.Tensor], divisor: int) -> None:
         inner(pieces, divisor)
         step = 1 + max((reported.step for reported in parts.seen.reported), default=parts.seen.resumed_from)
-        held = replica.parameters.views(replica.parameters.gradient)
+        held = replica.reduced_gradient()
         parts.seen.of(rank, step).gradient = digest(held)
         if rank == 0 and parts.case.values:
             parts.seen.values[step] = Values({name: value.clone() for name, value in held.items()}, {})
