@@ -21,8 +21,9 @@ Roots = Mapping[Node, torch.Tensor]
 class TreeReduction:
     """Sums flat tensors [size] over `leaves` micro-batches. Usable alone: it knows no model and no optimizer."""
 
-    def __init__(self, leaves: int, size: int, backend: Backend) -> None:
-        """leaves: M. size: elements of the flat tensor. Raises `ValueError` if either is below 1."""
+    def __init__(self, leaves: int, size: int, backend: Backend, shares: Sequence[int] | None = None) -> None:
+        """leaves: M. size: elements of the flat tensor. shares: see `rank_leaves`. Raises `ValueError` if leaves or
+        size is below 1, and for shares that are none."""
         if leaves < 1 or size < 1:
             msg = f"nothing to reduce: {leaves} leaves of {size} elements"
             raise ValueError(msg)
@@ -31,7 +32,7 @@ class TreeReduction:
         self._backend = backend
         self._width = -(-size // backend.world_size)
         self.roots_of_rank = tuple(
-            subtree_roots((0, leaves), run.start, run.stop) for run in rank_leaves(leaves, backend.world_size)
+            subtree_roots((0, leaves), run.start, run.stop) for run in rank_leaves(leaves, backend.world_size, shares)
         )
 
     def __call__(self, local: Sequence[Roots]) -> list[list[torch.Tensor]]:

@@ -61,15 +61,17 @@ class TrainingStep:
         *,
         late: bool | None = None,
         exact: bool = True,
+        shares: Sequence[int] | None = None,
     ) -> None:
         """replicas: one for each local rank. micro_batches: M, the leaves of the sum; never a function of world size.
 
         late: whether an update is judged when its result is asked for, and not while it is launched; None: where all
         replicas are on GPUs. exact: otherwise each rank computes its whole share at once, whatever M is, and sums are
-        taken in whatever order is fastest, so that the bits depend on the number of ranks.
+        taken in whatever order is fastest, so that the bits depend on the number of ranks. shares: micro-batches of
+        each rank, where they are not to be as many for all; they change who computes a sum, and not its order.
 
-        Raises `ValueError` where the number of replicas is not the backend's, and where their optimizer cannot be kept
-        from an update that is judged late.
+        Raises `ValueError` for shares that do not fit, where the number of replicas is not the backend's, and where
+        their optimizer cannot be kept from an update that is judged late.
         """
         if len(replicas) != len(backend.ranks):
             msg = f"{len(replicas)} replicas for {len(backend.ranks)} local ranks"
@@ -80,12 +82,13 @@ class TrainingStep:
         self._task = task
         self._micro_batches = micro_batches if exact else backend.world_size
         self._clip_norm = clip_norm
-        self._owners = rank_leaves(self._micro_batches, backend.world_size)
+        shares = shares if exact else None
+        self._owners = rank_leaves(self._micro_batches, backend.world_size, shares)
         size = replicas[0].parameters.size
-        self._reduce = TreeReduction(micro_batches, size, backend) if exact else PlainReduction(backend)
+        self._reduce = TreeReduction(micro_batches, size, backend, shares) if exact else PlainReduction(backend)
         self._audit = Audit(audit, backend, replicas, task, self._owners, self._reduce.roots_of_rank)
         # One more than any rank is to compute, so that a surplus is seen.
-        self._report_rows = len(self._owners[0]) + 1
+        self._report_rows = max(map(len, self._owners)) + 1
         self._agreement = Agreement(backend, replicas, _PLAIN_WIDTH + self._report_rows * len(REPORT_FIELDS))
         self._gate = Gate(backend.devices)
         for replica, device in zip(replicas, backend.devices, strict=True):

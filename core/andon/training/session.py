@@ -40,6 +40,7 @@ from andon.step.step import TrainingStep
 from andon.training.budget import agree_on_devices
 from andon.training.material import Material, padding_multiple, prepare
 from andon.training.replicas import build_replicas
+from andon.training.speed import shares_of
 from andon_contracts.policy import suspended
 
 
@@ -181,6 +182,9 @@ def _assemble(config: Config, folder: RunFolder, backend: Backend, started: floa
         optimizer.clip_norm,
         audit_spec(config, backend.world_size),
         exact=config.training.exact,
+        shares=shares_of(
+            backend, replicas[0], material.task, material.plan, config.training.micro_batches, folder.ledger
+        ),
     )
     accelerators = [torch.cuda.get_device_name(device) for device in backend.devices if device.type == "cuda"]
     return Session(
