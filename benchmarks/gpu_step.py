@@ -87,7 +87,10 @@ def main() -> int:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     name = "nccl" if device.type == "cuda" else "gloo"
     backend: Backend = GroupBackend(name, device) if world > 1 else InlineBackend([device])
-    found = Measurement(options, backend, device).run()
+    measurement = Measurement(options, backend, device)
+    found = measurement.run()
+    if options.kernels:
+        print(table(["ms a step", "calls", "kernel"], measurement.longest_kernels(options.kernels)))
     if backend.ranks[0] == 0:
         rows = [[key, value] for key, value in found.items()]
         print(table(["what", "figure"], rows))
@@ -114,6 +117,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=200, help="interleaved blocks with contracts and without")
     parser.add_argument("--steps", type=int, default=20, help="with contracts, timed as a whole, before the pairs")
     parser.add_argument("--warm-up", type=int, default=4)
+    parser.add_argument("--kernels", type=int, default=0, help="print so many, those that take the most of a step")
     return parser.parse_args()
 
 
@@ -272,6 +276,23 @@ class Measurement:
         parts = [marks[at : at + tenth] for at in range(0, len(marks) - tenth + 1, tenth)]
         self.tenths = [round(_mean_gap(part), 3) for part in parts]
         return whole
+
+    def longest_kernels(self, count: int) -> list[list[Any]]:
+        """Milliseconds a step on the device, calls a step and name of the kernels that take the most, the sum first."""
+        from torch.profiler import ProfilerActivity, profile
+
+        activity = ProfilerActivity.CUDA if self.device.type == "cuda" else ProfilerActivity.CPU
+        with profile(activities=[activity]) as profiled:
+            self.take(BLOCK)
+            self.drain()
+        of_all = [
+            [(each.self_device_time_total or each.self_cpu_time_total) / 1e3 / BLOCK, each.count / BLOCK, each.key]
+            for each in profiled.key_averages()
+        ]
+        of_all.sort(reverse=True)
+        whole = ["all", *(sum(row[place] for row in of_all) for place in (0, 1))]
+        rows = [[whole[1], whole[2], whole[0]], *of_all[:count]]
+        return [[f"{took:.2f}", f"{calls:.0f}", name[:100]] for took, calls, name in rows]
 
     def compared(self) -> dict[str, Any]:
         """Blocks with contracts, without, and without again, in turn; medians of the ratios of neighbours."""
