@@ -138,8 +138,9 @@ def torch_as_found() -> Iterator[None]:
 
     torch.set_num_threads(1)
     deterministic, dtype = torch.are_deterministic_algorithms_enabled(), torch.get_default_dtype()
-    grad = torch.is_grad_enabled()
+    grad, filling = torch.is_grad_enabled(), torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     yield
+    torch.utils.deterministic.fill_uninitialized_memory = filling  # type: ignore[attr-defined]
     if torch.are_deterministic_algorithms_enabled() != deterministic:  # the first call loads torch's compiler
         torch.use_deterministic_algorithms(deterministic)
     torch.set_default_dtype(dtype)

@@ -7,8 +7,8 @@ import os
 import pytest
 import torch
 
-from andon.problems import InputError
 from andon.backend.determinism import demand_determinism
+from andon.problems import InputError
 
 NAME = "CUBLAS_WORKSPACE_CONFIG"
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -23,6 +23,15 @@ def test_cublas_is_told_before_a_gpu_is_used(monkeypatch: pytest.MonkeyPatch) ->
     demand_determinism([CPU, GPU])
     assert os.environ[NAME] == ":4096:8"
     assert torch.are_deterministic_algorithms_enabled()
+
+
+def test_memory_is_not_filled_before_a_gpu_writes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU it is, as torch has it: what reads memory that nobody wrote is found there."""
+    monkeypatch.setenv(NAME, ":16:8")
+    demand_determinism([CPU])
+    assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    demand_determinism([GPU])
+    assert not torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("given", [":0:0", ":2048:8", ""])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from andon.backend.machine import Accelerator, free_ram, of_all_ranks, refuse_unfit, refuse_without_nccl
+from andon.backend.machine import Accelerator, free_ram, none_works, of_all_ranks, refuse_unfit, refuse_without_nccl
 from andon.problems import InputError
 from tests.support.ranks import run_ranks
 
@@ -55,6 +55,16 @@ def test_a_driver_that_fails_is_said_in_its_own_words_beside_the_rest() -> None:
     first, second = refusal("nccl", {0: broken, 1: full, 2: BIG}, 2 * GIB)
     assert first == "run.devices[0]: GPU 0 cannot be used: CUDA driver version is insufficient"
     assert second.startswith("run.devices[1]: GPU 1 (H200) has 1.00 GiB")
+
+
+def test_the_cpu_is_the_way_out_only_where_no_gpu_works() -> None:
+    """Where one of two works the run is refused: its owner has to hear of the other."""
+    broken = Accelerator(1, "", 0, 0, "an illegal instruction")
+    worse = Accelerator(0, "", 0, 0, "no driver")
+    assert none_works({0: worse, 1: broken}) == "no driver"
+    assert none_works({1: broken}) == "an illegal instruction"
+    assert none_works({0: BIG, 1: broken}) == ""
+    assert none_works({}) == ""
 
 
 def test_a_build_without_nccl_is_refused_where_it_is_asked_for() -> None:

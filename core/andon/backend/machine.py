@@ -40,9 +40,10 @@ class Accelerator:
 
 
 def look_at(index: int) -> Accelerator:
-    """Ask GPU `index`; what goes wrong is a fact too. Starts CUDA on it."""
+    """Ask GPU `index`, and have it compute something; what goes wrong is a fact too. Starts CUDA on it."""
     try:
         free, total = torch.cuda.mem_get_info(index)
+        torch.ones(1, device=torch.device("cuda", index)).add_(1).item()
         return Accelerator(index, torch.cuda.get_device_name(index)[:_NAME_CHARACTERS], total, free)
     except (RuntimeError, AssertionError) as error:
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -60,6 +61,16 @@ def of_all_ranks(mine: Accelerator | None) -> dict[int, Accelerator]:
     dist.all_gather(rows, sent)
     told = (json.loads(bytes(row.tolist())) for row in rows)
     return {rank: Accelerator(**fact) for rank, fact in enumerate(told) if fact is not None}
+
+
+def none_works(found: Mapping[int, Accelerator]) -> str:
+    """Why none of these GPUs (rank to GPU) can be used, in the words of the first; "" where one can, or there is none.
+
+    What is then done on the CPU is a decision (clause cpu-fallback). Where some work and some do not it is not made:
+    who has GPUs for a run would rather hear of the one that broke.
+    """
+    faults = [each.fault for _, each in sorted(found.items())]
+    return faults[0] if faults and all(faults) else ""
 
 
 def refuse_unfit(backend: str, found: Mapping[int, Accelerator], needed: int | None) -> None:

@@ -20,7 +20,7 @@ from andon.backend.determinism import demand_determinism
 from andon.backend.devices import placement
 from andon.backend.group import GroupBackend
 from andon.backend.inprocess import InlineBackend, ThreadsBackend
-from andon.backend.machine import look_at, of_all_ranks, refuse_unfit, refuse_without_nccl
+from andon.backend.machine import look_at, none_works, of_all_ranks, refuse_unfit, refuse_without_nccl
 from andon.config.schema import IN_PROCESS, Config
 from andon.launch.clock import StepClock
 from andon.launch.joining import join
@@ -121,9 +121,7 @@ def _backend(config: Config, clock: StepClock) -> Iterator[Backend]:
         say(note)
     if world != config.run.workers:
         raise InputError([Problem("run.workers", f"{config.run.workers} were asked for, {world} ranks were started")])
-    device = devices[rank]
-    if any(each.type == "cuda" for each in devices):
-        refuse_unfit(name, of_all_ranks(look_at(device.index or 0) if device.type == "cuda" else None), None)
+    name, device = _usable(config, name, devices, rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     joined = GroupBackend(name, device)
@@ -131,6 +129,25 @@ def _backend(config: Config, clock: StepClock) -> Iterator[Backend]:
         yield ClockedBackend(joined, clock)
     finally:
         joined.close()
+
+
+def _usable(config: Config, name: str, devices: Sequence[torch.device], rank: int) -> tuple[str, torch.device]:
+    """The backend and the device of this rank, its first kernel run; the CPU where no GPU that was found works.
+
+    Collective where ranks are on GPUs. Raises `InputError` on every rank where some work and some do not, where those
+    that were asked for by name do not, and for GPUs of different models under `nccl`.
+    """
+    device = devices[rank]
+    if all(each.type != "cuda" for each in devices):
+        return name, device
+    found = of_all_ranks(look_at(device.index or 0) if device.type == "cuda" else None)
+    fault = "" if config.run.devices else none_works(found)
+    if not fault:
+        refuse_unfit(name, found, None)
+        return name, device
+    if rank == 0:
+        say(f"no GPU works here ({fault}): training on the CPU instead of {name} (clause cpu-fallback)")
+    return "gloo" if name == "nccl" else name, torch.device("cpu")
 
 
 def audit_spec(config: Config, world_size: int) -> AuditSpec:
