@@ -6,8 +6,6 @@ import contextlib
 import io
 from collections.abc import Mapping
 
-import torch
-
 from andon_falsify.campaign.blame import blame
 from andon_falsify.campaign.trial import FUNCTIONS, HALT, LAW, MEMORY, RESUME, Trial
 from andon_falsify.checkers import halts, memory_within, resume_equal, same_everywhere
@@ -18,6 +16,7 @@ from andon_falsify.compliance.claims import (
     FALLBACK,
     NON_FINITE,
     SHARDS,
+    alone,
     halted,
     memory,
     verdicts,
@@ -26,9 +25,9 @@ from andon_falsify.compliance.functions import TABLES
 from andon_falsify.compliance.resume import cut_and_resume
 from andon_falsify.peers.registry import installed
 from andon_falsify.subjects.case import Case
+from andon_falsify.subjects.placing import CPU_BACKENDS, GPU_BACKENDS, why_not
 from andon_falsify.subjects.protocol import Remembering, Subject
 from andon_falsify.subjects.trace import Trace
-from andon_falsify.subjects.trainer import CPU_BACKENDS, GPU_BACKENDS, why_not
 from andon_falsify.verdict import Claim, Verdict, judge, not_applicable, unknown
 
 _TABLES = frozenset(claim.name for claim in (AVERAGE, NON_FINITE, SHARDS, FACE, FALLBACK))
@@ -38,7 +37,7 @@ _ALONE = {
     MEMORY: frozenset({memory_within.CLAIM.name}),
     FUNCTIONS: _TABLES,
 }
-_ALONE_IS_THE_MEASURE = "one inline rank is what the others are compared with"
+_ALONE_IS_THE_MEASURE = "one rank is what the others are compared with"
 RESUME_EVERY = 2
 """A trial of resuming that says nothing else has a checkpoint at every second update."""
 
@@ -68,7 +67,7 @@ class AndonBench:
 
     def attempt(self, trial: Trial) -> Mapping[str, Verdict]:
         """See `Bench.attempt`."""
-        reason = why_not(trial.case.backend) if trial.kind != FUNCTIONS else ""
+        reason = why_not(trial.case.backend, max(trial.case.world, trial.then_world)) if trial.kind != FUNCTIONS else ""
         if reason:
             return {name: not_applicable(self._claim(name), reason) for name in self.kinds[trial.kind]}
         if trial.kind == FUNCTIONS:
@@ -85,8 +84,9 @@ class AndonBench:
         return self._law(trace)
 
     def _law(self, trace: Trace) -> Mapping[str, Verdict]:
-        alone = trace.case.but(world=1, backend="inline", contracts=True, fault=None)
-        base = self._trainer.run(alone) if (trace.case.world, trace.case.backend) != (1, "inline") else None
+        measure = alone(trace.case).but(contracts=True, fault=None)
+        itself = (trace.case.world, trace.case.backend) == (1, measure.backend)
+        base = None if itself else self._trainer.run(measure)
         found = dict(verdicts(trace, None if base is None or base.errors else base))
         if base is None:
             found[same_everywhere.CLAIM.name] = not_applicable(same_everywhere.CLAIM, _ALONE_IS_THE_MEASURE)
@@ -121,6 +121,4 @@ def _tabulated() -> Mapping[str, Verdict]:
     with contextlib.redirect_stderr(io.StringIO()):
         for name in sorted(_TABLES):
             found[name] = TABLES[name]().verdict
-    if torch.cuda.device_count():
-        found[FALLBACK.name] = not_applicable(FALLBACK, "this machine has a GPU that torch can use")
     return found

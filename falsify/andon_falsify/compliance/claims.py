@@ -24,7 +24,7 @@ from andon_falsify.compliance.law import Reference, optimizer_law, planned, shor
 from andon_falsify.reference.update import State, clip, global_norm
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.trace import Trace
-from andon_falsify.verdict import Claim, Counterexample, Verdict, conclude, judge, merge, unknown
+from andon_falsify.verdict import Claim, Counterexample, Verdict, conclude, judge, merge, not_applicable, unknown
 
 GRADIENT_TOLERANCE = 2e-6
 """Relative L2 per tensor: the noise of fp32 against float64, with a margin that the gradient benchmark prints."""
@@ -32,6 +32,8 @@ GRADIENT_FLOOR = 0.1
 """A tensor with less than this share of all that was summed is measured by it: where rows cancel, rounding is left."""
 LOSS_TOLERANCE = 1e-6
 NORM_TOLERANCE = 2e-6
+UNMIXED_TOLERANCE = 1e-3
+"""Relative, of a loss: ranks on CPUs and GPUs against the same run on one CPU. F-DP-005 asks for a hundredth."""
 
 UPDATE = Claim(
     "update-law",
@@ -55,12 +57,14 @@ FACE = Claim(
     "coordinator-face", 1, "The coordinator refuses an empty list of devices, and its primary is replica 0 (R9, R14)."
 )
 
+MEMORY_ON_GPUS = "bytes are counted on the CPU alone; on GPUs every run holds its peak against its plan"
+
 CLAIMS: tuple[Claim, ...] = (*CHECKED, UPDATE, NORM, BASE, FALLBACK, AVERAGE, NON_FINITE, SHARDS, FACE)
 """Every claim of the suite."""
 
 
 def verdicts(trace: Trace, base: Trace | None = None) -> dict[str, Verdict]:
-    """What can be said of `trace`, by claim. `base` is the same case on one rank, to compare with."""
+    """What can be said of `trace`, by claim. `base` is the same case on one rank, to compare with (see `alone`)."""
     found: dict[str, Verdict] = {}
 
     def enter(claim: Claim, check: Callable[[], Verdict]) -> None:
@@ -84,14 +88,39 @@ def verdicts(trace: Trace, base: Trace | None = None) -> dict[str, Verdict]:
     if case.memory:
         enter(memory_within.CLAIM, lambda: memory(trace))
     if base is not None:
-        enter(same_everywhere.CLAIM, lambda: same_everywhere.check([base.seen, seen]))
+        enter(same_everywhere.CLAIM, lambda: same_bits(base, trace))
     if case.values and case.poison is None:
         law = Reference(trace)
         enter(gradient_law.CLAIM, lambda: gradients(trace, law))
-        enter(losses_close.CLAIM, lambda: losses(trace, law))
+        enter(losses_close.CLAIM, lambda: merge([losses(trace, law), *unmixed(base, trace)]))
         enter(NORM, lambda: norms(trace, law))
         enter(UPDATE, lambda: updates(trace))
     return found
+
+
+def alone(case: Case) -> Case:
+    """The run that `case` is compared with: on one rank, of the same kind of device, or of a CPU where it has both."""
+    return case.but(world=1, backend="nccl" if case.backend == "nccl" else "inline")
+
+
+def same_bits(base: Trace, *others: Trace) -> Verdict:
+    """Rows, losses, gradients and states of every update, to the bit, where the devices allow it."""
+    elsewhere = sorted({other.place for other in others} - {base.place, ""})
+    if elsewhere and base.place:
+        why = f"other kinds of device round otherwise: {' and '.join(elsewhere)} against {base.place}"
+        return not_applicable(same_everywhere.CLAIM, why)
+    return same_everywhere.check([base.seen, *(other.seen for other in others)])
+
+
+def unmixed(base: Trace | None, trace: Trace) -> list[Verdict]:
+    """One verdict on the losses of ranks on CPUs and GPUs against `base`, the same run on one CPU; else none.
+
+    With dropout there is none either: each kind of device draws other masks.
+    """
+    if base is None or base.place == trace.place or trace.case.backend != "mixed" or trace.case.dropout:
+        return []
+    seen, wanted = ([_finite(each.loss) for each in of.first.reported] for of in (trace, base))
+    return [losses_close.check(seen, wanted, start=1, bound=UNMIXED_TOLERANCE, factors=factors(trace.case))]
 
 
 def rate_law(case: Case) -> schedule.WarmupCosine:
@@ -106,6 +135,8 @@ def factors(case: Case) -> dict[str, int]:
 
 def gradients(trace: Trace, law: Reference) -> Verdict:
     """Rank 0's reduced gradient of every update against the law."""
+    if law.why_not:
+        return not_applicable(gradient_law.CLAIM, law.why_not)
     found = []
     for expected in law.expected:
         held = trace.first.values[expected.step].gradients
@@ -126,6 +157,8 @@ def gradients(trace: Trace, law: Reference) -> Verdict:
 
 def losses(trace: Trace, law: Reference) -> Verdict:
     """The reported loss of every update against that of the law from the same weights."""
+    if law.why_not:
+        return not_applicable(losses_close.CLAIM, law.why_not)
     wanted = [expected.loss for expected in law.expected]
     seen = [_finite(reported.loss) for reported in trace.first.reported]
     return losses_close.check(seen, wanted, start=1, bound=LOSS_TOLERANCE, factors=factors(trace.case))
@@ -137,6 +170,8 @@ def _finite(value: float) -> float | None:
 
 def norms(trace: Trace, law: Reference) -> Verdict:
     """The reported norm of every update against that of the law's gradient from the same weights."""
+    if law.why_not:
+        return not_applicable(NORM, law.why_not)
     reported = {each.step: each.norm for each in trace.first.reported}
     found, checked = [], 0
     for expected in law.expected:
@@ -192,6 +227,8 @@ def layouts(trace: Trace) -> Verdict:
 
 def memory(trace: Trace) -> Verdict:
     """Every rank's peak of live tensor bytes against the trainer's plan, and what rests between updates."""
+    if trace.place != "cpu":
+        return not_applicable(memory_within.CLAIM, MEMORY_ON_GPUS)
     return memory_within.check(trace.gathered("peaks"), trace.first.planned_bytes, resting=trace.gathered("resting"))
 
 

@@ -159,18 +159,25 @@ def face() -> Tried:
 
 
 def fallback() -> Tried:
-    """Where no GPU is usable, ranks that were to use NCCL go on with gloo on the CPU, and the user is told."""
+    """Where no GPU is usable, ranks that were to use NCCL go on with gloo on the CPU, and the user is told.
+
+    The choice is asked as on a machine without a GPU, so that a machine that has some can be tried too.
+    """
     table = _Table(FALLBACK)
     cpu = torch.device("cpu")
 
     def told(result: object) -> bool:
         return isinstance(result, tuple) and result[:2] == ("gloo", (cpu, cpu)) and "CPU" in str(result[2])
 
+    wanted = [0, 1]
+    table.row("nccl without a GPU", lambda: devices.placement("nccl", 2, None, 0), told, "gloo on the CPU, said so")
+    call = lambda: devices.named_devices(wanted, 0, absent="cpu")  # noqa: E731
+    table.row("GPUs 0 and 1 of none, CPU allowed", call, _equals((cpu, cpu)), "two CPUs")
+    table.row("GPUs 0 and 1 of none", lambda: devices.named_devices(wanted, 0), _is(InputError), "InputError")
     if torch.cuda.device_count() == 0:
-        table.row("nccl without a GPU", lambda: devices.placement("nccl", 2, None), told, "gloo on the CPU, said so")
-        call = lambda: resolve_devices([0, 1], cpu_fallback=True)  # noqa: E731
-        table.row("GPUs 0 and 1, CPU allowed", call, _equals((cpu, cpu)), "two CPUs")
-        table.row("GPUs 0 and 1", lambda: resolve_devices([0, 1]), _is(InputError), "InputError")
+        face = lambda: resolve_devices(wanted, cpu_fallback=True)  # noqa: E731
+        table.row("GPUs 0 and 1 of a coordinator, CPU allowed", face, _equals((cpu, cpu)), "two CPUs")
+        table.row("GPUs 0 and 1 of a coordinator", lambda: resolve_devices(wanted), _is(InputError), "InputError")
     return table.end()
 
 

@@ -89,6 +89,12 @@ class Reference:
         self._weights = None if self.case.class_weights is None else torch.tensor(self.case.class_weights).double()
 
     @cached_property
+    def why_not(self) -> str:
+        """Why there is no law for this trace, "" if there is: an operation dropped something that nobody can see."""
+        hidden = sorted({leaf.hidden for leaf in self._seen.values() if leaf.hidden})
+        return f"the dropout inside {', '.join(hidden)} cannot be seen from outside" if hidden else ""
+
+    @cached_property
     def model(self) -> Decoder | Encoder:
         """The architecture."""
         lora = Lora(2.0 * self.case.rank) if self.case.rank else None

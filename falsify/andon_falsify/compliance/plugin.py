@@ -26,9 +26,10 @@ from andon_falsify.compliance.power import Laboratory
 from andon_falsify.ranks.pool import RankPools
 from andon_falsify.report.legible import legible
 from andon_falsify.subjects.case import Case
+from andon_falsify.subjects.placing import CPU_BACKENDS, GPU_BACKENDS, why_not
 from andon_falsify.subjects.protocol import Remembering
 from andon_falsify.subjects.trace import Trace
-from andon_falsify.subjects.trainer import CPU_BACKENDS, GPU_BACKENDS, AndonTrainer, why_not
+from andon_falsify.subjects.trainer import AndonTrainer
 from andon_falsify.verdict import Verdict
 
 _SUITE = pytest.StashKey[Suite]()
@@ -47,8 +48,14 @@ class Court:
         self._node = request.node
         self._subject = subject
 
+    def needs(self, backend: str, world: int) -> None:
+        """Skip the test, with the reason, where this machine has no place for `world` ranks of `backend`."""
+        if reason := why_not(backend, world):
+            pytest.skip(reason)
+
     def run(self, case: Case) -> Trace:
-        """The trace of `case`. Fails the test where a rank ended with an error."""
+        """The trace of `case`. Skips the test where its ranks have no place, fails it where one ended with an error."""
+        self.needs(case.backend, case.world)
         trace = self._subject.run(case)
         if trace.errors:
             said = "\n".join(f"rank {rank}: {text}" for rank, text in sorted(trace.errors.items()))
@@ -183,7 +190,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session")
 def pools() -> Iterator[RankPools]:
-    """Where the ranks of `gloo` live."""
+    """Where the ranks of process groups live."""
     with RankPools() as held:
         yield held
 

@@ -12,13 +12,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from andon_contracts.policy import suspended
-from andon_falsify.checkers import resume_equal
-from andon_falsify.compliance.claims import CLAIMS, FACE, verdicts
+from andon_falsify.checkers import resume_equal, same_everywhere
+from andon_falsify.compliance.claims import CLAIMS, FACE, MEMORY_ON_GPUS, alone, verdicts
 from andon_falsify.compliance.functions import TABLES
 from andon_falsify.compliance.resume import cut_and_resume
 from andon_falsify.faults.planting import Fault
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.coordinator import CoordinatorSubject
+from andon_falsify.subjects.placing import devices_of, place_of_bits, why_not
 from andon_falsify.subjects.protocol import Subject
 from andon_falsify.subjects.trace import Trace
 from andon_falsify.verdict import Claim, Counterexample, Outcome, Verdict, conclude
@@ -117,7 +118,7 @@ class Laboratory:
     def _base(self, case: Case) -> Trace | None:
         if case.memory:
             return None
-        return self._trainer.run(case.but(world=1, backend="inline", contracts=True))
+        return self._trainer.run(alone(case).but(contracts=True))
 
     def _resumed(self, name: str | None, case: Case) -> Observation:
         longer = case.but(epochs=2)
@@ -126,6 +127,22 @@ class Laboratory:
         return Observation(
             {resume_equal.CLAIM.name: found.verdict}, found.taken_up.signature(), stopped[0] if stopped else ""
         )
+
+
+def untried(fault: Fault, backend: str, gpus: int | None = None) -> str:
+    """Why `fault` cannot be shown on `backend`, or "" if it can: its claim must be applicable there.
+
+    gpus: how many this machine has (None: ask torch).
+    """
+    case = fault.case
+    if reason := why_not(backend, case.world, gpus):
+        return reason
+    place = place_of_bits(devices_of(backend, case.world, gpus))
+    if case.memory and place != "cpu":
+        return MEMORY_ON_GPUS
+    if fault.claim == same_everywhere.CLAIM.name and place not in ("cpu", "cuda"):
+        return f"{fault.claim} says nothing of ranks on {place}, which round otherwise"
+    return ""
 
 
 def _of(trace: Trace, base: Trace | None) -> Observation:

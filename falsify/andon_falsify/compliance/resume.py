@@ -10,7 +10,7 @@ from andon_falsify.history import History
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.protocol import Subject
 from andon_falsify.subjects.trace import Trace
-from andon_falsify.verdict import Verdict, merge
+from andon_falsify.verdict import Verdict, merge, not_applicable
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,13 @@ class Resumed:
 
     @property
     def verdict(self) -> Verdict:
-        """Whether the resumed run is the uninterrupted one: as seen from outside, and by its own ledger."""
+        """Whether the resumed run is the uninterrupted one: as seen from outside, and by its own ledger.
+
+        Not applicable where some micro-batches were computed on another kind of device than before.
+        """
+        if self.whole.place and self.taken_up.place not in ("", self.whole.place):
+            why = f"its ranks went on on {self.taken_up.place} after {self.whole.place}, and these round otherwise"
+            return not_applicable(resume_equal.CLAIM, why)
         found = [resume_equal.check(self.seen, self.whole.seen)]
         if self.taken_up.ledger is not None and self.whole.ledger is not None and self.whole.case.contracts:
             found.append(resume_equal.check(self.taken_up.ledger, self.whole.ledger))

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from andon_falsify.compliance.claims import verdicts
+from andon_falsify.compliance.claims import alone, verdicts
 from andon_falsify.compliance.plugin import Court
 from andon_falsify.subjects.case import Case, make_rows
+from andon_falsify.subjects.placing import room_for
 
 EXAMPLES = max(4, settings().max_examples // 6)
 """Each example is two runs and a reference, so a sixth of what the profile gives a cheap property."""
@@ -48,9 +49,9 @@ def cases(draw: st.DrawFn) -> Case:
 @given(case=cases())
 def test_one_result_for_every_world(court: Court, backend: str, case: Case) -> None:
     """Rows, loss, gradient, weights and optimizer state have the bits of one rank, and keep every law."""
-    trace = court.run(case.but(backend=backend))
-    alone = court.run(case.but(world=1, backend="inline"))
-    found = verdicts(trace, alone)
+    court.needs(backend, 2)
+    trace = court.run(case.but(backend=backend, world=room_for(backend, case.world)))
+    found = verdicts(trace, court.run(alone(trace.case)))
     # Four updates need not be an epoch, so that its visits may be open.
     del found["samples-once"]
     # Rows of one class whose weight is 0 have a gradient of 0, of which nothing can be told.

@@ -8,6 +8,7 @@ from andon_falsify.compliance.claims import gradients, losses, norms, updates
 from andon_falsify.compliance.law import Reference
 from andon_falsify.compliance.plugin import Court
 from andon_falsify.subjects.case import Case, make_rows
+from andon_falsify.subjects.placing import room_for
 
 CASES = {
     "decoder, AdamW, clipped": Case(epochs=2),
@@ -22,6 +23,6 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_every_update_is_that_of_the_law(court: Court, backend: str, name: str) -> None:
     """From the accused's weights before each update and his masks; label-sorted rows, ragged micro-batches (V1, V8)."""
-    trace = court.run(CASES[name].but(backend=backend, world=3))
+    trace = court.run(CASES[name].but(backend=backend, world=room_for(backend, 3)))
     law = Reference(trace)
     court.hold(gradients(trace, law), losses(trace, law), norms(trace, law), updates(trace))

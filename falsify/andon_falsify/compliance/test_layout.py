@@ -8,13 +8,14 @@ from andon_falsify.checkers import layout_equal
 from andon_falsify.compliance.claims import layouts
 from andon_falsify.compliance.plugin import Court
 from andon_falsify.subjects.case import Case
+from andon_falsify.subjects.placing import room_for
 
 
 @pytest.mark.claim("layout-equal")
 @pytest.mark.parametrize("architecture", ["decoder", "encoder"])
 def test_the_layout_is_one(court: Court, backend: str, architecture: str) -> None:
     """Read from the addresses of the parameters after construction, on every rank, and against one inline rank."""
-    case = Case(architecture=architecture, world=3, backend=backend)
+    case = Case(architecture=architecture, world=room_for(backend, 3), backend=backend)
     trace, alone = court.run(case), court.run(case.but(world=1, backend="inline"))
     both = {f"{backend} rank 0": trace.first.layouts[0], "inline": alone.first.layouts[0]}
     court.hold(layouts(trace), layout_equal.check(both))

@@ -18,6 +18,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(
     court: Court, backend: str, name: str, world: int, then: int, after: int
 ) -> None:
     """Cut after update 3 or 5 with checkpoints at 2 and 4: updates done again have their bits, and so has the end."""
+    court.needs(backend, max(world, then))
     case = CASES[name].but(backend=backend, world=world)
     found = cut_and_resume(court.subject, case, after=after, every=2, world=then, fault=None)
     assert found.taken_up.first.resumed_from == after - after % 2

@@ -19,9 +19,9 @@ from andon_falsify.faults.planting import (
     ADAMW,
     PLAIN,
     SGD,
-    Changed,
     Fault,
     around,
+    around_updates,
     body_replaced,
     current_batch,
     followers,
@@ -115,16 +115,13 @@ def _detached(parts: Parts, _: ExitStack) -> None:
 
 
 def _loss_after_step(parts: Parts, _: ExitStack) -> None:
-    inner = parts.step
-
-    def call(batch: GlobalBatch, *args: Any, **kwargs: Any) -> StepResult:
-        result = inner(batch, *args, **kwargs)
+    def change(batch: GlobalBatch, result: StepResult) -> StepResult:
         task, model = parts.task.inner, parts.replicas[0].model
         with torch.no_grad():
             loss = task.loss_sum(model, task.load(batch.ids, parts.replicas[0].device)).loss_sum
         return replace(result, loss=float(loss) / len(batch.ids))
 
-    parts.step = Changed(inner, call=call)  # type: ignore[assignment]
+    around_updates(parts, lambda batch: None, change)
 
 
 def _sum_in_fp32(grads: Any) -> Any:

@@ -87,7 +87,7 @@ def _an_ulp_off(parts: Parts, _: ExitStack) -> None:
 
         def set_gradient(inner: Any, pieces: Any, divisor: int, own: Any = replica) -> None:
             inner(pieces, divisor)
-            own.parameters.gradient.view(torch.int32)[own.parameters.gradient.abs().argmax()] ^= 1
+            own.master.gradient.view(torch.int32)[own.master.gradient.abs().argmax()] ^= 1
 
         around(replica, "set_gradient", set_gradient)
 

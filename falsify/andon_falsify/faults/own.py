@@ -67,11 +67,15 @@ def _layout_reversed(parts: Parts, _: ExitStack) -> None:
     case = parts.case
     for place, rank in enumerate(parts.backend.ranks):
         if rank:
-            model, device = parts.replicas[place].model, parts.replicas[place].device
-            backwards = dict(reversed(trainable_parameters(model).items()))
+            own = parts.replicas[place]
+            backwards = dict(reversed(trainable_parameters(own.model).items()))
             spec = OptimizerSpec(case.optimizer, weight_decay=case.weight_decay)
-            parts.replicas[place] = Replica(model, backwards, spec, KeyedRandomness(case.seed, device), device)
-    parts.step = TrainingStep(parts.backend, parts.replicas, parts.task, case.micro_batches, case.clip_norm)
+            randomness = KeyedRandomness(case.seed, own.device)
+            master_on = own.master.device if own.master.apart else None
+            parts.replicas[place] = Replica(own.model, backwards, spec, randomness, own.device, master_on)
+    parts.step = TrainingStep(
+        parts.backend, parts.replicas, parts.task, case.micro_batches, case.clip_norm, late=parts.step.late
+    )
 
 
 def _base_touched(parts: Parts, _: ExitStack) -> None:
@@ -116,7 +120,7 @@ def _started_over(parts: Parts, _: ExitStack) -> None:
     parts.schedule = Changed(schedule, rate=rate)  # type: ignore[assignment]
 
 
-def _no_fallback(backend: str, workers: int, names: Any) -> Any:
+def _no_fallback(backend: str, workers: int, names: Any, gpus: int | None = None) -> Any:
     raise RuntimeError("no CUDA-capable device is detected")
 
 

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from types import FunctionType
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ import torch
 
 from andon.step.plan import GlobalBatch
 from andon.step.replica import PartialGradient, Replica
-from andon.step.step import StepResult
+from andon.step.step import Pending, StepResult
 from andon_falsify.subjects.assembly import Parts
 from andon_falsify.subjects.case import Case, make_rows
 
@@ -103,14 +104,40 @@ class Changed:
         return self.__dict__.get("call", self._inner)(*args, **kwargs)
 
 
-def with_result(parts: Parts, change: Callable[[StepResult], StepResult]) -> None:
-    """Have every step report what `change` makes of its result."""
+@dataclass(frozen=True)
+class _Reporting:
+    """An update that was launched, and reports what `change` makes of its result."""
+
+    inner: Pending
+    change: Callable[[StepResult], StepResult]
+
+    def result(self) -> StepResult:
+        """See `Pending.result`."""
+        return self.change(self.inner.result())
+
+
+def around_updates(
+    parts: Parts,
+    begins: Callable[[GlobalBatch], object],
+    change: Callable[[GlobalBatch, StepResult], StepResult],
+) -> None:
+    """Call begins(batch) before every update, and have it report change(batch, result): at once or a step later."""
     inner = parts.step
 
     def call(batch: GlobalBatch, *args: Any, **kwargs: Any) -> StepResult:
-        return change(inner(batch, *args, **kwargs))
+        begins(batch)
+        return change(batch, inner(batch, *args, **kwargs))
 
-    parts.step = Changed(inner, call=call)  # type: ignore[assignment]
+    def launch(batch: GlobalBatch, *args: Any, **kwargs: Any) -> _Reporting:
+        begins(batch)
+        return _Reporting(inner.launch(batch, *args, **kwargs), partial(change, batch))
+
+    parts.step = Changed(inner, call=call, launch=launch)  # type: ignore[assignment]
+
+
+def with_result(parts: Parts, change: Callable[[StepResult], StepResult]) -> None:
+    """Have every step report what `change` makes of its result."""
+    around_updates(parts, lambda batch: None, lambda batch, result: change(result))
 
 
 def with_plan(parts: Parts, change: Callable[[GlobalBatch], GlobalBatch], **attributes: Any) -> None:
@@ -125,15 +152,9 @@ def with_plan(parts: Parts, change: Callable[[GlobalBatch], GlobalBatch], **attr
 
 def current_batch(parts: Parts) -> Callable[[], GlobalBatch]:
     """A function that says which batch is being trained on."""
-    held: list[GlobalBatch] = []
-    inner = parts.step
-
-    def call(batch: GlobalBatch, *args: Any, **kwargs: Any) -> StepResult:
-        held[:] = [batch]
-        return inner(batch, *args, **kwargs)
-
-    parts.step = Changed(inner, call=call)  # type: ignore[assignment]
-    return lambda: held[0]
+    held: dict[str, GlobalBatch] = {}
+    around_updates(parts, partial(held.__setitem__, "now"), lambda batch, result: result)
+    return lambda: held["now"]
 
 
 def followers(parts: Parts) -> Mapping[int, Replica]:
@@ -158,7 +179,7 @@ def unsynced(replica: Replica, keeps: Callable[[str], bool]) -> None:
     def set_gradient(inner: Callable[..., None], pieces: Any, divisor: int) -> None:
         inner(pieces, divisor)
         mine = replica.parameters.views(own[0] / divisor)
-        for name, view in replica.parameters.views(replica.parameters.gradient).items():
+        for name, view in replica.reduced_gradient().items():
             if keeps(name):
                 view.copy_(mine[name])
 

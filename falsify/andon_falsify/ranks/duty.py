@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import torch
+import torch.distributed as dist
 
 from andon.backend.group import GroupBackend
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.drive import drive
+from andon_falsify.subjects.placing import devices_of
 from andon_falsify.subjects.trace import Sightings
 
 
 def train(case: Case) -> Sightings:
     """Run `case` as one rank of the process group that this process belongs to."""
-    return drive(case, GroupBackend("gloo", torch.device("cpu")))
+    return drive(case, GroupBackend(case.backend, devices_of(case.backend, case.world)[dist.get_rank()]))

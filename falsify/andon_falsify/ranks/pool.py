@@ -1,4 +1,7 @@
-"""Pools of ranks by world size. No ports: ranks meet in a file. Whoever does not answer in time is killed by pid."""
+"""Pools of ranks by backend and world size. No ports: ranks meet in a file.
+
+Whoever does not answer in time is killed by pid.
+"""
 
 from __future__ import annotations
 
@@ -32,15 +35,18 @@ class _Rank:
 
 
 class RankPool:
-    """`world` processes in one gloo group. After a failure they are replaced at the next request.
+    """`world` processes in the group of `backend`. After a failure they are replaced at the next request.
 
     deadline_s: how long a request may take; the ranks' own start may take `START_S`. grace_s: how long the other ranks
     have after one of them failed, and how long a rank has to leave. What ranks print goes to a file, of which an error
     quotes the end; what they leave in the folder for temporary files is theirs alone, and goes with them.
     """
 
-    def __init__(self, world: int, deadline_s: float = DEADLINE_S, grace_s: float = GRACE_S) -> None:
+    def __init__(
+        self, world: int, deadline_s: float = DEADLINE_S, grace_s: float = GRACE_S, backend: str = "gloo"
+    ) -> None:
         self.world = world
+        self.backend = backend
         self._deadline_s = deadline_s
         self._grace_s = grace_s
         self._ranks: list[_Rank] = []
@@ -73,7 +79,7 @@ class RankPool:
         """Start the ranks; the answers of all if one did not get there, else none."""
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-", dir=SERVER.folder)
         for number in range(self.world):
-            berth = Berth(number, self.world, os.getpid(), self._folder.name, self._deadline_s)
+            berth = Berth(number, self.world, os.getpid(), self._folder.name, self._deadline_s, self.backend)
             ours, theirs = Pipe()
             process = RankProcess(target=live, args=(berth, theirs), daemon=True)
             process.start()
@@ -132,16 +138,20 @@ class RankPool:
 
 
 class RankPools:
-    """A pool for each world size, started when it is first asked for. Use as a context manager, or call `close`."""
+    """A pool for each backend and world size, started when it is first asked for.
+
+    Use as a context manager, or call `close`.
+    """
 
     def __init__(self, deadline_s: float = DEADLINE_S, grace_s: float = GRACE_S) -> None:
-        self._pools: dict[int, RankPool] = {}
+        self._pools: dict[tuple[str, int], RankPool] = {}
         self._deadline_s = deadline_s
         self._grace_s = grace_s
 
-    def of(self, world: int) -> RankPool:
-        """The pool of `world` ranks."""
-        return self._pools.setdefault(world, RankPool(world, self._deadline_s, self._grace_s))
+    def of(self, world: int, backend: str = "gloo") -> RankPool:
+        """The pool of `world` ranks in the group of `backend`."""
+        new = RankPool(world, self._deadline_s, self._grace_s, backend)
+        return self._pools.setdefault((backend, world), new)
 
     def close(self) -> None:
         """End all ranks."""

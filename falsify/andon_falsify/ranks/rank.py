@@ -32,13 +32,17 @@ class Answer:
 
 @dataclass(frozen=True)
 class Berth:
-    """Where a rank lives: its number, of how many; the suite's pid; the folder of the store and of what it prints."""
+    """Where a rank lives: its number, of how many; the suite's pid; the folder of the store and of what it prints.
+
+    backend: which group the ranks are in, and on which devices.
+    """
 
     rank: int
     world: int
     suite: int
     folder: str
     deadline_s: float
+    backend: str = "gloo"
 
     @property
     def printed(self) -> Path:
@@ -94,10 +98,23 @@ def _join(berth: Berth) -> None:
     import torch
     import torch.distributed as dist
 
+    from andon.backend.determinism import demand_determinism
+    from andon.backend.machine import look_at, of_all_ranks, refuse_unfit
+    from andon_falsify.subjects.placing import devices_of
+
     torch.set_num_threads(1)
+    devices = devices_of(berth.backend, berth.world)
+    device, on_gpus = devices[berth.rank], any(each.type == "cuda" for each in devices)
+    if on_gpus:
+        demand_determinism(devices)  # before CUDA starts, and on every rank of a group with GPUs
     timeout = datetime.timedelta(seconds=max(GROUP_TIMEOUT_S, berth.deadline_s / 2))
     shared = dist.FileStore(str(Path(berth.folder) / "store"), berth.world)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=shared, rank=berth.rank, world_size=berth.world, timeout=timeout)
+    kinds = "cpu:gloo,cuda:nccl" if berth.backend == "nccl" else "gloo"
+    dist.init_process_group(kinds, store=shared, rank=berth.rank, world_size=berth.world, timeout=timeout)
+    if on_gpus:
+        refuse_unfit(berth.backend, of_all_ranks(look_at(device.index or 0) if device.type == "cuda" else None), None)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def _answer(berth: Berth, work: str, argument: Any, served: int) -> Answer:

@@ -26,7 +26,8 @@ from andon.training.replicas import build_replicas
 from andon_falsify.subjects.case import PAD, VOCABULARY, Case
 from andon_falsify.subjects.interpose import Place, WatchedBackend, WatchedTask
 from andon_falsify.subjects.meter import StorageMeter
-from andon_falsify.subjects.trace import LeafMasks, Sightings, digest
+from andon_falsify.subjects.placing import devices_of, place_of_bits
+from andon_falsify.subjects.trace import LeafMasks, Sightings, copied, digest
 
 
 @dataclass
@@ -100,9 +101,12 @@ def plan_of(case: Case) -> BatchPlan:
     )
 
 
-def put_together(case: Case, backend: Backend, meters: dict[int, StorageMeter]) -> Parts:
-    """The trainer of `case` on `backend`. meters: one for each local rank where bytes are to be counted, else empty."""
-    place, seen = Place(), Sightings(backend.ranks)
+def put_together(case: Case, backend: Backend, meters: dict[int, StorageMeter], *, late: bool | None = None) -> Parts:
+    """The trainer of `case` on `backend`. meters: one for each local rank where bytes are to be counted, else empty.
+
+    late: see `TrainingStep`.
+    """
+    place, seen = Place(), Sightings(backend.ranks, place_of_bits(devices_of(case.backend, case.world)))
     inside: Callable[[int], AbstractContextManager[object]] = nullcontext
     if meters and in_process(backend):
         inside = meters.__getitem__
@@ -112,18 +116,17 @@ def put_together(case: Case, backend: Backend, meters: dict[int, StorageMeter]) 
     replicas = build_replicas(model_of(case), watched, optimizer, case.seed, inner, plan.ids[0])
 
     def on_leaf(rank: int, rows: tuple[int, ...], masks: LeafMasks) -> None:
-        step = 1 + max((reported.step for reported in seen.reported), default=seen.resumed_from)
-        seen.of(rank, step).leaves.append(rows)
+        seen.of(rank, seen.at).leaves.append(rows)
         if case.values:
-            seen.masks[step, rows] = masks
+            seen.masks[seen.at, rows] = masks
 
     task = WatchedTask(inner, place, on_leaf, _poisoner(case, plan, seen))
     if case.values:
         for replica in replicas:
             task.watch(replica.model)
-    step = TrainingStep(watched, replicas, task, case.micro_batches, case.clip_norm)
+    step = TrainingStep(watched, replicas, task, case.micro_batches, case.clip_norm, late=late)
     schedule = WarmupCosine(case.lr, plan.total_steps)
-    if case.memory:
+    if meters:
         seen.planned_bytes = _planned_bytes(case, replicas[0], inner, plan)
     return Parts(case, watched, replicas, task, step, plan, schedule, seen, place)
 
@@ -141,8 +144,7 @@ def _poisoner(case: Case, plan: BatchPlan, seen: Sightings) -> Callable[[tuple[i
     rows = plan.batch(poison.step).micro_batches(case.micro_batches)[poison.leaf]
 
     def poisoned(ids: tuple[int, ...]) -> str:
-        step = 1 + max((reported.step for reported in seen.reported), default=seen.resumed_from)
-        return poison.kind if step == poison.step and rows and rows[0] in ids else ""
+        return poison.kind if seen.at == poison.step and rows and rows[0] in ids else ""
 
     return poisoned
 
@@ -161,7 +163,7 @@ def describe(parts: Parts) -> None:
         seen.frozen[rank] = (digest(frozen_of(replica.model)), "")
     if case.values and seen.ranks[0] == 0:
         model: Any = replicas[0].model
-        seen.state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+        seen.state = copied(model.state_dict())
         base = model.get_base_model() if case.rank else model
         seen.config = cast(dict[str, Any], base.config.to_dict())
 

@@ -22,25 +22,25 @@ from andon_contracts.violation import Violation
 from andon_falsify.subjects.assembly import Parts, describe, frozen_of, in_process, put_together
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.meter import StorageMeter
+from andon_falsify.subjects.placing import devices_of, place_of_bits
 from andon_falsify.subjects.trace import Sightings, digest
-from andon_falsify.subjects.watching import CutOff, WatchedJournal, state_digests, watch_gradients
-
-_MACHINE = {"machine": "this one"}
-"""All runs of a suite are of one machine and one set of versions, so their bits are comparable."""
+from andon_falsify.subjects.watching import CutOff, WatchedJournal, WatchedStep, state_digests, watch_gradients
 
 
-def drive(case: Case, backend: Backend) -> Sightings:
-    """Run `case` on `backend` (closed afterwards) and return what this process saw.
+def drive(case: Case, backend: Backend, *, late: bool | None = None) -> Sightings:
+    """Run `case` on `backend` (closed afterwards) and return what this process saw. late: see `TrainingStep`.
 
-    A violation ends the run and is in what is returned; any other error is raised.
+    Bytes are counted where all ranks are on the CPU. A violation ends the run and is in what is returned; any other
+    error is raised.
     """
     with ExitStack() as stack:
         stack.enter_context(_deterministic())
         stack.callback(backend.close)
         if not case.contracts:
             stack.enter_context(suspended())
-        meters = {rank: StorageMeter() for rank in backend.ranks} if case.memory else {}
-        parts = put_together(case, backend, meters)
+        counting = case.memory and place_of_bits(devices_of(case.backend, case.world)) == "cpu"
+        meters = {rank: StorageMeter() for rank in backend.ranks} if counting else {}
+        parts = put_together(case, backend, meters, late=late)
         if case.fault is not None:
             from andon_falsify.faults.registry import named
 
@@ -79,14 +79,15 @@ def _train(parts: Parts, folder: Path, meters: dict[int, StorageMeter]) -> None:
     """From the newest checkpoint in `folder`, or from the start."""
     writes = parts.backend.ranks[0] == 0
     progress = _restored(parts, folder)
-    repeats = Repeats(earlier_steps(folder / "ledger.jsonl", progress.step, _MACHINE))
+    repeats = Repeats(earlier_steps(folder / "ledger.jsonl", progress.step, _fingerprint(parts)))
     # All ranks have read the ledger before rank 0 goes on writing it.
     parts.backend.gather([torch.zeros(1, device=device) for device in parts.backend.devices])
     ledger = LedgerWriter(folder / "ledger.jsonl") if writes else None
-    journal = WatchedJournal(parts, ledger, folder / "checkpoints", meters)
+    step = WatchedStep(parts)
+    journal = WatchedJournal(parts, step, ledger, folder / "checkpoints", meters)
     try:
         journal.append(_opening(parts, progress))
-        _run(parts, journal, progress, repeats)
+        _run(parts, step, journal, progress, repeats)
         journal.append(End(parts.plan.total_steps, "finished", {}))
     except Violation as violation:
         finding = violation.finding
@@ -100,11 +101,16 @@ def _train(parts: Parts, folder: Path, meters: dict[int, StorageMeter]) -> None:
         journal.close()
 
 
-def _run(parts: Parts, journal: WatchedJournal, progress: Progress, repeats: Repeats) -> None:
-    parts.step.attest_start({"progress": progress.step})
+def _fingerprint(parts: Parts) -> dict[str, str]:
+    """All runs of a suite are of one machine and one set of versions: bits are comparable where devices are alike."""
+    return {"machine": "this one", "devices": parts.seen.place}
+
+
+def _run(parts: Parts, step: WatchedStep, journal: WatchedJournal, progress: Progress, repeats: Repeats) -> None:
+    step.attest_start({"progress": progress.step})
     Trainer(
         backend=parts.backend,
-        step=parts.step,
+        step=step,  # type: ignore[arg-type]
         plan=parts.plan,
         schedule=parts.schedule,
         journal=journal,
@@ -142,13 +148,13 @@ def _opening(parts: Parts, progress: Progress) -> Start | Resume:
     digests = {"weights": hex64(replica.weights_digest()), "base": hex64(replica.base_digest())}
     world, name = parts.backend.world_size, parts.backend.name
     if progress.step:
-        return Resume(progress.step, "case", _MACHINE, digests, world, name)
+        return Resume(progress.step, "case", _fingerprint(parts), digests, world, name)
     described = Plan(len(plan.ids), plan.batch_size, plan.micro_batches, plan.seed, plan.epochs, plan.total_steps)
-    return Start("case", _MACHINE, "case", described, digests, world, name)
+    return Start("case", _fingerprint(parts), "case", described, digests, world, name)
 
 
 def _finish(parts: Parts, folder: Path, meters: dict[int, StorageMeter]) -> None:
-    """What is left after the last update, or after the one that was stopped."""
+    """What is left after the last update that was begun; one that was stopped has changed nothing."""
     for rank, replica in parts.by_rank.items():
         parts.seen.final[rank] = state_digests(replica)
         parts.seen.frozen[rank] = (parts.seen.frozen[rank][0], digest(frozen_of(replica.model)))

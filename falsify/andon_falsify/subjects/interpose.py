@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TypeVar
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from andon.backend.base import Backend
 from andon.step.task import Batch, LeafLoss, Task
-from andon_falsify.reference.params import canonical_name
+from andon_falsify.subjects.masks import MaskRecorder
 from andon_falsify.subjects.trace import LeafMasks
 
 T = TypeVar("T")
-_ATTENTIONS = ("self_attn", "attention.self")
 
 
 class Place(threading.local):
@@ -110,7 +108,8 @@ class WatchedTask:
         else:
             with recorder.recording() as masks:
                 loss = self.inner.loss_sum(model, batch)
-        self._on_leaf(self._place.rank, ids, LeafMasks(batch["input_ids"].shape[1], dict(masks)))
+        hidden = "" if recorder is None else recorder.hidden
+        self._on_leaf(self._place.rank, ids, LeafMasks(batch["input_ids"].shape[1], dict(masks), hidden))
         return _poison(loss, self._poisoned(ids), model)
 
     def content(self, batch: Batch) -> torch.Tensor:
@@ -130,61 +129,3 @@ def _poison(loss: LeafLoss, kind: str, model: nn.Module) -> LeafLoss:
         weight = next(parameter for parameter in model.parameters() if parameter.requires_grad)
         return LeafLoss(loss.loss_sum + (0 * weight.sum()).sqrt(), loss.correct)
     return LeafLoss(loss.loss_sum * float(kind), loss.correct)
-
-
-class MaskRecorder:
-    """Names each dropout mask of one model's forward pass by the module that drew it."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._open: list[str] = []
-        for name, module in model.named_modules():
-            place = _place_of(name, module)
-            if place:
-                module.register_forward_pre_hook(self._entering(place))
-                module.register_forward_hook(self._leaving)
-
-    def _entering(self, place: str) -> Callable[..., None]:
-        def entering(*_: object) -> None:
-            self._open.append(place)
-
-        return entering
-
-    def _leaving(self, *_: object) -> None:
-        self._open.pop()
-
-    @contextmanager
-    def recording(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Inside, the masks that this thread draws are entered into what is yielded."""
-        found: dict[str, torch.Tensor] = {}
-        self._open.clear()
-        with _Draws(self._open, found):
-            yield found
-
-
-class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Copies what `bernoulli_` drew: 0 or 1 with the chance to keep, hence the factors once divided by it."""
-
-    def __init__(self, names: Sequence[str], found: dict[str, torch.Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._names = names
-        self._found = found
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.bernoulli_.float:
-            name = self._names[-1] if self._names else ""
-            if not name or name in self._found:
-                msg = f"a mask was drawn at {name or 'an unknown place'}, where none was expected"
-                raise RuntimeError(msg)
-            self._found[name] = result / args[1]
-        return result
-
-
-def _place_of(name: str, module: nn.Module) -> str:
-    """The reference's name for where `module` drops, or "" where it does not."""
-    short = (canonical_name(name) or "").removesuffix(".default")
-    if isinstance(module, nn.Dropout):
-        return short
-    return f"{short}.attention_dropout" if short.endswith(_ATTENTIONS) else ""

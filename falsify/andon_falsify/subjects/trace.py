@@ -36,6 +36,11 @@ def digest(tensors: Tensors) -> str:
     return found.hexdigest()[:16]
 
 
+def copied(tensors: Tensors) -> dict[str, Tensor]:
+    """Copies of `tensors` on the CPU that nothing else changes, without a graph: they travel to the suite."""
+    return {name: value.detach().to("cpu", copy=True) for name, value in tensors.items()}
+
+
 @dataclass
 class Sight:
     """What one rank did in one update, seen from outside; `leaves` are the rows of each micro-batch it computed."""
@@ -73,17 +78,27 @@ class Values:
 
 @dataclass(frozen=True)
 class LeafMasks:
-    """The dropout of one micro-batch: its padded length, and the factors by place."""
+    """The dropout of one micro-batch: its padded length, and the factors by place.
+
+    hidden: the operation that dropped something and does not tell what, "" where there was none.
+    """
 
     length: int
     masks: Tensors
+    hidden: str = ""
 
 
 @dataclass
 class Sightings:
-    """What was seen in one process, which holds `ranks`. Mutable while the run goes on; merged into a `Trace`."""
+    """What was seen in one process, which holds `ranks`. Mutable while the run goes on; merged into a `Trace`.
+
+    at: the update that is being computed. Where updates are judged a step later, the one before it is not in
+    `reported` yet. place: see `place_of_bits`, of all ranks of the run.
+    """
 
     ranks: tuple[int, ...]
+    place: str = "cpu"
+    at: int = 0
     steps: dict[tuple[int, int], Sight] = field(default_factory=dict)
     reported: list[Reported] = field(default_factory=list)
     values: dict[int, Values] = field(default_factory=dict)
@@ -124,6 +139,11 @@ class Trace:
     def first(self) -> Sightings:
         """What the process of rank 0 saw."""
         return self.parts[0]
+
+    @property
+    def place(self) -> str:
+        """Which kind of device the ranks were on, or each of them; "" of a run of which nothing was seen."""
+        return self.parts[0].place if self.parts else ""
 
     @property
     def violation(self) -> tuple[str, int, str] | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,13 +16,13 @@ from andon.run.ledger import LedgerWriter
 from andon.step.plan import GlobalBatch
 from andon.step.replica import Replica
 from andon.step.state import state_tensors
-from andon.step.step import StepResult
+from andon.step.step import Pending, StepResult
 from andon.training.trainer import Progress
 from andon_contracts.digest import hex64
 from andon_contracts.record import Record, Saved, Step
 from andon_falsify.subjects.assembly import Parts
 from andon_falsify.subjects.meter import StorageMeter
-from andon_falsify.subjects.trace import Reported, Sightings, Values, digest
+from andon_falsify.subjects.trace import Reported, Sightings, Tensors, Values, copied, digest
 
 
 class CutOff(BaseException):
@@ -38,11 +40,10 @@ def _after_set_gradient(parts: Parts, rank: int, replica: Replica) -> None:
 
     def set_gradient(pieces: Sequence[torch.Tensor], divisor: int) -> None:
         inner(pieces, divisor)
-        step = 1 + max((reported.step for reported in parts.seen.reported), default=parts.seen.resumed_from)
-        held = replica.reduced_gradient()
+        step, held = parts.seen.at, replica.reduced_gradient()
         parts.seen.of(rank, step).gradient = digest(held)
         if rank == 0 and parts.case.values:
-            parts.seen.values[step] = Values({name: value.clone() for name, value in held.items()}, {})
+            parts.seen.values[step] = Values(copied(held), {})
 
     replica.set_gradient = set_gradient  # type: ignore[method-assign]
 
@@ -54,6 +55,54 @@ def state_digests(replica: Replica) -> tuple[str, str]:
     return digest(trainable_parameters(replica.model)), digest(state)
 
 
+@dataclass(frozen=True)
+class Left:
+    """What an update left: digests of weights and optimizer by local rank, and the first replica's weights."""
+
+    states: Mapping[int, tuple[str, str]]
+    weights: Tensors
+
+
+class WatchedStep:
+    """The step of a run. Looks at what each update left before the next one is begun, and says which one is computed.
+
+    Where updates are judged a step later, the next has been taken when the result of this one is there; it is noted
+    with its result, and what was left by an update that has none is never told. To be made after faults are planted.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._inner = parts.step
+        self._left: dict[int, Left] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def __call__(self, batch: GlobalBatch, *args: Any, **named: Any) -> StepResult:
+        """See `TrainingStep`."""
+        self._parts.seen.at = batch.step
+        result = self._inner(batch, *args, **named)
+        self._look(batch.step)
+        return result
+
+    def launch(self, batch: GlobalBatch, *args: Any, **named: Any) -> Pending:
+        """See `TrainingStep.launch`. Waits for the device."""
+        self._parts.seen.at = batch.step
+        pending = self._inner.launch(batch, *args, **named)
+        self._look(batch.step)
+        return pending
+
+    def _look(self, step: int) -> None:
+        first = self._parts.replicas[0]
+        weights = copied(first.parameters.weight_views()) if step in self._parts.seen.values else {}
+        states = {rank: state_digests(replica) for rank, replica in self._parts.by_rank.items()}
+        self._left[step] = Left(states, weights)
+
+    def left_by(self, step: int) -> Left:
+        """What update `step` left; once."""
+        return self._left.pop(step)
+
+
 class WatchedJournal:
     """A journal that notes what was seen, and on the process of rank 0 writes ledger and checkpoints.
 
@@ -61,9 +110,15 @@ class WatchedJournal:
     """
 
     def __init__(
-        self, parts: Parts, ledger: LedgerWriter | None, folder: Path, meters: Mapping[int, StorageMeter]
+        self,
+        parts: Parts,
+        step: WatchedStep,
+        ledger: LedgerWriter | None,
+        folder: Path,
+        meters: Mapping[int, StorageMeter],
     ) -> None:
         self._parts = parts
+        self._watched = step
         self._ledger = ledger
         self._folder = folder
         self._meters = meters
@@ -74,12 +129,14 @@ class WatchedJournal:
             self._ledger.append(record)
         seen = self._parts.seen
         note(seen, batch, result)
-        for rank, replica in self._parts.by_rank.items():
+        left = self._watched.left_by(batch.step)
+        for rank, state in left.states.items():
             sight = seen.of(rank, batch.step)
-            sight.weights, sight.optimizer = state_digests(replica)
+            sight.weights, sight.optimizer = state
             if rank in self._meters:
                 seen.resting.setdefault(rank, []).append(self._meters[rank].live)
-        keep_weights(seen, batch.step, self._parts.replicas[0])
+        if batch.step in seen.values:
+            seen.values[batch.step] = Values(seen.values[batch.step].gradients, left.weights)
         if self._parts.case.stop_after == batch.step:
             raise CutOff
 
@@ -127,5 +184,4 @@ def note(seen: Sightings, batch: GlobalBatch, result: StepResult) -> None:
 def keep_weights(seen: Sightings, step: int, replica: Replica) -> None:
     """Copy the weights that the update left, where the gradient was copied."""
     if step in seen.values:
-        held = {name: value.clone() for name, value in replica.parameters.weight_views().items()}
-        seen.values[step] = Values(seen.values[step].gradients, held)
+        seen.values[step] = Values(seen.values[step].gradients, copied(replica.parameters.weight_views()))
