@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
 _PACKAGES = ("andon", "torch", "transformers", "peft", "safetensors", "tokenizers", "numpy", "icontract")
+# Under the names of their wheels for CUDA 12 and 13.
+_ACCELERATOR_PACKAGES = (
+    "triton",
+    "pytorch-triton",
+    "nvidia-cublas",
+    "nvidia-cublas-cu12",
+    "nvidia-cudnn-cu12",
+    "nvidia-cudnn-cu13",
+)
 # What changes which kernel runs, or how it splits its work. No other variable is recorded: they may hold secrets.
 _FLAGS = (
     "ATEN_CPU_CAPABILITY",
-    "CUBLAS_WORKSPACE_CONFIG",
+    "CUDA_FORCE_PTX_JIT",
+    "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE",
     "CUDA_VISIBLE_DEVICES",
+    "DISABLE_ADDMM_CUDA_LT",
+    "DISABLE_PTXAS_OPT",
     "DNNL_MAX_CPU_ISA",
     "KMP_AFFINITY",
     "MKL_CBWR",
@@ -22,41 +35,66 @@ _FLAGS = (
     "NVIDIA_TF32_OVERRIDE",
     "OMP_NUM_THREADS",
     "ONEDNN_MAX_CPU_ISA",
+    "PTXAS_OPTIONS",
     "PYTHONHASHSEED",
     "PYTORCH_NVML_BASED_CUDA_CHECK",
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "TORCH_BLAS_PREFER_CUBLASLT",
 )
-_BIT_FLAGS = frozenset(_FLAGS) - {
-    "CUDA_VISIBLE_DEVICES",
-    "KMP_AFFINITY",
-    "MKL_NUM_THREADS",
-    "OMP_NUM_THREADS",
-    "PYTHONHASHSEED",
-    "PYTORCH_NVML_BASED_CUDA_CHECK",
-}
+# Compilers and libraries of kernels, whose switches are many and change with their versions: all of them, but for
+# those of places, caches and logs. torch itself sets some paths, and the address of a cache may hold a password.
+_SWITCHES = (
+    "CUBLASLT_",
+    "CUBLAS_",
+    "CUDNN_",
+    "PYTORCH_TUNABLEOP_",
+    "TORCHDYNAMO_",
+    "TORCHINDUCTOR_",
+    "TORCH_COMPILE_",
+    "TORCH_CUDNN_",
+    "TRITON_",
+)
+_NO_SWITCH = re.compile(
+    r"_(CACHE|DEBUG|DIR|DUMP|FILENAME|HOME|HOST|JOB|KEY|LOG|LOGGING|LOGINFO|LOGPATH|PATH|PORT|PRINT|PROFILE|PROTON"
+    r"|PROVENANCE|REDIS|THREADS|TIMEOUT|TRACE|URL|VERBOSE|WORKER)(_|$)"
+)
+_PLACING_FLAGS = frozenset(
+    {
+        "CUDA_VISIBLE_DEVICES",
+        "KMP_AFFINITY",
+        "MKL_NUM_THREADS",
+        "OMP_NUM_THREADS",
+        "PYTHONHASHSEED",
+        "PYTORCH_NVML_BASED_CUDA_CHECK",
+    }
+)
 _INSTRUCTIONS = frozenset({"avx", "avx2", "fma", "f16c", "amx_bf16", "amx_int8", "amx_tile", "asimd", "sve", "bf16"})
 _BIT_PACKAGES = ("torch", "transformers", "peft", "numpy")
+_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def environment(threads: int | None = None, devices: Sequence[str] = ()) -> dict[str, object]:
     """What the run runs on: versions (read, not imported), machine, CPU, instruction sets, threads, flags.
 
     `threads` is the number of intra-op threads of a replica, `devices` the names of the accelerators' models; the
-    caller knows them, because asking for them would start torch.
+    caller knows them, because asking for them would start torch. With devices: their driver, and what makes kernels
+    for them.
     """
     cpu = _cpu()
+    names = (*_PACKAGES, *_ACCELERATOR_PACKAGES) if devices else _PACKAGES
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "machine": platform.machine(),
         "libc": " ".join(platform.libc_ver()).strip(),
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "packages": {name: _version(name) for name in names},
         "cpu": cpu["model"],
         "instructions": cpu["instructions"],
         "cores": len(os.sched_getaffinity(0)),
         "threads": threads,
         "devices": sorted(set(devices)),
-        "flags": {name: os.environ[name] for name in _FLAGS if name in os.environ},
+        "driver": _driver() if devices else None,
+        "flags": {name: value for name, value in sorted(os.environ.items()) if name in _FLAGS or _switches(name)},
     }
 
 
@@ -64,18 +102,38 @@ def fingerprint(environment: Mapping[str, object]) -> dict[str, str]:
     """The part of `environment` that bits depend on, flat: equal fingerprints promise equal bits, others nothing.
 
     Versions of libraries and of Python, machine, libc, CPU model and instruction sets, threads of a replica, models of
-    accelerators, and flags that choose kernels. The number of cores, workers or accelerators is not in it.
+    accelerators, and flags that choose kernels. The number of cores, workers or accelerators is not in it. With
+    accelerators also what makes their kernels: driver, Triton, cuBLAS, cuDNN, andon, and its `sources` where given.
     """
     packages = _mapping(environment["packages"])
     flags = _mapping(environment["flags"])
-    found = {name: str(packages[name]) for name in _BIT_PACKAGES if packages.get(name) is not None}
+    names = (*_BIT_PACKAGES, *(("andon", *_ACCELERATOR_PACKAGES) if environment["devices"] else ()))
+    found = {name: str(packages[name]) for name in names if packages.get(name) is not None}
     for name in ("machine", "libc", "cpu", "instructions", "threads"):
         found[name] = str(environment[name])
     # The order of rows is drawn by Python's generator.
     found["python"] = ".".join(str(environment["python"]).split(".")[:2])
     devices = environment["devices"]
     found["devices"] = ", ".join(map(str, devices)) if isinstance(devices, list) else str(devices)
-    return found | {f"flag {name}": str(flags[name]) for name in sorted(_BIT_FLAGS & flags.keys())}
+    if environment.get("driver") is not None:
+        found["driver"] = str(environment["driver"])
+    found |= {f"source {name}": str(digest) for name, digest in _mapping(environment.get("sources")).items()}
+    return found | {f"flag {name}": str(flags[name]) for name in sorted(flags.keys() - _PLACING_FLAGS)}
+
+
+def _switches(name: str) -> bool:
+    """Whether a variable of this name may choose kernels of a compiler or a library."""
+    return name.startswith(_SWITCHES) and not _NO_SWITCH.search(name)
+
+
+def _driver() -> str | None:
+    """The version of NVIDIA's kernel driver; None where it does not say."""
+    try:
+        first = _DRIVER.read_text(encoding="utf-8", errors="replace").partition("\n")[0]
+    except OSError:
+        return None
+    found = re.search(r"\s(\d+(?:\.\d+)+)\s", f"{first} ")
+    return found[1] if found is not None else None
 
 
 def _version(name: str) -> str | None:

@@ -13,7 +13,16 @@ import pytest
 
 from andon.problems import InputError
 from andon.run import provenance
-from andon.run.provenance import commit, differences, environment, fingerprint, read_provenance, write_provenance
+from andon.run.provenance import (
+    commit,
+    differences,
+    environment,
+    fingerprint,
+    read_provenance,
+    source_digest,
+    write_provenance,
+)
+from andon_contracts import fingerprint as machine
 
 
 def test_versions_are_those_installed() -> None:
@@ -35,6 +44,31 @@ def test_only_known_flags_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fingerprint(found)["flag ATEN_CPU_CAPABILITY"] == "default"
 
 
+def test_switches_of_compilers_are_recorded_but_for_places_and_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever their names; where caches and tools are decides no bits, and their addresses may hold passwords."""
+    switches = {
+        "TORCHINDUCTOR_A_SWITCH_OF_TOMORROW": "1",
+        "TORCH_COMPILE_DISABLE": "1",
+        "TRITON_F32_DEFAULT": "tf32",
+        "CUBLAS_EMULATION_STRATEGY": "eager",
+        "PYTORCH_TUNABLEOP_ENABLED": "1",
+    }
+    others = (
+        "TORCHINDUCTOR_REDIS_URL",
+        "TORCHINDUCTOR_CACHE_DIR",
+        "TRITON_PTXAS_PATH",
+        "TORCHINDUCTOR_COMPILE_THREADS",
+    )
+    before = fingerprint(environment())
+    for name, value in switches.items():
+        monkeypatch.setenv(name, value)
+    for name in others:
+        monkeypatch.setenv(name, "redis://user:s3cr3t@host")
+    found = environment()
+    assert "s3cr3t" not in json.dumps(found)
+    assert fingerprint(found) == before | {f"flag {name}": value for name, value in switches.items()}
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -43,14 +77,81 @@ def test_only_known_flags_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
         ("libc", "musl"),
         ("instructions", "sse"),
         ("devices", ["H200"]),
+        ("driver", "1.2.3"),
         ("python", "3.99.0"),
     ],
 )
 def test_the_fingerprint_changes_with_what_bits_depend_on(name: str, value: object) -> None:
-    """Another CPU, thread count, libc, instruction set, accelerator or Python is another fingerprint, and named."""
-    ours = environment(threads=1)
+    """Another CPU, thread count, libc, instruction set, accelerator, driver or Python is another one, and named."""
+    ours = environment(threads=1, devices=["H100"])
     (difference,) = differences(fingerprint(ours), fingerprint(ours | {name: value}))
     assert difference.startswith(f"{name}: ")
+
+
+@pytest.mark.parametrize("name", ["andon", "triton", "nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cudnn-cu13"])
+def test_what_makes_the_kernels_of_an_accelerator_is_in_its_fingerprint(name: str) -> None:
+    """Another version of it is another fingerprint there; a run on CPUs is compared with those from before it was."""
+    for devices, expected in ((["H200"], [f"{name}: none, 9"]), ([], [])):
+        ours = environment(threads=1, devices=devices)
+        packages = ours["packages"]
+        assert isinstance(packages, Mapping)
+        without = fingerprint(ours | {"packages": {**packages, name: None}})
+        assert list(differences(without, fingerprint(ours | {"packages": {**packages, name: "9"}}))) == expected
+
+
+def test_the_code_that_compiles_passes_is_in_the_fingerprint_of_an_accelerator() -> None:
+    """By its digest: many states of a checkout have one version number. On CPUs nothing is compiled."""
+    ours = environment(threads=1, devices=["H200"])
+    changed = ours | {"sources": {"andon.model": "0" * 16}}
+    (difference,) = differences(fingerprint(ours), fingerprint(changed))
+    digest = source_digest(Path(provenance.__file__).parents[1] / "model")
+    assert difference == f"source andon.model: {digest}, {'0' * 16}"
+    assert not [name for name in fingerprint(environment(threads=1)) if name.startswith("source")]
+
+
+def test_the_digest_of_code_is_of_names_and_contents(tmp_path: Path) -> None:
+    """Another content, another name and another division among files give another one, another place the same."""
+    states = [{"a.py": "1\n", "b.py": "2\n"}, {"a.py": "1\n", "c.py": "2\n"}, {"a.py": "1\n2\n"}, {"a.py": "1\n"}]
+    found = []
+    for place, files in enumerate([*states, states[0]]):
+        folder = tmp_path / str(place)
+        folder.mkdir()
+        for name, text in files.items():
+            (folder / name).write_text(text)
+        found.append(source_digest(folder))
+    assert found[-1] == found[0]
+    assert len(set(found)) == len(states)
+
+
+def test_what_was_written_before_there_was_more_is_read() -> None:
+    """The environment of an older run has no driver and no sources: its fingerprint has neither."""
+    ours = environment(threads=1, devices=["H200"])
+    older = {name: value for name, value in ours.items() if name not in ("driver", "sources")}
+    names = fingerprint(older).keys()
+    assert "devices" in names
+    assert not names & {"driver", "source andon.model"}
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19 18:56:32 UTC 2023\n", "535.129.03"),
+        (
+            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\nGCC 13\n",
+            "570.86.15",
+        ),
+        ("something else\n", None),
+        ("", None),
+    ],
+)
+def test_the_driver_is_the_one_that_the_kernel_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, expected: str | None
+) -> None:
+    """Of both kinds of kernel module; where there is none, or it says something else, it is not known."""
+    monkeypatch.setattr(machine, "_DRIVER", tmp_path / "version")
+    assert environment(devices=["H200"])["driver"] is None
+    (tmp_path / "version").write_text(line)
+    assert environment(devices=["H200"])["driver"] == expected
 
 
 def test_the_fingerprint_ignores_where_it_runs() -> None:

@@ -2,17 +2,40 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from andon.problems import InputError, Problem
 from andon.run.atomic import write_json
-from andon_contracts.fingerprint import environment as environment
+from andon_contracts.fingerprint import environment as environment_of_process
 from andon_contracts.fingerprint import fingerprint as fingerprint
+
+_COMPILED_BY = Path(__file__).resolve().parents[1] / "model"
+
+
+def environment(threads: int | None = None, devices: Sequence[str] = ()) -> dict[str, object]:
+    """What a run runs on, as `andon_contracts.fingerprint.environment` says it of a process.
+
+    With devices also `sources`, the digest of the code that rewrites and compiles passes for them: our version number
+    is one for many states of a checkout, and a rewriting decides bits as much as a library does.
+    """
+    found = environment_of_process(threads, devices)
+    return found | {"sources": {"andon.model": source_digest(_COMPILED_BY)}} if devices else found
+
+
+def source_digest(folder: Path) -> str:
+    """SHA-256 (16 hex digits) of the Python files right in `folder`, of names and contents; it does not matter where
+    the folder is."""
+    summed = hashlib.sha256()
+    for file in sorted(folder.glob("*.py")):
+        content = file.read_bytes()
+        summed.update(f"{file.name} {len(content)}\n".encode() + content)
+    return summed.hexdigest()[:16]
 
 
 def differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[str, ...]:
