@@ -53,12 +53,7 @@ def test_switches_of_compilers_are_recorded_but_for_places_and_secrets(monkeypat
         "CUBLAS_EMULATION_STRATEGY": "eager",
         "PYTORCH_TUNABLEOP_ENABLED": "1",
     }
-    others = (
-        "TORCHINDUCTOR_REDIS_URL",
-        "TORCHINDUCTOR_CACHE_DIR",
-        "TRITON_PTXAS_PATH",
-        "TORCHINDUCTOR_COMPILE_THREADS",
-    )
+    others = ("TORCHINDUCTOR_REDIS_ANY", "TORCH_COMPILE_ANY_URL", "TORCHINDUCTOR_CACHE_DIR", "TRITON_PTXAS_PATH")
     before = fingerprint(environment())
     for name, value in switches.items():
         monkeypatch.setenv(name, value)
