@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Graph
 
-from andon.model.nodes import replace_node, value_of
+from andon.model.nodes import calls_of, given_to, known, replace_node, value_of
 
 _SDPA: Any = torch._C._nn.scaled_dot_product_attention
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -17,14 +17,17 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 def attend(graph: Graph) -> None:
     """Replace causal attention that has no mask and no dropout by `causal_attention`, where that takes it."""
-    for node in graph.find_nodes(op="call_function", target=_SDPA):
-        given: dict[str, Any] = dict(zip(_ARGUMENTS, node.args, strict=False)) | node.kwargs
+    for node in calls_of(graph, _SDPA):
+        given = given_to(node, *_ARGUMENTS)
         parts = [given[name] for name in _ARGUMENTS[:3]]
-        plain = given.get("attn_mask") is None and given.get("dropout_p", 0.0) == 0.0
-        if plain and given.get("is_causal") and able(*(value_of(part) for part in parts)):
-            scale = given.get("scale")
-            size = value_of(parts[0]).shape[-1]
-            replace_node(node, causal_attention, *parts, float(size**-0.5 if scale is None else scale))
+        plain = given.get("attn_mask") is None and given.get("dropout_p", 0.0) == 0.0 and known(*parts)
+        if not plain or given.get("is_causal") is not True or not able(*(value_of(part) for part in parts)):
+            continue
+        scale = given.get("scale")
+        if scale is None:
+            scale = value_of(parts[0]).shape[-1] ** -0.5
+        if isinstance(scale, (int, float)) and value_of(node).dtype == value_of(parts[0]).dtype:
+            replace_node(node, causal_attention, *parts, float(scale))
 
 
 def able(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:

@@ -186,8 +186,8 @@ def backward(
 
 
 def _whole(x: torch.Tensor) -> torch.Tensor:
-    """`x` with its last dimension in one piece, as the kernels read it."""
-    return x if x.stride(3) == 1 else x.contiguous()
+    """`x` with its last dimension in one piece and its places no further apart than 32 bits count, as they are read."""
+    return x if x.stride(3) == 1 and x.shape[2] * x.stride(2) < 2**31 else x.contiguous()
 
 
 def _strides(*tensors: torch.Tensor) -> list[int]:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.fx import Graph, Node
 
-from andon.model.nodes import replace_node, value_of
+from andon.model.nodes import calls_of, given_to, known, replace_node, value_of
 
 _MOST = 2**31
 """Places that 32 bits count."""
@@ -16,24 +16,25 @@ _MOST = 2**31
 
 def drop_by_hash(graph: Graph) -> None:
     """Replace each call of dropout that draws by `hashed_dropout`, with keys from the stream that it would use."""
-    found = [(node, rate) for node, rate in _dropouts(graph) if value_of(node).numel() < _MOST]
+    found = list(_dropouts(graph))
     if not found:
         return
     with graph.inserting_before(found[0][0]):
-        device = value_of(found[0][0]).device
+        device = value_of(found[0][1]).device
         keys = graph.call_function(torch.ops.andon.drawn_keys.default, (len(found), device))
         own = [graph.call_function(torch.select, (keys, 0, place)) for place in range(len(found))]
-    for (node, rate), key in zip(found, own, strict=True):
-        replace_node(node, hashed_dropout, node.args[0], key, rate)
+    for (node, x, rate), key in zip(found, own, strict=True):
+        replace_node(node, hashed_dropout, x, key, rate)
 
 
-def _dropouts(graph: Graph) -> Iterator[tuple[Node, float]]:
-    """Calls of dropout that draw, with their rates."""
-    for node in graph.find_nodes(op="call_function", target=nn.functional.dropout):
-        given = dict(zip(("input", "p", "training", "inplace"), node.args, strict=False)) | node.kwargs
-        rate, training = given.get("p", 0.5), given.get("training", True)
-        if training is True and isinstance(rate, float) and 0 < rate < 1 and not given.get("inplace", False):
-            yield node, rate
+def _dropouts(graph: Graph) -> Iterator[tuple[Node, Node, float]]:
+    """Calls of dropout that draw and write nothing in place, with what they drop of and their rates."""
+    for node in calls_of(graph, nn.functional.dropout):
+        given = given_to(node, "input", "p", "training", "inplace")
+        x, rate, training = given["input"], given.get("p", 0.5), given.get("training", True)
+        draws = training is True and isinstance(rate, float) and 0 < rate < 1 and not given.get("inplace", False)
+        if draws and known(x) and value_of(x).numel() < _MOST:
+            yield node, x, rate
 
 
 def hashed_dropout(x: torch.Tensor, keys: torch.Tensor, rate: float) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.fx import Graph, Node
 
-from andon.model.nodes import value_of
+from andon.model.nodes import calls_of, given_to, known, unwritten, value_of
 
 _BY_TOKEN: tuple[Any, ...] = (
     torch._C._nn.linear,
@@ -33,6 +33,19 @@ _BY_TOKEN: tuple[Any, ...] = (
 )
 _BY_TOKEN_METHODS = ("to", "float", "pow", "mean", "add", "mul", "rsqrt")
 _DIMENSIONS = 3
+_NORMS = (nn.functional.rms_norm, nn.functional.layer_norm)
+_SWITCHES: tuple[Any, ...] = (torch._C._set_grad_enabled, torch.autograd.grad_mode._enter_inference_mode)
+_SCORING = (
+    nn.Linear,
+    nn.Dropout,
+    nn.Identity,
+    nn.Tanh,
+    nn.GELU,
+    nn.ReLU,
+    nn.Sequential,
+    nn.ModuleDict,
+    nn.ParameterDict,
+)
 
 
 def reading_last_tokens(forward: Callable[..., Any], head: nn.Module) -> Callable[..., Any]:
@@ -41,21 +54,38 @@ def reading_last_tokens(forward: Callable[..., Any], head: nn.Module) -> Callabl
     What a graph that is traced of it computes for them is left out by `leave_out`. Returns `forward` itself where it is
     not known which tokens the head reads.
     """
-    from transformers.modeling_layers import GenericForSequenceClassification
-
     config: Any = getattr(head, "config", None)
-    pad_id: int | None = getattr(config, "pad_token_id", None)
-    known = isinstance(head, GenericForSequenceClassification)
-    if not known or pad_id is None or type(head).forward is not GenericForSequenceClassification.forward:
+    pad_id: int | None = config.get_text_config().pad_token_id if _reads_last_tokens(head) else None
+    if pad_id is None:
         return forward
 
     def reading(*args: Any, **kwargs: Any) -> Any:
-        chosen = last_real(args[0] if args else kwargs["input_ids"], pad_id)  # first, for use anywhere in the graph
+        ids = args[0] if args else kwargs.get("input_ids")
+        if ids is None:
+            return forward(*args, **kwargs)
+        chosen = last_real(ids, pad_id)  # first, for use anywhere in the graph
         output = forward(*args, **kwargs)
-        output.last_hidden_state = only_at(output.last_hidden_state, chosen)
+        hidden = getattr(output, "last_hidden_state", None)
+        if hidden is not None and hidden.shape[:-1] == chosen.shape:  # not with tokens that the model adds
+            output.last_hidden_state = only_at(hidden, chosen)
         return output
 
     return reading
+
+
+def _reads_last_tokens(head: Any) -> bool:
+    """Whether `head` scores each token by itself and then takes the score of the last real one."""
+    from transformers.modeling_layers import GenericForSequenceClassification as Known
+
+    if not isinstance(head, Known) or type(head).forward is not Known.forward or "forward" in vars(head):
+        return False
+    return all(_scores_by_token(module) for module in head.score.modules())
+
+
+def _scores_by_token(module: nn.Module) -> bool:
+    """Whether `module` takes each token by itself, or calls only modules that are asked in turn."""
+    known_kind = type(module) in _SCORING or type(module).__module__.partition(".")[0] == "peft"
+    return known_kind and "forward" not in vars(module)
 
 
 def last_real(ids: torch.Tensor, pad_id: int) -> torch.Tensor:
@@ -72,23 +102,27 @@ def only_at(x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
 
 
 def picked(x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """[rows, 1, size]: the one token of each row of `x` that is `chosen`, to the bit."""
-    one: torch.Tensor = only_at(x, chosen).sum(1, keepdim=True)
+    """[rows, 1, size]: the one token of each row of `x` that is `chosen`, as it is, in the type of `x`."""
+    one: torch.Tensor = only_at(x, chosen).sum(1, keepdim=True, dtype=x.dtype)  # autocast would sum in fp32
     return one
 
 
 def leave_out(graph: Graph) -> None:
-    """Have what only leads to `only_at` computed for the chosen tokens alone."""
-    for end in graph.find_nodes(op="call_function", target=only_at):
+    """Have what only leads to `only_at` computed for the chosen tokens alone.
+
+    Not where something is written in place, or where gradients are switched on or off on the way: a token is picked
+    once, before its first use.
+    """
+    for end in calls_of(graph, only_at):
         hidden, chosen = end.args
         spared = _leading_to(end, hidden)
-        for node in spared:
-            for source in node.all_input_nodes:
-                if source not in spared and value_of(source).dim() == _DIMENSIONS:
-                    _pick(source, spared, chosen)
+        sources = list(dict.fromkeys(each for node in spared for each in _by_tokens(node) if each not in spared))
+        if unwritten(*spared, *sources) and not _switches(graph, spared, end):
+            for source in sources:
+                _pick(source, spared, chosen)
 
 
-def _leading_to(end: Node, last: Node) -> dict[Node, None]:
+def _leading_to(end: Node, last: Any) -> dict[Node, None]:
     """The nodes, in order, whose values are used for `end` alone and that take each token by itself."""
     found: dict[Node, None] = {}
     for node in reversed(list(end.graph.nodes)):
@@ -98,12 +132,27 @@ def _leading_to(end: Node, last: Node) -> dict[Node, None]:
     return dict.fromkeys(reversed(found))
 
 
+def _by_tokens(node: Node) -> list[Node]:
+    """What `node` takes that has rows and tokens."""
+    return [each for each in node.all_input_nodes if known(each) and value_of(each).dim() == _DIMENSIONS]
+
+
 def _by_token(node: Node) -> bool:
-    known = node.target in (_BY_TOKEN if node.op == "call_function" else _BY_TOKEN_METHODS)
-    if not known or node.op not in ("call_function", "call_method") or value_of(node).dim() != _DIMENSIONS:
+    target = node.target in (_BY_TOKEN if node.op == "call_function" else _BY_TOKEN_METHODS)
+    if not target or node.op not in ("call_function", "call_method"):
         return False
-    dims = node.args[1] if node.target == "mean" and len(node.args) > 1 else node.kwargs.get("dim", -1)
-    return dims in (-1, [-1], (-1,)) or node.target != "mean"
+    if not known(node) or value_of(node).dim() != _DIMENSIONS:
+        return False
+    if node.target == "mean":
+        return given_to(node, "self", "dim").get("dim") in (-1, [-1], (-1,))
+    return node.target not in _NORMS or len(given_to(node, "input", "normalized_shape")["normalized_shape"]) == 1
+
+
+def _switches(graph: Graph, spared: dict[Node, None], end: Node) -> bool:
+    """Whether gradients are switched on or off between the first of `spared` and `end`."""
+    order = list(graph.nodes)
+    between = order[order.index(next(iter(spared))) : order.index(end)] if spared else []
+    return any(node.target in _SWITCHES for node in between)
 
 
 def _pick(source: Node, spared: dict[Node, None], chosen: Any) -> None:

@@ -12,15 +12,15 @@ import torch
 from torch import nn
 from torch.fx import Graph, Node
 
-from andon.model.nodes import replace_node, value_of
+from andon.model.nodes import calls_of, given_to, known, replace_node, unwritten, value_of
 
 _LINEAR: Any = torch._C._nn.linear
 
 
 def add_in_place(graph: Graph) -> None:
     """Replace each `linear(x, weight) + scale * linear(narrow, low)` by `adapted_product`, where nothing else uses the
-    first product and its weight is frozen."""
-    for total in graph.find_nodes(op="call_function", target=operator.add):
+    first product, its weight is frozen, and both are computed when they are added, for the same gradients."""
+    for total in calls_of(graph, operator.add):
         found = _adapted(total)
         if found is not None:
             replace_node(total, adapted_product, *found)
@@ -28,26 +28,39 @@ def add_in_place(graph: Graph) -> None:
 
 def _adapted(total: Node) -> tuple[Any, ...] | None:
     """The arguments of `adapted_product` that give `total`; None: it is another sum."""
+    base: Any
+    scaled: Any
     base, scaled = total.args
-    if not isinstance(base, Node) or not isinstance(scaled, Node) or scaled.target is not operator.mul:
+    if not known(base, scaled) or scaled.target is not operator.mul:
         return None
     product, scale = scaled.args
-    if not isinstance(product, Node) or not isinstance(scale, float) or len(base.users) > 1:
+    if not known(product) or not isinstance(scale, float) or len(base.users) > 1:
         return None
     first, second = _operands(base), _operands(product)
     if first is None or second is None or value_of(first[1]).requires_grad:
         return None
-    alike = value_of(base).shape == value_of(product).shape
-    same_type = {value_of(node).dtype for node in (base, product, total)} == {value_of(first[1]).dtype}
-    return (*first, *second, scale) if alike and same_type else None
+    same = _alike(total, base, scaled, product, first[1]) and unwritten(base, scaled, product, first[0], second[0])
+    return (*first, *second, scale) if same else None
 
 
-def _operands(node: Node) -> tuple[Node, Node] | None:
-    """What `node` multiplies by which weight, if it is a product without a bias."""
-    if node.target is not _LINEAR or node.args[2:] not in ((), (None,)):
+def _alike(total: Any, base: Any, scaled: Any, product: Any, weight: Node) -> bool:
+    """Whether the products are of one shape and of the type of `weight`."""
+    shapes = {value_of(node).shape for node in (base, product)}
+    types = {value_of(node).dtype for node in (base, scaled, product, total, weight)}
+    return len(shapes) == len(types) == 1 and types.pop().is_floating_point
+
+
+def _operands(node: Any) -> tuple[Node, Node] | None:
+    """What `node` multiplies by which weight, if it is a product without a bias, and has a gradient if those have."""
+    if node.target is not _LINEAR:
         return None
-    x, weight = node.args[:2]
-    return (x, weight) if isinstance(x, Node) and isinstance(weight, Node) else None
+    given = given_to(node, "input", "weight", "bias")
+    x, weight = given["input"], given["weight"]
+    if given.get("bias") is not None or not known(x, weight):
+        return None
+    learns = value_of(x).requires_grad or value_of(weight).requires_grad
+    plain = value_of(x).dim() > 1 and value_of(weight).dim() == 2 and value_of(node).numel() > 0
+    return (x, weight) if plain and learns == value_of(node).requires_grad else None
 
 
 def adapted_product(

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from andon.model.nodes import replace_node, value_of
+from andon.model.nodes import calls_of, given_to, known, replace_node, unwritten, value_of
 
 
 def exchange_halves(graph: Graph) -> None:
     """Replace `cat((-b, a))` of a tensor's halves a and b by `exchanged_halves`, whose gradient is one too: a load in
     the place of masked ones, forward and backward."""
-    for node in graph.find_nodes(op="call_function", target=torch.cat):
+    for node in calls_of(graph, torch.cat):
         turned = _turned(node)
         if turned is not None:
             replace_node(node, exchanged_halves, turned)
@@ -33,7 +33,7 @@ def keep_waves(graph: Graph) -> None:
     waves = [node for name in ("cos", "sin") for node in graph.find_nodes(op="call_method", target=name)]
     waves += [node for each in (torch.cos, torch.sin) for node in graph.find_nodes(op="call_function", target=each)]
     for node in waves:
-        if not value_of(node).requires_grad:
+        if known(node) and not value_of(node).requires_grad:
             with graph.inserting_after(node):
                 kept = graph.call_function(torch.ops.andon.kept.default, (node,))
             kept.meta = dict(node.meta)
@@ -54,25 +54,26 @@ def _kept_shape(x: torch.Tensor) -> torch.Tensor:
 
 def _turned(node: Node) -> Node | None:
     """What `node`, a concatenation, turns by exchanging its halves; None: it does something else."""
-    parts: Any = node.args[0]
-    dim = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0)
-    if dim != -1 or len(parts) != 2 or parts[0].target is not operator.neg:
+    given = given_to(node, "tensors", "dim")
+    parts = given.get("tensors")
+    if given.get("dim", 0) != -1 or not isinstance(parts, (list, tuple)) or len(parts) != 2 or not known(*parts):
+        return None
+    if parts[0].target is not operator.neg:
         return None
     upper, lower = _half_of(parts[0].args[0]), _half_of(parts[1])
     if upper is None or lower is None or upper[0] is not lower[0]:
         return None
-    size = value_of(upper[0]).shape[-1]
-    whole = (upper[1], lower[1]) == (slice(size // 2, None, None), slice(None, size // 2, None))
-    return upper[0] if whole and size % 2 == 0 else None
+    turned, size = upper[0], value_of(upper[0]).shape[-1]
+    halves = (upper[1], lower[1]) == (slice(size // 2, None, None), slice(None, size // 2, None))
+    learn = {value_of(each).requires_grad for each in (turned, *parts)}
+    return turned if halves and size % 2 == 0 and len(learn) == 1 and unwritten(turned, *parts) else None
 
 
-def _half_of(node: Node) -> tuple[Node, slice] | None:
+def _half_of(node: Any) -> tuple[Node, slice] | None:
     """The tensor of which `node` is `tensor[..., slice]`, and the slice."""
-    if node.target is not operator.getitem:
+    if not known(node) or node.target is not operator.getitem:
         return None
-    whole: Any
-    index: Any
     whole, index = node.args
-    if not isinstance(whole, Node) or not isinstance(index, tuple) or len(index) != 2 or index[0] is not Ellipsis:
+    if not known(whole) or not isinstance(index, tuple) or len(index) != 2 or index[0] is not Ellipsis:
         return None
     return (whole, index[1]) if isinstance(index[1], slice) else None
