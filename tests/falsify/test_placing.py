@@ -1,0 +1,176 @@
+"""Where ranks live, what cannot be tried here and why, and what devices rule out; without a GPU all of it but CUDA."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from andon.problems import InputError
+from andon_falsify.compliance.claims import UNMIXED_TOLERANCE, alone, memory, same_bits, unmixed, verdicts
+from andon_falsify.compliance.power import untried
+from andon_falsify.compliance.resume import Resumed, cut_and_resume
+from andon_falsify.faults.planting import BIG, PLAIN
+from andon_falsify.faults.registry import named
+from andon_falsify.ranks.pool import RankPool, RankPools
+from andon_falsify.subjects.case import Case
+from andon_falsify.subjects.placing import devices_of, place_of_bits, room_for, why_not
+from andon_falsify.subjects.trace import Trace
+from andon_falsify.subjects.trainer import AndonTrainer
+from andon_falsify.verdict import Outcome
+
+HERE = "tests.falsify.rank_work"
+
+
+@pytest.fixture
+def trainer() -> Iterator[AndonTrainer]:
+    """Our trainer; its ranks end with the test."""
+    with RankPools() as pools:
+        yield AndonTrainer(pools)
+
+
+def placed(trace: Trace, place: str) -> Trace:
+    """`trace` as if its ranks had been on `place`."""
+    return replace(trace, parts=tuple(replace(part, place=place) for part in trace.parts))
+
+
+@pytest.mark.parametrize(
+    ("backend", "world", "gpus", "devices"),
+    [
+        ("inline", 2, 8, "cpu cpu"),
+        ("gloo", 3, 8, "cpu cpu cpu"),
+        ("nccl", 3, 4, "cuda:0 cuda:1 cuda:2"),
+        ("mixed", 1, 4, "cpu"),
+        ("mixed", 3, 1, "cpu cuda:0 cpu"),
+        ("mixed", 4, 2, "cpu cuda:0 cpu cuda:1"),
+        ("mixed", 6, 2, "cpu cuda:0 cpu cuda:1 cpu cuda:0"),
+        ("mixed", 2, 0, "cpu cpu"),
+    ],
+)
+def test_every_rank_has_its_device(backend: str, world: int, gpus: int, devices: str) -> None:
+    """A GPU each for nccl; CPU and GPU by turns for mixed, so that one GPU is enough for 2 and 3 ranks."""
+    assert [str(device) for device in devices_of(backend, world, gpus)] == devices.split()
+
+
+def test_more_ranks_of_nccl_than_gpus_have_no_place() -> None:
+    """Two ranks are never put on one GPU."""
+    with pytest.raises(InputError, match="there is no GPU 2; this machine has 2"):
+        devices_of("nccl", 3, 2)
+    assert [room_for("nccl", 3, gpus) for gpus in (0, 1, 2, 4)] == [1, 1, 2, 3]
+    assert [room_for(backend, 3, 1) for backend in ("gloo", "mixed")] == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("backend", "world", "gpus", "nccl", "said"),
+    [
+        ("gloo", 4, 0, False, ""),
+        ("nccl", 1, 0, True, "nccl needs a GPU, and this machine has none that torch can use"),
+        ("nccl", 3, 2, True, "nccl on 3 ranks needs 3 GPUs, and this machine has 2 that torch can use"),
+        ("nccl", 2, 2, True, ""),
+        ("nccl", 2, 2, False, "nccl needs NCCL, and this torch was built without it"),
+        ("mixed", 3, 1, False, ""),
+        ("mixed", 2, 0, False, "mixed needs a GPU, and this machine has none that torch can use"),
+    ],
+)
+def test_what_has_no_place_says_what_is_missing(backend: str, world: int, gpus: int, nccl: bool, said: str) -> None:
+    """How many GPUs are needed, and how many there are."""
+    assert why_not(backend, world, gpus, nccl) == said
+
+
+def test_pools_are_of_a_backend_and_a_number_of_ranks() -> None:
+    """Ranks of another group are other processes; asked again they are the same, and theirs is the group of `mixed`."""
+    with RankPools() as pools:
+        mixed, gloo = pools.of(1, "mixed"), pools.of(1)
+        assert [answer.value for answer in mixed.run(f"{HERE}:group_of", None)] == [("gloo", 1)]
+        gloo.run(f"{HERE}:group_of", None)
+        assert len({*mixed.pids, *gloo.pids}) == 2
+        assert (pools.of(1, "mixed"), pools.of(1, "gloo")) == (mixed, gloo)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 0, reason="here it has one")
+def test_a_rank_whose_gpu_is_not_there_says_so() -> None:
+    """Whoever asks past the reason for a skip gets an error of the rank, and no silent run on the CPU."""
+    pool = RankPool(1, backend="nccl")
+    (answer,) = pool.run(f"{HERE}:group_of", None)
+    pool.close()
+    assert "there is no GPU 0; this machine has 0" in answer.error
+
+
+def test_a_mixed_group_keeps_every_claim(trainer: AndonTrainer) -> None:
+    """On whatever devices there are; where all are CPUs, to the bit of one rank."""
+    case = Case(backend="mixed", world=2)
+    trace, base = trainer.run(case), trainer.run(alone(case))
+    assert (trace.errors, trace.violation) == ({}, None)
+    found = verdicts(trace, base)
+    assert {verdict.outcome for verdict in found.values()} <= {Outcome.HOLDS, Outcome.NOT_APPLICABLE}, found
+    assert trace.place == place_of_bits(devices_of("mixed", 2))
+    assert trace.place != "cpu" or found["same-everywhere"].outcome is Outcome.HOLDS
+
+
+def test_a_mixed_group_resumes(trainer: AndonTrainer) -> None:
+    """Cut off after update 3, with checkpoints at 2 and 4."""
+    case = Case(backend="mixed", world=2, epochs=2)
+    found = cut_and_resume(trainer, case, after=3, every=2, world=2, fault=None)
+    assert found.taken_up.first.resumed_from == 2
+    assert found.verdict.outcome is Outcome.HOLDS, found.verdict
+
+
+def test_other_devices_are_not_compared_to_the_bit(trainer: AndonTrainer) -> None:
+    """Neither held nor falsified: not applicable, with the devices; and a run on GPUs is measured by one on a GPU."""
+    one, two = trainer.run(PLAIN.but(world=1)), trainer.run(PLAIN)
+    assert same_bits(one, two).outcome is Outcome.HOLDS
+    verdict = same_bits(one, placed(two, "cpu cuda"))
+    assert (verdict.outcome, verdict.why) == (
+        Outcome.NOT_APPLICABLE,
+        "other kinds of device round otherwise: cpu cuda against cpu",
+    )
+    assert same_bits(placed(one, "cuda"), placed(two, "cuda")).outcome is Outcome.HOLDS
+    backends = ("gloo", "threads", "mixed", "nccl")
+    assert [alone(Case(backend=name)).backend for name in backends] == ["inline", "inline", "inline", "nccl"]
+
+
+def test_a_run_goes_on_to_the_bit_on_the_same_devices_alone(trainer: AndonTrainer) -> None:
+    """On another number of mixed ranks a micro-batch is computed on another device."""
+    whole, cut = trainer.run(PLAIN), trainer.run(PLAIN.but(stop_after=1))
+    resumed = Resumed(placed(whole, "cpu cuda"), placed(cut, "cpu cuda"), placed(whole, "cpu cuda cpu"))
+    assert resumed.verdict.outcome is Outcome.NOT_APPLICABLE
+    assert "cpu cuda cpu after cpu cuda" in resumed.verdict.why
+
+
+@pytest.mark.parametrize(("off", "outcome"), [(0.5, Outcome.HOLDS), (2.0, Outcome.FALSIFIED)])
+def test_mixed_losses_are_held_to_those_of_one_cpu(trainer: AndonTrainer, off: float, outcome: Outcome) -> None:
+    """Within the stated tolerance, without dropout, whose masks are the device's own."""
+    base, trace = trainer.run(PLAIN.but(world=1)), trainer.run(PLAIN)
+    mixed = placed(replace(trace, case=trace.case.but(backend="mixed")), "cpu cuda")
+    told = [replace(each, loss=each.loss * (1 + off * UNMIXED_TOLERANCE)) for each in mixed.first.reported]
+    (verdict,) = unmixed(base, replace(mixed, parts=(replace(mixed.first, reported=told),)))
+    assert verdict.outcome is outcome
+    assert unmixed(base, trace) == []
+    assert unmixed(base, replace(mixed, case=mixed.case.but(dropout=0.1))) == []
+
+
+def test_bytes_on_gpus_are_not_counted(trainer: AndonTrainer) -> None:
+    """The claim does not apply there, with the reason."""
+    trace = trainer.run(BIG.but(max_steps=1))
+    assert memory(placed(trace, "cuda")).outcome is Outcome.NOT_APPLICABLE
+    assert memory(trace).checked > 0
+
+
+@pytest.mark.parametrize(
+    ("fault", "backend", "gpus", "said"),
+    [
+        ("no sync", "mixed", 1, ""),
+        ("no sync", "nccl", 1, "nccl on 2 ranks needs 2 GPUs"),
+        ("moments in fp64", "gloo", 0, ""),
+        ("moments in fp64", "mixed", 1, ""),  # on one rank, which is on the CPU
+        ("masks keyed by rank", "gloo", 0, ""),
+        ("masks keyed by rank", "mixed", 1, "same-everywhere says nothing of ranks on cpu cuda"),
+    ],
+)
+def test_a_fault_that_cannot_be_shown_says_why(fault: str, backend: str, gpus: int, said: str) -> None:
+    """Its claim must be applicable there: a control that does not hold would be taken for a weakness of the suite."""
+    reason = untried(named(fault), backend, gpus)
+    assert reason.startswith(said)
+    assert bool(reason) == bool(said)
