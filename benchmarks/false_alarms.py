@@ -24,7 +24,7 @@ from andon_falsify.campaign.opening import open_bench
 from andon_falsify.campaign.request import OURS, Options, Request, understood
 from andon_falsify.campaign.trial import FUNCTIONS, Trial
 from andon_falsify.ranks.pool import RankPools
-from andon_falsify.subjects.trainer import CPU_BACKENDS
+from andon_falsify.subjects.placing import CPU_BACKENDS
 from andon_falsify.verdict import Outcome, Verdict
 from benchmarks.runs import table
 

@@ -16,8 +16,9 @@ from andon_falsify.compliance.law import Reference, short_name
 from andon_falsify.ranks.pool import RankPools
 from andon_falsify.reference.training import gradient
 from andon_falsify.subjects.case import Case, Rows
+from andon_falsify.subjects.placing import CPU_BACKENDS, GPU_BACKENDS, why_not
 from andon_falsify.subjects.trace import Trace
-from andon_falsify.subjects.trainer import CPU_BACKENDS, AndonTrainer
+from andon_falsify.subjects.trainer import AndonTrainer
 from benchmarks.runs import table
 
 BOUND = 2e-6
@@ -64,15 +65,20 @@ def errors(trace: Trace) -> dict[str, list[float]]:
 def main() -> int:
     """Print the table by tensor and the figure; 0 if it is within the bound."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--backend", choices=CPU_BACKENDS, default="gloo")
+    parser.add_argument("--backend", choices=(*CPU_BACKENDS, *GPU_BACKENDS), default="gloo")
     parser.add_argument("--world", type=int, default=2)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--seed", type=int, default=42)
     options = parser.parse_args()
+    if reason := why_not(options.backend, options.world):
+        parser.error(reason)
     with RankPools() as pools:
         trace = AndonTrainer(pools).run(case(options.backend, options.world, options.steps, options.seed))
     if trace.errors or trace.violation:
         print(trace.errors, trace.violation)
+        return 1
+    if reason := Reference(trace).why_not:
+        print(reason)
         return 1
     found = errors(trace)
     rows = [

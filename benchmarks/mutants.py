@@ -10,12 +10,13 @@ import argparse
 from pathlib import Path
 
 from andon_falsify.compliance.claims import verdicts
-from andon_falsify.compliance.power import Laboratory, Trial, matrix
+from andon_falsify.compliance.power import Laboratory, Trial, matrix, untried
 from andon_falsify.faults.registry import FAULTS
 from andon_falsify.ranks.pool import RankPools
 from andon_falsify.subjects.case import Case, make_rows
+from andon_falsify.subjects.placing import CPU_BACKENDS, GPU_BACKENDS
 from andon_falsify.subjects.protocol import Remembering, Subject
-from andon_falsify.subjects.trainer import CPU_BACKENDS, AndonTrainer
+from andon_falsify.subjects.trainer import AndonTrainer
 from andon_falsify.verdict import Outcome
 
 _INTRODUCTION = """# Faults and the claims that see them
@@ -43,28 +44,35 @@ def clean(subject: Subject, steps: int) -> tuple[str, bool]:
 
 def main() -> int:
     """Try all faults; 0 if each changed something and was seen by its claim, and no claim fell without one."""
+    backends = (*CPU_BACKENDS, *GPU_BACKENDS)
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--backend", action="append", choices=CPU_BACKENDS, help="again for another; all if not given")
+    parser.add_argument("--backend", action="append", choices=backends, help="again for another; those on CPUs if not")
     parser.add_argument("--write", type=Path, help="the file to write")
     parser.add_argument("--clean-steps", type=int, default=1000, help="updates of the run without a fault")
     options = parser.parse_args()
     trials: list[Trial] = []
+    left_out = 0
     with RankPools() as pools:
         for backend in options.backend or CPU_BACKENDS:
             laboratory = Laboratory(Remembering(AndonTrainer(pools)))
             for fault in FAULTS:
-                if fault.kind in ("trainer", "resume") or backend == "inline":
+                by_backend = fault.kind in ("trainer", "resume")
+                if by_backend and (reason := untried(fault, backend)):
+                    left_out += 1
+                    print(f"{backend:8} {fault.name}: not tried: {reason}", flush=True)
+                elif by_backend or backend == "inline":
                     trials.append(laboratory.attempt(fault, backend))
                     verdict = "; ".join(trials[-1].problems) or "killed"
                     print(f"{backend:8} {fault.name}: {verdict}", flush=True)
         unharmed, well = clean(AndonTrainer(pools), options.clean_steps)
     held = sum(not trial.problems for trial in trials)
     closing = f"{held} of {len(trials)} killed ({len(FAULTS)} faults); {unharmed}"
+    closing += f"; {left_out} could not be tried" if left_out else ""
     text = f"{_INTRODUCTION}\n{matrix(trials)}\n\n{closing}.\n"
     print(text)
     if options.write is not None:
         options.write.write_text(text, encoding="utf-8")
-    return 0 if held == len(trials) and well else 1
+    return 0 if trials and held == len(trials) and well else 1
 
 
 if __name__ == "__main__":
