@@ -68,9 +68,9 @@ def test_a_run_that_is_cut_off_resumes(late: AndonTrainer) -> None:
     assert found.verdict.outcome is Outcome.HOLDS, found.verdict
 
 
-@pytest.mark.parametrize("name", ["loss is a mean of shard means", "unweighted mean of uneven shards", "no sync"])
+@pytest.mark.parametrize("name", ["loss is a mean of shard means", "unweighted mean of uneven shards"])
 def test_a_planted_fault_is_seen(late: AndonTrainer, name: str) -> None:
-    """In what a step reports, in what it needs to know of its batch, and in a replica: launched as well as called."""
+    """In what a step reports, and in what it needs to know of its batch: launched as well as called."""
     fault = named(name)
     adamw = replace(fault, case=fault.case.but(optimizer="adamw", lr=1e-2))  # SGD of a CPU cannot be held back
     assert Laboratory(Remembering(late)).attempt(adamw, "inline").problems == []
