@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -9,8 +11,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from andon.model.compiled import CompiledPasses, compile_backbone, length_step, padded_lengths, shapes_of
+from andon.model.compiled import (
+    CompiledPasses,
+    _room_for,
+    backbone_of,
+    compile_backbone,
+    length_step,
+    padded_lengths,
+    rewriting_backend,
+    shapes_of,
+    traced,
+)
 from andon.model.task import collate
+from andon.problems import InputError
 from andon.step.plan import GlobalBatch
 from tests.model.tiny import adapted
 
@@ -63,3 +76,69 @@ def test_the_backbone_of_an_adapted_model_is_what_is_compiled() -> None:
     assert passes.eager == 1
     with pytest.raises(ValueError, match="'off' is not one of kernels, graphs"):
         compile_backbone(model, "off", {(3, 8)})
+
+
+@pytest.fixture
+def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What one test traced is not found by another, and the compiler's bar of progress leaves no thread."""
+    import torch._dynamo.config as tracing
+
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
+    before = tracing.cache_size_limit, tracing.accumulated_cache_size_limit
+    yield
+    tracing.cache_size_limit, tracing.accumulated_cache_size_limit = before
+    torch.compiler.reset()
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_no_kernel_of_either_pass_is_chosen_by_timing() -> None:
+    """Forward and backward, which is compiled on whatever thread comes to it first."""
+    import torch._inductor.config as code
+
+    found: list[tuple[str, bool]] = []
+
+    def looking(graph: torch.fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Any:
+        found.append((threading.current_thread().name, code.deterministic))
+
+        def run(given: list[Any]) -> Any:
+            return graph(*given)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    model = adapted()
+    backbone_of(model).forward = traced(model, rewriting_backend({}, inner_compile=looking))
+    loss = model(input_ids=torch.ones((2, 8), dtype=torch.int64)).logits.sum()
+    thread = threading.Thread(target=loss.backward, name="autograd")
+    thread.start()
+    thread.join()
+    assert ("autograd", True) in found
+    assert all(chosen for _, chosen in found)
+    assert len(found) == 2
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_every_shape_of_every_backbone_is_compiled() -> None:
+    """Three replicas with three shapes each: more graphs of one function than torch makes unless it is told."""
+    graphs: list[str] = []
+
+    def backend(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        graphs.append("one")
+        return module.forward
+
+    for _ in range(3):
+        model = adapted("encoder")
+        backbone_of(model).forward = traced(model, backend, **_room_for(3))
+        for length in (8, 9, 10):
+            model(input_ids=torch.ones((2, length), dtype=torch.int64))
+    assert len(graphs) == 9
+
+
+@pytest.mark.parametrize("name", ["TORCH_COMPILE_DISABLE", "TORCHDYNAMO_SUPPRESS_ERRORS"])
+def test_what_would_run_eagerly_without_a_word_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A variable that has torch compile nothing is an error that names it; one that is set to 0 is none."""
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(InputError, match=name):
+        compile_backbone(adapted(), "kernels", {(3, 8)})
+    monkeypatch.setenv(name, "0")
+    compile_backbone(adapted(), "kernels", {(3, 8)})

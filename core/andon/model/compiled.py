@@ -6,6 +6,8 @@ them or on what came before: it is a function of the batch's shape and of a set 
 
 from __future__ import annotations
 
+import inspect
+import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,9 +17,11 @@ from torch import nn
 
 from andon.model.pooled import reading_last_tokens
 from andon.model.rewriting import rewrite
+from andon.problems import InputError, Problem
 
 MODES = {"off": None, "kernels": "default", "graphs": "reduce-overhead"}
 """What `training.compile` may be, and what torch calls it: nothing, fused kernels, and these in CUDA graphs."""
+_SILENCING = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE", "TORCHDYNAMO_SUPPRESS_ERRORS")
 Shape = tuple[int, int]
 """Rows and padded length of a micro-batch."""
 
@@ -67,31 +71,39 @@ class CompiledPasses:
 def compile_backbone(model: nn.Module, mode: str, shapes: Collection[Shape]) -> CompiledPasses:
     """Have `model`'s backbone compiled for `shapes`; `mode` is one of `MODES` but off. Compiles at the first pass.
 
-    Choices that inductor would make by timing, and that may change bits, are switched off for this process.
-    Raises `ValueError` for an unknown mode.
+    Raises `ValueError` for an unknown mode, and `InputError` for variables of the environment that have torch run a
+    model eagerly without a word.
     """
     chosen = MODES.get(mode)
     if chosen is None:
         msg = f"{mode!r} is not one of {', '.join(name for name, value in MODES.items() if value)}"
         raise ValueError(msg)
-    _choose_without_timing(len(shapes))
+    silent = [name for name in _SILENCING if os.environ.get(name, "0") not in ("", "0")]
+    if silent:
+        raise InputError(
+            Problem(name, "would have a model that is to be compiled run eagerly; unset it") for name in silent
+        )
     backbone = backbone_of(model)
     eagerly = backbone.forward
-    compiled = traced(model, rewritten(torch._inductor.list_mode_options(chosen)))
+    compiled = traced(model, rewriting_backend(torch._inductor.list_mode_options(chosen)), **_room_for(len(shapes)))
     passes = CompiledPasses(eagerly, compiled, frozenset(shapes), graphs=mode == "graphs")
     backbone.forward = passes
     return passes
 
 
-def traced(model: nn.Module, backend: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of `model`'s backbone, traced at its first call and given to `backend`."""
-    adapted: Any = model
-    head = adapted.get_base_model() if hasattr(adapted, "get_base_model") else model
-    return torch.compile(reading_last_tokens(backbone_of(model).forward, head), dynamic=False, backend=backend)
+def traced(model: nn.Module, backend: Callable[..., Any], **more: Any) -> Callable[..., Any]:
+    """The forward of `model`'s backbone, traced at its first call and given to `backend`. more: to torch.compile."""
+    forward = reading_last_tokens(backbone_of(model).forward, _without_adapter(model))
+    return torch.compile(forward, dynamic=False, backend=backend, **more)
 
 
-def rewritten(options: dict[str, Any], **more: Any) -> Callable[..., Any]:
-    """A backend for `torch.compile`: inductor with `options` of its, on graphs that were rewritten first."""
+def rewriting_backend(options: dict[str, Any], **more: Any) -> Callable[..., Any]:
+    """A backend for `torch.compile`: inductor with `options` of its, on graphs that were rewritten first.
+
+    Choices that inductor would make by timing, and that may change bits, are switched off: for its backward graph too,
+    which is compiled on a thread of autograd's that has not the configuration of this one.
+    """
+    options = {**options, "deterministic": True}
 
     def backend(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
         from torch._inductor.compile_fx import compile_fx
@@ -104,16 +116,27 @@ def rewritten(options: dict[str, Any], **more: Any) -> Callable[..., Any]:
 
 def backbone_of(model: nn.Module) -> nn.Module:
     """The model without its adapter's wrapper and without its head."""
-    adapted: Any = model
-    base = adapted.get_base_model() if hasattr(adapted, "get_base_model") else adapted
+    base: Any = _without_adapter(model)
     found: nn.Module = getattr(base, base.base_model_prefix)
     return found
 
 
-def _choose_without_timing(graphs: int) -> None:
-    import torch._dynamo.config as tracing
-    import torch._inductor.config as code
+def _without_adapter(model: nn.Module) -> nn.Module:
+    adapted: Any = model
+    found: nn.Module = adapted.get_base_model() if hasattr(adapted, "get_base_model") else model
+    return found
 
-    if hasattr(code, "deterministic"):
-        code.deterministic = True
-    tracing.cache_size_limit = max(tracing.cache_size_limit, 2 * graphs)
+
+def _room_for(graphs: int) -> dict[str, Any]:
+    """What keeps torch from giving up after a few graphs, as it does unless told: a call of its own for each backbone.
+
+    torch 2.11 has one limit for the whole process and all backbones in it, later ones take it with the call.
+    """
+    known = inspect.signature(torch.compile).parameters
+    if {"recompile_limit", "isolate_recompiles"} <= known.keys():
+        return {"recompile_limit": 2 * graphs, "isolate_recompiles": True}
+    import torch._dynamo.config as tracing
+
+    tracing.cache_size_limit += 2 * graphs
+    tracing.accumulated_cache_size_limit += 2 * graphs
+    return {}

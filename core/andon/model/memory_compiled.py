@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from andon.model.compiled import backbone_of, rewritten, traced
+from andon.model.compiled import backbone_of, rewriting_backend, traced
 from andon.model.memory import rounded
 from andon.model.memory_trace import batch_of, inputs_of, precision
 
@@ -74,7 +74,7 @@ def _traced(model: nn.Module, rows: int, length: int) -> int:
         return run
 
     torch._dynamo.reset()
-    passes = traced(model, rewritten({}, inner_compile=weigh))
+    passes = traced(model, rewriting_backend({}, inner_compile=weigh))
     try:
         with precision(model):
             hidden = passes(**inputs_of(model, batch_of(rows, length), "cuda"))[0]

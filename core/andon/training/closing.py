@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from andon.messages import say
 from andon.metrics.scores import Scores
+from andon.model.compiled import CompiledPasses, backbone_of
 from andon.problems import InputError
 from andon.training.budget import hold_to_budget
 from andon.training.evaluation import evaluate
@@ -40,12 +41,19 @@ def finish(session: Session, journal: Journal, outcome: Outcome, past: Past) -> 
     require_repeated(progress.step, (*_other("scores", past.evaluated, scored), *_other("end", past.ended, end)))
     if not isinstance(journal, FolderJournal):
         return
+    _tell_of_eager_passes(session)
     if scores is not None:
         journal.evaluated(progress.step, epoch, scores, HELD_OUT, recorded=past.evaluated == scored)
         write_adapter(session.folder, session.primary.model, material)
     if past.ended != end:
         journal.append(end)
     _summarise(session, journal, outcome, weights, scores, past, memory)
+
+
+def _tell_of_eager_passes(session: Session) -> None:
+    passes = backbone_of(session.primary.model).forward
+    if isinstance(passes, CompiledPasses) and passes.eager:
+        say(f"compile: {passes.eager} training passes of rank 0 ran eagerly, since their micro-batches were not full")
 
 
 def _other(what: str, before: Record | None, now: Record | None) -> tuple[str, ...]:

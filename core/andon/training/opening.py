@@ -31,11 +31,19 @@ def agree_on_start(session: Session, progress: Progress) -> None:
             "configuration": _number(config_digest(session.config)),
             "data": _number(session.material.rows.digest),
             "tokenizer": _number(session.material.tokenizer.digest),
-            "versions": _number(repr(sorted(fingerprint(session.environment).items()))),
+            "versions": _number(repr(sorted(_versions(session).items()))),
             "optimizer": session.primary.optimizer_digest(),
             "progress": _number(repr(progress)),
         }
     )
+
+
+def _versions(session: Session) -> dict[str, str]:
+    """What every rank must have alike; in `mixed` without what only ranks on GPUs have."""
+    common: dict[str, object] = (
+        {"devices": [], "driver": None, "sources": {}} if session.backend.name == "mixed" else {}
+    )
+    return fingerprint({**session.environment, **common})
 
 
 def _number(text: str) -> int:

@@ -160,7 +160,7 @@ def audit_spec(config: Config, world_size: int) -> AuditSpec:
     )
 
 
-def _compile(config: Config, replicas: Sequence[Replica]) -> None:
+def _compile(config: Config, replicas: Sequence[Replica], *, telling: bool) -> None:
     """Have the backbones on GPUs compiled as `config` asks; on a CPU they run as they are, which is said."""
     training = config.training
     if training.compile == "off":
@@ -170,7 +170,7 @@ def _compile(config: Config, replicas: Sequence[Replica]) -> None:
     for replica in replicas:
         if replica.device.type == "cuda":
             compile_backbone(replica.model, training.compile, shapes)
-    if any(replica.device.type != "cuda" for replica in replicas):
+    if telling and any(replica.device.type != "cuda" for replica in replicas):
         say(f"training.compile={training.compile} is for GPUs: on the CPU the model runs eagerly")
 
 
@@ -190,7 +190,7 @@ def _assemble(config: Config, folder: RunFolder, backend: Backend, started: floa
         material.plan.ids[0],
         checkpointing=config.training.activation_checkpointing,
     )
-    _compile(config, replicas)
+    _compile(config, replicas, telling=backend.ranks[0] == 0)
     step = TrainingStep(
         backend,
         replicas,
