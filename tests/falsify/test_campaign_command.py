@@ -62,8 +62,8 @@ def test_1_where_a_claim_is_falsified_and_its_command_repeats_it(tmp_path: Path)
 
 
 def test_2_where_nothing_could_be_checked() -> None:
-    """A backend that this machine has not is not applicable; of nothing checked nothing is proved."""
-    nowhere = ("--backend", "mixed", "--world", "2", "--accumulation", "1", "--claim", "replicas-agree")
+    """More GPUs than a machine has are not applicable; of nothing checked nothing is proved."""
+    nowhere = ("--backend", "nccl", "--world", "64", "--accumulation", "1", "--claim", "replicas-agree")
     code, lines, _ = falsify(*nowhere)
     assert code == 2
     assert "replicas-agree v1: not applicable" in lines[1]
