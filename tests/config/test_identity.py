@@ -83,7 +83,9 @@ def test_what_later_versions_compute_otherwise_may_not_change(override: str) -> 
     key, _, value = override.partition("=")
     assert key not in was
     assert str(now[key]).lower() == value
-    assert (key, None, now[key]) in differences(was, now)
+    section, _, name = key.partition(".")
+    default = Config().model_dump(mode="json")[section][name]
+    assert (key, default, now[key]) in differences(was, now)
 
 
 def test_workers_define_what_is_not_exact() -> None:
@@ -120,3 +122,12 @@ def test_an_identity_survives_json() -> None:
 def test_a_key_on_one_side_only_is_a_difference() -> None:
     """A checkpoint of another version is not taken for the same run."""
     assert differences({"a": 1, "c": 2}, {"b": 3, "c": 2}) == [("a", 1, None), ("b", None, 3)]
+
+
+def test_a_key_left_out_for_its_default_is_shown_with_it() -> None:
+    """A run from before a setting, resumed with another value of it, is told what it had: not None."""
+    before = identity(Config())
+    after = before | {"training.compile": "graphs"}
+    assert "training.compile" not in before
+    assert differences(before, after) == [("training.compile", "off", "graphs")]
+    assert differences(before | {"training.exact": True}, before) == []

@@ -79,7 +79,12 @@ def _device_kind(run: Run) -> str:
 
 
 def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """(key, value before, value now) of each key that differs, sorted; None stands for a key that is not there."""
+    """(key, value before, value now) of each key that differs, sorted.
+
+    For a key that is not there stands None, or its default where it was left out for having that.
+    """
+    default = {key: value for key, value in _by_key(Config()).items() if key in LATER}
+    was, now = default | dict(was), default | dict(now)
     return [
         (key, was.get(key), now.get(key)) for key in sorted(was.keys() | now.keys()) if was.get(key) != now.get(key)
     ]

@@ -18,7 +18,7 @@ from andon.inspection.recorded import Recorded, open_recorded
 from andon.run.provenance import read_provenance
 from andon_contracts.record import Step
 
-_VERSIONS = ("torch", "transformers", "peft", "numpy", "libc")
+_HARDWARE = ("machine", "cpu", "instructions", "threads", "devices")
 CAUSAL = ("epoch", "ids", "count", "content", "lr", "loss", "correct", "gradient", "grad_norm", "weights", "optimizer")
 """What two records of one step must have alike, causes before effects."""
 _SHOWN = 160
@@ -148,7 +148,7 @@ def _machines(report: Report, one: Recorded, other: Recorded) -> bool:
     first, second = (side.fingerprints.get(step, side.fingerprints.get(0, {})) for side in (one, other))
     for name in sorted(first.keys() | second.keys()):
         if first.get(name) != second.get(name):
-            part = "versions" if name in _VERSIONS else "hardware"
+            part = "hardware" if name in _HARDWARE or name.startswith("flag ") else "versions"
             report.add(part, f"{name}: {first.get(name, 'none')} | {second.get(name, 'none')}")
     return first != second
 
