@@ -200,6 +200,14 @@ def test_masks_of_different_keys_and_places_are_unrelated() -> None:
         assert (unit[:, lag:] @ unit[:, :-lag].t()).abs().max() < limit, lag
 
 
+def test_masks_of_keys_that_differ_in_the_first_alone_are_unrelated() -> None:
+    """They are each other's with places exchanged, so that at one place they agree as often as by chance."""
+    keys = torch.tensor([[first, 5] for first in (0, 1, 2, 64, 4096, 12_345_678)], dtype=torch.int32)
+    masks = torch.stack([hashed_dropout(torch.ones(COUNT), each, 0.5) - 1 for each in keys])
+    # A pair of places that are exchanged counts twice, which makes the deviation of independent draws 2^0.5 of it.
+    assert (masks @ masks.t() / COUNT - torch.eye(len(keys))).abs().max() < 6 * math.sqrt(2 / COUNT)
+
+
 def test_what_is_not_finite_is_not_hidden_by_dropping_it() -> None:
     """A NaN or an infinity that is dropped is NaN, as in torch's dropout: a contract has to see it."""
     values = torch.tensor([math.nan, math.inf, -math.inf]).repeat(100)

@@ -96,6 +96,39 @@ def test_dropout_given_by_name_is_found() -> None:
     assert "hashed_dropout" in calls
 
 
+def test_dropout_that_draws_nothing_stays() -> None:
+    """In evaluation, of everything, of nothing."""
+
+    def none(x: torch.Tensor) -> torch.Tensor:
+        evaluated = functional.dropout(x, 0.5, training=False) + functional.dropout(x, 0.5, False)
+        return evaluated + functional.dropout(x, 1.0) + functional.dropout(x, 0.0)
+
+    assert "hashed_dropout" not in compared(none, X)
+
+
+def test_dropout_in_place_stays() -> None:
+    """Its input is read again, dropped."""
+
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        y = x.detach() * 1
+        return functional.dropout(y, 0.5, inplace=True) - y + x * 0
+
+    assert "hashed_dropout" not in compared(twice, X)
+
+
+def test_dropouts_of_one_pass_drop_apart() -> None:
+    """Each has keys of its own, from an operation that no compiler may take for a constant."""
+    graphs: Graphs = []
+
+    def both(x: torch.Tensor) -> torch.Tensor:
+        return torch.stack((functional.dropout(x, 0.5), functional.dropout(x, 0.5)))
+
+    one, other = torch.compile(both, backend=rewriting(graphs), dynamic=False)(torch.ones(10_000)) != 0
+    assert graphs[0].count("hashed_dropout") == 2
+    assert abs(int((one == other).sum()) - 5000) < 300  # six standard deviations
+    assert torch.Tag.nondeterministic_seeded in torch.ops.andon.drawn_keys.default.tags
+
+
 def by_name(x: torch.Tensor, weight: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     """The sum that is looked for, with arguments given by name."""
     narrow = functional.linear(input=x, weight=first)
@@ -155,7 +188,28 @@ def adapter_learns_nothing(
     return functional.linear(x, weight) + added * 0.5
 
 
+def of_one_row(x: torch.Tensor, weight: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """What is added is the same for all rows."""
+    return functional.linear(x, weight) + functional.linear(functional.linear(x[:1], first), second) * 0.5
+
+
+def in_half_precision(x: torch.Tensor, weight: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Products of another type than that of the weight; made of small integers, whose products are exact."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return by_name(*(each.sign() for each in (x, weight, first, second)))
+
+
+def of_a_trained_weight(
+    x: torch.Tensor, weight: torch.Tensor, first: torch.Tensor, second: torch.Tensor
+) -> torch.Tensor:
+    """The weight that is adapted has a gradient of its own, as `second` has here."""
+    return functional.linear(x, second @ first) + functional.linear(functional.linear(x, first), second) * 0.5
+
+
 OTHER_SUMS = (
+    of_one_row,
+    in_half_precision,
+    of_a_trained_weight,
     of_one_token,
     of_no_rows,
     to_one_value,
