@@ -23,6 +23,14 @@ so that one of another length is seen on all ranks, and waited for on none.
 _LENGTH_BYTES = 8
 
 
+def groups_of(backend: str) -> str:
+    """The process groups that ranks of `backend` need, as torch's `init_process_group` takes them by kind of device.
+
+    Beside NCCL there is always one for CPUs: what a GPU cannot tell of itself goes through it.
+    """
+    return "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
+
+
 class GroupBackend:
     """A rank of an initialised process group. It does not own the group; who initialised it destroys it.
 

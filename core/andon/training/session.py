@@ -18,7 +18,7 @@ from andon.backend.base import Backend
 from andon.backend.clocked import ClockedBackend
 from andon.backend.determinism import demand_determinism
 from andon.backend.devices import placement
-from andon.backend.group import GroupBackend
+from andon.backend.group import GroupBackend, groups_of
 from andon.backend.inprocess import InlineBackend, ThreadsBackend
 from andon.backend.machine import look_at, none_works, of_all_ranks, refuse_unfit, refuse_without_nccl
 from andon.config.schema import IN_PROCESS, Config
@@ -114,8 +114,7 @@ def _backend(config: Config, clock: StepClock) -> Iterator[Backend]:
             backend.close()
         return
     refuse_without_nccl(name)
-    kinds = "cpu:gloo,cuda:nccl" if name == "nccl" else "gloo"
-    store, rank, world = join(kinds, config.run.timeout_s)
+    store, rank, world = join(groups_of(name), config.run.timeout_s)
     watched_by(Pulse(store, rank, world, clock, Bounds(config.run.timeout_s, config.run.step_deadline_s), end_now))
     if note and rank == 0:
         say(note)

@@ -99,6 +99,7 @@ def _join(berth: Berth) -> None:
     import torch.distributed as dist
 
     from andon.backend.determinism import demand_determinism
+    from andon.backend.group import groups_of
     from andon.backend.machine import look_at, of_all_ranks, refuse_unfit
     from andon_falsify.subjects.placing import devices_of
 
@@ -109,8 +110,9 @@ def _join(berth: Berth) -> None:
         demand_determinism(devices)  # before CUDA starts, and on every rank of a group with GPUs
     timeout = datetime.timedelta(seconds=max(GROUP_TIMEOUT_S, berth.deadline_s / 2))
     shared = dist.FileStore(str(Path(berth.folder) / "store"), berth.world)  # type: ignore[attr-defined]
-    kinds = "cpu:gloo,cuda:nccl" if berth.backend == "nccl" else "gloo"
-    dist.init_process_group(kinds, store=shared, rank=berth.rank, world_size=berth.world, timeout=timeout)
+    dist.init_process_group(
+        groups_of(berth.backend), store=shared, rank=berth.rank, world_size=berth.world, timeout=timeout
+    )
     if on_gpus:
         refuse_unfit(berth.backend, of_all_ranks(look_at(device.index or 0) if device.type == "cuda" else None), None)
     if device.type == "cuda":
