@@ -5,14 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 from torch.fx import Graph
 
 from andon.model.nodes import calls_of, given_to, known, replace_node, value_of
 
-_SDPA: Any = torch._C._nn.scaled_dot_product_attention
+_SDPA: Any = nn.functional.scaled_dot_product_attention
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _SIZES = (32, 64, 128)
 _HALVES = (torch.bfloat16, torch.float16)
+_OLDEST = (8, 0)
+"""The compute capability from which a multiprocessor has the shared memory that the kernels take."""
 
 
 def attend(graph: Graph) -> None:
@@ -31,8 +34,8 @@ def attend(graph: Graph) -> None:
 
 
 def able(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether `causal_attention` takes these: half precision on a GPU, heads of 32, 64 or 128 values, as many keys as
-    queries, and fewer or as many heads of keys and values, of which each serves as many of the queries."""
+    """Whether `causal_attention` takes these: half precision on a GPU that is not too old, heads of 32, 64 or 128 values,
+    as many keys as queries, and fewer or as many heads of keys and values, of which each serves as many queries."""
     if any(x.dim() != 4 or x.device.type != "cuda" or x.dtype != q.dtype for x in (q, k, v)):
         return False
     return (
@@ -41,6 +44,7 @@ def able(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
         and k.shape == v.shape
         and (q.shape[0], *q.shape[2:]) == (k.shape[0], *k.shape[2:])
         and q.shape[1] % k.shape[1] == 0
+        and torch.cuda.get_device_capability(q.device) >= _OLDEST
     )
 
 

@@ -17,7 +17,6 @@ from torch.fx import Graph, Node
 from andon.model.nodes import calls_of, given_to, known, unwritten, value_of
 
 _BY_TOKEN: tuple[Any, ...] = (
-    torch._C._nn.linear,
     nn.functional.linear,
     nn.functional.dropout,
     nn.functional.silu,

@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 
 from andon.model.nodes import calls_of, given_to, known, replace_node, unwritten, value_of
 
-_LINEAR: Any = torch._C._nn.linear
+_LINEAR: Any = nn.functional.linear
 
 
 def add_in_place(graph: Graph) -> None:
