@@ -34,8 +34,9 @@ def attend(graph: Graph) -> None:
 
 
 def able(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether `causal_attention` takes these: half precision on a GPU that is not too old, heads of 32, 64 or 128 values,
-    as many keys as queries, and fewer or as many heads of keys and values, of which each serves as many queries."""
+    """Whether `causal_attention` takes these: half precision on a GPU that is not too old, heads of 32, 64 or 128
+    values, as many keys as queries, and fewer or as many heads of keys and values, each of which serves as many of the
+    queries'."""
     if any(x.dim() != 4 or x.device.type != "cuda" or x.dtype != q.dtype for x in (q, k, v)):
         return False
     return (
