@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 
 from andon_falsify.checkers import gradient_law
 from andon_falsify.compliance.claims import gradients, halted, losses, norms
@@ -104,7 +104,7 @@ def test_masks_are_the_factors_of_either_operation(kind: type[nn.Dropout]) -> No
     assert recorded(kind(0.0))[0] == {}
 
 
-@torch.library.custom_op("andon_test::attention", mutates_args=())
+@library.custom_op("andon_test::attention", mutates_args=())
 def secretive(given: Tensor, dropout_p: float) -> Tensor:
     """Stands for a kernel of attention that drops inside and does not tell what."""
     return given * (1 - dropout_p)

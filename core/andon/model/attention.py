@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import library, nn
 from torch.fx import Graph
 
 from andon.model.nodes import calls_of, given_to, known, replace_node, value_of
@@ -59,7 +59,7 @@ def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: f
     return out
 
 
-@torch.library.custom_op(
+@library.custom_op(
     "andon::causal_attention",
     mutates_args=(),
     device_types="cuda",
@@ -71,7 +71,7 @@ def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) 
     return forward(q, k, v, scale)
 
 
-@torch.library.custom_op(
+@library.custom_op(
     "andon::causal_attention_backward",
     mutates_args=(),
     device_types="cuda",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import nn
+from torch import library, nn
 from torch.fx import Graph, Node
 
 from andon.model.nodes import calls_of, given_to, known, replace_node, value_of
@@ -55,7 +55,7 @@ def hashed_dropout(x: torch.Tensor, keys: torch.Tensor, rate: float) -> torch.Te
     return x * kept * (1 / (1 - rate))
 
 
-@torch.library.custom_op(
+@library.custom_op(
     "andon::drawn_keys",
     mutates_args=(),
     schema="(int count, Device device) -> Tensor",

@@ -9,7 +9,7 @@ import operator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import library, nn
 from torch.fx import Graph, Node
 
 from andon.model.nodes import calls_of, given_to, known, replace_node, unwritten, value_of
@@ -73,7 +73,7 @@ def adapted_product(
     return product
 
 
-@torch.library.custom_op(
+@library.custom_op(
     "andon::adapted_product",
     mutates_args=(),
     schema="(Tensor x, Tensor weight, Tensor narrow, Tensor low, float scale) -> Tensor",

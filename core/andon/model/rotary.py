@@ -6,6 +6,7 @@ import operator
 from typing import Any
 
 import torch
+from torch import library
 from torch.fx import Graph, Node
 
 from andon.model.nodes import calls_of, given_to, known, replace_node, unwritten, value_of
@@ -41,7 +42,7 @@ def keep_waves(graph: Graph) -> None:
                 user.replace_input_with(node, kept)
 
 
-@torch.library.custom_op("andon::kept", mutates_args=(), schema="(Tensor x) -> Tensor")
+@library.custom_op("andon::kept", mutates_args=(), schema="(Tensor x) -> Tensor")
 def _kept(x: torch.Tensor) -> torch.Tensor:
     """`x` in memory of its own; a compiler does not look into this operation."""
     return x.clone()
