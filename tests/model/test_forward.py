@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from transformers import OPTConfig, OPTForSequenceClassification
 
 from andon.model.build import build_base
 from andon.model.forward import Nature, logits_of, mask_for, nature_of
@@ -40,6 +41,27 @@ def test_the_masks_for_a_gpu_give_the_same_logits(architecture: str) -> None:
             given = mask_for(other, mask, gpu)
             torch.testing.assert_close(model(input_ids=ids, attention_mask=given).logits, expected)
     assert mask_for(nature, mask, torch.device("cpu")) is mask
+
+
+def test_a_model_that_counts_places_in_the_mask_gets_it() -> None:
+    """OPT's positions are sums over the mask of tokens: on a GPU it gets that one, and gives what it gives on a CPU."""
+    config = OPTConfig(  # type: ignore[call-arg]
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        ffn_dim=16,
+        vocab_size=33,
+        pad_token_id=PAD,
+        num_labels=3,
+        max_position_embeddings=32,
+        word_embed_proj_dim=16,
+    )
+    model = OPTForSequenceClassification(config).eval()
+    batch = _batch()
+    given = mask_for(nature_of(model), batch["attention_mask"], torch.device("cuda"))
+    with torch.no_grad():
+        found = model(input_ids=batch["input_ids"], attention_mask=given).logits
+        torch.testing.assert_close(found, logits_of(model, batch))
 
 
 def test_a_model_in_bfloat16_computes_in_it_and_its_head_does_not() -> None:

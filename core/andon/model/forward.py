@@ -23,7 +23,7 @@ class Nature:
 
     half: the half precision of its matrix products; None: its own. causal: whether in every layer a token sees all
     those before it and no other. takes_kinds: whether it takes a mask for each kind of layer. takes_pairs: whether its
-    attention takes a mask of booleans by pairs of tokens.
+    attention takes a mask of booleans by pairs of tokens, and nothing else in it needs the mask of tokens.
     """
 
     half: torch.dtype | None
@@ -46,7 +46,8 @@ def nature_of(model: nn.Module) -> Nature:
             half=stored if stored in _HALVES else None,
             causal=bool(flags) and all(flags) and kinds == {"full_attention"},
             takes_kinds=any(_makes_a_mask_by_kind(module) for module in model.modules()),
-            takes_pairs=getattr(config, "_attn_implementation", None) == "sdpa",
+            takes_pairs=getattr(config, "_attn_implementation", None) == "sdpa"
+            and not any(_counts_places(module) for module in model.modules()),
         )
     return _natures[model]
 
@@ -55,6 +56,11 @@ def _makes_a_mask_by_kind(module: nn.Module) -> bool:
     """Whether a backbone of transformers uses a mapping from kinds of layers to masks as it is given."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code is not None and "causal_mask_mapping" in code.co_varnames
+
+
+def _counts_places(module: nn.Module) -> bool:
+    """Whether it is an embedding of places that it counts in the mask of tokens, as OPT's is."""
+    return isinstance(module, nn.Embedding) and "attention_mask" in inspect.signature(module.forward).parameters
 
 
 def logits_of(model: nn.Module, batch: Batch) -> torch.Tensor:
