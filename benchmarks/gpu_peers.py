@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.gpu_step import SHAPES, Shape, model_of, rows_of
+from benchmarks.turns import Turns
 
 
 def main() -> int:
@@ -31,6 +33,7 @@ def main() -> int:
     parser.add_argument("--per-device", type=int, help="rows of a micro-batch; else all of a rank's rows at once")
     parser.add_argument("--compile", action="store_true", help="torch_compile=True, or torch.compile(model)")
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=1, help="of --steps; the median is taken")
     parser.add_argument("--warm-up", type=int, default=8)
     options = parser.parse_args()
     shape = SHAPES[options.shape]
@@ -43,7 +46,7 @@ def main() -> int:
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-    clock = Clock(device, options.warm_up, options.steps)
+    clock = Clock(device, options.warm_up, options.steps, options.rounds)
     PEERS[options.peer](shape, device, rows, share // rows, options.compile, clock)
     if os.environ.get("RANK", "0") == "0":
         print(json.dumps(_figures(options, shape, world, rows, device, clock)))
@@ -64,6 +67,7 @@ def _figures(
         "accumulation": shape.batch // world // rows,
         "compile": options.compile,
         "torch": torch.__version__,
+        "ms_by_round": clock.rounds,
         "ms_per_step": round(clock.ms_per_step, 3),
         "tflops_per_rank": round(shape.products / clock.ms_per_step / 1e9 / world, 1),
         "peak_gib": round(torch.cuda.max_memory_allocated(device) / 2**30, 2) if device.type == "cuda" else 0.0,
@@ -71,32 +75,38 @@ def _figures(
 
 
 class Clock:
-    """Times `steps` updates after `warm_up` others; the device is at rest when it is read."""
+    """Times `rounds` of `steps` updates after `warm_up` others; the device is at rest when it is read."""
 
-    def __init__(self, device: torch.device, warm_up: int, steps: int) -> None:
-        self._device, self._warm_up, self.steps = device, warm_up, steps
-        self._taken, self._began, self._ended = 0, 0.0, 0.0
+    def __init__(self, device: torch.device, warm_up: int, steps: int, rounds: int) -> None:
+        self._device, self._warm_up, self._steps, self._count = device, warm_up, steps, rounds
+        self._turns, self._taken, self._began = Turns(), 0, 0.0
+        self.rounds: list[float] = []
 
     @property
     def updates(self) -> int:
         """How many updates a peer is to make in all."""
-        return self._warm_up + self.steps
+        return self._warm_up + self._steps * self._count
 
     @property
     def ms_per_step(self) -> float:
-        """The mean, in milliseconds. Raises `ValueError` if not all updates were made."""
+        """The median of the rounds, in milliseconds. Raises `ValueError` if not all updates were made."""
         if self._taken != self.updates:
             msg = f"{self._taken} updates were made, not {self.updates}"
             raise ValueError(msg)
-        return (self._ended - self._began) * 1e3 / self.steps
+        return statistics.median(self.rounds)
 
     def update_made(self) -> None:
         """One more update has been launched."""
         self._taken += 1
-        if self._taken == self._warm_up:
-            self._began = self._now()
-        if self._taken == self.updates:
-            self._ended = self._now()
+        into = self._taken - self._warm_up
+        if into < 0 or into % self._steps:
+            return
+        if into:
+            self.rounds.append(round((self._now() - self._began) * 1e3 / self._steps, 3))
+        else:
+            self._now()
+        self._turns.wait()
+        self._began = self._now()
 
     def _now(self) -> float:
         if self._device.type == "cuda":

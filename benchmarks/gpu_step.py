@@ -38,6 +38,7 @@ from andon.training.replicas import build_replicas
 from andon_contracts.digest import hex64
 from andon_contracts.policy import suspended
 from benchmarks.runs import table
+from benchmarks.turns import Turns
 
 BLOCK = 3
 """Steps of a block; the first is not counted, since within it the last block is read."""
@@ -116,6 +117,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--audit", action="store_true", help="as often as by default: a hundredth of the work")
     parser.add_argument("--pairs", type=int, default=200, help="interleaved blocks with contracts and without")
     parser.add_argument("--steps", type=int, default=20, help="with contracts, timed as a whole, before the pairs")
+    parser.add_argument("--rounds", type=int, default=1, help="of --steps; the median is taken")
     parser.add_argument("--warm-up", type=int, default=4)
     parser.add_argument("--kernels", type=int, default=0, help="print so many, those that take the most of a step")
     return parser.parse_args()
@@ -177,7 +179,7 @@ class Measurement:
         self.shape = Shape(**{**asdict(shape), "layers": options.layers or shape.layers})
         self.options, self.backend, self.device = options, backend, device
         task = task_of(self.shape)
-        count = options.warm_up + options.steps + 8 + 3 * BLOCK * (options.pairs + 1)
+        count = options.warm_up + options.steps * options.rounds + 8 + 3 * BLOCK * (options.pairs + 1)
         rows, per_step = len(task), self.shape.batch
         self.plan = BatchPlan(tuple(range(rows)), per_step, options.micro_batches, 3, -(-count * per_step // rows))
         started = time.perf_counter()
@@ -208,7 +210,8 @@ class Measurement:
         with forbidding_syncs(self.device):
             self.take(3)
         self.drain()
-        whole = self.timed_as_a_whole()
+        rounds = self.in_turns()
+        whole = statistics.median(rounds)
         digest = hex64(self.replica.weights_digest())
         found = {
             "job": self.options.shape,
@@ -221,6 +224,7 @@ class Measurement:
             "exact": not self.options.inexact,
             "torch": torch.__version__,
             "ms_per_step": round(whole, 3),
+            "ms_by_round": rounds,
             "ms_by_tenths": self.tenths,
             "tflops_per_rank": round(self.shape.products / whole / 1e9 / self.backend.world_size, 1),
             "steps": self.taken,
@@ -263,6 +267,15 @@ class Measurement:
             self._read()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def in_turns(self) -> list[float]:
+        """Milliseconds a step of each round; what comes after the last one waits for its turn as well."""
+        turns, rounds = Turns(), []
+        for _ in range(self.options.rounds):
+            turns.wait()
+            rounds.append(round(self.timed_as_a_whole(), 3))
+        turns.wait()
+        return rounds
 
     def timed_as_a_whole(self) -> float:
         """Milliseconds a step with contracts, by the host's clock over all of `--steps`."""

@@ -19,9 +19,10 @@ ROWS, LENGTH = 6, 64
 
 @pytest.fixture(autouse=True)
 def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What one test compiled is not found by another."""
+    """What one test compiled is not found by another, and no worker of the compiler's outlives it."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
+    monkeypatch.setattr("torch._inductor.config.compile_threads", 1)
     yield
     torch._dynamo.reset()
 

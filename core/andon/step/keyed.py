@@ -19,6 +19,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from andon.step.host_drawn import HostDrawnDropout
+
 _functional = torch.nn.functional
 STOCHASTIC: frozenset[Callable[..., Any]] = frozenset(
     {
@@ -189,12 +191,16 @@ class KeyedRandomness:
     A GPU is driven by one process each, so there its default generator is nobody else's.
     """
 
-    def __init__(self, seed: int, device: torch.device, *, intercept_all: bool = False) -> None:
+    def __init__(
+        self, seed: int, device: torch.device, *, intercept_all: bool = False, host_drawn: bool = False
+    ) -> None:
+        """intercept_all: on a CPU, look at every operation. host_drawn: on a GPU, drop what a CPU would."""
         self._seed = seed
         self._device = device
         self._generator = torch.Generator(device="cpu")
         self._interceptor = _Interceptor(self._generator)
         self._mode = self._interceptor if intercept_all else _StochasticFunctions(self._interceptor)
+        self._on_gpu = HostDrawnDropout(self._generator) if host_drawn else nullcontext()
 
     @contextmanager
     def micro_batch(self, step: int, index: int) -> Iterator[None]:
@@ -206,7 +212,9 @@ class KeyedRandomness:
         stream = key(self._seed, step, index)
         if self._device.type == "cuda":
             torch.cuda.default_generators[self._device.index or 0].manual_seed(stream)
-            yield
+            self._generator.manual_seed(stream)
+            with self._on_gpu:
+                yield
             return
         self._generator.manual_seed(stream)
         with _drawing_through(self._interceptor), self._mode:

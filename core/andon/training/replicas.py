@@ -25,11 +25,13 @@ def build_replicas(
     sample: int,
     *,
     checkpointing: bool = False,
+    compiled: bool = False,
 ) -> list[Replica]:
     """One replica for each local rank of `backend`, all with the weights of `model` (on the CPU, as built).
 
     sample: a row for the one forward pass that finds out how the model draws its random numbers. checkpointing: whether
-    layers compute their activations again in the backward pass.
+    layers compute their activations again in the backward pass. compiled: whether the models on GPUs will be.
+    In a `mixed` group GPUs drop what CPUs would, except where masks are drawn a second time or inside of kernels.
     Raises `InputError` for a model that cannot be trained to the same bits anywhere: whose random numbers cannot be
     keyed by micro-batch, or that keeps running statistics.
     """
@@ -43,8 +45,10 @@ def build_replicas(
                 checkpoint_layers(own, device)
             batch = task.load([sample], device)
             full = needs_full_interception(lambda m=own, b=batch: task.loss_sum(m, b), device)  # type: ignore[misc]
-            randomness = KeyedRandomness(seed, device, intercept_all=full)
-            master_on = torch.device("cpu") if backend.name == "mixed" and device.type != "cpu" else None
+            beside_cpus = backend.name == "mixed" and device.type != "cpu"
+            as_cpus = beside_cpus and not checkpointing and not compiled
+            randomness = KeyedRandomness(seed, device, intercept_all=full, host_drawn=as_cpus)
+            master_on = torch.device("cpu") if beside_cpus else None
             replicas.append(Replica(own, trainable_parameters(own), optimizer, randomness, device, master_on))
     except InputError:
         raise

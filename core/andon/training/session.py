@@ -188,6 +188,7 @@ def _assemble(config: Config, folder: RunFolder, backend: Backend, started: floa
         material.task,
         material.plan.ids[0],
         checkpointing=config.training.activation_checkpointing,
+        compiled=config.training.compile != "off",
     )
     _compile(config, replicas, telling=backend.ranks[0] == 0)
     step = TrainingStep(

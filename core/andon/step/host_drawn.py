@@ -1,0 +1,71 @@
+"""Dropout on a GPU with the masks that a CPU would draw, for groups that have ranks on both.
+
+A device's generator is its own, so the same key gives other masks on a GPU than on a CPU; who computes a micro-batch
+would then decide what it drops. Here the numbers come from a CPU's generator, drawn as torch's own CPU kernels draw
+them, and go to the GPU as masks. That takes time, which is why a group of GPUs alone does without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+_functional = torch.nn.functional
+_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+
+
+class HostDrawnDropout(TorchFunctionMode):
+    """Inside, `dropout` and attention with dropout drop what a CPU with this generator would; all else is as it was."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        """generator: of the CPU; it moves on with each draw."""
+        super().__init__()
+        self._generator = generator
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is _functional.dropout:
+            return self._dropout(*args, **kwargs)
+        if func is _functional.scaled_dot_product_attention:
+            given = {**dict(zip(_ATTENTION, args, strict=False)), **kwargs}
+            if given.get("dropout_p", 0.0) > 0:
+                return self._attention(given)
+        return func(*args, **kwargs)
+
+    def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        if not training or not 0 < p < 1:
+            return _functional.dropout(input, p, training, inplace)
+        kept = self._drawn(input, p).div_(1 - p).to(input.device, non_blocking=True)
+        return input.mul_(kept) if inplace else input * kept
+
+    def _attention(self, given: Mapping[str, Any]) -> Tensor:
+        query, key, value = given["query"], given["key"], given["value"]
+        if given.get("enable_gqa", False):
+            key, value = (each.repeat_interleave(query.shape[-3] // each.shape[-3], -3) for each in (key, value))
+        scale = given.get("scale")
+        weights = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+        shares: Tensor = torch.ops.aten._safe_softmax(weights + _bias(given, weights), -1)
+        seen: Tensor = self._dropout(shares, given["dropout_p"]) @ value
+        return seen
+
+    def _drawn(self, like: Tensor, p: float) -> Tensor:
+        """1 where a value of `like` is kept and 0 where it is dropped, on the CPU, in the order of its memory."""
+        return torch.empty_like(like, device="cpu", requires_grad=False).bernoulli_(1 - p, generator=self._generator)
+
+
+def _bias(given: Mapping[str, Any], weights: Tensor) -> Tensor:
+    """What is added to `weights` before the softmax: minus infinity where a query may not look."""
+    mask: Tensor | None = given.get("attn_mask")
+    if mask is None:
+        mask = torch.ones(weights.shape[-2:], dtype=torch.bool, device=weights.device)
+        if given.get("is_causal", False):
+            mask = mask.tril()
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=weights.dtype).masked_fill(~mask, float("-inf"))

@@ -1,0 +1,87 @@
+"""Masks of a CPU for tensors that may be elsewhere: a group with both kinds of device drops the same everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from andon.step.host_drawn import HostDrawnDropout
+from andon.step.keyed import KeyedRandomness, key
+from tests.support.toy import CPU
+
+SHAPES = {"ragged": (3, 7, 5), "wide": (2, 4, 300)}
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")),
+]
+
+
+def as_a_cpu_does(work: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """What `work` gives under the micro-batch's own stream on a CPU, by torch's kernels."""
+    with KeyedRandomness(9, CPU).micro_batch(4, 2):
+        return work()
+
+
+def host_drawn(work: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """The same with masks made for another device."""
+    with HostDrawnDropout(torch.Generator().manual_seed(key(9, 4, 2))):
+        return work()
+
+
+def values(shape: tuple[int, ...], seed: int = 1) -> torch.Tensor:
+    """Random numbers, none of them 0."""
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) + 0.5
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_dropout_has_the_bits_of_a_cpu(shape: tuple[int, ...], inplace: bool, device: str) -> None:
+    """Twice, so that a stream and not one draw is compared; strided as a transposed tensor is, too."""
+
+    x, y = values(shape), values(shape, 2).transpose(0, 1)
+
+    def work(on: str) -> torch.Tensor:
+        first = F.dropout(x.clone().to(on), 0.3, inplace=inplace)
+        second = F.dropout(y.clone().to(on), 0.1, inplace=inplace)
+        return torch.cat([first.flatten(), second.flatten()]).cpu()
+
+    assert torch.equal(host_drawn(lambda: work(device)), as_a_cpu_does(lambda: work("cpu")))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("masked", ["causal", "mask", "none"])
+def test_attention_drops_what_a_cpu_does(masked: str, grouped: bool, device: str) -> None:
+    """Result and gradients, to rounding; with fewer heads of keys, all kinds of masks, and a row that sees nothing."""
+    q, k, v = values((2, 4, 9, 8)), values((2, 2 if grouped else 4, 9, 8), 2), values((2, 2 if grouped else 4, 9, 8), 3)
+    mask = (torch.arange(9) < torch.tensor([[9], [0]])).view(2, 1, 1, 9) if masked == "mask" else None
+
+    def work(on: str) -> torch.Tensor:
+        given = [each.clone().to(on).requires_grad_() for each in (q, k, v)]
+        seen = mask if mask is None else mask.to(on)
+        out = F.scaled_dot_product_attention(
+            *given, attn_mask=seen, dropout_p=0.4, is_causal=masked == "causal", enable_gqa=grouped
+        )
+        out.square().sum().backward()  # type: ignore[no-untyped-call]
+        return torch.cat([each.flatten().cpu() for each in (out.detach(), *(x.grad for x in given))])  # type: ignore[union-attr]
+
+    found, expected = host_drawn(lambda: work(device)), as_a_cpu_does(lambda: work("cpu"))
+    assert (found - expected).norm() <= 1e-5 * expected.norm()
+    with HostDrawnDropout(torch.Generator().manual_seed(key(9, 4, 3))):
+        assert (work(device) - expected).norm() > 0.01 * expected.norm()
+
+
+def test_what_drops_nothing_draws_nothing() -> None:
+    """Evaluation, a rate of 0 and of 1, and attention without dropout leave the stream where it was."""
+    generator = torch.Generator().manual_seed(3)
+    before, x = generator.get_state(), values((1, 2, 4, 4))
+    with HostDrawnDropout(generator):
+        assert torch.equal(F.dropout(x, 0.5, training=False), x)
+        assert torch.equal(F.dropout(x, 0.0), x)
+        assert not F.dropout(x, 1.0).any()
+        F.scaled_dot_product_attention(x, x, x)
+    assert torch.equal(generator.get_state(), before)
