@@ -1,9 +1,9 @@
 """Ranks on CPUs and GPUs in one group, beside a run on CPUs alone: `python -m benchmarks.mixed --workers 2,3`.
 
 The embedded job. That the ranks of a `mixed` run hold the same bits as each other its contracts say at every step. Its
-result is close to that of an unmixed run and not the same, since kernels of a GPU round otherwise, while what is dropped
-is the same: each step's loss may be off by `--within` of itself. Prints who computed how many micro-batches; 0 if all holds. Without a GPU all ranks are
-on CPUs, and the losses must be the same to the bit.
+result is close to that of an unmixed run and not the same: what is dropped is, but kernels of a GPU round otherwise.
+Each step's loss may be off by `--within` of itself. Prints who computed how many micro-batches; 0 if all holds. Without
+a GPU all ranks are on CPUs, and the losses must be the same to the bit.
 """
 
 from __future__ import annotations

@@ -77,13 +77,18 @@ def environment_as_found() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def threads_as_found() -> Iterator[None]:
-    """Fails a test that leaves a thread of Python running."""
+    """Fails a test that leaves a thread of Python running; those of torch that once called Python are torch's."""
     before = set(threading.enumerate())
     yield
-    for thread in set(threading.enumerate()) - before:
+    for thread in _threads_but(before):
         thread.join(GRACE_S)
-    left = sorted(thread.name for thread in set(threading.enumerate()) - before)
+    left = sorted(thread.name for thread in _threads_but(before))
     assert not left, f"threads left running: {', '.join(left)} (close what started them)"
+
+
+def _threads_but(before: set[threading.Thread]) -> list[threading.Thread]:
+    """Threads that Python started and that were not there before."""
+    return [each for each in set(threading.enumerate()) - before if not isinstance(each, threading._DummyThread)]
 
 
 def _children() -> dict[int, psutil.Process]:

@@ -48,3 +48,9 @@ def test_all_of_a_users_mistakes_are_kept_and_no_traceback() -> None:
     report = describe(InputError([Problem("a.csv:1", "is empty"), Problem("b.csv:2", "is not UTF-8")]), rank=0)
     assert report.cause == "a.csv:1: is empty"
     assert report.message == "a.csv:1: is empty\nb.csv:2: is not UTF-8"
+
+
+def test_a_line_that_announces_another_is_not_the_cause_alone() -> None:
+    """torch's compiler says in the second line what went wrong."""
+    report = describe(RuntimeError("backend='inductor' raised:\nKeyError: 'x'\n\nSet TORCHDYNAMO_VERBOSE=1"), rank=1)
+    assert report.cause == "RuntimeError: backend='inductor' raised: KeyError: 'x'"

@@ -94,6 +94,12 @@ def test_dropout_given_by_name_is_found() -> None:
     assert "hashed_dropout" in calls
 
 
+def test_dropout_of_what_was_dropped_is_found() -> None:
+    """As adapters on a model's first layer do, whose input the model dropped itself."""
+    calls = compared(lambda x: functional.dropout(functional.dropout(x, 0.3), 0.2) * 0, X)
+    assert calls.count("hashed_dropout") == 2
+
+
 def test_dropout_that_draws_nothing_stays() -> None:
     """In evaluation, of everything, of nothing."""
 

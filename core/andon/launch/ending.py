@@ -17,7 +17,7 @@ _OF_ANOTHER = {"lost": Exit.RANK_LOST, "silent": Exit.RANK_SILENT}
 def describe(error: BaseException, rank: int) -> Report:
     """The report of a rank that ended with this error."""
     text = str(error).strip()
-    head = text.splitlines()[0] if text else ""
+    head = _headline(text)
     now = time.time()
     full = "".join(traceback.format_exception(error))
     if isinstance(error, InputError):
@@ -33,3 +33,10 @@ def describe(error: BaseException, rank: int) -> Report:
     of_another = consequence(error)
     peer = stated if isinstance(stated, Exit) else None if of_another is None else _OF_ANOTHER[of_another]
     return Report(rank, Exit.CRASHED if peer is None else peer, cause=cause, message=full, time=now)
+
+
+def _headline(text: str) -> str:
+    """The first line of `text`, with the one after it where it only announces that: torch's compiler says so which
+    error it met."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])

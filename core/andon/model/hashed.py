@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import library, nn
@@ -16,25 +16,30 @@ _MOST = 2**31
 
 def drop_by_hash(graph: Graph) -> None:
     """Replace each call of dropout that draws by `hashed_dropout`, with keys from the stream that it would use."""
-    found = list(_dropouts(graph))
+    found = [node for node in calls_of(graph, nn.functional.dropout) if _draws(node)]
     if not found:
         return
-    with graph.inserting_before(found[0][0]):
-        device = value_of(found[0][1]).device
+    with graph.inserting_before(found[0]):
+        device = value_of(_dropped(found[0])[0]).device
         keys = graph.call_function(torch.ops.andon.drawn_keys.default, (len(found), device))
         own = [graph.call_function(torch.select, (keys, 0, place)) for place in range(len(found))]
-    for (node, x, rate), key in zip(found, own, strict=True):
+    for node, key in zip(found, own, strict=True):
+        x, rate = _dropped(node)  # not before: it may be a dropout that was replaced meanwhile
         replace_node(node, hashed_dropout, x, key, rate)
 
 
-def _dropouts(graph: Graph) -> Iterator[tuple[Node, Node, float]]:
-    """Calls of dropout that draw and write nothing in place, with what they drop of and their rates."""
-    for node in calls_of(graph, nn.functional.dropout):
-        given = given_to(node, "input", "p", "training", "inplace")
-        x, rate, training = given["input"], given.get("p", 0.5), given.get("training", True)
-        draws = training is True and isinstance(rate, float) and 0 < rate < 1 and not given.get("inplace", False)
-        if draws and known(x) and value_of(x).numel() < _MOST:
-            yield node, x, rate
+def _dropped(node: Node) -> tuple[Any, Any]:
+    """What a call of dropout drops values of, and its rate."""
+    given = given_to(node, "input", "p")
+    return given["input"], given.get("p", 0.5)
+
+
+def _draws(node: Node) -> bool:
+    """Whether a call of dropout draws, writes nothing in place, and has no more values than can be counted."""
+    given = given_to(node, "input", "p", "training", "inplace")
+    x, rate = _dropped(node)
+    draws = given.get("training", True) is True and isinstance(rate, float) and 0 < rate < 1
+    return draws and not given.get("inplace", False) and known(x) and value_of(x).numel() < _MOST
 
 
 def hashed_dropout(x: torch.Tensor, keys: torch.Tensor, rate: float) -> torch.Tensor:
