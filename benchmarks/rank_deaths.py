@@ -38,6 +38,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--backend", choices=("gloo", "nccl", "mixed"), default="gloo")
     parser.add_argument("--signal", choices=sorted(_EXPECTED), default="SIGKILL")
     parser.add_argument("--timeout", type=float, default=5.0, help="run.timeout_s, in seconds")
     parser.add_argument("--limit", type=float, help="seconds; 2 for SIGKILL, timeout + 3 for SIGSTOP if not given")
@@ -49,7 +50,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as base:
         for number in range(options.rounds):
             rank, step = draw.randrange(options.workers), draw.randrange(1, 40)
-            found = _round(Path(base) / str(number), options.workers, rank, step, options.signal, options.timeout)
+            words = ["--backend", options.backend, "--workers", str(options.workers)]
+            words += ["--set", f"run.timeout_s={options.timeout}"]
+            folder = Path(base) / str(number)
+            found = _round(command(folder, *words), folder, rank, step, options.signal)
             fits = found.seconds < limit and found.code == _EXPECTED[options.signal] and f"rank {rank}" in found.said
             good += fits
             rows.append((number, rank, step, f"{found.seconds:.2f}", found.code, found.said[:90], "" if fits else "NO"))
@@ -60,9 +64,9 @@ def main() -> int:
     return 0 if good == len(rows) else 1
 
 
-def _round(folder: Path, workers: int, rank: int, step: int, name: str, timeout_s: float) -> Round:
+def _round(words: list[str], folder: Path, rank: int, step: int, name: str) -> Round:
     launcher = subprocess.Popen(
-        command(folder, "--workers", str(workers), "--set", f"run.timeout_s={timeout_s}"),
+        words,
         env=environment(),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
