@@ -1,7 +1,8 @@
 """One rank of a loop that is about to be stopped: started by `benchmarks.halts`, and by it alone.
 
 Rank 1 does what it is told once all others are where they are told to be: in a collective that nobody else joins, in a
-backward pass (one long operation, or many layers), in the data loader (a read that never returns).
+backward pass (one long operation, or many layers), in the data loader (a read that never returns), on a GPU behind
+CUDA graphs that run for long.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ CULPRIT = 1
 REASON = "a row that no rank may train on"
 _LONG = 6144
 """Rows and columns of the matrices whose product takes the backward pass ten seconds and more, on one thread."""
+_LONG_ON_GPU, _PRODUCTS_ON_GPU = 16384, 150
+"""The same, and how many products in a row take a GPU as long."""
 
 
 class Blocked(Dataset[Tensor]):
@@ -44,7 +47,7 @@ class Blocked(Dataset[Tensor]):
 
 
 class LongBackward(torch.autograd.Function):
-    """Nothing forwards; backwards one long matrix product, in which no Python runs."""
+    """Nothing forwards; backwards one long matrix product, or a wait for those of a GPU, in which no Python runs."""
 
     @staticmethod
     def forward(context: Any, x: Tensor, ready: Path) -> Tensor:  # noqa: D102
@@ -53,29 +56,53 @@ class LongBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None]:  # noqa: D102
-        big = torch.ones(_LONG, _LONG)
         context.ready.touch()
+        if gradients[0].is_cuda:
+            return gradients[0] * _many_products(gradients[0].device).item(), None
+        big = torch.ones(_LONG, _LONG)
         return gradients[0] * (big @ big)[0, 0], None
+
+
+def _many_products(device: torch.device) -> Tensor:
+    big = torch.ones(_LONG_ON_GPU, _LONG_ON_GPU, device=device)
+    out = torch.empty_like(big)
+    for _ in range(_PRODUCTS_ON_GPU):
+        torch.mm(big, big, out=out)
+    return out[0, 0]
 
 
 def in_collective(model: nn.Module, ready: Path) -> None:
     """Wait for a rank that does not come; with nccl, as one does, for the device."""
     ready.touch()
-    sent = torch.ones(1, device=next(model.parameters()).device)
+    sent = torch.ones(1, device=_device_of(model))
     dist.all_reduce(sent)
     sent.item()
 
 
 def in_backward(model: nn.Module, ready: Path) -> None:
     """One long operation."""
-    LongBackward.apply(model(torch.ones(2, 64)), ready).sum().backward()  # type: ignore[no-untyped-call]
+    x = torch.ones(2, 64, device=_device_of(model))
+    LongBackward.apply(model(x), ready).sum().backward()  # type: ignore[no-untyped-call]
 
 
 def in_layers(model: nn.Module, ready: Path) -> None:
     """Layer after layer."""
     ready.touch()
     while True:
-        model(torch.ones(256, 64)).sum().backward()
+        model(torch.ones(256, 64, device=_device_of(model))).sum().backward()
+
+
+def in_graph(model: nn.Module, ready: Path) -> None:
+    """Wait for a GPU that replays graphs."""
+    big = torch.ones(_LONG_ON_GPU, _LONG_ON_GPU, device=_device_of(model))
+    out = big @ big
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        torch.mm(big, big, out=out)
+    ready.touch()
+    for _ in range(_PRODUCTS_ON_GPU):
+        graph.replay()
+    torch.cuda.synchronize()
 
 
 def in_loader(model: nn.Module, ready: Path) -> None:
@@ -88,10 +115,15 @@ def in_reading(model: nn.Module, ready: Path) -> None:
     Blocked(ready)[0]
 
 
+def _device_of(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
 PLACES = {
     "collective": in_collective,
     "backward": in_backward,
     "layers": in_layers,
+    "graph": in_graph,
     "loader": in_loader,
     "reading": in_reading,
 }

@@ -3,7 +3,8 @@
 Each round starts ranks, brings all but rank 1 to a place (in a collective, in backward, in the data loader, or each in
 another), lets rank 1 break (a violation, an error, no memory, SIGKILL, SIGSTOP), and measures the seconds from there
 to the end of the last rank. A round is good if that is within the limit, every rank ended other than with 0, every
-live rank said why, and no process is left, those of the data loader included.
+live rank said why, and no process is left, those of the data loader included. On GPUs, where torch has several ways to
+handle errors of NCCL: `--backend nccl --places collective,backward,layers,graph --handling 0,1,2,3`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from andon_falsify.nemesis.processes import alive, family
 from benchmarks.halting_rank import CULPRIT, REASON
 from benchmarks.runs import table
 
+_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 PLACES = ("collective", "backward", "layers", "loader", "reading", "mixed")
 _SAYS = {
     "violation": REASON,
@@ -61,7 +63,8 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--places", default=",".join(PLACES))
     parser.add_argument("--causes", default="violation", help=f"of {','.join(_SAYS)}")
-    parser.add_argument("--backend", default="gloo", help="gloo, or nccl with a device for each rank (collective only)")
+    parser.add_argument("--backend", default="gloo", help="gloo, or nccl with a device for each rank")
+    parser.add_argument("--handling", default="", help=f"values of {_HANDLING}, in turn; as it is if not given")
     parser.add_argument("--soft", action="store_true", help="without hard_stop")
     parser.add_argument("--torchrun", action="store_true", help="under torch's launcher, which ends ranks too")
     parser.add_argument("--timeout", type=float, default=60.0, help="of the loop's process group, in seconds")
@@ -72,12 +75,15 @@ def main() -> int:
     options = parser.parse_args()
     rounds = []
     for number in range(options.rounds):
-        places, causes = options.places.split(","), options.causes.split(",")
-        found = _round(places[number % len(places)], causes[number // len(places) % len(causes)], options)
+        place, cause, handling = _turn(number, options)
+        found = _round(place, cause, handling, options)
         rounds.append(found)
         good = found.good(options.limit + options.patience * (found.cause == "stopped"))
         print(
-            f"{number} {found.place} {found.cause} {found.seconds:.2f} s {', '.join(found.ended)}", end="", flush=True
+            f"{number} {found.place} {found.cause}{f' handling {handling}' * bool(handling)} {found.seconds:.2f} s "
+            f"{', '.join(found.ended)}",
+            end="",
+            flush=True,
         )
         print("" if good else f"  NOT GOOD: left {found.left}, silent {found.silent}", flush=True)
     if options.json:
@@ -88,6 +94,17 @@ def main() -> int:
     times = sorted(one.seconds for one in rounds)
     print(f"{count} of {len(rounds)} good; median {statistics.median(times):.2f} s, longest {times[-1]:.2f} s")
     return 0 if count == len(rounds) else 1
+
+
+def _turn(number: int, options: argparse.Namespace) -> tuple[str, str, str]:
+    """The place, the cause and the way to handle errors of round `number`: all places first, then the next cause."""
+    chosen = []
+    for each in (options.places, options.causes, options.handling):
+        several = each.split(",")
+        chosen.append(several[number % len(several)])
+        number //= len(several)
+    place, cause, handling = chosen
+    return place, cause, handling
 
 
 def _summary(rounds: Sequence[Round]) -> str:
@@ -103,14 +120,15 @@ def _summary(rounds: Sequence[Round]) -> str:
     return table(("others are", "rank 1", "rounds", "median s", "longest s", "left", "how they ended"), rows)
 
 
-def _round(place: str, cause: str, options: argparse.Namespace) -> Round:
+def _round(place: str, cause: str, handling: str, options: argparse.Namespace) -> Round:
     mixed = ("collective", "", "backward", "loader", "layers", "reading")
     places = [mixed[rank % len(mixed)] if place == "mixed" else place for rank in range(options.ranks)]
     with tempfile.TemporaryDirectory() as base:
         folder = Path(base)
         words = [",".join(places), cause, str(folder), f"--timeout={options.timeout}"]
         words += [f"--patience={options.patience}", f"--backend={options.backend}"]
-        started = _start(words + ["--hard-stop"] * (not options.soft), folder, options)
+        environment = os.environ | ({_HANDLING: handling} if handling else {})
+        started = _start(words + ["--hard-stop"] * (not options.soft), folder, environment, options)
         began = _wait_for_start(folder, started)
         members = {pid for process in started for pid in family(process.pid)}
         ends: dict[int, float] = {}
@@ -147,22 +165,25 @@ def _mute(rank: int, cause: str) -> bool:
     return rank == CULPRIT and cause in ("killed", "stopped")
 
 
-def _start(words: list[str], folder: Path, options: argparse.Namespace) -> list[subprocess.Popen[bytes]]:
+def _start(
+    words: list[str], folder: Path, environment: dict[str, str], options: argparse.Namespace
+) -> list[subprocess.Popen[bytes]]:
     module = ["-m", "benchmarks.halting_rank", *words]
     if options.torchrun:
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks)]
         launcher += ["--log-dir", str(folder / "logs"), "--redirects", "2"]
         with (folder / "launcher").open("wb") as file:
-            return [subprocess.Popen([sys.executable, *launcher, *module], stdout=file, stderr=file)]
+            line = [sys.executable, *launcher, *module]
+            return [subprocess.Popen(line, env=environment, stdout=file, stderr=file)]
     # Held here, as a launcher holds it: no rank is more needed than another.
     store = TCPStore("localhost", 0, None, is_master=True, wait_for_workers=False)
     options.store = store
     address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     found = []
     for rank in range(options.ranks):
-        environment = {**os.environ, **address, "RANK": str(rank), "WORLD_SIZE": str(options.ranks)}
+        own = environment | address | {"RANK": str(rank), "WORLD_SIZE": str(options.ranks)}
         with (folder / f"said-{rank}").open("wb") as file:
-            found.append(subprocess.Popen([sys.executable, *module], env=environment, stdout=file, stderr=file))
+            found.append(subprocess.Popen([sys.executable, *module], env=own, stdout=file, stderr=file))
     return found
 
 
