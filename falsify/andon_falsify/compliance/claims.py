@@ -115,9 +115,9 @@ def same_bits(base: Trace, *others: Trace) -> Verdict:
 def unmixed(base: Trace | None, trace: Trace) -> list[Verdict]:
     """One verdict on the losses of ranks on CPUs and GPUs against `base`, the same run on one CPU; else none.
 
-    With dropout there is none either: each kind of device draws other masks.
+    With dropout too: what is dropped belongs to the micro-batch and not to who computes it.
     """
-    if base is None or base.place == trace.place or trace.case.backend != "mixed" or trace.case.dropout:
+    if base is None or base.place == trace.place or trace.case.backend != "mixed":
         return []
     seen, wanted = ([_finite(each.loss) for each in of.first.reported] for of in (trace, base))
     return [losses_close.check(seen, wanted, start=1, bound=UNMIXED_TOLERANCE, factors=factors(trace.case))]
