@@ -12,7 +12,7 @@ from andon.problems import InputError
 from andon_falsify.compliance.claims import UNMIXED_TOLERANCE, alone, memory, same_bits, unmixed, verdicts
 from andon_falsify.compliance.power import untried
 from andon_falsify.compliance.resume import Resumed, cut_and_resume
-from andon_falsify.faults.planting import BIG, PLAIN
+from andon_falsify.faults.planting import BIG, PLAIN, SGD
 from andon_falsify.faults.registry import named
 from andon_falsify.ranks.pool import RankPool, RankPools
 from andon_falsify.subjects.case import Case
