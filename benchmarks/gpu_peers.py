@@ -177,6 +177,10 @@ def accelerate(shape: Shape, device: torch.device, rows: int, accumulation: int,
     )
     prepared: tuple[nn.Module, Any, Iterable[dict[str, Tensor]]] = accelerator.prepare(model, optimizer, loader)
     model, wrapped, batches = prepared
+    if compiled:
+        from torch._dynamo import config as tracing
+
+        tracing.recompile_limit = tracing.accumulated_recompile_limit = 16 * shape.layers  # else some run eagerly
     called: Callable[..., Any] = torch.compile(model) if compiled else model
     for batch in batches:
         with accelerator.accumulate(model):
