@@ -1,8 +1,8 @@
 """What others take for a step of the reference job: `torchrun --standalone --nproc-per-node N -m benchmarks.gpu_peers`.
 
 The same decoder, LoRA, rows and global batch as `benchmarks.gpu_step`, trained by the HF Trainer or by a loop with
-Accelerate, as their documentation advises: bf16 autocast, fused AdamW, pinned memory, no value read on the host, no
-logging within the measured steps. `--per-device` makes micro-batches of so many rows, with accumulation; without it
+Accelerate, as their documentation advises: bf16 autocast, fused AdamW, pinned memory, no
+logging and no look for NaN within the measured steps. `--per-device` makes micro-batches of so many rows, with accumulation; without it
 each GPU takes its share of the batch at once. The host's clock is read with the device at rest, before and after
 `--steps` updates that follow `--warm-up` others. Rank 0 prints one JSON object. Small on a CPU with `--shape tiny`.
 """
@@ -152,6 +152,7 @@ def hf_trainer(shape: Shape, device: torch.device, rows: int, accumulation: int,
             bf16=True,
             torch_compile=compiled,
             logging_steps=10**9,
+            logging_nan_inf_filter=False,
             save_strategy="no",
             report_to=[],
             disable_tqdm=True,

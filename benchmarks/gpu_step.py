@@ -1,9 +1,10 @@
 """What a step costs on a GPU, and its contracts: `torchrun --standalone --nproc-per-node N -m benchmarks.gpu_step`.
 
-Without torchrun one process does it, on a CPU as well (`--tiny`). The reference job is a Qwen3-4B shape with random
-weights: nothing is downloaded. Steps are launched as the trainer launches them, each before the last one is read. The
-time of a step is what lies between the ends of two steps on the device; blocks of steps with contracts, without, and
-again without are interleaved, and ratios are taken block by block. Rank 0 prints a table and one JSON object.
+Without torchrun one process does it, on a CPU as well (`--shape tiny`). The reference job is a Qwen3-4B shape with
+random weights: nothing is downloaded. Steps are launched as the trainer launches them, each before the last one is
+read. The time of a step is what lies between the ends of two steps on the device; blocks of steps with contracts,
+without, and again without are interleaved, and ratios are taken block by block. Rank 0 prints a table and one JSON
+object.
 """
 
 from __future__ import annotations

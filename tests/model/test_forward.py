@@ -8,10 +8,11 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
-from transformers import OPTConfig, OPTForSequenceClassification
+from transformers import AutoConfig, AutoModelForSequenceClassification, OPTConfig, OPTForSequenceClassification
 
+from andon.model import forward
 from andon.model.build import build_base
-from andon.model.forward import Nature, logits_of, mask_for, nature_of
+from andon.model.forward import Nature, logits_of, mask_for, nature_of, tried_nature_of
 from tests.model.tiny import PAD, adapted, spec
 
 LENGTHS = (12, 7, 1)
@@ -62,6 +63,60 @@ def test_a_model_that_counts_places_in_the_mask_gets_it() -> None:
     with torch.no_grad():
         found = model(input_ids=batch["input_ids"], attention_mask=given).logits
         torch.testing.assert_close(found, logits_of(model, batch))
+
+
+SMALL = {
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "vocab_size": 33,
+    "pad_token_id": PAD,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "num_labels": 3,
+    "max_position_embeddings": 64,
+}
+OTHERS: dict[str, dict[str, object]] = {
+    "llama": {},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0},
+    "mistral": {"sliding_window": 4},
+    "gemma3_text": {},
+    "modernbert": {"local_attention": 4},
+    "roberta": {},
+    "eurobert": {},
+    "esm": {},
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_any_model_gets_a_mask_on_a_gpu_that_hides_what_a_cpu_hides(kind: str) -> None:
+    """Layers with windows, layers of several kinds, encoders that use the mask of tokens elsewhere too."""
+    config = AutoConfig.for_model(kind, **(SMALL | OTHERS[kind]))
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(5.0)  # so that who sees whom shows
+        batch = _batch()
+        given = mask_for(tried_nature_of(model, batch), batch["attention_mask"], torch.device("cuda"))
+        found = model(input_ids=batch["input_ids"], attention_mask=given).logits
+        torch.testing.assert_close(found, logits_of(model, batch), rtol=1e-4, atol=1e-4)
+    assert not any(module.training for module in model.modules())
+
+
+def test_a_mask_that_does_not_hold_is_found_by_trying() -> None:
+    """A decoder that is taken for an encoder sees the future: it gets the mask of tokens, and keeps its mode."""
+    model = build_base(spec("decoder")).train()
+    natures = {model: dataclasses.replace(nature_of(model), causal=False, takes_kinds=False)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forward, "_natures", natures)
+        nature = tried_nature_of(model, _batch())
+    assert (nature.takes_kinds, nature.takes_pairs) == (False, False)
+    assert all(module.training for module in model.modules())
 
 
 def test_a_model_in_bfloat16_computes_in_it_and_its_head_does_not() -> None:

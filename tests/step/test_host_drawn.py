@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from andon.step.host_drawn import HostDrawnDropout
 from andon.step.keyed import KeyedRandomness, key
+from andon.step.stochastic import UnkeyedRandomnessError
 from tests.support.toy import CPU
 
 SHAPES = {"ragged": (3, 7, 5), "wide": (2, 4, 300)}
@@ -73,6 +74,43 @@ def test_attention_drops_what_a_cpu_does(masked: str, grouped: bool, device: str
     assert (found - expected).norm() <= 1e-5 * expected.norm()
     with HostDrawnDropout(torch.Generator().manual_seed(key(9, 4, 3))):
         assert (work(device) - expected).norm() > 0.01 * expected.norm()
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda: torch.rand_like(torch.ones(3)),
+        lambda: F.dropout1d(torch.ones(1, 3, 4), 0.5),
+        lambda: F.alpha_dropout(torch.ones(3), 0.5, training=True),
+        lambda: torch.ones(3).bernoulli_(0.5),
+        lambda: torch.nn.MultiheadAttention(8, 2, dropout=0.5)(*[torch.ones(3, 1, 8)] * 3)[0],
+    ],
+    ids=["rand_like", "dropout1d", "alpha_dropout", "bernoulli_", "multi_head_attention"],
+)
+def test_what_else_draws_is_refused(draw: Callable[[], torch.Tensor]) -> None:
+    """Its numbers would belong to the device, and who computes would decide the result."""
+    with pytest.raises(UnkeyedRandomnessError, match="cannot be keyed"):
+        host_drawn(draw)
+
+
+def test_dropout_by_its_other_name() -> None:
+    """And by that of its argument there."""
+    x = values((2, 5, 8))
+
+    def work() -> torch.Tensor:
+        return torch.dropout(x, p=0.5, train=True) + torch.dropout(x, 0.5, False)
+
+    assert torch.equal(host_drawn(work), as_a_cpu_does(work))
+
+
+@pytest.mark.parametrize(("chance", "training"), [(0.5, False), (0.0, True)])
+def test_other_kinds_of_dropout_that_drop_nothing_pass(chance: float, training: bool) -> None:
+    """A model in evaluation, or without dropout, is not refused for the kind that it has."""
+    x = values((2, 5, 8))
+    attention = torch.nn.MultiheadAttention(8, 2, dropout=chance, batch_first=True).train(training)
+    expected = attention(x, x, x)[0]
+    assert torch.equal(host_drawn(lambda: attention(x, x, x)[0]), expected)
+    assert torch.equal(host_drawn(lambda: F.dropout1d(x, chance, training)), x)
 
 
 def test_what_drops_nothing_draws_nothing() -> None:

@@ -33,7 +33,8 @@ _BY_TOKEN: tuple[Any, ...] = (
 _BY_TOKEN_METHODS = ("to", "float", "pow", "mean", "add", "mul", "rsqrt")
 _DIMENSIONS = 3
 _NORMS = (nn.functional.rms_norm, nn.functional.layer_norm)
-_SWITCHES: tuple[Any, ...] = (torch._C._set_grad_enabled, torch.autograd.grad_mode._enter_inference_mode)
+_SWITCHES = ("_set_grad_enabled", "_enter_inference_mode")
+"""Functions of torch, by name since none of them is public, that switch gradients on or off in a graph."""
 _SCORING = (
     nn.Linear,
     nn.Dropout,
@@ -151,7 +152,7 @@ def _switches(graph: Graph, spared: dict[Node, None], end: Node) -> bool:
     """Whether gradients are switched on or off between the first of `spared` and `end`."""
     order = list(graph.nodes)
     between = order[order.index(next(iter(spared))) : order.index(end)] if spared else []
-    return any(node.target in _SWITCHES for node in between)
+    return any(getattr(node.target, "__name__", "") in _SWITCHES for node in between)
 
 
 def _pick(source: Node, spared: dict[Node, None], chosen: Any) -> None:

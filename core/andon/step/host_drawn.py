@@ -7,6 +7,7 @@ them, and go to the GPU as masks. That takes time, which is why a group of GPUs 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,12 +15,19 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from andon.step.stochastic import STOCHASTIC, UnkeyedRandomnessError
+
 _functional = torch.nn.functional
+_DROPOUT = (_functional.dropout, torch.dropout)
+_OTHER_NAMES = {"train": "training"}
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
 class HostDrawnDropout(TorchFunctionMode):
-    """Inside, `dropout` and attention with dropout drop what a CPU with this generator would; all else is as it was."""
+    """Inside, `dropout` and attention with dropout drop what a CPU with this generator would.
+
+    Raises `UnkeyedRandomnessError` for other functions that draw: who computes would decide what they give.
+    """
 
     def __init__(self, generator: torch.Generator) -> None:
         """generator: of the CPU; it moves on with each draw."""
@@ -30,12 +38,14 @@ class HostDrawnDropout(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is _functional.dropout:
-            return self._dropout(*args, **kwargs)
+        if func in _DROPOUT:
+            return self._dropout(*args, **{_OTHER_NAMES.get(name, name): value for name, value in kwargs.items()})
         if func is _functional.scaled_dot_product_attention:
             given = {**dict(zip(_ATTENTION, args, strict=False)), **kwargs}
-            if given.get("dropout_p", 0.0) > 0:
-                return self._attention(given)
+            return self._attention(given) if given.get("dropout_p", 0.0) > 0 else func(*args, **kwargs)
+        if func in STOCHASTIC and not _drops_nothing(func, args, kwargs):
+            msg = f"the model draws random numbers by {func.__name__}, which on GPUs beside CPUs cannot be keyed"
+            raise UnkeyedRandomnessError(msg)
         return func(*args, **kwargs)
 
     def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -57,6 +67,17 @@ class HostDrawnDropout(TorchFunctionMode):
     def _drawn(self, like: Tensor, p: float) -> Tensor:
         """1 where a value of `like` is kept and 0 where it is dropped, on the CPU, in the order of its memory."""
         return torch.empty_like(like, device="cpu", requires_grad=False).bernoulli_(1 - p, generator=self._generator)
+
+
+def _drops_nothing(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether this is a kind of dropout that is told to drop nothing."""
+    try:
+        given = inspect.signature(func).bind(*args, **kwargs)
+    except (TypeError, ValueError):  # no function of Python's
+        return False
+    given.apply_defaults()
+    chance = given.arguments.get("p", given.arguments.get("dropout_p"))
+    return chance == 0 or given.arguments.get("training") is False
 
 
 def _bias(given: Mapping[str, Any], weights: Tensor) -> Tensor:

@@ -20,47 +20,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from andon.step.host_drawn import HostDrawnDropout
-
-_functional = torch.nn.functional
-STOCHASTIC: frozenset[Callable[..., Any]] = frozenset(
-    {
-        _functional.dropout,
-        _functional.dropout1d,
-        _functional.dropout2d,
-        _functional.dropout3d,
-        _functional.alpha_dropout,
-        _functional.feature_alpha_dropout,
-        _functional.scaled_dot_product_attention,
-        _functional.multi_head_attention_forward,
-        _functional.rrelu,
-        torch.dropout,
-        torch.alpha_dropout,
-        torch.feature_dropout,
-        torch.bernoulli,
-        torch.rand,
-        torch.randn,
-        torch.rand_like,
-        torch.randn_like,
-        torch.randint,
-        torch.randperm,
-        torch.normal,
-        torch.Tensor.bernoulli_,
-        torch.Tensor.bernoulli,
-        torch.Tensor.normal_,
-        torch.Tensor.uniform_,
-    }
-)
-"""Functions that may draw random numbers, as a model calls them."""
+from andon.step.stochastic import STOCHASTIC, UnkeyedRandomnessError
 
 
 def key(seed: int, step: int, micro_batch: int) -> int:
     """A 63-bit generator seed for one micro-batch of one step; different arguments give unrelated streams."""
     data = f"andon {seed} {step} {micro_batch}".encode()
     return int.from_bytes(hashlib.sha256(data).digest()[:8], "little") >> 1
-
-
-class UnkeyedRandomnessError(ValueError):
-    """The model draws random numbers in a way that cannot be keyed by micro-batch."""
 
 
 def _draws(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

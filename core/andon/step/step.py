@@ -70,8 +70,8 @@ class TrainingStep:
         taken in whatever order is fastest, so that the bits depend on the number of ranks. shares: micro-batches of
         each rank, where they are not to be as many for all; they change who computes a sum, and not its order.
 
-        Raises `ValueError` for shares that do not fit, where the number of replicas is not the backend's, and where
-        their optimizer cannot be kept from an update that is judged late.
+        Raises `ValueError` for shares that do not fit or without exact sums, where the number of replicas is not the
+        backend's, and where their optimizer cannot be kept from an update that is judged late.
         """
         if len(replicas) != len(backend.ranks):
             msg = f"{len(replicas)} replicas for {len(backend.ranks)} local ranks"
@@ -82,7 +82,8 @@ class TrainingStep:
         self._task = task
         self._micro_batches = micro_batches if exact else backend.world_size
         self._clip_norm = clip_norm
-        shares = shares if exact else None
+        if shares is not None and not exact:
+            raise ValueError("shares are of micro-batches, which there are none of without exact sums")
         self._owners = rank_leaves(self._micro_batches, backend.world_size, shares)
         size = replicas[0].parameters.size
         self._reduce = TreeReduction(micro_batches, size, backend, shares) if exact else PlainReduction(backend)

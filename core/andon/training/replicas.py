@@ -48,6 +48,9 @@ def build_replicas(
             beside_cpus = backend.name == "mixed" and device.type != "cpu"
             as_cpus = beside_cpus and not checkpointing and not compiled
             randomness = KeyedRandomness(seed, device, intercept_all=full, host_drawn=as_cpus)
+            if as_cpus:
+                with randomness.micro_batch(0, 0), torch.no_grad():
+                    task.loss_sum(own, batch)  # raises for what cannot be drawn as a CPU does
             master_on = torch.device("cpu") if beside_cpus else None
             replicas.append(Replica(own, trainable_parameters(own), optimizer, randomness, device, master_on))
     except InputError:

@@ -173,6 +173,22 @@ def _compile(config: Config, replicas: Sequence[Replica], *, telling: bool) -> N
         say(f"training.compile={training.compile} is for GPUs: on the CPU the model runs eagerly")
 
 
+def _tell_of_masks(config: Config, backend: Backend) -> None:
+    training = config.training
+    named = [name for name in ("compile", "activation_checkpointing") if getattr(training, name) not in (False, "off")]
+    if backend.name == "mixed" and backend.ranks[0] == 0 and named:
+        say(f"mixed: with training.{named[0]} each GPU draws dropout of its own, so who computes changes the result")
+
+
+def _shares(
+    config: Config, backend: Backend, replica: Replica, material: Material, folder: RunFolder
+) -> tuple[int, ...] | None:
+    """Micro-batches of each rank where they differ; without exact sums each rank computes its rows at once."""
+    if not config.training.exact:
+        return None
+    return shares_of(backend, replica, material.task, material.plan, config.training.micro_batches, folder.ledger)
+
+
 def _assemble(config: Config, folder: RunFolder, backend: Backend, started: float, clock: StepClock) -> Session:
     material = prepare(config)
     planned_bytes = agree_on_devices(config, material, backend)
@@ -191,6 +207,7 @@ def _assemble(config: Config, folder: RunFolder, backend: Backend, started: floa
         compiled=config.training.compile != "off",
     )
     _compile(config, replicas, telling=backend.ranks[0] == 0)
+    _tell_of_masks(config, backend)
     step = TrainingStep(
         backend,
         replicas,
@@ -199,9 +216,7 @@ def _assemble(config: Config, folder: RunFolder, backend: Backend, started: floa
         optimizer.clip_norm,
         audit_spec(config, backend.world_size),
         exact=config.training.exact,
-        shares=shares_of(
-            backend, replicas[0], material.task, material.plan, config.training.micro_batches, folder.ledger
-        ),
+        shares=_shares(config, backend, replicas[0], material, folder),
     )
     accelerators = [torch.cuda.get_device_name(device) for device in backend.devices if device.type == "cuda"]
     return Session(
