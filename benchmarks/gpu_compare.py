@@ -1,10 +1,11 @@
 """Our step and others' in turns on the same devices: `python -m benchmarks.gpu_compare --gpus 4`.
 
 Every trainer of `--jobs` runs in processes of its own, all of them compile side by side, and then they take `--rounds`
-of `--steps` updates one after another, in an order that rotates; ratios are taken round by round, against the first of
-`--jobs`. A job that fails or is not ready within `--ready-within` is left out, and said. Prints a table and JSON, and
-what each job printed to `--logs`. All jobs' models are on the device at once: on one GPU name a few at a time. Small on
-a CPU with `--shape tiny --rounds 2 --steps 2`.
+of `--steps` updates one after another, in an order that rotates and turns round; ratios are taken round by round,
+against the first of `--jobs`. A job that fails, is not ready within `--ready-within` or takes longer than `--turn-
+within` for a turn is left out, and said. Prints a table and JSON, and what each job printed to `--logs`. All jobs'
+models are on the device at once: on one GPU name a few at a time. Small on a CPU with `--shape tiny --rounds 2 --steps
+2`.
 """
 
 from __future__ import annotations
@@ -12,21 +13,26 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from andon_falsify.nemesis.processes import family
 from benchmarks.gpu_step import SHAPES
 from benchmarks.runs import table
 from benchmarks.turns import Conductor, last_object
 
+_GRACE_S = 20.0
 OURS, PEERS = ("benchmarks.gpu_step", "--pairs", "0"), ("benchmarks.gpu_peers",)
 JOBS: dict[str, tuple[str, ...]] = {
     "andon": (*OURS, "--compile", "graphs"),
@@ -55,9 +61,16 @@ class Job:
         return self.process.poll() is None
 
     def stop(self) -> None:
-        """End it and all of its ranks."""
+        """End it and all of its ranks, by force if they do not."""
+        members = family(self.process.pid)
         self.process.terminate()
-        self.process.wait()
+        try:
+            self.process.wait(_GRACE_S)
+        except subprocess.TimeoutExpired:
+            for member in members:
+                with suppress(ProcessLookupError):
+                    os.kill(member, signal.SIGKILL)
+            self.process.wait()
 
 
 def main() -> int:
@@ -70,6 +83,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=10, help="updates of a round")
     parser.add_argument("--shape", choices=SHAPES, default="reference" if cuda else "tiny")
     parser.add_argument("--ready-within", type=float, default=360.0, help="seconds")
+    parser.add_argument("--turn-within", type=float, default=120.0, help="seconds")
     parser.add_argument("--logs", type=Path, help="a folder; kept")
     options = parser.parse_args()
     names = [name.strip() for name in options.jobs.split(";")]
@@ -91,18 +105,36 @@ def compare(names: list[str], options: argparse.Namespace, logs: Path) -> dict[s
     try:
         ready = until_ready(jobs, conductor, options.ready_within)
         for turn in range(options.rounds):
-            for place in range(len(ready)):
-                job = ready[(place + turn) % len(ready)]
+            for job in order_of(ready, turn):
                 conductor.go(job.name, turn)
-                while job.alive and not conductor.rests(job.name, turn + 1):
-                    time.sleep(0.01)
+                if not came(lambda: conductor.rests(job.name, turn + 1), job, options.turn_within):  # noqa: B023
+                    ready.remove(job)
+                    print(f"{job.name}: lost in round {turn}, {job.log.read_text()[-600:]}", flush=True)
         for job in ready:
             conductor.go(job.name, options.rounds)
-            job.process.wait()
+            came(lambda: not job.alive, job, options.turn_within)  # noqa: B023
     finally:
         for job in jobs:
             job.stop()
     return figures([job for job in ready if job.process.returncode == 0], jobs)
+
+
+def order_of(jobs: list[Job], turn: int) -> list[Job]:
+    """Each begins in turn, and every second round goes backwards, so that none always follows the same other."""
+    first = turn // 2 % max(1, len(jobs))
+    rotated = jobs[first:] + jobs[:first]
+    return rotated[::-1] if turn % 2 else rotated
+
+
+def came(over: Callable[[], bool], job: Job, patience: float) -> bool:
+    """Whether it came to be `over` while `job` lived; the job is stopped if not within `patience` seconds."""
+    began = time.monotonic()
+    while not over():
+        if not job.alive or time.monotonic() - began > patience:
+            job.stop()
+            return over()
+        time.sleep(0.01)
+    return True
 
 
 def started(name: str, options: argparse.Namespace, conductor: Conductor, logs: Path) -> Job:
@@ -141,7 +173,12 @@ def until_ready(jobs: list[Job], conductor: Conductor, patience: float) -> list[
 
 def figures(ended: list[Job], jobs: list[Job]) -> dict[str, dict[str, Any]]:
     """A row for each job that ended well, with its time over that of the first of `jobs`, round by round."""
-    told = {job.name: last_object(job.log.read_text()) for job in ended}
+    told = {}
+    for job in ended:
+        try:
+            told[job.name] = last_object(job.log.read_text())
+        except ValueError as error:
+            print(f"{job.name}: {error}", flush=True)
     reference = told.get(jobs[0].name, {}).get("ms_by_round", [])
     rows = {}
     for name, each in told.items():

@@ -1,10 +1,10 @@
 """What others take for a step of the reference job: `torchrun --standalone --nproc-per-node N -m benchmarks.gpu_peers`.
 
 The same decoder, LoRA, rows and global batch as `benchmarks.gpu_step`, trained by the HF Trainer or by a loop with
-Accelerate, as their documentation advises: bf16 autocast, fused AdamW, pinned memory, no
-logging and no look for NaN within the measured steps. `--per-device` makes micro-batches of so many rows, with accumulation; without it
-each GPU takes its share of the batch at once. The host's clock is read with the device at rest, before and after
-`--steps` updates that follow `--warm-up` others. Rank 0 prints one JSON object. Small on a CPU with `--shape tiny`.
+Accelerate, as their documentation advises: bf16 autocast, fused AdamW, pinned memory, no logging and no look for NaN
+within the measured steps. `--per-device` makes micro-batches of so many rows, with accumulation; without it each GPU
+takes its share of the batch at once. The host's clock is read with the device at rest, before and after `--steps`
+updates that follow `--warm-up` others. Rank 0 prints one JSON object. Small on a CPU with `--shape tiny`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.gpu_step import SHAPES, Shape, model_of, rows_of
+from benchmarks.gpu_step import SHAPES, Shape, base_of, rows_of
 from benchmarks.turns import Turns
 
 
@@ -133,6 +133,17 @@ class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
         }
 
 
+def adapted(shape: Shape, device: torch.device) -> nn.Module:
+    """The decoder of `shape` with a LoRA as peft makes it: r=16 on q and v, in fp32 beside the bf16 base."""
+    from peft import LoraConfig, TaskType, get_peft_model
+
+    config = LoraConfig(
+        task_type=TaskType.SEQ_CLS, r=16, lora_alpha=32, lora_dropout=0.05, target_modules=["q_proj", "v_proj"]
+    )
+    found: nn.Module = get_peft_model(base_of(shape, device), config)  # type: ignore[arg-type]
+    return found.to(device)
+
+
 def hf_trainer(shape: Shape, device: torch.device, rows: int, accumulation: int, compiled: bool, clock: Clock) -> None:
     """`transformers.Trainer` with its defaults but for what makes it fast here."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -160,7 +171,7 @@ def hf_trainer(shape: Shape, device: torch.device, rows: int, accumulation: int,
             ddp_find_unused_parameters=False,
         )
         data = Rows(shape, clock.updates * shape.batch)
-        Trainer(model_of(shape, device), arguments, train_dataset=data, callbacks=[Ticks()]).train()
+        Trainer(adapted(shape, device), arguments, train_dataset=data, callbacks=[Ticks()]).train()
 
 
 def accelerate(shape: Shape, device: torch.device, rows: int, accumulation: int, compiled: bool, clock: Clock) -> None:
@@ -170,7 +181,7 @@ def accelerate(shape: Shape, device: torch.device, rows: int, accumulation: int,
     accelerator = Accelerator(
         mixed_precision="bf16", cpu=device.type == "cpu", gradient_accumulation_steps=accumulation
     )
-    model = model_of(shape, device)
+    model = adapted(shape, device)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=device.type == "cuda")
     loader = torch.utils.data.DataLoader(

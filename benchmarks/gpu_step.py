@@ -29,7 +29,8 @@ from andon.backend.determinism import demand_determinism
 from andon.backend.group import GroupBackend
 from andon.backend.inprocess import InlineBackend
 from andon.model.adapter import AdapterSpec, attach
-from andon.model.compiled import compile_backbone, shapes_of
+from andon.model.compiled import compile_backbone
+from andon.model.lengths import shapes_of
 from andon.model.task import ClassificationTask
 from andon.step.audit import AuditSpec, default_every
 from andon.step.plan import BatchPlan
@@ -125,10 +126,13 @@ def _options() -> argparse.Namespace:
 
 
 def model_of(shape: Shape, device: torch.device, adapter: str = "lora") -> nn.Module:
-    """The decoder of `shape` with 2 labels on `device`, the same bits in every process.
+    """The decoder of `shape` as we train it. adapter: 'lora' trains r=16 on q and v; 'none' every weight, in fp32."""
+    spec = AdapterSpec(kind=adapter, r=16, alpha=32.0, dropout=0.05, targets=("q_proj", "v_proj"))
+    return attach(base_of(shape, device), spec, 1).to(device)
 
-    adapter: 'lora' trains r=16 on q and v, in fp32 beside a bf16 base; 'none' trains every weight, in fp32.
-    """
+
+def base_of(shape: Shape, device: torch.device) -> nn.Module:
+    """The decoder of `shape` with 2 labels in bf16 on `device`, the same bits in every process."""
     from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
     config = Qwen3Config(
@@ -155,8 +159,7 @@ def model_of(shape: Shape, device: torch.device, adapter: str = "lora") -> nn.Mo
     finally:
         torch.set_default_dtype(before)
     base.config.dtype = torch.bfloat16
-    spec = AdapterSpec(kind=adapter, r=16, alpha=32.0, dropout=0.05, targets=("q_proj", "v_proj"))
-    return attach(base, spec, 1).to(device)
+    return base
 
 
 def rows_of(shape: Shape) -> tuple[list[list[int]], list[int]]:

@@ -25,7 +25,8 @@ from torch import nn
 from andon.backend.determinism import demand_determinism
 from andon.backend.inprocess import InlineBackend
 from andon.model.adapter import AdapterSpec, attach, trainable_parameters
-from andon.model.compiled import compile_backbone, shapes_of
+from andon.model.compiled import compile_backbone
+from andon.model.lengths import shapes_of
 from andon.model.memory import measure_peak_bytes, plan_bytes
 from andon.model.memory_compiled import compiled_activations
 from andon.model.memory_trace import checkpoint_hollow, hollow, traced_activations

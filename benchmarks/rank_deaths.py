@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from andon_falsify.nemesis.processes import family, ranks, wait_until_gone
+from andon_falsify.subjects.placing import why_not
 from benchmarks.runs import command, environment, steps_of, table
 
 _EXPECTED = {"SIGKILL": 71, "SIGSTOP": 72}
@@ -44,6 +45,8 @@ def main() -> int:
     parser.add_argument("--limit", type=float, help="seconds; 2 for SIGKILL, timeout + 3 for SIGSTOP if not given")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    if reason := why_not(options.backend, options.workers):
+        parser.error(reason)  # the run would go on on CPUs
     limit = options.limit or (2.0 if options.signal == "SIGKILL" else options.timeout + 3)
     draw = random.Random(options.seed)
     rows, good = [], 0

@@ -22,6 +22,7 @@ from typing import Any
 from andon.config.load import load_config
 from andon.config.schema import Config
 from andon.training.material import Material, prepare
+from andon_falsify.subjects.placing import why_not
 from benchmarks.runs import run, table
 
 _RECIPE = Path(__file__).parents[1] / "examples" / "banking77.yaml"
@@ -45,6 +46,9 @@ def main() -> int:
     settings += ["training.group_by_length=true", "training.pad_to_multiple_of=1", *options.set]
     if options.peer:
         return _hf_trainer(load_config(_RECIPE, settings), options.peer)
+    for world in options.worlds.split(","):
+        if reason := why_not(options.backend, int(world)):
+            parser.error(reason)  # the run would go on on CPUs
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as base:
         for world in options.worlds.split(","):

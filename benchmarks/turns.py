@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -61,8 +62,9 @@ class Conductor:
 def last_object(text: str) -> dict[str, Any]:
     """The last line of `text` that is a JSON object. Raises `ValueError` if there is none."""
     for line in reversed(text.splitlines()):
-        if line.startswith("{"):
-            found: dict[str, Any] = json.loads(line)
-            return found
+        with suppress(json.JSONDecodeError):
+            found = json.loads(line)
+            if isinstance(found, dict):
+                return found
     msg = "no figures were printed"
     raise ValueError(msg)

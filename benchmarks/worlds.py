@@ -14,10 +14,12 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from andon.exits import Exit
+from andon_falsify.subjects.placing import why_not
 from benchmarks.runs import command, environment, run, steps_of, table
 
 
@@ -55,6 +57,9 @@ def main() -> int:
     parser.add_argument("--again", action="store_true", help="each run a second time")
     parser.add_argument("--set", action="append", default=[], help="passed on to andon train")
     options = parser.parse_args()
+    for backend, workers in product(options.backends.split(","), options.worlds.split(",")):
+        if reason := why_not(backend, int(workers)):
+            parser.error(reason)  # the run would go on on CPUs
     settings = [part for item in options.set for part in ("--set", item)]
     found = []
     with tempfile.TemporaryDirectory() as folder:

@@ -16,12 +16,10 @@ from andon.model.compiled import (
     _room_for,
     backbone_of,
     compile_backbone,
-    length_step,
-    padded_lengths,
     rewriting_backend,
-    shapes_of,
     traced,
 )
+from andon.model.lengths import length_step, padded_lengths, shapes_of
 from andon.model.task import collate
 from andon.problems import InputError
 from andon.step.plan import GlobalBatch

@@ -100,6 +100,18 @@ def test_dropout_of_what_was_dropped_is_found() -> None:
     assert calls.count("hashed_dropout") == 2
 
 
+def test_each_dropout_keeps_its_own_rate() -> None:
+    """Of several in one pass, as a model's and its adapter's are."""
+    graphs: Graphs = []
+
+    def both(x: torch.Tensor) -> torch.Tensor:
+        return torch.stack((functional.dropout(x, 0.1), functional.dropout(x, 0.6)))
+
+    kept = (torch.compile(both, backend=rewriting(graphs), dynamic=False)(torch.ones(10_000)) != 0).sum(1)
+    assert abs(int(kept[0]) - 9000) < 180  # six standard deviations
+    assert abs(int(kept[1]) - 4000) < 294
+
+
 def test_dropout_that_draws_nothing_stays() -> None:
     """In evaluation, of everything, of nothing."""
 

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from andon.step.host_drawn import HostDrawnDropout
 from andon.step.keyed import KeyedRandomness, key
 from andon.step.stochastic import UnkeyedRandomnessError
+from andon.training.replicas import draws_as_cpus
 from tests.support.toy import CPU
 
 SHAPES = {"ragged": (3, 7, 5), "wide": (2, 4, 300)}
@@ -123,3 +124,82 @@ def test_what_drops_nothing_draws_nothing() -> None:
         assert not F.dropout(x, 1.0).any()
         F.scaled_dot_product_attention(x, x, x)
     assert torch.equal(generator.get_state(), before)
+
+
+class StandIn:
+    """In the place of a GPU's generators: none is there."""
+
+    def __getitem__(self, _: int) -> torch.Generator:
+        return torch.Generator()
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes that are keyed for a GPU run on this machine's CPU, whose own generator stands for what is not keyed."""
+    monkeypatch.setattr(torch.cuda, "default_generators", StandIn())
+
+
+def keyed_for_a_gpu(work: Callable[[], torch.Tensor], *, host_drawn: bool) -> torch.Tensor:
+    """What `work` gives in a GPU's micro-batch."""
+    with KeyedRandomness(9, torch.device("cuda", 0), host_drawn=host_drawn).micro_batch(4, 2):
+        return work()
+
+
+def test_a_micro_batch_of_a_gpu_beside_cpus_draws_from_its_own_stream(as_on_a_gpu: None) -> None:
+    """Whatever was drawn before it."""
+    x = values((3, 7, 5))
+    randomness = KeyedRandomness(9, torch.device("cuda", 0), host_drawn=True)
+    expected = as_a_cpu_does(lambda: F.dropout(x, 0.3))
+    for step in (3, 4, 4):
+        with randomness.micro_batch(step, 2):
+            found = F.dropout(x, 0.3)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("before", [0, 5])
+def test_what_a_gpus_model_draws_on_the_cpu_is_keyed_too(as_on_a_gpu: None, before: int) -> None:
+    """Which layers OPT leaves out must not depend on what the process drew before; and that stream is left alone."""
+    torch.manual_seed(1)
+    torch.rand(before)
+    state = torch.get_rng_state()
+    drawn = keyed_for_a_gpu(lambda: torch.rand([]), host_drawn=False)
+    assert torch.equal(drawn, torch.rand([], generator=torch.Generator().manual_seed(key(9, 4, 2))))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("backend", "more", "drawn"),
+    [
+        ("mixed", {}, True),
+        ("nccl", {}, False),
+        ("mixed", {"checkpointing": True}, False),
+        ("mixed", {"compiled": True}, False),
+    ],
+)
+def test_only_gpus_beside_cpus_draw_as_those_do(backend: str, more: dict[str, bool], drawn: bool) -> None:
+    """And not where masks are drawn a second time, or inside of kernels."""
+    assert (
+        draws_as_cpus(backend, torch.device("cuda", 0), **({"checkpointing": False, "compiled": False} | more)) is drawn
+    )
+    assert not draws_as_cpus(backend, CPU, checkpointing=False, compiled=False)
+
+
+def test_a_scale_and_a_mask_of_numbers_count() -> None:
+    """Given by place or by name."""
+    q = values((1, 2, 5, 4))
+    mask = torch.linspace(-2, 2, 25).view(5, 5)
+
+    def work() -> torch.Tensor:
+        named = F.scaled_dot_product_attention(q, q, q, attn_mask=mask, dropout_p=0.4, scale=2.0)
+        return torch.cat([named, F.scaled_dot_product_attention(q, q, q, mask, 0.4)])
+
+    found, expected = host_drawn(work), as_a_cpu_does(work)
+    assert (found - expected).norm() <= 1e-5 * expected.norm()
+
+
+def test_half_precision_draws_what_a_cpu_draws_for_it() -> None:
+    """A CPU draws bf16 masks in bf16; and in place means in place."""
+    x = values((3, 40)).bfloat16()
+    y = x.clone()
+    assert torch.equal(host_drawn(lambda: F.dropout(y, 0.3, inplace=True)), as_a_cpu_does(lambda: F.dropout(x, 0.3)))
+    assert torch.equal(y == 0, host_drawn(lambda: F.dropout(x, 0.3)) == 0)

@@ -66,6 +66,17 @@ def test_too_few_gpus_are_a_problem_of_that_number_alone(data: Path) -> None:
     assert not three.fits
 
 
+def test_what_updates_on_the_cpu_is_planned_there(data: Path) -> None:
+    """A GPU of `mixed` holds no moments; its rank holds weights, gradient and two moments of each in the machine."""
+    more = ("run.workers=2", "adapter.kind=none")
+    (alone,) = plans(configured(data, "run.backend=nccl", *more), [2], Machine((LARGE,) * 2, LARGE))
+    (mixed,) = plans(configured(data, "run.backend=mixed", *more), [2], Machine((LARGE,), LARGE))
+    gpu, host = (next(need.plan for need in mixed.needs if need.kind == kind) for kind in ("cuda", "host"))
+    there = next(need.plan for need in alone.needs if need.kind == "cuda")
+    assert (gpu.moments, there.moments) == (0, 2 * there.weights)
+    assert (host.weights, host.gradient, host.moments) == (gpu.weights, gpu.weights, 2 * gpu.weights)
+
+
 def test_the_smallest_gpu_counts_and_each_remedy_needs_less(data: Path) -> None:
     """One GPU of two is too small: the number that it has is the budget, and settings that would help are named."""
     config = configured(data, "run.backend=nccl", "model.hidden_size=128", "model.max_length=64")

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from andon.model.lengths import Shape
 from andon.model.pooled import reading_last_tokens
 from andon.model.rewriting import rewrite
 from andon.problems import InputError, Problem
@@ -22,24 +23,6 @@ from andon.problems import InputError, Problem
 MODES = {"off": None, "kernels": "default", "graphs": "reduce-overhead"}
 """What `training.compile` may be, and what torch calls it: nothing, fused kernels, and these in CUDA graphs."""
 _SILENCING = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE", "TORCHDYNAMO_SUPPRESS_ERRORS")
-Shape = tuple[int, int]
-"""Rows and padded length of a micro-batch."""
-
-
-def shapes_of(batch_size: int, micro_batches: int, lengths: Collection[int]) -> frozenset[Shape]:
-    """The shapes of full global batches: one or two numbers of rows, each of `lengths`. What is ragged runs eagerly."""
-    rows = {batch_size // micro_batches, -(-batch_size // micro_batches)} - {0}
-    return frozenset((count, length) for count in rows for length in lengths)
-
-
-def length_step(max_length: int, count: int, multiple: int = 8) -> int:
-    """The multiple to pad to so that there are at most `count` lengths up to `max_length`; itself one of `multiple`."""
-    return -(-max_length // (count * multiple)) * multiple
-
-
-def padded_lengths(max_length: int, step: int) -> tuple[int, ...]:
-    """The lengths to which rows of at most `max_length` tokens are padded."""
-    return tuple(min(length, max_length) for length in range(step, max_length + step, step))
 
 
 @dataclass

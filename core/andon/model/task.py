@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from andon.model.forward import logits_of
+from andon.model.lengths import padded_length
 from andon.problems import ProblemList
 from andon.step.task import Batch, LeafLoss
 from andon_contracts.digest import row_digests
@@ -141,10 +142,7 @@ def collate(
 
     length: that of the longest row, rounded up to `multiple` but not beyond `limit`.
     """
-    longest = max(row.numel() for row in rows)
-    length = -(-longest // multiple) * multiple
-    if limit is not None:
-        length = max(longest, min(length, limit))
+    length = padded_length(max(row.numel() for row in rows), multiple, limit)
     ids = torch.full((len(rows), length), pad_id, dtype=torch.int64)
     mask = torch.zeros_like(ids)
     for place, row in enumerate(rows):

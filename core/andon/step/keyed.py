@@ -151,10 +151,22 @@ def replaying() -> tuple[AbstractContextManager[object], AbstractContextManager[
     return nullcontext(), interceptor.again(interceptor.generator.get_state())
 
 
+@contextmanager
+def _host_keyed(stream: int) -> Iterator[None]:
+    """Inside, the process's CPU generator draws from `stream`; afterwards it is as it was."""
+    before = torch.default_generator.get_state()
+    torch.default_generator.manual_seed(stream)
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(before)
+
+
 class KeyedRandomness:
     """The random numbers of one replica. On a CPU a generator of its own; on a GPU the device's, seeded anew.
 
-    A GPU is driven by one process each, so there its default generator is nobody else's.
+    A GPU is driven by one process each, so there its default generator is nobody else's, nor is that of the CPU, from
+    which models draw too (which layers to leave out, say).
     """
 
     def __init__(
@@ -166,7 +178,7 @@ class KeyedRandomness:
         self._generator = torch.Generator(device="cpu")
         self._interceptor = _Interceptor(self._generator)
         self._mode = self._interceptor if intercept_all else _StochasticFunctions(self._interceptor)
-        self._on_gpu = HostDrawnDropout(self._generator) if host_drawn else nullcontext()
+        self._host_draws = HostDrawnDropout(self._generator) if host_drawn else nullcontext()
 
     @contextmanager
     def micro_batch(self, step: int, index: int) -> Iterator[None]:
@@ -179,7 +191,7 @@ class KeyedRandomness:
         if self._device.type == "cuda":
             torch.cuda.default_generators[self._device.index or 0].manual_seed(stream)
             self._generator.manual_seed(stream)
-            with self._on_gpu:
+            with _host_keyed(stream), self._host_draws:
                 yield
             return
         self._generator.manual_seed(stream)

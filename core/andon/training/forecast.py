@@ -14,6 +14,7 @@ from andon.backend.machine import Accelerator, free_ram, gpus_here
 from andon.config.schema import IN_PROCESS, Config, Training
 from andon.model.adapter import attach, trainable_parameters
 from andon.model.build import build_shape
+from andon.model.lengths import padded_length
 from andon.model.memory import MemoryPlan, plan_bytes
 from andon.problems import InputError
 from andon.step.plan import efficiency, rank_leaves
@@ -157,8 +158,7 @@ def largest(material: Material, config: Config, workers: int) -> tuple[int, int]
     rows = -(-min(training.batch_size, len(material.plan.ids)) // parts)
     lengths = material.task.lengths[list(material.plan.ids)]
     longest = min(int(lengths.max()), config.model.max_length)
-    multiple = padding_multiple(config)
-    return rows, max(longest, min(-(-longest // multiple) * multiple, config.model.max_length))
+    return rows, padded_length(longest, padding_multiple(config), config.model.max_length)
 
 
 class Study:
@@ -200,14 +200,19 @@ class Study:
         )
         # The graphs keep their memory while an evaluation runs beside them.
         held = activations if kind == "cuda" and training.compile == "graphs" else 0
-        return replace(plan, evaluation=evaluation, graphs=min(held, evaluation))
+        moments = 0 if _updated_on_host(config, kind) else plan.moments
+        return replace(plan, evaluation=evaluation, graphs=min(held, evaluation), moments=moments)
+
+
+def _updated_on_host(config: Config, kind: str) -> bool:
+    """Whether a replica on a device of `kind` has its update made on the CPU, on buffers of its own there."""
+    return config.run.backend == "mixed" and kind == "cuda"
 
 
 def _padded(material: Material, config: Config) -> int:
     """The longest padded length of any row that is trained on or scored."""
     longest = max(int(task.lengths.max()) for task in (material.task, material.evaluation_task))
-    multiple = padding_multiple(config)
-    return min(-(-longest // multiple) * multiple, config.model.max_length)
+    return padded_length(min(longest, config.model.max_length), padding_multiple(config), config.model.max_length)
 
 
 def _phases(
@@ -242,7 +247,7 @@ def _world(study: Study, config: Config, workers: int, machine: Machine) -> Worl
         plan = study.plan(config, "cuda", workers)
         plan = replace(plan, outside=CUDA_CONTEXT + (NCCL_BUFFERS if workers > 1 and backend == "nccl" else 0))
         needs.append(Need("cuda", len(gpus), plan, plan.needed, min(machine.gpus[index] for index in gpus)))
-        host = _before_moving(plan)
+        host = _on_host(study, config, plan, workers)
         needs.append(Need("host", len(gpus), host, len(gpus) * host.needed, machine.ram))
     if len(gpus) < workers:
         plan = replace(study.plan(config, "cpu", workers), outside=PROCESS)
@@ -260,9 +265,13 @@ def _in_ram(plan: MemoryPlan, ranks: int, backend: str) -> int:
     return plan.outside + plan.base + plan.ramp + ranks * lasting + (phase if backend == "inline" else ranks * phase)
 
 
-def _before_moving(plan: MemoryPlan) -> MemoryPlan:
-    """What a rank holds of the machine's memory while it builds the model for its GPU."""
-    kept = {"base": plan.base, "weights": plan.weights, "outside": PROCESS}
+def _on_host(study: Study, config: Config, plan: MemoryPlan, workers: int) -> MemoryPlan:
+    """What a rank holds of the machine's memory: while it builds the model for its GPU, or for its updates if more."""
+    phases = [{"base": plan.base, "weights": plan.weights}]
+    if _updated_on_host(config, "cuda"):
+        lasting = study.plan(config, "cpu", workers)
+        phases.append({"weights": lasting.weights, "gradient": lasting.gradient, "moments": lasting.moments})
+    kept = max(phases, key=lambda parts: sum(parts.values())) | {"outside": PROCESS}
     return MemoryPlan(**dict.fromkeys((part.name for part in fields(MemoryPlan)), 0) | kept)
 
 

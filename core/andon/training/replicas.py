@@ -45,19 +45,23 @@ def build_replicas(
                 checkpoint_layers(own, device)
             batch = task.load([sample], device)
             full = needs_full_interception(lambda m=own, b=batch: task.loss_sum(m, b), device)  # type: ignore[misc]
-            beside_cpus = backend.name == "mixed" and device.type != "cpu"
-            as_cpus = beside_cpus and not checkpointing and not compiled
+            as_cpus = draws_as_cpus(backend.name, device, checkpointing=checkpointing, compiled=compiled)
             randomness = KeyedRandomness(seed, device, intercept_all=full, host_drawn=as_cpus)
             if as_cpus:
                 with randomness.micro_batch(0, 0), torch.no_grad():
                     task.loss_sum(own, batch)  # raises for what cannot be drawn as a CPU does
-            master_on = torch.device("cpu") if beside_cpus else None
+            master_on = torch.device("cpu") if backend.name == "mixed" and device.type != "cpu" else None
             replicas.append(Replica(own, trainable_parameters(own), optimizer, randomness, device, master_on))
     except InputError:
         raise
     except ValueError as error:
         raise InputError([Problem("model.base", str(error))]) from error
     return replicas
+
+
+def draws_as_cpus(backend: str, device: torch.device, *, checkpointing: bool, compiled: bool) -> bool:
+    """Whether dropout on `device` is to be what it would be on a CPU, since ranks on CPUs are beside it."""
+    return backend == "mixed" and device.type != "cpu" and not checkpointing and not compiled
 
 
 def _placed(model: nn.Module, device: torch.device, placed: dict[torch.device, nn.Module]) -> nn.Module:

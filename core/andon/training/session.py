@@ -30,7 +30,8 @@ from andon.launch.rank import end_now, watched_by
 from andon.messages import say
 from andon.model.adapter import attach
 from andon.model.build import build_base
-from andon.model.compiled import compile_backbone, padded_lengths, shapes_of
+from andon.model.compiled import compile_backbone
+from andon.model.lengths import padded_lengths, shapes_of
 from andon.problems import InputError, Problem
 from andon.run.folder import RunFolder
 from andon.run.provenance import environment
