@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, OPTConf
 from andon.model import forward
 from andon.model.build import build_base
 from andon.model.forward import Nature, logits_of, mask_for, nature_of, tried_nature_of
-from tests.model.tiny import PAD, adapted, spec
+from tests.model.tiny import CPU, PAD, adapted, spec
 
 LENGTHS = (12, 7, 1)
 
@@ -102,7 +102,7 @@ def test_any_model_gets_a_mask_on_a_gpu_that_hides_what_a_cpu_hides(kind: str) -
             if parameter.dim() > 1:
                 parameter.mul_(5.0)  # so that who sees whom shows
         batch = _batch()
-        given = mask_for(tried_nature_of(model, batch), batch["attention_mask"], torch.device("cuda"))
+        given = mask_for(tried_nature_of(model, CPU), batch["attention_mask"], torch.device("cuda"))
         found = model(input_ids=batch["input_ids"], attention_mask=given).logits
         torch.testing.assert_close(found, logits_of(model, batch), rtol=1e-4, atol=1e-4)
     assert not any(module.training for module in model.modules())
@@ -114,7 +114,7 @@ def test_a_mask_that_does_not_hold_is_found_by_trying() -> None:
     natures = {model: dataclasses.replace(nature_of(model), causal=False, takes_kinds=False)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forward, "_natures", natures)
-        nature = tried_nature_of(model, _batch())
+        nature = tried_nature_of(model, CPU)
     assert (nature.takes_kinds, nature.takes_pairs) == (False, False)
     assert all(module.training for module in model.modules())
 

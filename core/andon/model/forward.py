@@ -68,8 +68,8 @@ def _has_windows(config: Any) -> bool:
     return kinds != {"full_attention"} or any(getattr(config, name, None) for name in _WINDOWS)
 
 
-def tried_nature_of(model: nn.Module, batch: Batch) -> Nature:
-    """`nature_of`, without what does not hold: masks that are made of it are tried, once, on tokens of `batch`.
+def tried_nature_of(model: nn.Module, device: torch.device) -> Nature:
+    """`nature_of` a model on `device`, without what does not hold: masks that are made of it are tried, once.
 
     What a model cannot be given, or gives other logits for than for the mask of tokens, it is not given.
     """
@@ -78,22 +78,22 @@ def tried_nature_of(model: nn.Module, batch: Batch) -> Nature:
         without_kinds = replace(known, takes_kinds=False)
         forms = [known, without_kinds] if known.takes_pairs or known.takes_kinds else []
         plain = replace(without_kinds, takes_pairs=False)
-        _tried[model] = next((form for form in forms if _gives_the_same(model, form, batch)), plain)
+        _tried[model] = next((form for form in forms if _gives_the_same(model, form, device)), plain)
     return _tried[model]
 
 
-def _gives_the_same(model: nn.Module, nature: Nature, batch: Batch) -> bool:
+def _gives_the_same(model: Any, nature: Nature, device: torch.device) -> bool:
     """Whether padding is as unseen with the masks of a GPU that `nature` says as with the mask of tokens.
 
-    Tried on three rows that begin as the longest of `batch` does, one of them of a single token.
+    Tried on three rows of tokens that differ, the same on every rank, one row of a single token.
     """
-    longest = int(batch["attention_mask"].sum(1).argmax())
-    ids = batch["input_ids"][longest, : _TRIED_LENGTHS[0]].expand(len(_TRIED_LENGTHS), -1)
-    places = torch.arange(ids.shape[1], device=ids.device)
-    seen = places < torch.tensor(_TRIED_LENGTHS, device=ids.device)[:, None]
-    mask = batch["attention_mask"][longest, : ids.shape[1]] * seen
-    ids = ids.where(mask == 1, getattr(model.config, "pad_token_id", None) or 0)
-    with torch.no_grad(), _evaluating(model), _computing(nature, ids.device):
+    room = getattr(model.config, "max_position_embeddings", None) or 2 * _TRIED_LENGTHS[0]
+    pad = getattr(model.config, "pad_token_id", None) or 0
+    size = model.get_input_embeddings().weight.shape[0]
+    places = torch.arange(max(1, min(_TRIED_LENGTHS[0], room // 2)), device=device)
+    mask = (places < torch.tensor(_TRIED_LENGTHS, device=device)[:, None]).long()
+    ids = ((pad + 1 + places % (size - 1)) % size).where(mask == 1, pad)
+    with torch.no_grad(), _evaluating(model), _computing(nature, device):
         wanted = model(input_ids=ids, attention_mask=mask).logits.float()
         try:
             found = model(input_ids=ids, attention_mask=_mask_on_gpu(nature, mask)).logits.float()
@@ -137,7 +137,7 @@ def logits_of(model: nn.Module, batch: Batch) -> torch.Tensor:
     A model whose weights are stored in half precision computes its matrix products in it (autocast).
     """
     ids = batch["input_ids"]
-    nature = tried_nature_of(model, batch) if ids.device.type == "cuda" else nature_of(model)
+    nature = tried_nature_of(model, ids.device) if ids.device.type == "cuda" else nature_of(model)
     with _computing(nature, ids.device):
         mask = mask_for(nature, batch["attention_mask"], ids.device)
         logits: torch.Tensor = model(input_ids=ids, attention_mask=mask).logits
