@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from andon.model.backbone import backbone_of
 from andon.model.compiled import (
     CompiledPasses,
     _room_for,
-    backbone_of,
     compile_backbone,
     rewriting_backend,
     traced,

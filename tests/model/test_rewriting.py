@@ -15,9 +15,10 @@ from torch._dynamo.backends.debugging import aot_eager
 from transformers import LlamaConfig, LlamaForSequenceClassification, Qwen3Config, Qwen3ForSequenceClassification
 
 from andon.model.adapter import AdapterSpec, attach
-from andon.model.compiled import backbone_of, traced
-from andon.model.forward import mask_for, nature_of
+from andon.model.backbone import backbone_of
+from andon.model.compiled import traced
 from andon.model.hashed import hashed_dropout
+from andon.model.masks import masked, possible_maskings
 from andon.model.pooled import last_real, reading_last_tokens
 from andon.model.rewriting import rewrite
 from andon.model.rotary import exchanged_halves
@@ -87,8 +88,8 @@ def passed(model: nn.Module, forward: Callable[..., Any]) -> tuple[torch.Tensor,
     backbone.forward = forward
     model.zero_grad()
     try:
-        mask = mask_for(nature_of(model), (IDS != PAD).long(), torch.device("cuda"))
-        logits = model(input_ids=IDS, attention_mask=mask).logits
+        with masked(model, possible_maskings(model)[0], (IDS != PAD).long()) as mask:
+            logits = model(input_ids=IDS, attention_mask=mask).logits
         logits.square().sum().backward()
     finally:
         backbone.forward = before

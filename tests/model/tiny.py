@@ -35,6 +35,15 @@ def spec(architecture: str = "decoder", dtype: str = "float32") -> ModelSpec:
     return dataclasses.replace(TINY, architecture=architecture, dtype=dtype)
 
 
+def padded_batch() -> dict[str, torch.Tensor]:
+    """Three rows of 12, 7 and 1 tokens, padded behind: input_ids and attention_mask, int64 [3, 12]."""
+    ids = torch.arange(1, 37).view(3, 12) % 20 + 1
+    mask = torch.zeros_like(ids)
+    for row, length in enumerate((12, 7, 1)):
+        mask[row, :length] = 1
+    return {"input_ids": ids.where(mask == 1, torch.tensor(PAD)), "attention_mask": mask}
+
+
 def adapted(architecture: str = "decoder", dtype: str = "float32", adapter: AdapterSpec = LORA) -> nn.Module:
     """The tiny model with an adapter whose B is zero, as training starts."""
     return attach(build_base(spec(architecture, dtype)), adapter, seed=3)

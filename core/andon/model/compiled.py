@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from andon.model.backbone import backbone_of, without_adapter
 from andon.model.lengths import Shape
 from andon.model.pooled import reading_last_tokens
 from andon.model.rewriting import rewrite
@@ -76,7 +77,7 @@ def compile_backbone(model: nn.Module, mode: str, shapes: Collection[Shape]) -> 
 
 def traced(model: nn.Module, backend: Callable[..., Any], **more: Any) -> Callable[..., Any]:
     """The forward of `model`'s backbone, traced at its first call and given to `backend`. more: to torch.compile."""
-    forward = reading_last_tokens(backbone_of(model).forward, _without_adapter(model))
+    forward = reading_last_tokens(backbone_of(model).forward, without_adapter(model))
     return torch.compile(forward, dynamic=False, backend=backend, **more)
 
 
@@ -95,19 +96,6 @@ def rewriting_backend(options: dict[str, Any], **more: Any) -> Callable[..., Any
         return compile_fx(module, inputs, config_patches=options, **more)
 
     return backend
-
-
-def backbone_of(model: nn.Module) -> nn.Module:
-    """The model without its adapter's wrapper and without its head."""
-    base: Any = _without_adapter(model)
-    found: nn.Module = getattr(base, base.base_model_prefix)
-    return found
-
-
-def _without_adapter(model: nn.Module) -> nn.Module:
-    adapted: Any = model
-    found: nn.Module = adapted.get_base_model() if hasattr(adapted, "get_base_model") else model
-    return found
 
 
 def _room_for(graphs: int) -> dict[str, Any]:

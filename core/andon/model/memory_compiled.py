@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from andon.model.compiled import backbone_of, rewriting_backend, traced
+from andon.model.backbone import backbone_of
+from andon.model.compiled import rewriting_backend, traced
 from andon.model.memory import rounded
-from andon.model.memory_trace import batch_of, inputs_of, precision
+from andon.model.memory_trace import batch_of, passing
 
 _TRACED = (2, 3)
 """Layers that are traced; what a further one adds is the difference."""
@@ -76,8 +77,8 @@ def _traced(model: nn.Module, rows: int, length: int) -> int:
     torch._dynamo.reset()
     passes = traced(model, rewriting_backend({}, inner_compile=weigh))
     try:
-        with precision(model):
-            hidden = passes(**inputs_of(model, batch_of(rows, length), "cuda"))[0]
+        with passing(model, batch_of(rows, length), "cuda") as given:
+            hidden = passes(**given)[0]
         hidden.sum().backward()
     finally:
         torch._dynamo.reset()

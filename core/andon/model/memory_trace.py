@@ -17,8 +17,9 @@ from torch.overrides import TorchFunctionMode
 
 from andon.model.adapter import trainable_parameters
 from andon.model.checkpointing import checkpoint_layers
-from andon.model.forward import mask_for, nature_of
+from andon.model.masks import Masking, masked, possible_maskings
 from andon.model.memory import CUDA_UNIT, StorageWatch
+from andon.model.precision import computing
 from andon.step.flat import FlatParameters
 
 _CPU = torch.device("cpu")
@@ -62,8 +63,8 @@ def traced_evaluation(model: nn.Module, rows: int, length: int, kind: str) -> in
     """Bytes that a forward pass without a graph adds to the weights. model: hollow. kind: 'cpu' or 'cuda'."""
 
     def look() -> object:
-        with torch.no_grad(), precision(model):
-            return model(**inputs_of(model, batch_of(rows, length), kind)).logits.float()
+        with torch.no_grad(), passing(model, batch_of(rows, length), kind) as given:
+            return model(**given).logits.float()
 
     model.eval()
     try:
@@ -101,23 +102,18 @@ def batch_of(rows: int, length: int) -> dict[str, torch.Tensor]:
 
 def _pass(model: nn.Module, rows: int, length: int, kind: str) -> None:
     batch = batch_of(rows, length)
-    with precision(model):
-        inputs = inputs_of(model, batch, kind)
-        logits = model(**inputs).logits
+    with passing(model, batch, kind) as given:
+        logits = model(**given).logits
     losses = nn.functional.cross_entropy(logits.float(), batch["labels"], reduction="none")
     (losses * torch.ones_like(losses)).sum().backward()  # type: ignore[no-untyped-call]
 
 
-def inputs_of(model: nn.Module, batch: Mapping[str, torch.Tensor], kind: str) -> dict[str, Any]:
-    """What the forward pass of `model` gets of `batch` on a device of this kind."""
-    mask = mask_for(nature_of(model), batch["attention_mask"], _CUDA if kind == "cuda" else _CPU)
-    return {"input_ids": batch["input_ids"], "attention_mask": mask}
-
-
-def precision(model: nn.Module) -> AbstractContextManager[object]:
-    """The precision that `model` computes in, as in `andon.model.forward`."""
-    half = nature_of(model).half
-    return nullcontext() if half is None else torch.autocast("cpu", dtype=half)
+@contextmanager
+def passing(model: nn.Module, batch: Mapping[str, torch.Tensor], kind: str) -> Iterator[dict[str, torch.Tensor]]:
+    """Inside, what the forward pass of `model` is given of `batch` on a device of this kind, in its precision."""
+    masking = possible_maskings(model)[0] if kind == "cuda" else Masking.TOKENS
+    with computing(model, _CPU), masked(model, masking, batch["attention_mask"]) as mask:
+        yield {"input_ids": batch["input_ids"], "attention_mask": mask}
 
 
 class KernelsOfCuda(TorchFunctionMode):

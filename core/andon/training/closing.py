@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from andon.messages import say
 from andon.metrics.scores import Scores
-from andon.model.compiled import CompiledPasses, backbone_of
+from andon.model.backbone import backbone_of
+from andon.model.compiled import CompiledPasses
 from andon.problems import InputError
 from andon.training.budget import hold_to_budget
 from andon.training.evaluation import evaluate

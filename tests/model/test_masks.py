@@ -1,0 +1,125 @@
+"""Ways to tell a model on a GPU who sees whom: each gives what the mask of tokens gives, or is not taken."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForSequenceClassification
+
+from andon.model import masks
+from andon.model.build import build_base
+from andon.model.masks import Masking, masked, masking_of, possible_maskings, tried_masking
+from tests.model.tiny import CPU, PAD, adapted, padded_batch, spec
+
+SMALL = {
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "vocab_size": 33,
+    "pad_token_id": PAD,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "num_labels": 3,
+    "max_position_embeddings": 64,
+}
+UNMASKED, TOKENS = Masking.UNMASKED, Masking.TOKENS
+OTHERS: dict[str, tuple[dict[str, object], Masking]] = {
+    "llama": ({}, UNMASKED),
+    "qwen3": ({}, UNMASKED),
+    "gemma": ({}, UNMASKED),
+    "mistral": ({"sliding_window": None}, UNMASKED),
+    "gpt_neox": ({}, UNMASKED),
+    "opt": ({"ffn_dim": 48, "word_embed_proj_dim": 32}, UNMASKED),
+    "qwen2": ({"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}, TOKENS),
+    "gemma3_text": ({}, TOKENS),
+    "modernbert": ({"local_attention": 4}, TOKENS),
+    "bert": ({}, Masking.PAIRS),
+    "roberta": ({}, Masking.PAIRS),
+    "eurobert": ({}, TOKENS),
+    "esm": ({}, TOKENS),
+}
+"""Kinds of models: their settings, and how one is told who sees whom."""
+
+
+def _model(kind: str, settings: dict[str, object]) -> nn.Module:
+    """One whose logits show who sees whom."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **(SMALL | settings))
+    model: nn.Module = AutoModelForSequenceClassification.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(5.0)
+    return model
+
+
+def _logits(model: nn.Module, masking: Masking) -> torch.Tensor:
+    batch = padded_batch()
+    with torch.no_grad(), masked(model, masking, batch["attention_mask"]) as mask:
+        logits: torch.Tensor = model(input_ids=batch["input_ids"], attention_mask=mask).logits
+    return logits
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_any_model_is_told_on_a_gpu_what_it_is_told_on_a_cpu(kind: str) -> None:
+    """Decoders, encoders, layers with windows, layers of several kinds, models that use the mask elsewhere too."""
+    settings, expected = OTHERS[kind]
+    model = _model(kind, settings)
+    found = tried_masking(model, CPU)
+    assert found is expected
+    torch.testing.assert_close(_logits(model, found), _logits(model, TOKENS), rtol=1e-4, atol=1e-4)
+    assert not any(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize("architecture", ["decoder", "encoder"])
+def test_every_way_that_a_model_should_take_gives_the_same_logits(architecture: str) -> None:
+    """With an adapter around it, as in training."""
+    model = adapted(architecture).eval()
+    several = possible_maskings(model)
+    assert len(several) == (3 if architecture == "decoder" else 2)
+    for masking in several:
+        torch.testing.assert_close(_logits(model, masking), _logits(model, TOKENS))
+
+
+def test_no_mask_is_made_for_a_model_that_needs_none() -> None:
+    """Its attention gets none, and is told that it is causal; afterwards the model is what it was."""
+    model = build_base(spec("decoder")).eval()
+    seen: list[object] = []
+    for name, module in model.named_modules():
+        if name.endswith("self_attn"):
+            module.register_forward_pre_hook(
+                lambda _, args, kwargs: seen.append(kwargs["attention_mask"]), with_kwargs=True
+            )
+    before = model.config._attn_implementation
+    _logits(model, UNMASKED)
+    assert seen
+    assert all(each is None for each in seen)
+    assert model.config._attn_implementation == before
+
+
+@pytest.mark.parametrize("wrong", [UNMASKED, Masking.CAUSAL_PAIRS])
+def test_a_way_that_does_not_hold_is_found_by_trying(wrong: Masking, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An encoder that is taken for a decoder: some of its tokens would not be seen. It keeps its mode."""
+    model = _model("bert", {}).train()
+    monkeypatch.setattr(masks, "possible_maskings", lambda _: (wrong, TOKENS))
+    assert tried_masking(model, CPU) is TOKENS
+    assert all(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize("wrong", [UNMASKED, Masking.CAUSAL_PAIRS])
+def test_a_head_of_zeros_hides_nothing(wrong: Masking, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its logits are the same whoever sees whom, so that a trial by logits would take anything."""
+    model = _model("bert", {})
+    with torch.no_grad():
+        model.get_submodule("classifier").weight.zero_()
+    monkeypatch.setattr(masks, "possible_maskings", lambda _: (wrong, TOKENS))
+    assert tried_masking(model, CPU) is TOKENS
+
+
+def test_on_a_cpu_nothing_is_tried() -> None:
+    """A model gets the mask of tokens there, as transformers has it."""
+    assert masking_of(build_base(spec("decoder")), CPU) is TOKENS
