@@ -73,6 +73,9 @@ GPU_JOBS = (
     Job("8 layers, graphs", layers=8, compile="graphs"),
     Job("8 layers, graphs, 8 micro-batches", layers=8, compile="graphs", micro_batches=8),
     Job("8 layers, graphs, checkpointing", layers=8, compile="graphs", checkpointing=True),
+    Job("encoder, 8 layers, graphs", **_ENCODER, layers=8, compile="graphs"),  # type: ignore[arg-type]
+    Job("encoder, 8 layers, fp32, graphs", **_ENCODER, layers=8, dtype="float32", compile="graphs"),  # type: ignore[arg-type]
+    Job("encoder, 8 layers, graphs, checkpointing", **_ENCODER, layers=8, compile="graphs", checkpointing=True),  # type: ignore[arg-type]
     Job("2 layers", layers=2),
     Job("4 layers, 8 micro-batches", micro_batches=8),
     Job("4 layers, whole batch at once", micro_batches=1),

@@ -22,6 +22,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from andon_contracts.triton_kernels import has_triton
+
 GOLDEN = 0x9E3779B97F4A7C15
 """The odd constant that spaces positions: 2^64 divided by the golden ratio."""
 
@@ -151,10 +153,10 @@ def _pieces(tensor: Tensor, elements: int) -> Iterator[Tensor]:
 @functools.cache
 def _kernel() -> Callable[[Tensor, int], Tensor] | None:
     """The one-pass kernel for CUDA; None where Triton is not installed."""
-    try:
-        from andon_contracts.digest_cuda import word_sum_on_device
-    except ModuleNotFoundError:
+    if not has_triton():
         return None
+    from andon_contracts.digest_cuda import word_sum_on_device
+
     return word_sum_on_device
 
 
@@ -265,10 +267,10 @@ def hex64(value: int) -> str:
 @functools.cache
 def _row_kernel() -> Callable[[Tensor, Tensor], Tensor] | None:
     """All rows in one launch; None where Triton is not installed."""
-    try:
-        from andon_contracts.rows_cuda import row_digests_on_device
-    except ModuleNotFoundError:
+    if not has_triton():
         return None
+    from andon_contracts.rows_cuda import row_digests_on_device
+
     return row_digests_on_device
 
 

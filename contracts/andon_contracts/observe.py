@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from andon_contracts.digest import join, seal, tensor_digest, word_sum_tensor
+from andon_contracts.triton_kernels import has_triton
 
 _WORD = 8
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
@@ -66,10 +67,10 @@ def _one_pass(tensor: torch.Tensor) -> bool:
 @functools.cache
 def _kernel() -> Callable[[Sequence[torch.Tensor]], torch.Tensor] | None:
     """The one-pass kernel for CUDA; None where Triton is not installed."""
-    try:
-        from andon_contracts.digest_cuda import word_sums_and_nonfinite
-    except ModuleNotFoundError:
+    if not has_triton():
         return None
+    from andon_contracts.digest_cuda import word_sums_and_nonfinite
+
     return word_sums_and_nonfinite
 
 

@@ -14,6 +14,7 @@ from andon.model.adapter import AdapterSpec, attach
 from andon.model.build import build_shape
 from andon.model.memory import rounded
 from andon.model.memory_compiled import _layers_of, compiled_activations, peak_of, shortened
+from andon.model.memory_trace import hollow
 from tests.model.tiny import spec
 
 
@@ -84,3 +85,45 @@ def test_the_peak_is_what_lives_at_once() -> None:
     second = product(kept, first, weight)
     kept.output((first, product(kept, second, weight), x))
     assert peak_of(GraphModule(nn.Module(), kept)) == 4 * one
+
+
+def test_what_is_only_returned_keeps_nothing_alive() -> None:
+    """Three times two products, a sum of them that goes on, and another that is returned, at the end of the graph.
+
+    A compiler makes both sums at once, so the products die there: at the most there are two sums that were returned
+    before, what the last products are made of, both of these, and both of their sums.
+    """
+    graph = Graph()
+    x, weight = made(graph, "tangents_1", 300), made(graph, "primals_1", 1000)
+    pairs = []
+    for _ in range(3):
+        pairs.append((product(graph, x, weight), product(graph, x, weight)))
+        x = both(graph, pairs[-1])
+    graph.output((x, *[both(graph, pair) for pair in pairs]))
+    assert peak_of(GraphModule(nn.Module(), graph)) == 7 * rounded(300 * 1000 * 4)
+
+
+def both(graph: Graph, pair: tuple[Node, Node]) -> Node:
+    """Their sum, which is fused with what is around it."""
+    node = graph.call_function(torch.ops.aten.add.Tensor, pair)
+    node.meta["val"] = torch.empty(300, 1000, device="meta")
+    return node
+
+
+def test_attention_with_dropout_keeps_no_weights_of_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs' kernels draw them again. A CPU's would keep two values for each pair of tokens and head in each layer."""
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # else its thread outlives the tracing
+    found = []
+    for dropout in (0.1, 0.0):
+        sizes = dataclasses.replace(spec("encoder"), hidden_size=64, num_hidden_layers=4, dropout=0.1, max_length=256)
+        model = attach(build_shape(sizes), AdapterSpec(r=4, dropout=0.1), 0)
+        for module in model.modules():
+            if hasattr(module, "query"):
+                module.dropout.p = dropout
+        found.append(_compiled(model))
+    assert found[0] <= 1.05 * found[1]
+
+
+def _compiled(model: nn.Module) -> int:
+    with hollow(model):
+        return compiled_activations(model, 4, 256)

@@ -18,9 +18,12 @@ from andon.model.backbone import backbone_of
 from andon.model.compiled import rewriting_backend, traced
 from andon.model.memory import rounded
 from andon.model.memory_trace import batch_of, passing
+from andon.model.nodes import given_to
 
 _TRACED = (2, 3)
 """Layers that are traced; what a further one adds is the difference."""
+_SDPA: Any = nn.functional.scaled_dot_product_attention
+_ATTENTION_TAKES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _OWN_KERNEL = ("mm", "addmm", "bmm", "baddbmm", "convolution", "index_put", "embedding_dense_backward", "sort")
 _SAME_MEMORY = ("_unsafe_view", "reshape")
 
@@ -74,8 +77,14 @@ def _traced(model: nn.Module, rows: int, length: int) -> int:
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
+    compile_as_on_gpu = rewriting_backend({}, inner_compile=weigh)
+
+    def backend(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        drop_nothing_in_attention(module)
+        return compile_as_on_gpu(module, inputs)
+
     torch._dynamo.reset()
-    passes = traced(model, rewriting_backend({}, inner_compile=weigh))
+    passes = traced(model, backend)
     try:
         with passing(model, batch_of(rows, length), "cuda") as given:
             hidden = passes(**given)[0]
@@ -85,14 +94,24 @@ def _traced(model: nn.Module, rows: int, length: int) -> int:
     return max(peaks)
 
 
+def drop_nothing_in_attention(module: torch.fx.GraphModule) -> None:
+    """Have attention traced without dropout, which kernels of GPUs draw again backward; a CPU's keep every weight."""
+    for each in module.modules():
+        if isinstance(each, torch.fx.GraphModule):
+            for node in each.graph.find_nodes(op="call_function", target=_SDPA):
+                given = given_to(node, *_ATTENTION_TAKES)
+                node.args, node.kwargs = (), {**given, "dropout_p": 0.0}
+            each.recompile()
+
+
 def peak_of(module: torch.fx.GraphModule) -> int:
     """The most bytes alive at once while the graph runs as kernels: its inputs count, but for parameters.
 
     A tensor has memory where a kernel of its own makes it or takes it, or the caller; what lies between is fused.
     """
     nodes = list(module.graph.nodes)
-    order = {node: place for place, node in enumerate(nodes)}
     stored = {node for node in nodes if _has_memory(node)}
+    order = _when_made(nodes, stored)
     last: dict[Any, int] = {}
     for node in reversed(nodes):
         ends = [order[user] if user in stored or user.op == "output" else last[user] for user in node.users]
@@ -107,6 +126,25 @@ def peak_of(module: torch.fx.GraphModule) -> int:
         alive += change
         most = max(most, alive)
     return most
+
+
+def _when_made(nodes: Sequence[Any], stored: set[Any]) -> dict[Any, int]:
+    """When each is computed: in the order of the graph, but what is fused and only returned with what it is made of.
+
+    In the graph the latter stands last; its kernel is that of the other uses of the same values.
+    """
+    order: dict[Any, int] = {}
+    made: dict[Any, int] = {}
+    for place, node in enumerate(nodes):
+        given = max((made[each] for each in node.all_input_nodes), default=place)
+        kept = node in stored and node.op != "placeholder" and not _runs_alone(node) and _only_returned(node)
+        order[node] = given if kept else place
+        made[node] = order[node] if node in stored else given
+    return order
+
+
+def _only_returned(node: Any) -> bool:
+    return all(user.op == "output" or (_is_view(user) and _only_returned(user)) for user in node.users)
 
 
 def _has_memory(node: Any) -> bool:

@@ -12,6 +12,7 @@ from torch import nn
 from andon.step.readings import on_device
 from andon.step.task import Batch, Task
 from andon_contracts.digest import mix64
+from andon_contracts.triton_kernels import has_triton
 
 _LEAST_PLACES = 256
 
@@ -82,8 +83,8 @@ def content_sums(task: Task, batches: Sequence[Batch], firsts: Sequence[int], co
 @functools.cache
 def _kernel() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
     """Binding and summing in one launch; None where Triton is not installed."""
-    try:
-        from andon_contracts.rows_cuda import bound_sums_on_device
-    except ModuleNotFoundError:
+    if not has_triton():
         return None
+    from andon_contracts.rows_cuda import bound_sums_on_device
+
     return bound_sums_on_device

@@ -14,6 +14,7 @@ from enum import IntEnum
 import torch
 
 from andon_contracts.agree import signed
+from andon_contracts.triton_kernels import has_triton
 
 _FLOOR = 1e-30
 _CLOSE = 1e-4
@@ -94,10 +95,10 @@ class Gate:
 @functools.cache
 def _kernel() -> Callable[..., None] | None:
     """The look in one launch; None where Triton is not installed."""
-    try:
-        from andon.step.gate_cuda import close_on_device
-    except ModuleNotFoundError:
+    if not has_triton():
         return None
+    from andon.step.gate_cuda import close_on_device
+
     return close_on_device
 
 
