@@ -33,8 +33,9 @@ from andon.model.compiled import compile_backbone
 from andon.model.lengths import shapes_of
 from andon.model.task import ClassificationTask
 from andon.step.audit import AuditSpec, default_every
+from andon.step.optimizer import OptimizerSpec
 from andon.step.plan import BatchPlan
-from andon.step.replica import OptimizerSpec, Replica
+from andon.step.replica import Replica
 from andon.step.step import Pending, StepResult, TrainingStep
 from andon.training.replicas import build_replicas
 from andon_contracts.digest import hex64

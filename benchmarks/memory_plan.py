@@ -31,8 +31,8 @@ from andon.model.memory import measure_peak_bytes, plan_bytes
 from andon.model.memory_compiled import compiled_activations
 from andon.model.memory_trace import checkpoint_hollow, hollow, traced_activations
 from andon.model.task import ClassificationTask
+from andon.step.optimizer import OptimizerSpec
 from andon.step.plan import BatchPlan
-from andon.step.replica import OptimizerSpec
 from andon.step.step import TrainingStep
 from andon.training.replicas import build_replicas
 from benchmarks.runs import table

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from andon_contracts.causes import Cause, first_line
+from andon_contracts.digest import tensor_digest
 from andon_contracts.fingerprint import environment
-from andon_contracts.observe import digest_of
 from andon_contracts.record import SCHEMA_VERSION, Broken
 from andon_contracts.stacks import collectives, stacks
 from andon_contracts.tensor_file import NAMES, write_tensors
@@ -139,7 +139,7 @@ def _write_state(folder: Path, evidence: Evidence, tensor: str, body: dict[str, 
         for name, found in evidence.tensors(tensor):
             if name in digests:
                 continue
-            digests[name] = f"{digest_of(found):016x}"
+            digests[name] = f"{tensor_digest(found):016x}"
             if found.dtype not in NAMES or size + found.nbytes > LIMIT_BYTES:
                 left_out.append(name)
                 continue

@@ -253,7 +253,18 @@ def join(digests: Mapping[str, int]) -> int:
 
 def tree_digest(tree: Mapping[str, Tensor]) -> int:
     """The digest in [0, 2^64) of named tensors. Binds names to tensors; insertion order is irrelevant."""
-    return join({name: tensor_digest(tensor) for name, tensor in tree.items()})
+    return join(digests_by_name(tree))
+
+
+def digests_by_name(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """The `tensor_digest` of each tensor. A device is waited for once, not for each tensor."""
+    sums = [word_sum_tensor(tensor) for tensor in tensors.values()]
+    if len({total.device for total in sums}) == 1:
+        totals: list[int] = torch.stack(sums).tolist()
+    else:
+        totals = [int(total) for total in sums]
+    named = zip(tensors.items(), totals, strict=True)
+    return {name: seal(total, tensor.dtype, tensor.shape) for (name, tensor), total in named}
 
 
 def hex64(value: int) -> str:

@@ -57,14 +57,9 @@ def word_sum_on_device(words: torch.Tensor, start: int = 0) -> torch.Tensor:
     return _launch([words], start, finite=False)[0, 0]
 
 
-def word_sum_and_nonfinite(words: torch.Tensor, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """The word sum, and the number of fp32 values (two a word) that are NaN or infinite; both 0-dim int64."""
-    total, nonfinite = _launch([words], start, finite=True)[0].unbind()
-    return total, nonfinite
-
-
 def word_sums_and_nonfinite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """int64 [len(tensors), 2] on the device: as `word_sum_and_nonfinite`, of up to `MOST` int64 vectors of one size."""
+    """int64 [len(tensors), 2] on the device: of each int64 vector its word sum, and how many fp32 values (two a word)
+    are NaN or infinite. Up to `MOST` vectors of one size."""
     return _launch(tensors, 0, finite=True)
 
 

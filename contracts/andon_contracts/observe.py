@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from andon_contracts.digest import join, seal, tensor_digest, word_sum_tensor
+from andon_contracts.digest import word_sum_tensor
 from andon_contracts.triton_kernels import has_triton
 
 _WORD = 8
@@ -72,27 +72,3 @@ def _kernel() -> Callable[[Sequence[torch.Tensor]], torch.Tensor] | None:
     from andon_contracts.digest_cuda import word_sums_and_nonfinite
 
     return word_sums_and_nonfinite
-
-
-def digest_of(tensor: torch.Tensor) -> int:
-    """The 64-bit digest of one tensor."""
-    return tensor_digest(tensor)
-
-
-def digests_by_name(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """The digest of each tensor: the second look, after a mismatch, that finds where replicas differ.
-
-    A device is waited for once, not for each tensor.
-    """
-    sums = [word_sum_tensor(tensor) for tensor in tensors.values()]
-    if len({total.device for total in sums}) == 1:
-        totals: list[int] = torch.stack(sums).tolist()
-    else:
-        totals = [int(total) for total in sums]
-    named = zip(tensors.items(), totals, strict=True)
-    return {name: seal(total, tensor.dtype, tensor.shape) for (name, tensor), total in named}
-
-
-def digest_of_tree(tensors: Mapping[str, torch.Tensor]) -> int:
-    """One digest of all tensors with their names."""
-    return join(digests_by_name(tensors))

@@ -20,8 +20,8 @@ from andon.pipeline import BatchResult, ClassifyConfig, ClassifyPipeline, Safety
 from andon.pipeline.classify import build_model
 from andon.pipeline.samples import NOTHING, CurrentRows, SampleEncoder
 from andon.problems import InputError, Problem, ProblemList
+from andon.step.optimizer import OptimizerSpec
 from andon.step.plan import GlobalBatch
-from andon.step.replica import OptimizerSpec
 from andon.step.step import StepResult, TrainingStep
 from andon_contracts.policy import clause, enforced, ensure, require
 from andon_contracts.violation import Finding

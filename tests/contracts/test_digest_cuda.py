@@ -30,12 +30,12 @@ def test_same_digest_for_odd_lengths_and_offsets(dtype: torch.dtype) -> None:
 
 def test_counts_what_is_not_finite() -> None:
     """The same pass counts NaN and both infinities, and nothing else."""
-    from andon_contracts.digest_cuda import word_sum_and_nonfinite
+    from andon_contracts.digest_cuda import word_sums_and_nonfinite
 
     values = torch.randn(10_000, generator=torch.Generator().manual_seed(0))
     values[5], values[17], values[9_999] = -torch.inf, torch.nan, torch.inf
 
-    total, odd = word_sum_and_nonfinite(values.cuda().view(torch.int64))
+    ((total, odd),) = word_sums_and_nonfinite([values.cuda().view(torch.int64)]).tolist()
 
-    assert int(odd) == 3
-    assert int(total) % 2**64 == word_sum(values)
+    assert odd == 3
+    assert total % 2**64 == word_sum(values)

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from andon_contracts.digest import word_sum
-from andon_contracts.observe import digest_of, digest_of_tree, digests_by_name, finite_total, nonfinite, sums_of
+from andon_contracts.digest import digests_by_name, tensor_digest, tree_digest, word_sum
+from andon_contracts.observe import finite_total, nonfinite, sums_of
 
 
 @pytest.mark.parametrize("place", [0, 999, 1000])
@@ -48,11 +48,11 @@ def test_sums_are_those_of_the_digest() -> None:
 def test_digests_tell_tensors_and_names_apart() -> None:
     """A changed bit changes the digest of its tensor and of the tree; a renamed tensor that of the tree."""
     tensors = {"a": torch.arange(5.0), "b": torch.zeros(3)}
-    before, tree = digests_by_name(tensors), digest_of_tree(tensors)
-    assert before["a"] == digest_of(torch.arange(5.0))
-    assert digest_of_tree({"a": tensors["a"], "c": tensors["b"]}) != tree
+    before, tree = digests_by_name(tensors), tree_digest(tensors)
+    assert before["a"] == tensor_digest(torch.arange(5.0))
+    assert tree_digest({"a": tensors["a"], "c": tensors["b"]}) != tree
     tensors["b"].view(torch.int32)[2] = 1
     after = digests_by_name(tensors)
     assert after["a"] == before["a"]
     assert after["b"] != before["b"]
-    assert digest_of_tree(tensors) != tree
+    assert tree_digest(tensors) != tree

@@ -16,8 +16,8 @@ from andon.model.checkpointing import checkpoint_layers
 from andon.model.memory import measure_peak_bytes
 from andon.problems import InputError
 from andon.step.keyed import KeyedRandomness
+from andon.step.optimizer import OptimizerSpec
 from andon.step.plan import BatchPlan
-from andon.step.replica import OptimizerSpec
 from andon.step.step import TrainingStep
 from andon.training.replicas import build_replicas
 from tests.model.tiny import CPU, spec, task

@@ -121,7 +121,6 @@ def test_content_is_the_planned_digest_in_any_batch(rows: list[tuple[list[int], 
     ids = data.draw(st.lists(st.integers(0, len(rows) - 1), min_size=1, max_size=6))
     batch = given_rows.load(ids, CPU)
     assert torch.equal(given_rows.content(batch), given_rows.planned_content(ids))
-    assert torch.equal(given_rows.planned_content(ids), given_rows.row_digest_table()[ids])
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from torch import nn
 
 from andon.pipeline import ClassifyConfig, SafetySample, TransformerConfig
 from andon.pipeline.classify import build_model
-from andon.step.replica import OptimizerSpec
+from andon.step.optimizer import OptimizerSpec
 
 
 class Reference:

@@ -16,7 +16,7 @@ import torch
 from andon.coordinator import DataParallelCoordinator
 from andon.gradients import average_gradients, has_non_finite
 from andon.pipeline import ClassifyConfig, ClassifyPipeline, SafetySample, TransformerConfig
-from andon.step.replica import OptimizerSpec
+from andon.step.optimizer import OptimizerSpec
 from andon.step.shard import shard_samples
 from tests.seed.alignment import attest_alike
 

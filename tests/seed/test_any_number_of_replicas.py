@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from andon.pipeline import SafetySample
-from andon.step.replica import OptimizerSpec
+from andon.step.optimizer import OptimizerSpec
 from tests.seed.subject import ANDON, CONFIG, SMALL, state, states
 
 SAMPLES = st.lists(

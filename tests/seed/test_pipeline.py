@@ -10,7 +10,7 @@ import torch
 
 from andon.pipeline import BatchResult, ClassifyConfig, ClassifyPipeline, SafetySample, TransformerConfig
 from andon.problems import InputError
-from andon.step.replica import OptimizerSpec
+from andon.step.optimizer import OptimizerSpec
 from tests.seed.reference import Reference
 from tests.seed.subject import (
     CONFIG,

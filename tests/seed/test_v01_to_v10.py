@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from andon.step.replica import OptimizerSpec
+from andon.step.optimizer import OptimizerSpec
 from andon_contracts.violation import Violation
 from tests.seed.reference import Reference
 from tests.seed.subject import (

@@ -12,7 +12,7 @@ import torch
 from andon.coordinator import DataParallelCoordinator, resolve_devices
 from andon.pipeline import TransformerConfig
 from andon.problems import InputError
-from andon.step.replica import OptimizerSpec
+from andon.step.optimizer import OptimizerSpec
 from andon_contracts.violation import Violation
 from tests.seed.subject import (
     CONFIG,

@@ -19,7 +19,7 @@ from andon.pipeline import ClassifyPipeline
 from andon.pipeline.classify import build_model
 from andon.pipeline.samples import SampleEncoder
 from andon.problems import InputError
-from andon.step.replica import OptimizerSpec
+from andon.step.optimizer import OptimizerSpec
 from andon_contracts.violation import Violation
 from tests.seed.reference import Reference
 from tests.seed.subject import (

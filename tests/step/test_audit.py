@@ -18,8 +18,9 @@ from andon.backend.base import Backend
 from andon.backend.group import GroupBackend
 from andon.backend.inprocess import InlineBackend, ThreadsBackend
 from andon.step.audit import AuditSpec, default_every, describe, siblings
+from andon.step.leaf import Leaf
 from andon.step.plan import GlobalBatch, rank_leaves
-from andon.step.replica import Leaf, Replica
+from andon.step.replica import Replica
 from andon.step.step import RankFailed, StepResult, TrainingStep
 from andon.step.task import Task
 from andon.step.tree import Node, finish, fold, subtree_roots

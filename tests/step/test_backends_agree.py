@@ -9,7 +9,7 @@ import torch
 
 from andon.backend.group import GroupBackend
 from andon.backend.inprocess import InlineBackend, ThreadsBackend
-from andon.step.replica import OptimizerSpec
+from andon.step.optimizer import OptimizerSpec
 from tests.support.ranks import run_ranks
 from tests.support.toy import CPU, Settings, run
 

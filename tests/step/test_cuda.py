@@ -10,7 +10,8 @@ import torch
 from andon.backend.inprocess import InlineBackend
 from andon.step.audit import AuditSpec
 from andon.step.keyed import KeyedRandomness
-from andon.step.replica import OptimizerSpec, Replica
+from andon.step.optimizer import OptimizerSpec
+from andon.step.replica import Replica
 from andon.step.step import TrainingStep
 from andon.step.task import Task
 from andon_contracts.violation import Violation

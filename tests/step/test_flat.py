@@ -8,7 +8,7 @@ from torch import nn
 
 from andon.backend.inprocess import InlineBackend
 from andon.step.flat import FlatParameters, layout_of
-from andon.step.replica import OptimizerSpec
+from andon.step.optimizer import OptimizerSpec
 from tests.support.toy import CPU, Settings, build, rate
 
 SHAPES = {"a": (3, 7), "b": (16,), "c": (1,), "d": (5, 2, 2)}

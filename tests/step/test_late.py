@@ -15,7 +15,8 @@ from andon.backend.group import GroupBackend
 from andon.backend.inprocess import InlineBackend, ThreadsBackend
 from andon.step.audit import NO_AUDIT, AuditSpec
 from andon.step.gate import Gate, Rule, encoded
-from andon.step.replica import OptimizerSpec, Replica
+from andon.step.optimizer import OptimizerSpec
+from andon.step.replica import Replica
 from andon.step.step import RankFailed, TrainingStep
 from andon.step.task import Task
 from andon_contracts.agree import Observation, bits_of, real_of

@@ -7,7 +7,8 @@ import torch
 
 from andon.backend.inprocess import InlineBackend
 from andon.step.keyed import KeyedRandomness
-from andon.step.replica import OptimizerSpec, Replica
+from andon.step.optimizer import OptimizerSpec
+from andon.step.replica import Replica
 from andon.step.state import restore_state, state_tensors
 from andon.step.step import TrainingStep
 from andon_contracts.violation import Violation

@@ -10,7 +10,8 @@ from torch import nn
 
 from andon.backend.inprocess import InlineBackend
 from andon.step.keyed import KeyedRandomness
-from andon.step.replica import OptimizerSpec, Replica
+from andon.step.optimizer import OptimizerSpec
+from andon.step.replica import Replica
 from andon.step.step import TrainingStep
 from tests.support.toy import CPU, Settings, ToyModel, ToyTask, build, rate, replica, run, trainable
 

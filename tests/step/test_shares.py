@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from andon.backend.inprocess import InlineBackend
 from andon.step.audit import AuditSpec
+from andon.step.optimizer import OptimizerSpec
 from andon.step.plan import rank_leaves
-from andon.step.replica import OptimizerSpec
 from andon.step.step import TrainingStep
 from tests.support.toy import CPU, Settings, ToyTask, rate, record, replica
 

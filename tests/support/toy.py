@@ -10,8 +10,9 @@ from torch import nn
 
 from andon.backend.base import Backend
 from andon.step.keyed import KeyedRandomness
+from andon.step.optimizer import OptimizerSpec
 from andon.step.plan import GlobalBatch
-from andon.step.replica import OptimizerSpec, Replica
+from andon.step.replica import Replica
 from andon.step.step import StepResult, TrainingStep
 from andon.step.task import Batch, LeafLoss, Task
 from andon_contracts.digest import mix64

@@ -13,10 +13,9 @@ from torch import Tensor
 from andon_contracts.act import Scene, violation
 from andon_contracts.agree import GroupGather, Observation, gather_observations, gather_short
 from andon_contracts.begun import Begun
-from andon_contracts.digest import mix64
+from andon_contracts.digest import digests_by_name, mix64
 from andon_contracts.judge import Observations, in_lockstep, minority
 from andon_contracts.loop_clauses import judge_lockstep
-from andon_contracts.observe import digests_by_name
 from andon_contracts.violation import Violation
 from andon_contracts.watch.reading import plain, text_digest
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from andon_contracts.observe import digests_by_name
+from andon_contracts.digest import digests_by_name
 from andon_contracts.watch.lane import Lane
 from andon_contracts.watch.reading import flat_digest, plain
 from andon_contracts.watch.values import kept_digest, state_digest

@@ -115,10 +115,6 @@ class ClassificationTask:
         """int64 [len(ids)] on the CPU: the classes of these rows."""
         return self._labels[list(ids)]
 
-    def row_digest_table(self) -> torch.Tensor:
-        """int64 [rows] on the CPU: the digest of every row, from the encoded rows and not through `load`."""
-        return self._table
-
     def _row(self, index: int) -> torch.Tensor:
         start = self._starts[index]
         return self._tokens[start : start + int(self._lengths[index])]

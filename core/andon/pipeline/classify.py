@@ -19,8 +19,10 @@ from andon.pipeline.samples import NOTHING, BatchResult, CurrentRows, SafetySamp
 from andon.problems import InputError, Problem
 from andon.step.contracts import LeafReport, judge_leaves, plan_leaves, reports_of
 from andon.step.keyed import KeyedRandomness, needs_full_interception
+from andon.step.leaf import Leaf
+from andon.step.optimizer import OptimizerSpec
 from andon.step.plan import GlobalBatch
-from andon.step.replica import Leaf, OptimizerSpec, PartialGradient, Replica
+from andon.step.replica import PartialGradient, Replica
 from andon.step.tree import fold
 from andon_contracts.agree import Observation
 from andon_contracts.observe import nonfinite

@@ -14,8 +14,8 @@ from andon.step.gate import Expected, encoded
 from andon.step.readings import on_device
 from andon.step.replica import Replica
 from andon_contracts.agree import HEADER, Observation, header, received, signed
+from andon_contracts.digest import digests_by_name
 from andon_contracts.judge import in_lockstep
-from andon_contracts.observe import digests_by_name
 
 Tensors = Mapping[str, torch.Tensor]
 

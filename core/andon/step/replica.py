@@ -17,11 +17,8 @@ from andon.step.optimizer import OptimizerSpec, read_state, state_facts
 from andon.step.task import Task
 from andon.step.tree import Node, fold
 from andon_contracts.agree import signed
-from andon_contracts.digest import seal, word_sum_tensor
-from andon_contracts.observe import digest_of, digest_of_tree, finite_total, sums_of
-
-__all__ = ["REDUCED_FACTS", "REPORT_FIELDS", "Leaf", "OptimizerSpec", "PartialGradient", "Replica"]
-
+from andon_contracts.digest import seal, tensor_digest, tree_digest, word_sum_tensor
+from andon_contracts.observe import finite_total, sums_of
 
 REDUCED_FACTS = ("gradient", "nonfinite", "weights", "norm", "clipped")
 """What is known on a replica's device before its update: word sums, a flag, and the bits of two fp64 norms."""
@@ -286,11 +283,7 @@ class Replica:
 
     def weights_digest(self) -> int:
         """Digest of the flat trainable weights."""
-        return digest_of(self.parameters.weights.detach())
-
-    def gradient_digest(self) -> int:
-        """Digest of the flat gradient that the optimizer sees."""
-        return digest_of(self.master.gradient)
+        return tensor_digest(self.parameters.weights.detach())
 
     def reduced_gradient(self) -> dict[str, torch.Tensor]:
         """The gradient that the optimizer sees, by name, sharing storage."""
@@ -298,7 +291,7 @@ class Replica:
 
     def optimizer_digest(self) -> int:
         """Digest of the optimizer's tensors with their names."""
-        return digest_of_tree(self.optimizer_state())
+        return tree_digest(self.optimizer_state())
 
     def frozen(self) -> dict[str, torch.Tensor]:
         """Frozen weights and buffers by name, without a graph."""
@@ -306,4 +299,4 @@ class Replica:
 
     def base_digest(self) -> int:
         """Digest of every frozen weight and buffer with its name."""
-        return digest_of_tree(self.frozen())
+        return tree_digest(self.frozen())

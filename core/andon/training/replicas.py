@@ -12,7 +12,8 @@ from andon.model.adapter import trainable_parameters
 from andon.model.checkpointing import checkpoint_layers
 from andon.problems import InputError, Problem
 from andon.step.keyed import KeyedRandomness, needs_full_interception
-from andon.step.replica import OptimizerSpec, Replica
+from andon.step.optimizer import OptimizerSpec
+from andon.step.replica import Replica
 from andon.step.task import Task
 
 

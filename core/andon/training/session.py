@@ -36,7 +36,8 @@ from andon.problems import InputError, Problem
 from andon.run.folder import RunFolder
 from andon.run.provenance import environment
 from andon.step.audit import AuditSpec, default_every
-from andon.step.replica import OptimizerSpec, Replica
+from andon.step.optimizer import OptimizerSpec
+from andon.step.replica import Replica
 from andon.step.step import TrainingStep
 from andon.training.budget import agree_on_devices
 from andon.training.material import Material, padding_multiple, prepare

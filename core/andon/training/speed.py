@@ -16,8 +16,9 @@ from andon.backend.base import Backend
 from andon.messages import say
 from andon.problems import InputError, Problem
 from andon.run.ledger import LedgerError, read_ledger
+from andon.step.leaf import Leaf
 from andon.step.plan import BatchPlan
-from andon.step.replica import Leaf, Replica
+from andon.step.replica import Replica
 from andon.step.task import Task
 from andon_contracts.record import RankPart, Step
 

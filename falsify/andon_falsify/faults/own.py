@@ -13,8 +13,9 @@ import andon_contracts.ledger
 from andon.backend import devices
 from andon.model.adapter import trainable_parameters
 from andon.step.keyed import KeyedRandomness
+from andon.step.optimizer import OptimizerSpec
 from andon.step.plan import BatchPlan
-from andon.step.replica import OptimizerSpec, Replica
+from andon.step.replica import Replica
 from andon.step.step import TrainingStep
 from andon_falsify.faults.planting import (
     MOMENTUM,

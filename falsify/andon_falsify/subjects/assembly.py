@@ -18,8 +18,9 @@ from andon.model.adapter import AdapterSpec, attach, trainable_parameters
 from andon.model.build import ModelSpec, build_base
 from andon.model.memory import activation_bytes, plan_bytes
 from andon.model.task import ClassificationTask
+from andon.step.optimizer import OptimizerSpec
 from andon.step.plan import BatchPlan
-from andon.step.replica import OptimizerSpec, Replica
+from andon.step.replica import Replica
 from andon.step.schedule import WarmupCosine
 from andon.step.step import TrainingStep
 from andon.training.replicas import build_replicas

@@ -9,7 +9,9 @@ from typing import Any
 from andon.coordinator import DataParallelCoordinator
 from andon.model.adapter import trainable_parameters
 from andon.pipeline import ClassifyConfig, SafetySample, TransformerConfig
-from andon.step.replica import Leaf, OptimizerSpec, PartialGradient, Replica
+from andon.step.leaf import Leaf
+from andon.step.optimizer import OptimizerSpec
+from andon.step.replica import PartialGradient, Replica
 from andon.step.schedule import WarmupCosine
 from andon_contracts.policy import suspended
 from andon_contracts.violation import Violation
