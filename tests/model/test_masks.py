@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 from torch import nn
@@ -123,3 +126,16 @@ def test_a_head_of_zeros_hides_nothing(wrong: Masking, monkeypatch: pytest.Monke
 def test_on_a_cpu_nothing_is_tried() -> None:
     """A model gets the mask of tokens there, as transformers has it."""
     assert masking_of(build_base(spec("decoder")), CPU) is TOKENS
+
+
+def test_an_error_of_our_own_is_not_taken_for_the_model_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when transformers names something otherwise: it must not end in a slower mask without a word."""
+
+    @contextmanager
+    def broken(_: nn.Module) -> Iterator[None]:
+        raise AttributeError
+        yield
+
+    monkeypatch.setattr(masks, "_attention_without_mask", broken)
+    with pytest.raises(AttributeError):
+        tried_masking(build_base(spec("decoder")), CPU)

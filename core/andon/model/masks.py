@@ -92,14 +92,14 @@ def _holds(model: nn.Module, masking: Masking, device: torch.device) -> bool:
     ids, mask = _tokens(model, device)
     noise = _NOISE[half_of(model)]
     with torch.no_grad(), _evaluating(model), computing(model, device):
-        try:
-            wanted = _values(model, ids, mask, mask)
-            with masked(model, masking, mask) as given:
+        wanted = _values(model, ids, mask, mask)
+        with masked(model, masking, mask) as given:
+            try:
                 found = _values(model, ids, given, mask)
-        except torch.OutOfMemoryError:
-            raise
-        except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError):
-            return False  # as models fail that use the mask of tokens for more than attention; none is then given less
+            except (torch.OutOfMemoryError, torch.AcceleratorError):
+                raise
+            except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError):
+                return False  # as models fail that use the mask of tokens for more than attention
     return all(
         bool((one - other).abs().max() <= noise * other.abs().max()) for one, other in zip(found, wanted, strict=True)
     )

@@ -6,6 +6,7 @@ import hashlib
 
 from andon.config.identity import config_digest
 from andon.messages import say
+from andon.model.masks import Masking, masking_of
 from andon.problems import InputError, Problem
 from andon.run.checkpoint import Checkpoint
 from andon.run.ledger import LedgerError, LedgerWriter
@@ -32,6 +33,7 @@ def agree_on_start(session: Session, progress: Progress) -> None:
             "data": _number(session.material.rows.digest),
             "tokenizer": _number(session.material.tokenizer.digest),
             "versions": _number(repr(sorted(_versions(session).items()))),
+            "attention": _number(_masking(session)),
             "optimizer": session.primary.optimizer_digest(),
             "progress": _number(repr(progress)),
         }
@@ -44,6 +46,17 @@ def _versions(session: Session) -> dict[str, str]:
         {"devices": [], "driver": None, "sources": {}} if session.backend.name == "mixed" else {}
     )
     return fingerprint({**session.environment, **common})
+
+
+def _masking(session: Session) -> str:
+    """How the model is told who sees whom, which each rank finds out by itself; in `mixed` ranks on CPUs are told
+    otherwise than those on GPUs. Where the host will have to wait for a GPU it is said."""
+    if session.backend.name == "mixed":
+        return ""
+    found = masking_of(session.primary.model, session.primary.device)
+    if session.writes and session.primary.device.type == "cuda" and found is Masking.TOKENS:
+        say("this model takes the mask of tokens, at which the host waits for the GPU once a pass")
+    return found.name
 
 
 def _number(text: str) -> int:
