@@ -72,6 +72,14 @@ def test_every_part_of_core_has_its_place_in_the_architecture() -> None:
     assert unplaced == set()
 
 
+def test_every_module_is_named_in_the_architecture() -> None:
+    """Of contracts and of core: a reader who looks for a module finds its duty."""
+    named = set(re.findall(r"`(\w+)`", (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")))
+    modules = [module for module in packaged() if module.package in ("andon", "andon_contracts")]
+    names = {module.name: module.path.stem for module in modules if not module.path.stem.startswith("__")}
+    assert [name for name, stem in names.items() if stem not in named] == []
+
+
 def test_no_part_of_core_imports_a_higher_one() -> None:
     """cli -> training -> its parts -> config and problems; also inside functions."""
     heights = layers()
