@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from andon.model.attention import able, causal_attention
+from andon.model.attention import causal_attention, supports
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 SHAPES = [
@@ -72,7 +72,7 @@ def test_result_and_gradients_are_those_of_the_law(shape: tuple[int, int, int, i
     """To the rounding of the type that the products are made in, one in 2^9 for bfloat16, in 2^12 for float16, and to
     that of sums in fp32 where nothing else is left."""
     parts = drawn(shape, dtype)
-    assert able(*parts[:3])
+    assert supports(*parts[:3])
     scale = 0.7 / math.sqrt(shape[-1])
     leaves = [each.double().detach().requires_grad_() for each in parts[:3]]
     out = law(leaves[0], leaves[1], leaves[2], scale)
@@ -98,10 +98,10 @@ def test_same_bits_whatever_the_memory_held(shape: tuple[int, int, int, int, int
 
 def test_places_far_apart_are_brought_together() -> None:
     """Their distance in values counts to 2^31 in a kernel; a tensor in which it is more is copied. Without memory."""
-    from andon.model.attention_cuda import _whole
+    from andon.model.attention_cuda import _addressable
 
     near = torch.empty((2, 8, 4096, 64), device="meta").transpose(1, 2)
     far = torch.empty((4096, 8, 2**17, 64), device="meta").permute(1, 2, 0, 3)
-    assert _whole(near) is near
+    assert _addressable(near) is near
     assert far.stride(2) * far.shape[2] >= 2**31
-    assert _whole(far).is_contiguous()
+    assert _addressable(far).is_contiguous()

@@ -18,13 +18,13 @@ _OLDEST = (8, 0)
 """The compute capability from which a multiprocessor has the shared memory that the kernels take."""
 
 
-def attend(graph: Graph) -> None:
+def replace_causal_attention(graph: Graph) -> None:
     """Replace causal attention that has no mask and no dropout by `causal_attention`, where that takes it."""
     for node in calls_of(graph, _SDPA):
         given = given_to(node, *_ARGUMENTS)
         parts = [given[name] for name in _ARGUMENTS[:3]]
         plain = given.get("attn_mask") is None and given.get("dropout_p", 0.0) == 0.0 and known(*parts)
-        if not plain or given.get("is_causal") is not True or not able(*(value_of(part) for part in parts)):
+        if not plain or given.get("is_causal") is not True or not supports(*(value_of(part) for part in parts)):
             continue
         scale = given.get("scale")
         if scale is None:
@@ -33,7 +33,7 @@ def attend(graph: Graph) -> None:
             replace_node(node, causal_attention, *parts, float(scale))
 
 
-def able(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+def supports(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether `causal_attention` takes these: half precision on a GPU that is not too old, heads of 32, 64 or 128
     values, as many keys as queries, and fewer or as many heads of keys and values, each of which serves as many of the
     queries'."""
@@ -53,7 +53,7 @@ def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: f
     """softmax(scale q k') v where each place sees itself and those before it, with a gradient that has one order.
 
     q: [rows, heads, length, size]. k, v: [rows, heads or a divisor of it, length, size]. Returns the shape of q. Takes
-    what `able` says, and only where it is told to be on a GPU.
+    what `supports` says, and only where it is told to be on a GPU.
     """
     out: torch.Tensor = torch.ops.andon.causal_attention(q, k, v, scale)[0]
     return out
@@ -75,7 +75,7 @@ def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) 
     "andon::causal_attention_backward",
     mutates_args=(),
     device_types="cuda",
-    schema="(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor sums, float scale)"
+    schema="(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, float scale)"
     " -> (Tensor, Tensor, Tensor)",
 )
 def _attention_backward(
@@ -84,15 +84,15 @@ def _attention_backward(
     k: torch.Tensor,
     v: torch.Tensor,
     out: torch.Tensor,
-    sums: torch.Tensor,
+    lse: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     from andon.model.attention_cuda import backward
 
-    return backward(grad, q, k, v, out, sums, scale)
+    return backward(grad, q, k, v, out, lse, scale)
 
 
-def by_place(x: torch.Tensor) -> torch.Tensor:
+def empty_bshd(x: torch.Tensor) -> torch.Tensor:
     """[rows, heads, length, size] without values, laid out by rows, length, heads, as projections make and take it."""
     rows, heads, length, size = x.shape
     return x.new_empty((rows, length, heads, size)).transpose(1, 2)
@@ -100,7 +100,7 @@ def by_place(x: torch.Tensor) -> torch.Tensor:
 
 @_attention.register_fake
 def _shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    return by_place(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return empty_bshd(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @_attention_backward.register_fake
@@ -110,10 +110,10 @@ def _gradient_shapes(
     k: torch.Tensor,
     v: torch.Tensor,
     out: torch.Tensor,
-    sums: torch.Tensor,
+    lse: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return by_place(q), by_place(k), by_place(v)
+    return empty_bshd(q), empty_bshd(k), empty_bshd(v)
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -121,7 +121,7 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, tor
     ctx.save_for_backward(*tensors, *output)
 
 
-def _gradient(ctx: Any, grad: torch.Tensor, _of_sums: torch.Tensor) -> tuple[Any, ...]:
+def _gradient(ctx: Any, grad: torch.Tensor, _of_lse: torch.Tensor) -> tuple[Any, ...]:
     return *torch.ops.andon.causal_attention_backward(grad, *ctx.saved_tensors, ctx.scale), None
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch.fx import GraphModule
 
-from andon.model.attention import attend
+from andon.model.attention import replace_causal_attention
 from andon.model.hashed import drop_by_hash
 from andon.model.pooled import leave_out
 from andon.model.products import add_in_place
@@ -28,5 +28,5 @@ def rewrite(module: GraphModule) -> None:
             add_in_place(each.graph)
             exchange_halves(each.graph)
             keep_waves(each.graph)
-            attend(each.graph)
+            replace_causal_attention(each.graph)
             each.recompile()
