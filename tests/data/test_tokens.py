@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers, processors
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
 from andon.data.tokens import HuggingFaceTokenizer, byte_tokenizer, pretrained_tokenizer
 from andon.problems import InputError
@@ -83,6 +83,28 @@ def test_a_saved_tokenizer_is_the_same_for_transformers_and_for_us(tmp_path: Pat
     stock = AutoTokenizer.from_pretrained(str(tmp_path))(text)["input_ids"]
     assert again.encode([text], 100)[0] == stock == byte_tokenizer().encode([text], 100)[0]
     assert again.digest == tokenizer.digest == byte_tokenizer().digest
+
+
+def test_what_is_saved_can_pad_batches(tmp_path: Path) -> None:
+    """One with an end token alone pads with it, here and where its files are read; it is the same tokenizer."""
+    tokenizer = pretrained_tokenizer(str(worded(tmp_path / "one", pad=None)), local_only=True)
+    before = tokenizer.digest
+    tokenizer.save(tmp_path / "saved")
+    stock = AutoTokenizer.from_pretrained(str(tmp_path / "saved"))
+    batch = stock(["one two three", "one"], padding=True, padding_side="right")["input_ids"]
+    assert stock.pad_token_id == tokenizer.pad_id == 0
+    assert batch == [[3, 4, 5, 0], [3, 0, 0, 0]]
+    again = pretrained_tokenizer(str(tmp_path / "saved"), local_only=True)
+    texts = ["one two", "", "three"]
+    assert again.encode(texts, 8) == tokenizer.encode(texts, 8)
+    assert pretrained_tokenizer(str(tmp_path / "one"), local_only=True).digest == before
+
+
+def test_a_folder_with_a_model_alone_is_refused(tmp_path: Path) -> None:
+    """As `save_pretrained` of a model leaves it: transformers makes a tokenizer without a word of it."""
+    LlamaConfig().save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="no tokenizer.s files"):
+        pretrained_tokenizer(str(tmp_path), local_only=True)
 
 
 def test_the_digest_tells_tokenizers_apart(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from andon.messages import say
 from andon.problems import InputError, Problem, ProblemList
 from andon.run.folder import RUNS, RunFolder, State, new_folder
 from andon.training.entry import ENTRY, payload_of, train_rank
+from andon.training.finished import require_same_as_finished
 
 _PRELOAD = (
     "andon.launch.bound",
@@ -166,6 +167,7 @@ def _nothing_to_do(config: Config, folder: RunFolder) -> bool:
             raise InputError([Problem(str(folder.path), "holds a run; add --resume auto, or name another folder")])
         return False
     if state is State.FINISHED:
+        require_same_as_finished(config, folder)
         say(f"resume: the run in {folder.path} is finished, nothing to do")
         return True
     return False

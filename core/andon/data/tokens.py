@@ -79,7 +79,7 @@ class HuggingFaceTokenizer:
         self.vocab_size = max(*tokenizer.get_vocab().values(), pad_id, empty_id) + 1
         self.truncated = 0
         with tempfile.TemporaryDirectory() as folder:
-            self.save(Path(folder))
+            self._write(Path(folder))
             self.digest = _files_digest(Path(folder))
 
     def encode(self, texts: Sequence[str], max_length: int) -> list[list[int]]:
@@ -121,7 +121,20 @@ class HuggingFaceTokenizer:
         return ids[:end] or [self._empty_id]
 
     def save(self, folder: Path) -> None:
-        """Write the tokenizer's files into `folder`, without the truncation that `encode` may have left set."""
+        """Write the tokenizer's files into `folder`, without the truncation that `encode` may have left set.
+
+        One that had no token to pad with gets that of `pad_id`, so that batches can be made with what is read back.
+        """
+        unpadded = self._tokenizer.pad_token_id is None
+        if unpadded:
+            self._tokenizer.pad_token = self._tokenizer.convert_ids_to_tokens(self.pad_id)
+        try:
+            self._write(folder)
+        finally:
+            if unpadded:
+                self._tokenizer.pad_token = None
+
+    def _write(self, folder: Path) -> None:
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is not None:
             backend.no_truncation()
@@ -191,6 +204,9 @@ def pretrained_tokenizer(path_or_hub_id: str, *, local_only: bool) -> HuggingFac
         reason = " ".join(str(error).split())[:_LONGEST_REASON] or type(error).__name__
         what = f"no tokenizer could be read from {path_or_hub_id!r}: {reason}"
         raise InputError([Problem("model.base", what)]) from error
+    if not tokenizer.get_vocab():
+        what = f"there are no tokenizer's files in {path_or_hub_id!r} beside the model's"
+        raise InputError([Problem("model.base", what)])
     ids = [tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id]
     pad_id = next((id_ for id_ in ids if id_ is not None), None)
     if pad_id is None:

@@ -95,6 +95,7 @@ def _choice(session: Session) -> tuple[Standpoint | None, int]:
             raise InputError([Problem(str(folder.path), "holds a run; add --resume auto, or name another folder")])
         return None, _ANEW
     if folder.state() is State.FINISHED:
+        _require_same_run(session, None)
         return None, _DONE
     checkpoint, rejected = newest_valid(folder.checkpoints)
     past = read_past(session, checkpoint)

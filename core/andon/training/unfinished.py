@@ -26,7 +26,7 @@ def newest_unfinished(config: Config, base: Path) -> RunFolder | None:
         if _identity_of(folder) != wanted:
             continue
         data = data or read_rows(config).digest
-        if _data_of(folder) == data:
+        if data_of(folder) == data:
             return folder
     return None
 
@@ -56,7 +56,8 @@ def _identity_of(folder: RunFolder) -> dict[str, object] | None:
         return None
 
 
-def _data_of(folder: RunFolder) -> str | None:
+def data_of(folder: RunFolder) -> str | None:
+    """The digest of the data of the run in `folder`, as it began; None where that cannot be read."""
     try:
         return read_provenance(folder.provenance).digest("data")
     except InputError:
