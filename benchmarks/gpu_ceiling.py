@@ -14,7 +14,8 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.gpu_step import SHAPES, Shape
+from benchmarks.device_time import between, mark, rest
+from benchmarks.gpu_job import SHAPES, Shape
 from benchmarks.runs import table
 
 IN_A_ROW = 10
@@ -96,16 +97,11 @@ def replayed(work: Callable[[], None], device: torch.device) -> Callable[[], Non
 def seconds_of(run: Callable[[], None], device: torch.device) -> float:
     """Of one run after another that is not timed, the device at rest before and after."""
     run()
-    if device.type != "cuda":
-        began = time.perf_counter()
-        run()
-        return time.perf_counter() - began
-    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    first.record()
+    first = mark(device)
     run()
-    last.record()
-    torch.cuda.synchronize(device)
-    return float(first.elapsed_time(last)) / 1e3
+    last = mark(device)
+    rest(device)
+    return between(first, last)
 
 
 def _drawn(rows: int, columns: int, device: torch.device) -> torch.Tensor:

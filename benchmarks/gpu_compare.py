@@ -22,15 +22,16 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from andon_falsify.nemesis.processes import family
-from benchmarks.gpu_step import SHAPES
-from benchmarks.runs import table
-from benchmarks.turns import Conductor, last_object
+from benchmarks.gpu_job import SHAPES
+from benchmarks.runs import last_object, table
+from benchmarks.turns import Conductor
 
 _GRACE_S = 20.0
 OURS, PEERS = ("benchmarks.gpu_step", "--pairs", "0"), ("benchmarks.gpu_peers",)
@@ -103,11 +104,11 @@ def compare(names: list[str], options: argparse.Namespace, logs: Path) -> dict[s
     conductor = Conductor()
     jobs = [started(name, options, conductor, logs) for name in names]
     try:
-        ready = until_ready(jobs, conductor, options.ready_within)
+        ready = until_ready(jobs, partial(conductor.rests, turn=0, ranks=options.gpus), options.ready_within)
         for turn in range(options.rounds):
             for job in order_of(ready, turn):
                 conductor.go(job.name, turn)
-                if not came(lambda: conductor.rests(job.name, turn + 1), job, options.turn_within):  # noqa: B023
+                if not came(partial(conductor.rests, job.name, turn + 1, options.gpus), job, options.turn_within):
                     ready.remove(job)
                     print(f"{job.name}: lost in round {turn}, {job.log.read_text()[-600:]}", flush=True)
         for job in ready:
@@ -155,12 +156,12 @@ def started(name: str, options: argparse.Namespace, conductor: Conductor, logs: 
     return Job(name, process, log)
 
 
-def until_ready(jobs: list[Job], conductor: Conductor, patience: float) -> list[Job]:
+def until_ready(jobs: list[Job], rests: Callable[[str], bool], patience: float) -> list[Job]:
     """Those of `jobs` that wait for their first turn; the others have ended, or are ended when patience is over."""
     began, ready = time.monotonic(), set[str]()
     while time.monotonic() - began < patience and any(job.alive and job.name not in ready for job in jobs):
         for job in jobs:
-            if job.name not in ready and conductor.rests(job.name, 0):
+            if job.name not in ready and rests(job.name):
                 ready.add(job.name)
                 print(f"{job.name}: ready after {time.monotonic() - began:.0f} s", flush=True)
         time.sleep(0.1)

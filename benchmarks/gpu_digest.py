@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 
@@ -17,6 +16,7 @@ import torch
 
 from andon_contracts.digest import word_sum_tensor
 from andon_contracts.observe import sums_of
+from benchmarks.device_time import between, mark, rest
 from benchmarks.runs import table
 
 _ADAPTER = 5_900_000
@@ -65,18 +65,14 @@ def interleaved(works: dict[str, Callable[[], object]], rounds: int, device: tor
 
 def timed(work: Callable[[], object], device: torch.device) -> float:
     """Seconds of one call on its device."""
-    if device.type != "cuda":
-        began = time.perf_counter()
-        work()
-        return time.perf_counter() - began
-    began_at, ended_at = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    # Work queued before keeps the device busy while the host launches: what is timed is the device alone.
-    torch.cuda._sleep(400_000)  # type: ignore[no-untyped-call]
-    began_at.record()
+    if device.type == "cuda":
+        # Work queued before keeps the device busy while the host launches: what is timed is the device alone.
+        torch.cuda._sleep(400_000)  # type: ignore[no-untyped-call]
+    first = mark(device)
     work()
-    ended_at.record()
-    ended_at.synchronize()
-    return float(began_at.elapsed_time(ended_at)) / 1e3
+    last = mark(device)
+    rest(device)
+    return between(first, last)
 
 
 if __name__ == "__main__":

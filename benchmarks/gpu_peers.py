@@ -14,14 +14,14 @@ import json
 import os
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.gpu_step import SHAPES, Shape, base_of, rows_of
+from benchmarks.device_time import now, now_on_all
+from benchmarks.gpu_job import SHAPES, Shape, base_of, rows_of
 from benchmarks.turns import Turns
 
 
@@ -75,7 +75,10 @@ def _figures(
 
 
 class Clock:
-    """Times `rounds` of `steps` updates after `warm_up` others; the device is at rest when it is read."""
+    """Times `rounds` of `steps` updates after `warm_up` others; the device is at rest when it is read.
+
+    Each round begins once all ranks are there.
+    """
 
     def __init__(self, device: torch.device, warm_up: int, steps: int, rounds: int) -> None:
         self._device, self._warm_up, self._steps, self._count = device, warm_up, steps, rounds
@@ -101,17 +104,11 @@ class Clock:
         into = self._taken - self._warm_up
         if into < 0 or into % self._steps:
             return
+        ended = now(self._device)
         if into:
-            self.rounds.append(round((self._now() - self._began) * 1e3 / self._steps, 3))
-        else:
-            self._now()
+            self.rounds.append(round((ended - self._began) * 1e3 / self._steps, 3))
         self._turns.wait()
-        self._began = self._now()
-
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
+        self._began = now_on_all(self._device)
 
 
 class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
@@ -140,7 +137,7 @@ def adapted(shape: Shape, device: torch.device) -> nn.Module:
     config = LoraConfig(
         task_type=TaskType.SEQ_CLS, r=16, lora_alpha=32, lora_dropout=0.05, target_modules=["q_proj", "v_proj"]
     )
-    found: nn.Module = get_peft_model(base_of(shape, device), config)  # type: ignore[arg-type]
+    found: nn.Module = get_peft_model(base_of(shape, device), config)
     return found.to(device)
 
 

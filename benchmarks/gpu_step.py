@@ -12,26 +12,22 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from andon.backend.base import Backend
 from andon.backend.determinism import demand_determinism
 from andon.backend.group import GroupBackend
 from andon.backend.inprocess import InlineBackend
-from andon.model.adapter import AdapterSpec, attach
 from andon.model.compiled import compile_backbone
 from andon.model.lengths import shapes_of
-from andon.model.task import ClassificationTask
 from andon.step.audit import AuditSpec, default_every
 from andon.step.optimizer import OptimizerSpec
 from andon.step.plan import BatchPlan
@@ -40,41 +36,13 @@ from andon.step.step import Pending, StepResult, TrainingStep
 from andon.training.replicas import build_replicas
 from andon_contracts.digest import hex64
 from andon_contracts.policy import suspended
+from benchmarks.device_time import Mark, between, mark, now, now_on_all, rest
+from benchmarks.gpu_job import SHAPES, Shape, model_of, task_of
 from benchmarks.runs import table
 from benchmarks.turns import Turns
 
 BLOCK = 3
 """Steps of a block; the first is not counted, since within it the last block is read."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A decoder, and the rows that it trains on."""
-
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_size: int
-    inner: int
-    vocabulary: int
-    length: int
-    batch: int = 32
-
-    @property
-    def products(self) -> float:
-        """Floating-point operations of a step's matrix products: forward, and backward to the inputs of frozen ones."""
-        width = self.heads * self.head_size
-        layer = self.hidden * (2 * width + 2 * self.kv_heads * self.head_size + 3 * self.inner)
-        return 4.0 * self.layers * layer * self.batch * self.length
-
-
-SHAPES = {
-    "reference": Shape(2560, 36, 32, 8, 128, 9728, 151_936, 256),
-    "0.6b": Shape(1024, 28, 16, 8, 128, 3072, 151_936, 256),
-    "small": Shape(256, 4, 4, 4, 64, 512, 1024, 64),
-    "tiny": Shape(32, 1, 2, 2, 16, 32, 128, 16, 8),
-}
 
 
 def main() -> int:
@@ -93,9 +61,10 @@ def main() -> int:
     backend: Backend = GroupBackend(name, device) if world > 1 else InlineBackend([device])
     measurement = Measurement(options, backend, device)
     found = measurement.run()
-    if options.kernels:
-        print(table(["ms a step", "calls", "kernel"], measurement.longest_kernels(options.kernels)))
+    kernels = measurement.longest_kernels(options.kernels) if options.kernels else []
     if backend.ranks[0] == 0:
+        if kernels:
+            print(table(["ms a step", "calls", "kernel"], kernels))
         rows = [[key, value] for key, value in found.items()]
         print(table(["what", "figure"], rows))
         print(json.dumps(found))
@@ -124,56 +93,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--warm-up", type=int, default=4)
     parser.add_argument("--kernels", type=int, default=0, help="print so many, those that take the most of a step")
     return parser.parse_args()
-
-
-def model_of(shape: Shape, device: torch.device, adapter: str = "lora") -> nn.Module:
-    """The decoder of `shape` as we train it. adapter: 'lora' trains r=16 on q and v; 'none' every weight, in fp32."""
-    spec = AdapterSpec(kind=adapter, r=16, alpha=32.0, dropout=0.05, targets=("q_proj", "v_proj"))
-    return attach(base_of(shape, device), spec, 1).to(device)
-
-
-def base_of(shape: Shape, device: torch.device) -> nn.Module:
-    """The decoder of `shape` with 2 labels in bf16 on `device`, the same bits in every process."""
-    from transformers import Qwen3Config, Qwen3ForSequenceClassification
-
-    config = Qwen3Config(
-        hidden_size=shape.hidden,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_size,
-        intermediate_size=shape.inner,
-        vocab_size=shape.vocabulary,
-        max_position_embeddings=shape.length,
-        pad_token_id=0,
-        bos_token_id=None,
-        eos_token_id=None,
-        use_cache=False,
-    )
-    config.num_labels = 2
-    torch.manual_seed(1)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with device:
-            base: nn.Module = Qwen3ForSequenceClassification(config)
-    finally:
-        torch.set_default_dtype(before)
-    base.config.dtype = torch.bfloat16
-    return base
-
-
-def rows_of(shape: Shape) -> tuple[list[list[int]], list[int]]:
-    """Eight global batches of random rows, all of the full length, and their labels."""
-    draw = random.Random(2)
-    rows = [[draw.randrange(1, shape.vocabulary) for _ in range(shape.length)] for _ in range(8 * shape.batch)]
-    return rows, [draw.randrange(2) for _ in rows]
-
-
-def task_of(shape: Shape) -> ClassificationTask:
-    """The rows of `rows_of` as a task."""
-    rows, labels = rows_of(shape)
-    return ClassificationTask(rows, labels, num_labels=2, vocab_size=shape.vocabulary, pad_id=0)
 
 
 class Measurement:
@@ -215,10 +134,15 @@ class Measurement:
         with forbidding_syncs(self.device):
             self.take(3)
         self.drain()
-        rounds = self.in_turns()
+        found = self.figures(self.in_turns()) | {"warm_up_s": round(warm_up_s, 1)}
+        found |= self.compared() if self.options.pairs else {}
+        self.step.attest_base(self.taken, base)
+        return found
+
+    def figures(self, rounds: list[float]) -> dict[str, Any]:
+        """What was measured and where, and what is known after `rounds` of so many milliseconds a step."""
         whole = statistics.median(rounds)
-        digest = hex64(self.replica.weights_digest())
-        found = {
+        return {
             "job": self.options.shape,
             "layers": self.shape.layers,
             "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU",
@@ -230,21 +154,17 @@ class Measurement:
             "torch": torch.__version__,
             "ms_per_step": round(whole, 3),
             "ms_by_round": rounds,
-            "ms_by_tenths": self.tenths,
+            "ms_by_tenths_of_last_round": self.tenths,
             "tflops_per_rank": round(self.shape.products / whole / 1e9 / self.backend.world_size, 1),
             "steps": self.taken,
-            "weights": digest,
+            "weights": hex64(self.replica.weights_digest()),
             "loss": self.losses[-1],
             "peak_gib": round(_peak(self.device), 2),
             "build_s": round(self.built_s, 1),
-            "warm_up_s": round(warm_up_s, 1),
         }
-        found |= self.compared() if self.options.pairs else {}
-        self.step.attest_base(self.taken, base)
-        return found
 
-    def take(self, count: int, *, checked: bool = True) -> list[Any]:
-        """Take steps, each launched before the last is read; a mark on the device, or a time, at the end of each."""
+    def take(self, count: int, *, checked: bool = True) -> list[Mark]:
+        """Take steps, each launched before the last is read; a mark on the device at the end of each."""
         marks = []
         for _ in range(count):
             self.taken += 1
@@ -252,26 +172,18 @@ class Measurement:
                 self._under_way.append(self.step.launch(self.plan.batch(self.taken), 1e-4, self.taken))
             if len(self._under_way) > 1 or not self.step.late:
                 self._read()
-            marks.append(self._mark())
+            marks.append(mark(self.device))
         return marks
 
     def _read(self) -> None:
         result: StepResult = self._under_way.pop(0).result()
         self.losses.append(result.loss)
 
-    def _mark(self) -> Any:
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
-
     def drain(self) -> None:
         """Read what is under way and wait for the device."""
         while self._under_way:
             self._read()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        rest(self.device)
 
     def in_turns(self) -> list[float]:
         """Milliseconds a step of each round; what comes after the last one waits for its turn as well."""
@@ -284,12 +196,10 @@ class Measurement:
 
     def timed_as_a_whole(self) -> float:
         """Milliseconds a step with contracts, by the host's clock over all of `--steps`."""
-        if self.backend.world_size > 1:
-            dist.barrier()
-        started = time.perf_counter()
+        started = now_on_all(self.device)
         marks = self.take(self.options.steps)
         self.drain()
-        whole = (time.perf_counter() - started) * 1e3 / float(self.options.steps)
+        whole = (now(self.device) - started) * 1e3 / float(self.options.steps)
         tenth = max(2, len(marks) // 10)
         parts = [marks[at : at + tenth] for at in range(0, len(marks) - tenth + 1, tenth)]
         self.tenths = [round(_mean_gap(part), 3) for part in parts]
@@ -315,7 +225,7 @@ class Measurement:
     def compared(self) -> dict[str, Any]:
         """Blocks with contracts, without, and without again, in turn; medians of the ratios of neighbours."""
         kinds = {"on": True, "off": False, "off again": False}
-        marks: dict[str, list[list[Any]]] = {name: [] for name in kinds}
+        marks: dict[str, list[list[Mark]]] = {name: [] for name in kinds}
         order = list(kinds)
         for pair in range(self.options.pairs + 1):
             for name in order[pair % 3 :] + order[: pair % 3]:
@@ -335,11 +245,9 @@ class Measurement:
         }
 
 
-def _mean_gap(marks: Sequence[Any]) -> float:
+def _mean_gap(marks: Sequence[Mark]) -> float:
     """Milliseconds a step between the first and the last mark."""
-    first, last = marks[0], marks[-1]
-    whole = (last - first) * 1e3 if isinstance(first, float) else first.elapsed_time(last)
-    return float(whole) / (len(marks) - 1)
+    return between(marks[0], marks[-1]) * 1e3 / (len(marks) - 1)
 
 
 @contextmanager

@@ -12,23 +12,27 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from torch._C._distributed_c10d import TCPStore
 
 from andon_falsify.nemesis.processes import alive, family
-from benchmarks.halting_rank import CULPRIT, REASON
+from benchmarks.halting_rank import CULPRIT, PLACES, REASON
 from benchmarks.runs import table
 
 _HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-PLACES = ("collective", "backward", "layers", "loader", "reading", "mixed")
+_ON_CPUS = "collective,backward,layers,loader,reading,mixed"
+_MIXED = ("collective", "", "backward", "loader", "layers", "reading")
+"""Where the ranks are when each is in another place."""
 _SAYS = {
     "violation": REASON,
     "error": f"failed at step 1, before its forward pass, which is no violation: ValueError: {REASON}",
@@ -37,6 +41,20 @@ _SAYS = {
     "stopped": "hangs at step 1, before its forward pass, which is no violation: ",
 }
 """What every live rank must say, by what rank 1 did."""
+
+
+@dataclass(frozen=True)
+class Started:
+    """The processes of a round: its ranks, or torch's launcher, and what meets them."""
+
+    processes: tuple[subprocess.Popen[bytes], ...]
+    launched: bool
+    store: TCPStore | None = None
+    """Held here, as a launcher holds it: no rank is more needed than another."""
+
+    def members(self) -> set[int]:
+        """Those that run, with what descends from them."""
+        return {pid for process in self.processes if process.poll() is None for pid in family(process.pid)}
 
 
 @dataclass(frozen=True)
@@ -58,42 +76,50 @@ class Round:
 
 def main() -> int:
     """Print a line for each round and a table; 0 if all were good."""
+    options = _options()
+    rounds, count = [], 0
+    for number in range(options.rounds):
+        place, cause, handling = _turn(number, options)
+        found = _round(place, cause, handling, options)
+        rounds.append(found)
+        good = found.good(options.limit + options.patience * (cause == "stopped"))
+        count += good
+        print(
+            f"{number} {place} {cause}{f' handling {handling}' * bool(handling)} {found.seconds:.2f} s "
+            f"{', '.join(found.ended)}{'' if good else f'  NOT GOOD: left {found.left}, silent {found.silent}'}",
+            flush=True,
+        )
+    if options.json:
+        options.json.write_text(json.dumps([asdict(one) for one in rounds], indent=1) + "\n")
+    print(_summary(rounds))
+    times = sorted(one.seconds for one in rounds)
+    print(f"{count} of {len(rounds)} good; median {statistics.median(times):.2f} s, longest {times[-1]:.2f} s")
+    return 0 if count == len(rounds) else 1
+
+
+def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--places", default=",".join(PLACES))
+    parser.add_argument("--places", default=_ON_CPUS, help=f"of {','.join(PLACES)},mixed")
     parser.add_argument("--causes", default="violation", help=f"of {','.join(_SAYS)}")
     parser.add_argument("--backend", default="gloo", help="gloo, or nccl with a device for each rank")
     parser.add_argument("--handling", default="", help=f"values of {_HANDLING}, in turn; as it is if not given")
     parser.add_argument("--soft", action="store_true", help="without hard_stop")
     parser.add_argument("--torchrun", action="store_true", help="under torch's launcher, which ends ranks too")
+    parser.add_argument("--ready-within", type=float, default=180.0, help="until rank 1 breaks, in seconds")
     parser.add_argument("--timeout", type=float, default=60.0, help="of the loop's process group, in seconds")
     parser.add_argument("--patience", type=float, default=2.0, help="for a stopped process, added to the limit")
     parser.add_argument("--limit", type=float, default=5.0, help="seconds")
     parser.add_argument("--show", action="store_true", help="print what the ranks said")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    rounds = []
-    for number in range(options.rounds):
-        place, cause, handling = _turn(number, options)
-        found = _round(place, cause, handling, options)
-        rounds.append(found)
-        good = found.good(options.limit + options.patience * (found.cause == "stopped"))
-        print(
-            f"{number} {found.place} {found.cause}{f' handling {handling}' * bool(handling)} {found.seconds:.2f} s "
-            f"{', '.join(found.ended)}",
-            end="",
-            flush=True,
-        )
-        print("" if good else f"  NOT GOOD: left {found.left}, silent {found.silent}", flush=True)
-    if options.json:
-        options.json.write_text(json.dumps([asdict(one) for one in rounds], indent=1) + "\n")
-    print(_summary(rounds))
-    limits = [options.limit + options.patience * (one.cause == "stopped") for one in rounds]
-    count = sum(one.good(limit) for one, limit in zip(rounds, limits, strict=True))
-    times = sorted(one.seconds for one in rounds)
-    print(f"{count} of {len(rounds)} good; median {statistics.median(times):.2f} s, longest {times[-1]:.2f} s")
-    return 0 if count == len(rounds) else 1
+    for given, known in ((options.places, (*PLACES, "mixed")), (options.causes, tuple(_SAYS))):
+        if unknown := [word for word in given.split(",") if word not in known]:
+            parser.error(f"unknown: {', '.join(unknown)}; known are {', '.join(known)}")
+    if options.ranks <= CULPRIT:
+        parser.error(f"rank {CULPRIT} breaks, so there must be {CULPRIT + 1} or more")
+    return options
 
 
 def _turn(number: int, options: argparse.Namespace) -> tuple[str, str, str]:
@@ -121,43 +147,59 @@ def _summary(rounds: Sequence[Round]) -> str:
 
 
 def _round(place: str, cause: str, handling: str, options: argparse.Namespace) -> Round:
-    mixed = ("collective", "", "backward", "loader", "layers", "reading")
-    places = [mixed[rank % len(mixed)] if place == "mixed" else place for rank in range(options.ranks)]
+    """Raises `RuntimeError`, with what was written, if the ranks do not come to where rank 1 breaks."""
     with tempfile.TemporaryDirectory() as base:
         folder = Path(base)
-        words = [",".join(places), cause, str(folder), f"--timeout={options.timeout}"]
-        words += [f"--patience={options.patience}", f"--backend={options.backend}"]
-        environment = os.environ | ({_HANDLING: handling} if handling else {})
-        started = _start(words + ["--hard-stop"] * (not options.soft), folder, environment, options)
-        began = _wait_for_start(folder, started)
-        members = {pid for process in started for pid in family(process.pid)}
-        ends: dict[int, float] = {}
+        started = _start(_words(place, cause, folder, options), folder, handling, options)
+        began = _wait_for_start(folder, started, options.ready_within)
         ranks = [int((folder / f"pid-{rank}").read_text()) for rank in range(options.ranks)]
-        deadline = began + options.timeout + 30
-        while len(ends) < len(ranks) and time.monotonic() < deadline:
-            ends |= {pid: time.monotonic() for pid in ranks if pid not in ends and not alive(pid)}
-            members |= {pid for rank in ranks if rank not in ends for pid in family(rank)}
-            time.sleep(0.01)
-        for process in started:
-            if not options.torchrun and not alive(process.pid):
-                process.wait()
-        time.sleep(0.2)
-        left = tuple(sorted(pid for pid in members if alive(pid) and (not options.torchrun or pid != started[0].pid)))
-        for pid in left:
-            os.kill(pid, 9)
-        codes = tuple(process.wait() for process in started)
+        seconds, members = _wait_for_end(started, ranks, began, options.timeout + 30)
+        left = _end_what_is_left(started, members)
+        codes = tuple(process.wait() for process in started.processes)
         said = _said(folder, options)
         if options.show:
             print("\n".join(f"--- rank {rank}\n{text}" for rank, text in enumerate(said)), flush=True)
-        return Round(
-            place,
-            cause,
-            max(ends.values(), default=deadline) - began if len(ends) == len(ranks) else deadline - began,
-            codes,
-            tuple(_how(rank, codes, said) for rank in range(options.ranks)),
-            left,
-            tuple(rank for rank, text in enumerate(said) if _SAYS[cause] not in text and not _mute(rank, cause)),
-        )
+    return Round(
+        place,
+        cause,
+        seconds,
+        codes,
+        tuple(_how(rank, codes, said) for rank in range(options.ranks)),
+        left,
+        tuple(rank for rank, text in enumerate(said) if _SAYS[cause] not in text and not _mute(rank, cause)),
+    )
+
+
+def _words(place: str, cause: str, folder: Path, options: argparse.Namespace) -> list[str]:
+    """What a rank is told."""
+    places = [_MIXED[rank % len(_MIXED)] if place == "mixed" else place for rank in range(options.ranks)]
+    words = [",".join(places), cause, str(folder), f"--timeout={options.timeout}"]
+    words += [f"--patience={options.patience}", f"--backend={options.backend}"]
+    return words + ["--hard-stop"] * (not options.soft)
+
+
+def _wait_for_end(started: Started, ranks: list[int], began: float, patience: float) -> tuple[float, set[int]]:
+    """Seconds from `began` to the end of the last rank, `patience` if some do not end; and all processes seen."""
+    members = started.members()
+    ends: dict[int, float] = {}
+    while len(ends) < len(ranks) and time.monotonic() < began + patience:
+        ends |= {pid: time.monotonic() for pid in ranks if pid not in ends and not alive(pid)}
+        members |= {pid for rank in ranks if rank not in ends for pid in family(rank)}
+        time.sleep(0.01)
+    return (max(ends.values()) - began if len(ends) == len(ranks) else patience), members
+
+
+def _end_what_is_left(started: Started, members: set[int]) -> tuple[int, ...]:
+    """Kill those of `members` that outlived the round and are not torch's launcher; who they were."""
+    for process in started.processes:
+        if not started.launched and not alive(process.pid):
+            process.wait()
+    time.sleep(0.2)
+    launchers = {process.pid for process in started.processes} if started.launched else set()
+    left = tuple(sorted(pid for pid in members - launchers if alive(pid)))
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    return left
 
 
 def _mute(rank: int, cause: str) -> bool:
@@ -165,36 +207,47 @@ def _mute(rank: int, cause: str) -> bool:
     return rank == CULPRIT and cause in ("killed", "stopped")
 
 
-def _start(
-    words: list[str], folder: Path, environment: dict[str, str], options: argparse.Namespace
-) -> list[subprocess.Popen[bytes]]:
+def _start(words: list[str], folder: Path, handling: str, options: argparse.Namespace) -> Started:
     module = ["-m", "benchmarks.halting_rank", *words]
+    environment = os.environ | ({_HANDLING: handling} if handling else {})
     if options.torchrun:
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks)]
         launcher += ["--log-dir", str(folder / "logs"), "--redirects", "2"]
         with (folder / "launcher").open("wb") as file:
             line = [sys.executable, *launcher, *module]
-            return [subprocess.Popen(line, env=environment, stdout=file, stderr=file)]
-    # Held here, as a launcher holds it: no rank is more needed than another.
+            return Started((subprocess.Popen(line, env=environment, stdout=file, stderr=file),), launched=True)
     store = TCPStore("localhost", 0, None, is_master=True, wait_for_workers=False)
-    options.store = store
     address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     found = []
     for rank in range(options.ranks):
         own = environment | address | {"RANK": str(rank), "WORLD_SIZE": str(options.ranks)}
         with (folder / f"said-{rank}").open("wb") as file:
             found.append(subprocess.Popen([sys.executable, *module], env=own, stdout=file, stderr=file))
-    return found
+    return Started(tuple(found), launched=False, store=store)
 
 
-def _wait_for_start(folder: Path, started: list[subprocess.Popen[bytes]]) -> float:
-    while not (folder / "began").exists() or not (folder / "began").read_text():
-        if any(process.poll() is not None for process in started):
-            for process in started:
-                process.kill()
-            raise RuntimeError("\n".join(path.read_text() for path in sorted(folder.glob("said-*"))))
+def _wait_for_start(folder: Path, started: Started, patience: float) -> float:
+    """When rank 1 broke, by the monotonic clock; raises `RuntimeError` if not within `patience` seconds."""
+    deadline = time.monotonic() + patience
+    while True:
+        ended = any(process.poll() is not None for process in started.processes)
+        if (folder / "began").exists() and (told := (folder / "began").read_text()):
+            return float(told)
+        if ended or time.monotonic() > deadline:
+            for pid in started.members():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            for process in started.processes:
+                process.wait()
+            why = "a process ended" if ended else f"{patience:g} s went by"
+            raise RuntimeError(f"{why} before rank {CULPRIT} broke\n{_written(folder)}")
         time.sleep(0.005)
-    return float((folder / "began").read_text())
+
+
+def _written(folder: Path) -> str:
+    """What the ranks wrote, and torch's launcher, each under the name of its file."""
+    paths = [path for pattern in ("said-*", "launcher", "logs/**/*.log") for path in sorted(folder.glob(pattern))]
+    return "\n".join(f"--- {path.relative_to(folder)}\n{path.read_text(errors='replace')}" for path in paths)
 
 
 def _said(folder: Path, options: argparse.Namespace) -> list[str]:

@@ -1,4 +1,4 @@
-"""Runs of the `andon` command and what they left, for the benchmarks."""
+"""Runs of the `andon` command, and what runs left, for the benchmarks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import subprocess
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,3 +36,14 @@ def run(folder: Path, *arguments: str, expect: Sequence[int] = (0,)) -> Run:
         raise RuntimeError(f"exit {done.returncode}: {done.stderr[-2000:]}")
     path = folder / "summary.json"
     return Run(folder, done.returncode, seconds, json.loads(path.read_text()) if path.exists() else {})
+
+
+def last_object(text: str) -> dict[str, Any]:
+    """The last line of `text` that is a JSON object. Raises `ValueError` if there is none."""
+    for line in reversed(text.splitlines()):
+        with suppress(json.JSONDecodeError):
+            found = json.loads(line)
+            if isinstance(found, dict):
+                return found
+    msg = "no figures were printed"
+    raise ValueError(msg)

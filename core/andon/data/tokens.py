@@ -204,8 +204,8 @@ def pretrained_tokenizer(path_or_hub_id: str, *, local_only: bool) -> HuggingFac
         reason = " ".join(str(error).split())[:_LONGEST_REASON] or type(error).__name__
         what = f"no tokenizer could be read from {path_or_hub_id!r}: {reason}"
         raise InputError([Problem("model.base", what)]) from error
-    if not tokenizer.get_vocab():
-        what = f"there are no tokenizer's files in {path_or_hub_id!r} beside the model's"
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+        what = f"the tokenizer of {path_or_hub_id!r} knows no token but special ones: are its files there?"
         raise InputError([Problem("model.base", what)])
     ids = [tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id]
     pad_id = next((id_ for id_ in ids if id_ is not None), None)
