@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedConfig
 
 from andon.model import masks
 from andon.model.build import build_base
@@ -46,6 +46,12 @@ OTHERS: dict[str, tuple[dict[str, object], Masking]] = {
     "esm": ({}, TOKENS),
 }
 """Kinds of models: their settings, and how one is told who sees whom."""
+
+
+class Nested(PreTrainedConfig):
+    """A configuration with that of a model of text in it."""
+
+    sub_configs = {"text_config": PreTrainedConfig}  # noqa: RUF012 - as transformers has it
 
 
 def _model(kind: str, settings: dict[str, object]) -> nn.Module:
@@ -121,6 +127,77 @@ def test_a_head_of_zeros_hides_nothing(wrong: Masking, monkeypatch: pytest.Monke
         model.get_submodule("classifier").weight.zero_()
     monkeypatch.setattr(masks, "possible_maskings", lambda _: (wrong, TOKENS))
     assert tried_masking(model, CPU) is TOKENS
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mask_by_which_some_see_more_does_not_hold_in_any_precision(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A causal model that is shown the future by the pairs that it is given."""
+    model = _model("llama", {}).to(dtype)
+    model.config.dtype = dtype
+    monkeypatch.setattr(masks, "possible_maskings", lambda _: (Masking.PAIRS, TOKENS))
+    assert tried_masking(model, CPU) is TOKENS
+    monkeypatch.setattr(masks, "possible_maskings", lambda _: (UNMASKED, TOKENS))
+    assert tried_masking(model, CPU) is UNMASKED
+
+
+def test_on_a_gpu_what_was_tried_is_used_and_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later weights do not change it."""
+    model, tried = build_base(spec("decoder")), list[nn.Module]()
+
+    def trying(model: nn.Module, _: torch.device) -> Masking:
+        tried.append(model)
+        return Masking.CAUSAL_PAIRS
+
+    monkeypatch.setattr(masks, "tried_masking", trying)
+    for _ in range(2):
+        assert masking_of(model, torch.device("cuda", 0)) is Masking.CAUSAL_PAIRS
+    assert tried == [model]
+
+
+@pytest.mark.parametrize("name", masks._WINDOWS)
+@pytest.mark.parametrize("nested", [False, True])
+def test_each_name_of_a_window_is_one(name: str, nested: bool) -> None:
+    """In a part of a configuration as well: rows of a trial are shorter than windows."""
+    model, text = build_base(spec("decoder")), PreTrainedConfig()
+    if nested:
+        model.config = Nested(attn_implementation="sdpa")
+        model.config.text_config = text
+    assert possible_maskings(model) != (TOKENS,)
+    setattr(text if nested else model.config, name, 4)
+    assert possible_maskings(model) == (TOKENS,)
+
+
+def test_layers_of_another_kind_are_not_full_ones() -> None:
+    """Whatever limits them is not named by a window."""
+    model = build_base(spec("decoder"))
+    model.config.layer_types = ["full_attention", "linear_attention"]
+    assert possible_maskings(model) == (TOKENS,)
+
+
+def test_a_decoder_that_is_told_to_see_all_is_not_causal() -> None:
+    """Its layers still say that they are."""
+    model = _model("llama", {"is_causal": False})
+    assert possible_maskings(model) == (Masking.PAIRS, TOKENS)
+    found = tried_masking(model, CPU)
+    torch.testing.assert_close(_logits(model, found), _logits(model, TOKENS), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError(), RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED")])
+def test_a_fault_of_the_device_is_not_the_mask_s(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends what it happens to; another rank would go on with another mask."""
+    values, calls = masks._values, list[int]()
+
+    def failing(*given: object) -> object:
+        calls.append(1)
+        if len(calls) > 1:
+            raise error
+        return values(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(masks, "_values", failing)
+    with pytest.raises(type(error)):
+        tried_masking(build_base(spec("decoder")), CPU)
 
 
 def test_on_a_cpu_nothing_is_tried() -> None:

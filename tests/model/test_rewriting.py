@@ -128,6 +128,22 @@ def test_each_rewriting_finds_its_part() -> None:
     assert "dropout" not in found
 
 
+@given(
+    st.lists(st.integers(0, 2**31 - 2), min_size=2, max_size=2),
+    st.floats(0.01, 0.99),
+    st.integers(1, 40),
+)
+def test_what_is_dropped_is_a_law_of_keys_and_place(keys: list[int], rate: float, count: int) -> None:
+    """The documented hash in Python's integers: masks are part of a run's result and must not change by accident."""
+    dropped = hashed_dropout(torch.ones(count), torch.tensor(keys, dtype=torch.int32), rate) == 0
+    for place in range(count):
+        bits = (place ^ keys[0]) * 0x9E3779B1 % 2**32
+        bits = ((bits ^ bits >> 15) + keys[1]) * 0x85EBCA6B % 2**32
+        bits = (bits ^ bits >> 13) * 0xC2B2AE35 % 2**32
+        bits ^= bits >> 16
+        assert bool(dropped[place]) == (bits % 2**31 < round(rate * 2**31))
+
+
 def test_dropout_is_keyed_by_the_stream_and_differs_by_its_place() -> None:
     """The same stream gives the same result, another another; no two dropouts of a pass share a mask."""
     model = decoder(dropout=0.5)

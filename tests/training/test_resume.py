@@ -11,16 +11,20 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from andon.cli.train import run_training
 from andon.config.load import load_config
 from andon.exits import Exit
 from andon.launch.launcher import warm_up
+from andon.model.masks import Masking
 from andon.problems import InputError
 from andon.run.folder import RunFolder
 from andon.training.finished import require_same_as_finished
 from andon.training.outputs import resolved
 from andon.training.run import train
+from andon_contracts.digest import tree_digest
 from andon_contracts.record import Step, chain, decode_line, encode
 from andon_contracts.violation import Violation
 from tests.training.runs import PRELOAD, STEPS, Runs, checkpoints, outcome, records, summary
@@ -66,6 +70,24 @@ def test_a_resumed_run_ends_with_the_same_bits(
     (resumed,) = records(folder, "resume")
     assert (resumed.step, resumed.backend, resumed.world) == (step, backend, workers)
     assert measured(folder) == list(range(1, STEPS + 1))
+
+
+def test_masks_are_tried_before_weights_are_restored(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trial by other weights may come out otherwise: a run that goes on tries those that it began with."""
+    folder = interrupted(runs, tmp_path / "run", 3)
+    tried: list[int] = []
+
+    def noting(model: nn.Module, _: torch.device) -> Masking:
+        tried.append(tree_digest({name: each for name, each in model.named_parameters() if each.requires_grad}))
+        return Masking.TOKENS
+
+    monkeypatch.setattr("andon.training.session.masking_of", noting)
+    assert runs.train(tmp_path / "new", "training.max_steps=1", backend="inline", workers=1) == 0
+    assert runs.train(folder, backend="inline", workers=1, resume="auto") == 0
+    before, resumed = tried
+    assert resumed == before
 
 
 def test_a_finished_run_has_nothing_to_do(runs: Runs, whole: Path, capsys: pytest.CaptureFixture[str]) -> None:

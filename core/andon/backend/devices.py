@@ -12,6 +12,8 @@ import torch
 from andon.problems import InputError, ProblemList
 
 _LOG = logging.getLogger(__name__)
+_MOST_GPUS = 127
+"""torch keeps the index of a device in 8 bits, with a sign."""
 _NAME = re.compile(r"(?P<cpu>cpu(:0)?)|cuda|(cuda:)?(?P<index>[0-9]{1,9})")
 
 
@@ -79,11 +81,13 @@ def placement(
         if count == 0:
             note = "no GPU is usable here: training on the CPU with gloo instead of nccl (clause cpu-fallback)"
             return "gloo", (cpu,) * workers, note
+        if workers > _MOST_GPUS:
+            raise InputError(f"run.workers: {workers} workers; torch numbers at most {_MOST_GPUS} GPUs of one host")
         if count < workers:
             raise InputError(f"run.workers: {workers} workers for {count} GPUs; nccl needs one GPU each")
         return backend, tuple(torch.device("cuda", index) for index in range(workers)), ""
     if backend == "mixed":
-        accelerators = tuple(torch.device("cuda", index) for index in range(min(count, workers - 1)))
+        accelerators = tuple(torch.device("cuda", index) for index in range(min(count, workers - 1, _MOST_GPUS)))
         note = "" if accelerators else "no GPU is used: all workers of mixed are on the CPU (clause cpu-fallback)"
         return backend, accelerators + (cpu,) * (workers - len(accelerators)), note
     return backend, (cpu,) * workers, ""

@@ -125,7 +125,10 @@ def _inject(model: nn.Module, spec: AdapterSpec, heads: Sequence[str], seed: int
     )
     with seeded(seed), torch.device("cpu"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-        return get_peft_model(model, config)
+        try:
+            return get_peft_model(model, config)
+        except ValueError as error:
+            raise InputError([Problem("adapter", f"peft refuses it for {type(model).__name__}: {error}")]) from error
 
 
 def _train_head(wrapper: Any, name: str) -> None:

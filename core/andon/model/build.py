@@ -172,6 +172,7 @@ def _pretrained(spec: ModelSpec) -> Any:
     from transformers import AutoModelForSequenceClassification
 
     source, local = _source(str(spec.base))
+    _configuration(spec, source, local)
     try:
         with quiet_loading():
             model, report = AutoModelForSequenceClassification.from_pretrained(
@@ -193,16 +194,30 @@ def _pretrained(spec: ModelSpec) -> Any:
 
 def _configured(spec: ModelSpec) -> Any:
     """The model that a folder's or the hub's configuration describes, with the sizes that `spec` gives its head."""
-    from transformers import AutoConfig, AutoModelForSequenceClassification
+    from transformers import AutoModelForSequenceClassification
 
-    source, local = _source(str(spec.base))
-    given = {"pad_token_id": spec.pad_id, "use_cache": False, **_label_names(spec)}
+    config = _configuration(spec, *_source(str(spec.base)))
     try:
-        config = AutoConfig.from_pretrained(source, local_files_only=local, trust_remote_code=False, **given)
         with quiet_loading():
             return AutoModelForSequenceClassification.from_config(config, dtype=_DTYPES[spec.dtype])
     except (OSError, ValueError, RuntimeError) as error:
         raise InputError([Problem("model.base", f"cannot load {spec.base!r}: {error}")]) from error
+
+
+def _configuration(spec: ModelSpec, source: str, local: bool) -> Any:
+    """The configuration at `source`, with the sizes that `spec` gives the head. Refuses one of several models."""
+    from transformers import AutoConfig
+
+    given = {"pad_token_id": spec.pad_id, "use_cache": False, **_label_names(spec)}
+    try:
+        with quiet_loading():
+            config = AutoConfig.from_pretrained(source, local_files_only=local, trust_remote_code=False, **given)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise InputError([Problem("model.base", f"cannot load {spec.base!r}: {error}")]) from error
+    if config.sub_configs:
+        what = f"{spec.base!r} is several models in one ({', '.join(config.sub_configs)}); give one of text alone"
+        raise InputError([Problem("model.base", what)])
+    return config
 
 
 def _source(base: str) -> tuple[str, bool]:

@@ -29,6 +29,10 @@ _NOISE = {None: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.05}
 """How far values may be off by rounding, of the largest, by the precision of products; padding seen is more."""
 
 
+MISFITS = (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError)
+"""How models fail on a mask by pairs or on none: those that use the mask of tokens for more than attention."""
+
+
 class Masking(Enum):
     """How a model on a GPU is told who sees whom; the first that it takes is the cheapest."""
 
@@ -49,17 +53,20 @@ def possible_maskings(model: nn.Module) -> tuple[Masking, ...]:
     config: Any = getattr(model, "config", None)
     if _has_windows(config) or getattr(config, "_attn_implementation", None) != "sdpa":
         return (Masking.TOKENS,)
-    causal = [bool(module.is_causal) for module in model.modules() if hasattr(module, "is_causal")]
-    found = [Masking.UNMASKED] if causal and all(causal) else []
+    flags = [bool(module.is_causal) for module in model.modules() if hasattr(module, "is_causal")]
+    causal = bool(flags) and all(flags) and getattr(config, "is_causal", True)
+    found = [Masking.UNMASKED] if causal else []
     if not any(_counts_places(module) for module in model.modules()):
-        found.append(Masking.CAUSAL_PAIRS if found else Masking.PAIRS)
+        found.append(Masking.CAUSAL_PAIRS if causal else Masking.PAIRS)
     return (*found, Masking.TOKENS)
 
 
 def _has_windows(config: Any) -> bool:
     """Whether some layer has another kind of attention than the full one, or a limit to how far a token sees."""
+    parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", None) or ()]
     kinds = set(getattr(config, "layer_types", None) or ("full_attention",))
-    return kinds != {"full_attention"} or any(getattr(config, name, None) for name in _WINDOWS)
+    limited = kinds != {"full_attention"} or any(getattr(config, name, None) for name in _WINDOWS)
+    return limited or any(_has_windows(part) for part in parts if part is not None)
 
 
 def _counts_places(module: nn.Module) -> bool:
@@ -70,7 +77,8 @@ def _counts_places(module: nn.Module) -> bool:
 def masking_of(model: nn.Module, device: torch.device) -> Masking:
     """How `model` on `device` is told. On a GPU the first of `possible_maskings` that holds: each is tried, once.
 
-    What a model cannot be given, or gives other values for than for the mask of tokens, it is not given.
+    What a model cannot be given, or gives other values for than for the mask of tokens, it is not given. A trial of
+    other weights may come out otherwise, so a run asks before any are restored, and a resumed one comes to the same.
     """
     if device.type != "cuda":
         return Masking.TOKENS
@@ -98,8 +106,10 @@ def _holds(model: nn.Module, masking: Masking, device: torch.device) -> bool:
                 found = _values(model, ids, given, mask)
             except (torch.OutOfMemoryError, torch.AcceleratorError):
                 raise
-            except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError):
-                return False  # as models fail that use the mask of tokens for more than attention
+            except MISFITS as error:
+                if "CUDA error" in str(error):
+                    raise  # the device's fault, and not the mask's
+                return False
     return all(
         bool((one - other).abs().max() <= noise * other.abs().max()) for one, other in zip(found, wanted, strict=True)
     )
@@ -121,7 +131,7 @@ def _tokens(model: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tenso
     size = model.get_input_embeddings().weight.shape[0]
     places = torch.arange(max(1, min(_TRIED_LENGTHS[0], room // 2)), device=device)
     mask = (places < torch.tensor(_TRIED_LENGTHS, device=device)[:, None]).long()
-    return ((pad + 1 + places % (size - 1)) % size).where(mask == 1, pad), mask
+    return ((pad + 1 + places % max(1, size - 1)) % size).where(mask == 1, pad), mask
 
 
 @contextmanager

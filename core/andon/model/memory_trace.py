@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from andon.model.adapter import trainable_parameters
 from andon.model.checkpointing import checkpoint_layers
-from andon.model.masks import Masking, masked, possible_maskings
+from andon.model.masks import MISFITS, Masking, masked, possible_maskings
 from andon.model.memory import CUDA_UNIT, StorageWatch
 from andon.model.precision import computing
 from andon.step.flat import FlatParameters
@@ -111,9 +111,22 @@ def _pass(model: nn.Module, rows: int, length: int, kind: str) -> None:
 @contextmanager
 def passing(model: nn.Module, batch: Mapping[str, torch.Tensor], kind: str) -> Iterator[dict[str, torch.Tensor]]:
     """Inside, what the forward pass of `model` is given of `batch` on a device of this kind, in its precision."""
-    masking = possible_maskings(model)[0] if kind == "cuda" else Masking.TOKENS
+    masking = _first_that_fits(model) if kind == "cuda" else Masking.TOKENS
     with computing(model, _CPU), masked(model, masking, batch["attention_mask"]) as mask:
         yield {"input_ids": batch["input_ids"], "attention_mask": mask}
+
+
+def _first_that_fits(model: nn.Module) -> Masking:
+    """How a GPU's run most likely tells `model` who sees whom: by values that are not there nothing more is known."""
+    batch = batch_of(2, 5)  # no two sizes alike, so that none passes for another
+    for masking in possible_maskings(model)[:-1]:
+        with torch.no_grad(), computing(model, _CPU), masked(model, masking, batch["attention_mask"]) as mask:
+            try:
+                model(input_ids=batch["input_ids"], attention_mask=mask)
+            except MISFITS:
+                continue
+        return masking
+    return Masking.TOKENS
 
 
 class KernelsOfCuda(TorchFunctionMode):

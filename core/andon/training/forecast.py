@@ -16,7 +16,7 @@ from andon.model.adapter import attach, trainable_parameters
 from andon.model.build import build_shape
 from andon.model.lengths import padded_length
 from andon.model.memory import MemoryPlan, plan_bytes
-from andon.problems import InputError
+from andon.problems import InputError, Problem
 from andon.step.plan import efficiency, rank_leaves
 from andon.training.material import Material, adapter_spec, idleness, padding_multiple, prepare
 
@@ -186,7 +186,7 @@ class Study:
         model, training, optimizer = self._shape(config), config.training, config.optimizer
         asked = (config.model.dtype, config.adapter, training, rows, length, evaluated, kind)
         if asked not in self._known:
-            self._known[asked] = _phases(self._shape(config), training, (rows, length), evaluated, kind)
+            self._known[asked] = _followed(self._shape(config), training, (rows, length), evaluated, kind)
         activations, evaluation = self._known[asked]
         plan = plan_bytes(
             model,
@@ -213,6 +213,24 @@ def _padded(material: Material, config: Config) -> int:
     """The longest padded length of any row that is trained on or scored."""
     longest = max(int(task.lengths.max()) for task in (material.task, material.evaluation_task))
     return padded_length(min(longest, config.model.max_length), padding_multiple(config), config.model.max_length)
+
+
+class NotPlannable(InputError):
+    """A model that cannot be followed on tensors without memory: it may well be trained."""
+
+
+def _followed(
+    model: Any, training: Training, trained: tuple[int, int], scored: tuple[int, int], kind: str
+) -> tuple[int, int]:
+    """As `_phases`. Raises `NotPlannable` where the model's own code fails on tensors that hold nothing."""
+    try:
+        return _phases(model, training, trained, scored, kind)
+    except InputError:
+        raise
+    except Exception as error:
+        reason = next(iter(str(error).splitlines()), "")
+        what = f"its memory cannot be planned ({type(error).__name__}: {reason})"
+        raise NotPlannable([Problem("model.base", what)]) from error
 
 
 def _phases(

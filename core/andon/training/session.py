@@ -32,6 +32,7 @@ from andon.model.adapter import attach
 from andon.model.build import build_base
 from andon.model.compiled import compile_backbone
 from andon.model.lengths import padded_lengths, shapes_of
+from andon.model.masks import masking_of
 from andon.problems import InputError, Problem
 from andon.run.folder import RunFolder
 from andon.run.provenance import environment
@@ -208,6 +209,8 @@ def _assemble(config: Config, folder: RunFolder, backend: Backend, started: floa
         checkpointing=config.training.activation_checkpointing,
         compiled=config.training.compile != "off",
     )
+    for replica in replicas:
+        masking_of(replica.model, replica.device)  # now, while it has the weights that every start of this run has
     _compile(config, replicas, telling=backend.ranks[0] == 0)
     _tell_of_masks(config, backend)
     step = TrainingStep(
