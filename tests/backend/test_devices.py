@@ -49,7 +49,7 @@ def test_an_absent_gpu_is_the_cpu_only_where_that_was_asked_for(caplog: pytest.L
 @pytest.mark.parametrize(
     ("backend", "workers", "gpus", "devices"),
     [
-        ("inline", 2, 4, (CPU, CPU)),
+        ("inline", 2, 0, (CPU, CPU)),
         ("gloo", 3, 0, (CPU, CPU, CPU)),
         ("nccl", 2, 4, (_gpu(0), _gpu(1))),
         ("mixed", 3, 1, (_gpu(0), CPU, CPU)),
@@ -59,6 +59,14 @@ def test_an_absent_gpu_is_the_cpu_only_where_that_was_asked_for(caplog: pytest.L
 def test_default_placement(backend: str, workers: int, gpus: int, devices: tuple[torch.device, ...]) -> None:
     """Without named devices: CPUs, or for nccl a GPU each, or for mixed GPUs and at least one CPU. Nothing to say."""
     assert placement(backend, workers, None, gpus) == (backend, devices, "")
+
+
+@pytest.mark.parametrize("backend", ["gloo", "inline", "threads"])
+def test_gpus_that_are_not_used_are_named(backend: str) -> None:
+    """Who has GPUs and names no backend trains on the CPU."""
+    found, devices, note = placement(backend, 2, None, gpus=4)
+    assert (found, devices) == (backend, (CPU, CPU))
+    assert note == "4 GPUs are here and not used (--backend nccl, or mixed)"
 
 
 @pytest.mark.parametrize(("asked", "used"), [("nccl", "gloo"), ("mixed", "mixed")])

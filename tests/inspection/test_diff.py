@@ -169,6 +169,19 @@ def test_two_real_runs_part_where_their_learning_rates_do(runs: Runs, run: Path,
     assert "place     2 inline workers | 1 inline workers" in text
 
 
+def test_other_data_to_evaluate_on_is_named(run: Path, tmp_path: Path) -> None:
+    """Digests of both stand in one row: what is shown is what differs."""
+    folder = tmp_path / "other"
+    shutil.copytree(run, folder)
+    said = json.loads((folder / "provenance.json").read_text())
+    first = said["digests"]["data"][:64]
+    said["digests"]["data"] = first + "f" * 64
+    (folder / "provenance.json").write_text(json.dumps(said))
+    report = compare(read_side(run), read_side(folder))
+    assert report.result is DIFFERENT
+    assert "data      data (evaluation): none | " + "f" * 16 in report.lines
+
+
 def test_other_data_is_named(run: Path, tmp_path: Path) -> None:
     """The digest of what went in, where both runs say it."""
     other = tmp_path / "other"

@@ -90,4 +90,5 @@ def placement(
         accelerators = tuple(torch.device("cuda", index) for index in range(min(count, workers - 1, _MOST_GPUS)))
         note = "" if accelerators else "no GPU is used: all workers of mixed are on the CPU (clause cpu-fallback)"
         return backend, accelerators + (cpu,) * (workers - len(accelerators)), note
-    return backend, (cpu,) * workers, ""
+    note = f"{count} GPUs are here and not used (--backend nccl, or mixed)" if count else ""
+    return backend, (cpu,) * workers, note

@@ -21,6 +21,8 @@ from andon_contracts.record import Step
 _HARDWARE = ("machine", "cpu", "instructions", "threads", "devices")
 CAUSAL = ("epoch", "ids", "count", "content", "lr", "loss", "correct", "gradient", "grad_norm", "weights", "optimizer")
 """What two records of one step must have alike, causes before effects."""
+_DIGITS = 64
+"""Of a SHA-256."""
 _SHOWN = 160
 _UNKNOWN = "unknown"
 
@@ -129,8 +131,18 @@ def _pairs(report: Report, part: str, one: Mapping[str, str], other: Mapping[str
     """One line for each name that both have with different values; whether there is one."""
     odd = [name for name in sorted(one.keys() & other.keys()) if one[name] != other[name]]
     for name in odd:
-        report.add(part, f"{name}: {one[name][:16]} | {other[name][:16]}")
+        part_of_it, first, second = _unlike(one[name], other[name])
+        report.add(part, f"{name}{part_of_it}: {first} | {second}")
     return bool(odd)
+
+
+def _unlike(one: str, other: str) -> tuple[str, str, str]:
+    """The first digest in which two rows of digests differ, in short, and which it is: data has one of what is trained
+    on and, where there is such a file, one of what is evaluated on."""
+    of_training = one[:_DIGITS] != other[:_DIGITS]
+    at = 0 if of_training else _DIGITS
+    shown = [each[at : at + 16] or "none" for each in (one, other)]
+    return ("" if of_training else " (evaluation)"), shown[0], shown[1]
 
 
 def _plans(report: Report, one: Recorded, other: Recorded) -> None:
