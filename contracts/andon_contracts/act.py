@@ -104,17 +104,19 @@ def conclude(found: Violation, scene: Scene, evidence: Evidence, facts: Mapping[
 
 
 def agreed(observations: Sequence[Observation], *, moments: bool) -> str:
-    """What was equal on all ranks just before an update and what was not, as one line.
+    """What was equal on all ranks just before an update and what was not, as one line; "" of a single rank.
 
     moments: whether the optimizer states were seen equal after the update before.
     """
-    held = {
-        "weights": _column_is_one(observations, "weights"),
-        "moments": moments,
-        "reduced gradient": _column_is_one(observations, "gradient"),
-    }
-    equal = [word for word, one in held.items() if one]
-    shown = [f"{_listed(equal)} agreed"] if equal else []
+    if len(observations) == 1:
+        return ""
+    read = all(o.values["weights read"] for o in observations)
+    weights = ["weights"] * _column_is_one(observations, "weights")
+    now = weights * read + ["reduced gradient"] * _column_is_one(observations, "gradient")
+    earlier = weights * (not read) + ["moments"] * moments
+    shown = [f"{_listed(now)} agreed"] if now else []
+    if earlier:
+        shown.append(f"{_listed(earlier)} agreed after step {observations[0].step - 1}, not read again since")
     rates = [real_of(o.values["rate"]) for o in observations]
     if len(set(rates)) > 1:
         odd = minority(rates)

@@ -21,6 +21,11 @@ class Problem:
         return f"{self.where}: {self.what}" if self.where else self.what
 
 
+def install_hint(extra: str) -> str:
+    """What brings the libraries of `extra`: Andon is on no package index, so that its name alone brings nothing."""
+    return f"run: pip install '.[{extra}]' in a checkout of andon"
+
+
 class InputError(ValueError):
     """What the user got wrong, all of it at once. The command line prints it and exits with 2."""
 

@@ -46,6 +46,15 @@ def test_train_as_a_user_does(tmp_path: Path) -> None:
     assert outcome(tmp_path / "run") == outcome(tmp_path / "here")
 
 
+def test_without_its_extra_a_command_says_what_to_install() -> None:
+    """In a base install: one line and 2. The name of Andon alone would bring nothing, it is on no package index."""
+    absent = "sys.modules['typer'] = None; sys.argv = ['andon', 'plan']"
+    program = f"import sys; {absent}; from andon.cli.app import main; main()"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    hint = "run: pip install '.[train]' in a checkout of andon"
+    assert (done.returncode, done.stderr) == (2, f"andon: typer is not installed; {hint}\n")
+
+
 def test_help_loads_no_heavy_library() -> None:
     """`andon --help` names every command, and neither torch nor transformers is loaded for it."""
     program = "import sys; from andon.cli.app import main\ntry: main()\nfinally: assert 'torch' not in sys.modules"

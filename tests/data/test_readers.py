@@ -245,7 +245,7 @@ def test_without_pyarrow_the_extra_to_install_is_named(tmp_path: Path, monkeypat
     """Parquet is an extra; its absence is said, not shown as an ImportError."""
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     (said,) = faults(written(tmp_path, "a.parquet", b"PAR1"))
-    assert 'pip install "andon[parquet]"' in said
+    assert "needs pyarrow; run: pip install '.[parquet]' in a checkout of andon" in said
 
 
 def test_every_known_kind_of_file_is_named_in_the_promise() -> None:

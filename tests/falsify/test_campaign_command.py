@@ -70,6 +70,15 @@ def test_2_where_nothing_could_be_checked() -> None:
     assert lines[-1] == "checked 0 of 21 claims, 0 runs, 1 not applicable, 0 unknown"
 
 
+def test_2_where_a_backend_that_was_asked_for_could_not_be_tried() -> None:
+    """Tables of calls hold anywhere, and say nothing of the backend that is missing; alone they need none."""
+    claims = ("--claim", "replicas-agree", "--claim", "average-law", "--world", "64", "--accumulation", "1")
+    code, lines, _ = falsify("--backend", "nccl", *claims)
+    assert (code, lines[-1]) == (2, "checked 1 of 21 claims, 0 runs, 1 not applicable, 0 unknown")
+    assert lines[-2].startswith("nothing was run on nccl, which was asked for: nccl ")
+    assert falsify("--backend", "nccl", *claims[2:])[0] == 0
+
+
 def test_70_where_the_suite_itself_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """An error of ours is no verdict about the subject: it is said, and what was known by then is shown."""
 

@@ -176,6 +176,25 @@ def test_a_command_that_gives_nothing_to_judge_says_why(program: str, said: str,
     assert said in run([sys.executable, "-c", program], tmp_path, 1.0 if "60" in program else 30.0).error
 
 
+_TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nothing.py"], f"{sys.executable}: can't open file '"),
+        (["-m", "andon", "watch", "nothing.py"], "andon watch: error: can't open file 'nothing.py'"),
+        (["--no-python", sys.executable, "-c", "raise KeyError('label')"], "KeyError: 'label'"),
+        (["--no-python", sys.executable, "-c", "raise SystemExit(3)"], "exitcode  : 3 (pid: "),
+        (["--no-python", sys.executable, "-c", "print('why');print('-----');raise SystemExit(3)"], "why"),
+    ],
+)
+def test_the_reason_of_a_failed_launch_is_what_a_rank_said(words: list[str], said: str, tmp_path: Path) -> None:
+    """Neither the line under torchrun's report nor its own traceback; of silent ranks their exit code."""
+    _, _, reason = run([*_TORCHRUN, *words], tmp_path, 60.0).error.partition(": ")
+    assert reason.startswith(said)
+
+
 def test_a_command_that_cannot_be_started_says_why(tmp_path: Path) -> None:
     """There is no such program."""
     assert "cannot be started" in run(["no-such-program-here"], tmp_path, 5.0).error

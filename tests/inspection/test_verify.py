@@ -223,7 +223,8 @@ def test_a_command_whose_package_is_absent_says_so(tmp_path: Path) -> None:
     """A plain message and exit 2, not a traceback; the other commands are not affected."""
     done = _andon(tmp_path, "absent_package.cli:judge", "judge", "x", "--some", "y", name="judge")
     assert done.returncode == 2
-    assert done.stderr == "andon: andon judge: absent_package is not installed; run: pip install 'andon[falsify]'\n"
+    hint = "run: pip install '.[falsify]' in a checkout of andon"
+    assert done.stderr == f"andon: andon judge: absent_package is not installed; {hint}\n"
 
 
 def test_the_project_declares_the_command() -> None:

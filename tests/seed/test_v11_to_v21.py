@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from typing import Any
 
@@ -105,6 +106,14 @@ def test_v16_a_model_that_is_not_to_be_had_is_refused_before_it_is_built(preset:
     """V16: what the embedded decoder cannot be is refused, not ignored; nothing of 16 GB is allocated for that."""
     with pytest.raises(InputError, match="rope_theta"):
         DataParallelCoordinator(preset, CONFIG, ["cpu"])
+
+
+@pytest.mark.parametrize("absent", ["transformers", "peft"])
+def test_the_extra_to_install_is_named_where_a_library_is_absent(absent: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A base install has neither; the command is one that a checkout knows, since no package index has Andon."""
+    monkeypatch.setitem(sys.modules, absent, None)
+    with pytest.raises(InputError, match=rf"{absent} is not installed; run: pip install '\.\[train\]' in a checkout"):
+        DataParallelCoordinator(SMALL, CONFIG, ["cpu"])
 
 
 class Meeting:

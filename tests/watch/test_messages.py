@@ -28,6 +28,9 @@ class _Row(nn.Module):
         return self.w.sum()
 
 
+_UNREAD = "weights and moments agreed after step 1, not read again since"
+
+
 def _raised(optimizer: Callable[..., torch.optim.Optimizer], folder: str, disturb: Callable[..., None]) -> Violation:
     """What two updates raise, where `disturb` comes between them."""
     model = _Row()
@@ -88,13 +91,60 @@ def test_a_rank_with_its_own_rate_is_named(world: int, odd: tuple[int, ...], tmp
     assert str(found[0]).splitlines() == [
         f"replicas-agree broken after step 2: {WHO[world, odd]}.",
         f"  where    w (1 of 1 tensors), first at [0, 0]: {by_rank(bits)}",
-        f"  before   weights, moments and reduced gradient agreed; lr differs: {by_rank(rates)}",
+        f"  before   reduced gradient agreed; {_UNREAD}; lr differs: {by_rank(rates)}",
         "  likely   a rank-local scheduler decision  [inference, not proof]",
         "  state    step 2 was applied; last state known equal: step 1",
         f"  bundle   {tmp_path}/2  explain: andon explain {tmp_path}/2",
         '  silence  andon.watch(..., allow={"replicas-agree": "<reason>"})',
     ]
     assert found[0].bundle == f"{tmp_path}/2"
+
+
+def _rewritten(folder: str) -> Violation:
+    def disturb(model: _Row, optimizer: torch.optim.Optimizer) -> None:
+        model.w.detach().add_(0)
+        _halve_rate((1,))(model, optimizer)
+
+    return _raised(_sgd, folder, disturb)
+
+
+def test_weights_are_said_to_agree_before_an_update_where_they_were_read_then(tmp_path: Path) -> None:
+    """A write that a version counter shows has them read again; the moments are read after updates only."""
+    lines = str(run_ranks(2, _rewritten, str(tmp_path))[0].get()).splitlines()
+    said = "  before   weights and reduced gradient agreed; moments agreed after step 1, not read again since; lr "
+    assert any(line.startswith(said) for line in lines)
+
+
+def _own_rate() -> Violation:
+    model = _Row()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5 + dist.get_rank())
+    with andon.watch(model, optimizer, action="raise", allow={"hyperparameters-agree": "a test"}):
+        model().backward()
+        with pytest.raises(Violation) as found:
+            optimizer.step()
+    return found.value
+
+
+def test_nothing_is_said_of_moments_before_the_first_update() -> None:
+    """No optimizer state has been read by then; weights are read before a first update."""
+    lines = str(run_ranks(2, _own_rate)[0].get()).splitlines()
+    assert any(line.startswith("  before   weights and reduced gradient agreed; lr differs: ") for line in lines)
+
+
+def test_one_rank_is_not_said_to_agree_with_itself() -> None:
+    """Neither what was equal before nor when it last was: there is nothing that it could have been equal to."""
+    model = _Row()
+    optimizer = _sgd(model.parameters())
+    with andon.watch(model, optimizer, action="raise"):
+        model().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        (model() * float("nan")).backward()
+        with pytest.raises(Violation) as found:
+            optimizer.step()
+    lines = str(found.value).splitlines()
+    assert "  state    step 2 was not applied" in lines
+    assert not any(line.startswith("  before") for line in lines)
 
 
 def _move_weight(model: _Row, optimizer: torch.optim.Optimizer) -> None:

@@ -259,6 +259,33 @@ def test_a_rank_that_nobody_watches_is_a_clear_refusal(tmp_path: Path) -> None:
     assert found.startswith("2 rank 1 did not come to the first update")
 
 
+_ONE = "from torch import nn\nimport torch\ndef net(): return nn.Linear(4, 2)\nrows = torch.ones(3, 4)\n"
+_IDLE = "nothing was watched"
+
+
+@pytest.mark.parametrize(("body", "idle"), [(_ONE + OWN_LINE, False), ("pass", True)])
+def test_nothing_was_watched_only_where_no_watch_was_opened(
+    body: str, idle: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A script that opens its watch itself is watched."""
+    (tmp_path / "loop.py").write_text(body)
+    assert script.main([str(tmp_path / "loop.py")]) == 0
+    said = capsys.readouterr().err
+    assert ("andon.watch: 1 steps" in said, _IDLE in said) == (not idle, idle)
+
+
+@pytest.mark.parametrize("world", ["", "1", "2"])
+def test_ranks_of_a_launcher_that_made_no_group_are_warned(
+    world: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each trains apart and is one process to its watch; the exit code is the script's all the same."""
+    monkeypatch.setenv("WORLD_SIZE", world)
+    (tmp_path / "plain.py").write_text(_ONE + OWN_LINE)
+    assert script.main([str(tmp_path / "plain.py")]) == 0
+    warned = "  warning: WORLD_SIZE is 2, but no process group was made: the ranks train apart"
+    assert any(line.startswith(warned) for line in capsys.readouterr().err.splitlines()) == (world == "2")
+
+
 FAILING = """
 import sys, os
 assert __name__ == "__main__" and sys.argv == [__file__, "--x"], sys.argv

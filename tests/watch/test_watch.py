@@ -72,6 +72,7 @@ def test_a_flipped_bit_is_named_by_rank_tensor_and_element(tmp_path: Path) -> No
     lines = str(first).splitlines()
     assert lines[0] == "replicas-agree broken after step 2: rank 1 of 3 differs from ranks 0, 2."
     assert "2.weight (1 of 4 tensors), first at [1, 3]: 0x" in lines[1]
+    assert "  before   reduced gradient agreed; weights and moments agreed after step 1, not read again since" in lines
     assert any("last state known equal: step 1" in line for line in lines)
     record = json.loads((tmp_path / "2" / "replicas-agree.json").read_text())["record"]
     assert (record["clause"], record["step"], record["ranks"]) == ("replicas-agree", 2, [1])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 
 from andon_contracts.watch.judging import Verdicts
 from andon_contracts.watch.replicas import Replicas
@@ -113,7 +115,17 @@ def opening_lines(found: Mapping[str, Cover], world: int, trainable: int) -> lis
     """The table that a watch prints when it begins."""
     width = max(map(len, found))
     rows = [f"  {name:<{width}}  {cover.state:<14}  {cover.why}".rstrip() for name, cover in found.items()]
-    return [f"andon.watch: {world} rank{'s' * (world > 1)}, {trainable} trainable tensors", *rows]
+    head = f"andon.watch: {world} rank{'s' * (world > 1)}, {trainable} trainable tensors"
+    return [head, *rows, *filter(None, [_apart()])]
+
+
+def _apart() -> str:
+    """What is said where a launcher started several ranks, and this one has not joined the others."""
+    asked = os.environ.get("WORLD_SIZE", "")
+    joined = dist.is_available() and dist.is_initialized()
+    if joined or not asked.isdecimal() or int(asked) < 2:
+        return ""
+    return f"  warning: WORLD_SIZE is {asked}, but no process group was made: the ranks train apart, not compared"
 
 
 def closing_lines(

@@ -69,6 +69,8 @@ class Lane:
         self._norm: float | None = None
         self._reduced: int | None = None
         self._share = 0.0
+        self.moments_equal = False
+        """Whether there was an update, and all ranks were seen to keep the same optimizer state after the last one."""
         self._weights = 0
         self._versions: list[int] = []
         self._kept = Kept(optimizer, held)
@@ -174,7 +176,7 @@ class Lane:
             "repaired": int(bad > 0 and used < float("inf")),
             "collectives": self.reductions.digest(),
             "strided": self._place(self.reductions.strided),
-            "weights": self._weights_before(step),
+            **self._weights_before(step),
             "gradient": gradient.digest,
             **self._recorded(used, skipped=skipped),
             "norm": bits_of(0.0 if skipped else norm),
@@ -224,11 +226,15 @@ class Lane:
         odd = (index for index, group, key, value in self._declared if groups[group].get(key) != value)
         return next(odd, -1) + 1
 
-    def _weights_before(self, step: int) -> int:
-        """The digest of the weights: read where a version says that they were written, and now and then."""
-        if self._marks() != self._versions or step % _REREAD == 0:
+    def _weights_before(self, step: int) -> dict[str, int]:
+        """The digest of the weights, and whether they were read for it.
+
+        They are where a version says that they were written, and now and then; else it is that of the update before.
+        """
+        read = self._marks() != self._versions or step % _REREAD == 0
+        if read:
             self._weights = self._readers["weights"].read(self._members).digest
-        return self._weights
+        return {"weights": self._weights, "weights read": int(read)}
 
     def _marks(self) -> list[int]:
         return [*map(_version, self._members), *map(Tensor.data_ptr, self._members)]

@@ -29,6 +29,7 @@ from andon_contracts.watch.watcher import Watch
 
 _open: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Watch]] = weakref.WeakKeyDictionary()
 """The latest watch of each optimizer, by a weak reference: it holds the optimizer, which would else never end."""
+_opened_so_far: list[int] = [0]
 _cords: dict[str, int] = {}
 _TIMEOUT = datetime.timedelta(minutes=30)
 _PATIENCE = datetime.timedelta(seconds=30)
@@ -146,6 +147,7 @@ def _opened(
         undo.pop_all()
     for each in optimizers:
         _open[each] = weakref.ref(opened)
+    _opened_so_far[0] += 1
     return opened
 
 
@@ -176,6 +178,11 @@ def _opened_ledger(path: Path | None, start: int, problems: list[str]) -> Ledger
     except ValueError as error:
         problems.append(str(error))
         return None
+
+
+def opened_so_far() -> int:
+    """How many watches were opened in this process, closed ones too."""
+    return _opened_so_far[0]
 
 
 def is_watched(optimizer: torch.optim.Optimizer) -> bool:

@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as ended:
         if ended.code or not standby.violated:
             raise
-    if not standby.watches:
+    if standby.idle:
         print("andon watch: no optimizer of torch made an update, so nothing was watched", file=sys.stderr)
     return _VIOLATION if standby.violated else 0
 

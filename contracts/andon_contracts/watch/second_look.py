@@ -28,8 +28,7 @@ REPLICATED = {"weights": "replicas-agree", "gradient": "gradients-agree", "optim
 class SecondLook:
     """Judges what ranks observed clause by clause, with all that a message can say. All ranks call alike.
 
-    `last_equal` is the last update after which all ranks had the same weights; `moments` says whether the optimizers'
-    states agreed when they were last compared.
+    `last_equal` is the last update after which several ranks had the same weights, all of them.
     """
 
     exchange: Exchange
@@ -38,7 +37,6 @@ class SecondLook:
     subject: Subject
     rows: Rows
     last_equal: int | None = None
-    moments: bool = True
 
     def start(self, observations: Observations) -> bool:
         """Whether all holds at the start."""
@@ -74,10 +72,15 @@ class SecondLook:
         closer = closer_look(self.exchange, lane.updates, scene, {"replicas-agree": lane.parameters}, lane)
         self.verdicts.judge(AFTER, observations, details, scene, closer, self._facts())
 
+    def note_equal(self, step: int, observations: Observations) -> None:
+        """Remember `step` where the ranks, if there are several, have the same weights after it."""
+        if len(observations) > 1 and same(observations, "weights"):
+            self.last_equal = step
+
     def scene(self, lane: Lane, before: Observations, *, applied: bool) -> Scene:
         """What a message says beside its finding; `before`: what the ranks observed before the update."""
         # Of ranks at different points nothing was observed that could be held to each other.
-        said = agreed(before, moments=self.moments) if before and in_lockstep(before) else ""
+        said = agreed(before, moments=lane.moments_equal) if before and in_lockstep(before) else ""
         return Scene(self.exchange.world_size, applied, self.last_equal, tensors=len(lane.names), before=said)
 
     def _facts(self) -> dict[str, object]:

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from andon_contracts.halt import own_store
 from andon_contracts.watch.discovery import members, optimizer_of, trained_by
 from andon_contracts.watch.intercept import listen, unlisten
-from andon_contracts.watch.opening import is_watched, watch_script
+from andon_contracts.watch.opening import is_watched, opened_so_far, watch_script
 from andon_contracts.watch.watcher import Watch
 
 _TOGETHER = datetime.timedelta(minutes=2)
@@ -40,6 +40,7 @@ class Standby:
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self.watches: list[Watch] = []
+        self._opened_before = opened_so_far()
         self._options = dict(options)
         self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._running: list[torch.optim.Optimizer] = []
@@ -63,6 +64,11 @@ class Standby:
                 each.close()
             else:
                 each.__exit__(kind, error, trace)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no watch was opened in this time, by the script itself neither."""
+        return opened_so_far() == self._opened_before
 
     @property
     def violated(self) -> bool:

@@ -195,7 +195,7 @@ class Watch(Telling, Hearing):
         optimizers = [lane.optimizer for lane in self._lanes.values()]
         self._recorder.opened(self._exchange.world_size, optimizers, self.settings.rows, self.settings.start)
         if self._second_look.start(observations):
-            self._second_look.last_equal = self.settings.start
+            self._second_look.note_equal(self.settings.start, observations)
             self._at(0)
         self._look_at_data()
 
@@ -285,9 +285,8 @@ class Watch(Telling, Hearing):
         observations = self._replicas.align(seen)
         if not self._after_holds(observations):
             self._second_look.after(lane, observations, self._aligned)
-        if same(observations, "weights"):
-            self._second_look.last_equal = lane.updates
-        self._second_look.moments = same(observations, "optimizer")
+        self._second_look.note_equal(lane.updates, observations)
+        lane.moments_equal = same(observations, "optimizer")
         self._at(0)
         lane.turn()
         self._spent += time.perf_counter() - began

@@ -12,7 +12,7 @@ from typing import NoReturn
 from andon.exits import Exit
 from andon.launch import preemption
 from andon.messages import BROKEN_STREAM, say
-from andon.problems import InputError
+from andon.problems import InputError, install_hint
 
 _TRACEBACK = "ANDON_TRACEBACK"
 _TRAIN = "train"
@@ -47,7 +47,7 @@ def _run_command() -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("typer", "pydantic", "yaml", "rich", "click"):
             raise
-        return _say(f"{error.name} is not installed; run: pip install 'andon[train]'", Exit.USAGE)
+        return _say(f"{error.name} is not installed; {install_hint('train')}", Exit.USAGE)
     return guarded(lambda: _run(app))
 
 

@@ -7,7 +7,7 @@ from importlib.metadata import EntryPoint, entry_points
 
 import typer
 
-from andon.problems import InputError, Problem
+from andon.problems import InputError, Problem, install_hint
 
 GROUP = "andon.commands"
 
@@ -40,8 +40,7 @@ def _name(point: EntryPoint) -> str:
 
 def _absent(point: EntryPoint, error: ModuleNotFoundError) -> Callable[[], None]:
     def command() -> None:
-        raise InputError(
-            [Problem(f"andon {point.name}", f"{error.name} is not installed; run: pip install 'andon[falsify]'")]
-        )
+        what = f"{error.name} is not installed; {install_hint('falsify')}"
+        raise InputError([Problem(f"andon {point.name}", what)])
 
     return command

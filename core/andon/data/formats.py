@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from andon.config.wording import shown
 from andon.data.lines import LONGEST_LINE, numbered_lines
-from andon.problems import InputError, Problem, ProblemList
+from andon.problems import InputError, Problem, ProblemList, install_hint
 
 _LONGEST_INTEGER = 400
 
@@ -155,7 +155,7 @@ def parquet(path: Path) -> Table:
         arrow = importlib.import_module("pyarrow")
         arrow_parquet = importlib.import_module("pyarrow.parquet")
     except ImportError as error:
-        what = 'reading Parquet needs pyarrow: pip install "andon[parquet]"'
+        what = f"reading Parquet needs pyarrow; {install_hint('parquet')}"
         raise InputError([Problem(str(path), what)]) from error
     try:
         file = arrow_parquet.ParquetFile(path)

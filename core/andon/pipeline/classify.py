@@ -16,7 +16,7 @@ from andon.model.build import build_base
 from andon.model.task import predictions
 from andon.pipeline.config import ClassifyConfig, TransformerConfig
 from andon.pipeline.samples import NOTHING, BatchResult, CurrentRows, SafetySample, SampleEncoder
-from andon.problems import InputError, Problem
+from andon.problems import InputError, Problem, install_hint
 from andon.step.contracts import LeafReport, judge_leaves, plan_leaves, reports_of
 from andon.step.keyed import KeyedRandomness, needs_full_interception
 from andon.step.leaf import Leaf
@@ -33,10 +33,13 @@ from andon_contracts.violation import Finding
 def build_model(model_config: TransformerConfig, config: ClassifyConfig, seed: int) -> nn.Module:
     """The base of `model_config` on the CPU with LoRA on queries and values and a trainable head; the same every time.
 
-    Raises `InputError` for a shape that no such model has.
+    Raises `InputError` for a shape that no such model has, and where a library that makes it is not installed.
     """
-    base = build_base(model_config.to_model_spec(config, seed))
-    return attach(base, model_config.to_adapter_spec(config), seed)
+    try:
+        base = build_base(model_config.to_model_spec(config, seed))
+        return attach(base, model_config.to_adapter_spec(config), seed)
+    except ModuleNotFoundError as error:
+        raise InputError([Problem("model", f"{error.name} is not installed; {install_hint('train')}")]) from error
 
 
 def _explain_norm(norm: float, step: int) -> Finding:

@@ -56,7 +56,18 @@ def conduct(request: Request, listeners: Listeners | None = None) -> Report:
             interpreter.run()
         except (Exception, KeyboardInterrupt) as error:
             raise CutShortError(report(bench, interpreter.said, campaign.claims, origin)) from error
-        return report(bench, interpreter.said, campaign.claims, origin)
+        found = report(bench, interpreter.said, campaign.claims, origin)
+        return replace(found, untried=_untried(request.backends, campaign.trials))
+
+
+def _untried(backends: Sequence[str], trials: Sequence[Trial]) -> dict[str, str]:
+    """Those of `backends`, which were named by hand, that this machine can try nothing on, each with the reason."""
+    found = {}
+    for backend in backends:
+        lacking = [trial.lacking for trial in trials if trial.place[0] == backend]
+        if lacking and all(lacking):
+            found[backend] = lacking[0]
+    return found
 
 
 def planned(request: Request, bench: Bench) -> Campaign:

@@ -91,6 +91,7 @@ class Report:
     runs: cases that were run. not_selected: claims that the budget or the user left out, by name.
     expected: the claims that are known to fall, by (subject, claim), each with its reason.
     statements: what each claim says, by its name, for those who read the report without the code.
+    untried: the backends that were named by hand and on which nothing could be run here, each with the reason.
     """
 
     started: str
@@ -101,6 +102,7 @@ class Report:
     not_selected: tuple[str, ...] = ()
     expected: Mapping[tuple[str, str], str] = field(default_factory=dict)
     statements: Mapping[str, str] = field(default_factory=dict)
+    untried: Mapping[str, str] = field(default_factory=dict)
     schema: int = SCHEMA
 
     @property
@@ -118,8 +120,11 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """1 if any claim is falsified; else 2 if any is unknown or none was checked; else 0. Nothing is excused."""
-        return exit_code(self.verdicts)
+        """1 if any claim is falsified; else 2 if any is unknown, none was checked, or none where it was asked for.
+
+        Else 0. Nothing is excused.
+        """
+        return exit_code(self.verdicts) or (2 if self.untried else 0)
 
     @property
     def surprises(self) -> tuple[str, ...]:
@@ -156,6 +161,7 @@ class Report:
                 for (subject, claim), reason in self.expected.items()
             ],
             "statements": dict(self.statements),
+            "untried": dict(self.untried),
         }
 
     @classmethod
@@ -190,6 +196,7 @@ def joined(reports: Sequence[Report]) -> Report:
         not_selected=tuple(name for report in reports for name in report.not_selected),
         expected={key: reason for report in reports for key, reason in report.expected.items()},
         statements={name: text for report in reports for name, text in report.statements.items()},
+        untried={backend: why for report in reports for backend, why in report.untried.items()},
     )
 
 

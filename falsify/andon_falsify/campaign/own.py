@@ -67,9 +67,8 @@ class AndonBench:
 
     def attempt(self, trial: Trial) -> Mapping[str, Verdict]:
         """See `Bench.attempt`."""
-        reason = why_not(trial.case.backend, max(trial.case.world, trial.then_world)) if trial.kind != FUNCTIONS else ""
-        if reason:
-            return {name: not_applicable(self._claim(name), reason) for name in self.kinds[trial.kind]}
+        if trial.lacking:
+            return {name: not_applicable(self._claim(name), trial.lacking) for name in self.kinds[trial.kind]}
         if trial.kind == FUNCTIONS:
             return _tabulated()
         if trial.kind == RESUME:

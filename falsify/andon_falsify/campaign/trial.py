@@ -43,6 +43,13 @@ class Trial:
             return "", 0, 0
         return self.case.backend, self.case.world, self.case.accumulation
 
+    @property
+    def lacking(self) -> str:
+        """What this machine lacks for it, "" if nothing."""
+        from andon_falsify.subjects.placing import why_not
+
+        return "" if self.kind == FUNCTIONS else why_not(self.case.backend, max(self.case.world, self.then_world))
+
     def written(self) -> str:
         """All but the place and the seed, as compact JSON that `read_trial` reads."""
         plain, case = Case(), self.case

@@ -38,7 +38,7 @@ def trial_line(trial: Trial, verdicts: Mapping[str, Verdict]) -> str:
 
 
 def verdict_lines(report: Report, *, cut_short: bool = False, rest: str = "in the file of --json") -> Iterator[str]:
-    """Every claim with its verdict, then the claims that were left out. The closing line is the caller's.
+    """Every claim with its verdict, then the claims and backends that were left out. The closing line is the caller's.
 
     cut_short: claims of which nothing was said yet are only named. rest: where the other counterexamples are.
     """
@@ -56,6 +56,8 @@ def verdict_lines(report: Report, *, cut_short: bool = False, rest: str = "in th
         yield f"not tried yet ({len(unsaid)}): {', '.join(unsaid)}"
     if report.not_selected:
         yield f"not selected ({len(report.not_selected)}): {', '.join(report.not_selected)}"
+    for backend, why in report.untried.items():
+        yield f"nothing was run on {backend}, which was asked for: {why}"
 
 
 def counterexample_lines(verdict: Verdict, rest: str = "in the file of --json") -> Iterator[str]:

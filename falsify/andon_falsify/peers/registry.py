@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from types import MappingProxyType
 
+from andon.problems import install_hint
+
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
@@ -16,14 +18,14 @@ class Peer:
 
     make: `module:function`, as `--subject` takes it. measured: the distributions that it trains with, each with the
     version that it was written for and measured with. expected: the claims that fall, each with its reason; with any
-    other version nothing is expected. install: what brings the distributions.
+    other version nothing is expected. extra: those that bring the distributions.
     """
 
     name: str
     make: str
     measured: Mapping[str, str] = field(default_factory=lambda: _NOTHING)
     expected: Mapping[str, str] = field(default_factory=lambda: _NOTHING)
-    install: str = "andon[falsify]"
+    extra: str = "falsify"
 
     @property
     def missing(self) -> str:
@@ -31,7 +33,7 @@ class Peer:
         absent = [name for name in self.measured if not installed(name)]
         if not absent:
             return ""
-        return f"{self.name} needs {', '.join(absent)}; run: pip install '{self.install}'"
+        return f"{self.name} needs {', '.join(absent)}; {install_hint(self.extra)}"
 
     @property
     def version(self) -> str:
@@ -83,7 +85,7 @@ PEERS: Mapping[str, Peer] = {
             f"{_HERE}.fabric:make",
             {"lightning": "2.6.6"},
             _AS_TAUGHT,
-            "andon[falsify,lightning]",
+            "falsify,lightning",
         ),
         Peer(
             "hf_trainer",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -22,6 +23,9 @@ _YIELDING = 10
 """How nice a run is to the suite that is to stop it at a certain update."""
 _GRACE_S = 2.0
 _SHOWN = 300
+_NO_REASON = re.compile(r"\W*$|[DIWEF]\d{4} [\d:.]+ \d+ torch/distributed/|traceback : To enable|error_file: <N/A>")
+"""Decoration, and what torchrun logs and reports whatever the reason was."""
+_TRACEBACK, _LAUNCHERS_END = "Traceback (most recent call last):", "ChildFailedError:"
 
 
 @dataclass(frozen=True)
@@ -128,10 +132,19 @@ def _fault(process: subprocess.Popen[bytes], ended: str, ledger: Path, output: P
 
 
 def _last_words(output: Path) -> str:
-    """The error itself where there is a traceback: launchers say much after it."""
-    lines = [line.strip() for line in output.read_bytes().decode("utf-8", "backslashreplace").splitlines()]
-    errors = [line for line in lines if _is_error(line)]
-    return ((errors or [line for line in lines if line]) or ["it said nothing"])[-1 if not errors else 0][:_SHOWN]
+    """The error itself where there is a traceback, else the last line that says something; a rank's if one said any."""
+    found = [line.strip() for line in output.read_bytes().decode("utf-8", "backslashreplace").splitlines()]
+    lines = [line for line in found if not _NO_REASON.match(line)]
+    lines = _without_launcher(lines) or lines or ["it said nothing"]
+    return next(filter(_is_error, lines), lines[-1])[:_SHOWN]
+
+
+def _without_launcher(lines: list[str]) -> list[str]:
+    """`lines` before the report of torchrun, which begins with a traceback of its own; all where there is none."""
+    end = next((index for index, line in enumerate(lines) if line.endswith(_LAUNCHERS_END)), None)
+    if end is None:
+        return lines
+    return lines[: max((index for index, line in enumerate(lines[:end]) if line == _TRACEBACK), default=end)]
 
 
 def _is_error(line: str) -> bool:
