@@ -46,6 +46,15 @@ def test_how_busy_workers_are_and_who_idles(data: Path) -> None:
     assert six.efficiency == pytest.approx(4 / 6)
 
 
+def test_a_plan_for_gpus_that_are_not_there_says_so(data: Path) -> None:
+    """It is one for the CPU then, as the run would be."""
+    (nccl,) = plans(configured(data, "run.backend=nccl"), [2], Machine((), LARGE))
+    (gloo,) = plans(configured(data, "run.backend=gloo"), [2], Machine((), LARGE))
+    assert [need.kind for need in nccl.needs] == ["cpu"]
+    assert "training on the CPU" in nccl.note
+    assert not gloo.note
+
+
 def test_processes_need_a_base_each_and_replicas_in_one_share_it(data: Path) -> None:
     """Three processes need three times what one does and room to exchange; three in one process far less."""
     one, three = plans(configured(data, "run.backend=gloo"), [1, 3], Machine((), LARGE))

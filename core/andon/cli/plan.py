@@ -87,6 +87,8 @@ def _of_world(world: WorldPlan) -> Iterator[str]:
     elif world.efficiency < 1:
         waiting = sum(count < busiest for count in world.leaves)
         yield f"  note: {waiting} of {world.workers} workers would wait for the others in every step"
+    if world.note:
+        yield f"  note: {world.note}"
     if world.problem:
         yield f"  cannot be: {world.problem}"
     for need in world.needs:

@@ -66,7 +66,7 @@ class Need:
 class WorldPlan:
     """One number of workers: what it makes of M, and what it needs. problem: why it cannot be, "" if it can.
 
-    idle: why some workers would never train on a row, "" if all do.
+    idle: why some workers would never train on a row, "" if all do. note: what else there is to say of where they are.
     """
 
     workers: int
@@ -75,6 +75,7 @@ class WorldPlan:
     needs: tuple[Need, ...] = ()
     problem: str = ""
     idle: str = ""
+    note: str = ""
 
     @property
     def fits(self) -> bool:
@@ -90,6 +91,7 @@ class WorldPlan:
             "fits": self.fits,
             "problem": self.problem,
             "idle": self.idle,
+            "note": self.note,
             "devices": [need.as_dict() for need in self.needs],
         }
 
@@ -256,7 +258,7 @@ def _world(study: Study, config: Config, workers: int, machine: Machine) -> Worl
     idle = idleness(study.material.plan, config, workers)
     named = config.run.devices if workers == config.run.workers else None
     try:
-        backend, devices, _ = placement(config.run.backend, workers, named, len(machine.gpus))
+        backend, devices, note = placement(config.run.backend, workers, named, len(machine.gpus))
     except InputError as error:
         return WorldPlan(workers, leaves, efficiency(parts, workers), problem=str(error), idle=idle)
     needs = []
@@ -271,7 +273,7 @@ def _world(study: Study, config: Config, workers: int, machine: Machine) -> Worl
         plan = replace(study.plan(config, "cpu", workers), outside=PROCESS)
         ranks = workers - len(gpus)
         needs.append(Need("cpu", ranks, plan, _in_ram(plan, ranks, backend), machine.ram))
-    return WorldPlan(workers, leaves, efficiency(parts, workers), tuple(needs), idle=idle)
+    return WorldPlan(workers, leaves, efficiency(parts, workers), tuple(needs), idle=idle, note=note)
 
 
 def _in_ram(plan: MemoryPlan, ranks: int, backend: str) -> int:
