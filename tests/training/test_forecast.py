@@ -8,7 +8,7 @@ import pytest
 
 from andon.config.load import load_config
 from andon.config.schema import Config
-from andon.training import evaluation, forecast
+from andon.training import evaluation, forecast, study
 from andon.training.budget import judge_peaks
 from andon.training.forecast import Machine, WorldPlan
 from andon_contracts.violation import Violation
@@ -99,7 +99,7 @@ def test_the_smallest_gpu_counts_and_each_remedy_needs_less(data: Path) -> None:
 
 def test_the_rows_of_an_evaluation_are_those_of_the_trainer() -> None:
     """Both say how many are scored at once."""
-    assert forecast._EVALUATED_ROWS == evaluation._ROWS
+    assert study._EVALUATED_ROWS == evaluation._ROWS
 
 
 def test_a_peak_above_the_plan_and_a_tenth_is_a_violation() -> None:

@@ -14,8 +14,8 @@ from andon.backend.base import Backend
 from andon.backend.machine import look_at, of_all_ranks, refuse_unfit
 from andon.config.schema import Config
 from andon.messages import say
-from andon.training.forecast import NotPlannable, Study
 from andon.training.material import Material
+from andon.training.study import NotPlannable, Study
 from andon_contracts.policy import clause, enforced, require
 from andon_contracts.violation import Finding, Violation
 

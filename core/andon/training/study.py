@@ -1,0 +1,115 @@
+"""What one replica of a run will need: its bytes, phase by phase, found without a model that has memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from andon.config.schema import Config, Training
+from andon.model.adapter import attach, trainable_parameters
+from andon.model.build import build_shape
+from andon.model.lengths import padded_length
+from andon.model.memory import MemoryPlan, plan_bytes
+from andon.problems import InputError, Problem
+from andon.training.material import Material, adapter_spec, padding_multiple
+
+_EVALUATED_ROWS = 64
+
+
+def largest(material: Material, config: Config, workers: int) -> tuple[int, int]:
+    """Rows and padded length of the largest micro-batch."""
+    training = config.training
+    parts = training.micro_batches if training.exact else workers
+    rows = -(-min(training.batch_size, len(material.plan.ids)) // parts)
+    lengths = material.task.lengths[list(material.plan.ids)]
+    longest = min(int(lengths.max()), config.model.max_length)
+    return rows, padded_length(longest, padding_multiple(config), config.model.max_length)
+
+
+class Study:
+    """Plans of single replicas, each setting looked at once."""
+
+    def __init__(self, material: Material) -> None:
+        self.material = material
+        self._known: dict[Any, tuple[int, int]] = {}
+
+    def sizes(self, config: Config) -> tuple[int, int]:
+        """Weights in all, and those that train."""
+        model = self._shape(config)
+        trained = sum(parameter.numel() for parameter in trainable_parameters(model).values())
+        return sum(parameter.numel() for parameter in model.parameters()), trained
+
+    def _shape(self, config: Config) -> Any:
+        spec = replace(self.material.model, dtype=config.model.dtype)
+        return attach(build_shape(spec), adapter_spec(config), config.seed)
+
+    def plan(self, config: Config, kind: str, workers: int) -> MemoryPlan:
+        """What one of `workers` replicas on a device of `kind` needs, without what lies outside of torch."""
+        rows, length = largest(self.material, config, workers)
+        scored = max(len(self.material.rows.validation_ids), len(self.material.evaluation_ids), 1)
+        evaluated = min(_EVALUATED_ROWS, scored), _padded(self.material, config)
+        model, training, optimizer = self._shape(config), config.training, config.optimizer
+        asked = (config.model.dtype, config.adapter, training, rows, length, evaluated, kind)
+        if asked not in self._known:
+            self._known[asked] = _followed(self._shape(config), training, (rows, length), evaluated, kind)
+        activations, evaluation = self._known[asked]
+        plan = plan_bytes(
+            model,
+            trainable_parameters(model),
+            optimizer.name,
+            training.micro_batches if training.exact else workers,
+            activations,
+            world_size=workers,
+            momentum=optimizer.momentum,
+            kind=kind,
+        )
+        # The graphs keep their memory while an evaluation runs beside them.
+        held = activations if kind == "cuda" and training.compile == "graphs" else 0
+        moments = 0 if updated_on_host(config, kind) else plan.moments
+        return replace(plan, evaluation=evaluation, graphs=min(held, evaluation), moments=moments)
+
+
+def updated_on_host(config: Config, kind: str) -> bool:
+    """Whether a replica on a device of `kind` has its update made on the CPU, on buffers of its own there."""
+    return config.run.backend == "mixed" and kind == "cuda"
+
+
+def _padded(material: Material, config: Config) -> int:
+    """The longest padded length of any row that is trained on or scored."""
+    longest = max(int(task.lengths.max()) for task in (material.task, material.evaluation_task))
+    return padded_length(min(longest, config.model.max_length), padding_multiple(config), config.model.max_length)
+
+
+class NotPlannable(InputError):
+    """A model that cannot be followed on tensors without memory: it may well be trained."""
+
+
+def _followed(
+    model: Any, training: Training, trained: tuple[int, int], scored: tuple[int, int], kind: str
+) -> tuple[int, int]:
+    """As `_phases`. Raises `NotPlannable` where the model's own code fails on tensors that hold nothing."""
+    try:
+        return _phases(model, training, trained, scored, kind)
+    except InputError:
+        raise
+    except Exception as error:
+        reason = next(iter(str(error).splitlines()), "")
+        what = f"its memory cannot be planned ({type(error).__name__}: {reason})"
+        raise NotPlannable([Problem("model.base", what)]) from error
+
+
+def _phases(
+    model: Any, training: Training, trained: tuple[int, int], scored: tuple[int, int], kind: str
+) -> tuple[int, int]:
+    """Bytes of a micro-batch and of a batch of an evaluation; trained, scored: rows and length of each."""
+    from andon.model.memory_compiled import compiled_activations
+    from andon.model.memory_trace import checkpoint_hollow, hollow, traced_activations, traced_evaluation
+
+    compiled = kind == "cuda" and training.compile != "off"
+    with hollow(model):
+        evaluation = traced_evaluation(model, *scored, kind)
+        if training.activation_checkpointing:
+            checkpoint_hollow(model, kind, compiled=compiled)
+        if compiled:
+            return compiled_activations(model, *trained), evaluation
+        return traced_activations(model, *trained, kind), evaluation
