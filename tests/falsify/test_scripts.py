@@ -17,7 +17,7 @@ from andon_falsify.history import History, chain_digest, read_lines
 from andon_falsify.scripts import open_script
 from andon_falsify.scripts.command import Command
 from andon_falsify.scripts.judging import TOLERANCE, resumed, same, samples
-from andon_falsify.scripts.running import run
+from andon_falsify.scripts.running import _last_words, run
 from andon_falsify.subjects.case import Case
 from andon_falsify.verdict import Outcome
 
@@ -276,3 +276,11 @@ def test_a_script_that_does_not_say_how_it_resumes_is_not_judged_on_it() -> None
     bench = open_script("run {world} {local_batch}", 30.0)
     (verdict,) = bench.attempt(Trial(RESUME, bench.suited(Case()))).values()
     assert (verdict.outcome, bench.runs) == (Outcome.NOT_APPLICABLE, 0)
+
+
+@pytest.mark.parametrize("place", ["torch", ".tox/lib/python3.11/site-packages/torch", "/usr/lib/python3/torch"])
+def test_what_the_launcher_logs_is_no_reason_wherever_it_is_installed(place: str, tmp_path: Path) -> None:
+    """Its lines name its file as it is seen from the folder that it was started in."""
+    output = tmp_path / "output"
+    output.write_text(f"why\nE1122 15:47:42.907000 3903 {place}/distributed/elastic/api.py:1002] failed\n=====\n")
+    assert _last_words(output) == "why"

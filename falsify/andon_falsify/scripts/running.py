@@ -23,7 +23,7 @@ _YIELDING = 10
 """How nice a run is to the suite that is to stop it at a certain update."""
 _GRACE_S = 2.0
 _SHOWN = 300
-_NO_REASON = re.compile(r"\W*$|[DIWEF]\d{4} [\d:.]+ \d+ torch/distributed/|traceback : To enable|error_file: <N/A>")
+_NO_REASON = re.compile(r"\W*$|[DIWEF]\d{4} [\d:.]+ \d+ \S*torch/distributed/|traceback : To enable|error_file: <N/A>")
 """Decoration, and what torchrun logs and reports whatever the reason was."""
 _TRACEBACK, _LAUNCHERS_END = "Traceback (most recent call last):", "ChildFailedError:"
 
