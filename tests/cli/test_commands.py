@@ -99,6 +99,13 @@ def test_init_writes_what_train_would_do_anyway(tmp_path: Path) -> None:
     assert tree(tmp_path) == {"new", "new/config.yaml"}
 
 
+def test_check_of_many_workers_is_still_read(tmp_path: Path) -> None:
+    """Not a word for each of their devices."""
+    assert andon("init", tmp_path / "new").code == 0
+    ended = andon("check", tmp_path / "new" / "config.yaml", "--set", "run.workers=20", folder=tmp_path)
+    assert any(line.startswith("workers: 20 (gloo: cpu, ") and ", cpu and 12 more)" in line for line in ended.out)
+
+
 def test_texts_that_are_trained_and_evaluated_on_are_counted(tmp_path: Path) -> None:
     """Of 13 evaluation rows 3 are training rows too, and 2 training rows are there twice: `check` says so, and `train`
     warns in one line, which it does not where there are none."""

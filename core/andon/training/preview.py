@@ -25,7 +25,8 @@ def describe(config: Config) -> Iterator[str]:
     yield _texts(material)
     yield _model(model, material)
     yield _plan(material)
-    placed = f"{name}: {', '.join(map(str, devices))}"
+    more = f" and {len(devices) - _MOST_WORKERS} more" if len(devices) > _MOST_WORKERS else ""
+    placed = f"{name}: {', '.join(map(str, devices[:_MOST_WORKERS]))}{more}"
     yield f"workers: {config.run.workers} ({placed}), {_use(material, config.run.workers)}"
     idle = idleness(material.plan, config, config.run.workers)
     if idle:
