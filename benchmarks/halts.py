@@ -80,7 +80,11 @@ def main() -> int:
     rounds, count = [], 0
     for number in range(options.rounds):
         place, cause, handling = _turn(number, options)
-        found = _round(place, cause, handling, options)
+        try:
+            found = _round(place, cause, handling, options)
+        except RuntimeError as error:
+            print(f"{number} {place} {cause} did not start: {error}", flush=True)
+            continue
         rounds.append(found)
         good = found.good(options.limit + options.patience * (cause == "stopped"))
         count += good
@@ -93,8 +97,9 @@ def main() -> int:
         options.json.write_text(json.dumps([asdict(one) for one in rounds], indent=1) + "\n")
     print(_summary(rounds))
     times = sorted(one.seconds for one in rounds)
-    print(f"{count} of {len(rounds)} good; median {statistics.median(times):.2f} s, longest {times[-1]:.2f} s")
-    return 0 if count == len(rounds) else 1
+    spread = f"; median {statistics.median(times):.2f} s, longest {times[-1]:.2f} s" if times else ""
+    print(f"{count} of {options.rounds} good{spread}")
+    return 0 if count == options.rounds else 1
 
 
 def _options() -> argparse.Namespace:

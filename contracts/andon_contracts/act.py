@@ -110,10 +110,10 @@ def agreed(observations: Sequence[Observation], *, moments: bool) -> str:
     """
     if len(observations) == 1:
         return ""
-    read = all(o.values["weights read"] for o in observations)
+    read = [bool(o.values["weights read"]) for o in observations]  # of some ranks alone: no one moment to name
     weights = ["weights"] * _column_is_one(observations, "weights")
-    now = weights * read + ["reduced gradient"] * _column_is_one(observations, "gradient")
-    earlier = weights * (not read) + ["moments"] * moments
+    now = weights * all(read) + ["reduced gradient"] * _column_is_one(observations, "gradient")
+    earlier = weights * (not any(read)) + ["moments"] * moments
     shown = [f"{_listed(now)} agreed"] if now else []
     if earlier:
         shown.append(f"{_listed(earlier)} agreed after step {observations[0].step - 1}, not read again since")

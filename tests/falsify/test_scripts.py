@@ -284,3 +284,21 @@ def test_what_the_launcher_logs_is_no_reason_wherever_it_is_installed(place: str
     output = tmp_path / "output"
     output.write_text(f"why\nE1122 15:47:42.907000 3903 {place}/distributed/elastic/api.py:1002] failed\n=====\n")
     assert _last_words(output) == "why"
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        (
+            "ValueError: only printed\nTraceback (most recent call last):\n  File x\nKeyError: 'real'\n",
+            "KeyError: 'real'",
+        ),
+        ("traceback : Signal 9 (SIGKILL) received by PID 7\n", "Signal 9 (SIGKILL) received by PID 7"),
+        ("ValueError: all that was said\n", "ValueError: all that was said"),
+    ],
+    ids=["printed before", "killed", "no traceback"],
+)
+def test_the_reason_is_what_ended_a_script(said: str, reason: str, tmp_path: Path) -> None:
+    """And not what it printed of an error that it handled."""
+    (tmp_path / "output").write_text(said)
+    assert _last_words(tmp_path / "output") == reason

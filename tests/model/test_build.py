@@ -13,9 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from andon.model.adapter import base_digest, save_base
-from andon.model.build import ModelSpec, build_base, head_names
+from andon.model.build import ModelSpec, build_base, head_names, quiet_loading
 from andon.problems import InputError
 from andon_contracts.digest import tree_digest
 from tests.model.tiny import PAD, TINY, spec
@@ -205,3 +206,28 @@ def test_the_head_is_what_lies_beside_the_backbone() -> None:
     """One name for decoders, another for BERT; neither is part of the backbone."""
     assert head_names(build_base(spec("decoder"))) == ("score",)
     assert head_names(build_base(spec("encoder"))) == ("classifier",)
+
+
+@pytest.mark.parametrize("kind", ["modernbert", "distilbert", "esm", "deberta-v2"])
+def test_a_folder_of_any_family_is_loaded(kind: str, tmp_path: Path) -> None:
+    """Its weights, with a head of the run's own size; some families know no `use_cache`, some have parts."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    if kind == "distilbert":
+        sizes = {"dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 24}
+    config = AutoConfig.for_model(kind, vocab_size=33, pad_token_id=5, max_position_embeddings=64, **sizes)
+    saved = AutoModelForSequenceClassification.from_config(config)
+    with quiet_loading():
+        saved.save_pretrained(tmp_path)
+    loaded = build_base(dataclasses.replace(TINY, base=str(tmp_path)))
+    backbone = dict(saved.base_model.named_parameters())
+    assert backbone
+    for name, parameter in loaded.base_model.named_parameters():
+        assert torch.equal(parameter, backbone[name]), name
+    assert (loaded.config.num_labels, loaded.config.pad_token_id) == (3, TINY.pad_id)
+
+
+def test_several_models_in_one_are_refused(tmp_path: Path) -> None:
+    """Of text and images: which of them is meant is not said."""
+    AutoConfig.for_model("gemma3").save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="is several models in one"):
+        build_base(dataclasses.replace(TINY, base=str(tmp_path)))

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedConfig
 
 from andon.model import masks
+from andon.model.backbone import backbone_of
 from andon.model.build import build_base
 from andon.model.masks import Masking, masked, masking_of, possible_maskings, tried_masking
 from tests.model.tiny import CPU, PAD, adapted, padded_batch, spec
@@ -185,19 +186,33 @@ def test_a_decoder_that_is_told_to_see_all_is_not_causal() -> None:
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError(), RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED")])
-def test_a_fault_of_the_device_is_not_the_mask_s(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_of_the_device_is_not_the_mask_s(error: Exception) -> None:
     """It ends what it happens to; another rank would go on with another mask."""
-    values, calls = masks._values, list[int]()
+    model, calls = build_base(spec("decoder")), list[int]()
 
-    def failing(*given: object) -> object:
+    def failing(*_: object) -> None:
         calls.append(1)
         if len(calls) > 1:
             raise error
-        return values(*given)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(masks, "_values", failing)
+    model.register_forward_pre_hook(failing)
     with pytest.raises(type(error)):
-        tried_masking(build_base(spec("decoder")), CPU)
+        tried_masking(model, CPU)
+
+
+@pytest.mark.parametrize("kind", ["t5", "bart"])
+def test_a_model_that_cannot_be_tried_gets_the_mask_of_tokens(kind: str) -> None:
+    """These want an end token in each row, as often in one as in the other, and have a backbone of two halves."""
+    sizes: dict[str, object] = {"d_ff": 48, "d_kv": 8, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
+    if kind == "bart":
+        sizes = {"encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "encoder_layers": 2, "decoder_layers": 2}
+        sizes |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    config = AutoConfig.for_model(
+        kind, d_model=32, vocab_size=33, pad_token_id=PAD, eos_token_id=2, max_position_embeddings=64, **sizes
+    )
+    model = AutoModelForSequenceClassification.from_config(config)
+    assert tried_masking(model, CPU) is TOKENS
+    assert not backbone_of(model)._forward_hooks
 
 
 def test_on_a_cpu_nothing_is_tried() -> None:

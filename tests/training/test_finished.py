@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
 from andon.config.load import load_config
+from andon.config.schema import Config
 from andon.problems import InputError
 from andon.run.folder import RunFolder
 from andon.training.finished import require_same_as_finished
@@ -42,3 +44,41 @@ def test_a_finished_run_is_not_taken_for_another(runs: Runs, whole: Path, tmp_pa
     require_same_as_finished(moved, RunFolder(whole))
     with pytest.raises(InputError, match="data: is not that of the finished run"):
         require_same_as_finished(fewer, RunFolder(whole))
+
+
+def test_data_that_is_gone_or_unknown_is_no_other(runs: Runs, whole: Path, tmp_path: Path) -> None:
+    """A requeued command finds its run finished, and its files cleared away; another base or column is another run."""
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    gone = tmp_path / "gone.jsonl"
+    said = (folder / "config.yaml").read_text(encoding="utf-8")
+    (folder / "config.yaml").write_text(said.replace(str(runs.data), str(gone)), encoding="utf-8")
+    config = load_config(folder / "config.yaml")
+    assert config.data.train == str(gone)
+    require_same_as_finished(config, RunFolder(folder))
+    with pytest.raises(InputError, match="no such file"):
+        require_same_as_finished(_with(config, "data", train=str(tmp_path / "elsewhere.jsonl")), RunFolder(folder))
+    with pytest.raises(InputError, match=r"model\.base: was None .* is 'llama'"):
+        require_same_as_finished(_with(config, "model", base="llama"), RunFolder(folder))
+    with pytest.raises(InputError, match=r"data\.text_column: was"):
+        require_same_as_finished(_with(config, "data", text_column="label"), RunFolder(folder))
+    (folder / "provenance.json").unlink()
+    require_same_as_finished(_with(config, "data", train=str(runs.data)), RunFolder(folder))
+
+
+def test_data_that_was_edited_in_place_is_other_data(runs: Runs, whole: Path, tmp_path: Path) -> None:
+    """Its name is the same."""
+    folder, rows = tmp_path / "run", tmp_path / "rows.jsonl"
+    shutil.copytree(whole, folder)
+    shutil.copy(runs.data, rows)
+    said = (folder / "config.yaml").read_text(encoding="utf-8")
+    (folder / "config.yaml").write_text(said.replace(str(runs.data), str(rows)), encoding="utf-8")
+    config = load_config(folder / "config.yaml")
+    require_same_as_finished(config, RunFolder(folder))
+    rows.write_text("".join(rows.read_text(encoding="utf-8").splitlines(keepends=True)[:-1]), encoding="utf-8")
+    with pytest.raises(InputError, match="is not that of the finished run"):
+        require_same_as_finished(config, RunFolder(folder))
+
+
+def _with(config: Config, part: str, **values: object) -> Config:
+    return config.model_copy(update={part: getattr(config, part).model_copy(update=values)})

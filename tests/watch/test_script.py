@@ -263,13 +263,19 @@ _ONE = "from torch import nn\nimport torch\ndef net(): return nn.Linear(4, 2)\nr
 _IDLE = "nothing was watched"
 
 
-@pytest.mark.parametrize(("body", "idle"), [(_ONE + OWN_LINE, False), ("pass", True)])
+@pytest.mark.parametrize(
+    ("body", "idle"), [(_ONE + OWN_LINE, False), ("pass", True), ("import sys; sys.exit(0)", True)]
+)
 def test_nothing_was_watched_only_where_no_watch_was_opened(
     body: str, idle: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A script that opens its watch itself is watched."""
     (tmp_path / "loop.py").write_text(body)
-    assert script.main([str(tmp_path / "loop.py")]) == 0
+    try:
+        code = script.main([str(tmp_path / "loop.py")])
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    assert code == 0
     said = capsys.readouterr().err
     assert ("andon.watch: 1 steps" in said, _IDLE in said) == (not idle, idle)
 

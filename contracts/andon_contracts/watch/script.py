@@ -96,11 +96,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _report(found)
         return _FAILED if isinstance(found, Halted) and not standby.violated else _VIOLATION
     except SystemExit as ended:
+        if not ended.code:
+            _tell_of_nothing(idle=standby.idle)
         if ended.code or not standby.violated:
             raise
-    if standby.idle:
-        print("andon watch: no optimizer of torch made an update, so nothing was watched", file=sys.stderr)
+        return _VIOLATION
+    _tell_of_nothing(idle=standby.idle)
     return _VIOLATION if standby.violated else 0
+
+
+def _tell_of_nothing(*, idle: bool) -> None:
+    if idle:
+        print("andon watch: no optimizer of torch made an update, so nothing was watched", file=sys.stderr)
 
 
 def _unrunnable(name: str) -> list[str]:

@@ -172,19 +172,17 @@ def _pretrained(spec: ModelSpec) -> Any:
     from transformers import AutoModelForSequenceClassification
 
     source, local = _source(str(spec.base))
-    _configuration(spec, source, local)
+    config = _configuration(spec, source, local)  # not its values to the model, which refuses those that it lacks
     try:
         with quiet_loading():
             model, report = AutoModelForSequenceClassification.from_pretrained(
                 source,
+                config=config,
                 dtype=_DTYPES[spec.dtype],
-                pad_token_id=spec.pad_id,
-                use_cache=False,
                 local_files_only=local,
                 trust_remote_code=False,
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
-                **_label_names(spec),
             )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise InputError([Problem("model.base", f"cannot load {spec.base!r}: {error}")]) from error
@@ -214,7 +212,7 @@ def _configuration(spec: ModelSpec, source: str, local: bool) -> Any:
             config = AutoConfig.from_pretrained(source, local_files_only=local, trust_remote_code=False, **given)
     except (OSError, ValueError, RuntimeError) as error:
         raise InputError([Problem("model.base", f"cannot load {spec.base!r}: {error}")]) from error
-    if config.sub_configs:
+    if config.get_text_config() is not config:
         what = f"{spec.base!r} is several models in one ({', '.join(config.sub_configs)}); give one of text alone"
         raise InputError([Problem("model.base", what)])
     return config
@@ -280,6 +278,8 @@ def _check_fit(config: Any, spec: ModelSpec) -> None:
     if spec.vocab_size > config.vocab_size:
         found.add("model.base", f"the tokenizer has {spec.vocab_size} ids, the model's vocabulary {config.vocab_size}")
     positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and positions < 1:  # as XLNet says that there is no limit
+        positions = None
     if positions is not None and config.model_type in _OFFSET_POSITIONS:
         positions -= spec.pad_id + 1
     if positions is not None and spec.max_length > positions:

@@ -102,26 +102,39 @@ def _holds(model: nn.Module, masking: Masking, device: torch.device) -> bool:
     with torch.no_grad(), _evaluating(model), computing(model, device):
         wanted = _values(model, ids, mask, mask)
         with masked(model, masking, mask) as given:
-            try:
-                found = _values(model, ids, given, mask)
-            except (torch.OutOfMemoryError, torch.AcceleratorError):
-                raise
-            except MISFITS as error:
-                if "CUDA error" in str(error):
-                    raise  # the device's fault, and not the mask's
-                return False
+            found = _values(model, ids, given, mask)
+    if wanted is None or found is None or len(wanted) != len(found):
+        return False
     return all(
         bool((one - other).abs().max() <= noise * other.abs().max()) for one, other in zip(found, wanted, strict=True)
     )
 
 
-def _values(
-    model: Any, ids: torch.Tensor, given: torch.Tensor, mask: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the backbone gives for tokens, 0 for padding, and the logits: a head of zeros hides who saw whom."""
-    hidden: torch.Tensor = backbone_of(model)(input_ids=ids, attention_mask=given).last_hidden_state
-    logits: torch.Tensor = model(input_ids=ids, attention_mask=given).logits
-    return hidden.float() * mask[..., None], logits.float()
+def _values(model: Any, ids: torch.Tensor, given: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
+    """The logits, and what the backbone gives for tokens, 0 for padding: a head of zeros hides who saw whom.
+
+    None: `model` fails on `given`, or on such tokens. An error of the device is no answer.
+    """
+    seen: list[torch.Tensor] = []
+
+    def note(_: nn.Module, __: object, output: Any) -> None:
+        hidden = getattr(output, "last_hidden_state", None)
+        if isinstance(hidden, torch.Tensor) and hidden.shape[:2] == mask.shape:
+            seen.append(hidden.float() * mask[..., None])
+
+    try:
+        hook = backbone_of(model).register_forward_hook(note)
+        try:
+            logits: torch.Tensor = model(input_ids=ids, attention_mask=given).logits
+        finally:
+            hook.remove()
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except MISFITS as error:
+        if "CUDA error" in str(error):
+            raise
+        return None
+    return (logits.float(), *seen)
 
 
 def _tokens(model: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

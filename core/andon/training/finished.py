@@ -28,24 +28,40 @@ def require_run(path: Path) -> RunFolder:
 def require_same_as_finished(config: Config, folder: RunFolder) -> None:
     """Refuse a configuration that asks for another run than the finished one in `folder`.
 
-    Raises `InputError` for each key that defines a run and differs, and for other data. On which kind of device it ran
-    does not matter to one that has nothing left to do.
+    Raises `InputError` for each key that differs and defines a run, or says where its base and its columns are, and for
+    other data. The kind of device does not matter to a run that has nothing left to do, nor do files that are gone.
     """
     try:
         was = load_config(folder.config)
     except InputError:
         return  # it cannot be told any more
-    changed = differences(identity(was), identity(config))
+    changed = [each for each in differences(identity(was), identity(config)) if each[0] != "run.device_kind"]
+    columns = [(name, getattr(was.data, name), getattr(config.data, name)) for name in ("text_column", "label_column")]
+    changed += [(f"data.{name}", before, now) for name, before, now in columns if before != now]
+    if not _one_place(was.model.base, config.model.base):
+        changed.append(("model.base", was.model.base, config.model.base))
     found = [
         Problem(key, f"was {before!r} in the finished run in {folder.path}, is {now!r}; name another folder")
         for key, before, now in changed
-        if key != "run.device_kind"
     ]
-    if not found and (was.data.train, was.data.eval) != (config.data.train, config.data.eval):
-        from andon.training.rows import read_rows
-        from andon.training.unfinished import data_of
-
-        if data_of(folder) != read_rows(config).digest:
-            found = [Problem("data", f"is not that of the finished run in {folder.path}; name another folder")]
+    if not found and _has_other_data(was, config, folder):
+        found = [Problem("data", f"is not that of the finished run in {folder.path}; name another folder")]
     if found:
         raise InputError(found)
+
+
+def _has_other_data(was: Config, config: Config, folder: RunFolder) -> bool:
+    from andon.training.rows import read_rows
+    from andon.training.unfinished import data_of
+
+    files = [(was.data.train, config.data.train), (was.data.eval, config.data.eval)]
+    gone = any(now is not None and not is_there(Path(now)) for _, now in files)
+    before = data_of(folder)
+    if before is None or (gone and all(_one_place(*pair) for pair in files)):
+        return False
+    return read_rows(config).digest != before
+
+
+def _one_place(was: str | None, now: str | None) -> bool:
+    """Whether both name one file, folder or model on the hub, be it there or gone: a run's own paths are whole ones."""
+    return was == now or (was is not None and now is not None and was == str(Path(now).resolve()))

@@ -18,6 +18,7 @@ from andon.run.provenance import fingerprint, read_provenance
 from andon.run.sealed import CheckpointError
 from andon.step.state import restore_state
 from andon.step.step import RankFailed
+from andon.training.finished import require_same_as_finished
 from andon.training.past import Past, read_past
 from andon.training.session import Session
 from andon_contracts.digest import hex64
@@ -95,7 +96,7 @@ def _choice(session: Session) -> tuple[Standpoint | None, int]:
             raise InputError([Problem(str(folder.path), "holds a run; add --resume auto, or name another folder")])
         return None, _ANEW
     if folder.state() is State.FINISHED:
-        _require_same_run(session, None)
+        require_same_as_finished(session.config, folder)
         return None, _DONE
     checkpoint, rejected = newest_valid(folder.checkpoints)
     past = read_past(session, checkpoint)

@@ -26,6 +26,10 @@ def largest(material: Material, config: Config, workers: int) -> tuple[int, int]
     return rows, padded_length(longest, padding_multiple(config), config.model.max_length)
 
 
+class NotPlannable(InputError):
+    """A model that cannot be followed on tensors without memory: it may well be trained."""
+
+
 class Study:
     """Plans of single replicas, each setting looked at once."""
 
@@ -44,14 +48,27 @@ class Study:
         return attach(build_shape(spec), adapter_spec(config), config.seed)
 
     def plan(self, config: Config, kind: str, workers: int) -> MemoryPlan:
-        """What one of `workers` replicas on a device of `kind` needs, without what lies outside of torch."""
+        """What one of `workers` replicas on a device of `kind` needs, without what lies outside of torch.
+
+        Raises `NotPlannable` where the model's own code fails on tensors that hold nothing.
+        """
+        try:
+            return self._plan(config, kind, workers)
+        except InputError:
+            raise
+        except Exception as error:
+            reason = next(iter(str(error).splitlines()), "")
+            what = f"its memory cannot be planned ({type(error).__name__}: {reason})"
+            raise NotPlannable([Problem("model.base", what)]) from error
+
+    def _plan(self, config: Config, kind: str, workers: int) -> MemoryPlan:
         rows, length = largest(self.material, config, workers)
         scored = max(len(self.material.rows.validation_ids), len(self.material.evaluation_ids), 1)
         evaluated = min(_EVALUATED_ROWS, scored), _padded(self.material, config)
         model, training, optimizer = self._shape(config), config.training, config.optimizer
         asked = (config.model.dtype, config.adapter, training, rows, length, evaluated, kind)
         if asked not in self._known:
-            self._known[asked] = _followed(self._shape(config), training, (rows, length), evaluated, kind)
+            self._known[asked] = _phases(self._shape(config), training, (rows, length), evaluated, kind)
         activations, evaluation = self._known[asked]
         plan = plan_bytes(
             model,
@@ -78,24 +95,6 @@ def _padded(material: Material, config: Config) -> int:
     """The longest padded length of any row that is trained on or scored."""
     longest = max(int(task.lengths.max()) for task in (material.task, material.evaluation_task))
     return padded_length(min(longest, config.model.max_length), padding_multiple(config), config.model.max_length)
-
-
-class NotPlannable(InputError):
-    """A model that cannot be followed on tensors without memory: it may well be trained."""
-
-
-def _followed(
-    model: Any, training: Training, trained: tuple[int, int], scored: tuple[int, int], kind: str
-) -> tuple[int, int]:
-    """As `_phases`. Raises `NotPlannable` where the model's own code fails on tensors that hold nothing."""
-    try:
-        return _phases(model, training, trained, scored, kind)
-    except InputError:
-        raise
-    except Exception as error:
-        reason = next(iter(str(error).splitlines()), "")
-        what = f"its memory cannot be planned ({type(error).__name__}: {reason})"
-        raise NotPlannable([Problem("model.base", what)]) from error
 
 
 def _phases(

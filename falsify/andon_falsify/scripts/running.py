@@ -136,7 +136,8 @@ def _last_words(output: Path) -> str:
     found = [line.strip() for line in output.read_bytes().decode("utf-8", "backslashreplace").splitlines()]
     lines = [line for line in found if not _NO_REASON.match(line)]
     lines = _without_launcher(lines) or lines or ["it said nothing"]
-    return next(filter(_is_error, lines), lines[-1])[:_SHOWN]
+    raised = lines[lines.index(_TRACEBACK) :] if _TRACEBACK in lines else lines  # what was only printed is no error
+    return next(filter(_is_error, raised), lines[-1]).removeprefix("traceback : ")[:_SHOWN]
 
 
 def _without_launcher(lines: list[str]) -> list[str]:
