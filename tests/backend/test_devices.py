@@ -81,6 +81,7 @@ def test_without_a_gpu_it_falls_back_and_says_so(asked: str, used: str) -> None:
     ("backend", "workers", "names", "gpus", "message"),
     [
         ("nccl", 3, None, 2, "3 workers for 2 GPUs"),
+        ("nccl", 128, None, 4096, "at most 127 GPUs of one host"),
         ("gloo", 3, ["cpu", "cpu"], 0, "2 devices for 3 workers"),
         ("nccl", 2, [0, "cpu"], 1, "nccl needs a GPU for each worker"),
         ("nccl", 1, [0], 0, "there is no GPU 0"),

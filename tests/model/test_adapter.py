@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from andon.model.adapter import (
     AdapterSpec,
@@ -242,3 +243,13 @@ def test_saving_the_base_leaves_the_adapter_out(tmp_path: Path) -> None:
     save_base(build_base(spec()), tmp_path / "plain", TINY.labels)
     for name in ("model.safetensors", "config.json", "labels.json"):
         assert (tmp_path / "adapted" / name).read_bytes() == (tmp_path / "plain" / name).read_bytes()
+
+
+def test_what_peft_refuses_is_bad_input() -> None:
+    """Experts are one tensor and no Linear modules, where peft has no dropout."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8, "decoder_sparse_step": 1}
+    config = AutoConfig.for_model("qwen3_moe", vocab_size=33, num_labels=3, **sizes, **experts)
+    model = AutoModelForSequenceClassification.from_config(config)
+    with pytest.raises(InputError, match=r"adapter: peft refuses it for Qwen3Moe.*lora_dropout"):
+        attach(model, AdapterSpec(r=2, dropout=0.1), 0)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from andon.config.load import load_config
 from andon.config.schema import Config
+from andon.problems import InputError
 from andon.training import evaluation, forecast, study
-from andon.training.budget import judge_peaks
+from andon.training.budget import _planned, judge_peaks
 from andon.training.forecast import Machine, WorldPlan
+from andon.training.material import prepare
+from andon.training.study import NotPlannable
 from andon_contracts.violation import Violation
 from tests.training.runs import SMALL, write_jsonl
 
@@ -95,6 +100,35 @@ def test_the_smallest_gpu_counts_and_each_remedy_needs_less(data: Path) -> None:
     assert found.remedies
     assert all(remedy.needed < need.needed for remedy in found.remedies)
     assert not forecast.forecast(config, [2], Machine((LARGE,) * 2, LARGE)).remedies
+
+
+def test_a_model_that_cannot_be_followed_is_bad_input_to_a_plan_and_a_warning_to_a_run(
+    data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its own code fails on tensors that hold nothing; what is wrong with a configuration stops both."""
+    config = configured(data)
+    backend: Any = SimpleNamespace(ranks=[0], world_size=1)
+
+    def failing(error: Exception) -> None:
+        def phases(*_: object) -> None:
+            raise error
+
+        monkeypatch.setattr(study, "_phases", phases)
+
+    failing(RuntimeError("no such shape\nand more"))
+    expected = r"model\.base: its memory cannot be planned \(RuntimeError: no such shape\)"
+    with pytest.raises(NotPlannable, match=expected):
+        plans(config, [1], Machine((), LARGE))
+    assert _planned(config, prepare(config), backend) == 0
+    assert "warning: model.base: its memory cannot be planned" in capsys.readouterr().err
+    failing(InputError("model.base: is wrong"))
+    for planning in (
+        lambda: plans(config, [1], Machine((), LARGE)),
+        lambda: _planned(config, prepare(config), backend),
+    ):
+        with pytest.raises(InputError, match="is wrong") as caught:
+            planning()
+        assert not isinstance(caught.value, NotPlannable)
 
 
 def test_the_rows_of_an_evaluation_are_those_of_the_trainer() -> None:

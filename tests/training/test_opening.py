@@ -6,9 +6,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from andon.config.schema import Config
+from andon.model.masks import Masking
 from andon.run.provenance import environment
-from andon.training.opening import _versions
+from andon.training import opening
+from andon.training.opening import _versions, agree_on_start
+from andon.training.trainer import Progress
 
 
 def session(backend: str, devices: list[str]) -> Any:
@@ -26,3 +31,34 @@ def test_ranks_of_one_kind_have_everything_alike(backend: str) -> None:
     """There another model of GPU gives other bits."""
     assert _versions(session(backend, ["H200"])) != _versions(session(backend, ["A100"]))
     assert _versions(session(backend, ["H200"])) != _versions(session(backend, []))
+
+
+def attested(backend: str, masking: Masking, monkeypatch: pytest.MonkeyPatch) -> int:
+    """What a rank on a GPU shows the others of how its model is told who sees whom."""
+    shown: list[dict[str, int]] = []
+    alike = SimpleNamespace(digest="one")
+    starting = session(backend, ["H200"])
+    starting.config, starting.writes = Config(), True
+    starting.material = SimpleNamespace(rows=alike, tokenizer=alike)
+    starting.primary = SimpleNamespace(model=None, device=torch.device("cuda", 0), optimizer_digest=lambda: 1)
+    starting.step = SimpleNamespace(attest_start=shown.append)
+    monkeypatch.setattr(opening, "masking_of", lambda *_: masking)
+    agree_on_start(starting, Progress())
+    return shown[0]["attention"]
+
+
+def test_ranks_compare_how_their_models_are_told_who_sees_whom(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each finds it out by itself, and another mask is computed by another kernel; in `mixed` kinds differ by right."""
+    found = {each: attested("nccl", each, monkeypatch) for each in Masking}
+    assert len(set(found.values())) == len(Masking)
+    assert len({attested("mixed", each, monkeypatch) for each in Masking}) == 1
+
+
+def test_a_model_at_which_the_host_waits_for_the_gpu_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Once, at the start; of others nothing is said."""
+    attested("nccl", Masking.UNMASKED, monkeypatch)
+    assert capsys.readouterr().err == ""
+    attested("nccl", Masking.TOKENS, monkeypatch)
+    assert "at which the host waits for the GPU once a pass" in capsys.readouterr().err
