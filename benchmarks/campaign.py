@@ -1,4 +1,4 @@
-"""What a campaign costs: the quick budget on our trainer, and one 2-rank case with its ranks up.
+"""The cost of a campaign: the quick budget on our trainer, and one 2-rank case with its ranks up.
 
 `python -m benchmarks.campaign [--backend gloo]`; the first as a process of its own, as a user runs it. Ends with 1
 where a claim does not hold.
@@ -17,7 +17,7 @@ from andon_falsify.campaign.generator import Layout, draw
 from andon_falsify.campaign.own import AndonBench
 from andon_falsify.campaign.trial import LAW
 from andon_falsify.ranks.pool import RankPools
-from andon_falsify.subjects.trainer import AndonTrainer
+from andon_falsify.ranks.trainer import AndonTrainer
 from andon_falsify.verdict import Outcome
 from benchmarks.runs import table
 

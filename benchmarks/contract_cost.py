@@ -1,4 +1,4 @@
-"""What the contracts cost: `torchrun --standalone --nproc-per-node 2 -m benchmarks.contract_cost`.
+"""The cost of the contracts: `torchrun --standalone --nproc-per-node 2 -m benchmarks.contract_cost`.
 
 In one job, the embedded run's steps are taken in interleaved pairs on the same rows: contracts on and off, and as a
 control off and off. Printed are the median of the ratios pair by pair, and the number of evaluations a step.
@@ -31,8 +31,8 @@ def main() -> int:
     options = parser.parse_args()
     config = load_config(None, options.set, {"run.workers": 2})
     with tempfile.TemporaryDirectory() as folder, assembled(config, RunFolder(Path(folder) / "run")) as session:
-        ratios = _measure(session.step, session.material.plan, options.pairs)
-        if session.writes:
+        ratios = _measure(session.run.step, session.material.plan, options.pairs)
+        if session.run.writes:
             print(json.dumps(ratios, indent=2))
         dist.barrier()
     return 0

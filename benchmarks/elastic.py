@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from andon_falsify.nemesis.processes import family, wait_until_gone
 from benchmarks.runs import command, environment, run, steps_of, table
+from falsify.nemesis.processes import family, wait_until_gone
 
 _PATIENCE_S = 120.0
 

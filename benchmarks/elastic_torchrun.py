@@ -16,9 +16,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from andon_falsify.nemesis.processes import family, wait_until_gone
 from benchmarks.elastic import result_of, verified, worlds
 from benchmarks.runs import environment, run, steps_of
+from falsify.nemesis.processes import family, wait_until_gone
 
 _PATIENCE_S = 300.0
 

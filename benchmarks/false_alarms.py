@@ -35,7 +35,7 @@ _WORLDS, _ACCUMULATIONS = (2, 3), (1, 2)
 
 @dataclass
 class Tally:
-    """What was said of a subject on a backend in so many `seeds`; `said` by outcome, `alarms` those that accuse it."""
+    """The outcomes of a subject on a backend in so many `seeds`; `said` by outcome, `alarms` those that accuse it."""
 
     subject: str
     backend: str
@@ -67,7 +67,7 @@ def place(seed: int) -> tuple[int, int]:
 
 
 def request_of(subject: str, backend: str, seed: int) -> Request:
-    """What `andon falsify` would be asked. The tables of calls, which no seed changes, are left to the first seed."""
+    """A request as of `andon falsify`. The tables of calls, which no seed changes, are left to the first seed."""
     world, accumulation = place(seed)
     options = Options(
         subject=subject, backend=backend, seed=str(seed), world=str(world), accumulation=f"{accumulation}"

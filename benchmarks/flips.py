@@ -24,7 +24,7 @@ from torch import Tensor
 
 from andon.backend.inprocess import InlineBackend
 from andon.step.audit import AuditSpec, default_every
-from andon.step.leaf import Leaf, LeafResult
+from andon.step.micro_batch import Leaf, LeafResult
 from andon.step.plan import rank_leaves
 from andon.step.replica import Replica
 from andon.step.step import TrainingStep

@@ -1,4 +1,4 @@
-"""What a device's matrix products run at, for a moment and for long: `python -m benchmarks.gpu_ceiling`.
+"""The speed of a device's matrix products, for a moment and for long: `python -m benchmarks.gpu_ceiling`.
 
 A GPU that draws all the power it may lowers its clock, so ten products in a row say more than it can keep up. Square
 products of bf16 on random numbers (zeros need less power), then those of one layer of the reference job in the order of

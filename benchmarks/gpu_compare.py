@@ -28,10 +28,10 @@ from typing import Any
 
 import torch
 
-from andon_falsify.nemesis.processes import family
 from benchmarks.gpu_job import SHAPES
 from benchmarks.runs import last_object, table
 from benchmarks.turns import Conductor
+from falsify.nemesis.processes import family
 
 _GRACE_S = 20.0
 OURS, PEERS = ("benchmarks.gpu_step", "--pairs", "0"), ("benchmarks.gpu_peers",)

@@ -1,4 +1,4 @@
-"""What a digest costs beside a plain sum of the same memory, on a GPU: `python -m benchmarks.gpu_digest`.
+"""The cost of a digest beside a plain sum of the same memory, on a GPU: `python -m benchmarks.gpu_digest`.
 
 Both read it once; a sum of fp32 values is what torch has for that. `with the finite check` counts the values that are
 not finite in the same pass. Medians of interleaved calls, each timed by the device's own clock. On a CPU it runs small.
@@ -15,7 +15,7 @@ from functools import partial
 import torch
 
 from andon_contracts.digest import word_sum_tensor
-from andon_contracts.observe import sums_of
+from andon_contracts.observe import word_sums
 from benchmarks.device_time import between, mark, rest
 from benchmarks.runs import table
 
@@ -37,7 +37,7 @@ def main() -> int:
         works: dict[str, Callable[[], object]] = {
             "plain sum": memory.sum,
             "digest": partial(word_sum_tensor, memory),
-            "digest with the finite check": partial(sums_of, [memory], finite=True),
+            "digest with the finite check": partial(word_sums, [memory], finite=True),
         }
         times = interleaved(works, options.rounds, device)
         for work, seconds in times.items():

@@ -1,4 +1,4 @@
-"""What others take for a step of the reference job: `torchrun --standalone --nproc-per-node N -m benchmarks.gpu_peers`.
+"""Others' time for a step of the reference job: `torchrun --standalone --nproc-per-node N -m benchmarks.gpu_peers`.
 
 The same decoder, LoRA, rows and global batch as `benchmarks.gpu_step`, trained by the HF Trainer or by a loop with
 Accelerate, as their documentation advises: bf16 autocast, fused AdamW, pinned memory, no logging and no look for NaN

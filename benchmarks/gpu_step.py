@@ -1,4 +1,4 @@
-"""What a step costs on a GPU, and its contracts: `torchrun --standalone --nproc-per-node N -m benchmarks.gpu_step`.
+"""The cost of a step on a GPU, and of its contracts: `torchrun --standalone --nproc-per-node N -m benchmarks.gpu_step`.
 
 Without torchrun one process does it, on a CPU as well (`--shape tiny`). The reference job is a Qwen3-4B shape with
 random weights: nothing is downloaded. Steps are launched as the trainer launches them, each before the last one is
@@ -26,14 +26,13 @@ from andon.backend.base import Backend
 from andon.backend.determinism import demand_determinism
 from andon.backend.group import GroupBackend
 from andon.backend.inprocess import InlineBackend
-from andon.model.compiled import compile_backbone
 from andon.model.lengths import shapes_of
 from andon.step.audit import AuditSpec, default_every
 from andon.step.optimizer import OptimizerSpec
 from andon.step.plan import BatchPlan
 from andon.step.replica import Replica
 from andon.step.step import Pending, StepResult, TrainingStep
-from andon.training.replicas import build_replicas
+from andon.training.build import StepSpec, build_replicas, build_step
 from andon_contracts.digest import hex64
 from andon_contracts.policy import suspended
 from benchmarks.device_time import Mark, between, mark, now, now_on_all, rest
@@ -107,17 +106,22 @@ class Measurement:
         rows, per_step = len(task), self.shape.batch
         self.plan = BatchPlan(tuple(range(rows)), per_step, options.micro_batches, 3, -(-count * per_step // rows))
         started = time.perf_counter()
-        (replica,) = build_replicas(model_of(self.shape, device, options.adapter), backend, OptimizerSpec(), 5, task, 0)
-        self.replica: Replica = replica
-        self.built_s = time.perf_counter() - started
-        if options.compile != "off":
-            shapes = shapes_of(
-                per_step, backend.world_size if options.inexact else options.micro_batches, [shape.length]
-            )
-            compile_backbone(replica.model, options.compile, shapes)
-        every = default_every(backend.world_size, options.micro_batches) if options.audit else 0
         exact = not options.inexact
-        self.step = TrainingStep(backend, [replica], task, options.micro_batches, 1.0, AuditSpec(every), exact=exact)
+        parts = options.micro_batches if exact else backend.world_size
+        update = StepSpec(
+            OptimizerSpec(),
+            seed=5,
+            micro_batches=options.micro_batches,
+            clip_norm=1.0,
+            audit=AuditSpec(default_every(backend.world_size, options.micro_batches) if options.audit else 0),
+            exact=exact,
+            compile=options.compile,
+            shapes=shapes_of(per_step, parts, [shape.length]),
+        )
+        replicas = build_replicas(model_of(self.shape, device, options.adapter), update, backend, task, 0)
+        self.replica: Replica = replicas[0]
+        self.built_s = time.perf_counter() - started
+        self.step: TrainingStep = build_step(update, backend, replicas, task)
         self.taken = 0
         self._under_way: list[Pending] = []
         self.losses: list[float] = []
@@ -140,7 +144,7 @@ class Measurement:
         return found
 
     def figures(self, rounds: list[float]) -> dict[str, Any]:
-        """What was measured and where, and what is known after `rounds` of so many milliseconds a step."""
+        """The figures measured and where, with what is known after `rounds` of so many milliseconds a step."""
         whole = statistics.median(rounds)
         return {
             "job": self.options.shape,

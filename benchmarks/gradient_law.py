@@ -12,13 +12,13 @@ import argparse
 from collections import defaultdict
 
 from andon.data.shell import embedded
-from andon_falsify.compliance.law import Reference, short_name
+from andon_falsify.claims.trainer_law import Reference, short_name
 from andon_falsify.ranks.pool import RankPools
+from andon_falsify.ranks.trainer import AndonTrainer
 from andon_falsify.reference.training import gradient
 from andon_falsify.subjects.case import Case, Rows
 from andon_falsify.subjects.placing import CPU_BACKENDS, GPU_BACKENDS, why_not
 from andon_falsify.subjects.trace import Trace
-from andon_falsify.subjects.trainer import AndonTrainer
 from benchmarks.runs import table
 
 BOUND = 2e-6

@@ -130,7 +130,7 @@ PLACES = {
 
 
 def end(watch: Any, cause: str) -> None:
-    """What rank 1 does to all."""
+    """Fail as rank 1 is told to; the other ranks hear of it."""
     if cause == "violation":
         watch.pull(REASON)
     if cause == "error":

@@ -25,9 +25,9 @@ from pathlib import Path
 
 from torch._C._distributed_c10d import TCPStore
 
-from andon_falsify.nemesis.processes import alive, family
 from benchmarks.halting_rank import CULPRIT, PLACES, REASON
 from benchmarks.runs import table
+from falsify.nemesis.processes import alive, family
 
 _HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _ON_CPUS = "collective,backward,layers,loader,reading,mixed"
@@ -59,7 +59,7 @@ class Started:
 
 @dataclass(frozen=True)
 class Round:
-    """What became of one round; `ended` says of each rank how: exit code, and whether it was ended or raised."""
+    """The outcome of one round; `ended` says of each rank how: exit code, and whether it was ended or raised."""
 
     place: str
     cause: str
@@ -176,7 +176,7 @@ def _round(place: str, cause: str, handling: str, options: argparse.Namespace) -
 
 
 def _words(place: str, cause: str, folder: Path, options: argparse.Namespace) -> list[str]:
-    """What a rank is told."""
+    """The words that a rank is told."""
     places = [_MIXED[rank % len(_MIXED)] if place == "mixed" else place for rank in range(options.ranks)]
     words = [",".join(places), cause, str(folder), f"--timeout={options.timeout}"]
     words += [f"--patience={options.patience}", f"--backend={options.backend}"]
@@ -250,7 +250,7 @@ def _wait_for_start(folder: Path, started: Started, patience: float) -> float:
 
 
 def _written(folder: Path) -> str:
-    """What the ranks wrote, and torch's launcher, each under the name of its file."""
+    """All that ranks and torch's launcher wrote, by the name of the file."""
     paths = [path for pattern in ("said-*", "launcher", "logs/**/*.log") for path in sorted(folder.glob(pattern))]
     return "\n".join(f"--- {path.relative_to(folder)}\n{path.read_text(errors='replace')}" for path in paths)
 

@@ -17,8 +17,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from andon_falsify.nemesis.processes import family, ranks, wait_until_gone
 from benchmarks.runs import command, environment, run, steps_of, table
+from falsify.nemesis.processes import family, ranks, wait_until_gone
 
 TARGETS = {"rank": 71, "launcher": -signal.SIGKILL, "group": -signal.SIGKILL}
 """What is killed, and how the launcher then ends."""

@@ -25,7 +25,6 @@ from torch import nn
 from andon.backend.determinism import demand_determinism
 from andon.backend.inprocess import InlineBackend
 from andon.model.adapter import AdapterSpec, attach, trainable_parameters
-from andon.model.compiled import compile_backbone
 from andon.model.lengths import shapes_of
 from andon.model.memory import measure_peak_bytes, plan_bytes
 from andon.model.memory_compiled import compiled_activations
@@ -33,8 +32,7 @@ from andon.model.memory_trace import checkpoint_hollow, hollow, traced_activatio
 from andon.model.task import ClassificationTask
 from andon.step.optimizer import OptimizerSpec
 from andon.step.plan import BatchPlan
-from andon.step.step import TrainingStep
-from andon.training.replicas import build_replicas
+from andon.training.build import StepSpec, build_replicas, build_step
 from benchmarks.runs import table
 
 STEPS = 3
@@ -145,7 +143,7 @@ def _options() -> argparse.Namespace:
 
 
 def _run(*arguments: str) -> dict[str, Any]:
-    """What a child of this benchmark printed; `error` holds the end of its complaint if it failed."""
+    """The object that a child of this benchmark printed; `error` holds the end of its complaint if it failed."""
     command = [sys.executable, "-m", "benchmarks.memory_plan", *arguments]
     environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -235,15 +233,20 @@ def trained(job: Job, device: torch.device) -> object:
     )
     plan = BatchPlan(tuple(range(len(task))), job.batch, job.micro_batches, 3, STEPS)
     backend = InlineBackend([device])
-    replicas = build_replicas(
-        model_of(job, device), backend, OptimizerSpec(job.optimizer), 5, task, 0, checkpointing=job.checkpointing
+    update = StepSpec(
+        OptimizerSpec(job.optimizer),
+        seed=5,
+        micro_batches=job.micro_batches,
+        clip_norm=1.0,
+        checkpointing=job.checkpointing,
+        compile=job.compile,
+        shapes=shapes_of(job.batch, job.micro_batches, [job.length]),
     )
-    if job.compile != "off" and device.type == "cuda":
-        compile_backbone(replicas[0].model, job.compile, shapes_of(job.batch, job.micro_batches, [job.length]))
+    replicas = build_replicas(model_of(job, device), update, backend, task, 0)
     if device.type == "cuda":
         gc.collect()
         torch.cuda.reset_peak_memory_stats(device)
-    step = TrainingStep(backend, replicas, task, job.micro_batches, 1.0)
+    step = build_step(update, backend, replicas, task)
     step.attest_start({})
     for number in range(1, STEPS + 1):
         step.launch(plan.batch(number), 1e-4, number).result()

@@ -9,14 +9,14 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from andon_falsify.compliance.claims import verdicts
+from andon_falsify.claims.of_trainer import verdicts
 from andon_falsify.compliance.power import Laboratory, Trial, matrix, untried
 from andon_falsify.faults.registry import FAULTS
 from andon_falsify.ranks.pool import RankPools
+from andon_falsify.ranks.trainer import AndonTrainer
 from andon_falsify.subjects.case import Case, make_rows
 from andon_falsify.subjects.placing import CPU_BACKENDS, GPU_BACKENDS
 from andon_falsify.subjects.protocol import Remembering, Subject
-from andon_falsify.subjects.trainer import AndonTrainer
 from andon_falsify.verdict import Outcome
 
 _INTRODUCTION = """# Faults and the claims that see them
@@ -30,7 +30,7 @@ contracts off. **KILLED** stands under the claim that is named for the fault. Wi
 
 
 def clean(subject: Subject, steps: int) -> tuple[str, bool]:
-    """What a run without a fault said in `steps` updates on 2 ranks, and whether it raised and contradicted nothing."""
+    """A line on `steps` updates without a fault on 2 ranks, and whether they raised and contradicted nothing."""
     case = Case(rows=make_rows(40), batch_size=10, epochs=-(-steps // 4), max_steps=steps, values=False, backend="gloo")
     trace = subject.run(case)
     found = verdicts(trace)

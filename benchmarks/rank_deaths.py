@@ -18,9 +18,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from andon_falsify.nemesis.processes import family, ranks, wait_until_gone
 from andon_falsify.subjects.placing import why_not
 from benchmarks.runs import command, environment, steps_of, table
+from falsify.nemesis.processes import family, ranks, wait_until_gone
 
 _EXPECTED = {"SIGKILL": 71, "SIGSTOP": 72}
 

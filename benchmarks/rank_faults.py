@@ -1,4 +1,4 @@
-"""What all ranks say of a fault on one: `torchrun --standalone --nproc-per-node 4 -m benchmarks.rank_faults`.
+"""All ranks' words on a fault on one: `torchrun --standalone --nproc-per-node 4 -m benchmarks.rank_faults`.
 
 On GPUs if each rank has one (NCCL), on CPUs otherwise (gloo). A small model with dropout, AdamW and clipping. Each
 round takes one good update, plants a fault on one rank (a bit flipped in its weights, its moments, its frozen weights,
@@ -57,7 +57,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Seen:
-    """What one rank raised; no clause: nothing."""
+    """The violation that one rank raised; no clause: none."""
 
     clause: str = ""
     step: int = 0
@@ -112,7 +112,7 @@ def cases(world: int) -> Iterable[Case]:
 
 
 def _found(backend: GroupBackend, device: torch.device, case: Case) -> list[tuple[Seen, float]]:
-    """What each rank raised, and the seconds until it did."""
+    """Each rank's violation, and the seconds until it did."""
     torch.manual_seed(0)
     model = ToyModel().to(device)
     replica = Replica(model, trainable(model), SETTINGS.optimizer, KeyedRandomness(SEED, device), device)

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from andon_falsify.nemesis.markdown import table as table
-from andon_falsify.nemesis.trainer import command as command
-from andon_falsify.nemesis.trainer import environment as environment
-from andon_falsify.nemesis.trainer import steps_of as steps_of
+from falsify.nemesis.markdown import table as table
+from falsify.nemesis.trainer import command as command
+from falsify.nemesis.trainer import environment as environment
+from falsify.nemesis.trainer import steps_of as steps_of
 
 
 @dataclass(frozen=True)

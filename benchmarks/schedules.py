@@ -26,14 +26,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from andon_falsify.nemesis import judging
-from andon_falsify.nemesis.bench import Bench
-from andon_falsify.nemesis.protocol import Ending, Launch
-from andon_falsify.nemesis.run import UPDATES
-from andon_falsify.nemesis.schedule import KILL, PREEMPT, STOP, Fault, Schedule, strike
+from andon_falsify.claims.ledgers import Run as Ledger
+from andon_falsify.claims.ledgers import read_run, verify
 from andon_falsify.verdict import Outcome as Decided
-from andon_falsify.verification import Run as Ledger
-from andon_falsify.verification import read_run, verify
+from falsify.nemesis import judging
+from falsify.nemesis.bench import Bench
+from falsify.nemesis.run import UPDATES, Ending, Launch
+from falsify.nemesis.schedule import KILL, PREEMPT, STOP, Fault, Schedule, strike
 
 _LIMIT_S = 300.0
 """A launch that takes longer hangs: what it does takes seconds."""
@@ -95,7 +94,7 @@ def _played(stage: Stage, options: argparse.Namespace, deadline: float) -> list[
 
 
 def told(found: Sequence[Outcome], seconds: float) -> tuple[str, bool]:
-    """What was found of so many seconds, in words; whether it is as promised, and enough faults happened to say so."""
+    """The findings of so many seconds in words; whether it is as promised, and enough faults happened to say so."""
     same = sum(not outcome.wrong for outcome in found)
     faults = [happened for outcome in found for happened in outcome.struck]
     idle = sum(not any(outcome.struck) for outcome in found)
@@ -157,7 +156,7 @@ class Stage:
 
 
 def unexplained(happened: Sequence[Fault], ending: Ending) -> str:
-    """What is wrong with the end of a disturbed launch: no fault that happened leads to it. Empty where one does."""
+    """The fault in the end of a disturbed launch: no fault that happened leads to it. Empty where one does."""
     may = {0}
     for fault in happened:
         lost = -signal.SIGKILL if fault.victim == "launcher" else 71

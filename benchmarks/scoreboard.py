@@ -1,4 +1,4 @@
-"""What the suite finds of every bundled trainer: `python -m benchmarks.scoreboard --write docs/scoreboard.md`.
+"""The suite's findings on every bundled trainer: `python -m benchmarks.scoreboard --write docs/scoreboard.md`.
 
 One campaign for each subject, one after the other, as `andon falsify --subject NAME` runs it. It ends with 1 where a
 verdict is not what `andon_falsify.peers.registry` expects: a claim that fell without a known reason, or that was to

@@ -32,15 +32,14 @@ from pathlib import Path
 
 from andon.run.ledger import read_ledger, same_again
 from andon_contracts.record import Step
-from andon_falsify.nemesis.planting import VARIABLE, written
-from andon_falsify.nemesis.processes import alive, session
-from andon_falsify.nemesis.protocol import Plant
-from andon_falsify.nemesis.schedule import KILL, PAUSE, PREEMPT, RESIZE, Fault, strike
 from benchmarks.runs import command, environment, table
 from benchmarks.soak_leak import IN_RANKS, LEAKS
 from benchmarks.soak_ranks import ENVIRONMENT, looks
 from benchmarks.soak_samples import Sample, Sampler, last_line
 from benchmarks.soak_verdict import Row, judge
+from falsify.nemesis.planting import VARIABLE, Plant, written
+from falsify.nemesis.processes import alive, session
+from falsify.nemesis.schedule import KILL, PAUSE, PREEMPT, RESIZE, Fault, strike
 
 LEAST, MOST = 2, 3
 _AGE = 20
@@ -166,7 +165,7 @@ class Soak:
 
     def _start(self) -> subprocess.Popen[str]:
         line = command(self.folder, "--workers", f"{LEAST}:{MOST}", "--resume", "auto", *settings())
-        line[1:3] = ["-m", "andon_falsify.nemesis.driver"]
+        line[1:3] = ["-m", "falsify.nemesis.driver"]
         plants = ["benchmarks.soak_ranks:account"] + [f"benchmarks.soak_leak:{self.leak}"] * bool(self.leak)
         planted = written([Plant(each) for each in plants], self.scratch)
         with (self.base / "said.txt").open("a") as said:
@@ -213,9 +212,9 @@ class Soak:
             self.wrong.append(f"temporary files are left: {left}, in shared memory {self._sampler.shared()}")
 
     def compared(self) -> list[str]:
-        """What is wrong with the run's ledger: claims that do not hold, steps that come out otherwise."""
+        """All that is wrong with the run's ledger: claims that do not hold, steps that come out otherwise."""
+        from andon_falsify.claims.ledgers import read_run, verify
         from andon_falsify.verdict import Outcome as Verdicts
-        from andon_falsify.verification import read_run, verify
 
         verdicts = verify([read_run(self.folder)])
         found = [f"FALSIFIED: {each.claim}" for each in verdicts if each.outcome is Verdicts.FALSIFIED]
@@ -229,7 +228,7 @@ class Soak:
         return found
 
     def account(self) -> str:
-        """What was done, in two lines."""
+        """Two lines on what was done."""
         faults = ", ".join(f"{count} x {what}" for what, count in sorted(self.struck.items()))
         ends = ", ".join(f"{count} x {code}" for code, count in sorted(self.codes.items()))
         steps, generations = last_line(self.folder)["step"], self._sampler.generations

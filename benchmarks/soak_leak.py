@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from andon_falsify.nemesis.planting import Planting
 from benchmarks.soak_verdict import ALLOWED
+from falsify.nemesis.planting import Planting
 
 LEAKS = {
     "handle": "launcher: open files",

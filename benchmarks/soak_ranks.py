@@ -1,4 +1,4 @@
-"""What ranks say of their own memory while they train: a plant that the soak puts into each (`nemesis.planting`).
+"""Ranks' own account of their memory while they train: a plant that the soak puts into each (`nemesis.planting`).
 
 From outside only pages can be seen, and pages tell little: malloc keeps what it was given back, gives that out again
 before it asks for more, and touches some of what it holds for the first time hours later. What is in use is another
@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from andon_falsify.nemesis.planting import Planting
+from falsify.nemesis.planting import Planting
 
 ENVIRONMENT = {
     "PYTHONMALLOC": "malloc",
@@ -35,14 +35,14 @@ _FIELDS = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks"
 
 
 class _Malloc(ctypes.Structure):
-    """What glibc's `mallinfo2` returns, over all arenas."""
+    """The struct that glibc's `mallinfo2` returns, over all arenas."""
 
     _fields_ = [(name, ctypes.c_size_t) for name in _FIELDS]
 
 
 @dataclass(frozen=True)
 class Look:
-    """What a rank said of itself. age: steps that its process has taken. step: of the coming update.
+    """A rank's account of itself. age: steps that its process has taken. step: of the coming update.
 
     in_use: bytes that malloc has given out and not got back. beside: bytes of data that others than malloc have mapped.
     """
@@ -78,7 +78,7 @@ def said_in(scratch: Path) -> Path:
 
 
 def looks(scratch: Path) -> Iterator[Look]:
-    """What they wrote, but for a line that a rank was killed in."""
+    """The lines that they wrote, but for a line that a rank was killed in."""
     path = said_in(scratch)
     for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
         if line.endswith(b"}\n"):

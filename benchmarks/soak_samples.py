@@ -1,4 +1,4 @@
-"""What a run that trains holds of its machine at one moment: memory, files, sockets, threads, processes, disk."""
+"""The holdings of a run that trains, at one moment: memory, files, sockets, threads, processes, disk."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from andon.run.atomic import is_leftover
-from andon_falsify.nemesis.processes import command_line, session
+from falsify.nemesis.processes import command_line, session
 
 SHARED_MEMORY = Path("/dev/shm")
 _LOGS = ("ledger.jsonl", "metrics.jsonl")
@@ -21,7 +21,7 @@ _PAGE_KIB = os.sysconf("SC_PAGE_SIZE") // 1024
 
 @dataclass(frozen=True)
 class Held:
-    """What one process holds. `role`: launcher, fork server, agent, rank 0 to n, or other."""
+    """The holdings of one process. `role`: launcher, fork server, agent, rank 0 to n, or other."""
 
     pid: int
     role: str
@@ -82,7 +82,7 @@ class Sampler:
         return int(last["seq"]) - self._from
 
     def look(self, launcher: int) -> Sample | None:
-        """What is held now; None where a process went while it was looked at."""
+        """The holdings now; None where a process went while it was looked at."""
         found, step = _agents(self.folder), last_line(self.folder).get("step", 0)
         roles = {launcher: "launcher"} | {each["agent"]: "agent" for each in found.get("agents", [])}
         roles |= {each["worker"]: f"rank {each['rank']}" for each in found.get("agents", [])}

@@ -109,7 +109,7 @@ def judge(samples: Sequence[Sample], looks: Iterable[Look]) -> list[Row]:
 
 
 def _accounts(looks: Sequence[Look]) -> list[Row]:
-    """What ranks hold once they are grown; the one that grows most must not grow by more than is allowed."""
+    """Lines on what ranks hold once they are grown; the one that grows most must not grow by more than is allowed."""
     values: dict[str, Callable[[Look], int]] = {
         "memory in use": lambda look: look.in_use,
         "memory beside malloc": lambda look: look.beside,

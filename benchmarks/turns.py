@@ -43,7 +43,7 @@ class Conductor:
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=_PATIENCE)
 
     def environment_of(self, job: str) -> dict[str, str]:
-        """What a process of `job` has to have in its environment."""
+        """The variables that a process of `job` needs in its environment."""
         return {PORT: str(self._store.port), JOB: job}
 
     def rests(self, job: str, turn: int, ranks: int) -> bool:

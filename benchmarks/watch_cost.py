@@ -1,4 +1,4 @@
-"""What `andon.watch` costs a loop: `torchrun --standalone --nproc-per-node 2 -m benchmarks.watch_cost`.
+"""The cost of `andon.watch` to a loop: `torchrun --standalone --nproc-per-node 2 -m benchmarks.watch_cost`.
 
 In each process stand three replicas of one loop (DDP over gloo, a small transformer encoder with dropout, clipping,
 AdamW), with the same weights and the same masks. One is watched, two are not. They take every step in turn, on the
@@ -30,14 +30,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 import andon
 from andon_contracts.mesh import Mesh
+from andon_contracts.observe import Extremes
 from andon_contracts.watch import Watch
-from andon_contracts.watch.base import FrozenBase
 from andon_contracts.watch.exchange import Exchange
-from andon_contracts.watch.extremes import Extremes
+from andon_contracts.watch.gradient_hooks import GradientHooks
 from andon_contracts.watch.intercept import listen, unlisten
-from andon_contracts.watch.kept import Kept
-from andon_contracts.watch.lane import Lane
-from andon_contracts.watch.leaves import LeafTaps
+from andon_contracts.watch.model_state import FrozenBase
+from andon_contracts.watch.optimizer_probe import OptimizerProbe
+from andon_contracts.watch.optimizer_state import OptimizerState
+from andon_contracts.watch.updates import Updates
 from benchmarks.runs import table
 
 WARM_UP = 8
@@ -148,18 +149,18 @@ class Loop:
         self.optimizer.zero_grad()
 
     def weights(self) -> list[Tensor]:
-        """What was trained."""
+        """The trained weights."""
         return [p.detach() for p in self.trained]
 
 
 @contextmanager
 def _deaf(watch: Watch) -> Iterator[None]:
     """Unwatched steps run with torch's own functions, as if no watch were there."""
-    unlisten(watch)
+    unlisten(watch.hearing)
     try:
         yield
     finally:
-        listen(watch)
+        listen(watch.hearing)
 
 
 def _slowest(seconds: Sequence[float]) -> list[float]:
@@ -171,16 +172,16 @@ def _slowest(seconds: Sequence[float]) -> list[float]:
 
 PIECES: dict[str, tuple[type, str]] = {
     "hooks on the leaves": (Extremes, "add"),
-    "before the update: look": (Lane, "before"),
-    "  extremes of the leaves": (LeafTaps, "read"),
-    "  gradient": (Lane, "_read_gradient"),
+    "before the update: look": (OptimizerProbe, "before"),
+    "  extremes of the leaves": (GradientHooks, "read"),
+    "  gradient": (OptimizerProbe, "_look_at_gradient"),
     "  frozen weights": (FrozenBase, "digest"),
     "before and after: exchange": (Exchange, "__call__"),
     "  and of it waiting": (Mesh, "gather"),
-    "before the update: all": (Watch, "_before"),
-    "after the update: look": (Lane, "after"),
-    "  optimizer state": (Kept, "digest"),
-    "after the update: all": (Watch, "_post"),
+    "before the update: all": (Updates, "before"),
+    "after the update: look": (OptimizerProbe, "after"),
+    "  optimizer state": (OptimizerState, "look"),
+    "after the update: all": (Updates, "after"),
 }
 """What is timed by `--pieces`: a part that is indented is contained in the one above."""
 

@@ -18,7 +18,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from andon.exits import Exit
+from andon.console.exits import Exit
 from andon_falsify.subjects.placing import why_not
 from benchmarks.runs import command, environment, run, steps_of, table
 
@@ -40,7 +40,7 @@ class Found:
 
     @property
     def result(self) -> tuple[str, str]:
-        """What must be the same to the bit."""
+        """All that must be the same to the bit."""
         return self.weights, self.loss
 
     def row(self) -> tuple[object, ...]:

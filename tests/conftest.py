@@ -1,7 +1,7 @@
 """What every test starts from and must leave behind: one thread a process, no network, nothing leaked.
 
-A test that leaves an environment variable, a thread, a process group or a process behind fails, since the next test
-would otherwise run in its remains and fail, or pass, for a reason of which its author knows nothing.
+A test that leaves an environment variable, a path for modules, a thread, a process group or a process behind fails,
+since the next test would otherwise run in its remains and fail, or pass, for reasons of which its author knows nothing.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _FORKED = (
     "peft.utils.transformers_weight_conversion",
     "andon.training.run",
     "andon.launch.rank",
-    "andon.launch.agent_process",
-    "andon.launch.preloaded",
+    "andon.launch.worker_agents",
+    "andon.launch.server_last",
 )
 
 
@@ -73,6 +73,20 @@ def environment_as_found() -> Iterator[None]:
         else:
             del os.environ[key]
     assert not changed, f"left changed in the environment: {', '.join(changed)} (use monkeypatch.setenv)"
+
+
+@pytest.fixture(autouse=True)
+def interpreter_as_found() -> Iterator[None]:
+    """Fails a test that leaves another `__main__`, path for modules or arguments; puts them back for the next one.
+
+    A rank that multiprocessing starts later runs `__main__` anew and looks for modules where its parent does.
+    """
+    main, path, argv = sys.modules["__main__"], list(sys.path), list(sys.argv)
+    yield
+    now = {"__main__": sys.modules["__main__"] is main, "sys.path": sys.path == path, "sys.argv": sys.argv == argv}
+    sys.modules["__main__"], sys.path[:], sys.argv[:] = main, path, argv
+    left = [name for name, same in now.items() if not same]
+    assert not left, f"left changed in the interpreter: {', '.join(left)} (use monkeypatch)"
 
 
 @pytest.fixture(autouse=True)

@@ -6,53 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from andon_contracts.agree import Observation, real_of
+from andon_contracts.agree import Observation, minority, real_of
 from andon_contracts.bundle import Evidence, explaining, write_account, write_part
-from andon_contracts.judge import minority
-from andon_contracts.loop_clauses import OTHER_SHAPES
-from andon_contracts.violation import Finding, Violation
+from andon_contracts.clauses import CLAUSES
+from andon_contracts.violation import OTHER_SHAPES, Finding, Violation
 
-OF_THE_UPDATE_BEFORE = frozenset({"buffers-agree"})
-"""Clauses whose finding names the update before the one at which it is seen: what that left is wrong."""
 _OF_A_TREE = "trees-agree"
 """The clause of `assert_same`, which is asked for by itself: there is no update, and no watch that could be silent."""
-_BETWEEN_RANKS = frozenset(
-    {
-        "replicas-agree",
-        "optimizers-agree",
-        "gradients-agree",
-        "buffers-agree",
-        "hyperparameters-agree",
-        "modes-agree",
-        "collectives-agree",
-        "scaler-agrees",
-        _OF_A_TREE,
-        "halt-together",
-    }
-)
-
-LIKELY: Mapping[str, str] = {
-    "replicas-agree": "something changed the weights on one rank only, or each rank started from its own",
-    "optimizers-agree": "the optimizer state of one rank was restored, reset or corrupted alone",
-    "gradients-agree": "the gradients were not reduced, only some of them were, or one copy was changed afterwards",
-    "hyperparameters-agree": "a rank-local scheduler decision",
-    "buffers-agree": "statistics that each rank takes from its own rows, and that nothing broadcasts",
-    "collectives-agree": "the order of the collectives depends on the rank",
-    "scaler-agrees": "one rank skipped an update that the others made",
-    "parameters-kept": "the model was changed after it was wrapped or after the optimizer was made",
-    "gradient-fresh": "zero_grad is missing",
-    "gradient-present": "the parameter is detached from the loss, or not used",
-    "update-applied": "the optimizer holds other parameters than the model, or the precision is too low",
-    "precision-sufficient": "the adapter was cast together with its base",
-    "samples-once": "a sampler that pads, drops or repeats rows",
-    "content-planned": "ranks whose data sets are in a different order, or a collate function that shifts rows",
-    "gradient-law": "a factor too much or too few between loss, accumulation and reduction",
-    "clip-once": "a norm taken of other gradients than those that are applied",
-    "learning-rate-planned": "a scheduler that is stepped at another place than the optimizer",
-    "checkpoint-whole": "a part of the state that was not saved or not loaded",
-    "randomness-declared": "one seed on all ranks, or a draw on one rank only",
-}
-"""What usually is the cause, by clause: an inference, and shown as one."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +101,7 @@ def message(clause: str, finding: Finding, scene: Scene) -> str:
     rows = [
         ("where", _where(clause, finding, scene)),
         # Between ranks the bits of an element say it; the digests that are seen besides are in the bundle.
-        ("seen", "" if scene.element and clause in _BETWEEN_RANKS else finding.seen),
+        ("seen", "" if scene.element and CLAUSES[clause].between_ranks else finding.seen),
         ("before", scene.before),
         ("likely", f"{likely}  [inference, not proof]" if (likely := _likely(clause, finding, scene)) else ""),
         ("state", "" if clause == _OF_A_TREE else _state(finding, scene)),
@@ -166,8 +126,8 @@ def _likely(clause: str, finding: Finding, scene: Scene) -> str:
     if OTHER_SHAPES in finding.seen:
         return ""
     if clause in ("replicas-agree", "optimizers-agree") and "lr differs" in scene.before:
-        return LIKELY["hyperparameters-agree"]
-    return LIKELY.get(clause, "")
+        return CLAUSES["hyperparameters-agree"].likely
+    return CLAUSES[clause].likely
 
 
 def _when(finding: Finding, scene: Scene) -> str:
@@ -181,7 +141,7 @@ def _who(clause: str, finding: Finding, world: int) -> str:
         return "seen in the one process"
     noun = "rank" if len(finding.ranks) == 1 else "ranks"
     shown = f"{noun} {', '.join(map(str, finding.ranks))} of {world}"
-    if clause not in _BETWEEN_RANKS:
+    if not CLAUSES[clause].between_ranks:
         return f"seen on {shown}" if finding.ranks else "seen on all ranks"
     if not finding.ranks:
         return "ranks 0 and 1 differ" if world == 2 else _parties(finding, world)

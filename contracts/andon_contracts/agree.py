@@ -14,9 +14,10 @@ import struct
 import sys
 import zlib
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,7 @@ HEADER = 6
 _LOOK = datetime.timedelta(seconds=0.2)
 _SCHEMA = 1
 _WORD = 8
+V = TypeVar("V", bound=Hashable)
 _WRAP = 1 << 64
 _SIGN = 1 << 63
 _SPEAKER = slice(_WORD, 2 * _WORD)
@@ -62,6 +64,18 @@ def real_of(bits: int) -> float:
     return float(struct.unpack("<d", struct.pack("<q", signed(bits)))[0])
 
 
+def majority(values: Sequence[V]) -> V:
+    """The value that most ranks have; of several, that of the lowest rank. The same on all ranks that judge."""
+    return Counter(values).most_common(1)[0][0]
+
+
+def minority(values: Sequence[Hashable]) -> tuple[int, ...]:
+    """The ranks that differ from the strict majority; none without one (as 1 against 1), where nobody can tell."""
+    most = majority(values)
+    odd = tuple(rank for rank, value in enumerate(values) if value != most)
+    return odd if 2 * len(odd) < len(values) else ()
+
+
 def signed(value: int) -> int:
     """A 64-bit pattern as the signed integer that torch's int64 holds."""
     value %= _WRAP
@@ -71,7 +85,7 @@ def signed(value: int) -> int:
 def gather_observations(local: Sequence[Observation], gather: Gather) -> tuple[Observation, ...]:
     """Every rank's observation, by rank. Each rank passes those of its own replicas; all pass the same names.
 
-    Raises whatever `gather` raises (a peer that died, a timeout); judging is left to `judge`.
+    Raises whatever `gather` raises (a peer that died, a timeout); judging is left to `laws`.
     """
     names, point = tuple(local[0].values), local[0].point
     end = HEADER + len(names)

@@ -12,7 +12,11 @@ Kind = Literal["pre", "post", "invariant"]
 
 @dataclass(frozen=True)
 class Clause:
-    """One promise. `name` is what messages say; `aliases` are the ids of the documents that it comes from."""
+    """One promise. `name` is what messages say; `aliases` are the ids of the documents that it comes from.
+
+    likely: what usually is the cause where it is broken, an inference. between_ranks: it holds ranks to each other, so
+    that some differ from others. of_the_update_before: what it finds before an update is what the last one left.
+    """
 
     name: str
     aliases: tuple[str, ...]
@@ -21,6 +25,9 @@ class Clause:
     source: str
     cost: str
     schedule: str
+    likely: str = ""
+    between_ranks: bool = False
+    of_the_update_before: bool = False
 
 
 _ALL = (
@@ -32,6 +39,8 @@ _ALL = (
         "seed R3, N1, V3, V4, V18, V19",
         "one digest of the weights on each side of the update, one gather each",
         "every step",
+        likely="something changed the weights on one rank only, or each rank started from its own",
+        between_ranks=True,
     ),
     Clause(
         "optimizers-agree",
@@ -41,6 +50,8 @@ _ALL = (
         "seed V5; faults F13",
         "one digest of the moments, in the gather of replicas-agree",
         "every step",
+        likely="the optimizer state of one rank was restored, reset or corrupted alone",
+        between_ranks=True,
     ),
     Clause(
         "gradients-agree",
@@ -50,6 +61,8 @@ _ALL = (
         "seed V1, N2; faults F91",
         "one digest of the gradient, one gather",
         "every step",
+        likely="the gradients were not reduced, only some of them were, or one copy was changed afterwards",
+        between_ranks=True,
     ),
     Clause(
         "finite",
@@ -68,6 +81,7 @@ _ALL = (
         "seed V43; reliability 22, 23",
         "step and sequence number in every gather",
         "every gather",
+        between_ranks=True,
     ),
     Clause(
         "samples-once",
@@ -77,6 +91,7 @@ _ALL = (
         "seed R26, N7, V14, V27",
         "the micro-batches that each rank used, in the first gather",
         "every step",
+        likely="a sampler that pads, drops or repeats rows",
     ),
     Clause(
         "content-planned",
@@ -86,6 +101,7 @@ _ALL = (
         "faults F49, F52, F53",
         "one digest of each row, in the first gather",
         "every step",
+        likely="ranks whose data sets are in a different order, or a collate function that shifts rows",
     ),
     Clause(
         "gradient-average",
@@ -104,6 +120,7 @@ _ALL = (
         "seed V6, V7; faults F37, F38",
         "one norm of the clipped gradient",
         "every step",
+        likely="a norm taken of other gradients than those that are applied",
     ),
     Clause(
         "learning-rate-planned",
@@ -113,6 +130,7 @@ _ALL = (
         "seed S29; faults F14, F61, F77",
         "one comparison",
         "every step",
+        likely="a scheduler that is stepped at another place than the optimizer",
     ),
     Clause(
         "one-update",
@@ -204,6 +222,7 @@ _ALL = (
         "seed V36; faults F73 to F76",
         "digests at save and after reading back",
         "every checkpoint",
+        likely="a part of the state that was not saved or not loaded",
     ),
     Clause(
         "resume-exact",
@@ -222,6 +241,8 @@ _ALL = (
         "faults F14; reliability 24",
         "one digest of the groups, in the first gather of a watched step",
         "every watched step, before the update",
+        likely="a rank-local scheduler decision",
+        between_ranks=True,
     ),
     Clause(
         "groups-planned",
@@ -240,6 +261,7 @@ _ALL = (
         "issue 3 item 1",
         "one pass over the modules",
         "every watched step",
+        between_ranks=True,
     ),
     Clause(
         "buffers-agree",
@@ -249,6 +271,9 @@ _ALL = (
         "faults F11",
         "one digest of the buffers",
         "every watched step, at its first forward pass",
+        likely="statistics that each rank takes from its own rows, and that nothing broadcasts",
+        between_ranks=True,
+        of_the_update_before=True,
     ),
     Clause(
         "parameters-kept",
@@ -259,6 +284,7 @@ _ALL = (
         "faults F05, F08, F62, F64, F68, F70, F71",
         "one pass over the parameters' names",
         "every watched step, before the update",
+        likely="the model was changed after it was wrapped or after the optimizer was made",
     ),
     Clause(
         "gradient-present",
@@ -268,6 +294,7 @@ _ALL = (
         "faults F64, F67",
         "the norms of the raw gradients",
         "every watched step, until it is seen",
+        likely="the parameter is detached from the loss, or not used",
     ),
     Clause(
         "gradient-fresh",
@@ -277,6 +304,7 @@ _ALL = (
         "faults F31",
         "the norm of what is left over, where anything is",
         "every watched step",
+        likely="zero_grad is missing",
     ),
     Clause(
         "update-applied",
@@ -286,6 +314,7 @@ _ALL = (
         "faults F44, F62",
         "one copy of the weights",
         "steps 1 to 4, powers of two, every 64th",
+        likely="the optimizer holds other parameters than the model, or the precision is too low",
     ),
     Clause(
         "precision-sufficient",
@@ -295,6 +324,7 @@ _ALL = (
         "faults F44",
         "one comparison",
         "once",
+        likely="the adapter was cast together with its base",
     ),
     Clause(
         "collectives-agree",
@@ -304,6 +334,8 @@ _ALL = (
         "faults F23, F25; reliability 20, 22",
         "one digest of the calls",
         "every watched step whose loop reduces through torch.distributed",
+        likely="the order of the collectives depends on the rank",
+        between_ranks=True,
     ),
     Clause(
         "gradient-law",
@@ -314,6 +346,7 @@ _ALL = (
         "faults F16 to F35",
         "one more forward and backward pass of the whole batch",
         "every K-th watched step, where `reference` is declared",
+        likely="a factor too much or too few between loss, accumulation and reduction",
     ),
     Clause(
         "loss-reported",
@@ -332,6 +365,8 @@ _ALL = (
         "faults F43",
         "one comparison",
         "every watched step, where `scaler` is declared",
+        likely="one rank skipped an update that the others made",
+        between_ranks=True,
     ),
     Clause(
         "randomness-declared",
@@ -341,6 +376,7 @@ _ALL = (
         "faults F55, F56, F59",
         "one digest of each declared stream",
         "every watched step, where streams are declared",
+        likely="one seed on all ranks, or a draw on one rank only",
     ),
     Clause(
         "evaluation-once",
@@ -360,6 +396,7 @@ _ALL = (
         "issue 3",
         "one digest of the tree, one gather",
         "every call of `assert_same`",
+        between_ranks=True,
     ),
 )
 

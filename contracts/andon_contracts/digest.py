@@ -9,20 +9,22 @@ one padded with zero bytes. With G = 0x9E3779B97F4A7C15 and mix the finaliser of
     tree_digest(tree)  = mix(sum over names of mix(tensor_digest + header(name)) + header(number of names))
 
 where header is the first 8 bytes, little-endian, of SHA-256 of a canonical text. The words are mixed before they are
-summed, so the sum is not linear in them; mix is a bijection, so a change of a single word is always seen. Any other
-change that nobody made on purpose is missed with probability about 2^-64. It is not a cryptographic digest.
+summed, so the sum is not linear in them: a sum of words times odd weights misses pairs of opposite sign flips, of which
+a tensor of some million elements has thousands. mix is a bijection, so a change of a single word is always seen. Any
+other change that nobody made on purpose is missed with probability about 2^-64. It is not a cryptographic digest.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import importlib.util
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import ModuleType
 
 import torch
 from torch import Tensor
-
-from andon_contracts.triton_kernels import has_triton
 
 GOLDEN = 0x9E3779B97F4A7C15
 """The odd constant that spaces positions: 2^64 divided by the golden ratio."""
@@ -32,6 +34,33 @@ _WORD = 8
 # Two buffers and the ramp of 65,536 words stay in a second-level cache; an accelerator wants fewer, larger launches.
 _CPU_WORDS = 1 << 16
 _ACCELERATOR_WORDS = 1 << 20
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether Triton is installed. Where it is not, a warning says so once: the same is then computed by torch.
+
+    A Triton that is installed and broken is not found here: its own error ends what uses it.
+    """
+    found = importlib.util.find_spec("triton") is not None
+    if not found:
+        warnings.warn(
+            "Triton is not installed: what Andon checks on GPUs is computed by more and slower operations of torch",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return found
+
+
+@functools.cache
+def kernels() -> ModuleType | None:
+    """`andon_contracts.kernels`; None where Triton is not installed."""
+    if not has_triton():
+        return None
+    # Optional, and a second to import: only a process that has something on a GPU pays for it.
+    from andon_contracts import kernels as found
+
+    return found
 
 
 def _signed(value: int) -> int:
@@ -150,26 +179,16 @@ def _pieces(tensor: Tensor, elements: int) -> Iterator[Tensor]:
         yield from _pieces(tensor[first : first + rows], elements)
 
 
-@functools.cache
-def _kernel() -> Callable[[Tensor, int], Tensor] | None:
-    """The one-pass kernel for CUDA; None where Triton is not installed."""
-    if not has_triton():
-        return None
-    from andon_contracts.digest_cuda import word_sum_on_device
-
-    return word_sum_on_device
-
-
 def _sum_contiguous(raw: Tensor, summer: _Summer) -> None:
     """Add contiguous bytes, in place where they are aligned to words."""
     whole = raw.numel() - raw.numel() % _WORD
     if raw.storage_offset() % _WORD or raw.data_ptr() % _WORD:
         whole = 0
     words = raw[:whole].view(torch.int64) if whole else raw
-    kernel = _kernel() if raw.is_cuda and whole else None
+    there = kernels() if raw.is_cuda and whole else None
     summed = 0
-    if kernel is not None:
-        summer.add_sum(kernel(words, summer.position), words.numel())
+    if there is not None:
+        summer.add_sum(there.word_sum_on_device(words, summer.position), words.numel())
         summed = words.numel()
     for first in range(summed, whole // _WORD, summer.chunk):
         summer.add(words[first : first + summer.chunk])
@@ -201,10 +220,11 @@ def word_sum_tensor(tensor: Tensor, start: int = 0) -> Tensor:
     """The `word_sum` as 0-dim int64 with its bits, on the device of `tensor`: an accelerator is not waited for."""
     tensor = _plain(tensor)
     size = tensor.numel() * tensor.element_size()
-    kernel = _kernel() if tensor.is_cuda and size and tensor.is_contiguous() else None
+    there = kernels() if tensor.is_cuda and size and tensor.is_contiguous() else None
     offset = tensor.storage_offset() * tensor.element_size()
-    if kernel is not None and not (size % _WORD or tensor.data_ptr() % _WORD or offset % _WORD):
-        return kernel(_row_major_bytes(tensor).view(torch.int64), start)
+    if there is not None and not (size % _WORD or tensor.data_ptr() % _WORD or offset % _WORD):
+        found: Tensor = there.word_sum_on_device(_row_major_bytes(tensor).view(torch.int64), start)
+        return found
     summer = _Summer(tensor.device, -(-size // _WORD), start)
     if size and tensor.is_contiguous():
         _sum_contiguous(_row_major_bytes(tensor), summer)
@@ -275,16 +295,6 @@ def hex64(value: int) -> str:
     return f"{value:016x}"
 
 
-@functools.cache
-def _row_kernel() -> Callable[[Tensor, Tensor], Tensor] | None:
-    """All rows in one launch; None where Triton is not installed."""
-    if not has_triton():
-        return None
-    from andon_contracts.rows_cuda import row_digests_on_device
-
-    return row_digests_on_device
-
-
 def row_digests(values: Tensor, lengths: Tensor) -> Tensor:
     """The digest of the first `lengths[r]` of each row of `values`, whatever stands after them.
 
@@ -304,9 +314,10 @@ def row_digests(values: Tensor, lengths: Tensor) -> Tensor:
     if values.device.type == "cpu" and bool(((lengths < 0) | (lengths > columns)).any()):
         msg = f"lengths must be in [0, {columns}], got {lengths.tolist()}"
         raise ValueError(msg)
-    kernel = _row_kernel() if values.is_cuda else None
-    if kernel is not None:
-        return kernel(values, lengths)
+    there = kernels() if values.is_cuda else None
+    if there is not None:
+        found: Tensor = there.row_digests_on_device(values, lengths)
+        return found
     positions = torch.arange(columns, dtype=torch.int64, device=values.device)
     mixed = values + positions * _signed(GOLDEN)
     _mix_in_place(mixed, torch.empty_like(mixed))

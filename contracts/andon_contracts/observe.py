@@ -1,50 +1,78 @@
-"""Probes: what is read of tensors becomes plain integers here, before anything is judged."""
+"""What is read of tensors: digests, norms, whether they are finite, their extremes. For the trainer and for a watch.
+
+A look waits for nothing: what it finds stays on the device of the tensors, and whoever asks for a value as a number
+waits for the device then. There are three ways to look.
+
+`word_sums` is for flat memory, and gives an integer of each: the trainer keeps weights, gradient and moments flat, and
+its gate compares the sums where they are. They are portable: one value on every device.
+
+An `Observer` is for a list of hundreds of small tensors, as a loop has them, and gives one digest for all, so that
+the host asks for one number. On a CPU it is the checksum that is fastest there, unless it is to be `portable`, which
+takes several times as long on a CPU: only where ranks on CPUs are compared with ranks on other devices.
+
+`Extremes` are taken one by one where gradients appear, and read together.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from operator import attrgetter
 
 import torch
+from torch import Tensor
 
-from andon_contracts.digest import word_sum_tensor
-from andon_contracts.triton_kernels import has_triton
+from andon_contracts.checksum import MOST_SUMS, Summed, checksum, room_of, sums_in
+from andon_contracts.digest import kernels, mix_integer, word_sum_tensor
 
+ORDINARY = (Tensor, torch.nn.Parameter)
+"""Types of tensors that are what they hold, unless they are sparse."""
+_CHUNK_BYTES = 1 << 24
+_CPU_BYTES = 1 << 19
+"""So much is copied and looked at together: on a CPU, so that it is still in a cache."""
+_SMALL_BYTES = 1 << 18
 _WORD = 8
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
+_dtype_of = attrgetter("dtype")
+_unrecorded: Callable[[], AbstractContextManager[None]] = getattr(torch._C, "_AutoDispatchBelowAutograd", torch.no_grad)
+"""As `no_grad`, but autograd is not even asked, which for many small tensors takes as long as reading them."""
 
 
-def finite_total(tensor: torch.Tensor) -> torch.Tensor:
-    """0-dim fp64 on the device of `tensor` (fp32 or less): finite exactly where every element is. No wait for it.
-
-    What is not finite stays so in any sum. On a GPU the sum is taken in fp64, where finite fp32 cannot overflow it; on
-    a CPU, where that is slow, the elements are looked at if their own sum is not finite.
-    """
-    if tensor.device.type != "cpu":
-        return tensor.sum(dtype=torch.float64)
-    total = tensor.sum().double()
-    if not math.isfinite(float(total)) and bool(torch.isfinite(tensor).all()):
-        total.zero_()
-    return total
+def plain(tensor: Tensor) -> Tensor:
+    """The dense tensor of this rank behind `tensor`: the local part of a distributed, the values of a sparse one."""
+    local = getattr(tensor, "to_local", None)
+    found: Tensor = local() if local is not None else tensor
+    found = found.detach()
+    return found if found.layout == torch.strided else found.coalesce().values()
 
 
-def nonfinite(tensor: torch.Tensor) -> torch.Tensor:
-    """0-dim bool on the tensor's device: whether any element is NaN or Inf. No wait for the device."""
-    if tensor.dtype in _NARROW:
-        return torch.isfinite(finite_total(tensor)).logical_not()
-    return torch.isfinite(tensor).all().logical_not()
+def numbers(scalars: Sequence[Tensor]) -> list[float]:
+    """The values of 0-dim tensors of one dtype, with one wait for each device."""
+    if not scalars:
+        return []
+    if len(scalars) == 1:
+        return [scalars[0].item()]  # a stack of one would be a launch more for nothing
+    if len({scalar.device for scalar in scalars}) > 1:
+        scalars = [scalar.cpu() for scalar in scalars]
+    found: list[float] = torch.stack(list(scalars)).tolist()
+    return found
 
 
-def sums_of(flats: Sequence[torch.Tensor], *, finite: bool) -> torch.Tensor:
+# Flat memory: one integer of each.
+
+
+def word_sums(flats: Sequence[Tensor], *, finite: bool) -> Tensor:
     """int64 [n] on the tensors' device: the word sum of each of `flats`, of one size each. No wait for the device.
 
     finite: behind the sum of the first stands a number that is not 0 where an element of it is NaN or Inf. Up to three
     fp32 vectors on a GPU are read in one launch.
     """
-    kernel = _kernel() if flats[0].is_cuda and all(map(_one_pass, flats)) else None
-    if kernel is not None:
-        found = kernel([flat.detach().view(torch.int64) for flat in flats])
+    there = kernels() if flats[0].is_cuda and all(map(_one_pass, flats)) else None
+    if there is not None:
+        found = there.word_sums_and_nonfinite([flat.detach().view(torch.int64) for flat in flats])
         return torch.cat([found[0], found[1:, 0]]) if finite else found[:, 0]
     sums = [word_sum_tensor(flat) for flat in flats]
     if finite:
@@ -52,7 +80,7 @@ def sums_of(flats: Sequence[torch.Tensor], *, finite: bool) -> torch.Tensor:
     return torch.stack(sums)
 
 
-def _one_pass(tensor: torch.Tensor) -> bool:
+def _one_pass(tensor: Tensor) -> bool:
     """Whether the kernel can read `tensor`: fp32, in whole and aligned words."""
     return (
         tensor.dtype == torch.float32
@@ -64,11 +92,364 @@ def _one_pass(tensor: torch.Tensor) -> bool:
     )
 
 
-@functools.cache
-def _kernel() -> Callable[[Sequence[torch.Tensor]], torch.Tensor] | None:
-    """The one-pass kernel for CUDA; None where Triton is not installed."""
-    if not has_triton():
-        return None
-    from andon_contracts.digest_cuda import word_sums_and_nonfinite
+def finite_total(tensor: Tensor) -> Tensor:
+    """0-dim fp64 on the device of `tensor` (fp32 or less): finite exactly where every element is. No wait for it."""
+    # What is not finite stays so in any sum, and in fp64 finite fp32 cannot overflow it. A CPU is slow at a sum in
+    # fp64 of fp32 (each element is converted), so there the elements are looked at if their own sum is not finite.
+    if tensor.device.type != "cpu":
+        return tensor.sum(dtype=torch.float64)
+    total = tensor.sum().double()
+    if not math.isfinite(float(total)) and bool(torch.isfinite(tensor).all()):
+        total.zero_()
+    return total
 
-    return word_sums_and_nonfinite
+
+def nonfinite(tensor: Tensor) -> Tensor:
+    """0-dim bool on the tensor's device: whether any element is NaN or Inf. No wait for the device."""
+    if tensor.dtype in _NARROW:
+        return torch.isfinite(finite_total(tensor)).logical_not()
+    return torch.isfinite(tensor).all().logical_not()
+
+
+# Many tensors: one digest of all.
+
+
+@dataclass(slots=True)
+class Look:
+    """What one look at a list of tensors found, where they are. To ask for `digest` or `norm` waits for the device."""
+
+    count: int
+    beside: int
+    sums: list[int | Tensor]
+    """In order: numbers where a CPU found them, else 0-dim int64 on the device."""
+    norms: list[Tensor]
+
+    @property
+    def digest(self) -> int:
+        """The digest in [0, 2^64) of the tensors' bits in order, with what stood `beside` them."""
+        read = iter(numbers([each for each in self.sums if isinstance(each, Tensor)]))
+        sums = [int(next(read)) if isinstance(each, Tensor) else each for each in self.sums]
+        return (chained(self.count, sums) + self.beside) % (1 << 64)
+
+    @property
+    def norm(self) -> float:
+        """The 2-norm of all elements, as `norm_of` gives it; 0.0 where it was not asked for."""
+        return _joined(self.norms)
+
+
+class Observer:
+    """Looks at one list of tensors again and again; what was found of its layout is kept while that stays.
+
+    The digest binds bits and order; names and shapes are to be compared apart. It is one on all CPUs, and one on all
+    other devices; `portable` digests are one everywhere.
+    """
+
+    def __init__(self, *, portable: bool = False, stable: bool = False) -> None:
+        """stable: the tensors are mostly the same ones in the same memory, as weights are and gradients are not."""
+        self.portable = portable
+        self._stable = stable
+        self._layout: list[object] = []
+        self._places: list[int] = []
+        self._held: Sequence[Tensor] = ()
+        self._groups: list[_Group] = []
+        self._summed: list[Summed] = []
+        self._special = False
+        self._copied = False
+
+    def look(self, tensors: Sequence[Tensor], *, norm: bool = False, beside: int = 0) -> Look:
+        """What is found of the bits of `tensors` now; norm: of their norm too. No wait for a device.
+
+        beside: a digest in [0, 2^64) of what else is known of them, which becomes a part of theirs.
+        """
+        try:
+            return self._look(tensors, norm, beside)
+        except RuntimeError:
+            # Other devices or kinds of tensors under the dtypes and sizes of before; or what comes up again.
+            self._layout, self._groups = [], []
+            return self._look(tensors, norm, beside, anew=True)
+
+    def _look(self, tensors: Sequence[Tensor], norm: bool, beside: int, *, anew: bool = False) -> Look:
+        if anew or not self._stable or self._copied or self._moved(tensors):
+            layout = [*map(_dtype_of, tensors), *map(Tensor.numel, tensors)]
+            if layout != self._layout:
+                with torch.no_grad():
+                    self._plan(tensors, layout)
+            # An operator of a sparse or a distributed tensor is found through autograd's keys.
+            with torch.no_grad() if self._special else _unrecorded():
+                self._fill(tensors)
+        with _unrecorded():
+            return self._read(len(tensors), norm, beside)
+
+    def _moved(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether one of `tensors` is another one than before, or in other memory."""
+        places = [*map(Tensor.data_ptr, tensors), *map(Tensor.numel, tensors)]
+        if tensors is not self._held or not isinstance(tensors, tuple):
+            places += map(id, tensors)
+        moved = places != self._places
+        # While they are held, nothing else can have their identities.
+        self._places, self._held = places, tensors
+        return moved
+
+    def _fill(self, tensors: Sequence[Tensor]) -> None:
+        # What is not contiguous is copied where it is made flat: such a copy must not be kept.
+        self._copied = self._special or (self._stable and not all(map(Tensor.is_contiguous, tensors)))
+        if self._copied:
+            self._places = []  # of a look before this one, which must not be taken for the last
+        if self._special:
+            tensors = [plain(tensor).resolve_conj().resolve_neg() for tensor in tensors]
+        for group in self._groups:
+            members = [tensors[index] for index in group.members]
+            group.flat = [*(members if group.places else [member.flatten() for member in members]), *group.filler]
+
+    def _plan(self, tensors: Sequence[Tensor], layout: list[object]) -> None:
+        """Which tensors are copied together: small ones of one dtype and device; a large one stays alone."""
+        self._layout = layout
+        self._special = any(type(t) not in ORDINARY or t.layout != torch.strided or t.is_complex() for t in tensors)
+        self._groups = []
+        open_: dict[Hashable, _Group] = {}
+        for index, tensor in enumerate(map(plain, tensors)):
+            size = tensor.numel() * tensor.element_size()
+            kind = (tensor.dtype, tensor.device)
+            most = _CPU_BYTES if tensor.device.type == "cpu" else _CHUNK_BYTES
+            group = open_.get(kind)
+            if group is None or size > _SMALL_BYTES or group.size + size > most:
+                group = _Group(on_cpu=tensor.device.type == "cpu")
+                self._groups.append(group)
+                if size <= _SMALL_BYTES:
+                    open_[kind] = group
+            group.members.append(index)
+            group.size += size
+        self._sum_copies(tensors)
+
+    def _sum_copies(self, tensors: Sequence[Tensor]) -> None:
+        """Where groups are copied on a CPU: into which room, and with which others each is summed."""
+        batches: list[list[_Group]] = []
+        most = 0
+        for group in self._groups:
+            first = tensors[group.members[0]]
+            if len(group.members) > 1 and group.on_cpu and first.itemsize <= _WORD:
+                group.copy_into(_scratch(), first.dtype)
+                if not (self._stable or self._special):
+                    group.place([plain(tensors[index]) for index in group.members])
+                most += sums_in(group.size)
+                if not batches or most > MOST_SUMS:
+                    batches.append([])
+                    most = sums_in(group.size)
+                batches[-1].append(group)
+        self._summed = [Summed([group.size for group in batch], _scratch()) for batch in batches]
+        for batch, summed in zip(batches, self._summed, strict=True):
+            for piece, group in enumerate(batch):
+                group.take = functools.partial(summed.take, piece)
+
+    def _read(self, count: int, norm: bool, beside: int) -> Look:
+        alone: list[int | Tensor] = []
+        norms: list[Tensor] = []
+        for group in self._groups:
+            part = group.together()
+            if self.portable or not group.on_cpu:
+                alone.append(word_sum_tensor(part))
+            elif group.take is None:
+                alone.append(checksum(part))
+            else:
+                group.take()
+            if norm:
+                norms.append(_norm(part))
+            if not self._stable:
+                group.flat = []
+        together = [] if self.portable else [summed.fold() for summed in self._summed]
+        return Look(count, beside, [*together, *alone], norms)
+
+
+@dataclass(slots=True)
+class _Group:
+    """Tensors that are looked at as one, by their places in the list; `size` in bytes; `flat` what is looked at."""
+
+    on_cpu: bool
+    members: list[int] = field(default_factory=list)
+    size: int = 0
+    flat: list[Tensor] = field(default_factory=list)
+    filler: list[Tensor] = field(default_factory=list)
+    """The zeros that are copied behind the others, to whole rows and lines."""
+    places: list[Tensor] = field(default_factory=list)
+    """Where in the room each one is copied to, where they are not made flat first."""
+    room: Tensor | None = None
+    copied: Tensor | None = None
+    """The room without the zeros."""
+    take: Callable[[], None] | None = None
+    """Sums what is in the room, where that is of a CPU."""
+
+    def copy_into(self, words: Tensor, dtype: torch.dtype) -> None:
+        """Let `together` copy tensors of `dtype` into `words`, with zeros behind them."""
+        self.room = words[: room_of(self.size)].view(dtype)
+        self.copied = self.room[: self.size // dtype.itemsize]
+        self.filler = [torch.zeros(self.room.numel() - self.copied.numel(), dtype=dtype)]
+
+    def place(self, members: Sequence[Tensor]) -> None:
+        """Let `together` copy tensors of the shapes of `members` as they are: tensors that are new each time would have
+        to be made flat each time.
+        """
+        assert self.room is not None
+        sizes = [*map(Tensor.numel, members), *map(Tensor.numel, self.filler)]
+        parts = zip(torch.split(self.room, sizes), [*members, *self.filler], strict=True)
+        self.places = [part.view(member.shape) for part, member in parts]
+
+    def together(self) -> Tensor:
+        """All elements as one 1-dim tensor, to be read before the next group is."""
+        if self.copied is not None and self.places:
+            torch._foreach_copy_(self.places, self.flat)
+            return self.copied
+        if self.copied is not None:
+            torch.cat(self.flat, out=self.room)
+            return self.copied
+        return self.flat[0].detach() if len(self.flat) == 1 else torch.cat(self.flat)
+
+
+@functools.lru_cache(maxsize=1)
+def _scratch() -> Tensor:
+    """Memory of a CPU for what is copied together. A new piece for each copy would cost more than the copy."""
+    return torch.empty(room_of(_CPU_BYTES), dtype=torch.int64)
+
+
+def chained(digest: int, following: Iterable[int]) -> int:
+    """One digest in [0, 2^64) of `digest` and those `following`, in their order."""
+    for value in following:
+        digest = mix_integer(digest + value)
+    return digest
+
+
+def flat_digest(tensors: Iterable[Tensor]) -> int:
+    """One digest in [0, 2^64) of the bits of `tensors` in order, as an `Observer` gives it."""
+    return Observer().look(list(tensors)).digest
+
+
+def norm_of(tensors: Iterable[Tensor]) -> float:
+    """The 2-norm of all elements; in fp32 as torch's clipping computes it, so that it overflows where that does."""
+    return _joined([_norm(part) for part in _chunks(tensors)])
+
+
+def _chunks(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The elements of `tensors` in order as 1-dim tensors, to be read and not kept; small neighbours of one kind are
+    copied together, since to look at each costs more than to read it.
+    """
+    small: list[Tensor] = []
+    kind: Hashable = None
+    size = 0
+    for tensor in map(plain, tensors):
+        bytes_ = tensor.numel() * tensor.element_size()
+        mine = (tensor.dtype, tensor.device)
+        if small and (mine != kind or size + bytes_ > _CHUNK_BYTES or bytes_ > _SMALL_BYTES):
+            yield torch.cat(small) if len(small) > 1 else small[0]
+            small, size = [], 0
+        if bytes_ > _SMALL_BYTES:
+            yield tensor.reshape(-1)
+            continue
+        small.append(tensor.reshape(-1))
+        kind, size = mine, size + bytes_
+    if small:
+        yield torch.cat(small) if len(small) > 1 else small[0]
+
+
+def _norm(part: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(part.float() if part.element_size() < 4 else part)
+    return norm
+
+
+def _joined(norms: Sequence[Tensor]) -> float:
+    if len(norms) <= 1:
+        return float(norms[0]) if norms else 0.0
+    return float(torch.linalg.vector_norm(torch.stack([norm.to(norms[0]) for norm in norms])))
+
+
+# Gradients as they appear: the smallest and the largest element of each.
+
+
+def extremes(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """The smallest and the largest element, 0-dim, without a wait for the device; zeros for an empty tensor.
+
+    Both are finite where all elements are, whatever their squares are; both are NaN where one is, zero where all are.
+    """
+    if type(tensor) not in ORDINARY or tensor.layout != torch.strided:
+        tensor = plain(tensor)
+    tensor = tensor.detach()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    if not tensor.numel():
+        return tensor.new_zeros(()), tensor.new_zeros(())
+    low, high = torch.aminmax(tensor)
+    return low, high
+
+
+class Extremes:
+    """The `extremes` of the gradients of some parameters, of any number of backward passes.
+
+    They are written into places that are kept, so that a look costs one operation and reading costs one for all.
+    """
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self.any = False
+        """Whether there is one."""
+        self._kinds = [(parameter.dtype, parameter.device) for parameter in parameters]
+        self._plain = [
+            type(p) in ORDINARY and p.layout == torch.strided and p.is_floating_point() and p.numel() > 0
+            for p in parameters
+        ]
+        self._passes = [0] * len(parameters)
+        self._rooms: list[_Room] = []
+        self._others: list[tuple[int, Tensor, Tensor]] = []
+
+    def add(self, index: int, gradient: Tensor) -> None:
+        """A backward pass gave `gradient` to parameter `index`."""
+        self.any = True
+        if self._plain[index]:
+            number = self._passes[index]
+            if number == len(self._rooms):
+                self._rooms.append(_Room(self._kinds))
+            try:
+                torch.aminmax(gradient, out=self._rooms[number].places[index])
+            except RuntimeError:
+                # Of another dtype, layout or device than its parameter was, empty, or itself to be differentiated.
+                self._plain[index] = False
+            else:
+                self._passes[index] = number + 1
+                return
+        self._others.append((index, *extremes(gradient)))
+
+    def has(self, index: int) -> bool:
+        """Whether there is one of parameter `index`."""
+        return self._passes[index] > 0 or any(index == one for one, _, _ in self._others)
+
+    def read(self) -> list[tuple[int, float, float]]:
+        """(parameter, smallest, largest) of each; one wait for each table of places that was used."""
+        found: list[tuple[int, float, float]] = []
+        for number in range(max(self._passes, default=0)):
+            places = self._rooms[number].read()
+            if min(self._passes) <= number:
+                places = [place for place in places if self._passes[place[0]] > number]
+            found += places
+        if not self._others:
+            return found
+        lows, highs = numbers([low for _, low, _ in self._others]), numbers([high for _, _, high in self._others])
+        return found + [(other[0], low, high) for other, low, high in zip(self._others, lows, highs, strict=True)]
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        self.any = False
+        self._passes = [0] * len(self._passes)
+        self._others.clear()
+
+
+class _Room:
+    """Places for the extremes of one pass: a table [2, parameters] for each dtype and device."""
+
+    def __init__(self, kinds: Sequence[tuple[torch.dtype, torch.device]]) -> None:
+        self.places: dict[int, tuple[Tensor, Tensor]] = {}
+        self._tables: list[tuple[list[int], Tensor]] = []
+        for dtype, device in dict.fromkeys(kinds):
+            owners = [index for index, kind in enumerate(kinds) if kind == (dtype, device)]
+            table = torch.zeros(2, len(owners), dtype=dtype, device=device)
+            self.places |= zip(owners, zip(table[0].unbind(), table[1].unbind(), strict=True), strict=True)
+            self._tables.append((owners, table))
+
+    def read(self) -> list[tuple[int, float, float]]:
+        """(parameter, smallest, largest) of all places, written or not."""
+        return [place for owners, table in self._tables for place in zip(owners, *table.tolist(), strict=True)]

@@ -1,13 +1,15 @@
 """The versioned schema of one ledger line, and the chain that links lines (design, One record; issue 3 item 6).
 
 A line is one JSON object with sorted keys and no spaces, ended by a line feed:
-`{"kind":K,"prev":H,"seq":n,"v":2,...}`. `seq` counts from 0. `prev` is the first 16 hexadecimal digits of SHA-256 of
+`{"kind":K,"prev":H,"seq":n,"v":3,...}`. `seq` counts from 0. `prev` is the first 16 hexadecimal digits of SHA-256 of
 the line before, without its line feed, and zeros for the first. The chain is evidence of corruption, not of tampering:
 who rewrites a line can rewrite the rest.
 
 A line is an append-only format: a reader refuses what it does not know, so a new field is a new version. Version 2
 lets be left out what only our own trainer knows of a step, so that a watch of another's loop can write one, and adds
-what such a watch knows. Lines of version 1 are read by the rules of version 1.
+what such a watch knows. Version 3 lets be left out what a witness from outside does not see, names the algorithm of
+each digest where a run begins (one field holds SHA-256 here and sums of words there), and refers to tensors that are
+kept elsewhere. A line is read by the rules of its own version.
 """
 
 from __future__ import annotations
@@ -21,20 +23,33 @@ from typing import ClassVar, get_args
 
 from andon_contracts.fields import Count, Hex16, Part, Real, json_object, may_lack, read_field, since
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """What is written; older versions are read as well."""
 GENESIS = "0" * 16
 """What the first line has for `prev`."""
 MAX_LINE = 1 << 24
 """The longest line, in bytes, that is written or read."""
+TRAINER_DIGESTS: Mapping[str, str] = dict.fromkeys(("weights", "gradient", "optimizer", "base"), "tensor-digest") | {
+    "content": "content-sums",
+    "data": "sha256",
+}
+"""By which algorithm our own trainer digests each thing."""
+WATCH_DIGESTS: Mapping[str, str] = dict.fromkeys(("weights", "gradient", "optimizer", "base"), "flat-digest") | {
+    "content": "text-digest"
+}
+"""The same of a watch, which digests the tensors of a group in one pass, and of rows what it was told."""
 
 _MAY_LACK, _SINCE_2 = may_lack(2), since(2)
+_MAY_LACK_3, _SINCE_3 = may_lack(3), since(3)
 _ENVELOPE = frozenset({"v", "kind", "seq", "prev"})
 
 
 @dataclass(frozen=True)
 class Plan(Part):
-    """What the run will train on: rows of the training set, size of the global batch, leaves, seed, length."""
+    """What the run will train on: rows of the training set, size of the global batch, leaves, seed, length.
+
+    `ids`: the rows that an epoch visits, where they are named one by one.
+    """
 
     rows: Count | None = field(metadata=_MAY_LACK)
     batch_size: Count | None = field(metadata=_MAY_LACK)
@@ -42,6 +57,7 @@ class Plan(Part):
     seed: Count | None = field(metadata=_MAY_LACK)
     epochs: Count | None = field(metadata=_MAY_LACK)
     steps: Count | None = field(metadata=_MAY_LACK)
+    ids: tuple[Count, ...] | None = field(default=None, metadata=_SINCE_3)
 
 
 @dataclass(frozen=True)
@@ -49,9 +65,9 @@ class StepDigests(Part):
     """The digests of one step: planned content, reduced gradient before clipping, state after the update."""
 
     content: Hex16 | None = field(metadata=_MAY_LACK)
-    gradient: Hex16
-    weights: Hex16
-    optimizer: Hex16
+    gradient: Hex16 | None = field(metadata=_MAY_LACK_3)
+    weights: Hex16 | None = field(metadata=_MAY_LACK_3)
+    optimizer: Hex16 | None = field(metadata=_MAY_LACK_3)
 
 
 @dataclass(frozen=True)
@@ -72,7 +88,10 @@ class RankPart(Part):
 
 @dataclass(frozen=True)
 class Start(Part):
-    """The first line of a run: what defines it and the state that it starts from. `writer`: None is our trainer."""
+    """The first line of a run: what defines it and the state that it starts from. `writer`: None is our trainer.
+
+    `algorithms`: by which algorithm each digest of the run is made, by the field that holds it.
+    """
 
     kind: ClassVar[str] = "start"
     run: str
@@ -83,6 +102,7 @@ class Start(Part):
     world: Count
     backend: str
     writer: str | None = field(default=None, metadata=_SINCE_2)
+    algorithms: Mapping[str, str] | None = field(default=None, metadata=_SINCE_3)
 
 
 @dataclass(frozen=True)
@@ -93,7 +113,8 @@ class Step(Part):
     From a watch: `weights_norm` is the 2-norm of the trained parameters after the update; `gradient_at` is "optimizer"
     where digest and norm are of the gradient that the optimizer got, since nobody said when it was reduced and not yet
     clipped; `optimizer_index` counts from 0 where several optimizers are watched, and the weights are then its own;
-    `skipped`: the loss scaler let the update change nothing.
+    `skipped`: the loss scaler let the update change nothing. From a witness: `tensors` says under which
+    name the tensors of this update are kept, by what they are; the line never holds them.
     """
 
     kind: ClassVar[str] = "step"
@@ -114,6 +135,7 @@ class Step(Part):
     gradient_at: str | None = field(default=None, metadata=_SINCE_2)
     optimizer_index: Count | None = field(default=None, metadata=_SINCE_2)
     skipped: bool | None = field(default=None, metadata=_SINCE_2)
+    tensors: Mapping[str, str] | None = field(default=None, metadata=_SINCE_3)
 
 
 @dataclass(frozen=True)
@@ -155,6 +177,8 @@ class Resume(Part):
     backend: str
     name: str | None = None
     torn: Count = 0
+    writer: str | None = field(default=None, metadata=_SINCE_3)
+    algorithms: Mapping[str, str] | None = field(default=None, metadata=_SINCE_3)
 
 
 @dataclass(frozen=True)

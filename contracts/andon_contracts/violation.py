@@ -9,6 +9,9 @@ Kind = Literal["violation", "failed", "out of memory", "died", "hangs", "left"]
 """What stopped the ranks. `failed` is an error that a rank raised, `died` a process that ended without a word, `hangs`
 one that is stopped or that the others waited for in vain, `left` one that closed its watch while the others went on."""
 
+OTHER_SHAPES = "have not the same shapes on all ranks"
+"""What a finding says of tensors that no element of can be compared; no cause of it is usual."""
+
 
 @dataclass(frozen=True)
 class Finding:

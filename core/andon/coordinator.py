@@ -7,22 +7,32 @@ depend on the number of replicas, and there is no other path for few samples or 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
-from typing import Any
 
 import torch
+from torch import nn
 
 from andon.backend.base import Backend
 from andon.backend.devices import named_devices
 from andon.backend.inprocess import InlineBackend, ThreadsBackend
-from andon.pipeline import BatchResult, ClassifyConfig, ClassifyPipeline, SafetySample, TransformerConfig
-from andon.pipeline.classify import build_model
-from andon.pipeline.samples import NOTHING, CurrentRows, SampleEncoder
-from andon.problems import InputError, Problem, ProblemList
+from andon.console.problems import InputError, Problem, ProblemList
+from andon.model.task import ClassificationTask
+from andon.pipeline import (
+    NOTHING,
+    BatchResult,
+    ClassifyConfig,
+    ClassifyPipeline,
+    SafetySample,
+    SampleEncoder,
+    TransformerConfig,
+    build_model,
+    step_spec,
+)
 from andon.step.optimizer import OptimizerSpec
 from andon.step.plan import GlobalBatch
-from andon.step.step import StepResult, TrainingStep
+from andon.step.step import StepResult
+from andon.step.task import Batch, LeafLoss
+from andon.training.build import build_replicas, build_step
 from andon_contracts.policy import clause, enforced, ensure, require
 from andon_contracts.violation import Finding
 
@@ -83,6 +93,29 @@ def _judge_attached(detached: Sequence[int], step: int) -> None:
     """Before a step. Raises `Violation`."""
 
 
+class _CurrentRows:
+    """A `Task` whose rows are those of the batch at hand."""
+
+    def __init__(self, rows: ClassificationTask) -> None:
+        self.rows = rows
+
+    def load(self, ids: Sequence[int], device: torch.device) -> Batch:
+        """See `Task.load`."""
+        return self.rows.load(ids, device)
+
+    def loss_sum(self, model: nn.Module, batch: Batch) -> LeafLoss:
+        """See `Task.loss_sum`."""
+        return self.rows.loss_sum(model, batch)
+
+    def content(self, batch: Batch) -> torch.Tensor:
+        """See `Task.content`."""
+        return self.rows.content(batch)
+
+    def planned_content(self, ids: Sequence[int]) -> torch.Tensor:
+        """See `Task.planned_content`."""
+        return self.rows.planned_content(ids)
+
+
 class DataParallelCoordinator:
     """One replica of a classifier on each device, trained as one (seed R6; C-DP-001, C-DP-002).
 
@@ -117,27 +150,21 @@ class DataParallelCoordinator:
         self.config = classify_config
         self._base_every = base_every
         self._encoder = SampleEncoder(model_config, classify_config)
-        options: dict[str, Any] = {"seed": seed, "micro_batches": micro_batches, "optimizer": optimizer}
-        built = build_model(model_config, classify_config, seed)
-        models = [built, *(copy.deepcopy(built) for _ in placed[1:])]
+        spec = step_spec(classify_config, micro_batches, seed, optimizer)
+        built = build_model(model_config, classify_config, seed)  # before any row: it refuses what has no model
+        self._rows = _CurrentRows(self._encoder.of_ids([[0]], [0]))
+        self._backend: Backend = _BACKENDS[backend](placed)
+        replicas = build_replicas(built, spec, self._backend, self._rows, 0, own_base=True)
         self._pipelines = tuple(
-            ClassifyPipeline(model_config, classify_config, device=device, model=model, **options)
-            for device, model in zip(placed, models, strict=True)
+            ClassifyPipeline(model_config, classify_config, micro_batches=micro_batches, replica=replica)
+            for replica in replicas
         )
         self._rate = classify_config.learning_rate
         self._updates = 0
         self._last: StepResult | None = None
-        self._rows = CurrentRows(self._encoder.of_ids([[0]], [0]))
-        self._backend: Backend = _BACKENDS[backend](placed)
-        self._step = TrainingStep(
-            self._backend,
-            [pipeline.replica for pipeline in self._pipelines],
-            self._rows,
-            self._pipelines[0].micro_batches,
-            classify_config.gradient_clip_norm,
-        )
+        self._step = build_step(spec, self._backend, replicas, self._rows)
         self._step.attest_start({})
-        self._base = self._pipelines[0].replica.base_digest() if enforced() else 0
+        self._base = replicas[0].base_digest() if enforced() else 0
 
     @staticmethod
     def _check_options(backend: str, micro_batches: int, base_every: int) -> None:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 
 RowId = int | str
 """What names a row of the data set: its index, or the key that its owner gave it."""
+_WITNESS = "witness"
+"""The writer of what this package itself saw of a run."""
 
 
 @dataclass(frozen=True)
@@ -84,13 +86,14 @@ class StartEvent(Event):
 
     @property
     def fingerprint(self) -> object:
-        """What bits may depend on (device model, library versions), as recorded."""
-        return self.fields.get("fingerprint")
+        """What bits may depend on (device model, library versions), as recorded; the witness records none."""
+        # its empty field is no fingerprint, or a run without a start line would be of another machine than its own
+        return None if self.fields.get("writer") == _WITNESS else self.fields.get("fingerprint")
 
     @property
     def watched(self) -> bool:
         """Whether a watch wrote it, beside a loop that promises nothing, and not the trainer itself."""
-        return self.fields.get("writer") is not None
+        return self.fields.get("writer") not in (None, _WITNESS)
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,11 @@ from typing import TypeVar
 
 from andon_falsify.events import Event, Number, Plan, RankStep, RowId, StartEvent, StepEvent, whole
 
-VERSIONS = (1, 2)
-"""Version 2 lets more be left out and adds what a watch of another's loop knows; what is left out is None in both."""
+VERSIONS = (1, 2, 3)
+"""Version 2 lets more be left out and adds what a watch of another's loop knows, version 3 what a witness knows.
+
+What is left out is None in all of them.
+"""
 KINDS = frozenset({"start", "step", "eval", "checkpoint", "resume", "violation", "end"})
 
 Scalar = TypeVar("Scalar")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from andon.backend.determinism import demand_determinism
-from andon.problems import InputError
+from andon.console.problems import InputError
 
 NAME = "CUBLAS_WORKSPACE_CONFIG"
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from andon.backend.devices import named_devices, placement
-from andon.problems import InputError
+from andon.console.problems import InputError
 from tests.support.toy import CPU
 
 

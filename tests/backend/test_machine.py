@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from andon.backend.machine import Accelerator, free_ram, none_works, of_all_ranks, refuse_unfit, refuse_without_nccl
-from andon.problems import InputError
+from andon.console.problems import InputError
 from tests.support.ranks import run_ranks
 
 GIB = 2**30

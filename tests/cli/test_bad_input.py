@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from andon.problems import InputError
+from andon.console.problems import InputError
 from tests.cli.command import PATIENCE_S, Ended, andon, tree
 from tests.training.runs import SMALL, STEPS, Runs, records, write_jsonl
 

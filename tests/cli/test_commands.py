@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from andon.cli.commands import app
 from andon.config.load import load_config
-from andon.problems import InputError
+from andon.console.problems import InputError
 from andon.training.preview import describe
 from tests.cli.command import PATIENCE_S, andon, tree
 from tests.training.runs import SMALL, Runs, outcome, write_csv, write_jsonl

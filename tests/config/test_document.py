@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from andon.config.document import MOST_BYTES, dump, parse
-from andon.problems import InputError, ProblemList
+from andon.console.problems import InputError, ProblemList
 
 SCALARS = st.none() | st.booleans() | st.integers(-(10**30), 10**30) | st.floats(allow_nan=False) | st.text(max_size=8)
 VALUES = st.recursive(

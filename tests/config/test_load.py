@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from andon.config.load import FLAGS, load_config, to_yaml
 from andon.config.schema import Config
-from andon.problems import InputError
+from andon.console.problems import InputError
 
 
 def written(folder: Path, text: str | bytes) -> Path:

@@ -9,7 +9,7 @@ import torch
 from torch.distributed import DistBackendError, DistNetworkError
 
 from andon_contracts.causes import Cause, consequence, kind_of
-from andon_contracts.ends import POINTS, Teller, Whereabouts
+from andon_contracts.liveness.end_messages import POINTS, Teller, Whereabouts
 from andon_contracts.violation import Finding, Halted, Violation
 
 GLOO = "[/x/gloo/transport/tcp/"

@@ -1,14 +1,22 @@
-"""Probes: what is read of tensors becomes plain integers."""
+"""What is read of tensors: word sums of flat memory, one digest of many tensors in their order, extremes, norms."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from andon_contracts.digest import digests_by_name, tensor_digest, tree_digest, word_sum
-from andon_contracts.observe import finite_total, nonfinite, sums_of
+from andon_contracts.checksum import MOST_SUMS, ROW, STRIDE
+from andon_contracts.digest import digests_by_name, mix_integer, tensor_digest, tree_digest, word_sum
+from andon_contracts.observe import Extremes, Observer, finite_total, nonfinite, norm_of, numbers, plain, word_sums
 
 
 @pytest.mark.parametrize("place", [0, 999, 1000])
@@ -38,11 +46,11 @@ def test_an_empty_tensor_is_finite() -> None:
 def test_sums_are_those_of_the_digest() -> None:
     """Word sums in order, and behind the first whether it is finite."""
     first, second = torch.arange(5.0), torch.arange(7.0)
-    plain = sums_of([first, second], finite=False).tolist()
+    plain = word_sums([first, second], finite=False).tolist()
     assert [value % 2**64 for value in plain] == [word_sum(first), word_sum(second)]
-    assert sums_of([first, second], finite=True).tolist() == [plain[0], 0, plain[1]]
+    assert word_sums([first, second], finite=True).tolist() == [plain[0], 0, plain[1]]
     first[2] = math.inf
-    assert sums_of([first], finite=True).tolist()[1] == 1
+    assert word_sums([first], finite=True).tolist()[1] == 1
 
 
 def test_digests_tell_tensors_and_names_apart() -> None:
@@ -56,3 +64,291 @@ def test_digests_tell_tensors_and_names_apart() -> None:
     assert after["a"] == before["a"]
     assert after["b"] != before["b"]
     assert tree_digest(tensors) != tree
+
+
+# Many tensors, one digest of all: small and large, of several dtypes, empty, 0-dim, strided, sparse,
+# and enough for several chunks.
+_LARGE = 300_001
+
+
+def _tensors() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    made = [torch.randn(shape, generator=generator) for shape in ((3, 5), (), (0, 4), (7,), (_LARGE,), (64, 1030))]
+    made += [torch.randn(9, generator=generator).to(dtype) for dtype in (torch.bfloat16, torch.float64)]
+    made += [torch.arange(5), torch.randn(6, 4, generator=generator).T, torch.randn(4, generator=generator).to_sparse()]
+    return made + [torch.randn(60_000, generator=generator) for _ in range(20)]
+
+
+def _flip(tensor: Tensor, place: int) -> None:
+    raw = plain(tensor).reshape(-1)[place : place + 1].view(torch.uint8)
+    raw[0] ^= 1
+
+
+@pytest.mark.parametrize("stable", [False, True])
+@pytest.mark.parametrize("portable", [False, True])
+def test_one_bit_of_any_tensor_changes_the_digest(portable: bool, stable: bool) -> None:
+    """Wherever the bit is, also behind what was kept from the look before."""
+    observer = Observer(portable=portable, stable=stable)
+    tensors = _tensors()
+    before = observer.look(tensors).digest
+    assert observer.look(_tensors()).digest == before
+    for index, tensor in enumerate(tensors):
+        held = plain(tensor)
+        if not held.numel() or not held.is_contiguous():
+            continue
+        _flip(tensor, held.numel() - 1)
+        assert observer.look(tensors).digest != before, index
+        _flip(tensor, held.numel() - 1)
+    assert observer.look(tensors).digest == before
+
+
+def test_the_order_counts_and_a_new_observer_sees_the_same() -> None:
+    """Two tensors exchanged are another digest; what was kept of the layout is no part of it."""
+    tensors = _tensors()
+    observer = Observer()
+    observer.look(tensors[:3])
+    assert observer.look(tensors).digest == Observer().look(tensors).digest
+    exchanged = [*tensors[:-2], tensors[-1], tensors[-2]]
+    assert observer.look(exchanged).digest != observer.look(tensors).digest
+
+
+def test_another_layout_under_the_same_dtypes_is_read_anew() -> None:
+    """A gradient that comes sparse after it came dense is read as what it holds."""
+    observer = Observer()
+    dense = torch.tensor([0.0, 2.0, 0.0])
+    observer.look([dense, dense])
+    sparse = observer.look([dense, dense.to_sparse()]).digest
+    assert sparse == Observer().look([dense, dense.to_sparse()]).digest
+    assert sparse != observer.look([dense, torch.tensor([0.0, 3.0, 0.0]).to_sparse()]).digest
+
+
+@pytest.mark.parametrize(
+    "made",
+    [lambda: torch.ones(300, 400).T, lambda: torch.ones(4, 5), lambda: torch.ones(90_000)],
+    ids=["strided", "small", "large"],
+)
+def test_a_stable_list_is_read_as_it_is_now(made: Callable[[], Tensor]) -> None:
+    """Changed in place, moved to other memory, replaced: what is kept of a tensor is where it is, not what it was."""
+    tensors = [made(), torch.zeros(3)]
+    observer = Observer(stable=True)
+    seen = [observer.look(tensors).digest, observer.look(tensors).digest]
+    tensors[0][1:2].fill_(2.0)
+    seen.append(observer.look(tensors).digest)
+    tensors[0].data = tensors[0].data + 1
+    seen.append(observer.look(tensors).digest)
+    tensors[1] = torch.ones(3)
+    seen += [observer.look(tensors).digest, Observer().look(tensors).digest]
+    assert seen[0] == seen[1]
+    assert len({*seen[1:5]}) == 4
+    assert seen[4] == seen[5]
+
+
+def test_many_groups_are_folded_in_several_turns() -> None:
+    """More tensors than one fold takes: the first and the last element count."""
+    tensors = [torch.zeros(60_000) for _ in range(160)]
+    observer = Observer(stable=True)
+    seen = {observer.look(tensors).digest}
+    for tensor in (tensors[0], tensors[80], tensors[-1]):
+        _flip(tensor, 59_999)
+        seen.add(observer.look(tensors).digest)
+    assert len(seen) == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64, torch.complex128])
+def test_what_was_copied_before_is_not_seen(dtype: torch.dtype) -> None:
+    """Readers share the memory into which they copy: a long list read in between leaves nothing in a short one's."""
+    short = [torch.ones(3).to(dtype), torch.zeros(5).to(dtype)]
+    observer = Observer()
+    before = observer.look(short).digest
+    for value in (1, 2):
+        Observer().look([torch.full((9_000,), value).to(dtype) for _ in range(7)])
+        assert observer.look(short).digest == Observer().look(short).digest == before
+
+
+def test_the_norm_is_the_one_of_all_elements() -> None:
+    """The 2-norm over tensors of several dtypes, as one double-precision norm of all of them gives it."""
+    tensors = [t for t in _tensors() if t.is_floating_point()]
+    whole = torch.cat([plain(t).double().reshape(-1) for t in tensors])
+    assert Observer().look(tensors, norm=True).norm == pytest.approx(float(whole.norm()), rel=1e-5)
+    assert norm_of([]) == 0.0
+
+
+SHAPES = ((), (0, 4), (3,), (5, 7), (64, 9), (8_000,), (31_000,), (70_001,), (150_000,))
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8)
+_PIECE, _TOGETHER = 1 << 18, 1 << 19
+
+
+def _raw(tensor: Tensor) -> bytes:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+def _words(raw: bytes, length: int) -> np.ndarray:
+    """The 64-bit words of `raw` with zeros behind them, to `length` words."""
+    return np.frombuffer(raw.ljust(8 * length, b"\0"), dtype=np.uint64)
+
+
+def _folded(sums: np.ndarray) -> int:
+    weights = [mix_integer(index + 1) for index in range(2 * sums.size)]
+    halves = sums.view(np.int32).tolist()
+    return sum(half * weight for half, weight in zip(halves, weights, strict=True))
+
+
+def _of_pieces(pieces: Sequence[bytes]) -> int:
+    """The checksum of what is copied together: sums of whole rows and lines of each piece, folded once."""
+    sums = []
+    for raw in pieces:
+        rows, lines = (-(-len(raw) // (8 * length)) for length in (ROW, STRIDE))
+        by_row = _words(raw, rows * ROW).reshape(rows, ROW).sum(1, dtype=np.uint64)
+        sums += [by_row, _words(raw, lines * STRIDE).reshape(lines, STRIDE).sum(0, dtype=np.uint64)]
+    return mix_integer(_folded(np.concatenate(sums)))
+
+
+def _of_one(raw: bytes) -> int:
+    """The checksum of memory as it lies, of at most 4 MiB; bytes behind the last whole word are folded apart."""
+    words = _words(raw[: len(raw) // 8 * 8], len(raw) // 8)
+    rows, lines = words.size // ROW, words.size // STRIDE
+    if lines:
+        by_row = words[: rows * ROW].reshape(rows, ROW).sum(1, dtype=np.uint64)
+        by_line = words[: lines * STRIDE].reshape(lines, STRIDE).sum(0, dtype=np.uint64)
+        words = np.concatenate([by_row, by_line, words[min(rows * ROW, lines * STRIDE) :]])
+    found = mix_integer(_folded(words))
+    over = len(raw) % 8
+    return mix_integer(found + _folded(_words(raw[-over:], 1))) if over else found
+
+
+def _by_definition(tensors: Sequence[Tensor], *, portable: bool) -> int:
+    """Tensors up to 256 KiB of one dtype stand together, up to 512 KiB; groups in the order of their first members."""
+    groups: list[list[Tensor]] = []
+    last: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        mine = last.get(tensor.dtype)
+        if mine is None or tensor.nbytes > _PIECE or sum(each.nbytes for each in mine) + tensor.nbytes > _TOGETHER:
+            groups.append(mine := [])
+            if tensor.nbytes <= _PIECE:
+                last[tensor.dtype] = mine
+        mine.append(tensor)
+    held = [(len(group), b"".join(map(_raw, group))) for group in groups]
+    if portable:
+        sums = [word_sum(torch.tensor(list(raw), dtype=torch.uint8)) for _, raw in held]
+    else:
+        pieces = [raw for count, raw in held if count > 1]
+        assert sum(-(-len(raw) // (8 * ROW)) + STRIDE for raw in pieces) <= MOST_SUMS
+        sums = [_of_pieces(pieces)] if pieces else []
+        sums += [_of_one(raw) for count, raw in held if count == 1]
+    digest = len(tensors)
+    for value in sums:
+        digest = mix_integer(digest + value)
+    return digest
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(st.tuples(st.sampled_from(SHAPES), st.sampled_from(DTYPES)), max_size=9),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 9),
+)
+def test_the_digest_of_a_list_is_the_one_of_its_definition(
+    made: list[tuple[tuple[int, ...], torch.dtype]], portable: bool, stable: bool, seed: int
+) -> None:
+    """Ledgers carry it, so it is one for ever: in integers, for lists of any sizes and dtypes, kept layout or not."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = [torch.randint(0, 200, shape, generator=generator).to(dtype) for shape, dtype in made]
+    observer = Observer(portable=portable, stable=stable)
+    expected = _by_definition(tensors, portable=portable)
+    assert [observer.look(tensors).digest, observer.look(tensors).digest] == [expected, expected]
+    assert observer.look(tensors, beside=7).digest == (expected + 7) % 2**64
+
+
+@pytest.mark.parametrize("portable", [False, True])
+def test_what_was_looked_at_can_be_read_later(portable: bool) -> None:
+    """A look says what there was when it was taken, whatever was written or looked at since."""
+    tensors = [torch.randn(50), torch.randn(3, 4), torch.randn(_LARGE)]
+    observer = Observer(portable=portable)
+    first = observer.look(tensors, norm=True)
+    expected = _by_definition(tensors, portable=portable)
+    norm = float(torch.cat([tensor.view(-1) for tensor in tensors]).double().norm())
+    for tensor in tensors:
+        tensor.zero_()
+    assert observer.look(tensors, norm=True).norm == 0.0
+    assert first.digest == expected
+    assert first.norm == pytest.approx(norm, rel=1e-5)
+
+
+def test_a_stable_list_that_was_copied_in_between_is_not_mistaken() -> None:
+    """Looked at, exchanged for another that has to be copied, and put back: it is read as it is now each time."""
+    strided, dense = (torch.ones(30, 40).T, torch.zeros(3)), (torch.full((40, 30), 2.0), torch.zeros(3))
+    observer = Observer(stable=True)
+    for tensors in (strided, dense, strided, dense, dense, strided):
+        assert observer.look(tensors).digest == Observer().look(list(tensors)).digest
+
+
+# Extremes
+
+
+def _add(*gradients: Tensor) -> list[tuple[int, float, float]]:
+    seen = Extremes([nn.Parameter(torch.zeros_like(g.to_dense())) for g in gradients])
+    for index, gradient in enumerate(gradients):
+        seen.add(index, gradient)
+    return seen.read()
+
+
+def test_extremes_say_what_is_finite_and_what_is_zero() -> None:
+    """NaN anywhere makes both NaN, an infinity shows at its end; dense, sparse, complex, empty, 16 bits alike."""
+    nan = torch.ones(50)
+    nan[17] = float("nan")
+    found = _add(torch.tensor([1.0, -3.0]), nan, torch.tensor([2.0, float("-inf")]), torch.zeros(4), torch.zeros(0))
+    assert found[0] == (0, -3.0, 1.0)
+    assert all(value != value for value in found[1][1:])
+    assert found[2] == (2, float("-inf"), 2.0)
+    assert {index: (low, high) for index, low, high in found[3:]} == {3: (0.0, 0.0), 4: (0.0, 0.0)}
+    kinds = [torch.tensor([0.5, -1.5]).to_sparse(), torch.tensor([1 - 2j]), torch.tensor([4.0], dtype=torch.bfloat16)]
+    assert sorted(_add(*kinds)) == [(0, -1.5, 0.5), (1, -2.0, 1.0), (2, 4.0, 4.0)]
+
+
+def test_every_backward_pass_has_its_own_extremes() -> None:
+    """A second pass does not hide the first; what is cleared is gone, and places are used again."""
+    seen = Extremes([nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))])
+    for _ in range(2):
+        seen.add(0, torch.tensor([1.0, float("nan")]))
+        seen.add(0, torch.tensor([1.0, 2.0]))
+        seen.add(1, torch.ones(3))
+        assert seen.has(0)
+        assert seen.any
+        found = seen.read()
+        assert sorted(index for index, _, _ in found) == [0, 0, 1]
+        assert sum(low != low for _, low, _ in found) == 1
+        seen.clear()
+        assert not seen.has(0)
+        assert seen.read() == []
+
+
+def test_a_gradient_of_another_dtype_than_its_parameter_is_seen() -> None:
+    """Torch allows it, and then the place that was kept does not fit."""
+    seen = Extremes([nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))])
+    seen.add(0, torch.tensor([1.0, 1e-30]))
+    ((index, low, high),) = seen.read()
+    assert (index, high) == (0, 1.0)
+    assert low == pytest.approx(1e-30)
+
+
+class _Stacks(TorchDispatchMode):
+    """Counts what is put together only to be read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.count += func is torch.ops.aten.stack.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_one_number_is_read_as_it_is_and_several_at_once() -> None:
+    """On a GPU each stack is a launch: of a look at one group it would be one for nothing."""
+    with _Stacks() as seen:
+        (small,) = numbers([torch.tensor(-(2**63) + 1)])
+        assert (small, seen.count) == (-(2**63) + 1, 0)
+        assert (numbers([torch.tensor(2**62 + 1), torch.tensor(3)]), seen.count) == ([2**62 + 1, 3], 1)

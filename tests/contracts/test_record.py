@@ -36,6 +36,8 @@ from andon_contracts.record import (
     decode_line,
     encode,
 )
+from andon_falsify.events import StepEvent
+from andon_falsify.parse import parse_line
 from tests.support.ledger_lines import verify_chain
 
 H = ["0123456789abcdef", "f" * 16, "00000000000000a1", "1" * 16]
@@ -72,6 +74,8 @@ WATCHED = replace(
     optimizer_index=1,
     skipped=True,
 )
+SEEN = replace(WATCHED, digests=StepDigests(None, None, None, None), tensors={"weights": "3/weights"})
+SEEN_PLAN = Plan(2, 4, 2, 0, 1, 3, ids=(0, 1))
 RECORDS: list[Record] = [
     Start("r1", {"torch": "2.13"}, H[0], Plan(10, 4, 2, 0, 1, 3), {"weights": H[1]}, 2, "gloo"),
     STEP,
@@ -83,6 +87,9 @@ RECORDS: list[Record] = [
     Broken("finite", 4, (1,), "", "NaN", action="warned"),
     Start("r1", {}, H[0], Plan(10, None, None, None, None, None), {}, 2, "gloo", "watch"),
     WATCHED,
+    Start("r1", {}, "", SEEN_PLAN, {}, 2, "gloo", "witness", {"weights": "sha256"}),
+    Resume(2, "", {}, {}, 2, "gloo", writer="witness", algorithms={"weights": "sha256"}),
+    SEEN,
     End(3, "finished", {"weights": H[1]}, Real.of(-0.0), 0),
 ]
 
@@ -115,7 +122,7 @@ def test_a_line_is_canonical_json() -> None:
     data = json.loads(line)
     assert line == json.dumps(data, sort_keys=True, separators=(",", ":")).encode("ascii") + b"\n"
     assert {name: data[name] for name in ("v", "kind", "seq", "prev")} == {
-        "v": 2,
+        "v": 3,
         "kind": "step",
         "seq": 7,
         "prev": H[0],
@@ -173,7 +180,7 @@ def edited(**changes: object) -> bytes:
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        (edited(v=3), "version 3"),
+        (edited(v=4), "version 4"),
         (edited(v=0), "version 0"),
         (edited(v=True), "version True"),
         (edited(kind="stop"), "unknown kind 'stop'"),
@@ -189,7 +196,7 @@ def edited(**changes: object) -> bytes:
         (edited(ids=3), "ids must be a list"),
         (edited(count=2**63), "count must be"),
         (edited(backend=3), "backend must be a str"),
-        (edited(digests={"content": H[0]}), "digests.gradient is missing"),
+        (edited(v=2, digests={"content": H[0]}), "digests.gradient is missing"),
         (edited(ranks=[{"rank": 0, "leaves": [], "ids": [], "weights": "F" * 16}]), r"ranks\[0\].weights must be"),
         (b"{", "not a line of JSON"),
         (b"", "not a line of JSON"),
@@ -227,6 +234,57 @@ def test_a_line_of_version_1_is_read_by_its_own_rules() -> None:
         assert decode(edited(**{name: newer})) == replace(STEP, **{name: getattr(WATCHED, name)})
         with pytest.raises(ValueError, match=f"unknown field '{name}'"):
             decode(edited(v=1, **{name: newer}))
+
+
+def test_a_line_of_version_2_is_read_by_its_own_rules() -> None:
+    """What version 2 wrote is read as ever: it demands the digests, and does not know what a witness adds."""
+    assert decode(edited(v=2)) == STEP
+    for lacking in ("gradient", "weights", "optimizer"):
+        held = {name: digest for name, digest in STEP.digests.to_json().items() if name != lacking}
+        assert decode(edited(digests=held)) == replace(STEP, digests=replace(STEP.digests, **{lacking: None}))
+        with pytest.raises(ValueError, match=rf"digests.{lacking} is missing"):
+            decode(edited(v=2, digests=held))
+    newer = {
+        "tensors": json.loads(encode(SEEN, 0, GENESIS)),
+        "algorithms": json.loads(encode(Start("r1", {}, "", SEEN_PLAN, {}, 2, "gloo", "witness", {}), 0, GENESIS)),
+        "writer": json.loads(encode(Resume(2, "", {}, {}, 2, "gloo", writer="witness"), 0, GENESIS)),
+    }
+    for name, line in newer.items():
+        with pytest.raises(ValueError, match=f"unknown field '{name}'|digests.gradient is missing|unknown field 'ids'"):
+            decode(json.dumps(line | {"v": 2}).encode())
+    with pytest.raises(ValueError, match="plan has the unknown field 'ids'"):
+        decode(json.dumps({**json.loads(encode(RECORDS[0], 0, GENESIS)), "v": 2, "plan": SEEN_PLAN.to_json()}).encode())
+
+
+GOLDEN = {
+    1: b'{"backend":"inline","correct":1,"count":1,"digests":{"content":"00000000000000a1",'
+    b'"gradient":"00000000000000a2"'
+    b',"optimizer":"00000000000000a4","weights":"00000000000000a3"},"epoch":0,"grad_norm":{"hex":"0x1.0p+1","value":2.0},'
+    b'"ids":[4],"kind":"step","loss":{"hex":"0x1.0p-1","value":0.5},"lr":{"hex":"0x1.0p-3","value":0.125},"position":0,'
+    b'"prev":"0000000000000000","ranks":[{"ids":[4],"leaves":[0],"rank":0,"weights":"00000000000000a3"}],"seq":0,'
+    b'"step":1,"v":1,"world":1}\n',
+    2: b'{"backend":"gloo","digests":{"gradient":"00000000000000a2","optimizer":"00000000000000a4","weights":'
+    b'"00000000000000a3"},"gradient_at":"optimizer","ids":[],"kind":"step","lr":{"hex":"0x1.0p-3","value":0.125},'
+    b'"prev":"0000000000000000","ranks":[{"ids":[],"leaves":[],"rank":0}],"seq":0,"skipped":true,"step":1,"v":2,'
+    b'"weights_norm":{"hex":"0x1.0p+0","value":1.0},"world":1}\n',
+    3: b'{"backend":"gloo","digests":{},"ids":[],"kind":"step","lr":{"hex":"0x1.0p-3","value":0.125},"prev":'
+    b'"0000000000000000","ranks":[],"seq":0,"step":1,"tensors":{"weights":"1/weights"},"v":3,"world":1}\n',
+}
+"""A line of each version, as it was written."""
+
+
+@pytest.mark.parametrize("version", GOLDEN)
+def test_a_line_that_was_written_once_is_read_for_ever(version: int) -> None:
+    """By the bytes, not by what today's writer makes of a record; the falsifier's reader agrees on what it says."""
+    record = decode(GOLDEN[version].replace(b".0p", b".0000000000000p"))
+    assert isinstance(record, Step)
+    assert (record.step, record.lr.value) == (1, 0.125)
+    assert record.digests.weights == (None if version == 3 else "00000000000000a3")
+    event = parse_line(GOLDEN[version].decode(), 1, "")
+    assert isinstance(event, StepEvent)
+    assert (event.number, event.lr and event.lr.value) == (1, 0.125)
+    assert event.digests.get("weights") == record.digests.weights
+    assert event.skipped is bool(record.skipped)
 
 
 @pytest.mark.parametrize(

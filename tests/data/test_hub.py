@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from andon.console.problems import InputError
 from andon.data.tokens import pretrained_tokenizer
-from andon.problems import InputError
 
 _PROGRAM = """
 from andon.data.hub import require_on_hub

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from andon.console.problems import InputError
 from andon.data.labels import ClassWeights, class_weights, label_names, same_kind
-from andon.problems import InputError
 
 COUNTS = st.lists(st.integers(1, 10**6), min_size=1, max_size=20)
 KINDS = st.sampled_from(["uniform", "inverse", "sqrt_inverse"])

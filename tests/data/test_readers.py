@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from andon.console.problems import InputError
 from andon.data import readers
 from andon.data.readers import read
 from andon.data.rows import DataSet
-from andon.problems import InputError
 
 WORDS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=12).filter(
     lambda text: bool(text.strip())
@@ -223,7 +223,7 @@ def test_at_most_twenty_problems_are_shown_and_the_rest_is_counted(tmp_path: Pat
 
 def test_a_line_beyond_the_limit_is_refused_without_being_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is bounded by the limit, not by the file."""
-    monkeypatch.setattr("andon.data.lines.LONGEST_LINE", 64)
+    monkeypatch.setattr("andon.data.formats.LONGEST_LINE", 64)
     said = faults(written(tmp_path, "a.jsonl", '{"text": "a", "label": 0}\n' + "x" * 1000))
     assert said[-1] == "a.jsonl:2: longer than 64 bytes; nothing after it was read"
 

@@ -12,9 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from andon.data.rows import DataSet
+from andon.data.rows import DataSet, frozen_split
 from andon.data.shell import SSC_LABELS, embedded, generate
-from andon.data.split import frozen_split
 
 SEEDS = st.integers(0, 2**63 - 1)
 SIGNS = {

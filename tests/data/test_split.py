@@ -6,8 +6,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from andon.data.split import frozen_split
-from andon.problems import InputError
+from andon.console.problems import InputError
+from andon.data.rows import frozen_split
 
 COUNTS = st.integers(2, 400)
 FRACTIONS = st.floats(0.001, 0.999)

@@ -13,8 +13,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers, processors
 from transformers import AutoTokenizer, BertConfig, PreTrainedConfig, PreTrainedTokenizerFast, Qwen3Config
 
+from andon.console.problems import InputError
 from andon.data.tokens import HuggingFaceTokenizer, byte_tokenizer, pretrained_tokenizer
-from andon.problems import InputError
 
 BYTES = byte_tokenizer()
 TEXTS = st.lists(st.text(st.characters(codec="utf-8"), max_size=20) | st.sampled_from(["<pad>", "a<pad>", ""]))
@@ -162,7 +162,7 @@ def test_the_largest_id_counts_and_not_the_number_of_words(tmp_path: Path) -> No
 
 def test_data_and_configuration_are_imported_without_torch() -> None:
     """`andon --help` and a mistake in a file must not wait for torch, transformers or tokenizers."""
-    modules = "readers, rows, labels, split, shell, tokens".replace(" ", "")
+    modules = "readers, rows, labels, shell, tokens".replace(" ", "")
     program = (
         f"import sys; [__import__('andon.data.' + m) for m in '{modules}'.split(',')]; "
         "import andon.config.load, andon.config.identity, andon.config.template; "

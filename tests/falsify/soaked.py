@@ -14,8 +14,7 @@ import torch
 
 from andon.backend.inprocess import InlineBackend
 from andon.step.step import TrainingStep
-from andon_falsify.nemesis.planting import VARIABLE, plant_all, written
-from andon_falsify.nemesis.protocol import Plant
+from falsify.nemesis.planting import VARIABLE, Plant, plant_all, written
 from tests.support.toy import CPU, Settings, build, rate
 
 

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from andon.cli.commands import app
-from andon.problems import InputError, Problem
+from andon.console.problems import InputError, Problem
 from andon_falsify.campaign import conduct
 from andon_falsify.campaign.outcome import Report
 from andon_falsify.campaign.request import Options, understood
@@ -100,7 +100,7 @@ def test_70_where_it_fails_before_anything_is_tried(words: list[str], monkeypatc
         raise LookupError("lost")
 
     monkeypatch.setattr("andon_falsify.campaign.conduct.open_bench", lost)
-    monkeypatch.setattr("andon_falsify.verification.read_run", lost)
+    monkeypatch.setattr("andon_falsify.claims.ledgers.read_run", lost)
     done = CliRunner().invoke(app, words)
     assert (done.exit_code, done.stdout) == (70, "")
     assert "internal error: LookupError: lost" in done.stderr

@@ -17,8 +17,8 @@ from andon_falsify.campaign.own import AndonBench
 from andon_falsify.campaign.reporting import Origin, report
 from andon_falsify.campaign.trial import FUNCTIONS, HALT, LAW, Trial
 from andon_falsify.ranks.pool import RankPools
+from andon_falsify.ranks.trainer import AndonTrainer
 from andon_falsify.subjects.case import Case, make_rows
-from andon_falsify.subjects.trainer import AndonTrainer
 from andon_falsify.verdict import Claim, Counterexample, Outcome, Verdict, conclude, not_applicable, unknown
 
 SUM, HALTS, TABLE = (Claim(name, 1, f"It is {name}.") for name in ("sum", "halts", "table"))

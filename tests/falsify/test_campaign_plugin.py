@@ -20,7 +20,7 @@ import andon_falsify.compliance.plugin  # noqa: F401
 pytest_plugins = ("pytester",)
 
 ROOT = Path(__file__).resolve().parents[2]
-INSTALLED = any(point.value == "andon_falsify.entry" for point in entry_points(group="pytest11"))
+INSTALLED = any(point.value == "andon_falsify.compliance.entry" for point in entry_points(group="pytest11"))
 OTHERS = """
 import sys
 

@@ -10,9 +10,9 @@ import pytest
 
 from andon_falsify.campaign.budget import BUDGETS
 from andon_falsify.campaign.generator import Layout, draw
+from andon_falsify.campaign.script_bench import ScriptBench
 from andon_falsify.campaign.shrink import candidates, shrink
 from andon_falsify.campaign.trial import FUNCTIONS, HALT, KINDS, LAW, MEMORY, RESUME, Trial, read_trial
-from andon_falsify.scripts.bench import ScriptBench
 from andon_falsify.scripts.command import Command
 from andon_falsify.subjects.case import Case, Poison, Rows, make_rows
 

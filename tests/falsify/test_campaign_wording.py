@@ -9,7 +9,7 @@ import pytest
 
 from andon_falsify.campaign.outcome import Finding, Report
 from andon_falsify.campaign.wording import verdict_lines
-from andon_falsify.command import _show
+from andon_falsify.cli.falsify import _show
 from andon_falsify.verdict import Counterexample, Outcome
 
 SMALLEST = Counterexample(

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from andon.run import sealed
-from andon_falsify.fuzz.mutations import MUTATIONS, Mutation
-from andon_falsify.fuzz.run import fuzz
-from andon_falsify.fuzz.samples import ledger_lines
-from andon_falsify.fuzz.surfaces import SURFACES, Surface
+from falsify.nemesis.fuzz.mutations import MUTATIONS, Mutation
+from falsify.nemesis.fuzz.run import fuzz
+from falsify.nemesis.fuzz.samples import ledger_lines
+from falsify.nemesis.fuzz.surfaces import SURFACES, Surface
 
 SEED = 7
 

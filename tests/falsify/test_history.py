@@ -72,7 +72,7 @@ def test_a_step_line_is_read_field_by_field() -> None:
     ("fields", "why"),
     [
         ([], "a list where an object"),
-        ({**STEP, "v": 3}, "version 3 is none of 1, 2"),
+        ({**STEP, "v": 4}, "version 4 is none of 1, 2, 3"),
         ({**STEP, "v": True}, "version True is none of"),
         ({**STEP, "kind": "stop"}, "kind 'stop'"),
         ({**STEP, "kind": ["step"]}, "kind ['step']"),

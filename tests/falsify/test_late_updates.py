@@ -9,17 +9,19 @@ import pytest
 import torch
 from torch import Tensor, library, nn
 
-from andon_falsify.checkers import gradient_law
-from andon_falsify.compliance.claims import gradients, halted, losses, norms
-from andon_falsify.compliance.law import Reference
+from andon_falsify.campaign.further import cut_and_resume
+from andon_falsify.checkers import gradient_law, losses_close
+from andon_falsify.claims.evidence import of_trace
+from andon_falsify.claims.halting import halted
+from andon_falsify.claims.statements import NORM
+from andon_falsify.claims.table import judged
 from andon_falsify.compliance.power import Laboratory
-from andon_falsify.compliance.resume import cut_and_resume
 from andon_falsify.faults.registry import named
 from andon_falsify.ranks.pool import RankPools
+from andon_falsify.ranks.trainer import AndonTrainer
 from andon_falsify.subjects.case import Case, Poison
 from andon_falsify.subjects.masks import MaskRecorder
 from andon_falsify.subjects.protocol import Remembering
-from andon_falsify.subjects.trainer import AndonTrainer
 from andon_falsify.verdict import Outcome
 
 CASE = Case(epochs=2, world=3)
@@ -54,7 +56,7 @@ def test_every_update_is_noted_as_it_was(late: AndonTrainer, prompt: AndonTraine
 def test_a_poisoned_update_stops_before_the_next(late: AndonTrainer, step: int) -> None:
     """Where the next one was taken before it was judged too: neither is applied, and neither is told."""
     trace = late.run(CASE.but(poison=Poison(step, 3, "gradient")))
-    verdict = halted(trace)
+    verdict = halted(of_trace(trace))
     assert verdict.outcome is Outcome.HOLDS, verdict
     assert [each.step for each in trace.first.reported] == list(range(1, step))
 
@@ -124,10 +126,9 @@ def test_what_drops_in_secret_leaves_no_law(prompt: AndonTrainer) -> None:
     assert [recorded(Secretive(chance))[2] for chance in (0.0, 0.5)] == ["", "andon_test.attention.default"]
     trace = prompt.run(Case(world=1))
     hidden = {key: replace(leaf, hidden="aten.flash") for key, leaf in trace.first.masks.items()}
-    law = Reference(replace(trace, parts=(replace(trace.first, masks=hidden),)))
-    found = [gradients(trace, law), losses(trace, law), norms(trace, law)]
+    unseen = of_trace(replace(trace, parts=(replace(trace.first, masks=hidden),)))
+    found = list(judged(unseen, (gradient_law.CLAIM, losses_close.CLAIM, NORM)).values())
     assert {(verdict.outcome, verdict.why) for verdict in found} == {
         (Outcome.NOT_APPLICABLE, "the dropout inside aten.flash cannot be seen from outside")
     }
-    assert gradients(trace, Reference(trace)).claim == gradient_law.CLAIM.name
-    assert gradients(trace, Reference(trace)).outcome is Outcome.HOLDS
+    assert judged(of_trace(trace), [gradient_law.CLAIM])[gradient_law.CLAIM.name].outcome is Outcome.HOLDS

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from andon_falsify.claims.of_loop import CLAIMS, verdicts
 from andon_falsify.compliance.loop_power import LoopLaboratory, matrix
 from andon_falsify.faults.looped import registry
 from andon_falsify.faults.looped.fault import SGD, LoopFault
 from andon_falsify.faults.looped.registry import FAULTS, NOT_SHOWN, make, named
 from andon_falsify.loops.subject import LoopSubject
-from andon_falsify.loops.verdicts import CLAIMS, verdicts
 from andon_falsify.peers.plain import PlainLoop
 from andon_falsify.ranks.pool import RankPools
 from andon_falsify.verdict import Outcome

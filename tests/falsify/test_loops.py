@@ -7,12 +7,13 @@ from collections.abc import Iterator, Mapping
 import pytest
 
 from andon_falsify.campaign.foreign import LoopBench
+from andon_falsify.campaign.further import drawing, evaluating, halting, judge_loop, resuming
 from andon_falsify.campaign.trial import LAW, Trial
-from andon_falsify.loops.averages import comparisons
-from andon_falsify.loops.sameness import across
+from andon_falsify.claims.alike import across
+from andon_falsify.claims.diagnosis import comparisons
+from andon_falsify.claims.of_loop import CLAIMS, verdicts
 from andon_falsify.loops.subject import LoopSubject
 from andon_falsify.loops.task import loop_case, shaped
-from andon_falsify.loops.verdicts import CLAIMS, drawing, evaluating, halting, judge_loop, resuming, verdicts
 from andon_falsify.ranks.pool import RankPools
 from andon_falsify.subjects.case import Case, make_rows
 from andon_falsify.verdict import Outcome, Verdict

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from andon_falsify import collate, dataset, loop_case, model, optimizer
+from andon_falsify.claims.diagnosis import short_window
 from andon_falsify.loops.content import Recogniser
 from andon_falsify.loops.subject import LoopSubject
 from andon_falsify.loops.task import distinct, shaped
-from andon_falsify.loops.windows import short_window
 from andon_falsify.subjects.case import Rows, make_rows
 
 

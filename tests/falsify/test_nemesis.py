@@ -10,23 +10,25 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from random import Random
 
 import pytest
 
-from andon_falsify.nemesis import judging, processes, schedule
-from andon_falsify.nemesis import run as runs
-from andon_falsify.nemesis.__main__ import told, verdict
-from andon_falsify.nemesis.bench import Bench
-from andon_falsify.nemesis.left_behind import Undisturbed
-from andon_falsify.nemesis.planting import Planting, idle, proofs_in
-from andon_falsify.nemesis.protocol import Ending, Launch, Nemesis, Phase, Plant, Promise, Row, Struck
-from andon_falsify.nemesis.registry import UNPLAYED, nemeses
-from andon_falsify.nemesis.run import Run
-from andon_falsify.nemesis.signals import FORGETS
-from andon_falsify.nemesis.table import document, line
+from falsify.nemesis import judging, processes
+from falsify.nemesis import run as runs
+from falsify.nemesis.__main__ import told, verdict
+from falsify.nemesis.bench import Bench
+from falsify.nemesis.language import Fault, Nemesis, Phase, Place, Promise, Row
+from falsify.nemesis.left_behind import Undisturbed
+from falsify.nemesis.planting import Plant, Planting, Struck, idle, proofs_in
+from falsify.nemesis.registry import UNPLAYED, nemeses
+from falsify.nemesis.run import Ending, Launch, Run
+from falsify.nemesis.signals import FORGETS
+from falsify.nemesis.table import document, line
 
 PROMISE = Promise((71,), ("rank 1", "SIGKILL|SIGTERM"), 2.0, at_once=True, heal_says=("rejected",))
 KEPT = Phase(
@@ -128,9 +130,9 @@ def test_nemeses_have_names_of_their_own_and_a_guard_or_a_reason() -> None:
     found = nemeses()
     assert len({each.name for each in found}) == len(found)
     assert [each.name for each in found if bool(each.guard) == bool(each.no_guard)] == []
-    assert [each.name for each in found if each.guard and not each.finds] == []
+    assert [each.name for each in found if each.guard and not each.guard.finds] == []
     (unseen,) = judging.wrong(PROMISE, replace(KEPT, healing=None))  # so a control that was not healed is left
-    assert [each.name for each in found if each.guard and not judging.doubt(KEPT, (unseen,), each.finds)] == []
+    assert [each.name for each in found if each.guard and not judging.doubt(KEPT, (unseen,), each.guard.finds)] == []
 
 
 def test_every_row_of_the_catalogue_is_played_or_it_is_said_why_not() -> None:
@@ -158,7 +160,7 @@ def test_no_nemesis_of_that_name_is_said_with_those_there_are() -> None:
 def test_a_rank_that_is_killed_is_one_line_and_nothing_is_lost(tmp_path: Path) -> None:
     """A real run: SIGKILL, 71 in time, the undisturbed bits after a resume; a checkpoint that is changed is seen."""
     prepared = Bench.prepare(tmp_path, settings=("run.backend=inline",))
-    chosen = replace(named("rank killed"), guard="")
+    chosen = replace(named("rank killed"), guard=None)
     (phase,) = prepared.disturbed(chosen)
     assert judging.wrong(replace(chosen.promise, within_s=60.0), phase) == ()
     assert phase.ending.codes == (71,)
@@ -243,23 +245,60 @@ def test_controls_are_shared_only_by_runs_that_are_alike_without_their_fault() -
     assert [name for name in alone if keys.count(played[name]) != 1] == []
 
 
-class Blunt(Nemesis):
-    """One that cannot even say what it needs."""
+def never(run: Run) -> Struck:
+    """A strike that nothing leads to."""
+    raise AssertionError
 
-    def needs(self) -> str | None:
-        """A tool fails in a way that nobody foresaw."""
-        raise FileNotFoundError("chattr")
 
-    def inject(self, run: Run) -> Struck:
-        """Never comes."""
-        raise AssertionError
+def without_chattr() -> str | None:
+    """A tool fails in a way that nobody foresaw."""
+    raise FileNotFoundError("chattr")
 
 
 def test_a_nemesis_that_is_broken_itself_is_a_row_that_says_so(tmp_path: Path) -> None:
     """It takes no other row along, whatever it cannot do."""
     shared = Bench(tmp_path, Undisturbed(tmp_path), tmp_path, tmp_path, 1)
-    row = shared.play(Blunt(name="blunt", promise=PROMISE))
+    row = shared.play(Nemesis("blunt", (), "", PROMISE, (Fault(never, needs=without_chattr),)))
     assert (row.failed, row.good) == ("the nemesis failed: FileNotFoundError: chattr", False)
+
+
+class Sleeping(Place):
+    """A process in the place of a run, that is over by itself."""
+
+    def start(self, run: Run, launch: Launch) -> None:
+        """Half a second."""
+        run.folder.mkdir(exist_ok=True)
+        run.spawn(["sleep", "0.5"], launch)
+
+
+def noted(name: str, at: float, step: int, *, before: bool = False) -> Fault:
+    """A fault that notes what is done with it, in the order in which it is done."""
+
+    def note(run: Run, what: str) -> None:
+        with (run.scratch / "done").open("a") as file:
+            file.write(f"{what} {name}, {len(run.commands)} started\n")
+
+    def strike(run: Run) -> Struck:
+        note(run, "strike")
+        return Struck(time.monotonic() + at, step, name)
+
+    return Fault(strike, lambda run: note(run, "heal"), before_start=before)
+
+
+def test_faults_compose_in_one_run(tmp_path: Path) -> None:
+    """All strike, those that are there from the start before it; healed the other way round; together one strike."""
+    shared = Bench(tmp_path, Undisturbed(tmp_path), tmp_path, tmp_path, 1)
+    faults = (noted("signal", 0.0, 7), noted("rows", -1.0, 0, before=True), noted("cut", -2.0, 5))
+    (phase,) = shared.disturbed(Nemesis("many", (), "", Promise((0,), heals=False), faults, place=Sleeping()))
+    (done,) = (path.read_text().splitlines() for path in tmp_path.glob("guarded-*/done"))
+    assert done == [
+        "strike rows, 0 started",
+        "strike signal, 1 started",
+        "strike cut, 1 started",
+        *(f"heal {name}, 0 started" for name in ("cut", "rows", "signal")),
+    ]
+    assert (phase.struck.step, phase.struck.proof, phase.ending.codes) == (0, "rows; signal; cut", (0,))
+    assert phase.ending.seconds < 5.0
 
 
 def test_nothing_measured_is_no_success() -> None:
@@ -280,53 +319,59 @@ def test_nothing_measured_is_no_success() -> None:
     assert told([good, skipped, unbegun]).endswith("; 1 skipped, 1 not played")
 
 
-class Held(Nemesis):
-    """One that notes what it does, and whose run never gets as far as it waits for."""
+class Mounted(Place):
+    """One that notes what is done there, and whose run never gets as far as a fault waits for."""
 
-    def prepare(self, run: Run) -> None:
-        """As mounting does."""
+    @contextmanager
+    def taken(self, run: Run) -> Iterator[None]:
+        """As mounting does; given back at the very end."""
         run.folder.mkdir()
         (run.folder / "mounted").touch()
+        try:
+            yield
+        finally:
+            (run.folder / "healed-0").rename(run.folder / "released")
 
     def start(self, run: Run, launch: Launch) -> None:
         """A process in the place of a run."""
         run.spawn(["sleep", "600"], launch)
 
-    def inject(self, run: Run) -> Struck:
-        """Asked to end meanwhile, as by a signal."""
-        run.closing.set()
-        run.reach(5)
-        raise AssertionError
 
-    def undo(self, run: Run) -> None:
-        """After all processes of the run are gone."""
-        (run.folder / "mounted").rename(run.folder / f"undone-{len(processes.marked(runs.OWNER, str(run.scratch)))}")
+def asked_to_end(run: Run) -> Struck:
+    """As by a signal, while the fault waits for its step."""
+    run.closing.set()
+    run.reach(5)
+    raise AssertionError
 
-    def release(self, run: Run) -> None:
-        """At the very end."""
-        (run.folder / "undone-0").rename(run.folder / "released")
+
+def heal(run: Run) -> None:
+    """After all processes of the run are gone."""
+    (run.folder / "mounted").rename(run.folder / f"healed-{len(processes.marked(runs.OWNER, str(run.scratch)))}")
+
+
+HELD = Nemesis("held", (), "", PROMISE, (Fault(asked_to_end, heal),), place=Mounted())
 
 
 def test_what_is_under_way_when_all_is_to_end_is_undone_and_released(tmp_path: Path) -> None:
     """Its processes end, then it is undone, then released; it is no finding, and nothing is begun after it."""
     shared = Bench(tmp_path, Undisturbed(tmp_path), tmp_path, tmp_path, 1)
-    row = shared.play(Held(name="held", promise=PROMISE))
+    row = shared.play(HELD)
     assert (row.unplayed, row.failed, row.good) == ("not played to its end: this command was ended", "", False)
     assert [path.name for path in tmp_path.glob("guarded-*/run/*")] == ["released"]
-    assert shared.play(Held(name="held", promise=PROMISE)).unplayed == "not begun"
+    assert shared.play(HELD).unplayed == "not begun"
     assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_a_signal_is_sent_once_and_what_the_process_table_shows_is_told() -> None:
     """Stopped and gone on, dead, ended before it goes on, and nobody there to send it to."""
     with subprocess.Popen(["sleep", "600"], start_new_session=True) as sleeper:
-        paused = schedule.send(sleeper.pid, signal.SIGSTOP, pause_s=0.01)
-        killed = schedule.send(sleeper.pid, signal.SIGKILL, group=True)
+        paused = processes.send(sleeper.pid, signal.SIGSTOP, pause_s=0.01)
+        killed = processes.send(sleeper.pid, signal.SIGKILL, group=True)
         sleeper.wait()
     assert paused == "stopped in the process table, SIGCONT after 0.01 s"
     assert killed == "dead in the process table"
-    assert schedule.send(sleeper.pid, signal.SIGSTOP) is None
-    assert schedule._continued(sleeper.pid, 0.01) == ", gone before SIGCONT after 0.01 s"
+    assert processes.send(sleeper.pid, signal.SIGSTOP) is None
+    assert processes._continued(sleeper.pid, 0.01) == ", gone before SIGCONT after 0.01 s"
 
 
 def test_a_control_that_never_acted_or_broke_shows_nothing(tmp_path: Path) -> None:
@@ -357,3 +402,36 @@ def test_every_guard_that_is_switched_off_says_that_it_acts(plant: Plant) -> Non
     module, _, name = plant.function.partition(":")
     source = inspect.getsource(getattr(importlib.import_module(module), name))
     assert re.search(r"plan\.(acted|struck)\b|\(plan, ", source)
+
+
+PLANTED = """
+import json, os, sys
+from pathlib import Path
+os.environ["RANK"] = "1"
+from falsify.nemesis import plants
+from falsify.nemesis.planting import Planting
+for name, options in json.load(sys.stdin):
+    try:
+        getattr(plants, name)(Planting(options, Path(sys.argv[1])))
+    except (AttributeError, ImportError) as error:
+        print(f"{name}: {error}")
+"""
+"""Plants all in one process, and says what cannot be."""
+
+
+def test_all_that_is_patched_is_still_there_under_its_name(tmp_path: Path) -> None:
+    """A part of the trainer that was renamed or moved is found here, and not in the minutes of real runs."""
+    plants = {plant for each in nemeses() for plant in (*each.launch(guarded=False).plants, *switched_off(each))}
+    given = [(plant.function.partition(":")[2], dict(plant.options)) for plant in plants]
+    patching = [each for each in given if each[0] != "never_joins"]  # that one patches nothing, and sleeps
+    assert len(patching) > 20
+    done = subprocess.run(
+        [sys.executable, "-c", PLANTED, tmp_path / "struck"],
+        input=json.dumps([*patching, ("no_such_plant", {})]),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines() == [
+        "no_such_plant: module 'falsify.nemesis.plants' has no attribute 'no_such_plant'"
+    ]

@@ -12,12 +12,11 @@ from random import Random
 
 import pytest
 
-from andon_falsify.nemesis import hosts
-from andon_falsify.nemesis.hosts import Lan
-from andon_falsify.nemesis.left_behind import Undisturbed
-from andon_falsify.nemesis.partitions import NEMESES, Cut
-from andon_falsify.nemesis.protocol import NotStruckError
-from andon_falsify.nemesis.run import Run
+from falsify.nemesis import hosts
+from falsify.nemesis.hosts import Lan
+from falsify.nemesis.left_behind import Undisturbed
+from falsify.nemesis.network import NEMESES, Cut
+from falsify.nemesis.run import NotStruckError, Run
 
 needs_hosts = pytest.mark.usefixtures("hosts_here")
 PATIENCE_S = 60.0
@@ -25,8 +24,8 @@ OWNER = """
 import signal, sys, time
 from pathlib import Path
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background begins with it ignored
-from andon_falsify.nemesis.hosts import Lan
-from andon_falsify.nemesis.partitions import NEMESES
+from falsify.nemesis.hosts import Lan
+from falsify.nemesis.network import NEMESES
 lan = Lan.of(2)
 for host in lan.hosts:
     host.start(["sleep", "600"], {}, Path("/dev/null"))
@@ -82,16 +81,15 @@ def test_an_unplugged_host_reaches_nobody_until_it_is_plugged_in(lan: Lan) -> No
 @needs_hosts
 def test_two_of_three_hosts_are_cut_off_each_other_alone(lan: Lan, tmp_path: Path) -> None:
     """The cut is no proof before it is made, is said when it is, and is mended once and for all."""
-    cut = Cut(name="pair", size=3, pair=(1, 2))
-    run = Run(tmp_path, tmp_path, tmp_path, tmp_path, Undisturbed(tmp_path), Random(1))
-    cut._lans[tmp_path] = lan
+    cut = Cut(pair=(1, 2))
+    run = Run(tmp_path, tmp_path, tmp_path, tmp_path, Undisturbed(tmp_path), Random(1), hosts=lan.hosts)
     with pytest.raises(NotStruckError, match="datagrams from host1 to host2 arrive"):
         cut.proof(run)
-    cut.cut(run)
+    cut.make(run)
     proof = cut.proof(run)
     lost = {pair for pair, arrives in reached(lan).items() if not arrives}
     cut.mend(run)
-    cut.undo(run)
+    cut.mend(run)
     assert proof == "no datagram arrives from host1 to host2, host2 to host1; all others do"
     assert lost == {(1, 2), (2, 1)}
     assert all(reached(lan).values())

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from andon_falsify.claims.of_loop import verdicts
 from andon_falsify.loops.subject import LoopSubject
 from andon_falsify.loops.task import loop_case
-from andon_falsify.loops.verdicts import verdicts
 from andon_falsify.peers.registry import PEERS, Peer
 from andon_falsify.ranks.pool import RankPools
 from andon_falsify.subjects.case import Case, make_rows

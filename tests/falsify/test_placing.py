@@ -8,17 +8,21 @@ from dataclasses import replace
 import pytest
 import torch
 
-from andon.problems import InputError
-from andon_falsify.compliance.claims import UNMIXED_TOLERANCE, alone, memory, same_bits, unmixed, verdicts
+from andon.console.problems import InputError
+from andon_falsify.campaign.further import Resumed, cut_and_resume
+from andon_falsify.claims.between import same_bits
+from andon_falsify.claims.evidence import of_trace
+from andon_falsify.claims.gradient import UNMIXED_TOLERANCE, unmixed
+from andon_falsify.claims.of_trainer import alone, verdicts
+from andon_falsify.claims.replicas import memory
 from andon_falsify.compliance.power import untried
-from andon_falsify.compliance.resume import Resumed, cut_and_resume
 from andon_falsify.faults.planting import BIG, PLAIN, SGD
 from andon_falsify.faults.registry import named
 from andon_falsify.ranks.pool import RankPool, RankPools
+from andon_falsify.ranks.trainer import AndonTrainer
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.placing import devices_of, place_of_bits, room_for, why_not
 from andon_falsify.subjects.trace import Trace
-from andon_falsify.subjects.trainer import AndonTrainer
 from andon_falsify.verdict import Outcome
 
 HERE = "tests.falsify.rank_work"
@@ -146,16 +150,16 @@ def test_mixed_losses_are_held_to_those_of_one_cpu(trainer: AndonTrainer, off: f
     base, trace = trainer.run(SGD.but(world=1)), trainer.run(SGD)
     mixed = placed(replace(trace, case=trace.case.but(backend="mixed")), "cpu cuda")
     told = [replace(each, loss=each.loss * (1 + off * UNMIXED_TOLERANCE)) for each in mixed.first.reported]
-    (verdict,) = unmixed(base, replace(mixed, parts=(replace(mixed.first, reported=told),)))
+    (verdict,) = unmixed(of_trace(base), of_trace(replace(mixed, parts=(replace(mixed.first, reported=told),))))
     assert verdict.outcome is outcome
-    assert unmixed(base, trace) == []
+    assert unmixed(of_trace(base), of_trace(trace)) == []
 
 
 def test_bytes_on_gpus_are_not_counted(trainer: AndonTrainer) -> None:
     """The claim does not apply there, with the reason."""
     trace = trainer.run(BIG.but(max_steps=1))
-    assert memory(placed(trace, "cuda")).outcome is Outcome.NOT_APPLICABLE
-    assert memory(trace).checked > 0
+    assert memory(of_trace(placed(trace, "cuda"))).outcome is Outcome.NOT_APPLICABLE
+    assert memory(of_trace(trace)).checked > 0
 
 
 @pytest.mark.parametrize(

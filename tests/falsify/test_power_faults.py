@@ -12,13 +12,14 @@ from andon.gradients import average_gradients
 from andon_contracts.policy import suspended
 from andon_contracts.violation import Violation
 from andon_falsify import compliance
-from andon_falsify.compliance.claims import CLAIMS
+from andon_falsify.claims.of_trainer import CLAIMS
 from andon_falsify.compliance.power import Laboratory, matrix
-from andon_falsify.faults import added, killed, memory, registry, survivors
+from andon_falsify.faults import memory, registry
 from andon_falsify.faults.planting import SGD, Fault, body_replaced
+from andon_falsify.faults.seed_mutants import ADDED, CAUGHT, MISSED
 from andon_falsify.ranks.pool import RankPools
+from andon_falsify.ranks.trainer import AndonTrainer
 from andon_falsify.subjects.case import Case, make_rows
-from andon_falsify.subjects.trainer import AndonTrainer
 
 NAMES = {claim.name for claim in CLAIMS}
 LABORATORY = Laboratory(AndonTrainer(RankPools()))
@@ -26,7 +27,7 @@ LABORATORY = Laboratory(AndonTrainer(RankPools()))
 
 def test_every_mutant_of_the_seed_is_there() -> None:
     """Seed 5.1 lists 12 that survived, 12 that were killed and 11 to add; issue 2 adds 5 of memory."""
-    sizes = [len(module.FAULTS) for module in (survivors, killed, added, memory)]
+    sizes = [len(faults) for faults in (MISSED, CAUGHT, ADDED, memory.FAULTS)]
     assert sizes == [12, 12, 11, 5]
     assert len({fault.name for fault in registry.FAULTS}) == len(registry.FAULTS)
 

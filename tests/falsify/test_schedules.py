@@ -6,9 +6,9 @@ import signal
 
 import pytest
 
-from andon_falsify.nemesis.protocol import Ending
-from andon_falsify.nemesis.schedule import KILL, PAUSE, PREEMPT, RESIZE, STOP, Fault, Schedule
 from benchmarks.schedules import Outcome, told, unexplained
+from falsify.nemesis.run import Ending
+from falsify.nemesis.schedule import KILL, PAUSE, PREEMPT, RESIZE, STOP, Fault, Schedule
 
 KILLED = -signal.SIGKILL
 ENDS = {

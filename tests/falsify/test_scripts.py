@@ -11,12 +11,15 @@ from typing import Any
 import psutil
 import pytest
 
-from andon.problems import InputError
+from andon.console.problems import InputError
+from andon_falsify.campaign.script_bench import open_script
 from andon_falsify.campaign.trial import LAW, RESUME, Trial
+from andon_falsify.claims.evidence import SCRIPT
+from andon_falsify.claims.layouts import gone_on_by_command as resumed
+from andon_falsify.claims.layouts import same_layouts as same
+from andon_falsify.claims.rows import samples_of_script as samples
 from andon_falsify.history import History, chain_digest, read_lines
-from andon_falsify.scripts import open_script
 from andon_falsify.scripts.command import Command
-from andon_falsify.scripts.judging import TOLERANCE, resumed, same, samples
 from andon_falsify.scripts.running import _last_words, run
 from andon_falsify.subjects.case import Case
 from andon_falsify.verdict import Outcome
@@ -70,8 +73,8 @@ def test_a_command_without_its_places_is_refused(text: str, missing: list[str]) 
     ("name", "seen", "outcome"),
     [
         ("grad_norm", 2.0, Outcome.FALSIFIED),
-        ("grad_norm", 1.0 + 3 * TOLERANCE, Outcome.FALSIFIED),
-        ("grad_norm", 1.0 + TOLERANCE / 3, Outcome.HOLDS),
+        ("grad_norm", 1.0 + 3 * SCRIPT.norm, Outcome.FALSIFIED),
+        ("grad_norm", 1.0 + SCRIPT.norm / 3, Outcome.HOLDS),
         ("loss", 1.01, Outcome.FALSIFIED),
         ("weights_norm", 0.9, Outcome.FALSIFIED),
         ("lr", 0.5, Outcome.FALSIFIED),
@@ -147,9 +150,9 @@ def test_a_run_that_is_taken_up_ends_as_the_whole_one(again: History, outcome: O
 @pytest.mark.parametrize(
     ("world", "norm", "outcome"),
     [
-        (2, 1.0 + TOLERANCE / 3, Outcome.FALSIFIED),
-        (3, 1.0 + TOLERANCE / 3, Outcome.HOLDS),
-        (3, 1.0 + 3 * TOLERANCE, Outcome.FALSIFIED),
+        (2, 1.0 + SCRIPT.norm / 3, Outcome.FALSIFIED),
+        (3, 1.0 + SCRIPT.norm / 3, Outcome.HOLDS),
+        (3, 1.0 + 3 * SCRIPT.norm, Outcome.FALSIFIED),
     ],
 )
 def test_sums_of_three_ranks_may_be_rounded_otherwise_after_a_start(world: int, norm: float, outcome: Outcome) -> None:

@@ -12,14 +12,13 @@ import torch
 
 from andon.run.checkpoint import load_checkpoint, save_checkpoint
 from andon.run.sealed import MANIFEST, STATE, TENSORS, CheckpointError
-from andon_falsify.nemesis import damaged, power_cut, storage, traced
-from andon_falsify.nemesis.left_behind import whole
+from falsify.nemesis import disk, power_cut
+from falsify.nemesis.disk import DAMAGES, NEMESES
+from falsify.nemesis.left_behind import whole
 
-EVERY = (*storage.NEMESES, *traced.NEMESES, *damaged.NEMESES)
-DAMAGES = [each.damage for each in damaged.NEMESES if isinstance(each, damaged.Damaged)]
 BELIEVE = (
     "import sys, pathlib, types\n"
-    "from andon_falsify.nemesis.disk_plants import unverified\n"
+    "from falsify.nemesis.plants import unverified\n"
     "unverified(types.SimpleNamespace(acted=lambda: None))\n"
     "from andon.run.checkpoint import load_checkpoint\n"
     "print(load_checkpoint(pathlib.Path(sys.argv[1])).tensors['w'].unique().numel())\n"
@@ -46,7 +45,7 @@ def test_every_damage_is_refused_by_file(tmp_path: Path, damage: Callable[[Path,
 def test_without_its_guard_a_flipped_bit_is_believed(tmp_path: Path) -> None:
     """The control does what it says: the damaged tensors are loaded, two values where there was one."""
     path = saved(tmp_path, 2)
-    damaged._flip(path / TENSORS, path)
+    disk.flip(path / TENSORS, path)
     done = subprocess.run([sys.executable, "-c", BELIEVE, path], capture_output=True, text=True, check=True)
     assert done.stdout == "2\n"
 
@@ -84,14 +83,14 @@ def test_a_power_cut_takes_what_was_not_synced(tmp_path: Path, synced: bool, nam
 
 def test_every_row_of_the_catalogue_has_its_fault() -> None:
     """Each fault of the disk is there once by name, with a guard that can be off, or the reason why there is none."""
-    assert {number for each in EVERY for number in each.numbers} == {4, 34, 35, 36, 37, 39, 40, 41}
-    assert len({each.name for each in EVERY}) == len(EVERY)
-    assert all(each.guard or each.no_guard for each in EVERY)
+    assert {number for each in NEMESES for number in each.numbers} == {4, 34, 35, 36, 37, 39, 40, 41}
+    assert len({each.name for each in NEMESES}) == len(NEMESES)
+    assert all(each.guard or each.no_guard for each in NEMESES)
 
 
 def test_a_machine_without_chattr_is_said_to_lack_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Root needs it to forbid; what it cannot forbid it need not allow again."""
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr("os.geteuid", lambda: 0)
-    (chosen,) = (each for each in EVERY if isinstance(each, storage.ReadOnlyFolder))
+    (chosen,) = (each for each in NEMESES if each.name == "checkpoints read-only")
     assert chosen.needs() == "chattr does not work here: [Errno 2] No such file or directory: 'chattr'"

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from andon_falsify.nemesis import crash_points, processes
-from andon_falsify.nemesis.crash_points import EIO, ENOSPC, KILL, Found, Point, missing, points, table, tried
-from andon_falsify.nemesis.disk_acts import ACTS, CONTROL
+from falsify.nemesis import crash_points, processes, tracing
+from falsify.nemesis.crash_points import EIO, ENOSPC, KILL, Found, Point, points, table, tried
+from falsify.nemesis.disk_acts import ACTS, CONTROL
 
 
 @pytest.fixture(scope="module", autouse=True)
 def strace() -> None:
     """Nothing here can be tried where strace may not trace; asked once, and only where these tests are run."""
-    reason = missing()
+    reason = tracing.missing()
     if reason is not None:
         pytest.skip(reason)
 
@@ -68,7 +68,7 @@ def test_an_act_that_hangs_is_found_and_ended(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(crash_points, "_started", started)
     monkeypatch.setattr(crash_points, "_ACT_S", 0.5)
-    monkeypatch.setattr(crash_points, "_LAST_LINES_S", 0.5)
+    monkeypatch.setattr(tracing, "_LAST_LINES_S", 0.5)
     found = tried(Point("write a file", "fsync", 1, "EIO:delay_enter=600s"), tmp_path)
     assert (found.code, found.wrong) == (None, ("the writer hangs: nothing in 0.5 s",))
     assert [processes.alive(pid) for pid in writers] == [False, False]

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from andon.config.template import template
-from andon.inspection.difference import Comparison, Report, compare, differing, read_side
+from andon.console.problems import InputError
+from andon.inspection.difference import Comparison, Report, compare, read_side
 from andon.inspection.tensors import tensors_apart
-from andon.problems import InputError
 from andon.run.checkpoint import save_checkpoint
+from andon.run.ledger import differing
 from andon_contracts.fields import Real
 from andon_contracts.record import Record, Start, Step
 from tests.inspection.ledgers import FINGERPRINT, digest, resumed_run, start, step, whole_run, write

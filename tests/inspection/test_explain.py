@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from andon.console.problems import InputError
 from andon.inspection.explain import explain
-from andon.problems import InputError
 from andon_contracts.act import Scene, conclude
 from andon_contracts.bundle import Evidence
 from andon_contracts.clauses import CLAUSES

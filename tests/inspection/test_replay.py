@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from andon.console.problems import InputError
 from andon.inspection.difference import Comparison
 from andon.inspection.recorded import open_recorded
 from andon.inspection.replay import read_range
 from andon.inspection.replaying import replay_run
-from andon.problems import InputError
 from andon.run.ledger import LedgerWriter, read_ledger
 from andon_contracts.fields import Real
 from andon_contracts.record import Record, Start, Step

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from andon.console.problems import InputError
 from andon.data.rows import Row
 from andon.inspection.recorded import open_recorded
-from andon.inspection.show import one_step, overview
-from andon.inspection.texts import Texts, texts_of
-from andon.problems import InputError
+from andon.inspection.show import Texts, one_step, overview, texts_of
 from andon_contracts.fields import Real
 from andon_contracts.record import Broken, Plan, RankPart
 from tests.inspection.ledgers import ROWS, digest, resumed_run, start, step, whole_run, write

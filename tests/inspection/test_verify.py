@@ -18,9 +18,9 @@ import typer
 
 from andon_contracts.fields import Real
 from andon_contracts.record import Broken, End, Record, Step
-from andon_falsify.cli import verify as command
+from andon_falsify.claims.ledgers import ALL, read_run, recorded_violations, verify
+from andon_falsify.cli.verify import verify as command
 from andon_falsify.verdict import Outcome, closing_line, exit_code
-from andon_falsify.verification import ALL, read_run, recorded_violations, verify
 from tests.inspection.ledgers import digest, resumed_run, start, step, whole_run, write
 from tests.repository.sources import ROOT
 
@@ -182,6 +182,21 @@ def test_a_run_that_ended_before_its_first_epoch_has_a_plan_all_the_same(tmp_pat
         assert "no epoch was complete" in why
 
 
+def test_a_configuration_that_cannot_be_read_spoils_only_the_claims_that_need_it(tmp_path: Path) -> None:
+    """The ledger beside it is judged all the same; plan and schedule are unknown and say why."""
+    run = _with_settings(tmp_path / "run", whole_run())
+    without = outcomes(run / "ledger.jsonl")
+    (run / "config.yaml").write_text("optimizer:\n  lr: banana\n")
+    asks = ("plan-followed", "schedule")
+    assert {name: found for name, found in outcomes(run).items() if name not in asks} == {
+        name: found for name, found in without.items() if name not in asks
+    }
+    for claim in asks:
+        outcome, why = _said(claim, run)
+        assert outcome is Outcome.UNKNOWN
+        assert "banana" in why
+
+
 ENTRY = "[andon.commands]\n{name} = {target}\n"
 
 
@@ -205,7 +220,7 @@ def _andon(tmp_path: Path, target: str, *arguments: str, name: str = "verify") -
 def test_the_command_joins_by_its_entry_point(tmp_path: Path) -> None:
     """`andon verify` prints a line for each claim and the closing line, and exits with the verdict."""
     path = write(tmp_path / "l.jsonl", whole_run())
-    done = _andon(tmp_path, "andon_falsify.cli:verify", "verify", str(path))
+    done = _andon(tmp_path, "andon_falsify.cli.verify:verify", "verify", str(path))
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert [line.split()[0] for line in lines[:-1]] == [claim.name for claim in ALL]
@@ -214,7 +229,7 @@ def test_the_command_joins_by_its_entry_point(tmp_path: Path) -> None:
 
 def test_a_run_that_is_not_there_is_a_usage_error(tmp_path: Path) -> None:
     """64, because 1 and 2 are verdicts."""
-    done = _andon(tmp_path, "andon_falsify.cli:verify", "verify", str(tmp_path / "nothing"))
+    done = _andon(tmp_path, "andon_falsify.cli.verify:verify", "verify", str(tmp_path / "nothing"))
     assert done.returncode == 64
     assert done.stderr == f"andon: {tmp_path / 'nothing'}: No such file or directory\n"
 

@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from andon.exits import Exit
+from andon.console.exits import Exit
+from andon.console.problems import InputError, Problem
 from andon.launch.context import RankContext
 from andon.launch.rank import preempted
-from andon.problems import InputError, Problem
 from andon_contracts.violation import Finding, Violation
 
 Payload = Mapping[str, Any]

@@ -7,7 +7,7 @@ import signal
 import sys
 from pathlib import Path
 
-PRELOAD = ("andon.launch.agent_process", "tests.launch.entries", "andon.launch.preloaded")
+PRELOAD = ("andon.launch.worker_agents", "tests.launch.entries", "andon.launch.server_last")
 
 
 def main() -> None:

@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
-from andon.exits import Exit
-from andon.launch import crew, supervisor
+from andon.console.exits import Exit
+from andon.console.problems import InputError
+from andon.launch import supervisor, worker_agents
 from andon.launch.elastic import launch_elastic
 from andon.launch.launcher import LaunchResult, warm_up
-from andon.launch.orphan import start_time
 from andon.launch.resizing import ask
 from andon.launch.sizes import Bounds, Sizing
-from andon.problems import InputError
+from andon_contracts.liveness.process import start_time
 from tests.launch.driver import PRELOAD
 from tests.launch.pipes import PATIENCE_S, Pipe
 
@@ -116,7 +116,7 @@ def test_a_broken_contract_is_not_tried_again(pipe: Pipe) -> None:
 def test_an_agent_that_is_silent_is_lost(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stopped agent never tells how its worker ended: it is ended too, within seconds, and the world shrinks."""
     monkeypatch.setattr(supervisor, "AGENT_S", 0.1)
-    monkeypatch.setattr(crew, "LAST_WORD_S", 0.1)
+    monkeypatch.setattr(worker_agents, "LAST_WORD_S", 0.1)
     script = Script(pipe, [{"0": "agent's silence"}, DONE])
     assert script.run(1, 2).exit is Exit.OK
     assert [workers for workers, _ in script.asked] == [2, 1]
@@ -127,7 +127,7 @@ def launcher(pipe: Pipe) -> Iterator[subprocess.Popen[str]]:
     """An elastic launch of 1:2 in a process and a group of its own, whose workers wait until they are asked to end."""
     folder = pipe.path.parent
     asked = {"entry": "tests.launch.entries:end", "payload": {"pipe": str(pipe.path), "how": {}}, "workers": 2}
-    asked |= {"preload": ["andon.launch.agent_process", "tests.launch.entries"]}  # these workers need no torch
+    asked |= {"preload": ["andon.launch.worker_agents", "tests.launch.entries"]}  # these workers need no torch
     asked |= {"least": 1, "folder": str(folder), "timeout_s": 60}
     command = [sys.executable, "-m", "tests.launch.driver", json.dumps(asked)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)

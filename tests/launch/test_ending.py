@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from torch.distributed import DistNetworkError, DistStoreError
 
-from andon.exits import Exit
+from andon.console.exits import Exit
+from andon.console.problems import InputError, Problem
 from andon.launch.ending import describe
-from andon.problems import InputError, Problem
 from andon_contracts.violation import Violation
 
 GLOO = "[/x/gloo/transport/tcp/"

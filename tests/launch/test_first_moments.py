@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from andon.exits import Exit
+from andon.console.exits import Exit
 from andon.launch import preemption
 from andon.launch.supervisor import Wake
 from tests.launch.pipes import PATIENCE_S

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from andon.cli.train import _PRELOAD
-from andon.exits import Exit
+from andon.console.exits import Exit
 from andon.launch.fork_server import starting
 from andon.launch.preemption import PREEMPTION_SIGNALS
 from tests.launch.pipes import PATIENCE_S
@@ -74,7 +74,7 @@ def test_a_server_that_still_imports_ends_with_its_launcher() -> None:
 def test_a_server_that_is_started_again_imports_what_the_first_did() -> None:
     """What ranks need, and what ends it with its launcher: one that was killed before a launch is not missed."""
     done = subprocess.run([sys.executable, "-c", _AGAIN], capture_output=True, text=True, timeout=PATIENCE_S)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "True json andon.launch.preloaded\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True json andon.launch.server_last\n", "")
 
 
 def test_a_folder_for_temporary_files_of_a_long_path_is_refused_in_words(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ from multiprocessing import forkserver
 from andon.launch.fork_server import running
 from andon.launch.launcher import warm_up
 
-warm_up(("json", "andon.launch.preloaded"))
+warm_up(("json", "andon.launch.server_last"))
 first = running().pid
 os.kill(first, 9)
 os.waitid(os.P_PID, first, os.WEXITED | os.WNOWAIT)
@@ -135,7 +135,7 @@ import os, sys
 from multiprocessing import resource_tracker
 from andon.launch.launcher import warm_up
 
-warm_up(("json", "andon.launch.preloaded"))
+warm_up(("json", "andon.launch.server_last"))
 tracker = resource_tracker._resource_tracker
 os.kill(tracker._pid, int(sys.argv[1]))
 os.close(tracker._fd)

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from andon.exits import Exit
+from andon.console.exits import Exit
+from andon.console.problems import InputError
 from andon.launch.report import Report, first_cause
 from andon.launch.supervisor import Supervisor, Wake
-from andon.problems import InputError
 from andon.run import ownership
 from andon.run.folder import RunFolder
 from tests.cli.command import andon

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from andon.launch.orphan import Process, die_with_parent, start_time
+from andon.launch.orphan import die_with_parent
+from andon_contracts.liveness.process import Process, start_time
 from tests.launch.pipes import PATIENCE_S, Pipe
 
 RANK = """

@@ -8,15 +8,15 @@ from dataclasses import replace
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from andon.exits import Exit
-from andon.launch.clock import UPDATE, StepClock
-from andon.launch.patience import Bounds
-from andon.launch.pauses import Pauses
+from andon.console.exits import Exit
+from andon.launch.heartbeat import Timeouts
+from andon_contracts.liveness.clock import Pauses, StepClock
+from andon_contracts.liveness.diagnosis import UPDATE
 from tests.launch.pipes import PATIENCE_S
-from tests.launch.test_pulse_alone import WAITS, Alone, Counted, alone, beat, wait_for
+from tests.launch.test_heartbeat_alone import WAITS, Alone, Counted, alone, beat, wait_for
 
 SLEPT_S = 3600.0
-BOUNDS = Bounds(600.0, silence_s=600.0)
+TIMEOUTS = Timeouts(600.0, silence_s=600.0)
 """Something is slow after ten seconds."""
 
 
@@ -61,14 +61,14 @@ def test_who_computes_or_looks_often_does_not_pause(clocks: Clocks, passed: floa
 
 
 def test_nobody_pauses_before_somebody_looks(clocks: Clocks) -> None:
-    """A clock without a pulse is one that only tells the time."""
+    """A clock without a heartbeat is one that only tells the time."""
     clock = StepClock()
     clocks.ahead += SLEPT_S
     assert clock.read().since_s >= SLEPT_S
 
 
 def paused(clocks: Clocks, made: Alone, store: Counted) -> None:
-    """Everything stood still for an hour, and both threads of the pulse have looked several times since."""
+    """Everything stood still for an hour, and both threads of the heartbeat have looked several times since."""
     made.wait_until_known(1, "step")
     clocks.ahead += SLEPT_S
     del store.asked[:]
@@ -80,12 +80,12 @@ def test_nobody_is_slow_because_all_were_paused(clocks: Clocks, waits: bool) -> 
     """Rank 0 waits, rank 1 computes or waits too, and all of them are stopped, or their machine sleeps, for an hour."""
     store = Counted(HashStore())
     store.set("beat 1", beat(replace(WAITS, ticks=0, waits=waits)))
-    with alone(store, 2, bounds=BOUNDS) as made:
+    with alone(store, 2, timeouts=TIMEOUTS) as made:
         made.clock.at(3, UPDATE)
         made.clock.wait()
         paused(clocks, made, store)
         assert made.said == []
-        mine, other = made.pulse.view().signs.values()
+        mine, other = made.heart.view().signs.values()
         assert max(mine.since_s, mine.phase_s, other.silent_s, other.since_s) < PATIENCE_S
         assert mine.paused_s == pytest.approx(SLEPT_S, abs=PATIENCE_S)
 
@@ -94,11 +94,11 @@ def test_a_wait_that_ended_because_of_a_pause_accuses_nobody(clocks: Clocks) -> 
     """The transport's own clock went on: its wait is over, and what is said is that this process did not run."""
     store = Counted(HashStore())
     store.set("beat 1", beat(replace(WAITS, ticks=0, waits=False)))
-    with alone(store, 2, bounds=BOUNDS) as made:
+    with alone(store, 2, timeouts=TIMEOUTS) as made:
         made.clock.at(3, UPDATE)
         made.clock.wait()
         paused(clocks, made, store)
-        found = made.pulse.explain(Exit.RANK_SILENT)
+        found = made.heart.explain(Exit.RANK_SILENT)
     assert found.startswith("this process did not run for 36")
     assert "rank 1" not in found
 
@@ -107,7 +107,7 @@ def test_a_deadline_does_not_count_a_pause(clocks: Clocks) -> None:
     """An hour of sleep in an update that may take ten minutes ends nothing."""
     store = Counted(HashStore())
     store.set("beat 1", beat(WAITS))
-    with alone(store, 2, bounds=Bounds(600.0, 600.0, 600.0)) as made:
+    with alone(store, 2, timeouts=Timeouts(600.0, 600.0, 600.0)) as made:
         made.clock.at(3, UPDATE)
         made.clock.wait()
         paused(clocks, made, store)

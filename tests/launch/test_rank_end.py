@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from andon.exits import Exit
+from andon.console.exits import Exit
 from tests.launch.pipes import PATIENCE_S
 
 RANK = """

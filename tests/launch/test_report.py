@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from andon.exits import Exit
+from andon.console.exits import Exit
 from andon.launch.report import Report, clear, exit_of, first_cause, path_of, write_for_torch
 
 NOTICED = [Exit.RANK_LOST, Exit.RANK_SILENT, Exit.PREEMPTED]

@@ -8,13 +8,13 @@ from typing import Any, cast
 
 import pytest
 
-from andon.exits import Exit
+from andon.console.exits import Exit
+from andon.console.problems import InputError
 from andon.launch import resizing
-from andon.launch.crew import Crew, Member
 from andon.launch.elastic import Generation
 from andon.launch.rank import Job
 from andon.launch.sizes import Bounds, Ended, Next, Sizing
-from andon.problems import InputError
+from andon.launch.worker_agents import Crew, Member
 from andon.run.atomic import write_whole
 
 BOUNDS = Bounds(2, 5)

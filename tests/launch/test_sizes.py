@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from andon.exits import Exit
+from andon.console.exits import Exit
+from andon.console.problems import InputError
 from andon.launch.sizes import Bounds, Ended, Sizing, parse_workers, sized
-from andon.problems import InputError
 
 DIED = Ended(Exit.RANK_LOST, agents=3, checkpoint="step-00000007")
 

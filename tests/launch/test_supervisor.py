@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from andon.exits import Exit
+from andon.console.exits import Exit
 from andon.launch import supervisor
 from andon.launch.report import Report, path_of
 from andon.launch.supervisor import Supervisor, Wake, Watched

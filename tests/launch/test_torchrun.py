@@ -13,7 +13,7 @@ SCRIPT = """
 import os
 import sys
 from pathlib import Path
-from andon.exits import Exit
+from andon.console.exits import Exit
 from andon.launch.context import RankContext
 from andon.launch.rank import run_rank
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from andon.metrics.counts import confusion_matrix, merge
+from andon.metrics.scores import confusion_matrix, merge
 
 PAIRS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=40)
 

@@ -11,8 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from andon.metrics.counts import confusion_matrix
-from andon.metrics.scores import auroc, scores
+from andon.metrics.scores import auroc, confusion_matrix, scores
 
 ROWS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=30)
 SCORED = st.lists(st.tuples(st.sampled_from([0.0, 0.125, 0.5, 0.75, 1.0]), st.integers(0, 1)), max_size=25)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
+from andon.console.problems import InputError
 from andon.model.adapter import (
     AdapterSpec,
     adapter_tensors,
@@ -26,7 +27,6 @@ from andon.model.adapter import (
 )
 from andon.model.build import build_base, quiet_loading
 from andon.model.task import predictions
-from andon.problems import InputError
 from andon_contracts.digest import tree_digest
 from tests.model.tiny import CPU, LORA, TINY, adapted, perturbed, spec, task
 

@@ -10,16 +10,15 @@ from torch import nn
 
 from andon.backend.base import Backend
 from andon.backend.inprocess import InlineBackend, ThreadsBackend
+from andon.console.problems import InputError
 from andon.model.adapter import AdapterSpec, attach
 from andon.model.build import build_base
 from andon.model.checkpointing import checkpoint_layers
 from andon.model.memory import measure_peak_bytes
-from andon.problems import InputError
 from andon.step.keyed import KeyedRandomness
 from andon.step.optimizer import OptimizerSpec
 from andon.step.plan import BatchPlan
-from andon.step.step import TrainingStep
-from andon.training.replicas import build_replicas
+from andon.training.build import StepSpec, build_replicas, build_step
 from tests.model.tiny import CPU, spec, task
 
 ROWS = task(
@@ -33,9 +32,10 @@ def trained(backend: Backend, optimizer: str, *, checkpointing: bool, dropout: f
     """The digest of the weights after all steps."""
     shape = dataclasses.replace(spec(architecture), dropout=dropout)
     model = attach(build_base(shape), AdapterSpec(r=2, alpha=4.0, dropout=dropout), 3)
-    settings = OptimizerSpec(optimizer, weight_decay=0.0)
-    replicas = build_replicas(model, backend, settings, 5, ROWS, 0, checkpointing=checkpointing)
-    step = TrainingStep(backend, replicas, ROWS, 5, 1.0 if optimizer == "adamw" else None)
+    settings, clip = OptimizerSpec(optimizer, weight_decay=0.0), 1.0 if optimizer == "adamw" else None
+    update = StepSpec(settings, seed=5, micro_batches=5, clip_norm=clip, checkpointing=checkpointing)
+    replicas = build_replicas(model, update, backend, ROWS, 0)
+    step = build_step(update, backend, replicas, ROWS)
     step.attest_start({})
     for number in range(1, PLAN.total_steps + 1):
         step.launch(PLAN.batch(number), 0.1, number).result()

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from andon.model.backbone import backbone_of
+from andon.console.problems import InputError
+from andon.model.build import backbone_of
 from andon.model.compiled import (
     CompiledPasses,
     _room_for,
@@ -21,7 +22,6 @@ from andon.model.compiled import (
 )
 from andon.model.lengths import length_step, padded_lengths, shapes_of
 from andon.model.task import collate
-from andon.problems import InputError
 from andon.step.plan import GlobalBatch
 from tests.model.tiny import adapted
 

@@ -11,8 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedConfig
 
 from andon.model import masks
-from andon.model.backbone import backbone_of
-from andon.model.build import build_base
+from andon.model.build import backbone_of, build_base
 from andon.model.masks import Masking, masked, masking_of, possible_maskings, tried_masking
 from tests.model.tiny import CPU, PAD, adapted, padded_batch, spec
 

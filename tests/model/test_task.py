@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from andon.model.task import ClassificationTask, evaluation_batches, predictions
-from andon.problems import InputError
-from tests.model.tiny import CPU, PAD, adapted, perturbed, task
+from andon.console.problems import InputError
+from andon.model.task import ClassificationTask, evaluation_batches, logits_of, predictions
+from tests.model.tiny import CPU, PAD, adapted, padded_batch, perturbed, task
 
 
 class Fixed(nn.Module):
@@ -212,3 +213,23 @@ def test_evaluation_visits_every_row_once_in_order(count: int, rows: int) -> Non
     batches = evaluation_batches(count, rows)
     assert [row for batch in batches for row in batch] == list(range(count))
     assert all(0 < len(batch) <= rows for batch in batches)
+
+
+def test_a_model_in_bfloat16_computes_in_it_and_its_head_does_not() -> None:
+    """Matrix products of the backbone are taken in half precision; the head's stay in its own, and so do the logits."""
+    model = adapted("decoder", "bfloat16")
+    seen: dict[str, torch.dtype] = {}
+
+    def note(name: str) -> Callable[..., None]:
+        def noted(_: nn.Module, given: object, output: torch.Tensor) -> None:
+            seen[name] = output.dtype
+
+        return noted
+
+    for name, module in model.named_modules():
+        if name.endswith(("q_proj.lora_A.default", "score.modules_to_save.default")):
+            module.register_forward_hook(note(name))
+    assert logits_of(model, padded_batch()).dtype == torch.float32
+    assert {kind for name, kind in seen.items() if "score" in name} == {torch.float32}
+    assert {kind for name, kind in seen.items() if "lora_A" in name} == {torch.bfloat16}
+    assert not torch.is_autocast_enabled("cpu")

@@ -18,9 +18,13 @@ TEXT = {".py", ".md", ".toml", ".ini", ".txt", ".yaml", ".yml", ".json", ".csv",
 
 @dataclass(frozen=True)
 class Import:
-    """One imported name. `type_only`: for type checkers. `deferred`: inside a function, so not at import time."""
+    """One imported name. `type_only`: for type checkers. `deferred`: inside a function, so not at import time.
+
+    `source` is what the name is taken from: of `from a import b` it is a, also where the name is a.b.
+    """
 
     name: str
+    source: str
     line: int
     type_only: bool
     deferred: bool
@@ -47,8 +51,14 @@ class Module:
 
 def parse(path: Path, name: str) -> Module:
     """The module in the file at `path`."""
+    return Module(name, path, *_parsed(path))
+
+
+@cache
+def _parsed(path: Path) -> tuple[str, ast.Module]:
+    # Most rules ask for each file twice, by its path and by its module's name; to parse them all takes seconds.
     text = path.read_text(encoding="utf-8")
-    return Module(name, path, text, ast.parse(text, filename=str(path)))
+    return text, ast.parse(text, filename=str(path))
 
 
 @cache
@@ -93,13 +103,13 @@ def imports(module: Module) -> tuple[Import, ...]:
 def _walk(module: Module, node: ast.AST, *, type_only: bool, deferred: bool) -> Iterator[Import]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import):
-            yield from (Import(alias.name, child.lineno, type_only, deferred) for alias in child.names)
+            yield from (Import(alias.name, alias.name, child.lineno, type_only, deferred) for alias in child.names)
         elif isinstance(child, ast.ImportFrom):
             base = _base(module, child)
             for alias in child.names:
                 full = f"{base}.{alias.name}"
                 name = full if full in _module_names() else base
-                yield Import(name, child.lineno, type_only, deferred)
+                yield Import(name, base, child.lineno, type_only, deferred)
         elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
             for part in child.body:
                 yield from _walk(module, ast.Module([part], []), type_only=True, deferred=deferred)

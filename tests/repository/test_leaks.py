@@ -12,6 +12,9 @@ CONFTEST = Path(__file__).parents[1] / "conftest.py"
 LEAKS = {
     "variable": ("os.environ['LEFT'] = '1'", "left changed in the environment: LEFT "),
     "removal": ("del os.environ['HF_HUB_OFFLINE']", "left changed in the environment: HF_HUB_OFFLINE "),
+    "main": ("sys.modules['__main__'] = os", "left changed in the interpreter: __main__ "),
+    "path": ("sys.path[0] = 'elsewhere'", "left changed in the interpreter: sys.path "),
+    "arguments": ("sys.argv = []", "left changed in the interpreter: sys.argv "),
     "thread": (
         "threading.Thread(target=threading.Event().wait, name='lost', daemon=True).start()",
         "threads left running: lost ",

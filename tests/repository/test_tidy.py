@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.repository.ratchets import LONG_CLASSES
 from tests.repository.sources import ROOT, Module, files, packaged, python_files
 
 Rule = Callable[[Module], Iterable[str]]
 
 FUNCTION_LINES = 60
-FILE_LINES = 400
+CLASS_LINES = 300
+FILE_LINES = 600
 VAGUE = {"utils", "util", "helpers", "helper", "common", "misc", "manager"}
 CONTRACTS = {"require", "ensure", "invariant", "snapshot"}
 COLLECTIVES = re.compile(
@@ -38,6 +40,20 @@ def long_functions(module: Module) -> Iterator[str]:
         lines = (node.end_lineno or node.lineno) - node.lineno + 1
         if lines > FUNCTION_LINES:
             yield f"{module.at(node.lineno)} {node.name} has {lines} lines of at most {FUNCTION_LINES}: split it"
+
+
+def long_classes(module: Module) -> Iterator[str]:
+    """A class holds one thing."""
+    yield from (line for name, line in _long_classes(module) if name not in LONG_CLASSES)
+
+
+def _long_classes(module: Module) -> Iterator[tuple[str, str]]:
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.ClassDef):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if lines > CLASS_LINES:
+                place = f"{module.at(node.lineno)} {node.name}"
+                yield f"{module.name}.{node.name}", f"{place} has {lines} lines of at most {CLASS_LINES}: split it"
 
 
 def long_files(module: Module) -> Iterator[str]:
@@ -97,6 +113,7 @@ def last_name(node: ast.expr) -> str:
 
 OFFENCES: dict[Rule, tuple[str, str]] = {
     long_functions: ("andon.long", "def f():\n" + "    pass\n" * FUNCTION_LINES),
+    long_classes: ("andon.long", "class C:\n" + "    x = 1\n" * CLASS_LINES),
     long_files: ("andon.long", "x = 1\n" * (FILE_LINES + 1)),
     vague_names: ("andon.utils", ""),
     icontract_elsewhere: ("andon.step.x", "@icontract.require(named)\ndef f(): ..."),
@@ -119,6 +136,11 @@ def test_the_rule_can_fail(rule: Rule) -> None:
     """A rule that finds nothing anywhere would prove nothing."""
     name, text = OFFENCES[rule]
     assert list(rule(Module(name, ROOT / f"{name.rpartition('.')[2]}.py", text, ast.parse(text)))) != []
+
+
+def test_an_exception_is_needed() -> None:
+    """A class that became shorter, or went, is not excepted any more."""
+    assert LONG_CLASSES - {name for module in packaged() for name, _ in _long_classes(module)} == set()
 
 
 def lines_matching(paths: Iterable[Path], *patterns: re.Pattern[str]) -> list[str]:

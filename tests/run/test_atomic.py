@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from andon.problems import InputError
+from andon.console.problems import InputError
 from andon.run.atomic import clean_leftovers, is_leftover, json_bytes, storage, whole_folder, write_json, write_whole
 from tests.run.crash import Mode, every_failure
 
@@ -94,7 +94,7 @@ def test_a_limit_on_file_sizes_is_an_input_error(tmp_path: Path) -> None:
     """In a process that may write 4 KiB per file, larger files and ledgers are refused whole: what was there stays."""
     code = (
         "import pathlib, resource, sys\n"
-        "from andon.problems import InputError\n"
+        "from andon.console.problems import InputError\n"
         "from andon.run.atomic import write_whole\n"
         "from andon.run.ledger import LedgerWriter\n"
         "from andon_contracts.record import Broken\n"

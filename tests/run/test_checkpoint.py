@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from andon.problems import InputError
+from andon.console.problems import InputError
 from andon.run import atomic, checkpoint
 from andon.run.atomic import clean_leftovers, is_leftover, json_bytes
 from andon.run.checkpoint import Checkpoint, load_checkpoint, newest_valid, prune, save_checkpoint
@@ -363,7 +363,7 @@ def test_a_limit_on_file_sizes_is_an_input_error(tmp_path: Path) -> None:
     """In a process that may write 4 KiB per file a larger checkpoint is an InputError, and nothing of it is left."""
     code = (
         "import pathlib, resource, sys, torch\n"
-        "from andon.problems import InputError\n"
+        "from andon.console.problems import InputError\n"
         "from andon.run.checkpoint import save_checkpoint\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
         "try: save_checkpoint(pathlib.Path(sys.argv[1]), 1, {'w': torch.zeros(4096)}, {})\n"

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from andon.problems import InputError
+from andon.console.problems import InputError
 from andon.run.atomic import clean_leftovers
 from andon.run.checkpoint import newest_valid, prune
 from andon.run.folder import RunFolder, State, new_folder

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 
-from andon.problems import InputError
-from andon.run.ledger import LedgerError, LedgerWriter, head_at, read_ledger, same_again
+from andon.console.problems import InputError
+from andon.run.ledger import CAUSAL, REPEATED, LedgerError, LedgerWriter, head_at, read_ledger, same_again
 from andon_contracts.fields import Real
 from andon_contracts.record import GENESIS, End, RankPart, Step, StepDigests, chain
 from tests.run.crash import Mode, every_failure
@@ -185,3 +185,12 @@ def test_same_again_sees_bits_and_not_places() -> None:
     ):
         (difference,) = same_again(old, replace(old, **{name: value}))  # type: ignore[arg-type]
         assert difference.startswith(f"{name}: ")
+
+
+def test_what_is_repeated_is_said_once() -> None:
+    """In the order of the record, and by causes with each digest by itself; the rest of a step is where it was done."""
+    digests = {each.name for each in fields(StepDigests)}
+    assert {*REPEATED} - {"position", "digests"} | digests == {*CAUSAL}
+    of_a_watch = {"weights_norm", "gradient_at", "optimizer_index", "skipped"}
+    places = {"step", "world", "backend", "ranks", "tensors"}
+    assert {each.name for each in fields(Step)} - {*REPEATED} == of_a_watch | places

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from andon.problems import InputError
+from andon.console.problems import InputError
 from andon.run import provenance
 from andon.run.provenance import (
     commit,
@@ -94,13 +94,16 @@ def test_what_makes_the_kernels_of_an_accelerator_is_in_its_fingerprint(name: st
         assert list(differences(without, fingerprint(ours | {"packages": {**packages, name: "9"}}))) == expected
 
 
-def test_the_code_that_compiles_passes_is_in_the_fingerprint_of_an_accelerator() -> None:
+@pytest.mark.parametrize("folder", ["model", "fast"])
+def test_the_code_that_compiles_passes_is_in_the_fingerprint_of_an_accelerator(folder: str) -> None:
     """By its digest: many states of a checkout have one version number. On CPUs nothing is compiled."""
     ours = environment(threads=1, devices=["H200"])
-    changed = ours | {"sources": {"andon.model": "0" * 16}}
+    sources = ours["sources"]
+    assert isinstance(sources, Mapping)
+    changed = ours | {"sources": {**sources, f"andon.{folder}": "0" * 16}}
     (difference,) = differences(fingerprint(ours), fingerprint(changed))
-    digest = source_digest(Path(provenance.__file__).parents[1] / "model")
-    assert difference == f"source andon.model: {digest}, {'0' * 16}"
+    digest = source_digest(Path(provenance.__file__).parents[1] / folder)
+    assert difference == f"source andon.{folder}: {digest}, {'0' * 16}"
     assert not [name for name in fingerprint(environment(threads=1)) if name.startswith("source")]
 
 
@@ -124,7 +127,7 @@ def test_what_was_written_before_there_was_more_is_read() -> None:
     older = {name: value for name, value in ours.items() if name not in ("driver", "sources")}
     names = fingerprint(older).keys()
     assert "devices" in names
-    assert not names & {"driver", "source andon.model"}
+    assert not names & {"driver", "source andon.model", "source andon.fast"}
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from andon.problems import InputError
+from andon.console.problems import InputError
 from andon.run.folder import RunFolder, State
 from andon.run.summary import Head, Summary, read_summary, write_summary
 from andon_contracts.fields import Real

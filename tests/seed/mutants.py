@@ -12,8 +12,7 @@ from torch import nn
 
 from andon.coordinator import DataParallelCoordinator
 from andon.gradients import average_gradients
-from andon.pipeline import BatchResult, ClassifyPipeline, SafetySample
-from andon.pipeline.samples import NOTHING
+from andon.pipeline import NOTHING, BatchResult, ClassifyPipeline, SafetySample
 from andon.step.shard import shard_samples
 from andon_contracts.policy import suspended
 

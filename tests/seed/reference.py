@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from andon.pipeline import ClassifyConfig, SafetySample, TransformerConfig
-from andon.pipeline.classify import build_model
+from andon.pipeline import ClassifyConfig, SafetySample, TransformerConfig, build_model
 from andon.step.optimizer import OptimizerSpec
 
 

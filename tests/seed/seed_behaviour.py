@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from andon.console.problems import InputError
 from andon.coordinator import DataParallelCoordinator
 from andon.model.task import predictions
 from andon.pipeline import BatchResult, ClassifyConfig, ClassifyPipeline, SafetySample
-from andon.problems import InputError
 from andon_contracts.policy import suspended
 from tests.seed.subject import Subject
 

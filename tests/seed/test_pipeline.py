@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from andon.console.problems import InputError
 from andon.pipeline import BatchResult, ClassifyConfig, ClassifyPipeline, SafetySample, TransformerConfig
-from andon.problems import InputError
 from andon.step.optimizer import OptimizerSpec
 from tests.seed.reference import Reference
 from tests.seed.subject import (

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from andon.model.adapter import trainable_parameters
-from andon.pipeline.classify import build_model
-from andon.pipeline.config import ClassifyConfig
+from andon.pipeline import ClassifyConfig, build_model
 from andon_contracts.violation import Violation
 from tests.seed.subject import (
     FIXTURE,

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from andon.console.problems import InputError
 from andon.coordinator import DataParallelCoordinator, resolve_devices
 from andon.pipeline import TransformerConfig
-from andon.problems import InputError
 from andon.step.optimizer import OptimizerSpec
 from andon_contracts.violation import Violation
 from tests.seed.subject import (

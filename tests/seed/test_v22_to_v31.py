@@ -13,12 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from andon.console.problems import InputError
 from andon.model.adapter import trainable_parameters
 from andon.model.memory import activation_bytes, measure_peak_bytes, plan_bytes
-from andon.pipeline import ClassifyPipeline
-from andon.pipeline.classify import build_model
-from andon.pipeline.samples import SampleEncoder
-from andon.problems import InputError
+from andon.pipeline import ClassifyPipeline, SampleEncoder, build_model
 from andon.step.optimizer import OptimizerSpec
 from andon_contracts.violation import Violation
 from tests.seed.reference import Reference
@@ -261,8 +259,8 @@ def test_v30_a_label_that_is_no_class_is_refused(subject: Subject, label: Any) -
 def test_v30_the_bound_holds_under_optimisation() -> None:
     """V30: `python -O`, which removes assertions, does not remove the bound; the seed has a debug assertion."""
     program = (
-        "from andon.pipeline.config import ClassifyConfig, TransformerConfig\n"
-        "from andon.pipeline.samples import SafetySample, SampleEncoder\n"
+        "from andon.pipeline import ClassifyConfig, TransformerConfig\n"
+        "from andon.pipeline import SafetySample, SampleEncoder\n"
         "assert False, 'assertions are on'\n"
         "SampleEncoder(TransformerConfig.tiny(), ClassifyConfig()).of_samples([SafetySample('a', 5)])\n"
     )

@@ -18,7 +18,7 @@ from andon.backend.base import Backend
 from andon.backend.group import GroupBackend
 from andon.backend.inprocess import InlineBackend, ThreadsBackend
 from andon.step.audit import AuditSpec, default_every, describe, siblings
-from andon.step.leaf import Leaf
+from andon.step.micro_batch import Leaf
 from andon.step.plan import GlobalBatch, rank_leaves
 from andon.step.replica import Replica
 from andon.step.step import RankFailed, StepResult, TrainingStep

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from andon.step.host_drawn import HostDrawnDropout
 from andon.step.keyed import KeyedRandomness, key
 from andon.step.stochastic import UnkeyedRandomnessError
-from andon.training.replicas import draws_as_cpus
+from andon.training.build import draws_as_cpus
 from tests.support.toy import CPU
 
 SHAPES = {"ragged": (3, 7, 5), "wide": (2, 4, 300)}

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from andon.backend.base import Backend
 from andon.backend.group import GroupBackend
 from andon.backend.inprocess import InlineBackend, ThreadsBackend
 from andon.step.audit import NO_AUDIT, AuditSpec
-from andon.step.gate import Gate, Rule, encoded
 from andon.step.optimizer import OptimizerSpec
 from andon.step.replica import Replica
 from andon.step.step import RankFailed, TrainingStep
 from andon.step.task import Task
-from andon_contracts.agree import Observation, bits_of, real_of
-from andon_contracts.judge import judge_reduced
 from andon_contracts.policy import suspended
 from andon_contracts.violation import Violation
 from tests.support.faults import CULPRIT, FAULTS, SETTINGS, WORLD, PoisonedTask
@@ -258,53 +252,3 @@ def test_a_fused_sgd_is_held_back_and_counts_no_update() -> None:
     held.apply()
     assert held.weights_digest() != before
     assert held.updates == 1
-
-
-norms = st.floats(0, 1e30) | st.sampled_from([float("nan"), float("inf")])
-
-
-@given(st.lists(st.sampled_from([0.0, 0.3, 1.0, 1.00001, 1.1]), min_size=1, max_size=3), norms, norms)
-def test_the_device_judges_a_clipping_as_the_clause_does(factors: list[float], norm: float, limit: float) -> None:
-    """One norm on all ranks, clipped to a factor of what is right: the gate closes exactly where the clause breaks."""
-    bound = limit if math.isfinite(limit) else None
-    right = norm if bound is None else norm * min(1.0, bound / (norm + 1e-6))
-    known = {"rate": 0, "planned": 0, "gradient": 0, "nonfinite": 0, "weights": 0, "norm": bits_of(norm)}
-    said = [{**known, "clipped": bits_of(right * factor)} for factor in factors]
-    gate, rules = Gate([CPU]), [Rule.FINITE if name == "norm" else 0 for name in known] + [Rule.CLIPPED]
-    expected = torch.tensor(encoded([rules] * len(said))).view(2, len(said), -1)
-    gate.look(torch.tensor([list(values.values()) for values in said]), expected, limit=bound)
-    try:
-        judge_reduced([Observation(rank, 1, 1, "reduced", v) for rank, v in enumerate(said)], {}, 0, bound)
-    except Violation:
-        assert gate.closed
-    else:
-        assert not gate.closed
-
-
-@given(st.integers(1, 3), st.integers(0, 6), st.integers(0, 2), st.sampled_from(Rule), st.data())
-def test_each_rule_sees_its_own(world: int, column: int, rank: int, rule: Rule, data: st.DataObject) -> None:
-    """One integer that is other than its rule says closes the gate, wherever it stands; what a rule allows does not."""
-    table = torch.zeros((world, 7), dtype=torch.int64)
-    rows: list[list[int]] = [[0] * 7 for _ in range(world)]
-    for row in rows:
-        row[column] = rule
-    rank = min(rank, world - 1)
-    value = data.draw(st.sampled_from([0, 1, -1, bits_of(1.5), bits_of(math.inf), bits_of(-math.nan)]))
-    table[rank, column] = value
-    odd = {
-        Rule.ANY: False,
-        Rule.SAME: world > 1 and value != 0,
-        Rule.FINITE: not math.isfinite(real_of(value)),
-        Rule.HELD: value != 0 or world > 1,
-        Rule.CLIPPED: not abs(real_of(value)) <= 1e-30,
-    }[rule]
-    held = torch.tensor(value if rule == Rule.HELD and world == 1 else 0)
-    if rule == Rule.HELD:
-        odd = bool((table[:, column] != held).any())
-    gate = Gate([CPU])
-    gate.look(table, torch.tensor(encoded(rows)), held)
-    assert bool(gate.closed) == odd
-    gate.open()
-    rows[rank][(column + 1) % 7] = 5
-    gate.look(table, torch.tensor(encoded(rows)), held)
-    assert gate.closed

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from andon.config.load import load_config
 from andon.step.plan import BatchPlan
 from andon.step.schedule import WarmupCosine
-from andon.training.material import schedule_of
+from andon.training.build import schedule_of
+from andon.training.material import prepare
+from andon.training.session import run_spec
 
 
 def test_values_by_hand() -> None:
@@ -53,7 +55,7 @@ def test_the_schedule_of_a_configuration() -> None:
     """Every key of it counts: the peak after the warm-up, the lowest rate at the last step of the plan."""
     plan = BatchPlan(ids=tuple(range(40)), batch_size=4, micro_batches=2, seed=0, epochs=2, max_steps=None)
     config = load_config(None, ["optimizer.lr=0.5", "schedule.warmup_fraction=0.25", "schedule.min_lr=0.125"])
-    schedule = schedule_of(config, plan)
+    schedule = schedule_of(run_spec(config, prepare(config), 1), plan)
     assert plan.total_steps == 20
     assert [schedule.rate(step) for step in (5, 20)] == [0.5, 0.125]
     assert schedule.rate(4) == pytest.approx(0.4)

@@ -14,7 +14,7 @@ from torch import nn
 
 from andon.backend.determinism import demand_determinism
 from andon.model.compiled import compile_backbone
-from andon.model.forward import logits_of
+from andon.model.task import logits_of
 from andon.step.keyed import KeyedRandomness
 
 DEVICE = torch.device("cuda", 0)

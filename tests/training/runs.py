@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from andon.cli.train import run_training
-from andon.exits import Exit
+from andon.console.exits import Exit
 from andon.run.folder import RunFolder
 from andon.run.ledger import read_ledger
 from andon_contracts.record import Record
@@ -23,7 +23,7 @@ PRELOAD = (
     "andon.training.run",
     "transformers.models.qwen3.modeling_qwen3",
     "tests.training.entries",
-    "andon.launch.preloaded",
+    "andon.launch.server_last",
 )
 COLOURS = ("red", "green", "blue")
 STEPS = 12

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from andon.config.load import load_config
-from andon.exits import Exit
+from andon.console.exits import Exit
 from andon.run.folder import RunFolder
 from andon.run.ledger import LedgerWriter, read_ledger
-from andon.training import closing
+from andon.training import run
 from andon.training.run import train
 from andon_contracts.fields import Real
 from andon_contracts.record import Broken, End, Evaluation, Record
@@ -91,9 +91,9 @@ def test_killed_again_and_again_it_writes_each_once(
 ) -> None:
     """Killed as it writes the adapter, then as it writes the summary: two resumes, one line of scores, one end."""
     cut(copy, 2)
-    for name in ("write_adapter", "write_results"):
+    for name in ("write_adapter", "write_summary"):
         with monkeypatch.context() as patched:
-            patched.setattr(closing, name, killed)
+            patched.setattr(run, name, killed)
             with pytest.raises(Killed):
                 go_on(runs, copy)
     assert go_on(runs, copy) == Exit.OK

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from andon.config.load import load_config
-from andon.problems import InputError
+from andon.console.problems import InputError
 from andon.training.session import _usable
 from tests.support.ranks import run_ranks
 

@@ -9,9 +9,9 @@ import pytest
 
 from andon.config.load import load_config
 from andon.config.schema import Config
-from andon.problems import InputError
+from andon.console.problems import InputError
 from andon.run.folder import RunFolder
-from andon.training.finished import require_same_as_finished
+from andon.training.existing import require_same_as_finished
 from tests.training.runs import Runs
 
 

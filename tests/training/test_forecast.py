@@ -10,7 +10,7 @@ import pytest
 
 from andon.config.load import load_config
 from andon.config.schema import Config
-from andon.problems import InputError
+from andon.console.problems import InputError
 from andon.training import evaluation, forecast, study
 from andon.training.budget import _planned, judge_peaks
 from andon.training.forecast import Machine, WorldPlan

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import andon.step.step
-from andon.exits import Exit
+from andon.console.exits import Exit
 from andon.step.replica import Replica
 from andon.training.trainer import Trainer
 from andon_contracts.violation import Violation

@@ -11,14 +11,15 @@ import torch
 from andon.config.schema import Config
 from andon.model.masks import Masking
 from andon.run.provenance import environment
-from andon.training import opening
-from andon.training.opening import _versions, agree_on_start
+from andon.training import run
+from andon.training.run import _versions, agree_on_start
 from andon.training.trainer import Progress
 
 
 def session(backend: str, devices: list[str]) -> Any:
     """As much of a session as says where it runs."""
-    return SimpleNamespace(backend=SimpleNamespace(name=backend), environment=environment(1, devices))
+    where = SimpleNamespace(backend=SimpleNamespace(name=backend))
+    return SimpleNamespace(run=where, environment=environment(1, devices))
 
 
 def test_ranks_of_two_kinds_have_the_rest_alike() -> None:
@@ -38,11 +39,11 @@ def attested(backend: str, masking: Masking, monkeypatch: pytest.MonkeyPatch) ->
     shown: list[dict[str, int]] = []
     alike = SimpleNamespace(digest="one")
     starting = session(backend, ["H200"])
-    starting.config, starting.writes = Config(), True
+    starting.config, starting.run.writes = Config(), True
     starting.material = SimpleNamespace(rows=alike, tokenizer=alike)
-    starting.primary = SimpleNamespace(model=None, device=torch.device("cuda", 0), optimizer_digest=lambda: 1)
-    starting.step = SimpleNamespace(attest_start=shown.append)
-    monkeypatch.setattr(opening, "masking_of", lambda *_: masking)
+    starting.run.primary = SimpleNamespace(model=None, device=torch.device("cuda", 0), optimizer_digest=lambda: 1)
+    starting.run.step = SimpleNamespace(attest_start=shown.append)
+    monkeypatch.setattr(run, "masking_of", lambda *_: masking)
     agree_on_start(starting, Progress())
     return shown[0]["attention"]
 

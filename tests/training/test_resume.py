@@ -16,10 +16,10 @@ from torch import nn
 
 from andon.cli.train import run_training
 from andon.config.load import load_config
-from andon.exits import Exit
+from andon.console.exits import Exit
+from andon.console.problems import InputError
 from andon.launch.launcher import warm_up
 from andon.model.masks import Masking
-from andon.problems import InputError
 from andon.run.folder import RunFolder
 from andon.training.outputs import resolved
 from andon.training.run import train
@@ -82,7 +82,7 @@ def test_masks_are_tried_before_weights_are_restored(
         tried.append(tree_digest({name: each for name, each in model.named_parameters() if each.requires_grad}))
         return Masking.TOKENS
 
-    monkeypatch.setattr("andon.training.session.masking_of", noting)
+    monkeypatch.setattr("andon.training.build.masking_of", noting)
     assert runs.train(tmp_path / "new", "training.max_steps=1", backend="inline", workers=1) == 0
     assert runs.train(folder, backend="inline", workers=1, resume="auto") == 0
     before, resumed = tried

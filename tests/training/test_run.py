@@ -14,8 +14,8 @@ from andon.model.build import quiet_loading
 from andon.run.folder import RunFolder
 from andon.training.inference import evaluate_run, load_run, predict, read_labelled
 from andon.training.preview import describe
+from andon_falsify.claims.ledgers import read_run, verify
 from andon_falsify.verdict import Outcome
-from andon_falsify.verification import read_run, verify
 from tests.training.runs import (
     PRELOAD,
     STEPS,

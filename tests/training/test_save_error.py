@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from andon.config.load import load_config
-from andon.exits import Exit
+from andon.console.exits import Exit
+from andon.console.problems import InputError
 from andon.launch.launcher import warm_up
-from andon.problems import InputError
 from andon.run import checkpoint
 from andon.run.folder import RunFolder
 from andon.training import journal

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from andon.backend.inprocess import InlineBackend
-from andon.problems import InputError
+from andon.console.problems import InputError
 from andon.run.ledger import LedgerWriter
 from andon.step.plan import BatchPlan
 from andon.training.speed import fastest_shares, recorded_shares, shares_of

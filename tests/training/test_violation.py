@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from andon.exits import Exit
+from andon.console.exits import Exit
 from andon.launch.launcher import warm_up
 from andon.step.replica import Replica
 from andon_contracts.violation import Violation

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from andon_contracts.laws.loop import AFTER, BEFORE, START
 from andon_contracts.violation import Violation
 from andon_contracts.watch import Watch
-from andon_contracts.watch.judging import AFTER, BEFORE, START
 
-SUSPICIONS = frozenset(check.clause for check in (*START, *BEFORE, *AFTER) if check.suspicion)
+SUSPICIONS = frozenset(law.clause for law in (*START, *BEFORE, *AFTER) if law.suspicion)
 
 
 @dataclass(frozen=True)

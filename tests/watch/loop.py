@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import andon
+from andon_contracts.observe import flat_digest
 from andon_contracts.violation import Violation
 from andon_contracts.watch import Watch
-from andon_contracts.watch.reading import flat_digest
 from andon_contracts.watch.values import state_digest
 
 ROWS, FEATURES, CLASSES, BATCH, STEPS = 37, 8, 3, 8, 11

@@ -253,3 +253,19 @@ def test_ranks_that_tell_different_things_halt_and_say_just_that(action: str) ->
         assert (error.clause, set(clauses) - {"halt-together"}) == ("halt-together", set())
         assert "the ranks are not at the same point: rank 0: step " in str(error)
         assert "lr differs" not in str(error)
+
+
+def test_a_batch_that_was_refused_is_no_new_micro_batch() -> None:
+    """The gradient that is there is still of the rows told before: thrown away, they are free to come again."""
+    model = _model()
+    optimizer = _sgd(model)
+    with andon.watch(model, optimizer, action="raise", hard_stop=False) as w:
+        w.batch([0, 1])
+        model(torch.ones(2, 3)).sum().backward()
+        with pytest.raises(ValueError, match="ids"):
+            w.batch([0.5])  # type: ignore[list-item]
+        optimizer.zero_grad()
+        w.batch([0, 1])
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        assert w.findings == ()

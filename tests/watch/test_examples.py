@@ -18,8 +18,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from andon.run.ledger import read_ledger
 from andon_contracts.record import Broken, End, Record, Step
+from andon_falsify.claims.ledgers import read_run, verify
 from andon_falsify.verdict import Outcome
-from andon_falsify.verification import read_run, verify
 from tests.support.ranks import run_ranks
 
 FOLDER = Path(__file__).parents[2] / "examples" / "watch"

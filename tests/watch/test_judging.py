@@ -1,15 +1,22 @@
-"""All checks of a step in one call: what it finds is what each check finds alone, and it is counted."""
+"""All laws of a step in one judgement: each evaluated once and counted once, and one row for trainer and watch."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from andon_contracts.agree import Observation, bits_of
 from andon_contracts.clauses import CLAUSES
-from andon_contracts.policy import evaluations, reset_evaluations
-from andon_contracts.told_clauses import name_ratio
-from andon_contracts.violation import Violation
-from andon_contracts.watch.judging import AFTER, BEFORE, Check, Verdicts
+from andon_contracts.laws.law import Judgement, Law, Seen
+from andon_contracts.laws.loop import AFTER, BEFORE, START, each_by_itself, name_ratio
+from andon_contracts.laws.update import CLIP, RATE, REDUCED, UPDATED, Due, Reduced
+from andon_contracts.policy import evaluations, reset_evaluations, suspended
+from andon_contracts.watch.judging import Verdicts
 from andon_contracts.watch.settings import Settings
 
 RIGHT = {
@@ -29,7 +36,6 @@ RIGHT = {
     "gradient": 11,
     "norm": bits_of(2.0),
     "clipped": bits_of(2.0),
-    "limit": bits_of(float("inf")),
     "stale": 0,
     "missing": 0,
     "scale": 0,
@@ -61,7 +67,7 @@ WRONG: dict[str, list[tuple[str, int]]] = {
     "gradient-present": [("missing", 1)],
     "collectives-agree": [("collectives", 0), ("strided", 1)],
     "gradients-agree": [("gradient", 0)],
-    "clip-once": [("limit", bits_of(1.0))],
+    "clip-once": [("clipped", bits_of(1.0))],
     "optimizers-agree": [("optimizer", 0), ("updates", 5)],
     "update-applied": [("unmoved", 1)],
 }
@@ -73,30 +79,26 @@ def _seen(**of_the_second: int) -> tuple[Observation, ...]:
     return tuple(Observation(rank, 3, 9, "here", {**RIGHT, **(of_the_second if rank else {})}) for rank in range(2))
 
 
-def _verdicts(live: frozenset[str] = ALL) -> Verdicts:
-    return Verdicts(Settings(action=lambda _: None), 0, ["a", "b"], live)
+def _judgement(
+    table: str, observations: Sequence[Observation], live: frozenset[str] = ALL
+) -> tuple[Judgement[Seen[Reduced]], Verdicts]:
+    verdicts = Verdicts(Settings(action=lambda _: None), 0, ["a", "b"], live)
+    seen = Seen(observations, each_by_itself(1e9), verdicts.names)
+    return verdicts.judgement(verdicts.alive(TABLES[table]), seen), verdicts
 
 
-def _alone(checks: tuple[Check, ...], observations: tuple[Observation, ...]) -> list[str]:
-    broken = []
-    for check in checks:
-        try:
-            check.judge(observations, {}, ["a", "b"])
-        except Violation as found:
-            broken.append(found.clause)
-    return broken
+TABLES: Mapping[str, Sequence[Law[Seen[Reduced]]]] = {"before": BEFORE, "after": AFTER}
 
 
-@pytest.mark.parametrize("checks", [BEFORE, AFTER], ids=["before", "after"])
-def test_what_is_right_holds_and_each_clause_is_counted(checks: tuple[Check, ...]) -> None:
-    """One call evaluates every live clause once: counted by the watch, and by the policy for each of its tests."""
-    verdicts = _verdicts()
+@pytest.mark.parametrize("table", TABLES)
+def test_what_is_right_holds_and_each_clause_is_counted(table: str) -> None:
+    """One judgement evaluates every live law once: counted by the watch and by the process, however often one asks."""
     reset_evaluations()
-    assert verdicts.quick(checks)(_seen())
-    wanted: dict[str, int] = {}
-    for check in checks:
-        wanted[check.clause] = wanted.get(check.clause, 0) + 1
-    assert dict(verdicts.evaluations) == wanted
+    judgement, verdicts = _judgement(table, _seen())
+    assert judgement.first is None
+    assert list(judgement.broken()) == []
+    wanted = Counter(law.clause for law in TABLES[table])
+    assert verdicts.evaluations == wanted
     assert evaluations() == wanted
 
 
@@ -104,14 +106,53 @@ CASES = [(clause, name, value) for clause, values in WRONG.items() for name, val
 
 
 @pytest.mark.parametrize(("clause", "name", "value"), CASES, ids=[f"{clause}, {name}" for clause, name, _ in CASES])
-def test_each_clause_can_fail_in_the_one_call(clause: str, name: str, value: int) -> None:
-    """One wrong value is enough; the call says so, counts nothing, and the clause alone is what judges it."""
-    checks = next(checks for checks in (BEFORE, AFTER) if clause in {check.clause for check in checks})
-    verdicts = _verdicts()
-    observations = _seen(**{name: value})
-    assert clause in _alone(checks, observations)
-    assert not verdicts.quick(checks)(observations)
-    assert not verdicts.evaluations
+def test_each_clause_can_fail_in_the_one_judgement(clause: str, name: str, value: int) -> None:
+    """One wrong value is enough: the clause is among those broken, its row reads that value, all are counted."""
+    table = next(each for each, laws in TABLES.items() if clause in {law.clause for law in laws})
+    judgement, verdicts = _judgement(table, _seen(**{name: value}))
+    broken = {law.clause: law for law in judgement.broken()}
+    assert name in broken[clause].reads
+    assert verdicts.evaluations == Counter(law.clause for law in TABLES[table])
+    assert judgement.violation(broken[clause]).clause == clause
+
+
+def test_what_follows_the_first_broken_law_is_not_evaluated_until_one_asks() -> None:
+    """Who raises at the first law that is broken has evaluated those before it, and no others."""
+    judgement, verdicts = _judgement("before", _seen(modes=0, gradient=0))
+    assert judgement.first is not None
+    assert judgement.first.clause == "modes-agree"
+    assert dict(verdicts.evaluations) == {"halt-together": 1, "parameters-kept": 1, "modes-agree": 1}
+    assert [law.clause for law in judgement.broken()] == ["modes-agree", "gradients-agree"]
+    assert judgement.first.clause == "modes-agree"
+    assert verdicts.evaluations == Counter(law.clause for law in BEFORE)
+
+
+class _Reading(dict[str, int]):
+    """Values that remember which of them were read."""
+
+    def __init__(self, values: Mapping[str, int]) -> None:
+        super().__init__(values)
+        self.read: set[str] = set()
+
+    def __getitem__(self, name: str) -> int:
+        self.read.add(name)
+        return super().__getitem__(name)
+
+
+ROWS = [
+    *((law, each_by_itself(0.5)) for law in (*START, *BEFORE, *AFTER)),
+    *((law, Reduced(12, 0.5)) for law in REDUCED),
+    *((law, Due(4)) for law in UPDATED),
+]
+
+
+@pytest.mark.parametrize(("law", "want"), ROWS, ids=[f"{law.id} {index}" for index, (law, _) in enumerate(ROWS)])
+def test_a_row_reads_what_it_says(law: Law[Any], want: object) -> None:
+    """A predicate looks at no other value than those of `reads`: what is to be observed can be told from the rows."""
+    values = [_Reading({**RIGHT, "imprecise": 0}) for _ in range(2)]
+    seen = Seen([Observation(rank, 3, 9, "here", each) for rank, each in enumerate(values)], want)
+    law.holds(seen)
+    assert values[0].read | values[1].read <= set(law.reads)
 
 
 def test_every_clause_of_a_step_is_among_the_cases() -> None:
@@ -119,22 +160,111 @@ def test_every_clause_of_a_step_is_among_the_cases() -> None:
 
     `halt-together` is broken by a message of another step, in the test below.
     """
-    named = {check.clause for check in (*BEFORE, *AFTER)}
+    named = {law.clause for law in (*BEFORE, *AFTER)}
     assert named - set(WRONG) == {"halt-together", "loss-reported", "randomness-declared"}
 
 
-def test_ranks_at_different_steps_do_not_hold() -> None:
-    """Whether the messages belong together is asked first."""
-    here, there = _seen()
+@pytest.mark.parametrize("table", TABLES)
+def test_ranks_at_different_steps_are_never_compared(table: str) -> None:
+    """Whether the messages belong together is asked first, and nothing else where they do not."""
+    here, there = _seen(**dict.fromkeys(RIGHT, 99))
     late = Observation(1, 4, there.sequence, there.point, there.values)
-    assert not _verdicts().quick(AFTER)((here, late))
+    judgement, verdicts = _judgement(table, (here, late))
+    assert [law.clause for law in judgement.broken()] == ["halt-together"]
+    assert dict(verdicts.evaluations) == {"halt-together": 1}
 
 
 def test_a_clause_that_is_not_live_is_neither_asked_nor_counted() -> None:
     """What cannot be observed here does not hold, and does not break."""
-    verdicts = _verdicts(ALL - {"modes-agree"})
-    assert verdicts.quick(BEFORE)(_seen(modes=0))
+    judgement, verdicts = _judgement("before", _seen(modes=0), ALL - {"modes-agree"})
+    assert judgement.first is None
     assert "modes-agree" not in verdicts.evaluations
+
+
+def test_where_contracts_are_suspended_nothing_is_judged() -> None:
+    """No law is come to, and none is counted."""
+    with suspended():
+        judgement, verdicts = _judgement("before", _seen(modes=0))
+        assert judgement.first is None
+    assert not verdicts.evaluations
+
+
+def test_trainer_and_watch_read_the_same_rows() -> None:
+    """A clause that both have at one point is one row: whoever changes it changes it for both."""
+    for ours, theirs in ((REDUCED, BEFORE), (UPDATED, AFTER)):
+        by_id = {law.id: law for law in theirs}
+        for law in ours:
+            assert by_id.get(law.id, law) is law
+    shared = {law.id for law in (*REDUCED, *UPDATED)} & {law.id for law in (*BEFORE, *AFTER)}
+    assert shared == {
+        "halt-together/any",
+        "learning-rate-planned/reduced",
+        "replicas-agree/reduced",
+        "gradients-agree/reduced",
+        "clip-once/reduced",
+        "optimizers-agree/updated",
+        "replicas-agree/updated",
+    }
+
+
+def _broken(law: Law[Seen[Reduced]], want: Reduced, *values: Mapping[str, int]) -> bool:
+    said = [Observation(rank, 3, 9, "here", {**RIGHT, **each}) for rank, each in enumerate(values)]
+    return Judgement((law,), Seen(said, want)).first is not None
+
+
+@pytest.mark.parametrize(
+    ("factor", "ours", "theirs"),
+    [(1.0, False, False), (1 + 2**-52, True, False), (1 + 0.9e-9, True, False), (1 + 1.1e-9, True, True)],
+)
+def test_a_rate_is_held_to_the_bit_by_the_trainer_and_to_rounding_by_a_watch(
+    factor: float, ours: bool, theirs: bool
+) -> None:
+    """Both sides of both old boundaries: ours is computed once, a loop's schedule may be written twice."""
+    said = [{"rate": bits_of(0.1 * factor), "planned": bits_of(0.1)}] * 3
+    assert _broken(RATE, Reduced(), *said) == ours
+    assert _broken(RATE, each_by_itself(None), *said) == theirs
+
+
+def test_a_rate_is_held_to_the_plan_of_most_by_the_trainer_and_to_its_own_by_a_watch() -> None:
+    """A rank that follows another plan is odd among ranks that have one, and true to itself elsewhere."""
+    planned, other = bits_of(0.1), bits_of(0.2)
+    right = {"rate": planned, "planned": planned}
+    assert _broken(RATE, Reduced(), right, right, {"rate": other, "planned": other})
+    assert not _broken(RATE, each_by_itself(None), right, right, {"rate": other, "planned": other})
+    assert not _broken(RATE, Reduced(), right, right, {"rate": planned, "planned": other})
+    assert _broken(RATE, each_by_itself(None), right, right, {"rate": planned, "planned": other})
+
+
+@pytest.mark.parametrize(
+    ("factor", "ours", "theirs"),
+    [(1.0, False, False), (1 + 0.9e-4, False, False), (1 + 1.1e-4, True, False), (1 + 0.9e-3, True, False),
+     (1 + 1.1e-3, True, True)],
+)  # fmt: skip
+def test_a_clipping_is_held_to_rounding_of_both(factor: float, ours: bool, theirs: bool) -> None:
+    """Both sides of both old boundaries: 1e-4 of what is right in the trainer, 1e-3 in a watch."""
+    right = 2.0 * (1.0 / (2.0 + 1e-6))
+    said = [{"norm": bits_of(2.0), "clipped": bits_of(right * factor)}] * 3
+    assert _broken(CLIP, Reduced(limit=1.0), *said) == ours
+    assert _broken(CLIP, each_by_itself(1.0), *said) == theirs
+
+
+def test_a_clipping_is_held_to_the_norm_of_most_by_the_trainer_and_to_its_own_by_a_watch() -> None:
+    """A rank whose norm is wrong clips by the wrong factor although it is true to itself; a watch says they differ."""
+    right = {"norm": bits_of(2.0), "clipped": bits_of(1.0)}
+    true_to_itself = {"norm": bits_of(4.0), "clipped": bits_of(1.0)}
+    wrong_norm = {"norm": bits_of(4.0), "clipped": bits_of(2.0)}
+    assert not _broken(CLIP, Reduced(limit=1.0), right, right, true_to_itself)
+    assert _broken(CLIP, Reduced(limit=1.0), right, right, wrong_norm)
+    assert _broken(CLIP, each_by_itself(1.0), right, right, true_to_itself)
+    assert not _broken(CLIP, each_by_itself(1.0), right, right, {**true_to_itself, "gradient": 0})
+
+
+@given(st.integers(1, 4), st.sampled_from(["change", "weights", "gradient", "rate", "layout"]), st.data())
+def test_what_differs_is_what_is_not_one(world: int, name: str, data: st.DataObject) -> None:
+    """`differing` has the names whose values are not equal on all ranks, of any number of ranks."""
+    values = [data.draw(st.sampled_from([RIGHT[name], 1])) for _ in range(world)]
+    said = [Observation(rank, 3, 9, "here", {**RIGHT, name: value}) for rank, value in enumerate(values)]
+    assert Seen(said, None).differing == (frozenset([name]) if len(set(values)) > 1 else frozenset())
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ import andon
 from andon.run.ledger import read_ledger
 from andon_contracts.record import Broken, End, Resume
 from andon_contracts.violation import Violation
+from andon_falsify.claims.ledgers import read_run, verify
 from andon_falsify.verdict import Outcome
-from andon_falsify.verification import read_run, verify
 from tests.support.ledger_lines import verify_chain
 from tests.support.ranks import run_ranks
 from tests.watch.ledger_loop import RATE, STEPS, adam, data, loss_of, model_of, sgd, steps_of, train

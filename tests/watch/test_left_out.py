@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import andon
-from andon_contracts.begun import BACKWARD, REDUCTION, Begun, stuck
 from andon_contracts.causes import Cause
-from andon_contracts.ends import POINTS, Teller, Whereabouts
+from andon_contracts.liveness.end_messages import POINTS, Teller, Whereabouts
+from andon_contracts.liveness.pending_collectives import BACKWARD, REDUCTION, Counts, PendingCollectives, stuck
 from andon_contracts.violation import Violation
 from andon_contracts.watch import Watch
 from tests.support.ranks import run_ranks
@@ -88,7 +88,7 @@ def test_of_three_ranks_the_one_that_waits_alone_is_named() -> None:
 def _until_looked_for(w: Watch) -> Callable[[], None]:
     """What lets rank 1 wait until rank 0, which waits for it, has looked several times at why."""
     assert w._cord is not None
-    lookout, store = w._cord._lookout, dist.distributed_c10d._get_default_store()
+    lookout, store = w._cord._monitor, dist.distributed_c10d._get_default_store()
     look, looks = lookout._stuck, [0]
 
     def counted(teller: Teller) -> Cause | None:
@@ -158,12 +158,12 @@ def test_a_rank_that_others_wait_for_is_not_accused(
 # counted
 
 
-def _told(backwards: int, gathers: int, inside: tuple[str, int] | None = None) -> dict[int, dict[str, object]]:
-    return {1: {"backwards": backwards, "gathers": gathers, "inside": inside}}
+def _told(backwards: int, gathers: int, inside: tuple[str, int] = ("", 0)) -> dict[int, Counts]:
+    return {1: Counts(gathers, backwards, *inside)}
 
 
-def _in_gather(gathers: int, *, armed: bool = False) -> Begun:
-    begun = Begun([0, 1])
+def _in_gather(gathers: int, *, armed: bool = False) -> PendingCollectives:
+    begun = PendingCollectives([0, 1])
     for _ in range(gathers):
         begun.gathering()
     begun.armed = armed
@@ -179,11 +179,11 @@ def _in_gather(gathers: int, *, armed: bool = False) -> Begun:
         (_told(0, 2), {}),
         (_told(0, 2, ("0", 1)), {1: REDUCTION}),
         (_told(0, 3, ("0", 1)), {}),
-        ({1: {}}, {}),  # it has told nothing yet
+        ({}, {}),  # it has told nothing yet
     ],
 )
 def test_a_rank_waits_in_vain_for_one_that_began_more_in_fewer_gathers(
-    told: dict[int, dict[str, object]], found: dict[int, str]
+    told: dict[int, Counts], found: dict[int, str]
 ) -> None:
     """Of a rank in its third gather, which has begun nothing."""
     waiting = _in_gather(2).waiting

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import andon
 from andon_contracts.agree import Observation, bits_of
-from andon_contracts.told_clauses import judge_law
+from andon_contracts.laws.law import Judgement, Seen, settle
+from andon_contracts.laws.loop import GRADIENT_LAW
 from andon_contracts.violation import Violation
 from andon_contracts.watch import Watch
 from andon_contracts.watch.discovery import optimizer_of
@@ -73,7 +74,7 @@ def test_a_file_of_something_else_is_refused_in_words(tmp_path: Path, text: str)
 
 
 def _updates(w: Watch) -> list[int]:
-    return [lane.updates for lane in w._lanes.values()]
+    return [probe.updates for probe in w._probes.values()]
 
 
 def test_each_optimizer_goes_on_with_its_own_count(tmp_path: Path) -> None:
@@ -170,7 +171,7 @@ def test_a_gradient_that_is_no_number_is_the_worst_there_is() -> None:
             for rank, error in enumerate(errors)
         ]
         with pytest.raises(Violation) as caught:
-            judge_law(observations, {}, ())
+            settle(Judgement(GRADIENT_LAW, Seen(observations, None)))
         assert "off the law by nan of its norm" in caught.value.finding.seen
 
 

@@ -21,6 +21,15 @@ from andon_contracts.record import Broken, End, Step
 from andon_contracts.watch import script, standby
 from tests.support.ranks import run_ranks
 
+
+@pytest.fixture(autouse=True)
+def process_of_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`script.main` takes the process over, as is right in one that ends with the script; here tests come after it."""
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    for name, value in (("path", list(sys.path)), ("argv", list(sys.argv)), ("excepthook", sys.excepthook)):
+        monkeypatch.setattr(sys, name, value)
+
+
 HEAD = """
 import sys, torch, torch.distributed as dist
 from torch import nn

@@ -171,7 +171,7 @@ def _grouped() -> list[list[str]]:
     found: list[list[str]] = []
     with andon.watch(model, Odd([group], lr=0.1), action=lambda each: None) as w:
         for at in (0, dist.get_rank()):
-            optimizer = next(iter(w._lanes.values())).optimizer
+            optimizer = next(iter(w._probes.values())).optimizer
             optimizer.param_groups[0]["at"][0] = at
             model(torch.ones(1, 3)).sum().backward()
             optimizer.step()

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from andon_contracts.agree import bits_of
-from andon_contracts.watch.drawing import restore_random
-from andon_contracts.watch.forward import ForwardTap
-from andon_contracts.watch.lane import Lane
-from andon_contracts.watch.reading import plain
+from andon_contracts.observe import plain
+from andon_contracts.watch.model_probe import ForwardTap, restore_random
+from andon_contracts.watch.optimizer_probe import OptimizerProbe
 from andon_contracts.watch.settings import Reference
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -30,28 +29,28 @@ class Part:
     random: Tensor | None = None
 
 
-def law(lane: Lane, reference: Reference, parts: Sequence[Part]) -> list[Tensor]:
+def law(probe: OptimizerProbe, reference: Reference, parts: Sequence[Part]) -> list[Tensor]:
     """The gradient of the mean loss over the rows of `parts` by one process, each part by itself and as it was drawn.
 
     Buffers, random state and `.grad` stay as they were.
     """
-    parameters = list(lane.parameters.values())
+    parameters = list(probe.parameters.values())
     total = [torch.zeros_like(p) for p in parameters]
     rows = 0.0
-    with _aside(lane), torch.enable_grad():
+    with _aside(probe), torch.enable_grad():
         for part in parts:
-            loss_sum, count = _loss(lane, reference, part)
+            loss_sum, count = _loss(probe, reference, part)
             rows += count
             found = torch.autograd.grad(loss_sum, parameters, allow_unused=True)
             total = [t if g is None else t + g for t, g in zip(total, found, strict=True)]
     return [t / max(rows, 1) for t in total]
 
 
-def additive(lane: Lane, reference: Reference, parts: Sequence[Part]) -> bool:
+def additive(probe: OptimizerProbe, reference: Reference, parts: Sequence[Part]) -> bool:
     """Whether the mean loss over all rows is that over the parts, where nothing is random and no row sees another."""
-    module = lane.subject.inner
+    module = probe.subject.inner
     modes = [(each, each.training) for each in module.modules()]
-    with _aside(lane), torch.no_grad():
+    with _aside(probe), torch.no_grad():
         module.eval()
         try:
             whole, rows = reference(module, [row for part in parts for row in part.ids])
@@ -64,30 +63,30 @@ def additive(lane: Lane, reference: Reference, parts: Sequence[Part]) -> bool:
 
 
 @contextmanager
-def _aside(lane: Lane) -> Iterator[None]:
+def _aside(probe: OptimizerProbe) -> Iterator[None]:
     """What happens within leaves no trace: buffers and random state are put back, and nobody watches."""
-    kept = [buffer.clone() for buffer in lane.subject.buffers()]
-    device = next(iter(lane.parameters.values())).device
-    lane.taps.muted = True
+    kept = [buffer.clone() for buffer in probe.subject.buffers()]
+    device = next(iter(probe.parameters.values())).device
+    probe.taps.muted = True
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             yield
     finally:
-        lane.taps.muted = False
+        probe.taps.muted = False
         with torch.no_grad():
-            for buffer, value in zip(lane.subject.buffers(), kept, strict=True):
+            for buffer, value in zip(probe.subject.buffers(), kept, strict=True):
                 buffer.copy_(value)
 
 
-def _loss(lane: Lane, reference: Reference, part: Part) -> tuple[Tensor, int]:
+def _loss(probe: OptimizerProbe, reference: Reference, part: Part) -> tuple[Tensor, int]:
     """The reference's loss of the part, whose forward pass begins with the part's random state."""
     waiting = [] if part.random is None else [part.random]
-    device = next(iter(lane.parameters.values())).device
-    hook = lane.subject.inner.register_forward_pre_hook(
+    device = next(iter(probe.parameters.values())).device
+    hook = probe.subject.inner.register_forward_pre_hook(
         ForwardTap(lambda: restore_random(waiting.pop(), device) if waiting else None)
     )
     try:
-        return reference(lane.subject.inner, part.ids)
+        return reference(probe.subject.inner, part.ids)
     finally:
         hook.remove()
 

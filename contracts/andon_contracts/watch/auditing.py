@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from andon_contracts.act import Scene
-from andon_contracts.judge import Observations
+from andon_contracts.laws.law import Observations, Seen
+from andon_contracts.laws.loop import GRADIENT_LAW
 from andon_contracts.watch.audit import Part, additive, compare, law
-from andon_contracts.watch.drawing import mixes_rows, random_state
 from andon_contracts.watch.exchange import Exchange
-from andon_contracts.watch.forward import ForwardTap
-from andon_contracts.watch.judging import LAW, Verdicts
-from andon_contracts.watch.lane import Lane
+from andon_contracts.watch.judging import Verdicts
+from andon_contracts.watch.model_probe import ForwardTap, mixes_rows, random_state
+from andon_contracts.watch.optimizer_probe import OptimizerProbe
 from andon_contracts.watch.rows import Rows
 
 
@@ -26,11 +26,11 @@ class Auditor:
     rows; where it is none, nothing is judged.
     """
 
-    def __init__(self, exchange: Exchange, verdicts: Verdicts, rows: Rows, lanes: Sequence[Lane]) -> None:
+    def __init__(self, exchange: Exchange, verdicts: Verdicts, rows: Rows, probes: Sequence[OptimizerProbe]) -> None:
         self._reference = verdicts.settings.reference if "gradient-law" in verdicts.live else None
-        self._lanes = lanes
+        self._probes = probes
         # An optimizer may hold frozen parameters only; a watched model always has one that is trained.
-        self._device = next(iter(lanes[0].subject.trainable.values())).device
+        self._device = next(iter(probes[0].subject.trainable.values())).device
         self._exchange = exchange
         self._verdicts = verdicts
         self._rows = rows
@@ -57,31 +57,31 @@ class Auditor:
 
     def _due(self) -> bool:
         """Whether the forward pass at hand is one that may have to be recomputed."""
-        return torch.is_grad_enabled() and any(lane.audit_due and not lane.taps.muted for lane in self._lanes)
+        return torch.is_grad_enabled() and any(probe.audit_due and not probe.taps.muted for probe in self._probes)
 
-    def __call__(self, lane: Lane, step: int, ids: Sequence[int], scene: Callable[[], Scene]) -> None:
+    def __call__(self, probe: OptimizerProbe, step: int, ids: Sequence[int], scene: Callable[[], Scene]) -> None:
         """Hold the gradient before clipping of update `step` to the law; ids: its rows in order of rank."""
         reference = self._reference
-        if reference is None or not lane.audit_due or not ids:
+        if reference is None or not probe.audit_due or not ids:
             return
-        parts = self._parts(lane, step, ids)
+        parts = self._parts(probe, step, ids)
         if parts is None:
             return
-        sums = len(parts) == 1 or additive(lane, reference, parts)
-        found = lane.gradient_before_clip or lane.dense_gradients()
-        values = compare(found, law(lane, reference, parts), max(len(self._rows.batches), 1))
+        sums = len(parts) == 1 or additive(probe, reference, parts)
+        found = probe.gradient_before_clip or probe.dense_gradients()
+        values = compare(found, law(probe, reference, parts), max(len(self._rows.batches), 1))
         seen = self._exchange(step, "audit", values | {"sums": int(sums)})
         if all(o.values["sums"] for o in seen):
-            self._verdicts.judge(LAW, seen, {}, scene())
+            self._verdicts.judge(GRADIENT_LAW, Seen(seen, None), scene())
 
-    def _parts(self, lane: Lane, step: int, ids: Sequence[int]) -> list[Part] | None:
+    def _parts(self, probe: OptimizerProbe, step: int, ids: Sequence[int]) -> list[Part] | None:
         """How the rows are to be recomputed: all at once, or as they were; None where what is needed was not seen."""
         batches = self._rows.batches
         known = [batch.random for batch in batches if batch.random is not None]
         values = {
             "batches": len(batches),
             "drew": int(any(batch.drew for batch in batches)),
-            "mixes": int(mixes_rows(lane.subject.inner)),
+            "mixes": int(mixes_rows(probe.subject.inner)),
             "known": int(len(known) == len(batches)),
             "words": known[0].numel() if known else 0,
         }

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from andon_contracts.watch.judging import Verdicts
+from andon_contracts.watch.model_probe import ModelProbe, Several
 from andon_contracts.watch.replicas import Replicas
 from andon_contracts.watch.settings import Settings
-from andon_contracts.watch.subject import Several, Subject
 
 State = Literal["live", "degraded", "not applicable", "not observable"]
 _REPLICAS = ("replicas-agree", "gradients-agree", "optimizers-agree")
@@ -35,7 +35,7 @@ class Cover:
 
 
 def coverage(
-    subject: Subject,
+    subject: ModelProbe,
     optimizers: Sequence[torch.optim.Optimizer],
     settings: Settings,
     world: int,
@@ -63,7 +63,7 @@ def coverage(
     return found
 
 
-def _limits(subject: Subject, optimizers: Sequence[torch.optim.Optimizer], replicas: Replicas) -> dict[str, Cover]:
+def _limits(subject: ModelProbe, optimizers: Sequence[torch.optim.Optimizer], replicas: Replicas) -> dict[str, Cover]:
     found: dict[str, Cover] = {}
     if replicas.cut:
         why = f"between the {replicas.copies} replicas of each of {len(set(replicas.parts))} parts"

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from andon_contracts.watch.subject import Several, unwrap
+from andon_contracts.watch.model_probe import Several, unwrap
 
 Kind = TypeVar("Kind")
 

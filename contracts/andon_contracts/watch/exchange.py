@@ -5,19 +5,17 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from andon_contracts.act import Scene, violation
-from andon_contracts.agree import GroupGather, Observation, gather_observations, gather_short
-from andon_contracts.begun import Begun
+from andon_contracts.agree import GroupGather, Observation, gather_observations, gather_short, minority
 from andon_contracts.digest import digests_by_name, mix64
-from andon_contracts.judge import Observations, in_lockstep, minority
-from andon_contracts.loop_clauses import judge_lockstep
-from andon_contracts.violation import Violation
-from andon_contracts.watch.reading import plain, text_digest
+from andon_contracts.laws.law import LOCKSTEP, Seen, in_lockstep
+from andon_contracts.liveness.pending_collectives import PendingCollectives
+from andon_contracts.observe import plain
+from andon_contracts.watch.values import text_digest
 
 WIDTH = 64
 """Integers in a message: its header and its values, with room to spare."""
@@ -70,13 +68,15 @@ class Exchange:
     def __init__(self, gather: GroupGather) -> None:
         self._gather = gather
         self._sequence = 0
-        self._begun: Begun | None = None
+        self._begun: PendingCollectives | None = None
         self.rank = gather.rank
         self.world_size = gather.world_size
         self.alike = True
         """Whether every rank should hold the same tensors; where not, no element of them is compared."""
 
-    def attend(self, heed: Callable[[], None], lost: Callable[[BaseException], None], begun: Begun) -> None:
+    def attend(
+        self, heed: Callable[[], None], lost: Callable[[BaseException], None], begun: PendingCollectives
+    ) -> None:
         """Call `heed` now and then while a gather waits, and `lost` with the error of one that failed.
 
         begun: counts the gathers.
@@ -110,7 +110,7 @@ class Exchange:
             finally:
                 self._begun.gathered()
         if not judged and not in_lockstep(seen):
-            self._out_of_step(seen)
+            raise violation(LOCKSTEP.clause, LOCKSTEP.explain(Seen(seen, None)), Scene(self.world_size))
         return seen
 
     def _gathered(self, mine: Observation) -> tuple[Observation, ...]:
@@ -118,12 +118,19 @@ class Exchange:
             return gather_short(mine, self._gather)
         return gather_observations([mine], self._gather)
 
-    def _out_of_step(self, seen: Observations) -> NoReturn:
-        try:
-            judge_lockstep(seen, {}, ())
-        except Violation as found:
-            raise violation(found.clause, found.finding, Scene(self.world_size)) from None
-        raise AssertionError("ranks that are not in step are in step")
+    def columns(self, step: int, columns: Sequence[Sequence[int]]) -> list[list[list[int]]]:
+        """By rank, some columns of integers of one length on each rank. Two gathers."""
+        counts = [o.values["count"] for o in self(step, "count", {"count": len(columns[0])})]
+        most = max(counts)
+        table = torch.zeros(len(columns), most, dtype=torch.int64)
+        for index, column in enumerate(columns):
+            table[index, : len(column)] = torch.tensor(list(column), dtype=torch.int64)
+        seen = self(step, "rows", {}, table.flatten())
+        return [
+            [list(row[:count]) for row in o.payload.view(len(columns), most).tolist()]
+            for o, count in zip(seen, counts, strict=True)
+            if o.payload is not None
+        ]
 
     def look(self, step: int, name: str, tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
         """The digest of each of `tensors` on each rank, by tensor; nothing where the ranks have others."""

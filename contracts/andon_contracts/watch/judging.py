@@ -1,4 +1,4 @@
-"""The checks of a watched step in their order, and what becomes of a clause that does not hold."""
+"""What becomes of a law that a watched loop breaks: counted, silenced, said, raised or called, as was asked."""
 
 from __future__ import annotations
 
@@ -7,67 +7,20 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
-from andon_contracts import loop_clauses as clauses
-from andon_contracts import told_clauses
-from andon_contracts.act import OF_THE_UPDATE_BEFORE, Scene, conclude
+from andon_contracts.act import Scene, conclude
 from andon_contracts.bundle import Evidence
-from andon_contracts.judge import Details, Observations
-from andon_contracts.policy import ensure_all
+from andon_contracts.clauses import CLAUSES
+from andon_contracts.laws.law import Judgement, Law
 from andon_contracts.violation import Violation
 from andon_contracts.watch.settings import Settings
+
+S = TypeVar("S")
 
 
 class AndonWarning(UserWarning):
     """A clause of a watched loop does not hold, and the watch was told to warn."""
-
-
-@dataclass(frozen=True)
-class Check:
-    """One clause with its judge. A `suspicion` is a sign of a fault that has innocent causes too: it only warns."""
-
-    clause: str
-    judge: clauses.Judge
-    suspicion: bool = False
-
-
-START = (
-    Check("halt-together", clauses.judge_lockstep),
-    Check("parameters-kept", clauses.judge_parameters),
-    Check("replicas-agree", clauses.judge_weights),
-    Check("precision-sufficient", clauses.judge_precision, suspicion=True),
-)
-# Causes before effects: the first that is found is what a message should name.
-BEFORE = (
-    Check("halt-together", clauses.judge_lockstep),
-    Check("parameters-kept", clauses.judge_parameters),
-    Check("modes-agree", clauses.judge_modes),
-    Check("hyperparameters-agree", clauses.judge_hyperparameters),
-    Check("learning-rate-planned", clauses.judge_rate),
-    Check("groups-planned", clauses.judge_groups),
-    Check("scaler-agrees", clauses.judge_scaler),
-    Check("buffers-agree", clauses.judge_buffers),
-    Check("finite", clauses.judge_raw),
-    Check("base-frozen", clauses.judge_frozen),
-    Check("replicas-agree", clauses.judge_weights),
-    Check("gradient-fresh", clauses.judge_fresh, suspicion=True),
-    Check("gradient-present", clauses.judge_present, suspicion=True),
-    Check("collectives-agree", clauses.judge_collectives),
-    Check("gradients-agree", clauses.judge_gradients),
-    Check("finite", clauses.judge_norm),
-    Check("clip-once", told_clauses.judge_clip),
-    Check("loss-reported", told_clauses.judge_loss),
-    Check("randomness-declared", told_clauses.judge_streams),
-)
-AFTER = (
-    Check("halt-together", clauses.judge_lockstep),
-    Check("optimizers-agree", clauses.judge_optimizers),
-    Check("replicas-agree", clauses.judge_weights),
-    Check("update-applied", clauses.judge_applied, suspicion=True),
-)
-
-
-LAW = (Check("gradient-law", told_clauses.judge_law),)
 
 
 @dataclass
@@ -88,54 +41,34 @@ class Verdicts:
     evidence: Evidence = field(default_factory=Evidence)
     """What this rank has for a bundle."""
 
-    def judge(
+    def alive(self, laws: Sequence[Law[S]]) -> tuple[Law[S], ...]:
+        """Those of `laws` that can be looked at here."""
+        return tuple(law for law in laws if law.clause in self.live)
+
+    def judgement(self, laws: Sequence[Law[S]], seen: S) -> Judgement[S]:
+        """`laws`, which are alive, held against what was seen, and counted here."""
+        return Judgement(laws, seen, self.evaluations)
+
+    def judge(self, laws: Sequence[Law[S]], seen: S, scene: Scene) -> bool:
+        """Whether every one of `laws` held that can be looked at here; what is broken is acted upon."""
+        judgement = self.judgement(self.alive(laws), seen)
+        self.take_all(judgement, scene)
+        return judgement.first is None
+
+    def take_all(
         self,
-        checks: Sequence[Check],
-        observations: Observations,
-        details: Details,
+        judgement: Judgement[Any],
         scene: Scene,
         closer: Callable[[Violation], Scene] | None = None,
         facts: Mapping[str, object] | None = None,
-    ) -> bool:
-        """Whether every check held. `closer` looks closer, with collectives, at a finding: all ranks do it or none.
+    ) -> None:
+        """Act upon each law that is broken.
 
+        closer: looks closer, with collectives, at a finding: all ranks do it or none.
         Raises `Violation` on every rank alike where the action is to raise.
         """
-        held = True
-        for check in checks:
-            if check.clause not in self.live:
-                continue
-            self.evaluations[check.clause] += 1
-            try:
-                check.judge(observations=observations, details=details, names=self.names)  # type: ignore[call-arg]
-            except Violation as found:
-                held = False
-                self.take(found, scene, closer, facts, suspicion=check.suspicion)
-                if check.clause == "halt-together":
-                    break
-        return held
-
-    def quick(self, checks: Sequence[Check]) -> Callable[[Observations], bool]:
-        """A function that says in one call whether all of `checks` hold. It counts them where they do.
-
-        Where one does not, it says nothing more, and `judge` is to be asked.
-        """
-        live = [check for check in checks if check.clause in self.live]
-
-        @ensure_all([check.judge for check in live])
-        def judged(observations: Observations, details: Details, names: Sequence[str]) -> Observations:
-            return observations
-
-        def held(observations: Observations) -> bool:
-            try:
-                judged(observations, {}, self.names)
-            except Violation:
-                return False
-            for check in live:
-                self.evaluations[check.clause] += 1
-            return True
-
-        return held
+        for law in judgement.broken():
+            self.take(judgement.violation(law), scene, closer, facts, suspicion=law.suspicion)
 
     def known(self, clause: str) -> bool:
         """Whether the clause has been reported or silenced: its further findings are only counted."""
@@ -163,7 +96,7 @@ class Verdicts:
         if not first and (suspicion or self.settings.action != "raise"):
             return
         scene = scene if closer is None else closer(found)
-        goes_on, applied = suspicion or self.settings.action == "warn", found.clause in OF_THE_UPDATE_BEFORE
+        goes_on, applied = suspicion or self.settings.action == "warn", CLAUSES[found.clause].of_the_update_before
         by_command = self.settings.by_command
         scene = replace(scene, goes_on=goes_on, applied=scene.applied or applied, by_command=by_command)
         whole = conclude(found, scene, Evidence() if alone else self.evidence, facts or {})

@@ -20,9 +20,11 @@ from andon_contracts.agree import real_of
 from andon_contracts.digest import join
 from andon_contracts.fields import Real
 from andon_contracts.fingerprint import environment, fingerprint
-from andon_contracts.judge import Observations
+from andon_contracts.laws.law import Observations
 from andon_contracts.ledger import LedgerError, LedgerFile
+from andon_contracts.observe import flat_digest
 from andon_contracts.record import (
+    WATCH_DIGESTS,
     Broken,
     End,
     Evaluation,
@@ -37,8 +39,8 @@ from andon_contracts.record import (
 )
 from andon_contracts.violation import Halted, Violation
 from andon_contracts.watch.judging import AndonWarning, stackline
-from andon_contracts.watch.reading import flat_digest, layout_digest, text_digest
-from andon_contracts.watch.subject import Subject
+from andon_contracts.watch.model_probe import ModelProbe
+from andon_contracts.watch.values import layout_digest, text_digest
 
 VARIABLE = "ANDON_LEDGER"
 """The environment variable that names a ledger where the loop does not."""
@@ -107,7 +109,7 @@ def open_ledger(path: Path, start: int) -> LedgerFile:
 class Recorder:
     """Writes the lines of one watch. A disk that refuses ends the ledger, with a warning, and never the loop."""
 
-    def __init__(self, file: LedgerFile | None, subject: Subject, held: Mapping[str, bool]) -> None:
+    def __init__(self, file: LedgerFile | None, subject: ModelProbe, held: Mapping[str, bool]) -> None:
         """file: None writes nothing. held: whether all ranks should hold one "weights", "gradient", "optimizer"."""
         self.lost = ""
         self._file = file
@@ -132,7 +134,7 @@ class Recorder:
             return
         plan = Plan(rows=rows, batch_size=None, micro_batches=None, seed=None, epochs=None, steps=None)
         name = Path(sys.argv[0] if sys.argv else "").name or WRITER
-        self._append(Start(name, machine, identity, plan, digests, world, _backend(), WRITER))
+        self._append(Start(name, machine, identity, plan, digests, world, _backend(), WRITER, WATCH_DIGESTS))
         if start:
             self._append(Resume(start, identity, machine, digests, world, _backend(), "the loop's own"))
 
@@ -274,13 +276,13 @@ def _loss(before: Observations) -> tuple[Real | None, int | None]:
     return Real.of(sum(real_of(o.values["loss sum"]) for o in before) / rows), rows
 
 
-def _identity(subject: Subject, optimizers: Sequence[torch.optim.Optimizer]) -> str:
+def _identity(subject: ModelProbe, optimizers: Sequence[torch.optim.Optimizer]) -> str:
     """What makes two watched runs runs of one thing, as far as a watch can know: the layout and the optimizers."""
     shown = [layout_digest(subject.trainable), layout_digest(subject.frozen)]
     return hashlib.sha256(repr([shown, [type(each).__name__ for each in optimizers]]).encode()).hexdigest()
 
 
-def _fingerprint(subject: Subject) -> dict[str, str]:
+def _fingerprint(subject: ModelProbe) -> dict[str, str]:
     # The digests of a watch are of other things than the trainer's, so their ledgers are not to be compared.
     return fingerprint(environment(torch.get_num_threads(), subject.accelerators())) | {"digests": WRITER}
 

@@ -16,15 +16,15 @@ import torch.distributed as dist
 from torch import nn
 
 from andon_contracts.agree import GroupGather, Observation
-from andon_contracts.begun import Begun
-from andon_contracts.halt import Cord, own_store
 from andon_contracts.ledger import LedgerFile
+from andon_contracts.liveness.halt import HaltSignal, own_store
+from andon_contracts.liveness.pending_collectives import PendingCollectives
 from andon_contracts.own_group import own_group
 from andon_contracts.watch.exchange import WIDTH, Exchange
 from andon_contracts.watch.ledger import ledger_path, open_ledger
+from andon_contracts.watch.model_probe import ModelProbe
 from andon_contracts.watch.replicas import Replicate, part_of, replicas_of
 from andon_contracts.watch.settings import Action, Plan, Reference, Scaler, Schedule, Settings
-from andon_contracts.watch.subject import Subject
 from andon_contracts.watch.watcher import Watch
 
 _open: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Watch]] = weakref.WeakKeyDictionary()
@@ -129,7 +129,7 @@ def _opened(
         path = ledger_path(ledger, _first_rank(place.group)) if exchange.rank == 0 else None
         optimizers = [_unwrapped(each) for each in given]
         problems = _wrong_types(model, optimizers)
-        subject = None if problems else Subject(model, optimizers, settings.trainable, settings.tied)
+        subject = None if problems else ModelProbe(model, optimizers, settings.trainable, settings.tied)
         if subject is not None:
             problems = settings.problems(subject) + _conflicts(model, optimizers, exchange)
         part = _part(subject, place.replicate, exchange.rank, problems)
@@ -158,7 +158,7 @@ def _first_rank(group: dist.ProcessGroup | None) -> int:
     return 0 if group is None else dist.get_process_group_ranks(group)[0]
 
 
-def _part(subject: Subject | None, replicate: Replicate | None, rank: int, problems: list[str]) -> dict[str, int]:
+def _part(subject: ModelProbe | None, replicate: Replicate | None, rank: int, problems: list[str]) -> dict[str, int]:
     """Which part of the model this rank holds, for the others; what is wrong with `replicate` joins `problems`."""
     part, copies = 0, 0
     if subject is not None:
@@ -204,7 +204,7 @@ def _wrong_types(model: object, optimizers: Sequence[object]) -> list[str]:
 
 def _cord(
     exchange: Exchange, hard_stop: bool, patience: datetime.timedelta, group: dist.ProcessGroup | None
-) -> Cord | None:
+) -> HaltSignal | None:
     """What any rank may pull to stop all; its name in the store is one on the ranks of `group` and on no others."""
     if exchange.world_size == 1:
         return None
@@ -215,7 +215,9 @@ def _cord(
     if store is None:
         return None
     patience_s = patience.total_seconds()
-    return Cord(store, exchange.rank, exchange.world_size, Begun(ranks), hard_stop=hard_stop, patience_s=patience_s)
+    return HaltSignal(
+        store, exchange.rank, exchange.world_size, PendingCollectives(ranks), hard_stop=hard_stop, patience_s=patience_s
+    )
 
 
 def _listed(optimizer: Any) -> list[Any]:

@@ -4,42 +4,54 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
-import torch
 from torch import Tensor
 
 from andon_contracts.act import Scene
 from andon_contracts.agree import bits_of, real_of
 from andon_contracts.causes import first_line
-from andon_contracts.outcome_clauses import EvaluationTold, judge_count, judge_evaluation, judge_restored
-from andon_contracts.violation import Violation
-from andon_contracts.watch import restore
+from andon_contracts.laws.law import Law
+from andon_contracts.laws.outcome import COUNTED, EVALUATED, RESTORED, Count, EvaluationTold, Restored
+from andon_contracts.observe import flat_digest
 from andon_contracts.watch.exchange import Exchange
 from andon_contracts.watch.judging import Verdicts
-from andon_contracts.watch.lane import Lane
 from andon_contracts.watch.ledger import Recorder
-from andon_contracts.watch.reading import flat_digest, text_digest
+from andon_contracts.watch.model_probe import ModelProbe
+from andon_contracts.watch.optimizer_probe import OptimizerProbe
+from andon_contracts.watch.restore import (
+    live_digests,
+    of_tensors,
+    random_state,
+    read_digests,
+    updates_of,
+    write_digests,
+)
 from andon_contracts.watch.rows import ids_of
-from andon_contracts.watch.settings import Settings
-from andon_contracts.watch.subject import Subject
+from andon_contracts.watch.values import text_digest
 
 _WRAP = 1 << 64
+S = TypeVar("S")
 
 
 class Outcomes:
-    """The methods of a watch that are told seldom. All of them are collective, and refuse on all ranks or on none."""
+    """Judges what is told seldom. All methods are collective, and refuse on all ranks or on none."""
 
-    settings: Settings
-    closed: bool
-    _exchange: Exchange
-    _verdicts: Verdicts
-    _lanes: dict[int, Lane]
-    _recorder: Recorder
-    _subject: Subject
-
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        exchange: Exchange,
+        verdicts: Verdicts,
+        probes: Sequence[OptimizerProbe],
+        recorder: Recorder,
+        subject: ModelProbe,
+    ) -> None:
+        self._exchange = exchange
+        self._verdicts = verdicts
+        self._probes = probes
+        self._recorder = recorder
+        self._subject = subject
         self._evaluated: dict[tuple[int, int], int] = {}
-        self._norm_in_training = 0
+        self.norm_in_training = 0
         """Of the last forward pass without gradients since the last update, the batch norm in training mode."""
 
     def evaluated(
@@ -50,16 +62,12 @@ class Outcomes:
         metrics: Mapping[str, float] | None = None,
         rows: int | None = None,
     ) -> None:
-        """What this rank evaluated, and the metrics that the loop reports (`accuracy` is recounted). Collective.
-
-        Raises `ValueError` on every rank where any rank's ids, predictions and labels do not go together.
-        """
-        self._demand_open()
+        """As `Watch.evaluated`."""
         table, problem = _table(ids, predictions, labels)
         self._refuse(problem)
-        step = next(iter(self._lanes.values())).updates
+        step = self._probes[0].updates
         seen = self._exchange(step, "evaluated", self._reported(metrics or {}, rows))
-        parts = self._gather_rows(step, table)
+        parts = self._exchange.columns(step, table)
         triples = [row for part in parts for row in zip(*part, strict=True)]
         right = sum(p == y for _, p, y in triples)
         weights = text_digest([o.values["weights"] for o in seen])
@@ -75,35 +83,29 @@ class Outcomes:
             tuple(self._subject.norm_name(o.values["norm in training"]) for o in seen),
         )
         self._recorder.evaluated(step, len(triples), {**told.counted, **(metrics or {})})
-        self._judge_told("evaluation-once", lambda: judge_evaluation(told))
+        self._judge_told(EVALUATED, told)
 
     def _reported(self, metrics: Mapping[str, float], rows: int | None) -> dict[str, int]:
-        weights = flat_digest(p for lane in self._lanes.values() for p in lane.parameters.values())
+        weights = flat_digest(p for probe in self._probes for p in probe.parameters.values())
         return {
             "weights": weights,
             "rows known": int(rows is not None),
             "rows": rows or 0,
             "tells accuracy": int("accuracy" in metrics),
             "accuracy": bits_of(metrics.get("accuracy", 0.0)),
-            "norm in training": self._norm_in_training,
+            "norm in training": self.norm_in_training,
         }
 
     def saved(self, path: str | Path, read: Callable[[], Mapping[str, Tensor]] | None = None) -> None:
-        """A checkpoint was saved at `path`: digests of all that is live go to `path`.andon.json. Collective.
-
-        read: gives what is on the disk by parameter name, to be held to what is live.
-        Raises `OSError` on every rank where the disk refuses; where `read` raises on any rank, that on this one, and
-        `ValueError` on the others.
-        """
-        self._demand_open()
-        lanes = list(self._lanes.values())
-        digests = restore.live(lanes) | restore.updates_of(lanes)
-        digests |= {name: by_rank[0] for name, by_rank in self._random(lanes[0].updates).items()}
+        """As `Watch.saved`."""
+        probes = self._probes
+        digests = live_digests(probes) | updates_of(probes)
+        digests |= {name: by_rank[0] for name, by_rank in self._random(probes[0].updates).items()}
         self._write(Path(path), digests)
-        self._recorder.saved(lanes[0].updates, Path(path).name, digests)
+        self._recorder.saved(probes[0].updates, Path(path).name, digests)
         if read is not None:
-            on_disk = self._exchange.spread(lanes[0].updates, "on disk", self._read(read, lanes))
-            wanted = {n: d for n, d in digests.items() if n.removeprefix("weights ") in lanes[0].subject.parameters}
+            on_disk = self._exchange.spread(probes[0].updates, "on disk", self._read(read, probes))
+            wanted = {n: d for n, d in digests.items() if n.removeprefix("weights ") in probes[0].subject.parameters}
             self._judge_restored(wanted, on_disk)
 
     def _write(self, path: Path, digests: Mapping[str, int]) -> None:
@@ -111,10 +113,10 @@ class Outcomes:
         problem: OSError | None = None
         if self._exchange.rank == 0:
             try:
-                restore.write(path, digests)
+                write_digests(path, digests)
             except OSError as error:
                 problem = error
-        step = next(iter(self._lanes.values())).updates
+        step = self._probes[0].updates
         seen = self._exchange(step, "saved", {"refused": int(problem is not None)})
         if problem is not None:
             raise problem
@@ -122,12 +124,12 @@ class Outcomes:
             msg = f"rank 0 could not write the digests beside {path}"
             raise OSError(msg)
 
-    def _read(self, read: Callable[[], Mapping[str, Tensor]], lanes: Sequence[Lane]) -> dict[str, int]:
+    def _read(self, read: Callable[[], Mapping[str, Tensor]], probes: Sequence[OptimizerProbe]) -> dict[str, int]:
         """The digests of what `read` gives; refused on every rank where it raises on any."""
         problem: Exception | None = None
         found: dict[str, int] = {}
         try:
-            found = restore.of_tensors(read(), lanes)
+            found = of_tensors(read(), probes)
         except Exception as error:  # noqa: BLE001 - it is raised again, once the others know
             problem = error
         try:
@@ -139,19 +141,17 @@ class Outcomes:
         return found
 
     def loaded(self, path: str | Path) -> None:
-        """The checkpoint at `path` was loaded: all that is live is what was live at its save. Collective.
-
-        Raises `ValueError` on every rank where the save was not told to a watch, or a rank cannot read what was.
-        """
-        self._demand_open()
-        lanes = list(self._lanes.values())
-        wanted, counts, problem = restore.read(Path(path), len(lanes))
+        """As `Watch.loaded`."""
+        probes = self._probes
+        wanted, counts, problem = read_digests(Path(path), len(probes))
         self._refuse(problem)
-        for lane, count in zip(lanes, counts, strict=True):
-            lane.updates = count
+        for probe, count in zip(probes, counts, strict=True):
+            probe.updates = count
         updates = counts[0]
-        self._recorder.loaded(updates, Path(path).name, self._exchange.world_size, [lane.optimizer for lane in lanes])
-        found = self._exchange.spread(updates, "restored", restore.live(lanes))
+        self._recorder.loaded(
+            updates, Path(path).name, self._exchange.world_size, [probe.optimizer for probe in probes]
+        )
+        found = self._exchange.spread(updates, "restored", live_digests(probes))
         if f"random state of rank {self._exchange.world_size}" in wanted:
             wanted = {name: digest for name, digest in wanted.items() if not name.startswith("random state")}
         else:
@@ -160,55 +160,31 @@ class Outcomes:
 
     def _random(self, updates: int) -> dict[str, tuple[int, ...]]:
         """The random state of each rank, by a name that says the rank; a state has one value wherever it is judged."""
-        (states,) = self._exchange.spread(updates, "random", restore.random_state()).values()
+        (states,) = self._exchange.spread(updates, "random", random_state()).values()
         return {f"random state of rank {rank}": (state,) * len(states) for rank, state in enumerate(states)}
 
     def _judge_restored(self, wanted: Mapping[str, int], found: Mapping[str, tuple[int, ...]]) -> None:
-        step = next(iter(self._lanes.values())).updates
+        step = self._probes[0].updates
         saved = {name: digest % _WRAP for name, digest in wanted.items()}
         live = {name: tuple(digest % _WRAP for digest in by_rank) for name, by_rank in found.items()}
-        self._judge_told("checkpoint-whole", lambda: judge_restored(saved=saved, found=live, step=step))
+        self._judge_told(RESTORED, Restored(saved, live, step))
 
-    def _judge_told(self, clause: str, judge: Callable[[], object]) -> None:
-        if clause not in self._verdicts.live:
-            return
-        self._verdicts.evaluations[clause] += 1
-        try:
-            judge()
-        except Violation as found:
-            self._verdicts.take(found, Scene(self._exchange.world_size, applied=True))
+    def _judge_told(self, laws: Sequence[Law[S]], told: S) -> None:
+        self._verdicts.judge(laws, told, Scene(self._exchange.world_size, applied=True))
 
     def _refuse(self, problem: str) -> None:
         """Raise `ValueError` on every rank where any rank has a `problem` with what it was told. Collective."""
-        step = next(iter(self._lanes.values())).updates
+        step = self._probes[0].updates
         seen = self._exchange(step, "told", {"problem": int(bool(problem))})
         others = [str(o.rank) for o in seen if o.values["problem"]]
         if others:
             raise ValueError(problem or f"rank {', '.join(others)} was told something wrong; its own message says what")
 
-    def _judge_count(self, made: int, *, over: bool) -> None:
+    def judge_count(self, made: int, *, over: bool) -> None:
         """Hold the number of updates to the planned one, if one was declared."""
-        planned = self.settings.updates
+        planned = self._verdicts.settings.updates
         if planned is not None:
-            self._judge_told("updates-planned", lambda: judge_count(made=made, planned=planned, over=over))
-
-    def _demand_open(self) -> None:
-        if self.closed:
-            raise ValueError("this watch is closed")
-
-    def _gather_rows(self, step: int, columns: Sequence[Sequence[int]]) -> list[list[list[int]]]:
-        """By rank, some columns of integers of one length on each rank."""
-        counts = [o.values["count"] for o in self._exchange(step, "count", {"count": len(columns[0])})]
-        most = max(counts)
-        table = torch.zeros(len(columns), most, dtype=torch.int64)
-        for index, column in enumerate(columns):
-            table[index, : len(column)] = torch.tensor(list(column), dtype=torch.int64)
-        seen = self._exchange(step, "rows", {}, table.flatten())
-        return [
-            [list(row[:count]) for row in o.payload.view(len(columns), most).tolist()]
-            for o, count in zip(seen, counts, strict=True)
-            if o.payload is not None
-        ]
+            self._judge_told(COUNTED, Count(made, planned, over))
 
 
 def _table(

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from andon_contracts.judge import Observations, majority, minority
-from andon_contracts.watch.reading import text_digest
-from andon_contracts.watch.subject import Subject, is_sharded
+from andon_contracts.agree import majority, minority
+from andon_contracts.laws.law import Observations
+from andon_contracts.watch.model_probe import ModelProbe, is_sharded
+from andon_contracts.watch.values import text_digest
 
 Replicate = Any
 """A process group, or a device mesh of one dimension, of the ranks that hold what this rank holds."""
@@ -83,7 +84,7 @@ def _away(held: Sequence[int]) -> list[int]:
     return [(value - majority(held)) % _WRAP for value in held]
 
 
-def part_of(subject: Subject, given: Replicate | None, rank: int) -> tuple[int, int]:
+def part_of(subject: ModelProbe, given: Replicate | None, rank: int) -> tuple[int, int]:
     """The number of the part that this rank holds, and how many ranks hold it.
 
     given: what the user said; else what the shards' own mesh says; a shard on a mesh without replicas is its rank's.

@@ -11,25 +11,25 @@ import torch
 from torch import Tensor
 
 from andon_contracts.digest import digests_by_name
-from andon_contracts.watch.lane import Lane
-from andon_contracts.watch.reading import flat_digest, plain
+from andon_contracts.observe import flat_digest, plain
+from andon_contracts.watch.optimizer_probe import OptimizerProbe
 from andon_contracts.watch.values import kept_digest, state_digest
 
 
-def live(lanes: Sequence[Lane]) -> dict[str, int]:
+def live_digests(probes: Sequence[OptimizerProbe]) -> dict[str, int]:
     """The digests of weights, buffers, optimizer states and hyperparameters, by name. Collective where sharded."""
     found: dict[str, int] = {}
-    subject = lanes[0].subject
+    subject = probes[0].subject
     found |= {f"weights {n}": d for n, d in digests_by_name(_dense(subject.parameters)).items()}
     found |= {f"buffer {n}": d for n, d in digests_by_name(_dense(subject.buffers_by_name())).items()}
-    for lane in lanes:
+    for probe in probes:
         found |= {
-            f"optimizer state {n}": state_digest(_whole_state(lane.optimizer.state.get(p, {})))
-            for n, p in lane.parameters.items()
+            f"optimizer state {n}": state_digest(_whole_state(probe.optimizer.state.get(p, {})))
+            for n, p in probe.parameters.items()
         }
         found |= {
             f"group {index} {key}": kept_digest(value)
-            for index, group in enumerate(lane.optimizer.param_groups)
+            for index, group in enumerate(probe.optimizer.param_groups)
             for key, value in group.items()
             if not key.startswith("param")
         }
@@ -41,9 +41,9 @@ def random_state() -> dict[str, int]:
     return {"random state": flat_digest([torch.get_rng_state()])}
 
 
-def of_tensors(tensors: Mapping[str, Tensor], lanes: Sequence[Lane]) -> dict[str, int]:
-    """The digests of `tensors` under the names that `live` gives to the model's parameters."""
-    known = lanes[0].subject.parameters
+def of_tensors(tensors: Mapping[str, Tensor], probes: Sequence[OptimizerProbe]) -> dict[str, int]:
+    """The digests of `tensors` under the names that `live_digests` gives to the model's parameters."""
+    known = probes[0].subject.parameters
     return {f"weights {n}": d for n, d in digests_by_name(_dense(tensors)).items() if n in known}
 
 
@@ -65,22 +65,22 @@ def _beside(path: Path) -> Path:
     return path.with_name(path.name + ".andon.json")
 
 
-def write(path: Path, digests: Mapping[str, int]) -> None:
+def write_digests(path: Path, digests: Mapping[str, int]) -> None:
     """Write `digests` beside the checkpoint at `path`. Raises `OSError` where the disk refuses."""
     text = json.dumps({name: f"{digest:x}" for name, digest in digests.items()}, indent=1, sort_keys=True)
     _beside(path).write_text(text + "\n", encoding="utf-8")
 
 
-def updates_of(lanes: Sequence[Lane]) -> dict[str, int]:
+def updates_of(probes: Sequence[OptimizerProbe]) -> dict[str, int]:
     """How many updates each optimizer has made, by a name in the file."""
-    return {_count_name(index): lane.updates for index, lane in enumerate(lanes)}
+    return {_count_name(index): probe.updates for index, probe in enumerate(probes)}
 
 
 def _count_name(index: int) -> str:
     return f"updates of optimizer {index + 1}" if index else "updates"
 
 
-def read(path: Path, optimizers: int = 1) -> tuple[dict[str, int], list[int], str]:
+def read_digests(path: Path, optimizers: int = 1) -> tuple[dict[str, int], list[int], str]:
     """The digests beside the checkpoint at `path`, the updates of each of so many optimizers, and why there are none.
 
     That is "" where there are. An optimizer whose updates the file does not have made as many as the first one.

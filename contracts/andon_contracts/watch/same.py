@@ -12,14 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from andon_contracts.act import Scene, violation
-from andon_contracts.agree import GroupGather
+from andon_contracts.agree import GroupGather, minority
 from andon_contracts.digest import tensor_digest
-from andon_contracts.judge import minority
+from andon_contracts.observe import plain
 from andon_contracts.own_group import own_group
 from andon_contracts.violation import Finding, Violation
 from andon_contracts.watch.exchange import WIDTH, Exchange, by_rank
-from andon_contracts.watch.reading import plain, text_digest
-from andon_contracts.watch.values import value_digest
+from andon_contracts.watch.values import text_digest, value_digest
 
 _LEAF = "leaf"
 _SHOWN, _BEFORE, _MOST = 60, 20, 1 << 16

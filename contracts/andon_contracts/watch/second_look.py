@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
 
 from torch import Tensor
 
 from andon_contracts.act import Scene, agreed
-from andon_contracts.judge import Details, Observations, in_lockstep
-from andon_contracts.loop_clauses import same
+from andon_contracts.laws.law import Details, Judgement, Law, Observations, Seen, in_lockstep
+from andon_contracts.laws.loop import AFTER, BEFORE, START
+from andon_contracts.laws.update import GRADIENTS, OPTIMIZERS, REPLICAS, Reduced
 from andon_contracts.watch.evidence import closer_look
 from andon_contracts.watch.exchange import Exchange
-from andon_contracts.watch.judging import AFTER, BEFORE, START, Verdicts
-from andon_contracts.watch.lane import Lane
-from andon_contracts.watch.reading import layout_digest
+from andon_contracts.watch.judging import Verdicts
+from andon_contracts.watch.model_probe import ModelProbe
+from andon_contracts.watch.optimizer_probe import OptimizerProbe
 from andon_contracts.watch.replicas import Replicas
 from andon_contracts.watch.rows import Rows
-from andon_contracts.watch.subject import Subject
+from andon_contracts.watch.values import layout_digest
 
-REPLICATED = {"weights": "replicas-agree", "gradient": "gradients-agree", "optimizer": "optimizers-agree"}
-"""The clause that compares what is observed under a name."""
+W = TypeVar("W")
+REPLICATED = {name: law.clause for law in (REPLICAS, GRADIENTS, OPTIMIZERS) for name in law.look}
+"""The clause that compares what is observed under a name, of what every replica holds."""
+_Look = Callable[[], Details]
 
 
 @dataclass
@@ -34,79 +38,91 @@ class SecondLook:
     exchange: Exchange
     replicas: Replicas
     verdicts: Verdicts
-    subject: Subject
+    subject: ModelProbe
     rows: Rows
     last_equal: int | None = None
 
-    def start(self, observations: Observations) -> bool:
-        """Whether all holds at the start."""
+    def start(self, judgement: Judgement[Seen[object]]) -> None:
+        """At the start something is broken."""
         tensors: dict[str, Tensor] = dict(self.subject.parameters)
-        details = self._look(observations, {"weights": tensors})
+        self._look(judgement, START, {"weights": partial(self._tensors, 0, "weights", tensors)})
         scene = Scene(self.exchange.world_size, tensors=len(tensors))
         closer = closer_look(self.exchange, 0, scene, {"replicas-agree": tensors})
-        return self.verdicts.judge(START, observations, details, scene, closer)
+        self.verdicts.take_all(judgement, scene, closer)
 
-    def before(self, lane: Lane, observations: Observations) -> None:
-        """Before an update of `lane`'s optimizer."""
-        gradients = lane.gradients_by_name()
-        buffers = self.subject.buffers_by_name()
-        looked_at = {"weights": dict(lane.parameters), "gradient": gradients, "buffers": buffers}
-        details = self._look(observations, looked_at)
-        if self._first_time(observations, "hyperparameters", "hyperparameters-agree"):
-            keys = lane.hyperparameters_by_key()
-            spread = self.exchange.spread(observations[0].step, "hyperparameters", keys)
-            details = {**details, "hyperparameters": spread}
+    def before(self, probe: OptimizerProbe, judgement: Judgement[Seen[Reduced]]) -> None:
+        """Before an update of `probe`'s optimizer something is broken."""
+        said, gradients, buffers = judgement.seen.said, probe.gradients_by_name(), self.subject.buffers_by_name()
+        step = said[0].step
+        looks = {
+            "weights": partial(self._tensors, step, "weights", dict(probe.parameters)),
+            "gradient": partial(self._tensors, step, "gradient", gradients),
+            "buffers": partial(self._buffers, step, buffers),
+            "hyperparameters": partial(self._hyperparameters, step, probe),
+        }
+        self._look(judgement, BEFORE, looks)
         tensors: dict[str, Mapping[str, Tensor]] = {
-            "replicas-agree": lane.parameters,
+            "replicas-agree": probe.parameters,
             "gradients-agree": {name: g for name, g in gradients.items() if g.numel()},
             "buffers-agree": buffers,
         }
-        scene = self.scene(lane, observations, applied=False)
-        closer = closer_look(self.exchange, lane.updates + 1, scene, tensors)
-        self.verdicts.judge(BEFORE, observations, details, scene, closer, self._facts())
+        scene = self.scene(probe, said, applied=False)
+        closer = closer_look(self.exchange, probe.updates + 1, scene, tensors)
+        self.verdicts.take_all(judgement, scene, closer, self._facts())
 
-    def after(self, lane: Lane, observations: Observations, before: Observations) -> None:
-        """After an update of `lane`'s optimizer, before which the ranks observed `before`."""
-        details = self._look(observations, {"weights": dict(lane.parameters), "optimizer": lane.state_by_name})
-        scene = self.scene(lane, before, applied=True)
-        closer = closer_look(self.exchange, lane.updates, scene, {"replicas-agree": lane.parameters}, lane)
-        self.verdicts.judge(AFTER, observations, details, scene, closer, self._facts())
+    def after(self, probe: OptimizerProbe, judgement: Judgement[Seen[object]], before: Observations) -> None:
+        """After an update of `probe`'s optimizer, before which the ranks observed `before`, something is broken."""
+        step = judgement.seen.step
+        looks = {
+            "weights": partial(self._tensors, step, "weights", dict(probe.parameters)),
+            "optimizer": partial(self._states, step, probe),
+        }
+        self._look(judgement, AFTER, looks)
+        scene = self.scene(probe, before, applied=True)
+        closer = closer_look(self.exchange, probe.updates, scene, {"replicas-agree": probe.parameters}, probe)
+        self.verdicts.take_all(judgement, scene, closer, self._facts())
 
-    def note_equal(self, step: int, observations: Observations) -> None:
+    def note_equal(self, step: int, seen: Seen[object]) -> None:
         """Remember `step` where the ranks, if there are several, have the same weights after it."""
-        if len(observations) > 1 and same(observations, "weights"):
+        if len(seen.said) > 1 and "weights" not in seen.differing:
             self.last_equal = step
 
-    def scene(self, lane: Lane, before: Observations, *, applied: bool) -> Scene:
+    def scene(self, probe: OptimizerProbe, before: Observations, *, applied: bool) -> Scene:
         """What a message says beside its finding; `before`: what the ranks observed before the update."""
         # Of ranks at different points nothing was observed that could be held to each other.
-        said = agreed(before, moments=lane.moments_equal) if before and in_lockstep(before) else ""
-        return Scene(self.exchange.world_size, applied, self.last_equal, tensors=len(lane.names), before=said)
+        said = agreed(before, moments=probe.moments_equal) if before and in_lockstep(before) else ""
+        return Scene(self.exchange.world_size, applied, self.last_equal, tensors=len(probe.names), before=said)
 
     def _facts(self) -> dict[str, object]:
         return {"ids": list(self.rows.ids)}
 
-    def _first_time(self, observations: Observations, name: str, clause: str) -> bool:
-        """Whether the ranks have other values for `name`, which `clause` has not reported yet."""
-        return in_lockstep(observations) and not same(observations, name) and not self.verdicts.known(clause)
+    def _look(self, judgement: Judgement[Seen[W]], laws: Sequence[Law[Seen[W]]], looks: Mapping[str, _Look]) -> None:
+        """Add to what was seen what `looks` give of each value that differs between ranks, the first time it does."""
+        seen = judgement.seen
+        # Of ranks at different points nothing was observed that could be held to each other.
+        if not in_lockstep(seen.said):
+            return
+        found: dict[str, Mapping[str, Sequence[int]]] = {}
+        for law in self.verdicts.alive(laws):
+            if not self.verdicts.known(law.clause):
+                for name in law.look:
+                    if name in seen.differing:
+                        found.update(looks[name]())
+        judgement.seen = replace(seen, details=found)
 
-    def _look(self, observations: Observations, tensors: Mapping[str, Any]) -> Details:
-        """The digests by tensor of what differs between ranks, the first time that it does."""
-        if not in_lockstep(observations):
-            return {}
-        found = {}
-        for name, of in tensors.items():
-            named = REPLICATED.get(name, "buffers-agree")
-            if same(observations, name) or self.verdicts.known(named) or named not in self.verdicts.live:
-                continue
-            step = observations[0].step
-            if callable(of):
-                looked = self.exchange.spread(step, f"tensors of {name}", of())
-            else:
-                looked = self.exchange.look(step, name, of)
-            found[name] = self.replicas.align_tensors(looked)
-            if name == "buffers":
-                shapes = {buffer: layout_digest({"": tensor}) for buffer, tensor in of.items()}
-                looked = self.exchange.spread(step, "shapes of buffers", shapes)
-                found["shapes of buffers"] = self.replicas.align_tensors(looked)
-        return found
+    def _tensors(self, step: int, name: str, tensors: Mapping[str, Tensor]) -> Details:
+        return {name: self.replicas.align_tensors(self.exchange.look(step, name, tensors))}
+
+    def _states(self, step: int, probe: OptimizerProbe) -> Details:
+        spread = self.exchange.spread(step, "tensors of optimizer", probe.state_by_name())
+        return {"optimizer": self.replicas.align_tensors(spread)}
+
+    def _buffers(self, step: int, buffers: Mapping[str, Tensor]) -> Details:
+        shapes = {name: layout_digest({"": buffer}) for name, buffer in buffers.items()}
+        return {
+            **self._tensors(step, "buffers", buffers),
+            "shapes of buffers": self.replicas.align_tensors(self.exchange.spread(step, "shapes of buffers", shapes)),
+        }
+
+    def _hyperparameters(self, step: int, probe: OptimizerProbe) -> Details:
+        return {"hyperparameters": self.exchange.spread(step, "hyperparameters", probe.hyperparameters_by_key())}

@@ -12,8 +12,8 @@ from torch import nn
 
 from andon_contracts.clauses import CLAUSES
 from andon_contracts.violation import Violation
-from andon_contracts.watch.reading import text_digest
-from andon_contracts.watch.subject import Subject, unknown_names
+from andon_contracts.watch.model_probe import ModelProbe, unknown_names
+from andon_contracts.watch.values import text_digest
 
 Action = Literal["warn", "raise"] | Callable[[Violation], None]
 Reference = Callable[[nn.Module, Sequence[int]], tuple[torch.Tensor, int]]
@@ -83,7 +83,7 @@ class Settings:
         }
         return {name: text_digest(value) for name, value in (given | shown).items()}
 
-    def problems(self, subject: Subject) -> list[str]:
+    def problems(self, subject: ModelProbe) -> list[str]:
         """All that is wrong with what was said about `subject`, in words."""
         found: list[str] = []
         if self.checks not in ("step", "audit"):

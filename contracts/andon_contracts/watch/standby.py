@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from andon_contracts.halt import own_store
+from andon_contracts.liveness.halt import own_store
 from andon_contracts.watch.discovery import members, optimizer_of, trained_by
 from andon_contracts.watch.intercept import listen, unlisten
 from andon_contracts.watch.opening import is_watched, opened_so_far, watch_script
@@ -102,7 +102,7 @@ class Standby:
             return
         opened = self._open(optimizer)
         if opened is not None:
-            opened.clipping(parameters, norm)
+            opened.hearing.clipping(parameters, norm)
 
     def updates_of(self, optimizer: object) -> int | None:
         """Of no concern before there is a watch."""

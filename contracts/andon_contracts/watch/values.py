@@ -15,13 +15,15 @@ import fractions
 import hashlib
 import pathlib
 import uuid
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from andon_contracts.digest import join, tensor_digest
-from andon_contracts.watch.reading import plain, state_tensors, text_digest
+from andon_contracts.observe import plain
 
 _AS_THEY_ARE = frozenset({type(None), bool, int, float, complex, str, bytes})
 _BY_REPR = (
@@ -42,6 +44,31 @@ class _Foreign(Exception):
         super().__init__()
         self.value = value
         self.path = ""
+
+
+def text_digest(*parts: object) -> int:
+    """A digest in [0, 2^62) of plain values that have a stable `repr`."""
+    data = repr(parts).encode("utf-8", "backslashreplace")
+    return zlib.crc32(data) << 30 ^ zlib.adler32(data)
+
+
+class Text:
+    """The `text_digest` of a plain value, which nobody can change, and that seldom is another than before."""
+
+    def __init__(self) -> None:
+        self._value: object = self
+        self._digest = 0
+
+    def digest(self, value: object) -> int:
+        """The digest of `value`."""
+        if value != self._value:
+            self._value, self._digest = value, text_digest(value)
+        return self._digest
+
+
+def layout_digest(tensors: Mapping[str, Tensor]) -> int:
+    """The digest of names, shapes and dtypes in order."""
+    return text_digest([(name, tuple(t.shape), str(t.dtype)) for name, t in tensors.items()])
 
 
 def value_digest(value: object, name: str) -> int:
@@ -66,12 +93,28 @@ def kept_digest(value: object) -> int:
 
 def state_digest(state: Mapping[str, object]) -> int:
     """The digest of what an optimizer keeps for one parameter, or of any small nest of tensors and values."""
-    tensors: list[torch.Tensor] = []
+    tensors: list[Tensor] = []
     rest: list[object] = []
     state_tensors(state, tensors, rest)
     found = {str(index): tensor_digest(plain(tensor)) for index, tensor in enumerate(tensors)}
     shapes = [(tuple(t.shape), str(t.dtype)) for t in tensors]
     return join(found | {"values": text_digest(_form(rest, _by_type), shapes)})
+
+
+def state_tensors(state: object, into: list[Tensor], rest: list[object]) -> None:
+    """Sort what an optimizer keeps for one parameter into tensors and other values, in an order that has no chance."""
+    if isinstance(state, Tensor):
+        into.append(state)
+    elif isinstance(state, Mapping):
+        for name in sorted(state, key=repr):
+            rest.append(name)
+            state_tensors(state[name], into, rest)
+    elif isinstance(state, list | tuple):
+        rest.append(len(state))
+        for item in state:
+            state_tensors(item, into, rest)
+    elif not callable(state):
+        rest.append(state)
 
 
 class Nest:
@@ -111,7 +154,7 @@ def _form(value: Any, foreign: _Unknown) -> object:
     """What has a `repr` of all that is in `value`; tuples in it are ours. foreign: what stands for what has none."""
     if type(value) in _AS_THEY_ARE:
         return value
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return _form_of_tensor(value, foreign)
     if type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
         return _form_of_array(value, foreign)
@@ -124,7 +167,7 @@ def _form(value: Any, foreign: _Unknown) -> object:
     return _form_of_nest(value, foreign)
 
 
-def _form_of_tensor(tensor: torch.Tensor, foreign: _Unknown) -> object:
+def _form_of_tensor(tensor: Tensor, foreign: _Unknown) -> object:
     if tensor.is_meta:
         return foreign(tensor)
     found = plain(tensor).cpu().resolve_conj().resolve_neg().contiguous()

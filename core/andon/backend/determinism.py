@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from andon.problems import InputError, Problem
+from andon.console.problems import InputError, Problem
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 _CUBLAS_SETTINGS = (":4096:8", ":16:8")

@@ -1,4 +1,4 @@
-"""What a list of devices means, and what to do where there is none: said, never silent (F-DP-004)."""
+"""Devices by name, and what to do where there is none: said, never silent (F-DP-004)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from andon.problems import InputError, ProblemList
+from andon.console.problems import InputError, ProblemList
 
 _LOG = logging.getLogger(__name__)
 _MOST_GPUS = 127

@@ -26,7 +26,7 @@ class InlineBackend:
         return [work(index) for index in self.ranks]
 
     def gather(self, local: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What each replica passed, on the first replica's device."""
+        """Each replica's tensor, on the first replica's device."""
         return [tensor.to(self.devices[0]) for tensor in local]
 
     def exchange(self, local: Sequence[torch.Tensor], rows: Sequence[int]) -> list[list[torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""What is free where ranks are to live: facts gathered first, and judged by pure functions, alike on every rank."""
+"""Memory that is free where ranks are to live: facts gathered first, judged by pure functions, alike on every rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from andon.problems import InputError, Problem, ProblemList
+from andon.console.problems import InputError, Problem, ProblemList
 
 _GIB = 2**30
 _NAME_CHARACTERS, _FAULT_CHARACTERS = 80, 200
@@ -140,7 +140,7 @@ def _left_in_group() -> int | None:
 
 
 def _reclaimable() -> int:
-    """What a group holds of files that it has read: the kernel takes it back when memory is asked for."""
+    """Bytes that a group holds of files that it has read: the kernel takes them back when memory is asked for."""
     try:
         lines = (_CGROUP / "memory.stat").read_text(encoding="ascii").splitlines()
     except OSError:

@@ -9,10 +9,10 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from andon.exits import Exit
+from andon.console.exits import Exit
+from andon.console.messages import BROKEN_STREAM, say
+from andon.console.problems import InputError, install_hint
 from andon.launch import preemption
-from andon.messages import BROKEN_STREAM, say
-from andon.problems import InputError, install_hint
 
 _TRACEBACK = "ANDON_TRACEBACK"
 _TRAIN = "train"

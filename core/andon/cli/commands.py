@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,8 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from andon.cli import inspect, plan, plugins
-from andon.cli.output import put
-from andon.problems import InputError, Problem
+from andon.console.messages import put
+from andon.console.problems import InputError, Problem, ProblemList
 
 app = typer.Typer(
     add_completion=False,
@@ -135,7 +136,7 @@ def evaluate(
 ) -> None:
     """Score a run's model on a file; prints JSON."""
     from andon.config.source import require_file
-    from andon.training.finished import require_run
+    from andon.training.existing import require_run
 
     folder = require_run(run)
     require_file(data)
@@ -148,17 +149,42 @@ def evaluate(
 @app.command()
 def predict(run: Annotated[Path, typer.Argument(help="Run folder.")]) -> None:
     """Label each line of standard input; prints one JSON object a line."""
-    from andon.cli.texts import read_texts
-    from andon.training.finished import require_run
+    from andon.training.existing import require_run
 
     folder = require_run(run)
-    texts = read_texts(sys.stdin.buffer)
+    texts = _read_texts(sys.stdin.buffer)
     from andon.training.inference import load_run, predict
 
     for found in predict(load_run(folder), texts):
         line = {"text": found.text, "label": found.label, "probability": round(found.probability, 6)}
         if not put(json.dumps(line, ensure_ascii=False)):
             return
+
+
+def _read_texts(lines: Iterable[bytes]) -> list[str]:
+    """The texts in `lines`, one a line, without their line ends.
+
+    Raises `InputError` with each fault at stdin:LINE: not UTF-8, empty, a NUL character; and for no texts at all.
+    """
+    from andon.data.labels import text_fault
+
+    found = ProblemList()
+    texts: list[str] = []
+    for number, line in enumerate(lines, start=1):
+        where = f"stdin:{number}"
+        try:
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+        except UnicodeDecodeError as error:
+            found.add(where, f"is not UTF-8: byte 0x{line[error.start]:02x} at column {error.start + 1}")
+            continue
+        fault = text_fault(text)
+        if fault is not None:
+            found.add(where, f"the text {fault}")
+        texts.append(text)
+    if not texts and not found:
+        found.add("stdin", "holds no texts; write one a line")
+    found.raise_if_any()
+    return texts
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})

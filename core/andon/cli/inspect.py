@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from andon.cli.output import put
-from andon.messages import say
+from andon.console.messages import put, say
 
 Run = Annotated[Path, typer.Argument(help="Run folder, or its ledger.jsonl.")]
 
@@ -19,8 +18,7 @@ def show(
 ) -> None:
     """Show a run from start to end, or one step of it, by its ledger."""
     from andon.inspection.recorded import open_recorded
-    from andon.inspection.show import one_step, overview
-    from andon.inspection.texts import texts_of
+    from andon.inspection.show import one_step, overview, texts_of
 
     found = open_recorded(run)
     lines = overview(found) if step is None else one_step(found, step, texts_of(found.folder))

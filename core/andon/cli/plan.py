@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from andon.cli.output import put
-from andon.exits import Exit
-from andon.problems import InputError, Problem
+from andon.console.exits import Exit
+from andon.console.messages import put
+from andon.console.problems import InputError, Problem
 
 if TYPE_CHECKING:
     from andon.model.memory import MemoryPlan
@@ -115,15 +115,11 @@ def _parts(plan: MemoryPlan) -> str:
         "workspace": plan.workspace + plan.ramp,
         "outside of torch": plan.outside,
     }
-    return ", ".join(f"{name} {_mib(size)}" for name, size in sizes.items() if size)
+    return ", ".join(f"{name} {size / 2**20:,.1f} MiB" for name, size in sizes.items() if size)
 
 
 def _gib(size: int) -> str:
     return f"{size / 2**30:.2f} GiB"
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:,.1f} MiB"
 
 
 def register(app: typer.Typer) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
+from operator import attrgetter
 
 import typer
 
-from andon.problems import InputError, Problem, install_hint
+from andon.console.problems import InputError, Problem, install_hint
 
 GROUP = "andon.commands"
 
@@ -17,7 +18,7 @@ def register(app: typer.Typer) -> None:
 
     One whose package is not installed, or lacks what it needs, is listed all the same and says so when it is called.
     """
-    for point in sorted(entry_points(group=GROUP), key=_name):
+    for point in sorted(entry_points(group=GROUP), key=attrgetter("name")):
         try:
             found = point.load()
         except ModuleNotFoundError as error:
@@ -32,10 +33,6 @@ def register(app: typer.Typer) -> None:
 
 
 _ANYTHING = {"allow_extra_args": True, "ignore_unknown_options": True}
-
-
-def _name(point: EntryPoint) -> str:
-    return point.name
 
 
 def _absent(point: EntryPoint, error: ModuleNotFoundError) -> Callable[[], None]:

@@ -12,26 +12,30 @@ from typing import Any
 
 from andon.config.load import load_config
 from andon.config.schema import IN_PROCESS, Config
-from andon.exits import Exit
+from andon.console.exits import Exit
+from andon.console.messages import say
+from andon.console.problems import InputError, Problem, ProblemList
 from andon.launch import preemption
 from andon.launch.context import RankContext, is_rank
+from andon.launch.elastic import launch_elastic
 from andon.launch.launcher import PRELOAD, LaunchResult, launch, warm_up
+from andon.launch.rank import report_to, run_rank
 from andon.launch.sizes import Sizing
-from andon.messages import say
-from andon.problems import InputError, Problem, ProblemList
 from andon.run.folder import RUNS, RunFolder, State, new_folder
+from andon.run.summary import read_summary
 from andon.training.entry import ENTRY, payload_of, train_rank
-from andon.training.finished import require_same_as_finished
+from andon.training.existing import newest_unfinished, require_same_as_finished
+from andon.training.rows import read_rows
 
 _PRELOAD = (
-    "andon.launch.bound",
+    "andon.launch.server_first",
     *PRELOAD,
     "torch._dynamo",
     "andon.training.run",
     "transformers.models.qwen3.modeling_qwen3",
     "peft.utils.transformers_weight_conversion",
-    "andon.launch.agent_process",
-    "andon.launch.preloaded",
+    "andon.launch.worker_agents",
+    "andon.launch.server_last",
 )
 """What ranks would otherwise each import for themselves: an optimizer needs `torch._dynamo`, as slow as torch."""
 
@@ -58,7 +62,7 @@ def run_training(
     folder = _folder_of(config)
     if folder is not None and _nothing_to_do(config, folder):
         return Exit.OK
-    _check_data(config)
+    read_rows(config)  # all mistakes in the data at once, before ranks are started that would each find them
     made = folder is None
     folder = _new_folder(config) if folder is None else folder
     try:
@@ -103,7 +107,6 @@ def _be_a_rank(
     started: float,
 ) -> None:
     """One rank of torchrun; does not return. torchrun decides the number of workers."""
-    from andon.launch.rank import report_to, run_rank
 
     def work(context: RankContext) -> int:
         if sizing is not None:
@@ -138,8 +141,6 @@ def _folder_of(config: Config) -> RunFolder | None:
         return RunFolder(Path(config.run.dir))
     if config.run.resume != "auto":
         return None
-    from andon.training.unfinished import newest_unfinished
-
     found = newest_unfinished(config, RUNS)
     if found is not None:
         say(f"resume: {found.path} is the newest unfinished run of this configuration (another one: --run-dir)")
@@ -171,13 +172,6 @@ def _nothing_to_do(config: Config, folder: RunFolder) -> bool:
         say(f"resume: the run in {folder.path} is finished, nothing to do")
         return True
     return False
-
-
-def _check_data(config: Config) -> None:
-    """All of a user's mistakes in the data at once, before ranks are started that would each find them."""
-    from andon.training.rows import read_rows
-
-    read_rows(config)
 
 
 def _train_here(config: Config, folder: RunFolder, started: float) -> Exit:
@@ -215,7 +209,6 @@ def _train_in_ranks(config: Config, folder: RunFolder, started: float, sizing: S
         payload = payload_of(config, folder.path, started)
         result = launch(entry, payload, workers=config.run.workers, run_folder=folder.path, **bounds)
     else:
-        from andon.launch.elastic import launch_elastic
 
         def payload_for(workers: int, again: bool) -> dict[str, Any]:
             run = config.run.model_copy(update={"workers": workers} | ({"resume": "auto"} if again else {}))
@@ -228,7 +221,7 @@ def _train_in_ranks(config: Config, folder: RunFolder, started: float, sizing: S
 
 
 def _why(result: LaunchResult) -> str:
-    """What a launch ended with, for a reader: a user's mistakes all of them, a violation as one line."""
+    """Why a launch ended, for a reader: a user's mistakes all of them, a violation as one line."""
     report = result.report
     if report is not None and result.exit is Exit.USAGE:
         return report.message
@@ -243,8 +236,6 @@ def _report(folder: RunFolder, code: Exit) -> None:
         say(f"ended at a step boundary; go on with: andon train {folder.config} --run-dir {folder.path} --resume auto")
     if code is not Exit.OK:
         return
-    from andon.run.summary import read_summary
-
     found = read_summary(folder.summary)
     say(
         f"done: {found.steps} steps on {found.world_size} {found.backend} workers in {found.wall_s:.1f} s, "

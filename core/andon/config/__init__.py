@@ -1,1 +1,1 @@
-"""What a user sets: the schema, how it is read, and what of it defines a run. Imports no torch."""
+"""The settings of a run: their schema, how they are read, and which of them define it. Imports no torch."""

@@ -13,8 +13,7 @@ from typing import Any
 
 import yaml
 
-from andon.config.wording import shown
-from andon.problems import InputError, Problem, ProblemList
+from andon.console.problems import InputError, Problem, ProblemList, shown
 
 MOST_BYTES = 2**18
 MOST_VALUES = 10_000
@@ -148,29 +147,17 @@ class _Reader:
         return None
 
 
-def _nothing(text: str) -> None:
-    return None
-
-
 def _truth(text: str) -> bool:
     if text.lower() not in ("true", "false"):
         raise ValueError(text)
     return text.lower() == "true"
 
 
-def _integer(text: str) -> int:
-    return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
-
-
-def _number(text: str) -> float:
-    return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
-
-
 _SCALARS: dict[str, Callable[[str], Any]] = {
-    "null": _nothing,
+    "null": lambda text: None,
     "bool": _truth,
-    "int": _integer,
-    "float": _number,
+    "int": lambda text: int(text, 0) if text[:2] in ("0o", "0x") else int(text),
+    "float": lambda text: float(text.lower().replace(".inf", "inf").replace(".nan", "nan")),
     "str": str,
 }
 _LONGEST_SCALAR = {"int": 400, "float": 400}

@@ -1,4 +1,4 @@
-"""What of a configuration defines a run, and must be the same on resume, and what only places it."""
+"""The keys of a configuration that define a run, and must be the same on resume, and those that only place it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ LATER = (
 
 
 def identity(config: Config) -> dict[str, Any]:
-    """What defines the run, as JSON values by dotted key: every key that is not `PLACING`, and three facts.
+    """JSON values by dotted key, of all that defines the run: every key that is not `PLACING`, and three facts.
 
     `data.embedded` and `model.embedded` say whether the project's own are used. `run.device_kind` is cpu, cuda or
     mixed: results are the same to the bit on any number of devices of one kind, not across kinds.

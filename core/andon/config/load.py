@@ -12,8 +12,7 @@ from pydantic_core import ErrorDetails
 from andon.config.document import MOST_BYTES, Document, KeyPath, dump, parse
 from andon.config.schema import Config
 from andon.config.source import require_file
-from andon.config.wording import did_you_mean, shown
-from andon.problems import InputError, Problem, ProblemList
+from andon.console.problems import InputError, Problem, ProblemList, did_you_mean, shown
 
 FLAGS = {
     "run.workers": "--workers",
@@ -61,7 +60,8 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), flags: Mapping
     """
     problems = ProblemList()
     document = _read(Path(path), problems) if path is not None else Document({})
-    tree = _without_empty_sections(document.value)
+    # `optimizer:` with nothing below it says nothing.
+    tree = {key: value for key, value in document.value.items() if value is not None or key not in Config.model_fields}
     said: dict[KeyPath, str] = {}
     for override in overrides:
         _override(tree, override, said, problems)
@@ -103,11 +103,6 @@ def _read(path: Path, problems: ProblemList) -> Document:
     if not isinstance(document.value, dict):
         raise InputError([Problem(f"{path}:1", f"must hold keys and values, is {shown(document.value)}")])
     return document
-
-
-def _without_empty_sections(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """`optimizer:` with nothing below it says nothing."""
-    return {key: value for key, value in tree.items() if value is not None or key not in Config.model_fields}
 
 
 def _override(tree: dict[str, Any], override: str, said: dict[KeyPath, str], problems: ProblemList) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from andon.config.wording import did_you_mean
-from andon.problems import InputError, Problem
+from andon.console.problems import InputError, Problem, did_you_mean
 
 
 def require_file(path: Path, *, empty: bool = False) -> None:

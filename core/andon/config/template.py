@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 
 from andon.config.document import dump
 from andon.config.schema import Config
@@ -32,13 +30,6 @@ def _entries(values: BaseModel, indent: str) -> Iterator[str]:
             yield f"\n# {about}\n{name}:"
             yield from _entries(inner, indent + "  ")
         else:
-            yield _line(f"{indent}{name}: {_inline(plain[name])}", field)
-
-
-def _line(setting: str, field: FieldInfo) -> str:
-    return f"{setting:<{_COMMENT_COLUMN}}# {field.description}" if field.description else setting
-
-
-def _inline(value: Any) -> str:
-    """One value on one line."""
-    return dump([value], flow=True).strip()[1:-1]
+            value = dump([plain[name]], flow=True).strip()[1:-1]  # as the only entry of a list, so that it is one line
+            setting = f"{indent}{name}: {value}"
+            yield f"{setting:<{_COMMENT_COLUMN}}# {field.description}" if field.description else setting

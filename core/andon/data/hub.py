@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from andon.problems import InputError, Problem
+from andon.console.problems import InputError, Problem
 
 _ANSWER_S = 10.0
 """Seconds that the hub has to answer."""

@@ -7,8 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Literal
 
-from andon.config.wording import shown
-from andon.problems import InputError, Problem
+from andon.console.problems import InputError, Problem, shown
 
 ClassWeights = Literal["uniform", "inverse", "sqrt_inverse"]
 
@@ -19,7 +18,7 @@ _LONGEST_INTEGER = 18
 
 
 def text_fault(text: str) -> str | None:
-    """What makes `text` unusable as a text or as a class name, or None."""
+    """Why `text` cannot be a text or a class name; None: it can."""
     if not text.strip():
         return "is empty" if not text else f"is only white space ({shown(text)})"
     if "\0" in text:
@@ -32,7 +31,7 @@ def text_fault(text: str) -> str | None:
 
 
 def label_fault(label: object, typed: bool) -> str | None:
-    """What makes one label unusable by itself, or None. `typed`: numbers are not strings (JSON), else all is text."""
+    """Why one label by itself cannot be used, or None. `typed`: numbers are not strings (JSON), else all is text."""
     if label is None:
         return "label is null"
     if isinstance(label, str):

@@ -9,11 +9,10 @@ from pathlib import Path
 
 from andon.config.load import FLAGS
 from andon.config.source import require_file
-from andon.config.wording import did_you_mean, shown
+from andon.console.problems import InputError, Problem, ProblemList, did_you_mean, shown
 from andon.data.formats import Record, Table, delimited, json_lines, parquet
 from andon.data.labels import label_fault, label_names, same_kind, text_fault
 from andon.data.rows import DataSet, Row
-from andon.problems import InputError, Problem, ProblemList
 
 TEXT_COLUMNS = ("input", "text")
 """Where the text is looked for when no column is named."""
@@ -85,11 +84,9 @@ class _Columns:
     def check(self, there: Iterable[str], where: str, problems: ProblemList) -> tuple[str, str] | None:
         """The two columns to use among those `there`, or None when that was not clear and was noted."""
         there = tuple(there)
-        text, label = (self._one(what, names, there, where, problems) for what, names in self._wanted())
+        wanted = ("text", self.text), ("label", self.label)
+        text, label = (self._one(what, names, there, where, problems) for what, names in wanted)
         return None if text is None or label is None else (text, label)
-
-    def _wanted(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
-        return ("text", self.text), ("label", self.label)
 
     @staticmethod
     def _one(
@@ -123,7 +120,7 @@ def shown_names(names: Sequence[str], most: int = 12) -> str:
 
 @dataclass
 class _Found:
-    """What has been read so far, by row: line, text, label as written; and where each explicit id was first seen."""
+    """Rows that have been read so far: line, text, label as written; and where each explicit id was first seen."""
 
     table: Table
     problems: ProblemList

@@ -1,11 +1,14 @@
-"""Rows of text with a class, and data sets of them."""
+"""Rows of text with a class, data sets of them, and the split of one that is drawn once and kept."""
 
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+
+from andon.console.problems import InputError
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,3 +65,25 @@ class DataSet:
         """How many rows of `other` have a text that occurs here (training text in an evaluation set)."""
         texts = {row.text for row in self.rows}
         return sum(row.text in texts for row in other.rows)
+
+
+def frozen_split(count: int, fraction: float, seed: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Places 0 to `count` - 1 as (train, validation), both ascending, disjoint and together complete.
+
+    The same for the same seed, so on every start of a run.
+
+    Validation holds round(count * fraction) places, but at least 1 and at most count - 1; with `fraction` 0 none.
+    Only `Random.random` is used, whose sequence Python keeps between versions.
+    Raises `InputError` for a fraction outside [0, 1), and where no row would remain to train on.
+    """
+    if not 0.0 <= fraction < 1.0:
+        raise InputError(f"the validation fraction must be at least 0 and less than 1 ({fraction})")
+    if fraction == 0.0:
+        return tuple(range(count)), ()
+    if count < 2:
+        raise InputError(f"a validation split needs at least 2 rows, there are {count}; set data.validation_fraction=0")
+    draw = random.Random(f"andon validation split {seed}").random
+    order = sorted((draw(), place) for place in range(count))
+    held = min(max(round(count * fraction), 1), count - 1)
+    validation = {place for _, place in order[:held]}
+    return tuple(place for place in range(count) if place not in validation), tuple(sorted(validation))

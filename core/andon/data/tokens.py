@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from andon.console.problems import InputError, Problem
 from andon.data.hub import require_on_hub
 from andon.data.labels import text_fault
-from andon.problems import InputError, Problem
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,7 +30,7 @@ _LONGEST_REASON = 200
 
 
 class Tokenizer(Protocol):
-    """What the trainer asks of a tokenizer."""
+    """A tokenizer as the trainer asks it."""
 
     @property
     def vocab_size(self) -> int:
@@ -39,7 +39,7 @@ class Tokenizer(Protocol):
 
     @property
     def pad_id(self) -> int:
-        """What rows are padded with on the right; the model's configuration must have the same."""
+        """The id that rows are padded with on the right; the model's configuration must have the same."""
         ...
 
     @property

@@ -1,1 +1,1 @@
-"""What a run has left, looked at afterwards: shown, compared with another, done again. Nothing here writes to a run."""
+"""A run's leavings, looked at afterwards: shown, compared with another, done again. Nothing here writes to a run."""

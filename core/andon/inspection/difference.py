@@ -15,12 +15,11 @@ from typing import Any
 from andon.config.identity import PLACING
 from andon.config.load import load_config
 from andon.inspection.recorded import Recorded, open_recorded
+from andon.run.ledger import CAUSAL, differing, value_of
 from andon.run.provenance import read_provenance
 from andon_contracts.record import Step
 
 _HARDWARE = ("machine", "cpu", "instructions", "threads", "devices")
-CAUSAL = ("epoch", "ids", "count", "content", "lr", "loss", "correct", "gradient", "grad_norm", "weights", "optimizer")
-"""What two records of one step must have alike, causes before effects."""
 _DIGITS = 64
 """Of a SHA-256."""
 _SHOWN = 160
@@ -28,7 +27,7 @@ _UNKNOWN = "unknown"
 
 
 class Comparison(Enum):
-    """What came out of a comparison; the value is the exit code."""
+    """The outcome of a comparison; the value is the exit code."""
 
     SAME = 0
     DIFFERENT = 1
@@ -233,16 +232,6 @@ def first_difference(one: Mapping[int, Step], other: Mapping[int, Step]) -> tupl
         if fields:
             return step, fields
     return None, ()
-
-
-def differing(record: Step, twin: Step) -> tuple[str, ...]:
-    """The fields of `CAUSAL` that differ between two records of one step."""
-    return tuple(name for name in CAUSAL if value_of(record, name) != value_of(twin, name))
-
-
-def value_of(record: Step, name: str) -> object:
-    """A field of `record`, or one of its digests."""
-    return getattr(record, name) if hasattr(record, name) else getattr(record.digests, name)
 
 
 def _shown(record: Step, name: str) -> str:

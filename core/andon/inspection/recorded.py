@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 from andon.config.source import is_folder
-from andon.problems import InputError, Problem
+from andon.console.problems import InputError, Problem
 from andon.run.folder import RunFolder
 from andon.run.ledger import LedgerError, head_at, read_ledger
 from andon_contracts.record import Record, Resume, Start, Step
@@ -25,7 +25,7 @@ class Recorded:
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """As messages call it."""
         return str(self.path)
 
     @property
@@ -42,7 +42,7 @@ class Recorded:
 
     @cached_property
     def fingerprints(self) -> Mapping[int, Mapping[str, str]]:
-        """What the bits of each step of `trajectory` may depend on: the fingerprint of the process group that did it.
+        """By step of `trajectory`, the fingerprint of the process group that did it: its bits may depend on that.
 
         0 stands for the start.
         """

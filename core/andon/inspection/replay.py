@@ -12,21 +12,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from andon.config.identity import differences
 from andon.config.load import load_config
 from andon.config.schema import Config
-from andon.inspection.difference import Comparison, Report, differing, value_of
+from andon.console.problems import InputError, Problem
+from andon.inspection.difference import Comparison, Report
 from andon.inspection.recorded import Recorded, open_recorded
-from andon.problems import InputError, Problem
 from andon.run.atomic import write_json
 from andon.run.checkpoint import Checkpoint, load_checkpoint
 from andon.run.folder import RunFolder
+from andon.run.ledger import differing, value_of
 from andon.run.provenance import differences as other_machine
 from andon.run.provenance import fingerprint
 from andon.run.sealed import CheckpointError
-from andon.step.state import restore_state
-from andon.training.material import schedule_of
-from andon.training.repeat import UNKNOWN, step_record
+from andon.training.history import UNKNOWN, step_record
 from andon.training.resume import identity_at_start, run_identity
 from andon.training.session import Session, assembled
 from andon_contracts.digest import hex64
@@ -39,7 +40,7 @@ RESULT = "replay.json"
 
 @dataclass(frozen=True)
 class Replayed:
-    """What came out. `source`: where the state came from, `after` which update; `compared`: steps that are the same.
+    """The outcome. `source`: where the state came from, `after` which update; `compared`: steps that are the same.
 
     apart: the first step that differs (0: the state that was restored), its fields by name with what the ledger has
     and what came out now; None where none differs. machine: how this machine or its versions differ from the run's.
@@ -93,9 +94,8 @@ def replay(config: Config, path: Path, first: int, last: int) -> Replayed:
         _require_same(session, checkpoint)
         after = checkpoint.step if checkpoint is not None else 0
         if checkpoint is not None:
-            for replica in session.replicas:
-                restore_state(replica, checkpoint.tensors, after)
-        session.step.attest_start({"after": after})
+            session.run.restore(checkpoint)
+        session.run.step.attest_start({"after": after})
         return _compared(session, found, checkpoint.path.name if checkpoint else "the initial weights", after, last)
 
 
@@ -103,8 +103,6 @@ def replay_rank(payload: Mapping[str, Any]) -> int:
     """`replay` as one rank of a process group; rank 0 writes what came out into the folder `out`."""
     config = Config.model_validate(payload["config"])
     result = replay(config, Path(payload["path"]), payload["first"], payload["last"])
-    import torch.distributed as dist
-
     if dist.get_rank() == 0:
         write_json(Path(payload["out"]) / RESULT, asdict(result))
     return 0
@@ -135,7 +133,7 @@ def _require_same(session: Session, checkpoint: Checkpoint | None) -> None:
 
 def _compared(session: Session, found: Recorded, source: str, after: int, last: int) -> Replayed:
     """Go on from the restored state to step `last`, or to the first step that differs."""
-    place = f"{session.backend.world_size} {session.backend.name} workers"
+    place = f"{session.run.backend.world_size} {session.run.backend.name} workers"
     ours = fingerprint(session.environment)
 
     def came_to(compared: int, step: int | None, fields: Mapping[str, tuple[str, str]] | None = None) -> Replayed:
@@ -145,12 +143,11 @@ def _compared(session: Session, found: Recorded, source: str, after: int, last: 
     start = _state_apart(session, found, after)
     if start is not None:
         return came_to(0, 0, {"weights": start})
-    plan = session.material.plan
-    rates = schedule_of(session.config, plan)
+    run = session.run
     for step in range(after + 1, last + 1):
-        batch = plan.batch(step)
-        result = session.step(batch, rates.rate(step), step)
-        now = step_record(batch, result, session.backend.world_size, session.backend.name)
+        batch = run.plan.batch(step)
+        result = run.step(batch, run.schedule.rate(step), step)
+        now = step_record(batch, result, run.backend.world_size, run.backend.name)
         then = found.trajectory.get(step)
         fields = _apart(then, now) if then is not None else {}
         if fields:
@@ -165,12 +162,12 @@ def _state_apart(session: Session, found: Recorded, after: int) -> tuple[str, st
         then = record.digests.weights if record is not None else None
     else:
         then = found.start.digests.get("weights") if found.start is not None else None
-    now = hex64(session.primary.weights_digest())
+    now = hex64(session.run.primary.weights_digest())
     return (then, now) if then not in (None, UNKNOWN, now) and then is not None else None
 
 
 def _apart(then: Step, now: Step) -> dict[str, tuple[str, str]]:
-    """What differs between the ledger's record and the new one, causes first; without what nobody looked at then."""
+    """The fields that differ between the ledger's record and the new one, causes first; not those unknown then."""
     names = [name for name in differing(then, now) if value_of(then, name) != UNKNOWN]
     return {name: (_text(value_of(then, name)), _text(value_of(now, name))) for name in names}
 
@@ -180,7 +177,7 @@ def _text(value: object) -> str:
 
 
 def report_of(result: Replayed, first: int, last: int) -> Report:
-    """What came out, for a reader: exit 0 the same, 1 different, 2 not comparable."""
+    """The outcome for a reader: exit 0 the same, 1 different, 2 not comparable."""
     report = Report()
     report.add("from", f"{result.source}, after step {result.after}, on {result.place}")
     for difference in result.machine:

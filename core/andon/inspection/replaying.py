@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from andon.config.schema import IN_PROCESS
-from andon.exits import Exit
+from andon.console.exits import Exit
+from andon.console.problems import InputError, Problem
 from andon.inspection.difference import Report
 from andon.inspection.recorded import open_recorded
 from andon.launch.launcher import launch
-from andon.problems import InputError, Problem
 
 ENTRY = "andon.inspection.replay:replay_rank"
 

@@ -1,18 +1,46 @@
-"""What a ledger says, for a reader: the run from start to end, or one step of it with its rows, losses and digests."""
+"""A ledger for a reader: the run from start to end, or one step of it with its rows, losses and digests."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
+from andon.config.load import load_config
+from andon.console.problems import InputError, Problem
+from andon.data.rows import Row
 from andon.inspection.recorded import Recorded
-from andon.inspection.texts import Texts
-from andon.problems import InputError, Problem
+from andon.run.folder import RunFolder
+from andon.run.provenance import read_provenance
+from andon.training.rows import read_rows
 from andon_contracts.fields import Real
 from andon_contracts.record import Broken, End, Evaluation, Plan, RankPart, Record, Resume, Saved, Start, Step
 
 _WIDTH = 100
 _UNKNOWN = "not known"
 _VERSIONS = ("torch", "transformers", "peft", "cpu", "devices")
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Training rows by id and the names of their labels; `missing` says why there are none."""
+
+    rows: Mapping[int, Row] = field(default_factory=dict)
+    labels: tuple[str, ...] = ()
+    missing: str = ""
+
+
+def texts_of(folder: RunFolder | None) -> Texts:
+    """The rows that the run trained on; raises nothing for data that is gone or has changed, but says so."""
+    if folder is None or not folder.config.exists():
+        return Texts(missing="a ledger alone names rows by id; their texts are not in it")
+    try:
+        found = read_rows(load_config(folder.config))
+        recorded = read_provenance(folder.provenance).digest("data")
+    except InputError as error:
+        return Texts(missing=f"the texts are not at hand: {error}")
+    if recorded != found.digest:
+        return Texts(missing="the texts are not shown: the data is no longer that which the run was trained on")
+    return Texts({row.id: row for row in found.train.rows}, tuple(found.train.labels))
 
 
 def overview(found: Recorded) -> Iterator[str]:
@@ -108,7 +136,8 @@ def one_step(found: Recorded, step: int, texts: Texts) -> Iterator[str]:
     if times > 1:
         yield f"  done {times} times, after resumes; this is the last"
     yield f"  loss        {_exact(record.loss)}{_counted(record)}"
-    yield f"  grad_norm   {_exact(record.grad_norm)} {_point(record)}"
+    point = "as the optimizer got it" if record.gradient_at == "optimizer" else "before clipping"
+    yield f"  grad_norm   {_exact(record.grad_norm)} {point}"
     yield f"  lr          {_exact(record.lr)}"
     if record.weights_norm is not None:
         yield f"  norm        {_exact(record.weights_norm)} of the trained weights, after the update"
@@ -134,10 +163,6 @@ def _place(record: Step) -> str:
 def _counted(record: Step) -> str:
     mean = f", mean over {record.count} rows" if record.loss is not None and record.count is not None else ""
     return mean if record.correct is None else f"{mean}, {record.correct} right"
-
-
-def _point(record: Step) -> str:
-    return "as the optimizer got it" if record.gradient_at == "optimizer" else "before clipping"
 
 
 def _missing_or_broken(found: Recorded, step: int) -> Iterator[str]:

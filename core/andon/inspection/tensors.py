@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from andon.problems import InputError, Problem
+from andon.console.problems import InputError, Problem
 from andon.run.checkpoint import Checkpoint, load_checkpoint
 from andon.run.sealed import CheckpointError
 
@@ -23,7 +23,7 @@ def tensors_apart(one: Path, other: Path) -> Iterator[str]:
         yield f"all {len(shared)} of {one.name} that both have are the same"
         return
     # Weights before moments: what a reader looks for. Among equals, by name.
-    name = min(odd, key=_order)
+    name = min(odd, key=lambda name: (not name.startswith("weights/"), name))
     place = _first(first.tensors[name], second.tensors[name])
     yield f"{name} differs first ({len(odd)} of {len(shared)} tensors of {one.name} do), {place}"
 
@@ -41,10 +41,6 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
-
-
-def _order(name: str) -> tuple[bool, str]:
-    return (not name.startswith("weights/"), name)
 
 
 def _first(one: torch.Tensor, other: torch.Tensor) -> str:

@@ -36,15 +36,12 @@ class WatchCallback(Callback):  # type: ignore[misc, unused-ignore]
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Close it."""
-        self._close()
+        if self.watch is not None:
+            self.watch.close()
+            self.watch = None
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Close it, and let the other ranks know why this one stops."""
         if self.watch is not None:
             self.watch.__exit__(type(exception), exception, exception.__traceback__)
-            self.watch = None
-
-    def _close(self) -> None:
-        if self.watch is not None:
-            self.watch.close()
             self.watch = None

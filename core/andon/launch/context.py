@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from andon.problems import ProblemList
+from andon.console.problems import ProblemList
 
 RUN_ID = "TORCHELASTIC_RUN_ID"
 AGENT_PID = "ANDON_AGENT_PID"

@@ -17,17 +17,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from andon.exits import Exit
+from andon.console.exits import Exit
+from andon.console.messages import say
 from andon.launch import resizing
-from andon.launch.crew import Crew
 from andon.launch.fork_server import ServerStopped
 from andon.launch.launcher import LaunchResult, exclusive, job_of, result_of, warm_up
-from andon.launch.orphan import Process
 from andon.launch.report import clear
 from andon.launch.sizes import Bounds, Ended, Next, Sizing
 from andon.launch.supervisor import Supervisor, Wake, Watched
-from andon.messages import say
+from andon.launch.worker_agents import Crew
 from andon.run.folder import RunFolder
+from andon_contracts.liveness.process import Process
 
 if TYPE_CHECKING:
     from andon.launch.agent import LoopbackRendezvous

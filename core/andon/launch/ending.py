@@ -5,13 +5,12 @@ from __future__ import annotations
 import time
 import traceback
 
-from andon.exits import Exit
+from andon.console.exits import Exit
+from andon.console.problems import InputError
 from andon.launch.report import Report
-from andon.problems import InputError
 from andon_contracts.causes import consequence
+from andon_contracts.liveness.diagnosis import NOTICED
 from andon_contracts.violation import Violation
-
-_OF_ANOTHER = {"lost": Exit.RANK_LOST, "silent": Exit.RANK_SILENT}
 
 
 def describe(error: BaseException, rank: int) -> Report:
@@ -31,7 +30,7 @@ def describe(error: BaseException, rank: int) -> Report:
     cause = f"{type(error).__name__}: {head}" if head else type(error).__name__
     stated = getattr(error, "ends_with", None)
     of_another = consequence(error)
-    peer = stated if isinstance(stated, Exit) else None if of_another is None else _OF_ANOTHER[of_another]
+    peer = stated if isinstance(stated, Exit) else None if of_another is None else Exit(NOTICED[of_another])
     return Report(rank, Exit.CRASHED if peer is None else peer, cause=cause, message=full, time=now)
 
 

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import connection, forkserver
 
-from andon.exits import Exit
-from andon.launch.orphan import Process
-from andon.problems import InputError, Problem
+from andon.console.exits import Exit
+from andon.console.problems import InputError, Problem
+from andon_contracts.liveness.process import STOPPED_BY, Lasting, Process
 
 STOPPED_S = 5.0
 """Seconds that the fork server may be stopped while a process is started."""
@@ -81,14 +81,11 @@ def starting() -> Iterator[None]:
 
 def _watch(over: threading.Event, ended: threading.Event) -> None:
     """Until `over`, or until the fork server has been stopped for too long and is `ended`."""
-    stopped_s, looked = 0.0, time.monotonic()
+    stopped = Lasting(2 * _LOOK_S)
     while not over.wait(_LOOK_S):
-        now = time.monotonic()
-        # A longer gap is this process's own: stopped with its fork server, it wakes with it.
-        gap, looked = min(now - looked, 2 * _LOOK_S), now
         server = running()
-        stopped_s = stopped_s + gap if server is not None and server.stopped() else 0.0
-        if server is not None and stopped_s >= STOPPED_S:
+        stopped_s = stopped.look([server.pid] if server is not None and server.stopped() else [])
+        if server is not None and stopped_s.get(server.pid, 0.0) >= STOPPED_S:
             ended.set()
             _end(server)
             return
@@ -102,7 +99,4 @@ def _end(server: Process) -> None:
 
 
 def _sentence() -> str:
-    return (
-        f"no rank could be started: the fork server did not run for {STOPPED_S:g} s, "
-        "stopped by a signal (SIGSTOP), or a debugger"
-    )
+    return f"no rank could be started: the fork server did not run for {STOPPED_S:g} s, {STOPPED_BY}"

@@ -21,8 +21,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from andon.exits import Exit
-from andon.problems import InputError, Problem
+from andon.console.exits import Exit
+from andon.console.problems import InputError, Problem
+from andon_contracts.liveness.diagnosis import named
 
 _POLL_S = 0.02
 _VERDICT_S = 1.0
@@ -163,8 +164,7 @@ class Meeting:
             raise Refused(f"rank {rank} of {self.world} cannot join: {_INTERFACE}: {text}")
         missing = verdict["missing"]
         if missing:
-            ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of {self.world}"
-            raise Absent(f"{ranks} did not come within {self.timeout_s:g} s")
+            raise Absent(f"{named(missing)} of {self.world} did not come within {self.timeout_s:g} s")
 
 
 def _line(error: BaseException) -> str:

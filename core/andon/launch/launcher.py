@@ -24,7 +24,7 @@ from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import TypeAlias
 
-from andon.exits import Exit
+from andon.console.exits import Exit
 from andon.launch.fork_server import ServerStopped, end_if_stopped, require_sockets
 from andon.launch.preemption import PREEMPTION_SIGNALS
 from andon.launch.rank import Job

@@ -11,65 +11,13 @@ import ctypes
 import os
 import signal
 import threading
-from dataclasses import dataclass
-from pathlib import Path
+
+from andon_contracts.liveness.process import Process
 
 POLL_S = 0.2
 """Seconds between two looks at the agent; the bound on an orphan's life is this plus one scheduling delay."""
 
 _PR_SET_PDEATHSIG = 1
-_STATE, _STARTED = 0, 19
-"""Positions after the command name in `/proc/PID/stat`: fields 3 and 22 of proc(5)."""
-
-
-@dataclass(frozen=True)
-class Process:
-    """One process for good: a pid alone may be given to another process, a pid with its start time may not."""
-
-    pid: int
-    started: int
-    """Clock ticks between boot and the start of the process (`/proc/PID/stat`, field 22)."""
-
-    @classmethod
-    def of(cls, pid: int) -> Process | None:
-        """The process that has this pid now; None where there is none that runs."""
-        started = start_time(pid)
-        return None if started is None else cls(pid, started)
-
-    def alive(self) -> bool:
-        """Whether it is still there and not a zombie. A stopped process is alive."""
-        return start_time(self.pid) == self.started
-
-    def stopped(self) -> bool:
-        """Whether it is there, but a signal (SIGSTOP) or a debugger keeps it from running."""
-        fields = _stat(self.pid)
-        return fields is not None and int(fields[_STARTED]) == self.started and fields[_STATE] in (b"T", b"t")
-
-    def send(self, signum: int) -> bool:
-        """Send a signal; False where the process has ended already."""
-        if not self.alive():
-            return False
-        try:
-            os.kill(self.pid, signum)
-        except ProcessLookupError:
-            return False
-        return True
-
-
-def start_time(pid: int) -> int | None:
-    """When the process started, in clock ticks since boot; None where it does not run (gone, or a zombie)."""
-    fields = _stat(pid)
-    return None if fields is None or fields[_STATE] in (b"Z", b"X") else int(fields[_STARTED])
-
-
-def _stat(pid: int) -> list[bytes] | None:
-    """The fields of proc(5) after the command name; None where there is no such process."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    # The command name stands in brackets and may itself hold blanks and brackets: count from the last one.
-    return stat[stat.rindex(b")") + 1 :].split()
 
 
 def die_with_parent(agent_pid: int, *, poll_s: float = POLL_S) -> None:

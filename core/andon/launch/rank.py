@@ -22,16 +22,17 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from andon.exits import Exit
+from andon.console.exits import Exit
+from andon.console.messages import write
 from andon.launch.context import AGENT_PID, RUN_ID, RankContext
 from andon.launch.ending import describe
 from andon.launch.orphan import die_with_parent
 from andon.launch.preemption import PREEMPTION_SIGNALS
 from andon.launch.report import Report, path_of, write_for_torch
-from andon.messages import write
+from andon_contracts.liveness.last_words import within
 
 if TYPE_CHECKING:
-    from andon.launch.pulse import Pulse
+    from andon.launch.heartbeat import Heartbeat
 
 TORCH_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 TRACEBACK = "ANDON_TRACEBACK"
@@ -54,7 +55,7 @@ _PER_RANK = frozenset(
 
 @dataclass
 class _State:
-    """What signals and `report_to` have said to this process, its pulse, and who makes its end: the first that asks.
+    """What signals and `report_to` have said to this process, its heartbeat, and who makes its end: who asks first.
 
     says: whether the line of its end is this process's to write, and not its launcher's.
     """
@@ -62,7 +63,7 @@ class _State:
     asked_by: int = 0
     folder: Path | None = None
     says: bool = False
-    pulse: Pulse | None = None
+    heartbeat: Heartbeat | None = None
     ending: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -102,9 +103,9 @@ def _say_end(report: Report) -> None:
         write(f"rank {report.rank}: {line}\n")
 
 
-def watched_by(pulse: Pulse) -> None:
-    """Have the end of this rank told by `pulse`, and explained by what it knows of the others."""
-    _state.pulse = pulse
+def watched_by(heartbeat: Heartbeat) -> None:
+    """Have the end of this rank told by `heartbeat`, and explained by what it knows of the others."""
+    _state.heartbeat = heartbeat
 
 
 def end_now(report: Report) -> None:
@@ -116,20 +117,8 @@ def end_now(report: Report) -> None:
         _record(report)
         _say_end(report)
 
-    _within(_LAST_WORDS_S, last_words)
+    within(_LAST_WORDS_S, last_words)
     os._exit(report.exit)
-
-
-def _within(seconds: float, words: Callable[[], None]) -> bool:
-    """Whether this was done in time: a disk, a reader or a group that takes nothing holds nobody up."""
-    speaking = threading.Thread(target=words, name="andon-end", daemon=True)
-    try:
-        speaking.start()
-    except RuntimeError:  # no more threads on this machine: better held up than unsaid
-        words()
-        return True
-    speaking.join(seconds)
-    return not speaking.is_alive()
 
 
 @dataclass(frozen=True)
@@ -180,8 +169,8 @@ def _live(work: Callable[[RankContext], int], run_folder: Path | None) -> Report
         if os.environ.get(TRACEBACK) == "1":
             traceback.print_exc()
     _record_in_time(report)
-    if _state.pulse is not None:
-        _state.pulse.leave(report.exit, report.cause if report.exit != Exit.OK else "")
+    if _state.heartbeat is not None:
+        _state.heartbeat.leave(report.exit, report.cause if report.exit != Exit.OK else "")
     _take_down_group()
     return report
 
@@ -194,9 +183,9 @@ def _take_the_end() -> None:
 
 def _explained(report: Report) -> Report:
     """The report with who is behind it, where it only says that another rank is lost or silent."""
-    if _state.pulse is None or report.exit not in (Exit.RANK_LOST, Exit.RANK_SILENT):
+    if _state.heartbeat is None or report.exit not in (Exit.RANK_LOST, Exit.RANK_SILENT):
         return report
-    who = _state.pulse.explain(Exit(report.exit))
+    who = _state.heartbeat.explain(Exit(report.exit))
     return replace(report, cause=f"{who} ({report.cause})") if who else report
 
 
@@ -244,9 +233,9 @@ def _record(report: Report) -> None:
 def _record_in_time(report: Report) -> None:
     """Write the report where the disk takes it; the main thread has the end, and nobody could end it any more."""
     seconds = _RECORD_S if report.exit in (Exit.OK, Exit.PREEMPTED) else _LAST_WORDS_S
-    if not _within(seconds, lambda: _record(report)):
+    if not within(seconds, lambda: _record(report)):
         late = f"its report could not be written: the disk took nothing for {seconds:g} s"
-        _within(_LAST_WORDS_S, lambda: write(f"rank {report.rank}: {report.cause} ({late})\n"))
+        within(_LAST_WORDS_S, lambda: write(f"rank {report.rank}: {report.cause} ({late})\n"))
 
 
 @contextlib.contextmanager
@@ -268,7 +257,7 @@ def _take_down_group() -> None:
         with contextlib.suppress(RuntimeError):
             distributed.destroy_process_group()
 
-    _within(_DESTROY_S, destroy)
+    within(_DESTROY_S, destroy)
 
 
 def leave(code: int) -> NoReturn:

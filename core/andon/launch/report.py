@@ -13,21 +13,17 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from andon.exits import Exit
+from andon.console.exits import Exit
 from andon.run.folder import REPORTS
+from andon_contracts.error_file import write_error_file
+from andon_contracts.liveness.diagnosis import NOTICED
+from andon_contracts.liveness.process import ending
 
 FOLDER = REPORTS
 """Where in a run folder the reports lie."""
 
 UNSEEN = 255
 """What multiprocessing gives as exit code where the process that would have told it died too."""
-
-_SIGNAL_HINTS = {
-    signal.SIGKILL: "out of memory, or killed by hand",
-    signal.SIGSEGV: "a crash in native code",
-    signal.SIGBUS: "a crash in native code, or a full shared-memory file system",
-    signal.SIGABRT: "native code gave up",
-}
 
 
 @dataclass(frozen=True)
@@ -126,7 +122,7 @@ def first_cause(
     text = f"rank {first} {_sentence(exits[first], reports[first], len(exits))}"
     found = exit_of(exits[first], reports[first])
     silent = sorted(rank for rank in failed if rank in ended and reports[rank] is None)
-    if _chosen(reports[first]) in _NOTICED and silent:
+    if _chosen(reports[first]) in NOTICED.values() and silent:
         # Others timed out on it or lost those who did, and it had to be killed: it is the cause, and could not say so.
         said = f"rank {silent[0]} of {len(exits)} gave no answer; {text}"
         return FirstCause(silent[0], Exit.RANK_SILENT, said, reports[first])
@@ -151,14 +147,8 @@ def write_for_torch(report: Report, path: Path) -> None:
     Torch takes the earliest failure in whole seconds for the root cause, and the lowest rank among equals; so a rank
     that only noticed the loss of another is dated one second later.
     """
-    late = report.exit in _NOTICED
-    extra = {"py_callstack": report.message, "timestamp": str(int(report.time) + late)}
-    body = {"message": {"message": report.cause, "errorCode": report.exit, "extraInfo": extra}}
-    path.write_text(json.dumps(body), encoding="utf-8")
-
-
-_NOTICED = frozenset({Exit.RANK_LOST, Exit.RANK_SILENT})
-"""Exits of a rank that reports the end of another."""
+    when = int(report.time) + (report.exit in NOTICED.values())
+    write_error_file(path, report.cause, report.message, when, errorCode=report.exit)
 
 
 def _chosen(report: Report | None) -> int:
@@ -169,7 +159,7 @@ def _remoteness(code: int, report: Report | None, ended: bool) -> int:
     """How far from the root cause an end is: 0 may be one, 3 is the launcher's own doing."""
     if report is not None and report.exit != 0:
         # Torch's agent asks the others to end once one has failed, so being preempted may be a consequence too.
-        return 2 if report.exit in _NOTICED or report.exit == Exit.PREEMPTED else 0
+        return 2 if report.exit in NOTICED.values() or report.exit == Exit.PREEMPTED else 0
     if ended:
         return 3
     if code == -signal.SIGTERM:
@@ -185,8 +175,4 @@ def _sentence(code: int, report: Report | None, world: int) -> str:
         return f"of {world} was lost together with the process that started it"
     if code > 0:
         return f"of {world} ended with exit code {code} and left no report"
-    try:
-        name, hint = signal.Signals(-code).name, _SIGNAL_HINTS.get(signal.Signals(-code))
-    except ValueError:
-        name, hint = f"signal {-code}", None
-    return f"of {world} was killed by {name}" + (f" ({hint})" if hint else "")
+    return f"of {world} {ending(code)}"

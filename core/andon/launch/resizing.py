@@ -12,12 +12,12 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from andon.launch.orphan import Process
+from andon.console.messages import say
+from andon.console.problems import InputError, Problem
 from andon.launch.sizes import Bounds
-from andon.messages import say
-from andon.problems import InputError, Problem
 from andon.run.atomic import storage, write_json, write_whole
 from andon.run.folder import REPORTS
+from andon_contracts.liveness.process import Process
 
 _SEEN, _ASKED = "agents.json", "resize"
 
@@ -37,7 +37,7 @@ def show(run_folder: Path, bounds: Bounds, generation: int, agents: list[Agent])
     path = run_folder / REPORTS / _SEEN
     with storage(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-    launcher = {} if us is None else asdict(us)
+    launcher = {} if us is None else {"pid": us.pid, "started": us.started}
     bounded = {"least": bounds.least, "most": bounds.most, "generation": generation}
     write_json(path, {"launcher": launcher, **bounded, "agents": [asdict(agent) for agent in agents]})
 

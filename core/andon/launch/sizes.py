@@ -1,13 +1,13 @@
 """How many workers a run may have, and what becomes of their number when one dies, an agent is lost or others are asked
-for (issue 5, item 3). Pure: processes are in `crew`, the loop is in `elastic`.
+for (issue 5, item 3). Pure: processes are in `worker_agents`, the loop is in `elastic`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from andon.exits import Exit
-from andon.problems import InputError, Problem
+from andon.console.exits import Exit
+from andon.console.problems import InputError, Problem
 
 MAX_RESTARTS = 3
 """Restarts at one size without a new checkpoint in between, where nothing else is said."""

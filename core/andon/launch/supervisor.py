@@ -11,18 +11,19 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
-from andon.exits import Exit
-from andon.launch.orphan import Process
+from andon.console.exits import Exit
+from andon.console.messages import say
 from andon.launch.preemption import PREEMPTION_SIGNALS, taken
 from andon.launch.report import Report
-from andon.messages import say
+from andon_contracts.liveness.diagnosis import named
+from andon_contracts.liveness.process import STOPPED_BY, Lasting, Process
 
 POLL_S = 0.05
 """Seconds between two looks at the ranks."""
@@ -158,8 +159,7 @@ class Supervisor:
         self._agent, self._wake, self._folder, self._timeout_s = agent, wake, run_folder, timeout_s
         self._launch = launch
         self._silence_s = silence_s
-        self._stopped_s: dict[int, float] = {}
-        self._looked_at = time.monotonic()
+        self._stopped = Lasting(END_S)
         self._all: tuple[int, ...] = ()
         self._live: dict[int, Process] = {}
         self._told_to_end = False
@@ -194,7 +194,7 @@ class Supervisor:
         self._find_dead()
         self._find_stopped()
         if time.monotonic() >= self._kill_at:
-            self._kill((Exit.RANK_SILENT, f"{_names(self._live)} {self._late}") if self._late else None)
+            self._kill((Exit.RANK_SILENT, f"{named(self._live)} {self._late}") if self._late else None)
 
     def _meet_ranks(self) -> None:
         if self._all or not self._agent.pids:
@@ -238,18 +238,13 @@ class Supervisor:
                 self._note_death(rank)
 
     def _find_stopped(self) -> None:
-        now = time.monotonic()
-        # Longer gaps are this process's own: stopped with its ranks, it must not give them up as it wakes.
-        gap, self._looked_at = min(now - self._looked_at, END_S), now
         if self._silence_s == math.inf:
             return
-        stopped = [rank for rank, process in self._live.items() if process.stopped()]
-        self._stopped_s = {rank: self._stopped_s.get(rank, 0.0) + gap for rank in stopped}
+        stopped = self._stopped.look(rank for rank, process in self._live.items() if process.stopped())
         # The others give it up first, where there are any, and say what they waited for.
-        late = [rank for rank, seconds in self._stopped_s.items() if seconds > self._silence_s + END_S]
+        late = [rank for rank, seconds in stopped.items() if seconds > self._silence_s + END_S]
         if late and not self._seen.died and self._killed_at is None:
-            what = "by a signal (SIGSTOP), or a debugger"
-            self._kill((Exit.RANK_SILENT, f"{_names(late)} did not run for {self._silence_s:g} s: stopped {what}"))
+            self._kill((Exit.RANK_SILENT, f"{named(late)} did not run for {self._silence_s:g} s: {STOPPED_BY}"))
 
     def _note_death(self, rank: int) -> None:
         self._seen.died[rank] = time.time()
@@ -286,7 +281,7 @@ class Supervisor:
     def _is_unkillable(self, now: float) -> bool:
         if self._killed_at is None or now - self._killed_at < KILLED_S:
             return False
-        self._seen.verdict = Exit.RANK_LOST, f"{_names(self._live)} could not be killed: the kernel holds the process"
+        self._seen.verdict = Exit.RANK_LOST, f"{named(self._live)} could not be killed: the kernel holds the process"
         return True
 
     def _is_not_starting(self, waited: float) -> bool:
@@ -294,7 +289,3 @@ class Supervisor:
             return False
         self._seen.verdict = self._seen.verdict or (Exit.RANK_SILENT, f"no rank started within {START_S:g} s")
         return True
-
-
-def _names(ranks: Collection[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"

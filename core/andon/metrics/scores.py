@@ -1,5 +1,7 @@
 """Scores from exact counts: the same floats on any number of workers and in any order of rows.
 
+Counts are integers, so that adding those of several workers is exact.
+
 Where a denominator is zero the score is 0.0 (scikit-learn's zero_division=0): precision of a class never predicted,
 recall of a class without rows, F1 of a class with neither, MCC when all rows or all predictions are of one class,
 accuracy of no rows. AUROC without a row of each class does not exist: None.
@@ -9,7 +11,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -46,6 +48,36 @@ class Scores:
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         return asdict(self)
+
+
+def confusion_matrix(predicted: torch.Tensor, actual: torch.Tensor, num_labels: int) -> torch.Tensor:
+    """int64 [classes, classes] on the CPU: entry [i, j] counts rows of class i that were predicted as j.
+
+    predicted, actual: int64 [rows] class ids; no rows give zeros. Raises `ValueError` for different shapes or for an
+    id that is not one of the classes.
+    """
+    if predicted.shape != actual.shape or predicted.dim() != 1:
+        msg = f"predictions {tuple(predicted.shape)} and labels {tuple(actual.shape)} must be two vectors of one length"
+        raise ValueError(msg)
+    for what, values in (("predicted", predicted), ("actual", actual)):
+        if values.numel() and not 0 <= int(values.min()) <= int(values.max()) < num_labels:
+            msg = f"{what} classes {int(values.min())} to {int(values.max())} are not all in [0, {num_labels})"
+            raise ValueError(msg)
+    cells = actual.cpu().long() * num_labels + predicted.cpu().long()
+    return torch.bincount(cells, minlength=num_labels * num_labels).reshape(num_labels, num_labels)
+
+
+def merge(matrices: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The sum of confusion matrices [classes, classes] of disjoint rows. Raises `ValueError` for none or unlike."""
+    total: torch.Tensor | None = None
+    for matrix in matrices:
+        if total is not None and matrix.shape != total.shape:
+            msg = f"confusion matrices of {tuple(total.shape)} and {tuple(matrix.shape)} have different classes"
+            raise ValueError(msg)
+        total = matrix.clone() if total is None else total + matrix
+    if total is None:
+        raise ValueError("no confusion matrix to merge")
+    return total
 
 
 def scores(

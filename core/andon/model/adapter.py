@@ -12,14 +12,15 @@ import warnings
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from andon.console.problems import InputError, Problem, ProblemList
 from andon.model.build import head_names, seeded
-from andon.problems import InputError, Problem, ProblemList
 from andon_contracts.digest import tree_digest
 
 ALL_LINEAR = "all-linear"
@@ -160,11 +161,7 @@ def _back_to_autocast(head: nn.Module, inputs: tuple[Any, ...], output: Any) -> 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The trainable parameters in canonical order: sorted by their full name, so no registration order enters."""
     named = ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
-    return dict(sorted(named, key=_name_of))
-
-
-def _name_of(item: tuple[str, nn.Parameter]) -> str:
-    return item[0]
+    return dict(sorted(named, key=itemgetter(0)))
 
 
 def base_digest(model: nn.Module) -> int:
@@ -242,7 +239,12 @@ def save_base(model: nn.Module, folder: Path, labels: Sequence[str]) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
-    tensors = {_base_name(name): _detached(value) for name, value in base.state_dict().items() if _is_base(name)}
+    # peft keeps the base's own tensors beside those that it adds, under names with one part more.
+    tensors = {
+        name.replace(".base_layer.", ".").replace(".original_module.", "."): _detached(value)
+        for name, value in base.state_dict().items()
+        if ".lora_" not in name and ".modules_to_save." not in name
+    }
     (folder / "model.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))
     config = base.config.to_dict() | {
         "architectures": [type(base).__name__],
@@ -263,14 +265,6 @@ def read_labels(folder: Path) -> tuple[str, ...]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError([Problem(str(file), f"cannot read the label names: {error}")]) from error
     return tuple(str(name) for name in names)
-
-
-def _is_base(name: str) -> bool:
-    return ".lora_" not in name and ".modules_to_save." not in name
-
-
-def _base_name(name: str) -> str:
-    return name.replace(".base_layer.", ".").replace(".original_module.", ".")
 
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:

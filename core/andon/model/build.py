@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,10 @@ import torch
 from torch import nn
 
 from andon.config.source import is_folder
-from andon.problems import InputError, Problem, ProblemList
+from andon.console.problems import InputError, Problem, ProblemList
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_HALVES = (torch.bfloat16, torch.float16)
 _ARCHITECTURES = ("decoder", "encoder")
 _OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert")
 """Model types whose positions start behind the padding id."""
@@ -28,7 +29,7 @@ _SEEDING = threading.Lock()
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What defines a base model. Sizes and `dropout` describe the embedded model and are unused when `base` is given.
+    """All that defines a base model. Sizes and `dropout` are the embedded model's, unused when `base` is given.
 
     base: None (embedded), an existing folder, or a hub id. architecture: 'decoder' (Qwen3) or 'encoder' (BERT).
     max_length: most tokens of a row. dtype: 'float32' or 'bfloat16', of the frozen weights. vocab_size: ids that the
@@ -68,7 +69,7 @@ def build_base(spec: ModelSpec) -> nn.Module:
 
 
 def build_shape(spec: ModelSpec) -> nn.Module:
-    """What `build_base` gives, without its weights: on the meta device, nothing of it is allocated or read.
+    """As `build_base`, without weights: on the meta device, nothing is allocated or read.
 
     A folder needs its config.json only. Raises `InputError` as `build_base` does, but for weights that are absent.
     """
@@ -285,3 +286,30 @@ def _check_fit(config: Any, spec: ModelSpec) -> None:
     if positions is not None and spec.max_length > positions:
         found.add("model.max_length", f"{spec.max_length} tokens are more than the model's {positions} positions")
     found.raise_if_any()
+
+
+def backbone_of(model: nn.Module) -> nn.Module:
+    """The model without its adapter's wrapper and without its head."""
+    base: Any = without_adapter(model)
+    found: nn.Module = getattr(base, base.base_model_prefix)
+    return found
+
+
+def without_adapter(model: nn.Module) -> nn.Module:
+    """The classifier of transformers, whose layers are adapted if they were: peft's wrapper is taken off."""
+    adapted: Any = model
+    found: nn.Module = adapted.get_base_model() if hasattr(adapted, "get_base_model") else model
+    return found
+
+
+def half_of(model: nn.Module) -> torch.dtype | None:
+    """The half precision of its matrix products, in which its weights are stored; None: they have its own."""
+    config: Any = getattr(model, "config", None)
+    stored = getattr(config, "dtype", None)
+    return stored if stored in _HALVES else None
+
+
+def computing(model: nn.Module, device: torch.device) -> AbstractContextManager[object]:
+    """Inside, products of `model` on `device` are made in the half precision that its weights are stored in."""
+    half = half_of(model)
+    return nullcontext() if half is None else torch.autocast(device.type, dtype=half)

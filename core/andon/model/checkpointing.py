@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from andon.problems import InputError, Problem
+from andon.console.problems import InputError, Problem
 from andon.step.keyed import replaying
 
 Contexts = Callable[[], tuple[AbstractContextManager[object], AbstractContextManager[object]]]

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from andon.model.backbone import backbone_of, without_adapter
+from andon.console.problems import InputError, Problem
+from andon.fast.rewrites import reading_last_tokens, rewrite
+from andon.model.build import backbone_of, without_adapter
 from andon.model.lengths import Shape
-from andon.model.pooled import reading_last_tokens
-from andon.model.rewriting import rewrite
-from andon.problems import InputError, Problem
 
 MODES = {"off": None, "kernels": "default", "graphs": "reduce-overhead"}
 """What `training.compile` may be, and what torch calls it: nothing, fused kernels, and these in CUDA graphs."""
@@ -99,7 +98,7 @@ def rewriting_backend(options: dict[str, Any], **more: Any) -> Callable[..., Any
 
 
 def _room_for(graphs: int) -> dict[str, Any]:
-    """What keeps torch from giving up after a few graphs, as it does unless told: a call of its own for each backbone.
+    """Arguments that keep `torch.compile`, a call of its own for each backbone, from giving up after a few graphs.
 
     torch 2.11 has one limit for the whole process and all backbones in it, later ones take it with the call.
     """

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from andon.model.backbone import backbone_of
-from andon.model.precision import computing, half_of
+from andon.model.build import backbone_of, computing, half_of
 
 _WINDOWS = ("sliding_window", "local_attention", "attention_window", "attention_chunk_size", "window_size")
 """What configurations of transformers call a limit to how far a token sees."""

@@ -74,7 +74,7 @@ class MemoryPlan:
 
     @property
     def needed(self) -> int:
-        """What must be free on the device before the run starts."""
+        """Bytes that must be free on the device before the run starts."""
         return self.total + self.graphs + self.outside
 
     def as_dict(self) -> dict[str, int]:
@@ -181,7 +181,7 @@ def activation_bytes(model: nn.Module, task: Task, batch: Batch) -> int:
     training = model.training
     model.train()
     try:
-        with torch.random.fork_rng(devices=[]), torch.autograd.graph.saved_tensors_hooks(pack, _same):
+        with torch.random.fork_rng(devices=[]), torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept):
             loss = task.loss_sum(model, batch)
             batch_bytes = sum(_storages(batch.values()).values())
             held = sum(saved.values())
@@ -191,25 +191,13 @@ def activation_bytes(model: nn.Module, task: Task, batch: Batch) -> int:
     return held + batch_bytes + 2 * max(saved.values(), default=0)
 
 
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
 def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
 
 
-def _weakly(storage: torch.UntypedStorage) -> StorageWeakRef:
-    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-
-
-def _expired(reference: StorageWeakRef) -> bool:
-    return bool(reference.expired())  # type: ignore[no-untyped-call]
-
-
 @dataclass(frozen=True)
 class PeakBytes(Generic[T]):
-    """What `measure_peak_bytes` saw: the function's result and the most bytes of tensor storage live at once."""
+    """From `measure_peak_bytes`: the function's result and the most bytes of tensor storage live at once."""
 
     result: T
     peak: int
@@ -249,7 +237,8 @@ class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for value in tree_leaves(result):
             self._see(value)
         if self._bytes > self.peak:
-            self._sweep()
+            dead = [pointer for pointer, (storage, _) in self._live.items() if storage.expired()]  # type: ignore[no-untyped-call]
+            self._bytes -= sum(self._live.pop(pointer)[1] for pointer in dead)
             self.peak = max(self.peak, self._bytes)
         return result
 
@@ -262,12 +251,9 @@ class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         known = self._live.get(storage._cdata)
         size = -(-storage.nbytes() // self._unit) * self._unit
         if known is None:
-            self._live[storage._cdata] = (_weakly(storage), size)
+            weakly = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+            self._live[storage._cdata] = (weakly, size)
             self._bytes += size
         elif known[1] != size:
             self._live[storage._cdata] = (known[0], size)
             self._bytes += size - known[1]
-
-    def _sweep(self) -> None:
-        for pointer in [pointer for pointer, (reference, _) in self._live.items() if _expired(reference)]:
-            self._bytes -= self._live.pop(pointer)[1]

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from andon.model.backbone import backbone_of
+from andon.fast.rewrites import given_to
+from andon.model.build import backbone_of
 from andon.model.compiled import rewriting_backend, traced
 from andon.model.memory import rounded
 from andon.model.memory_trace import batch_of, passing
-from andon.model.nodes import given_to
 
 _TRACED = (2, 3)
 """Layers that are traced; what a further one adds is the difference."""
@@ -37,7 +37,11 @@ def compiled_activations(model: nn.Module, rows: int, length: int) -> int:
     few = [layers for layers in _TRACED if layers < count]
     if len(few) < len(_TRACED):
         return _traced(model, rows, length)
-    less, more = (_of_first(model, layers, rows, length) for layers in few)
+    found = []
+    for layers in few:
+        with shortened(model, layers):
+            found.append(_traced(model, rows, length))
+    less, more = found
     return more + (count - few[-1]) * (more - less)
 
 
@@ -45,11 +49,6 @@ def _layers_of(model: nn.Module) -> nn.ModuleList:
     """The longest list of modules, which is that of the layers."""
     lists = [module for module in backbone_of(model).modules() if isinstance(module, nn.ModuleList)]
     return max(lists, key=len, default=nn.ModuleList())
-
-
-def _of_first(model: nn.Module, layers: int, rows: int, length: int) -> int:
-    with shortened(model, layers):
-        return _traced(model, rows, length)
 
 
 @contextmanager
@@ -149,15 +148,11 @@ def _only_returned(node: Any) -> bool:
 
 def _has_memory(node: Any) -> bool:
     if node.op == "placeholder":
-        return not _is_weight(node)
+        # A parameter, as the compiler names what the model is called with; the few rows of tokens go with them.
+        return not str(node.target).startswith("primals")
     if node.op != "call_function" or _is_view(node):
         return False
     return _runs_alone(node) or any(_needs_memory(user) for user in node.users)
-
-
-def _is_weight(node: Any) -> bool:
-    """A parameter, as the compiler names what the model is called with; the few rows of tokens go with them."""
-    return str(node.target).startswith("primals")
 
 
 def _needs_memory(node: Any) -> bool:

@@ -15,9 +15,10 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from andon.model.forward import logits_of
+from andon.console.problems import ProblemList
+from andon.model.build import computing
 from andon.model.lengths import padded_length
-from andon.problems import ProblemList
+from andon.model.masks import masked, masking_of
 from andon.step.task import Batch, LeafLoss
 from andon_contracts.digest import row_digests
 
@@ -154,6 +155,18 @@ def placed(batch: Batch, device: torch.device) -> dict[str, torch.Tensor]:
     joined = torch.cat([tensor.flatten() for tensor in batch.values()]).pin_memory().to(device, non_blocking=True)
     parts = torch.split(joined, [tensor.numel() for tensor in batch.values()])
     return {name: part.view(tensor.shape) for (name, tensor), part in zip(batch.items(), parts, strict=True)}
+
+
+def logits_of(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """[rows, classes]: one forward pass, without the labels, so that the model computes no loss of its own.
+
+    A model whose weights are stored in half precision computes its matrix products in it (autocast).
+    """
+    ids = batch["input_ids"]
+    masking = masking_of(model, ids.device)
+    with computing(model, ids.device), masked(model, masking, batch["attention_mask"]) as mask:
+        logits: torch.Tensor = model(input_ids=ids, attention_mask=mask).logits
+    return logits
 
 
 def predictions(model: nn.Module, batch: Batch) -> torch.Tensor:

@@ -1,1 +1,1 @@
-"""What a run leaves on disk, written whole or not at all. Knows no model."""
+"""The files of a run, written whole or not at all. Knows no model."""

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-from andon.problems import InputError, Problem
+from andon.console.problems import InputError, Problem
 from andon_contracts.ledger import fsync_folder as fsync_folder
 from andon_contracts.ledger import write_all as write_all
 
@@ -52,7 +52,7 @@ def storage(path: Path, doing: Literal["written", "read"] = "written") -> Iterat
 
 
 def _cannot_be_made(error: OSError) -> str | None:
-    """What is to be said where the folder above is there and takes nothing new, as /proc; else None."""
+    """The message where the folder above is there and takes nothing new, as /proc; else None."""
     above = Path(os.fsdecode(error.filename)).parent if isinstance(error.filename, str | bytes) else None
     if error.errno != errno.ENOENT or above is None or not above.is_dir():
         return None

@@ -31,7 +31,7 @@ _NAME = re.compile(r"step-(\d{8,})(\.old-[0-9a-f]+)?")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What was read: the state after `step` updates. `digest` is the `tree_digest` of `tensors` as 16 digits.
+    """The state after `step` updates, as it was read. `digest` is the `tree_digest` of `tensors` as 16 digits.
 
     `head` is the head that the ledger had: its number of lines and the digest of the last.
     """
@@ -46,7 +46,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class ReadBack:
-    """What a checkpoint was found to hold after it was written: digests by name, or why it cannot be read."""
+    """The content of a checkpoint as it was found after it was written: digests by name, or why it cannot be read."""
 
     digests: Mapping[str, str]
     fault: str = ""
@@ -67,7 +67,7 @@ def _lost_in_writing(result: ReadBack, saved: Mapping[str, str], step: int) -> F
 
 @clause("checkpoint-whole", explain=_lost_in_writing)
 def read_back_is_saved(result: ReadBack, saved: Mapping[str, str], step: int) -> bool:
-    """What is read back is what was saved, by name."""
+    """By name, the digests read back are those that were saved."""
     return not result.fault and dict(result.digests) == dict(saved)
 
 

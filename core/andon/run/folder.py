@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from enum import Enum
 from pathlib import Path
 
-from andon.problems import InputError, Problem
+from andon.console.problems import InputError, Problem
 from andon.run.atomic import clean_leftovers, is_leftover, remove, storage
 from andon.run.ownership import OWNER_LIMIT, claimed, open_lock, refuse_claimed, sign, take
 
@@ -25,7 +25,7 @@ _LOCK, _CLAIM = ".lock", ".launch"
 
 
 class State(Enum):
-    """What stands at the path of a run folder."""
+    """The kinds of things at the path of a run folder."""
 
     EMPTY = "empty"
     """Nothing, or an empty folder: a run may start here."""
@@ -80,7 +80,7 @@ class RunFolder:
 
     @property
     def summary(self) -> Path:
-        """What the run came to; written last."""
+        """Outcome of the run; written last."""
         return self.path / "summary.json"
 
     @property
@@ -89,7 +89,7 @@ class RunFolder:
         return self.path / _LOCK
 
     def state(self) -> State:
-        """What stands here. Raises `InputError` where it cannot be read."""
+        """The state of what stands here. Raises `InputError` where it cannot be read."""
         try:
             self._refuse_no_files()
             names = self.names()
@@ -102,16 +102,18 @@ class RunFolder:
             raise InputError([Problem(str(self.path), f"cannot be read: {error.strerror}")]) from error
         if all(name in (_LOCK, _CLAIM, REPORTS) or is_leftover(name) for name in names):
             return State.EMPTY
-        if not (_is_ours(self.lock) or _starts_a_ledger(self.ledger)):
+        signed = "andon_run" in _json_object(_head(self.lock, OWNER_LIMIT))
+        if not (signed or _starts_a_ledger(self.ledger)):
             return State.FOREIGN
-        return State.FINISHED if _says_finished(self.summary) else State.UNFINISHED
+        finished = _json_object(_head(self.summary, 1 << 24)).get("finished") is True
+        return State.FINISHED if finished else State.UNFINISHED
 
     def begun(self) -> bool:
         """Whether a run has left anything here that another must not write over: a line of its ledger, a checkpoint."""
         return _starts_a_ledger(self.ledger) or (self.checkpoints.is_dir() and any(self.checkpoints.iterdir()))
 
     def names(self) -> frozenset[str]:
-        """What stands in the folder; nothing where there is none."""
+        """The names in the folder; none where there is no folder."""
         with suppress(FileNotFoundError, NotADirectoryError):
             return frozenset(os.listdir(self.path))
         return frozenset()
@@ -171,7 +173,8 @@ class RunFolder:
         """Raise `InputError` for a folder where a file belongs, and for a pipe, which would keep a reader waiting."""
         ours = {self.config, self.environment, self.metrics, self.ledger, self.provenance, self.summary, self.lock}
         names = {_CLAIM, *(path.name for path in ours)}
-        found = [each.name for each in os.scandir(self.path) if each.name in names and _is_no_file(each)]
+        there = [each for each in os.scandir(self.path) if each.name in names]
+        found = [each.name for each in there if not (each.is_file() or each.is_symlink())]
         if found:
             raise InputError(
                 [Problem(str(self.path / name), "is no file, but a folder, a pipe or a device") for name in found]
@@ -225,10 +228,6 @@ def _json_object(data: bytes) -> dict[str, object]:
     return found if isinstance(found, dict) else {}
 
 
-def _is_no_file(entry: os.DirEntry[str]) -> bool:
-    return not (entry.is_file() or entry.is_symlink())
-
-
 def _head(path: Path, limit: int) -> bytes:
     """The first `limit` bytes of a file; nothing where there is none. Raises `InputError` where the disk fails."""
     try:
@@ -242,15 +241,7 @@ def _head(path: Path, limit: int) -> bytes:
         return b""
 
 
-def _is_ours(lock: Path) -> bool:
-    return "andon_run" in _json_object(_head(lock, OWNER_LIMIT))
-
-
 def _starts_a_ledger(ledger: Path) -> bool:
     first, end, _ = _head(ledger, 1 << 20).partition(b"\n")
     start = _json_object(first)
     return bool(end) and {"v", "kind", "seq", "prev"} <= start.keys()
-
-
-def _says_finished(summary: Path) -> bool:
-    return _json_object(_head(summary, 1 << 24)).get("finished") is True

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from andon.problems import InputError, Problem
+from andon.console.problems import InputError, Problem
 from andon.run.atomic import json_bytes, storage, write_all
 
 OWNER_LIMIT = 4096
@@ -44,7 +44,8 @@ def take(handle: int, file: Path, run: Path) -> None:
 
 def sign(handle: int, file: Path) -> None:
     """Write who this process is into the file that it has taken. Raises `InputError` where the disk refuses."""
-    owner = {"andon_run": 1, "pid": os.getpid(), "host": socket.gethostname(), "since": _now().isoformat()}
+    now = datetime.now(UTC).replace(microsecond=0)
+    owner = {"andon_run": 1, "pid": os.getpid(), "host": socket.gethostname(), "since": now.isoformat()}
     data = json_bytes(owner)
     with storage(file):
         # Written over, then cut: at no moment is the mark of a run gone from its folder.
@@ -124,7 +125,3 @@ def _owner(handle: int) -> str:
     if not isinstance(found, dict) or "pid" not in found:
         return "another process, which has just started"
     return f"process {found['pid']} on {found.get('host')} since {found.get('since')}; wait for it or end it"
-
-
-def _now() -> datetime:
-    return datetime.now(UTC).replace(microsecond=0)

@@ -10,22 +10,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from andon.problems import InputError, Problem
+from andon.console.problems import InputError, Problem
 from andon.run.atomic import write_json
 from andon_contracts.fingerprint import environment as environment_of_process
 from andon_contracts.fingerprint import fingerprint as fingerprint
 
-_COMPILED_BY = Path(__file__).resolve().parents[1] / "model"
+_CORE = Path(__file__).resolve().parents[1]
+_COMPILED_BY = ("model", "fast")
+"""Folders of the code that decides what a compiled pass computes."""
 
 
 def environment(threads: int | None = None, devices: Sequence[str] = ()) -> dict[str, object]:
-    """What a run runs on, as `andon_contracts.fingerprint.environment` says it of a process.
+    """Machine and versions that a run runs on, as `andon_contracts.fingerprint.environment` says it of a process.
 
-    With devices also `sources`, the digest of the code that rewrites and compiles passes for them: our version number
+    With devices also `sources`, digests of the code that rewrites and compiles passes for them: our version number
     is one for many states of a checkout, and a rewriting decides bits as much as a library does.
     """
     found = environment_of_process(threads, devices)
-    return found | {"sources": {"andon.model": source_digest(_COMPILED_BY)}} if devices else found
+    sources = {f"andon.{folder}": source_digest(_CORE / folder) for folder in _COMPILED_BY} if devices else {}
+    return found | ({"sources": sources} if devices else {})
 
 
 def source_digest(folder: Path) -> str:
@@ -39,7 +42,7 @@ def source_digest(folder: Path) -> str:
 
 
 def differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[str, ...]:
-    """What differs between two fingerprints, as `name: ours, theirs`; empty where bits may be compared."""
+    """The differences between two fingerprints, as `name: ours, theirs`; empty where bits may be compared."""
     names = sorted(set(ours) | set(theirs))
     return tuple(
         f"{name}: {ours.get(name, 'none')}, {theirs.get(name, 'none')}"
@@ -78,7 +81,7 @@ def write_provenance(
 
 @dataclass(frozen=True)
 class Provenance:
-    """What the file at `path` says of its run: digests by name, and what its bits may depend on."""
+    """The content of a run's provenance file: digests by name, and what its bits may depend on."""
 
     path: Path
     digests: Mapping[str, str]
@@ -92,7 +95,7 @@ class Provenance:
 
 
 def read_provenance(path: Path) -> Provenance:
-    """What `write_provenance` wrote to `path`. Raises `InputError` for a file that cannot be read or is another."""
+    """The file that `write_provenance` wrote. Raises `InputError` for one that cannot be read or is another."""
     try:
         found = json.loads(path.read_bytes())
     except OSError as error:
@@ -107,7 +110,7 @@ def read_provenance(path: Path) -> Provenance:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """What git says; None where there is no git, no repository, or it fails."""
+    """The answer of git; None where there is no git, no repository, or it fails."""
     # A hook that calls us sets GIT_DIR for another repository.
     clean = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     # `git status` would otherwise write to the index, and leave its lock where the disk refuses.

@@ -39,7 +39,7 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class Sealing:
-    """What a manifest says of the whole: step, `tree_digest` of the tensors, head of the ledger (count, digest)."""
+    """A manifest's account of the whole: step, `tree_digest` of the tensors, head of the ledger (count, digest)."""
 
     step: int
     digest: str

@@ -1,4 +1,4 @@
-"""What a run came to, in one file that is written last (issue 2, What a user does)."""
+"""The outcome of a run, in one file that is written last (issue 2, What a user does)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from andon.problems import InputError, Problem
+from andon.console.problems import InputError, Problem
 from andon.run.atomic import write_json
 from andon_contracts.fields import Count, Hex16, Part, Real
 

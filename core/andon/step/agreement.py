@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 
 from andon.backend.base import Backend
-from andon.exits import Exit
-from andon.step.gate import Expected, encoded
+from andon.console.exits import Exit
+from andon.step.gate import Expected, encoded, expected_row
 from andon.step.readings import on_device
 from andon.step.replica import Replica
 from andon_contracts.agree import HEADER, Observation, header, received, signed
 from andon_contracts.digest import digests_by_name
-from andon_contracts.judge import in_lockstep
+from andon_contracts.laws.law import Judgement, Law, Rules, Seen, in_lockstep
 
 Tensors = Mapping[str, torch.Tensor]
+W = TypeVar("W")
 
 
 @functools.lru_cache(maxsize=16)
@@ -129,6 +131,19 @@ class Agreement:
         if missing > 0:
             parts.append(_zeros(parts[0].device, self._width)[:missing])
         return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def expected(self, rules: Rules, names: Sequence[str]) -> Expected:
+        """What a device holds the values of `names` against, on every rank alike."""
+        return [expected_row(rules, names)] * self._backend.world_size
+
+    def judgement(
+        self, laws: Sequence[Law[Seen[W]]], seen: Seen[W], looks: Mapping[str, Callable[[Replica], Tensors]]
+    ) -> Judgement[Seen[W]]:
+        """`laws` held against what was seen; where one is broken, with a second look at what differs by `looks`."""
+        judgement = Judgement(laws, seen)
+        if judgement.first is not None:
+            judgement.seen = replace(seen, details=self.second_looks(seen.said, looks))
+        return judgement
 
     def second_looks(
         self, observations: Sequence[Observation], tensors: Mapping[str, Callable[[Replica], Tensors]]

@@ -22,15 +22,14 @@ import torch
 
 from andon.backend.base import Backend
 from andon.step.agreement import Agreement, Gathered, RankFailed
-from andon.step.leaf import REPORT_FIELDS, Leaf
+from andon.step.micro_batch import REPORT_FIELDS, Leaf
 from andon.step.replica import PartialGradient, Replica
 from andon.step.task import Task
 from andon.step.tree import Node, finish
 from andon_contracts.agree import Observation
 from andon_contracts.digest import word_sum_tensor
-from andon_contracts.judge import in_lockstep
-from andon_contracts.policy import clause, ensure
-from andon_contracts.violation import Finding
+from andon_contracts.laws.law import Judgement, Seen, settle
+from andon_contracts.laws.update import AUDITED
 
 _PERCENT = 100
 
@@ -118,7 +117,8 @@ class Audited:
             if error is not None:
                 raise error
         observations = self.gathered.observations(table)
-        judge_audit([replace(each, values=_found(each, self.subjects)) for each in observations])
+        found = [replace(each, values=_found(each, self.subjects)) for each in observations]
+        settle(Judgement(AUDITED, Seen(found, None)))
         failed = [each.rank for each in observations if each.values["failed"]]
         if failed:
             msg = f"rank {failed[0]} failed in the audit of step {self.gathered.step}"
@@ -311,44 +311,3 @@ def _found(observation: Observation, subjects: Sequence[_Subject]) -> dict[str, 
         root = subject.roots[sums[0] - leaves][0]
         found |= {"root": root, "root then": then[sums[0]], "root now": now[sums[0]]}
     return values | found
-
-
-def _odd(result: Sequence[Observation]) -> list[Observation]:
-    return [each for each in result if each.values["leaves"] or each.values["sums"]]
-
-
-def _explain(result: Sequence[Observation]) -> Finding:
-    odd = _odd(result)
-    first = odd[0]
-    pairs = [{each.rank, each.values["subject"]} for each in odd]
-    # Who is in every pair that disagrees is the culprit; of a single pair nobody can tell which.
-    shared = set.intersection(*pairs) or set.union(*pairs)
-    of, by = first.values["subject"], first.rank
-    if first.values["leaves"]:
-        what = f"gradient of micro-batch {first.values['leaf']}"
-        then, now = first.values["leaf then"], first.values["leaf now"]
-    else:
-        what = f"partial sum from micro-batch {first.values['root']} on"
-        then, now = first.values["root then"], first.values["root now"]
-    whose = f"rank {by} computed again" if of == by else f"rank {by} gets"
-    return Finding(
-        seen=f"the {what} has digest {then % (1 << 64):016x} on rank {of}, {whose} {now % (1 << 64):016x}"
-        + ("; either of both may be wrong" if len(shared) > 1 else ""),
-        step=first.step,
-        ranks=tuple(sorted(shared)),
-        tensor=what,
-        details=tuple((f"rank {each.values['subject']}", f"audited by rank {each.rank}") for each in odd),
-    )
-
-
-@clause("audit", _explain)
-def recomputed_alike(result: Sequence[Observation]) -> bool:
-    """What was computed again has the digests of what was computed first, gradients and partial sums."""
-    return not _odd(result)
-
-
-@ensure(recomputed_alike)
-@ensure(in_lockstep)
-def judge_audit(observations: Sequence[Observation]) -> Sequence[Observation]:
-    """Every audited micro-batch and partial sum is what another rank makes of it. Raises `Violation`."""
-    return observations

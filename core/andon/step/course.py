@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from andon.step.contracts import LeafPlan, LeafReport
 from andon.step.plan import GlobalBatch
 from andon.step.readings import Readings
 from andon.step.tree import fold
+from andon_contracts.laws.rows import LeafPlan, LeafReport
 
 UNSIGNED = 1 << 64
 

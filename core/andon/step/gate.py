@@ -9,35 +9,25 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from enum import IntEnum
 
 import torch
 
 from andon_contracts.agree import signed
-from andon_contracts.triton_kernels import has_triton
+from andon_contracts.digest import has_triton
+from andon_contracts.laws.law import Rule, Rules
+from andon_contracts.laws.update import NORM_FLOOR, Reduced
 
-_FLOOR = 1e-30
-_CLOSE = 1e-4
 _FIXED = 1
 _EXPONENT = 0x7FF0000000000000
 
 
-class Rule(IntEnum):
-    """What may stand in a place of a table besides one integer that is known."""
-
-    ANY = 0
-    SAME = 2
-    """What rank 0 has there."""
-    FINITE = 3
-    """The bits of a finite fp64."""
-    HELD = 4
-    """What the device holds of the update before."""
-    CLIPPED = 5
-    """The bits of the fp64 norm that one clipping leaves of the one that stands ahead of it."""
-
-
 Expected = Sequence[Sequence[int]]
 """By rank, what must stand in its message: an integer, or a `Rule` where none is known."""
+
+
+def expected_row(rules: Rules, names: Sequence[str]) -> list[int]:
+    """What `rules` ask of a message with the values of `names`, in their order."""
+    return [rules.get(name, Rule.ANY) for name in names]
 
 
 def encoded(expected: Expected) -> list[int]:
@@ -72,18 +62,23 @@ class Gate:
         self._spread()
 
     def look(
-        self, table: torch.Tensor, expected: torch.Tensor, held: torch.Tensor | None = None, limit: float | None = None
+        self,
+        table: torch.Tensor,
+        expected: torch.Tensor,
+        held: torch.Tensor | None = None,
+        want: Reduced | None = None,
     ) -> None:
         """Keep updates from being taken if anything in `table` (int64 [world, width]) is not as `expected` says.
 
-        expected: see `encoded`. held: 0-dim int64 for `Rule.HELD`. limit: to which gradients were clipped.
+        expected: see `encoded`. held: 0-dim int64 for `Rule.HELD`. want: what the reduced gradient is held to, where
+        `Rule.MOST` or `Rule.CLIPPED` is asked of any column; each of them then of all ranks.
         """
         wanted, rules = expected.view(2, *table.shape).unbind()
         kernel = _kernel() if table.is_cuda else None
         if kernel is None:
-            self.closed.masked_fill_(broken(table, wanted, rules, held, limit), 1.0)
+            self.closed.masked_fill_(broken(table, wanted, rules, held, want), 1.0)
         else:
-            kernel(table, wanted, rules, table if held is None else held, self.closed, limit)
+            kernel(table, wanted, rules, table if held is None else held, self.closed, want)
         self._spread()
 
     def _spread(self) -> None:
@@ -103,7 +98,11 @@ def _kernel() -> Callable[..., None] | None:
 
 
 def broken(
-    table: torch.Tensor, wanted: torch.Tensor, rules: torch.Tensor, held: torch.Tensor | None, limit: float | None
+    table: torch.Tensor,
+    wanted: torch.Tensor,
+    rules: torch.Tensor,
+    held: torch.Tensor | None,
+    want: Reduced | None = None,
 ) -> torch.Tensor:
     """0-dim bool on the device: whether anything in `table` is not as wanted. The kernel's law in plain operations."""
     first = table[:1]
@@ -112,8 +111,18 @@ def broken(
     odd |= (rules == Rule.FINITE) & ((table & _EXPONENT) == _EXPONENT)
     if held is not None:
         odd |= (rules == Rule.HELD) & (table != held)
-    norm = torch.roll(table, 1, dims=1).view(torch.float64)
-    left = table.contiguous().view(torch.float64)
-    right = norm if limit is None else norm * (limit / (norm + 1e-6)).clamp(max=1.0)
-    odd |= (rules == Rule.CLIPPED) & ((left - right).abs() <= _CLOSE * right + _FLOOR).logical_not()
+    if want is not None:
+        ahead = most(torch.roll(table, 1, dims=1))
+        odd |= (rules == Rule.MOST) & (table != ahead)
+        norm = ahead.view(torch.float64)
+        left = table.contiguous().view(torch.float64)
+        right = norm if want.limit is None else norm * (want.limit / (norm + 1e-6)).clamp(max=1.0)
+        close = (left - right).abs() <= want.norm_tolerance * right + NORM_FLOOR
+        odd |= (rules == Rule.CLIPPED) & close.logical_not()
     return odd.any()
+
+
+def most(table: torch.Tensor) -> torch.Tensor:
+    """[1, width]: what most ranks have in each column; of several, that of the lowest rank (`agree.majority`)."""
+    votes = (table.unsqueeze(1) == table).sum(1)
+    return table.gather(0, votes.argmax(0, keepdim=True))

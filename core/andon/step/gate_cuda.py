@@ -6,11 +6,29 @@ import torch
 import triton
 import triton.language as tl
 
+from andon_contracts.laws.update import NORM_FLOOR, Reduced
+
 _LEAST = 64
 
 
-@triton.jit(do_not_specialize=["width", "stride", "count"])  # type: ignore[untyped-decorator]
-def _close(table, wanted, rules, held, closed, width, stride, count, limit, LIMITED: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["world", "width", "stride", "count"])  # type: ignore[untyped-decorator]
+def _close(  # type: ignore[no-untyped-def]
+    table,
+    wanted,
+    rules,
+    held,
+    closed,
+    world,
+    width,
+    stride,
+    count,
+    limit,
+    tolerance,
+    floor,
+    LIMITED: tl.constexpr,
+    MAJORITY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     place = tl.arange(0, BLOCK)
     inside = place < count
     row = place // width
@@ -24,15 +42,32 @@ def _close(table, wanted, rules, held, closed, width, stride, count, limit, LIMI
     broken = broken | ((rule == 2) & (value != first))
     broken = broken | ((rule == 3) & ((value & 0x7FF0000000000000) == 0x7FF0000000000000))
     broken = broken | ((rule == 4) & (value != before))
-    # The norm stands ahead of what is left of it: the law of one clipping, of rank 0's as all have the same.
-    norm = tl.load(table + row * stride + column - 1, mask=inside & (rule == 5), other=0).to(tl.float64, bitcast=True)
-    left = value.to(tl.float64, bitcast=True)
-    right = norm
-    if LIMITED:
-        factor = limit / (norm + 1e-6)
-        right = tl.where(factor < 1.0, norm * factor, norm)
-    close = tl.abs(left - right) <= 1e-4 * right + 1e-30
-    broken = broken | ((rule == 5) & (close == 0))
+    if MAJORITY:
+        # What most ranks have in the column ahead; of several values, that of the lowest rank. Where all who ask have
+        # what rank 0 has, as in every healthy step, nobody has to count.
+        asks = inside & ((rule == 5) | (rule == 6))
+        ahead = table + column - 1
+        most = tl.load(ahead, mask=asks, other=0)
+        mine = tl.load(ahead + row * stride, mask=asks, other=0)
+        if tl.sum((mine != most).to(tl.int32), axis=0) > 0:
+            best = tl.zeros([BLOCK], dtype=tl.int32)
+            for one in range(world):
+                proposed = tl.load(ahead + one * stride, mask=asks, other=0)
+                votes = tl.zeros([BLOCK], dtype=tl.int32)
+                for other in range(world):
+                    votes += (tl.load(ahead + other * stride, mask=asks, other=0) == proposed).to(tl.int32)
+                most = tl.where(votes > best, proposed, most)
+                best = tl.maximum(votes, best)
+        broken = broken | ((rule == 6) & (value != most))
+        # The law of one clipping.
+        norm = most.to(tl.float64, bitcast=True)
+        left = value.to(tl.float64, bitcast=True)
+        right = norm
+        if LIMITED:
+            factor = limit / (norm + 1e-6)
+            right = tl.where(factor < 1.0, norm * factor, norm)
+        close = tl.abs(left - right) <= tolerance * right + floor
+        broken = broken | ((rule == 5) & (close == 0))
     found = tl.sum(broken.to(tl.int32), axis=0)
     tl.store(closed, 1.0, mask=found > 0)
 
@@ -43,14 +78,18 @@ def close_on_device(
     rules: torch.Tensor,
     held: torch.Tensor,
     closed: torch.Tensor,
-    limit: float | None,
+    want: Reduced | None = None,
 ) -> None:
     """Set `closed` (0-dim fp32) to 1 where an integer of `table` [world, width] breaks its rule; else leave it.
 
-    wanted, rules: int64 [world, width]. held: 0-dim int64. limit: of a clipping.
+    wanted, rules: int64 [world, width]. held: 0-dim int64. want: what the reduced gradient is held to, where a
+    rule asks for what most ranks have.
     """
     world, width = table.shape
     count = world * width
     block = max(_LEAST, triton.next_power_of_2(count))
-    bound = 0.0 if limit is None else limit
-    _close[(1,)](table, wanted, rules, held, closed, width, table.stride(0), count, bound, limit is not None, block)
+    sizes = (world, width, table.stride(0), count)
+    norms = Reduced() if want is None else want
+    bounds = (norms.limit or 0.0, norms.norm_tolerance, NORM_FLOOR)
+    limited, majority = norms.limit is not None, want is not None
+    _close[(1,)](table, wanted, rules, held, closed, *sizes, *bounds, limited, majority, block)

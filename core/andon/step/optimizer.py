@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,8 @@ from torch import nn
 
 from andon_contracts.agree import signed
 from andon_contracts.digest import join, seal, word_sum_of
-from andon_contracts.observe import sums_of
+from andon_contracts.laws.law import Rule
+from andon_contracts.observe import word_sums
 
 _FP32_BITS = 0xFFFFFFFF
 _NO_COUNT = -1
@@ -68,15 +68,23 @@ def state_facts(
 
     The sum of a moment that is not there yet is 0; all of them are there after the first update, or none ever is.
     """
-    sums = sums_of([weights, *(state[name] for name in spec.moments if name in state)], finite=False)
+    sums = word_sums([weights, *(state[name] for name in spec.moments if name in state)], finite=False)
     bits = count.reshape(1).view(torch.int32).to(torch.int64)
     missing = sum(name not in state for name in spec.moments)
     return torch.cat([sums, *([sums.new_zeros(missing)] if missing else []), bits])
 
 
-def count_bits(updates: int) -> int:
-    """The last of the facts after `updates` updates."""
-    return int(struct.unpack("<I", struct.pack("<f", updates))[0])
+def rules_for_facts(spec: OptimizerSpec, rules: Mapping[str, int]) -> dict[str, int]:
+    """`rules` of what `read_state` gives as those of the facts that it reads, which a device has in their place."""
+    found = {name: rules[name] for name in ("weights",) if name in rules}
+    if "optimizer" in rules:
+        # Its digest is of the moments, and of the count, which has a rule of its own.
+        found |= dict.fromkeys(spec.moments, rules["optimizer"])
+    if "updates" in rules:
+        updates = rules["updates"]
+        known = not isinstance(updates, Rule)
+        found["updates"] = int(struct.unpack("<I", struct.pack("<f", updates))[0]) if known else updates
+    return found
 
 
 def read_state(spec: OptimizerSpec, shape: Sequence[int], raw: Mapping[str, int]) -> dict[str, int]:
@@ -92,5 +100,5 @@ def read_state(spec: OptimizerSpec, shape: Sequence[int], raw: Mapping[str, int]
     return {
         "weights": signed(seal(raw["weights"], torch.float32, shape)),
         "optimizer": signed(join(parts)),
-        "updates": int(count) if math.isfinite(count) else _NO_COUNT,
+        "updates": int(count) if count.is_integer() else _NO_COUNT,
     }

@@ -9,16 +9,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from andon.step.flat import FlatParameters
+from andon.step.flat import FlatParameters, Master
 from andon.step.keyed import KeyedRandomness
-from andon.step.leaf import REPORT_FIELDS, Leaf, LeafResult, reports_of_leaves
-from andon.step.master import Master
+from andon.step.micro_batch import REPORT_FIELDS, Leaf, LeafResult, reports_of_leaves
 from andon.step.optimizer import OptimizerSpec, read_state, state_facts
 from andon.step.task import Task
 from andon.step.tree import Node, fold
 from andon_contracts.agree import signed
 from andon_contracts.digest import seal, tensor_digest, tree_digest, word_sum_tensor
-from andon_contracts.observe import finite_total, sums_of
+from andon_contracts.observe import finite_total, word_sums
 
 REDUCED_FACTS = ("gradient", "nonfinite", "weights", "norm", "clipped")
 """What is known on a replica's device before its update: word sums, a flag, and the bits of two fp64 norms."""
@@ -205,7 +204,7 @@ class Replica:
     def before_update(self) -> torch.Tensor:
         """The first three of `REDUCED_FACTS`, int64 on the master's device: the gradient as it was reduced, and the
         weights as the model has them."""
-        return sums_of([self.master.gradient, self._weights_of_model()], finite=True)
+        return word_sums([self.master.gradient, self._weights_of_model()], finite=True)
 
     def read_before_update(self, raw: Mapping[str, int]) -> dict[str, int]:
         """What is judged, from the values of all of `REDUCED_FACTS`: digests in the place of word sums."""

@@ -15,36 +15,32 @@ import torch
 from andon.backend.base import Backend
 from andon.step.agreement import Agreement, Gathered, RankFailed
 from andon.step.audit import NO_AUDIT, Audit, AuditSpec
-from andon.step.contracts import (
-    LeafPlan,
-    judge_leaves,
-    judge_plans,
-    judge_presence,
-    leaves_of,
-    padded,
-    plan_leaves,
-    planned_reports,
-    reports_of,
-)
+from andon.step.contracts import leaves_of, padded, plan_leaves, planned_reports, reports_of
 from andon.step.course import UNSIGNED, Course, Pending, StepResult
-from andon.step.gate import Expected, Gate, Rule
-from andon.step.leaf import REPORT_FIELDS
-from andon.step.optimizer import count_bits
+from andon.step.gate import Expected, Gate, expected_row
+from andon.step.micro_batch import REPORT_FIELDS
+from andon.step.optimizer import rules_for_facts
 from andon.step.plan import GlobalBatch, rank_leaves
 from andon.step.readings import Readings, reads_late
 from andon.step.reduce import PlainReduction, TreeReduction
 from andon.step.replica import REDUCED_FACTS, PartialGradient, Replica
 from andon.step.task import Task
-from andon_contracts import judge
 from andon_contracts.agree import Observation, bits_of, real_of, signed
-from andon_contracts.policy import enforced
+from andon_contracts.laws.law import LOCKSTEP, Judgement, Rule, Seen, rules_of, settle, unbroken
+from andon_contracts.laws.rows import LEAVES, PLANNED, LeafPlan, Leaves
+from andon_contracts.laws.update import BASE, REDUCED, START, UPDATED, Due, Reduced
+from andon_contracts.policy import enforced, require
 
 __all__ = ["Pending", "RankFailed", "StepResult", "TrainingStep"]
 
 T = TypeVar("T")
+W = TypeVar("W")
 Judging = Callable[[tuple[Observation, ...]], None]
 _PLAIN_WIDTH = 32
 """Integers in a message of the step besides the reports: its header and its values, with room to spare."""
+COMPUTED_FACTS = ("failed", "stop", "plan")
+RATES = ("planned", "rate")
+"""What the host knows of an update before it; in this order, since a device holds a rate against the column ahead."""
 
 
 class TrainingStep:
@@ -149,10 +145,17 @@ class TrainingStep:
     def _each(self, work: Callable[[Replica], T]) -> list[T]:
         return self._backend.map(lambda index: work(self._replicas[index]))
 
-    def _judged(self, course: Course, gathered: Gathered, judging: Judging, held: torch.Tensor | None = None) -> None:
+    def _judged(
+        self,
+        course: Course,
+        gathered: Gathered,
+        judging: Judging,
+        held: torch.Tensor | None = None,
+        want: Reduced | None = None,
+    ) -> None:
         """Judge what was gathered: now, or once it is read, and then the device holds it against what it must be."""
         if gathered.expected is not None:
-            self._gate.look(gathered.said, gathered.expected, held, self._clip_norm)
+            self._gate.look(gathered.said, gathered.expected, held, want)
         course.readings.read(gathered.table, lambda table: judging(gathered.observations(table)))
 
     def _plan(self, batch: GlobalBatch, *, checked: bool) -> tuple[LeafPlan, ...]:
@@ -174,9 +177,9 @@ class TrainingStep:
         gathered = self._agreement.gather(
             course.batch.step,
             "computed",
-            [{"failed": isinstance(result, Exception), "stop": stop, "plan": content} for result in done],
+            [dict(zip(COMPUTED_FACTS, (isinstance(each, Exception), stop, content), strict=True)) for each in done],
             [self._report_table(result, index).flatten() for index, result in enumerate(done)],
-            expected=self._expect_computed(course, content) if self.late else None,
+            expected=self._expect_computed(course) if self.late else None,
         )
         course.reported = gathered.payload
         self._judged(course, gathered, lambda observations: self._judge_computed(course, done, observations))
@@ -208,10 +211,11 @@ class TrainingStep:
         none = torch.empty((0, len(REPORT_FIELDS)), dtype=torch.int64, device=self._backend.devices[index])
         return padded(none if isinstance(result, Exception) else result.reports, self._report_rows)
 
-    def _expect_computed(self, course: Course, content: int) -> Expected:
-        plan = content if course.checked else Rule.ANY
+    def _expect_computed(self, course: Course) -> Expected:
+        rules = {"failed": 0, **(rules_of(PLANNED, None) if course.checked else {})}
+        row = expected_row(rules, COMPUTED_FACTS)
         return [
-            [0, Rule.ANY, plan, *planned_reports(course.plan, rank, self._report_rows, checked=course.checked)]
+            [*row, *planned_reports(course.plan, rank, self._report_rows, checked=course.checked)]
             for rank in range(self._backend.world_size)
         ]
 
@@ -224,16 +228,16 @@ class TrainingStep:
         for result in done:
             if isinstance(result, Exception):
                 raise result
-        judge_presence(observations)
+        settle(Judgement((LOCKSTEP,), Seen(observations, None)))
         failed = [o.rank for o in observations if o.values["failed"]]
         if failed:
             msg = f"rank {failed[0]} failed in the forward or backward pass of step {course.batch.step}"
             raise RankFailed(msg)
-        judge_plans(observations)
+        settle(Judgement(PLANNED, Seen(observations, None)))
         course.reports = reports_of(observations)
         course.stop = any(o.values["stop"] for o in observations)
         if course.checked:
-            judge_leaves(course.reports, course.plan, course.batch.step)
+            settle(Judgement(LEAVES, Leaves(course.reports, course.plan, course.batch.step)))
 
     def _reduce_and_clip(self, course: Course, partials: Sequence[PartialGradient]) -> None:
         """Reduce, divide once by the count of rows, clip once, judge."""
@@ -242,22 +246,17 @@ class TrainingStep:
         if not course.checked:
             course.readings.read(facts[0], lambda norm: setattr(course, "norm", float(norm.view(torch.float64)[0])))
             return
-        observed = [{"rate": bits_of(replica.rate), "planned": bits_of(course.rate)} for replica in self._replicas]
-        gathered = self._agreement.gather(
-            course.batch.step, "reduced", observed, facts, REDUCED_FACTS, self._expect_reduced(course)
-        )
+        want = Reduced(Rule.SAME if self._weights_there is None else Rule.HELD, self._clip_norm)
+        rates = [dict(zip(RATES, (bits_of(course.rate), bits_of(each.rate)), strict=True)) for each in self._replicas]
+        expected = self._agreement.expected(rules_of(REDUCED, want), (*RATES, *REDUCED_FACTS)) if self.late else None
+        gathered = self._agreement.gather(course.batch.step, "reduced", rates, facts, REDUCED_FACTS, expected)
         self._judged(
-            course, gathered, lambda observations: self._judge_reduced(course, observations), self._weights_there
+            course,
+            gathered,
+            lambda observations: self._judge_reduced(course, observations),
+            self._weights_there,
+            want,
         )
-
-    def _expect_reduced(self, course: Course) -> Expected | None:
-        """Rate and plan, then `REDUCED_FACTS`."""
-        if not self.late:
-            return None
-        planned = bits_of(course.rate)
-        weights = Rule.SAME if self._weights_there is None else Rule.HELD
-        row = [planned, planned, Rule.SAME, 0, weights, Rule.FINITE, Rule.CLIPPED]
-        return [row] * self._backend.world_size
 
     def _take(
         self, course: Course, index: int, pieces: Sequence[torch.Tensor], partial: PartialGradient
@@ -276,21 +275,23 @@ class TrainingStep:
 
     def _judge_reduced(self, course: Course, observations: Sequence[Observation]) -> None:
         read = self._replicas[0].read_before_update
-        observations = [replace(each, values=read(each.values)) for each in observations]
-        looks = {"gradient": _gradients, "weights": _weights}
-        details = self._agreement.second_looks(observations, looks)
-        judge.judge_reduced(observations, details, self._weights, self._clip_norm)
-        course.norm = real_of(observations[0].values["norm"])
-        course.gradients = tuple(each.values["gradient"] for each in observations)
+        said = [replace(each, values=read(each.values)) for each in observations]
+        want = Reduced(Rule.SAME if self._weights is None else self._weights, self._clip_norm)
+        looks = {"gradient": Replica.reduced_gradient, "weights": _weights}
+        self._take_reduced(course, self._agreement.judgement(REDUCED, Seen(said, want), looks))
+
+    @require(unbroken)
+    def _take_reduced(self, course: Course, judgement: Judgement[Seen[Reduced]]) -> None:
+        seen = judgement.seen
+        course.norm = real_of(seen.said[0].values["norm"])
+        course.gradients = tuple(seen.column("gradient"))
 
     def _attest(self, course: Course) -> None:
         """Digest what the update left on every rank, and agree on it."""
         facts = self._each(lambda replica: replica.after_update())
         spec = self._replicas[0].spec
-        expected: Expected | None = None
-        if self.late:
-            same = [Rule.SAME] * (1 + len(spec.moments))
-            expected = [[*same, count_bits(course.updates)]] * self._backend.world_size
+        rules = rules_for_facts(spec, rules_of(UPDATED, Due(course.updates))) if self.late else {}
+        expected = self._agreement.expected(rules, spec.facts) if self.late else None
         gathered = self._agreement.gather(
             course.batch.step, "updated", [{} for _ in facts], facts, spec.facts, expected
         )
@@ -299,18 +300,21 @@ class TrainingStep:
 
     def _judge_updated(self, course: Course, observations: Sequence[Observation]) -> None:
         read = self._replicas[0].read_after_update
-        observations = [replace(each, values=read(each.values)) for each in observations]
+        said = [replace(each, values=read(each.values)) for each in observations]
         looks = {"weights": _weights, "optimizer": Replica.optimizer_state}
-        details = self._agreement.second_looks(observations, looks)
-        judge.judge_update(observations, details, course.updates)
-        self._weights = observations[0].values["weights"]
+        self._take_updated(course, self._agreement.judgement(UPDATED, Seen(said, Due(course.updates)), looks))
+
+    @require(unbroken)
+    def _take_updated(self, course: Course, judgement: Judgement[Seen[Due]]) -> None:
+        said = judgement.seen.said
+        self._weights = said[0].values["weights"]
         course.ranks = tuple(
             {
                 "gradient": gradient % UNSIGNED,
                 "weights": each.values["weights"] % UNSIGNED,
                 "optimizer": each.values["optimizer"] % UNSIGNED,
             }
-            for gradient, each in zip(course.gradients, observations, strict=True)
+            for gradient, each in zip(course.gradients, said, strict=True)
         )
 
     def attest_base(self, step: int, expected: int) -> None:
@@ -322,8 +326,7 @@ class TrainingStep:
             return
         observed = [{"base": digest} for digest in self._each(lambda replica: replica.base_digest())]
         observations = self._agreement.observe(step, "base", observed)
-        details = self._agreement.second_looks(observations, {"base": Replica.frozen})
-        judge.judge_base(observations, details, signed(expected))
+        settle(self._agreement.judgement(BASE, Seen(observations, signed(expected)), {"base": Replica.frozen}))
 
     def attest_start(self, observed: Mapping[str, int]) -> None:
         """All ranks start from the same layout, weights, base and whatever else is `observed` (name to digest).
@@ -335,14 +338,10 @@ class TrainingStep:
             for r in self._replicas
         ]
         observations = self._agreement.observe(0, "start", values)
-        judge.judge_start(observations)
+        settle(Judgement(START, Seen(observations, None)))
         self._weights = observations[0].values["weights"] if enforced() else None
         self._weights_there = self._replicas[0].before_update()[2] if self.late and enforced() else None
 
 
 def _weights(replica: Replica) -> Mapping[str, torch.Tensor]:
     return replica.parameters.weight_views()
-
-
-def _gradients(replica: Replica) -> Mapping[str, torch.Tensor]:
-    return replica.reduced_gradient()

@@ -13,7 +13,7 @@ import torch
 from andon.backend.base import Backend
 from andon.backend.machine import look_at, of_all_ranks, refuse_unfit
 from andon.config.schema import Config
-from andon.messages import say
+from andon.console.messages import say
 from andon.training.material import Material
 from andon.training.study import NotPlannable, Study
 from andon_contracts.policy import clause, enforced, require

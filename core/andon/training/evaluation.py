@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from andon.backend.base import Backend
-from andon.metrics.counts import confusion_matrix
-from andon.metrics.scores import Scores, scores
+from andon.metrics.scores import Scores, confusion_matrix, scores
 from andon.model.task import ClassificationTask, evaluation_batches, predictions
 from andon.step.shard import balanced_bounds
 from andon_contracts.observe import nonfinite

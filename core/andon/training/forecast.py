@@ -12,8 +12,8 @@ from typing import Any
 from andon.backend.devices import placement
 from andon.backend.machine import Accelerator, free_ram, gpus_here
 from andon.config.schema import IN_PROCESS, Config
+from andon.console.problems import InputError
 from andon.model.memory import MemoryPlan
-from andon.problems import InputError
 from andon.step.plan import efficiency, rank_leaves
 from andon.training.material import idleness, prepare
 from andon.training.study import Study, largest, updated_on_host

@@ -14,15 +14,15 @@ from torch import nn
 from andon.backend.inprocess import InlineBackend
 from andon.config.load import load_config
 from andon.config.schema import Config
+from andon.console.messages import say
+from andon.console.problems import InputError, Problem
 from andon.data.readers import read
 from andon.data.rows import DataSet
 from andon.data.tokens import Tokenizer, pretrained_tokenizer
-from andon.messages import say
 from andon.metrics.scores import Scores
 from andon.model.adapter import attach, base_digest, load_adapter, read_labels
 from andon.model.build import build_base, quiet_loading
 from andon.model.task import collate, predictions
-from andon.problems import InputError, Problem
 from andon.run.folder import RunFolder
 from andon.run.provenance import read_provenance
 from andon.training.evaluation import evaluate

@@ -6,24 +6,24 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from andon.messages import say
+from andon.console.messages import say
+from andon.console.problems import InputError
 from andon.metrics.scores import Scores
-from andon.problems import InputError
-from andon.run.atomic import storage, write_all, write_whole
-from andon.run.checkpoint import prune, save_checkpoint
+from andon.run.atomic import fsync_folder, storage, write_all, write_whole
+from andon.run.checkpoint import Checkpoint, is_complete, prune, require_intact, save_checkpoint
 from andon.run.folder import RunFolder
 from andon.run.ledger import LedgerWriter
 from andon.run.sealed import MANIFEST
 from andon.step.plan import GlobalBatch
 from andon.step.step import StepResult
+from andon.training.history import History
 from andon.training.progress import ProgressView
-from andon.training.standing import Standing
 from andon.training.trainer import Progress
 from andon_contracts.fields import Real
 from andon_contracts.record import Evaluation, Record, Saved, Step
@@ -90,6 +90,67 @@ def _is_up_to(line: bytes, done: int) -> bool:
         return False
 
 
+@dataclass
+class Retention:
+    """The checkpoints that stand: what a run falls back to when its disk refuses a newer one (`run.on_save_error`).
+
+    passing_over: whether to go on where the disk refuses a checkpoint. best: the step of the best that is on disk.
+
+    last: path, step and `tree_digest` of the one that was saved, or loaded, last.
+    """
+
+    passing_over: bool
+    best: int | None = None
+    last: tuple[Path, int, str] | None = None
+
+    @classmethod
+    def of(
+        cls, folder: RunFolder, checkpoint: Checkpoint | None, history: History, best: int, *, passing_over: bool
+    ) -> Retention:
+        """What stands when a run begins, or goes on from `checkpoint`. best: the step of the best evaluation, or 0.
+
+        The disk may have refused that one; the best is then the one that the ledger names before it.
+        """
+        if checkpoint is None:
+            return cls(passing_over)
+        saved = (step for step in (best, *reversed(history.best)) if step <= best)
+        there = next((step for step in saved if (folder.checkpoints / f"step-{step:08d}").is_dir()), None)
+        return cls(passing_over, there, (checkpoint.path, checkpoint.step, checkpoint.digest))
+
+    def make_again(self, folder: Path) -> None:
+        """Make the folder of checkpoints where it was removed and the run is to go on. Raises `InputError`."""
+        if not self.passing_over or os.path.lexists(folder):
+            return
+        with storage(folder):
+            folder.mkdir()
+            fsync_folder(folder.parent)
+        lost = f", and {self.last[0].name} with it" if self.last is not None else ""
+        self.last = self.best = None
+        say(f"warning: {folder} was removed while the run wrote to it{lost}; made again (run.on_save_error=continue)")
+
+    def saved(self, path: Path, step: int, digest: str, *, best: bool) -> None:
+        """One more is there."""
+        self.last = path, step, digest
+        if best:
+            self.best = step
+
+    def go_on_without(self, refused: InputError) -> None:
+        """Say that a checkpoint is not there. Raises `Violation` where the one before is not intact.
+
+        One that somebody has removed, or is removing, is not there: that is said, and is no fault of the system.
+        """
+        kept = "there is no checkpoint yet"
+        if self.last is not None and not is_complete(self.last[0]):
+            named = self.last[0].parent.glob("step-" + 8 * "[0-9]")  # not what is still being written
+            before = max(filter(is_complete, named), default=None)
+            left = "there is none to resume from" if before is None else f"the newest that is there is {before.name}"
+            kept = f"the last one, {self.last[0].name}, was removed: {left}"
+        elif self.last is not None:
+            require_intact(*self.last)
+            kept = f"the last one, {self.last[0].name}, is intact"
+        say(f"warning: {refused}; going on without it (run.on_save_error=continue); {kept}")
+
+
 class FolderJournal:
     """Writes the run folder. Each line is written at its step; a full disk is an `InputError` at that step."""
 
@@ -102,11 +163,11 @@ class FolderJournal:
         tensors: Callable[[], Mapping[str, torch.Tensor]],
         fixed_state: Mapping[str, Any],
         keep: int,
-        standing: Standing,
+        retention: Retention,
     ) -> None:
         """tensors: the state to save. fixed_state: what every checkpoint says of the run. keep: checkpoints to keep.
 
-        standing: those that are there when the run begins or goes on.
+        retention: those that are there when the run begins or goes on.
         """
         self._folder = folder
         self._ledger = ledger
@@ -115,7 +176,7 @@ class FolderJournal:
         self._tensors = tensors
         self._fixed_state = dict(fixed_state)
         self._keep = keep
-        self._standing = standing
+        self._retention = retention
         self._since = time.perf_counter()
 
     def step(self, batch: GlobalBatch, result: StepResult, record: Step) -> None:
@@ -153,20 +214,20 @@ class FolderJournal:
         self._ledger.sync()
         state = {**self._fixed_state, "progress": _exact(asdict(progress))}
         try:
-            self._standing.make_again(self._folder.checkpoints)
+            self._retention.make_again(self._folder.checkpoints)
             path = save_checkpoint(self._folder.checkpoints, progress.step, self._tensors(), state, self._ledger.head)
         except InputError as refused:
-            if last or not self._standing.passing_over:
+            if last or not self._retention.passing_over:
                 raise
-            self._standing.go_on_without(refused)
+            self._retention.go_on_without(refused)
             return False
         digest = json.loads((path / MANIFEST).read_bytes())["digest"]
         self._ledger.append(Saved(step=progress.step, name=path.name, digest=digest, best=best))
-        self._standing.saved(path, progress.step, digest, best=best)
+        self._retention.saved(path, progress.step, digest, best=best)
         try:
-            prune(self._folder.checkpoints, self._keep, best=self._standing.best, newest=progress.step)
+            prune(self._folder.checkpoints, self._keep, best=self._retention.best, newest=progress.step)
         except InputError as refused:
-            if last or not self._standing.passing_over:
+            if last or not self._retention.passing_over:
                 raise
             say(f"warning: an old checkpoint stays: {refused} (run.on_save_error=continue)")
         return True

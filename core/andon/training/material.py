@@ -8,6 +8,7 @@ from pathlib import Path
 
 from andon.config.schema import Config
 from andon.config.source import is_folder
+from andon.console.problems import InputError
 from andon.data.labels import class_weights
 from andon.data.rows import DataSet
 from andon.data.tokens import Tokenizer, byte_tokenizer, pretrained_tokenizer
@@ -15,9 +16,7 @@ from andon.model.adapter import AdapterSpec
 from andon.model.build import ModelSpec
 from andon.model.lengths import length_step
 from andon.model.task import ClassificationTask
-from andon.problems import InputError
 from andon.step.plan import BatchPlan
-from andon.step.schedule import WarmupCosine
 from andon.training.rows import Rows, read_rows
 
 
@@ -120,12 +119,6 @@ def idleness(plan: BatchPlan, config: Config, workers: int) -> str:
     rows = min(plan.batch_size, len(plan.ids))
     why = f"an update has {rows} row{'s' * (rows != 1)} in {parts} micro-batches"
     return f"{idle} of {workers} workers have no row in any update: {why}" if idle else ""
-
-
-def schedule_of(config: Config, plan: BatchPlan) -> WarmupCosine:
-    """The learning rate of each step of `plan` that `config` describes."""
-    schedule = config.schedule
-    return WarmupCosine(config.optimizer.lr, plan.total_steps, schedule.warmup_fraction, schedule.min_lr)
 
 
 def model_spec(config: Config, labels: tuple[str, ...], tokenizer: Tokenizer) -> ModelSpec:

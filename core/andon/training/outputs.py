@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import nn
@@ -11,34 +10,12 @@ from torch import nn
 from andon.config.identity import config_digest
 from andon.config.load import to_yaml
 from andon.config.schema import Config
-from andon.metrics.scores import Scores
+from andon.console.problems import InputError, Problem
 from andon.model.adapter import export_adapter, save_base
-from andon.problems import InputError, Problem
 from andon.run.atomic import whole_folder, write_json, write_whole
 from andon.run.folder import RunFolder
-from andon.run.provenance import fingerprint, write_provenance
-from andon.run.summary import Head, Summary, write_summary
+from andon.run.provenance import write_provenance
 from andon.training.material import Material
-from andon_contracts.fields import Real
-from andon_contracts.policy import evaluations
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a run came to, beyond its scores."""
-
-    reason: str
-    steps: int
-    best_step: int
-    last_loss: float
-    world_size: int
-    backend: str
-    weights_digest: str
-    initial_weights_digest: str
-    ledger_head: tuple[int, str]
-    wall_s: float
-    violations: int = 0
-    memory: Mapping[str, int] = field(default_factory=dict)
 
 
 def write_start(
@@ -95,30 +72,3 @@ def _save_tokenizer(material: Material, path: Path) -> None:
         if type(error) is not Exception:
             raise
         raise InputError([Problem(str(path.parent), f"the tokenizer cannot be written: {error}")]) from error
-
-
-def write_results(folder: RunFolder, environment: Mapping[str, object], result: Result, scores: Scores | None) -> None:
-    """The summary, last of all: a folder that holds a finished one is a finished run."""
-    count, digest = result.ledger_head
-    write_summary(
-        folder.summary,
-        Summary(
-            run=folder.path.name,
-            finished=result.reason in ("finished", "early-stopping"),
-            reason=result.reason,
-            steps=result.steps,
-            world_size=result.world_size,
-            backend=result.backend,
-            weights_digest=result.weights_digest,
-            initial_weights_digest=result.initial_weights_digest,
-            contracts=evaluations(),
-            violations=result.violations,
-            wall_s=round(result.wall_s, 3),
-            ledger=Head(count=count, digest=digest),
-            fingerprint=fingerprint(environment),
-            final_loss=Real.of(result.last_loss),
-            eval=scores.as_dict() if scores is not None else {},
-            best_step=result.best_step or None,
-            memory=result.memory,
-        ),
-    )

@@ -7,7 +7,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from andon.messages import BROKEN_STREAM, write
+from andon.console.messages import BROKEN_STREAM, write
 from andon.metrics.scores import Scores
 from andon.step.plan import GlobalBatch
 from andon.step.step import StepResult

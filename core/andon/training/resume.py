@@ -9,17 +9,16 @@ import torch
 
 from andon.config.identity import differences, identity
 from andon.config.load import load_config
-from andon.messages import say
-from andon.problems import InputError, Problem
+from andon.console.messages import say
+from andon.console.problems import InputError, Problem
 from andon.run.checkpoint import Checkpoint, load_checkpoint, newest_valid
 from andon.run.folder import State
 from andon.run.provenance import differences as other_machine
 from andon.run.provenance import fingerprint, read_provenance
 from andon.run.sealed import CheckpointError
-from andon.step.state import restore_state
 from andon.step.step import RankFailed
-from andon.training.finished import require_same_as_finished
-from andon.training.past import Past, read_past
+from andon.training.existing import require_same_as_finished
+from andon.training.history import History, read_history
 from andon.training.session import Session
 from andon_contracts.digest import hex64
 
@@ -32,7 +31,7 @@ class Standpoint:
     """Where a run goes on from: a checkpoint (None: it begins anew), and what its ledger tells of before."""
 
     checkpoint: Checkpoint | None
-    past: Past
+    history: History
 
 
 class AlreadyFinished(Exception):
@@ -46,8 +45,8 @@ def run_identity(session: Session) -> dict[str, Any]:
         "data": material.rows.digest,
         "labels": list(material.labels),
         "tokenizer": material.tokenizer.digest,
-        "base": hex64(session.base),
-        "initial_weights": hex64(session.initial_weights),
+        "base": hex64(session.run.base),
+        "initial_weights": hex64(session.run.initial_weights),
     }
 
 
@@ -58,12 +57,12 @@ def restore(session: Session) -> Standpoint:
     the others) for a run that was not asked to be resumed, that was another one, or whose ledger is damaged.
     """
     chosen, answer, error = None, _ANEW, None
-    if session.writes:
+    if session.run.writes:
         try:
             chosen, answer = _choice(session)
         except InputError as refused:
             error, answer = refused, _REFUSED
-    backend = session.backend
+    backend = session.run.backend
     answer = int(backend.gather([torch.tensor([answer], device=device) for device in backend.devices])[0])
     if error is not None:
         raise error
@@ -73,11 +72,14 @@ def restore(session: Session) -> Standpoint:
         raise AlreadyFinished
     if chosen is None:
         checkpoint = None if answer == _ANEW else _loaded(session, answer)
-        chosen = Standpoint(checkpoint, read_past(session, checkpoint))
+        chosen = Standpoint(checkpoint, _history(session, checkpoint))
     if chosen.checkpoint is not None:
-        for replica in session.replicas:
-            restore_state(replica, chosen.checkpoint.tensors, chosen.checkpoint.step)
+        session.run.restore(chosen.checkpoint)
     return chosen
+
+
+def _history(session: Session, checkpoint: Checkpoint | None) -> History:
+    return read_history(session.folder.ledger, fingerprint(session.environment), checkpoint)
 
 
 def _loaded(session: Session, step: int) -> Checkpoint:
@@ -99,18 +101,18 @@ def _choice(session: Session) -> tuple[Standpoint | None, int]:
         require_same_as_finished(session.config, folder)
         return None, _DONE
     checkpoint, rejected = newest_valid(folder.checkpoints)
-    past = read_past(session, checkpoint)
+    history = _history(session, checkpoint)
     _tell_of_other_machine(session)
     for reason in rejected:
         say(f"resume: rejected {reason}")
     _require_same_run(session, checkpoint)
     if checkpoint is None:
         say("resume: no checkpoint, starting anew")
-        return Standpoint(None, past), _ANEW
-    _require_its_ledger(session, checkpoint, past)
+        return Standpoint(None, history), _ANEW
+    _require_its_ledger(session, checkpoint, history)
     total = session.material.plan.total_steps
     say(f"resume: from {checkpoint.path.name}, {checkpoint.step} of {total} steps done")
-    return Standpoint(checkpoint, past), checkpoint.step
+    return Standpoint(checkpoint, history), checkpoint.step
 
 
 def _tell_of_other_machine(session: Session) -> None:
@@ -142,8 +144,8 @@ def identity_at_start(session: Session) -> dict[str, Any] | None:
     return identity(load_config(folder.config)) | named | {"labels": list(session.material.labels)}
 
 
-def _require_its_ledger(session: Session, checkpoint: Checkpoint, past: Past) -> None:
+def _require_its_ledger(session: Session, checkpoint: Checkpoint, history: History) -> None:
     count, digest = checkpoint.head
-    if past.head != digest:
+    if history.head != digest:
         name = session.folder.ledger.name
         raise InputError([Problem(str(checkpoint.path), f"line {count} of {name} is not the one that it quotes")])

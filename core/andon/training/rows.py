@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from andon.config.schema import Config
+from andon.console.problems import InputError, Problem
 from andon.data.readers import read
-from andon.data.rows import DataSet
+from andon.data.rows import DataSet, frozen_split
 from andon.data.shell import embedded
-from andon.data.split import frozen_split
-from andon.problems import InputError, Problem
 
 
 @dataclass(frozen=True)

@@ -1,26 +1,54 @@
-"""One run in one process: from a checked configuration to a finished run folder."""
+"""One run in one process: from a checked configuration to a finished run folder, from top to bottom.
+
+A session is put together (`session`), restored to where the run stands (`resume`), agreed on and opened, trained
+(`trainer`), and closed: the last scores, the adapter, the ledger's account, and the summary last of all.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 
+from andon.config.identity import config_digest
 from andon.config.schema import Config
-from andon.exits import Exit
-from andon.messages import say
+from andon.console.exits import Exit
+from andon.console.messages import say
+from andon.console.problems import InputError, Problem
 from andon.metrics.scores import Scores
-from andon.problems import InputError
+from andon.model.build import backbone_of
+from andon.model.compiled import CompiledPasses
+from andon.model.masks import Masking, masking_of
 from andon.run.folder import RunFolder
-from andon.training.closing import finish, record_violation
+from andon.run.ledger import LedgerError, LedgerWriter
+from andon.run.provenance import fingerprint
+from andon.run.summary import Head, Summary, write_summary
+from andon.step.audit import describe
+from andon.step.state import state_tensors
+from andon.training.budget import hold_to_budget
 from andon.training.evaluation import evaluate
-from andon.training.journal import progress_from
-from andon.training.material import schedule_of
-from andon.training.opening import agree_on_start, open_journal
-from andon.training.repeat import Repeats
-from andon.training.resume import AlreadyFinished, Standpoint, restore
+from andon.training.history import History, Repeats, require_repeated
+from andon.training.journal import (
+    HELD_OUT,
+    FolderJournal,
+    MetricsWriter,
+    Retention,
+    SilentJournal,
+    evaluation_of,
+    progress_from,
+)
+from andon.training.material import idleness
+from andon.training.outputs import write_adapter, write_start
+from andon.training.progress import ProgressView
+from andon.training.resume import AlreadyFinished, Standpoint, restore, run_identity
 from andon.training.session import Session, assembled
 from andon.training.trainer import Journal, Outcome, Progress, Trainer
-from andon_contracts.policy import reset_evaluations
+from andon_contracts.digest import hex64
+from andon_contracts.fields import Real
+from andon_contracts.policy import evaluations, reset_evaluations
+from andon_contracts.record import TRAINER_DIGESTS, Broken, End, Plan, Record, Resume, Start
 from andon_contracts.violation import Violation
 
 
@@ -36,7 +64,7 @@ def train(config: Config, folder: RunFolder, stop_asked: Callable[[], bool], sta
         try:
             standpoint = restore(session)
         except AlreadyFinished:
-            if session.writes:
+            if session.run.writes:
                 say(f"resume: the run in {folder.path} is finished, nothing to do")
             return Exit.OK
         outcome = _train(session, standpoint, stop_asked)
@@ -44,17 +72,29 @@ def train(config: Config, folder: RunFolder, stop_asked: Callable[[], bool], sta
 
 
 def _train(session: Session, standpoint: Standpoint, stop_asked: Callable[[], bool]) -> Outcome:
-    checkpoint, past = standpoint.checkpoint, standpoint.past
+    checkpoint, history = standpoint.checkpoint, standpoint.history
     progress = progress_from(checkpoint.state) if checkpoint is not None else Progress()
     agree_on_start(session, progress)  # from here on rank 0 may write to what all have read
     journal = open_journal(session, standpoint, progress)
-    trainer = _trainer(session, journal, progress, Repeats(past.steps), stop_asked)
+    run, material = session.run, session.material
+
+    def validate() -> Scores:
+        return evaluate(run.backend, run.models, material.task, material.rows.validation_ids)
+
+    trainer = run.trainer(
+        journal,
+        progress,
+        Repeats(history.steps),
+        evaluate=validate if material.rows.validation_ids else None,
+        stop_asked=stop_asked,
+        clock=session.clock,
+    )
     try:
         outcome = trainer.run()
-        finish(session, journal, outcome, past)
+        finish(session, journal, outcome, history)
     except BaseException as error:
         if isinstance(error, Violation):
-            record_violation(session, journal, error, trainer, past)
+            record_violation(session, journal, error, trainer, history)
         with suppress(InputError):  # the error that is being raised comes first
             journal.close()
         raise
@@ -62,29 +102,259 @@ def _train(session: Session, standpoint: Standpoint, stop_asked: Callable[[], bo
     return outcome
 
 
-def _trainer(
-    session: Session, journal: Journal, progress: Progress, repeats: Repeats, stop_asked: Callable[[], bool]
-) -> Trainer:
-    config, material = session.config, session.material
+# What all ranks begin from
 
-    def validate() -> Scores:
-        return evaluate(session.backend, session.models, material.task, material.rows.validation_ids)
 
-    return Trainer(
-        backend=session.backend,
-        step=session.step,
-        plan=material.plan,
-        schedule=schedule_of(config, material.plan),
-        journal=journal,
-        evaluate=validate if material.rows.validation_ids else None,
-        stop_asked=stop_asked,
-        base_digest=session.base,
-        repeats=repeats,
-        progress=progress,
-        weights=session.primary.weights_digest(),
-        patience=config.training.early_stopping_patience,
-        checkpoint_every=config.training.checkpoint_every,
-        evaluate_every=config.training.evaluate_every,
-        base_every=config.contracts.base_every,
-        clock=session.clock,
+def agree_on_start(session: Session, progress: Progress) -> None:
+    """Every rank starts from the same state, data, versions and place in the plan. Raises `Violation` on all ranks."""
+    session.run.step.attest_start(
+        {
+            "configuration": _number(config_digest(session.config)),
+            "data": _number(session.material.rows.digest),
+            "tokenizer": _number(session.material.tokenizer.digest),
+            "versions": _number(repr(sorted(_versions(session).items()))),
+            "attention": _number(_masking(session)),
+            "optimizer": session.run.primary.optimizer_digest(),
+            "progress": _number(repr(progress)),
+        }
+    )
+
+
+def _versions(session: Session) -> dict[str, str]:
+    """What every rank must have alike; in `mixed` without what only ranks on GPUs have."""
+    common: dict[str, object] = (
+        {"devices": [], "driver": None, "sources": {}} if session.run.backend.name == "mixed" else {}
+    )
+    return fingerprint({**session.environment, **common})
+
+
+def _masking(session: Session) -> str:
+    """How the model is told who sees whom, which each rank finds out by itself; in `mixed` ranks on CPUs are told
+    otherwise than those on GPUs. Where the host will have to wait for a GPU it is said."""
+    run = session.run
+    if run.backend.name == "mixed":
+        return ""
+    found = masking_of(run.primary.model, run.primary.device)
+    if run.writes and run.primary.device.type == "cuda" and found is Masking.TOKENS:
+        say("this model takes the mask of tokens, at which the host waits for the GPU once a pass")
+    return found.name
+
+
+def _number(text: str) -> int:
+    """64 bits of SHA-256 of a text, to compare texts of ranks as integers."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+
+
+# What rank 0 writes before the first step
+
+
+def open_journal(session: Session, standpoint: Standpoint, progress: Progress) -> Journal:
+    """Where this rank writes what happens. On rank 0 what the run starts from is on disk before the ledger's line.
+
+    A ledger that has the run's end already gets no line: only what is written after it may lack. Raises `InputError`
+    for a disk that refuses and for a ledger that is damaged.
+    """
+    run, folder, config = session.run, session.folder, session.config
+    if not run.writes:
+        return SilentJournal()
+    digests = {"initial_weights": hex64(run.initial_weights), "base": hex64(run.base)}
+    write_start(folder, config, session.environment, session.material, digests)
+    try:
+        ledger = LedgerWriter(folder.ledger)
+    except LedgerError as error:
+        raise InputError([Problem("", str(error))]) from error
+    if ledger.head[0] == 0:
+        ledger.append(_start(session))
+    elif standpoint.history.ended is None:
+        ledger.append(_resume(session, standpoint, progress, ledger.torn))
+    else:
+        say("resume: the ledger has the end of this run; what is written after it is written again")
+    _announce(session, progress.step)
+    passing_over = config.run.on_save_error == "continue"
+    return FolderJournal(
+        folder=folder,
+        ledger=ledger,
+        metrics=MetricsWriter(folder.metrics, progress.step),
+        view=ProgressView(run.plan.total_steps, config.run.log_every, config.run.progress, progress.step),
+        tensors=lambda: state_tensors(run.primary),
+        fixed_state={"identity": run_identity(session), "fingerprint": fingerprint(session.environment)},
+        keep=config.training.keep_checkpoints,
+        retention=Retention.of(
+            folder, standpoint.checkpoint, standpoint.history, progress.best_step, passing_over=passing_over
+        ),
+    )
+
+
+def _state_digests(session: Session) -> dict[str, str]:
+    return {
+        "weights": hex64(session.run.primary.weights_digest()),
+        "base": hex64(session.run.base),
+        "data": hex64(_number(session.material.rows.digest)),
+    }
+
+
+def _start(session: Session) -> Record:
+    plan = session.run.plan
+    return Start(
+        run=session.folder.path.name,
+        fingerprint=fingerprint(session.environment),
+        identity=config_digest(session.config),
+        plan=Plan(
+            rows=len(plan.ids),
+            batch_size=plan.batch_size,
+            micro_batches=plan.micro_batches,
+            seed=plan.seed,
+            epochs=plan.epochs,
+            steps=plan.total_steps,
+        ),
+        digests=_state_digests(session),
+        world=session.run.backend.world_size,
+        backend=session.run.backend.name,
+        algorithms=TRAINER_DIGESTS,
+    )
+
+
+def _resume(session: Session, standpoint: Standpoint, progress: Progress, torn: int) -> Record:
+    return Resume(
+        step=progress.step,
+        identity=config_digest(session.config),
+        fingerprint=fingerprint(session.environment),
+        digests=_state_digests(session),
+        world=session.run.backend.world_size,
+        backend=session.run.backend.name,
+        name=standpoint.checkpoint.path.name if standpoint.checkpoint is not None else None,
+        torn=torn,
+    )
+
+
+def _announce(session: Session, done: int) -> None:
+    """What a reader is told first. done: steps that are behind it."""
+    config, material, backend, plan = session.config, session.material, session.run.backend, session.run.plan
+    say(
+        f"training on {len(plan.ids)} rows, {plan.total_steps} steps of {plan.batch_size} rows in "
+        f"{plan.micro_batches} micro-batches, {backend.world_size} {backend.name} workers"
+    )
+    idle = idleness(plan, config, backend.world_size)
+    if idle:
+        say(f"warning: {idle}")
+    if not config.training.exact:
+        say("training.exact=false: each worker computes its rows at once; the bits depend on the number of workers")
+    if config.contracts.enabled:
+        say(_audit(session, done))
+    seen = material.rows.seen_in_training()
+    if seen:
+        total = len(material.rows.evaluated_on)
+        say(f"warning: {seen} of {total} evaluation rows have a text that is also trained on; their scores flatter")
+    if material.tokenizer.truncated:
+        limit = config.model.max_length
+        say(f"note: {material.tokenizer.truncated} texts were cut to {limit} tokens (model.max_length)")
+
+
+def _audit(session: Session, done: int) -> str:
+    """What is audited; where none of the steps after the first `done` is due, that too."""
+    spec, last = session.run.spec.step.audit, session.run.plan.total_steps
+    shown = describe(spec, session.run.backend.world_size)
+    if not spec.every or done == last or any(map(spec.due, range(done + 1, last + 1))):
+        return shown
+    return f"{shown}; none falls into steps {done + 1} to {last}"
+
+
+# What is left at the end
+
+
+def finish(session: Session, journal: Journal, outcome: Outcome, history: History) -> None:
+    """Score the rows never trained on (every rank takes part), then write what the run came to (rank 0).
+
+    A run that was preempted gets neither scores nor an adapter: it goes on later. What the ledger has already, from a
+    process that ended before its summary was there, must come out again, and is not written twice.
+    """
+    run, material, progress = session.run, session.material, outcome.progress
+    scores: Scores | None = None
+    if outcome.reason != "preempted":
+        scores = evaluate(run.backend, run.models, material.evaluation_task, material.evaluation_ids)
+    memory = hold_to_budget(run.backend, progress.step, session.planned_bytes)
+    epoch, weights = run.plan.epoch_of(progress.step), run.primary.weights_digest()
+    scored = evaluation_of(progress.step, epoch, scores) if scores is not None else None
+    end = End(progress.step, outcome.reason, {"weights": hex64(weights)}, final_loss=Real.of(progress.last_loss))
+    require_repeated(progress.step, (*_other("scores", history.evaluated, scored), *_other("end", history.ended, end)))
+    if not isinstance(journal, FolderJournal):
+        return
+    passes = backbone_of(run.primary.model).forward
+    if isinstance(passes, CompiledPasses) and passes.eager:
+        say(f"compile: {passes.eager} training passes of rank 0 ran eagerly, since their micro-batches were not full")
+    if scores is not None:
+        journal.evaluated(progress.step, epoch, scores, HELD_OUT, recorded=history.evaluated == scored)
+        write_adapter(session.folder, run.primary.model, material)
+    if history.ended != end:
+        journal.append(end)
+    _summarise(session, journal, outcome, weights, scores, history, memory)
+
+
+def _other(what: str, before: Record | None, now: Record | None) -> tuple[str, ...]:
+    """The difference between what the ledger has already and what came out now."""
+    return () if before in (None, now) else (f"{what}: {before}, now {now}",)
+
+
+def record_violation(
+    session: Session, journal: Journal, violation: Violation, trainer: Trainer, history: History
+) -> None:
+    """The last lines of the ledger, and a summary of the last step that held. Checkpoints stay what they were.
+
+    history: before this part of the run. A disk that refuses must not hide the violation.
+    """
+    if not isinstance(journal, FolderJournal):
+        return
+    finding = violation.finding
+    try:
+        journal.append(
+            Broken(
+                clause=violation.clause or "unnamed",
+                step=finding.step,
+                ranks=finding.ranks,
+                tensor=finding.tensor,
+                seen=finding.seen,
+                details=dict(finding.details),
+            )
+        )
+        journal.append(End(trainer.progress.step, "violation", {"weights": hex64(trainer.weights)}, violations=1))
+        last = Outcome(trainer.progress, "violation")
+        again = replace(history, violations=history.violations + 1, ended=None)
+        _summarise(session, journal, last, trainer.weights, None, again, {})
+    except InputError as refused:
+        say(f"the violation could not be recorded: {refused}")
+
+
+def _summarise(
+    session: Session,
+    journal: FolderJournal,
+    outcome: Outcome,
+    weights: int,
+    scores: Scores | None,
+    history: History,
+    memory: Mapping[str, int],
+) -> None:
+    """The summary, last of all: a folder that holds a finished one is a finished run."""
+    progress, backend, ended = outcome.progress, session.run.backend, history.ended is not None
+    count, digest = journal.head
+    write_summary(
+        session.folder.summary,
+        Summary(
+            run=session.folder.path.name,
+            finished=outcome.reason in ("finished", "early-stopping"),
+            reason=outcome.reason,
+            steps=progress.step,
+            world_size=history.world if ended else backend.world_size,
+            backend=history.backend if ended else backend.name,
+            weights_digest=hex64(weights),
+            initial_weights_digest=hex64(session.run.initial_weights),
+            contracts=evaluations(),
+            violations=history.violations,
+            wall_s=round(time.time() - session.started, 3),
+            ledger=Head(count=count, digest=digest),
+            fingerprint=fingerprint(session.environment),
+            final_loss=Real.of(progress.last_loss),
+            eval=scores.as_dict() if scores is not None else {},
+            best_step=progress.best_step or None,
+            memory=memory,
+        ),
     )

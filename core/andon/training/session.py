@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from andon.backend.base import Backend
 from andon.backend.clocked import ClockedBackend
@@ -22,66 +21,39 @@ from andon.backend.group import GroupBackend, groups_of
 from andon.backend.inprocess import InlineBackend, ThreadsBackend
 from andon.backend.machine import look_at, none_works, of_all_ranks, refuse_unfit, refuse_without_nccl
 from andon.config.schema import IN_PROCESS, Config
-from andon.launch.clock import StepClock
+from andon.console.messages import say
+from andon.console.problems import InputError, Problem
+from andon.launch.heartbeat import Heartbeat, Timeouts
 from andon.launch.joining import join
-from andon.launch.patience import Bounds
-from andon.launch.pulse import Pulse
 from andon.launch.rank import end_now, watched_by
-from andon.messages import say
-from andon.model.adapter import attach
-from andon.model.build import build_base
-from andon.model.compiled import compile_backbone
 from andon.model.lengths import padded_lengths, shapes_of
-from andon.model.masks import masking_of
-from andon.problems import InputError, Problem
 from andon.run.folder import RunFolder
 from andon.run.provenance import environment
 from andon.step.audit import AuditSpec, default_every
 from andon.step.optimizer import OptimizerSpec
-from andon.step.replica import Replica
-from andon.step.step import TrainingStep
 from andon.training.budget import agree_on_devices
+from andon.training.build import Run, RunSpec, StepSpec, build_run
 from andon.training.material import Material, padding_multiple, prepare
-from andon.training.replicas import build_replicas
-from andon.training.speed import shares_of
+from andon.training.trainer import Cadence
+from andon_contracts.liveness.clock import StepClock
 from andon_contracts.policy import suspended
 
 
 @dataclass
 class Session:
-    """The parts of one run. `started`: when its command began, in seconds since the epoch. clock: where it is.
+    """A run, and what its configuration adds to it. `started`: when its command began, in seconds since the epoch.
 
-    initial_weights, base: digests of the trainable and of the frozen weights as built, before anything is restored.
-    planned_bytes: what each GPU replica may need; 0 where no rank is on a GPU.
+    clock: where the run is. planned_bytes: what each GPU replica may need; 0 where no rank is on a GPU.
     """
 
     config: Config
     folder: RunFolder
     material: Material
-    backend: Backend
-    replicas: list[Replica]
-    step: TrainingStep
+    run: Run
     environment: Mapping[str, Any]
     started: float
-    initial_weights: int
-    base: int
     clock: StepClock
     planned_bytes: int = 0
-
-    @property
-    def writes(self) -> bool:
-        """Whether this process is the one that writes files."""
-        return self.backend.ranks[0] == 0
-
-    @property
-    def models(self) -> list[nn.Module]:
-        """The model of each local replica."""
-        return [replica.model for replica in self.replicas]
-
-    @property
-    def primary(self) -> Replica:
-        """The first local replica; all are equal."""
-        return self.replicas[0]
 
 
 @contextmanager
@@ -118,7 +90,8 @@ def _backend(config: Config, clock: StepClock) -> Iterator[Backend]:
         return
     refuse_without_nccl(name)
     store, rank, world = join(groups_of(name), config.run.timeout_s)
-    watched_by(Pulse(store, rank, world, clock, Bounds(config.run.timeout_s, config.run.step_deadline_s), end_now))
+    timeouts = Timeouts(config.run.timeout_s, config.run.step_deadline_s)
+    watched_by(Heartbeat(store, rank, world, clock, timeouts, end_now))
     if note and rank == 0:
         say(note)
     if world != config.run.workers:
@@ -162,79 +135,63 @@ def audit_spec(config: Config, world_size: int) -> AuditSpec:
     )
 
 
-def _compile(config: Config, replicas: Sequence[Replica], *, telling: bool) -> None:
-    """Have the backbones on GPUs compiled as `config` asks; on a CPU they run as they are, which is said."""
-    training = config.training
-    if training.compile == "off":
-        return
+def run_spec(config: Config, material: Material, world_size: int) -> RunSpec:
+    """The run that `config` and the files it names define, on `world_size` ranks."""
+    training, optimizer = config.training, config.optimizer
+    first, second = optimizer.betas
     lengths = padded_lengths(config.model.max_length, padding_multiple(config))
-    shapes = shapes_of(training.batch_size, training.micro_batches, lengths)
-    for replica in replicas:
-        if replica.device.type == "cuda":
-            compile_backbone(replica.model, training.compile, shapes)
-    if telling and any(replica.device.type != "cuda" for replica in replicas):
-        say(f"training.compile={training.compile} is for GPUs: on the CPU the model runs eagerly")
+    return RunSpec(
+        model=material.model,
+        adapter=material.adapter,
+        step=StepSpec(
+            OptimizerSpec(optimizer.name, (first, second), optimizer.eps, optimizer.weight_decay, optimizer.momentum),
+            seed=config.seed,
+            micro_batches=training.micro_batches,
+            clip_norm=optimizer.clip_norm,
+            audit=audit_spec(config, world_size),
+            exact=training.exact,
+            checkpointing=training.activation_checkpointing,
+            compile=training.compile,
+            shapes=shapes_of(training.batch_size, training.micro_batches, lengths),
+        ),
+        peak_lr=optimizer.lr,
+        warmup_fraction=config.schedule.warmup_fraction,
+        min_lr=config.schedule.min_lr,
+        cadence=Cadence(
+            training.checkpoint_every,
+            training.evaluate_every,
+            config.contracts.base_every,
+            training.early_stopping_patience,
+        ),
+    )
 
 
-def _tell_of_masks(config: Config, backend: Backend) -> None:
+def _tell(config: Config, backend: Backend) -> None:
+    """What of the configuration comes out otherwise than one may think on these devices; rank 0 says it."""
     training = config.training
+    if backend.ranks[0] != 0:
+        return
+    if training.compile != "off" and any(device.type != "cuda" for device in backend.devices):
+        say(f"training.compile={training.compile} is for GPUs: on the CPU the model runs eagerly")
     named = [name for name in ("compile", "activation_checkpointing") if getattr(training, name) not in (False, "off")]
-    if backend.name == "mixed" and backend.ranks[0] == 0 and named:
+    if backend.name == "mixed" and named:
         say(f"mixed: with training.{named[0]} each GPU draws dropout of its own, so who computes changes the result")
-
-
-def _shares(
-    config: Config, backend: Backend, replica: Replica, material: Material, folder: RunFolder
-) -> tuple[int, ...] | None:
-    """Micro-batches of each rank where they differ; without exact sums each rank computes its rows at once."""
-    if not config.training.exact:
-        return None
-    return shares_of(backend, replica, material.task, material.plan, config.training.micro_batches, folder.ledger)
 
 
 def _assemble(config: Config, folder: RunFolder, backend: Backend, started: float, clock: StepClock) -> Session:
     material = prepare(config)
     planned_bytes = agree_on_devices(config, material, backend)
-    model = attach(build_base(material.model), material.adapter, config.seed)
-    optimizer = config.optimizer
-    first, second = optimizer.betas
-    spec = OptimizerSpec(optimizer.name, (first, second), optimizer.eps, optimizer.weight_decay, optimizer.momentum)
-    replicas = build_replicas(
-        model,
-        backend,
-        spec,
-        config.seed,
-        material.task,
-        material.plan.ids[0],
-        checkpointing=config.training.activation_checkpointing,
-        compiled=config.training.compile != "off",
-    )
-    for replica in replicas:
-        masking_of(replica.model, replica.device)  # now, while it has the weights that every start of this run has
-    _compile(config, replicas, telling=backend.ranks[0] == 0)
-    _tell_of_masks(config, backend)
-    step = TrainingStep(
-        backend,
-        replicas,
-        material.task,
-        config.training.micro_batches,
-        optimizer.clip_norm,
-        audit_spec(config, backend.world_size),
-        exact=config.training.exact,
-        shares=_shares(config, backend, replicas[0], material, folder),
-    )
+    _tell(config, backend)
+    spec = run_spec(config, material, backend.world_size)
+    run = build_run(spec, backend, material.task, material.plan, ledger=folder.ledger)
     accelerators = [torch.cuda.get_device_name(device) for device in backend.devices if device.type == "cuda"]
     return Session(
         config=config,
         folder=folder,
         material=material,
-        backend=backend,
-        replicas=replicas,
-        step=step,
+        run=run,
         environment=environment(torch.get_num_threads(), accelerators),
         started=started,
-        initial_weights=replicas[0].weights_digest(),
-        base=replicas[0].base_digest(),
-        planned_bytes=planned_bytes,
         clock=clock,
+        planned_bytes=planned_bytes,
     )

@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 
 from andon.backend.base import Backend
-from andon.messages import say
-from andon.problems import InputError, Problem
+from andon.console.messages import say
+from andon.console.problems import InputError, Problem
 from andon.run.ledger import LedgerError, read_ledger
-from andon.step.leaf import Leaf
+from andon.step.micro_batch import Leaf
 from andon.step.plan import BatchPlan
 from andon.step.replica import Replica
 from andon.step.task import Task
@@ -27,7 +27,7 @@ _TURNS = 3
 
 
 def shares_of(
-    backend: Backend, replica: Replica, task: Task, plan: BatchPlan, micro_batches: int, ledger: Path
+    backend: Backend, replica: Replica, task: Task, plan: BatchPlan, micro_batches: int, ledger: Path | None
 ) -> tuple[int, ...] | None:
     """Micro-batches of each rank, those of `ledger` where it has steps on as many ranks; None: as many for each.
 
@@ -36,7 +36,7 @@ def shares_of(
     """
     if backend.name != "mixed" or not _of_two_kinds(backend):
         return None
-    recorded = recorded_shares(ledger, backend.world_size, micro_batches)
+    recorded = None if ledger is None else recorded_shares(ledger, backend.world_size, micro_batches)
     if recorded is not None:
         _tell(backend, "as in the ledger", recorded)
         return recorded

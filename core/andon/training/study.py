@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 from andon.config.schema import Config, Training
+from andon.console.problems import InputError, Problem
 from andon.model.adapter import attach, trainable_parameters
 from andon.model.build import build_shape
 from andon.model.lengths import padded_length
 from andon.model.memory import MemoryPlan, plan_bytes
-from andon.problems import InputError, Problem
 from andon.training.material import Material, adapter_spec, padding_multiple
 
 _EVALUATED_ROWS = 64

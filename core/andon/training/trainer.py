@@ -15,13 +15,14 @@ from typing import Protocol
 import torch
 
 from andon.backend.base import Backend
-from andon.launch.clock import UPDATE, StepClock
+from andon.console.problems import InputError
 from andon.metrics.scores import Scores
-from andon.problems import InputError
 from andon.step.plan import BatchPlan, GlobalBatch
 from andon.step.schedule import WarmupCosine
 from andon.step.step import Pending, RankFailed, StepResult, TrainingStep
-from andon.training.repeat import Repeats, step_record
+from andon.training.history import Repeats, step_record
+from andon_contracts.liveness.clock import StepClock
+from andon_contracts.liveness.diagnosis import UPDATE
 from andon_contracts.record import Step
 from andon_contracts.violation import Finding, Violation
 
@@ -65,6 +66,20 @@ class Journal(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Cadence:
+    """After how many updates something is done that is no update; None: at the ends of epochs alone.
+
+    patience: epochs in a row without a better validation loss after which training ends; evaluations within an epoch
+    do not count.
+    """
+
+    checkpoint_every: int | None = None
+    evaluate_every: int | None = None
+    base_every: int = 50
+    patience: int | None = None
+
+
 _WRITTEN, _REFUSED, _BROKEN = 0, 1, 2
 """What became of a checkpoint on the rank that writes it."""
 
@@ -76,8 +91,7 @@ class Trainer:
     evaluate: scores of the validation rows (None where there are none). stop_asked: whether this process was asked to
     end at the next step boundary. base_digest: of the frozen weights at the start. repeats: steps done before, which
     must be repeated exactly. progress, weights: where the run is, and the digest of the weights there; both are of the
-    last step that held, whatever happens in the next. patience: epochs in a row without a better validation loss
-    after which training ends; evaluations within an epoch do not count. clock: told where the run is.
+    last step that held, whatever happens in the next. clock: told where the run is.
     """
 
     backend: Backend
@@ -91,11 +105,8 @@ class Trainer:
     repeats: Repeats
     progress: Progress
     weights: int
-    patience: int | None = None
-    checkpoint_every: int | None = None
-    evaluate_every: int | None = None
-    base_every: int = 50
-    clock: StepClock = field(default_factory=StepClock)
+    cadence: Cadence
+    clock: StepClock
     _saved_at: int = field(default=-1, init=False)
     _under_way: list[tuple[GlobalBatch, Pending]] = field(default_factory=list, init=False)
 
@@ -106,7 +117,7 @@ class Trainer:
         """
         stop = False
         for step in range(self.progress.step + 1, self.plan.total_steps + 1):
-            if self.patience is not None and self.progress.bad_epochs >= self.patience:
+            if self.cadence.patience is not None and self.progress.bad_epochs >= self.cadence.patience:
                 return self._end("early-stopping")
             if stop:
                 return Outcome(self.progress, "preempted")
@@ -146,13 +157,14 @@ class Trainer:
 
     def _due(self, step: int) -> bool:
         """Whether after update `step` something looks at the weights, or the run ends."""
-        regular = (self.base_every, self.checkpoint_every, self.evaluate_every)
+        cadence = self.cadence
+        regular = (cadence.base_every, cadence.checkpoint_every, cadence.evaluate_every)
         return self.plan.is_epoch_end(step) or any(every is not None and step % every == 0 for every in regular)
 
     def _look(self, batch: GlobalBatch) -> bool:
         """Evaluate where it is due; at an epoch's end that also decides what is best (returned) and when to give up."""
-        epoch_end = self.plan.is_epoch_end(batch.step)
-        due = epoch_end or (self.evaluate_every is not None and batch.step % self.evaluate_every == 0)
+        epoch_end, every = self.plan.is_epoch_end(batch.step), self.cadence.evaluate_every
+        due = epoch_end or (every is not None and batch.step % every == 0)
         if self.evaluate is None or not due:
             return False
         self.clock.at(batch.step, "evaluation")
@@ -167,9 +179,9 @@ class Trainer:
         return False
 
     def _keep(self, step: int, *, best: bool, stopping: bool) -> None:
-        periodic = self.checkpoint_every is not None and step % self.checkpoint_every == 0
-        saving = periodic or stopping or self.plan.is_epoch_end(step)
-        if saving or step % self.base_every == 0:
+        every = self.cadence.checkpoint_every
+        saving = stopping or self.plan.is_epoch_end(step) or (every is not None and step % every == 0)
+        if saving or step % self.cadence.base_every == 0:
             self.step.attest_base(step, self.base_digest)
         if saving:
             self._save(best=best, last=stopping)

@@ -32,11 +32,6 @@ def blame(errors: Mapping[int, str]) -> str:
     return "; ".join([said, *others])
 
 
-def timed_out(errors: Mapping[int, str]) -> bool:
-    """Whether some rank gave no answer in time: the kind of failure that costs the whole deadline."""
-    return any("no answer in time" in text for text in errors.values())
-
-
 def _gravity(text: str) -> int:
     first = _first_line(text)
     if "no answer in time" in first:

@@ -6,7 +6,7 @@ import datetime
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from andon.problems import InputError, Problem
+from andon.console.problems import InputError, Problem
 from andon_falsify.campaign.bench import Bench
 from andon_falsify.campaign.generator import Layout, draw
 from andon_falsify.campaign.interpreter import Campaign, Interpreter, Told

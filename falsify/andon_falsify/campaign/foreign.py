@@ -1,17 +1,16 @@
-"""A training loop of anyone's on the bench: what `loops.verdicts` judges of it, trial by trial."""
+"""A training loop of anyone's on the bench: what is claimed of it, trial by trial."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from andon_falsify.campaign import further
 from andon_falsify.campaign.blame import blame
 from andon_falsify.campaign.trial import HALT, LAW, RESUME, Trial
 from andon_falsify.checkers import halts, resume_equal, same_everywhere
-from andon_falsify.loops import verdicts as loops
-from andon_falsify.loops.drawing import RANDOMNESS
-from andon_falsify.loops.evaluating import EVALUATION
-from andon_falsify.loops.jurisdiction import outside
-from andon_falsify.loops.sameness import across
+from andon_falsify.claims import of_loop
+from andon_falsify.claims.eligibility import outside
+from andon_falsify.claims.statements import EVALUATION, RANDOMNESS
 from andon_falsify.subjects.case import Case, Poison
 from andon_falsify.subjects.protocol import Remembering, Subject
 from andon_falsify.subjects.trace import Trace
@@ -32,8 +31,8 @@ class LoopBench:
         self.words: tuple[str, ...] = ("--subject", name)
         self.backends: tuple[str, ...] = (_BACKEND,)
         self.every_backend: tuple[str, ...] = (_BACKEND,)
-        self.claims: tuple[Claim, ...] = loops.CLAIMS
-        one_run = frozenset(claim.name for claim in loops.ONE_RUN)
+        self.claims: tuple[Claim, ...] = of_loop.CLAIMS
+        one_run = frozenset(claim.name for claim in of_loop.ONE_RUN)
         self.kinds: Mapping[str, frozenset[str]] = {
             LAW: one_run | {same_everywhere.CLAIM.name, RANDOMNESS.name},
             HALT: frozenset({halts.CLAIM.name}),
@@ -65,14 +64,14 @@ class LoopBench:
         if why:
             return self._unknown(trial.kind, why)
         if trial.kind == HALT:
-            return {halts.CLAIM.name: judge(halts.CLAIM, loops.halting, self._loop, trace)}
+            return {halts.CLAIM.name: judge(halts.CLAIM, further.halting, self._loop, trace)}
         if trial.kind == RESUME:
             after = trial.case.stop_after or 0
-            return {resume_equal.CLAIM.name: judge(resume_equal.CLAIM, loops.resuming, self._loop, trace, after)}
-        return loops.verdicts(trace) | {
+            return {resume_equal.CLAIM.name: judge(resume_equal.CLAIM, further.resuming, self._loop, trace, after)}
+        return of_loop.verdicts(trace) | {
             same_everywhere.CLAIM.name: self._elsewhere(trace),
-            RANDOMNESS.name: judge(RANDOMNESS, loops.drawing, self._loop, trace),
-            EVALUATION.name: loops.evaluating(self._loop, trace),
+            RANDOMNESS.name: judge(RANDOMNESS, further.drawing, self._loop, trace),
+            EVALUATION.name: further.evaluating(self._loop, trace),
         }
 
     def _elsewhere(self, trace: Trace) -> Verdict:
@@ -83,7 +82,7 @@ class LoopBench:
         if other.errors:
             why = f"the run on one rank to compare with failed: {blame(other.errors)}"
             return unknown(same_everywhere.CLAIM, why)
-        return judge(same_everywhere.CLAIM, across, [trace, other])
+        return further.elsewhere(trace, [other])
 
     def _unknown(self, kind: str, why: str) -> Mapping[str, Verdict]:
         return {claim.name: unknown(claim, why) for claim in self.claims if claim.name in self.kinds[kind]}

@@ -7,9 +7,10 @@ from importlib.metadata import packages_distributions
 from importlib.util import find_spec
 from pathlib import Path
 
-from andon.problems import InputError, Problem
+from andon.console.problems import InputError, Problem
 from andon_falsify.campaign.bench import Bench
 from andon_falsify.campaign.request import OURS, Request
+from andon_falsify.campaign.script_bench import open_script
 from andon_falsify.peers.registry import PEERS, installed
 from andon_falsify.ranks.pool import RankPools
 
@@ -22,12 +23,10 @@ def open_bench(request: Request, pools: RankPools) -> Bench:
     Nothing of a foreign subject is imported here: that is the business of its ranks, which may die of it.
     """
     if request.script is not None:
-        from andon_falsify.scripts import open_script
-
         return open_script(request.script, request.budget.deadline_s)
     if request.subject == OURS:
         from andon_falsify.campaign.own import AndonBench
-        from andon_falsify.subjects.trainer import AndonTrainer
+        from andon_falsify.ranks.trainer import AndonTrainer
 
         return AndonBench(AndonTrainer(pools))
     from andon_falsify.campaign.foreign import LoopBench

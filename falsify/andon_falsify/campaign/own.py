@@ -7,28 +7,20 @@ import io
 from collections.abc import Mapping
 
 from andon_falsify.campaign.blame import blame
+from andon_falsify.campaign.further import cut_and_resume
 from andon_falsify.campaign.trial import FUNCTIONS, HALT, LAW, MEMORY, RESUME, Trial
 from andon_falsify.checkers import halts, memory_within, resume_equal, same_everywhere
-from andon_falsify.compliance.claims import (
-    AVERAGE,
-    CLAIMS,
-    FACE,
-    FALLBACK,
-    NON_FINITE,
-    SHARDS,
-    alone,
-    halted,
-    memory,
-    verdicts,
-)
-from andon_falsify.compliance.functions import TABLES
-from andon_falsify.compliance.resume import cut_and_resume
+from andon_falsify.claims.evidence import of_trace
+from andon_falsify.claims.functions import TABLES
+from andon_falsify.claims.of_trainer import CLAIMS, alone, verdicts
+from andon_falsify.claims.statements import AVERAGE, FACE, FALLBACK, NON_FINITE, SHARDS
+from andon_falsify.claims.table import LAWS, judged_by
 from andon_falsify.peers.registry import installed
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.placing import CPU_BACKENDS, GPU_BACKENDS, why_not
 from andon_falsify.subjects.protocol import Remembering, Subject
 from andon_falsify.subjects.trace import Trace
-from andon_falsify.verdict import Claim, Verdict, judge, not_applicable, unknown
+from andon_falsify.verdict import Claim, Verdict, not_applicable, unknown
 
 _TABLES = frozenset(claim.name for claim in (AVERAGE, NON_FINITE, SHARDS, FACE, FALLBACK))
 _ALONE = {
@@ -76,10 +68,8 @@ class AndonBench:
         trace = self._trainer.run(trial.case)
         if trace.errors:
             return self._unknown(trial.kind, trace)
-        if trial.kind == HALT:
-            return {halts.CLAIM.name: judge(halts.CLAIM, halted, trace)}
-        if trial.kind == MEMORY:
-            return {memory_within.CLAIM.name: judge(memory_within.CLAIM, memory, trace)}
+        if trial.kind in (HALT, MEMORY):
+            return {name: judged_by(LAWS[name], of_trace(trace)) for name in self.kinds[trial.kind]}
         return self._law(trace)
 
     def _law(self, trace: Trace) -> Mapping[str, Verdict]:
@@ -104,7 +94,7 @@ class AndonBench:
         for part in (found.whole, found.cut, found.taken_up):
             if part.errors:
                 return self._unknown(RESUME, part)
-        return {resume_equal.CLAIM.name: judge(resume_equal.CLAIM, lambda: found.verdict)}
+        return {resume_equal.CLAIM.name: judged_by(LAWS[resume_equal.CLAIM.name], found.evidence)}
 
     def _unknown(self, kind: str, trace: Trace) -> Mapping[str, Verdict]:
         why = blame(trace.errors)

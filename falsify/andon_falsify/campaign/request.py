@@ -11,8 +11,9 @@ import reprlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from andon.problems import InputError, Problem
+from andon.console.problems import InputError, Problem
 from andon_falsify.campaign.budget import BUDGETS, Budget
+from andon_falsify.claims.clauses import ALIASES
 from andon_falsify.peers.registry import PEERS
 
 OURS = "andon"
@@ -76,7 +77,7 @@ def understood(options: Options) -> Request:
         accumulations=accumulations,
         seeds=seeds,
         budget=BUDGETS[options.budget],
-        claims=tuple(name for given in options.claims for name in _words(given)),
+        claims=tuple(ALIASES.get(name, name) for given in options.claims for name in _words(given)),
         case=options.case,
     )
 

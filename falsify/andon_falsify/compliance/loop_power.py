@@ -11,13 +11,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from andon_falsify.campaign.further import drawing, halting, judge_loop, resuming
 from andon_falsify.checkers import halts, resume_equal
+from andon_falsify.claims.of_loop import CLAIMS, verdicts
+from andon_falsify.claims.statements import RANDOMNESS
 from andon_falsify.faults.looped.fault import LoopFault
-from andon_falsify.loops.drawing import RANDOMNESS
 from andon_falsify.loops.sightings import LoopSightings
 from andon_falsify.loops.subject import LoopSubject
 from andon_falsify.loops.task import shaped
-from andon_falsify.loops.verdicts import CLAIMS, drawing, halting, judge_loop, resuming, verdicts
 from andon_falsify.ranks.pool import RankPools
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.protocol import Subject

@@ -1,8 +1,9 @@
 """What pytest needs for the compliance tests: the options, the fixtures, and the last line that counts the claims.
 
-Brought in by the entry point `andon_falsify` (entry.py) where `--pyargs andon_falsify` is given, and by the conftest.py
-beside the tests. Without `--subject` or `--script` our own trainer's tests are collected; with one of them the claims
-about that subject. Verdicts travel in the tests' reports, so that they arrive from the workers of pytest-xdist too.
+Brought in by the entry point `andon_falsify` (entry.py) where `--pyargs andon_falsify` is given, and in a checkout by
+falsify/conftest.py. Without `--subject` or `--script` our own trainer's tests are collected; with one of them the
+claims about that subject. Verdicts travel in the tests' reports, so that they arrive from the workers of pytest-xdist
+too.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from andon.problems import InputError
+from andon.console.problems import InputError
 from andon_falsify.campaign.request import Options, understood
 from andon_falsify.campaign.suite import Suite
+from andon_falsify.claims.of_trainer import CLAIMS
 from andon_falsify.compliance import counting
-from andon_falsify.compliance.claims import CLAIMS
 from andon_falsify.compliance.power import Laboratory
 from andon_falsify.ranks.pool import RankPools
+from andon_falsify.ranks.trainer import AndonTrainer
 from andon_falsify.report.legible import legible
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.placing import CPU_BACKENDS, GPU_BACKENDS, why_not
 from andon_falsify.subjects.protocol import Remembering
 from andon_falsify.subjects.trace import Trace
-from andon_falsify.subjects.trainer import AndonTrainer
 from andon_falsify.verdict import Verdict
 
 _SUITE = pytest.StashKey[Suite]()

@@ -12,10 +12,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from andon_contracts.policy import suspended
+from andon_falsify.campaign.further import cut_and_resume
 from andon_falsify.checkers import resume_equal, same_everywhere
-from andon_falsify.compliance.claims import CLAIMS, FACE, MEMORY_ON_GPUS, alone, verdicts
-from andon_falsify.compliance.functions import TABLES
-from andon_falsify.compliance.resume import cut_and_resume
+from andon_falsify.claims.functions import TABLES
+from andon_falsify.claims.of_trainer import CLAIMS, alone, verdicts
+from andon_falsify.claims.replicas import MEMORY_ON_GPUS
+from andon_falsify.claims.statements import FACE
 from andon_falsify.faults.planting import Fault
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.coordinator import CoordinatorSubject

@@ -6,7 +6,7 @@ import pytest
 
 from andon.backend.devices import placement
 from andon_falsify.checkers import same_everywhere
-from andon_falsify.compliance.functions import fallback
+from andon_falsify.claims.functions import fallback
 from andon_falsify.compliance.plugin import Court
 from andon_falsify.subjects.case import Case
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from andon_falsify.compliance.claims import verdicts
-from andon_falsify.compliance.functions import average, face, non_finite, shards
+from andon_falsify.claims.functions import average, face, non_finite, shards
+from andon_falsify.claims.of_trainer import verdicts
 from andon_falsify.compliance.plugin import Court
 from andon_falsify.faults.planting import PLAIN
 from andon_falsify.subjects.coordinator import CoordinatorSubject

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from andon_falsify.compliance.claims import halted
-from andon_falsify.compliance.law import shares
+from andon_falsify.claims.evidence import of_trace
+from andon_falsify.claims.halting import halted
+from andon_falsify.claims.trainer_law import shares
 from andon_falsify.compliance.plugin import Court
 from andon_falsify.subjects.case import Case, Poison
 from andon_falsify.subjects.placing import room_for
@@ -25,7 +26,7 @@ def test_a_poisoned_micro_batch_stops_all_ranks(court: Court, backend: str, leaf
     owners = [rank for rank, own in enumerate(shares(tuple(range(MICRO_BATCHES)), world)) for _ in own]
     poison = Poison(2, leaf, kind)
     trace = court.run(Case(backend=backend, world=world, micro_batches=MICRO_BATCHES, max_steps=2, poison=poison))
-    court.hold(halted(trace))
+    court.hold(halted(of_trace(trace)))
     assert trace.violation is not None
     assert f"micro-batch {leaf}" in trace.violation[2]
     assert f"on rank {owners[leaf]} " in trace.violation[2]
@@ -37,4 +38,4 @@ def test_without_the_contracts_the_checkers_see_it(court: Court, backend: str) -
     trace = court.run(
         Case(backend=backend, world=room_for(backend, WORLD), poison=Poison(2, 1, "nan"), contracts=False)
     )
-    assert halted(trace).outcome is Outcome.FALSIFIED
+    assert halted(of_trace(trace)).outcome is Outcome.FALSIFIED

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from andon_falsify.compliance.claims import alone, verdicts
+from andon_falsify.claims.of_trainer import alone, verdicts
 from andon_falsify.compliance.plugin import Court
 from andon_falsify.subjects.case import Case, make_rows
 from andon_falsify.subjects.placing import room_for

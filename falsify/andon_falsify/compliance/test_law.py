@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from andon_falsify.compliance.claims import gradients, losses, norms, updates
-from andon_falsify.compliance.law import Reference
+from andon_falsify.checkers import gradient_law, losses_close
+from andon_falsify.claims.evidence import of_trace
+from andon_falsify.claims.statements import NORM, UPDATE
+from andon_falsify.claims.table import judged
 from andon_falsify.compliance.plugin import Court
 from andon_falsify.subjects.case import Case, make_rows
 from andon_falsify.subjects.placing import room_for
@@ -24,5 +26,4 @@ CASES = {
 def test_every_update_is_that_of_the_law(court: Court, backend: str, name: str) -> None:
     """From the accused's weights before each update and his masks; label-sorted rows, ragged micro-batches (V1, V8)."""
     trace = court.run(CASES[name].but(backend=backend, world=room_for(backend, 3)))
-    law = Reference(trace)
-    court.hold(gradients(trace, law), losses(trace, law), norms(trace, law), updates(trace))
+    court.hold(*judged(of_trace(trace), (gradient_law.CLAIM, losses_close.CLAIM, NORM, UPDATE)).values())

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from andon_falsify.checkers import layout_equal
-from andon_falsify.compliance.claims import layouts
+from andon_falsify.claims.evidence import of_trace
+from andon_falsify.claims.replicas import layouts
 from andon_falsify.compliance.plugin import Court
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.placing import room_for
@@ -18,4 +19,4 @@ def test_the_layout_is_one(court: Court, backend: str, architecture: str) -> Non
     case = Case(architecture=architecture, world=room_for(backend, 3), backend=backend)
     trace, alone = court.run(case), court.run(case.but(world=1, backend="inline"))
     both = {f"{backend} rank 0": trace.first.layouts[0], "inline": alone.first.layouts[0]}
-    court.hold(layouts(trace), layout_equal.check(both))
+    court.hold(layouts(of_trace(trace)), layout_equal.check(both))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from andon_falsify.checkers import losses_close
-from andon_falsify.compliance.claims import alone, same_bits
-from andon_falsify.compliance.law import Reference
+from andon_falsify.claims.between import same_bits
+from andon_falsify.claims.of_trainer import alone
+from andon_falsify.claims.trainer_law import Reference
 from andon_falsify.compliance.plugin import Court
 from andon_falsify.subjects.case import Case, make_rows
 from andon_falsify.verdict import not_applicable

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from andon_falsify.compliance.claims import memory
+from andon_falsify.claims.evidence import of_trace
+from andon_falsify.claims.replicas import memory
 from andon_falsify.compliance.plugin import Court
 from andon_falsify.faults.planting import BIG
 
@@ -19,4 +20,4 @@ def test_no_replica_outgrows_its_plan(court: Court, backend: str, world: int, na
 
     Where ranks share a process, what is done outside of their own work (the reduction) is not counted.
     """
-    court.hold(memory(court.run(CASES[name].but(backend=backend, world=world))))
+    court.hold(memory(of_trace(court.run(CASES[name].but(backend=backend, world=world)))))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from andon_falsify.checkers import chain_intact, loss_finite, schedule
-from andon_falsify.compliance.claims import rate_law
+from andon_falsify.claims.trainer_law import rate_law
 from andon_falsify.compliance.plugin import Court
 from andon_falsify.subjects.case import Case
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from andon_falsify.campaign.further import cut_and_resume
 from andon_falsify.compliance.plugin import Court
-from andon_falsify.compliance.resume import cut_and_resume
 from andon_falsify.faults.planting import ADAMW, MOMENTUM
 
 CASES = {"AdamW": ADAMW.but(epochs=2), "SGD with momentum": MOMENTUM.but(epochs=2)}

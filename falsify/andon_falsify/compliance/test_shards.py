@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from andon_falsify.checkers import plan_followed, samples_once
-from andon_falsify.compliance.law import planned
+from andon_falsify.claims.trainer_law import planned
 from andon_falsify.compliance.plugin import Court
 from andon_falsify.subjects.case import Case, make_rows
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from andon_falsify.checkers import replicas_agree
-from andon_falsify.compliance.claims import base_frozen
+from andon_falsify.claims.evidence import of_trace
+from andon_falsify.claims.update import base
 from andon_falsify.compliance.plugin import Court
 from andon_falsify.subjects.case import Case, make_rows
 
@@ -24,4 +25,4 @@ def test_all_ranks_hold_the_same_state_after_every_update(court: Court, backend:
     """Compared by SHA-256 of the tensors themselves, and by what the ledger says (C-DP-001, F-DP-001)."""
     trace = court.run(CASES[name].but(backend=backend, world=world))
     assert trace.ledger is not None
-    court.hold(replicas_agree.check(trace.seen), replicas_agree.check(trace.ledger), base_frozen(trace))
+    court.hold(replicas_agree.check(trace.seen), replicas_agree.check(trace.ledger), base(of_trace(trace)))

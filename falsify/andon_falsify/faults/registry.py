@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from andon_falsify.faults import added, killed, memory, own, survivors
+from andon_falsify.faults import memory, own_promises, seed_mutants
 from andon_falsify.faults.planting import Fault
 
-FAULTS: tuple[Fault, ...] = (*survivors.FAULTS, *killed.FAULTS, *added.FAULTS, *memory.FAULTS, *own.FAULTS)
+FAULTS: tuple[Fault, ...] = (
+    *seed_mutants.MISSED,
+    *seed_mutants.CAUGHT,
+    *seed_mutants.ADDED,
+    *memory.FAULTS,
+    *own_promises.FAULTS,
+)
 """Every fault, in the order of the matrix."""
 
 _BY_NAME = {fault.name: fault for fault in FAULTS}

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from andon.launch.orphan import Process
+from andon_contracts.liveness.process import Process
 
 _STATE, _PARENT, _SESSION = 0, 1, 3
 """Positions after the command name in `/proc/PID/stat`: fields 3, 4 and 6 of proc(5)."""

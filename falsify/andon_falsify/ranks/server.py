@@ -17,7 +17,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from andon.launch.orphan import Process
+from andon_contracts.liveness.process import Process
 from andon_falsify.ranks.leftovers import below
 
 PRELOADED = (

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from andon.problems import InputError, Problem, ProblemList
+from andon.console.problems import InputError, Problem, ProblemList
 from andon.run.atomic import write_whole
 from andon_falsify.campaign.outcome import SCHEMA, Finding, Report
 

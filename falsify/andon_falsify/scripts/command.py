@@ -6,7 +6,7 @@ import re
 import shlex
 from dataclasses import dataclass
 
-from andon.problems import InputError, Problem
+from andon.console.problems import InputError, Problem
 from andon_falsify.subjects.case import Case
 
 _RESUME = re.compile(r"\{resume:([^{}]*)\}")

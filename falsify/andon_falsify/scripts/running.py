@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from andon.launch.orphan import Process
+from andon_contracts.liveness.process import Process
 from andon_falsify.history import History, read_history
 
 _MARK = "ANDON_FALSIFY_RUN"

@@ -14,16 +14,15 @@ from torch import nn
 
 from andon.backend.base import Backend
 from andon.backend.inprocess import InlineBackend
-from andon.model.adapter import AdapterSpec, attach, trainable_parameters
-from andon.model.build import ModelSpec, build_base
+from andon.model.adapter import AdapterSpec, trainable_parameters
+from andon.model.build import ModelSpec
 from andon.model.memory import activation_bytes, plan_bytes
 from andon.model.task import ClassificationTask
 from andon.step.optimizer import OptimizerSpec
-from andon.step.plan import BatchPlan
+from andon.step.plan import BatchPlan, rank_leaves
 from andon.step.replica import Replica
-from andon.step.schedule import WarmupCosine
-from andon.step.step import TrainingStep
-from andon.training.replicas import build_replicas
+from andon.training.build import Run, RunSpec, StepSpec, build_model, build_run
+from andon.training.trainer import Cadence
 from andon_falsify.subjects.case import PAD, VOCABULARY, Case
 from andon_falsify.subjects.interpose import Place, WatchedBackend, WatchedTask
 from andon_falsify.subjects.meter import StorageMeter
@@ -32,19 +31,16 @@ from andon_falsify.subjects.trace import LeafMasks, Sightings, copied, digest
 
 
 @dataclass
-class Parts:
-    """What a fault can be planted in. Everything belongs to this run alone, so nothing needs to be put back.
+class Parts(Run):
+    """A run that is ready to begin, and what a fault can be planted in.
 
-    rank_of: the rank of each local replica, in order.
+    Everything belongs to this run alone, so nothing needs to be put back. seen: what its watchers have noted. place:
+    which rank a thread is working for.
     """
 
-    case: Case
     backend: WatchedBackend
-    replicas: list[Replica]
     task: WatchedTask
-    step: TrainingStep
-    plan: BatchPlan
-    schedule: WarmupCosine
+    case: Case
     seen: Sightings
     place: Place
 
@@ -56,12 +52,12 @@ class Parts:
 
 @lru_cache(maxsize=8)
 def _pristine(spec: ModelSpec, adapter: AdapterSpec, seed: int) -> nn.Module:
-    return attach(build_base(spec), adapter, seed)
+    return build_model(spec, adapter, seed)
 
 
-def model_of(case: Case) -> nn.Module:
-    """The model of `case` before training: the same bits on every call."""
-    spec = ModelSpec(
+def spec_of(case: Case, *, late: bool | None = None) -> RunSpec:
+    """What defines the run of `case`. late: see `TrainingStep`."""
+    model = ModelSpec(
         num_labels=case.rows.classes,
         labels=tuple(map(str, range(case.rows.classes))),
         vocab_size=VOCABULARY + 1,
@@ -76,10 +72,29 @@ def model_of(case: Case) -> nn.Module:
         max_length=case.longest,
         seed=case.seed,
     )
-    adapter = AdapterSpec(
-        kind="lora" if case.rank else "none", r=case.rank or 1, alpha=2.0 * (case.rank or 1), dropout=case.dropout
+    kind = "lora" if case.rank else "none"
+    step = StepSpec(
+        OptimizerSpec(case.optimizer, weight_decay=case.weight_decay, momentum=case.momentum),
+        seed=case.seed,
+        micro_batches=case.micro_batches,
+        clip_norm=case.clip_norm,
+        late=late,
+        # Measured shares are another run each time, and here runs are compared.
+        shares=tuple(map(len, rank_leaves(case.micro_batches, case.world))) if case.backend == "mixed" else None,
     )
-    return copy.deepcopy(_pristine(spec, adapter, case.seed))
+    return RunSpec(
+        model=model,
+        adapter=AdapterSpec(kind=kind, r=case.rank or 1, alpha=2.0 * (case.rank or 1), dropout=case.dropout),
+        step=step,
+        peak_lr=case.lr,
+        cadence=Cadence(checkpoint_every=case.checkpoint_every, base_every=2),
+    )
+
+
+def model_of(case: Case) -> nn.Module:
+    """The model of `case` before training: the same bits on every call."""
+    spec = spec_of(case)
+    return copy.deepcopy(_pristine(spec.model, spec.adapter, case.seed))
 
 
 def task_of(case: Case) -> ClassificationTask:
@@ -103,33 +118,31 @@ def plan_of(case: Case) -> BatchPlan:
 
 
 def put_together(case: Case, backend: Backend, meters: dict[int, StorageMeter], *, late: bool | None = None) -> Parts:
-    """The trainer of `case` on `backend`. meters: one for each local rank where bytes are to be counted, else empty.
+    """The trainer of `case` on `backend`, as `andon train` builds it, with watchers around its backend and its task.
 
-    late: see `TrainingStep`.
+    meters: one for each local rank where bytes are to be counted, else empty. late: see `TrainingStep`.
     """
     place, seen = Place(), Sightings(backend.ranks, place_of_bits(devices_of(case.backend, case.world)))
     inside: Callable[[int], AbstractContextManager[object]] = nullcontext
     if meters and in_process(backend):
         inside = meters.__getitem__
-    watched = WatchedBackend(backend, place, inside)
     plan, inner = plan_of(case), task_of(case)
-    optimizer = OptimizerSpec(case.optimizer, weight_decay=case.weight_decay, momentum=case.momentum)
-    replicas = build_replicas(model_of(case), watched, optimizer, case.seed, inner, plan.ids[0])
 
     def on_leaf(rank: int, rows: tuple[int, ...], masks: LeafMasks) -> None:
+        if not seen.at:  # the builder's own look at the model, before the first update
+            return
         seen.of(rank, seen.at).leaves.append(rows)
         if case.values:
             seen.masks[seen.at, rows] = masks
 
     task = WatchedTask(inner, place, on_leaf, _poisoner(case, plan, seen))
+    run = build_run(spec_of(case, late=late), WatchedBackend(backend, place, inside), task, plan, model=model_of(case))
     if case.values:
-        for replica in replicas:
-            task.watch(replica.model)
-    step = TrainingStep(watched, replicas, task, case.micro_batches, case.clip_norm, late=late)
-    schedule = WarmupCosine(case.lr, plan.total_steps)
+        for model in run.models:
+            task.watch(model)
     if meters:
-        seen.planned_bytes = _planned_bytes(case, replicas[0], inner, plan)
-    return Parts(case, watched, replicas, task, step, plan, schedule, seen, place)
+        seen.planned_bytes = _planned_bytes(case, run.primary, inner, plan)
+    return Parts(**vars(run), case=case, seen=seen, place=place)
 
 
 def in_process(backend: Backend) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 from andon.coordinator import DataParallelCoordinator
 from andon.model.adapter import trainable_parameters
 from andon.pipeline import ClassifyConfig, SafetySample, TransformerConfig
-from andon.step.leaf import Leaf
+from andon.step.micro_batch import Leaf
 from andon.step.optimizer import OptimizerSpec
 from andon.step.replica import PartialGradient, Replica
 from andon.step.schedule import WarmupCosine

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -11,10 +12,13 @@ import torch
 
 from andon.backend.base import Backend
 from andon.run.checkpoint import newest_valid
+from andon.run.folder import RunFolder
 from andon.run.ledger import LedgerWriter
-from andon.step.state import restore_state
-from andon.training.repeat import Repeats, earlier_steps
-from andon.training.trainer import Progress, Trainer
+from andon.step.state import state_tensors
+from andon.training.history import Repeats, read_history
+from andon.training.journal import FolderJournal, MetricsWriter, Retention, progress_from
+from andon.training.progress import ProgressView
+from andon.training.trainer import Progress
 from andon_contracts.digest import hex64
 from andon_contracts.policy import suspended
 from andon_contracts.record import Broken, End, Plan, Resume, Start
@@ -26,9 +30,14 @@ from andon_falsify.subjects.placing import devices_of, place_of_bits
 from andon_falsify.subjects.trace import Sightings, digest
 from andon_falsify.subjects.watching import CutOff, WatchedJournal, WatchedStep, state_digests, watch_gradients
 
+Plant = Callable[[Parts, ExitStack], None]
+"""Changes the parts of a run, and has the stack undo what is not a part's own."""
 
-def drive(case: Case, backend: Backend, *, late: bool | None = None) -> Sightings:
+
+def drive(case: Case, backend: Backend, plant: Plant | None = None, *, late: bool | None = None) -> Sightings:
     """Run `case` on `backend` (closed afterwards) and return what this process saw. late: see `TrainingStep`.
+
+    plant: the fault that the case names, which a case alone does not hold.
 
     Bytes are counted where all ranks are on the CPU. A violation ends the run and is in what is returned; any other
     error is raised.
@@ -41,13 +50,13 @@ def drive(case: Case, backend: Backend, *, late: bool | None = None) -> Sighting
         counting = case.memory and place_of_bits(devices_of(case.backend, case.world)) == "cpu"
         meters = {rank: StorageMeter() for rank in backend.ranks} if counting else {}
         parts = put_together(case, backend, meters, late=late)
-        if case.fault is not None:
-            from andon_falsify.faults.registry import named
-
-            named(case.fault).plant(parts, stack)
+        if plant is not None:
+            plant(parts, stack)
         describe(parts)
         watch_gradients(parts)
-        folder = Path(case.folder or stack.enter_context(tempfile.TemporaryDirectory(prefix="andon-falsify-")))
+        path = case.folder or stack.enter_context(tempfile.TemporaryDirectory(prefix="andon-falsify-"))
+        folder = RunFolder(Path(path))
+        folder.checkpoints.mkdir(exist_ok=True, parents=True)
         if meters:
             _adopt(parts, meters)
             if not in_process(backend):
@@ -75,19 +84,24 @@ def _adopt(parts: Parts, meters: dict[int, StorageMeter]) -> None:
         meters[rank].adopt([*replica.model.parameters(), *replica.model.buffers(), flat.weights, flat.gradient])
 
 
-def _train(parts: Parts, folder: Path, meters: dict[int, StorageMeter]) -> None:
+def _train(parts: Parts, folder: RunFolder, meters: dict[int, StorageMeter]) -> None:
     """From the newest checkpoint in `folder`, or from the start."""
-    writes = parts.backend.ranks[0] == 0
-    progress = _restored(parts, folder)
-    repeats = Repeats(earlier_steps(folder / "ledger.jsonl", progress.step, _fingerprint(parts)))
+    checkpoint, rejected = newest_valid(folder.checkpoints)
+    if rejected:
+        raise RuntimeError("; ".join(rejected))
+    progress = Progress()
+    if checkpoint is not None:
+        parts.restore(checkpoint)
+        progress, parts.seen.resumed_from = progress_from(checkpoint.state), checkpoint.step
+    repeats = Repeats(read_history(folder.ledger, _fingerprint(parts), checkpoint).steps)
     # All ranks have read the ledger before rank 0 goes on writing it.
     parts.backend.gather([torch.zeros(1, device=device) for device in parts.backend.devices])
-    ledger = LedgerWriter(folder / "ledger.jsonl") if writes else None
-    step = WatchedStep(parts)
-    journal = WatchedJournal(parts, step, ledger, folder / "checkpoints", meters)
+    parts.step = step = WatchedStep(parts)  # type: ignore[assignment]
+    journal = WatchedJournal(parts, step, _journal(parts, folder, progress) if parts.writes else None, meters)
     try:
         journal.append(_opening(parts, progress))
-        _run(parts, step, journal, progress, repeats)
+        step.attest_start({"progress": progress.step})
+        parts.trainer(journal, progress, repeats).run()
         journal.append(End(parts.plan.total_steps, "finished", {}))
     except Violation as violation:
         finding = violation.finding
@@ -106,41 +120,18 @@ def _fingerprint(parts: Parts) -> dict[str, str]:
     return {"machine": "this one", "devices": parts.seen.place}
 
 
-def _run(parts: Parts, step: WatchedStep, journal: WatchedJournal, progress: Progress, repeats: Repeats) -> None:
-    step.attest_start({"progress": progress.step})
-    Trainer(
-        backend=parts.backend,
-        step=step,  # type: ignore[arg-type]
-        plan=parts.plan,
-        schedule=parts.schedule,
-        journal=journal,
-        evaluate=None,
-        stop_asked=_never,
-        base_digest=parts.replicas[0].base_digest(),
-        repeats=repeats,
-        progress=progress,
-        weights=parts.replicas[0].weights_digest(),
-        checkpoint_every=parts.case.checkpoint_every,
-        base_every=2,
-    ).run()
-
-
-def _never() -> bool:
-    return False
-
-
-def _restored(parts: Parts, folder: Path) -> Progress:
-    checkpoints = folder / "checkpoints"
-    checkpoints.mkdir(exist_ok=True, parents=True)
-    found, rejected = newest_valid(checkpoints)
-    if rejected:
-        raise RuntimeError("; ".join(rejected))
-    if found is None:
-        return Progress()
-    for replica in parts.replicas:
-        restore_state(replica, found.tensors, found.step)
-    parts.seen.resumed_from = found.step
-    return Progress(step=found.step)
+def _journal(parts: Parts, folder: RunFolder, progress: Progress) -> FolderJournal:
+    """The trainer's own, which keeps all checkpoints and shows nothing."""
+    return FolderJournal(
+        folder=folder,
+        ledger=LedgerWriter(folder.ledger),
+        metrics=MetricsWriter(folder.metrics, progress.step),
+        view=ProgressView(0, sys.maxsize, "never"),
+        tensors=lambda: state_tensors(parts.primary),
+        fixed_state={},
+        keep=sys.maxsize,
+        retention=Retention(passing_over=False),
+    )
 
 
 def _opening(parts: Parts, progress: Progress) -> Start | Resume:
@@ -153,12 +144,12 @@ def _opening(parts: Parts, progress: Progress) -> Start | Resume:
     return Start("case", _fingerprint(parts), "case", described, digests, world, name)
 
 
-def _finish(parts: Parts, folder: Path, meters: dict[int, StorageMeter]) -> None:
+def _finish(parts: Parts, folder: RunFolder, meters: dict[int, StorageMeter]) -> None:
     """What is left after the last update that was begun; one that was stopped has changed nothing."""
     for rank, replica in parts.by_rank.items():
         parts.seen.final[rank] = state_digests(replica)
         parts.seen.frozen[rank] = (parts.seen.frozen[rank][0], digest(frozen_of(replica.model)))
         if rank in meters:
             parts.seen.peaks[rank] = meters[rank].peak
-    if parts.backend.ranks[0] == 0:
-        parts.seen.ledger = (folder / "ledger.jsonl").read_bytes()
+    if parts.writes:
+        parts.seen.ledger = folder.ledger.read_bytes()

@@ -7,10 +7,8 @@ that a rank asked its task for. The events go through the same reader as a ledge
 from __future__ import annotations
 
 import hashlib
-import json
-import math
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +16,8 @@ import torch
 from torch import Tensor
 
 from andon_falsify.checkers.layout_equal import Tensor as Placed
-from andon_falsify.history import History, chain_digest, read_lines
+from andon_falsify.history import History, read_lines
+from andon_falsify.subjects import witness
 from andon_falsify.subjects.case import Case
 
 Tensors = Mapping[str, Tensor]
@@ -188,82 +187,52 @@ class Trace:
 
 def assemble_trace(case: Case, parts: Sequence[Sightings], errors: Mapping[int, str], name: str) -> Trace:
     """One trace from what each process saw. `parts` begins with that of rank 0."""
-    seen = read_lines(_lines(case, parts), f"{name} world {case.world}")
+    seen = read_lines(witness.linked(_events(case, parts)), f"{name} world {case.world}")
     raw = parts[0].ledger if parts else b""
     ledger = read_lines(raw.splitlines(keepends=True), f"ledger of {name} world {case.world}") if raw else None
     return Trace(case, tuple(parts), seen, ledger, dict(errors))
 
 
-def _lines(case: Case, parts: Sequence[Sightings]) -> list[bytes]:
-    """The events as lines of the record's schema, linked."""
+def _events(case: Case, parts: Sequence[Sightings]) -> Iterator[witness.Line]:
     if not parts:
-        return []
+        return
     first = parts[0]
-    events: list[dict[str, Any]] = [_opening(case, first)]
-    events += [_step(case, parts, reported) for reported in first.reported]
-    reached = max((reported.step for reported in first.reported), default=first.resumed_from)
-    broken = next((part.violation for part in parts if part.violation), None)
-    if broken is not None:
-        events.append({"kind": "violation", "clause": broken[0], "step": broken[1]})
-    elif case.stop_after is None:
-        events.append({"kind": "end", "step": reached, "reason": "finished"})
-    lines, prev = [], "0" * 16
-    for seq, event in enumerate(events):
-        lines.append(json.dumps({"v": 1, "seq": seq, "prev": prev, **event}).encode() + b"\n")
-        prev = chain_digest(lines[-1].removesuffix(b"\n"))
-    return lines
-
-
-def _opening(case: Case, first: Sightings) -> dict[str, Any]:
-    if first.resumed_from:
-        return {"kind": "resume", "step": first.resumed_from}
     steps = -(-len(case.rows) // case.batch_size) * case.epochs
     plan = {
-        "rows": len(case.rows),
-        "ids": list(range(len(case.rows))),
         "batch_size": case.batch_size,
         "micro_batches": case.micro_batches,
-        "seed": case.seed,
-        "epochs": case.epochs,
         "steps": steps if case.max_steps is None else min(steps, case.max_steps),
     }
-    return {"kind": "start", "plan": plan, "initial": {"weights": first.start.get(0, "")}}
+    yield witness.opening(case, plan, first.start.get(0, ""), first.resumed_from)
+    for told in first.reported:
+        yield witness.update(
+            case,
+            told.step,
+            told.ids,
+            rank_parts(parts, told.step),
+            reals={"lr": told.lr, "loss": told.loss, "grad_norm": told.norm},
+            kept=told.step in first.values,
+            epoch=told.epoch,
+            position=told.position,
+            count=told.count,
+            correct=told.correct,
+        )
+    broken = next((part.violation for part in parts if part.violation), None)
+    yield from witness.ending(case, broken, max((told.step for told in first.reported), default=first.resumed_from))
 
 
-def _step(case: Case, parts: Sequence[Sightings], reported: Reported) -> dict[str, Any]:
-    sights = [part.of(rank, reported.step) for part in parts for rank in part.ranks]
-    ranks = [
-        {
-            "rank": sight.rank,
-            "ids": [row for leaf in sight.leaves for row in leaf],
-            "weights": sight.weights,
-            "optimizer": sight.optimizer,
-            "gradient": sight.gradient,
-        }
-        for sight in sorted(sights, key=_rank_of)
+def rank_parts(parts: Sequence[Sightings], step: int) -> list[witness.Line]:
+    """What each rank did in the update `step`, in order of rank."""
+    sights = sorted((part.of(rank, step) for part in parts for rank in part.ranks), key=_rank_of)
+    return [
+        witness.rank_part(
+            sight.rank,
+            sight.leaves,
+            {"weights": sight.weights, "optimizer": sight.optimizer, "gradient": sight.gradient},
+        )
+        for sight in sights
     ]
-    held = {name: ranks[0][name] for name in ("weights", "optimizer", "gradient") if ranks and ranks[0][name]}
-    return {
-        "kind": "step",
-        "step": reported.step,
-        "epoch": reported.epoch,
-        "position": reported.position,
-        "ids": list(reported.ids),
-        "count": reported.count,
-        "correct": reported.correct,
-        "lr": _real(reported.lr),
-        "loss": _real(reported.loss),
-        "grad_norm": _real(reported.norm),
-        "world": case.world,
-        "backend": case.backend,
-        "digests": held,
-        "ranks": ranks,
-    }
 
 
 def _rank_of(sight: Sight) -> int:
     return sight.rank
-
-
-def _real(value: float) -> dict[str, Any]:
-    return {"value": value if math.isfinite(value) else None, "hex": float(value).hex()}

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from andon.metrics.scores import Scores
 from andon.model.adapter import trainable_parameters
-from andon.run.checkpoint import save_checkpoint
-from andon.run.ledger import LedgerWriter
 from andon.step.plan import GlobalBatch
 from andon.step.replica import Replica
-from andon.step.state import state_tensors
 from andon.step.step import Pending, StepResult
+from andon.training.journal import FolderJournal
 from andon.training.trainer import Progress
-from andon_contracts.digest import hex64
-from andon_contracts.record import Record, Saved, Step
+from andon_contracts.record import Record, Step
 from andon_falsify.subjects.assembly import Parts
 from andon_falsify.subjects.meter import StorageMeter
 from andon_falsify.subjects.trace import Reported, Sightings, Tensors, Values, copied, digest
@@ -104,29 +100,20 @@ class WatchedStep:
 
 
 class WatchedJournal:
-    """A journal that notes what was seen, and on the process of rank 0 writes ledger and checkpoints.
-
-    Checkpoints and ledger are written by the trainer's own `save_checkpoint` and `LedgerWriter`.
-    """
+    """Notes what was seen, and on the process of rank 0 has the trainer's own journal write its files."""
 
     def __init__(
-        self,
-        parts: Parts,
-        step: WatchedStep,
-        ledger: LedgerWriter | None,
-        folder: Path,
-        meters: Mapping[int, StorageMeter],
+        self, parts: Parts, step: WatchedStep, inner: FolderJournal | None, meters: Mapping[int, StorageMeter]
     ) -> None:
         self._parts = parts
         self._watched = step
-        self._ledger = ledger
-        self._folder = folder
+        self._inner = inner
         self._meters = meters
 
     def step(self, batch: GlobalBatch, result: StepResult, record: Step) -> None:
-        """One update was done: note it, write its line, and end here if the case says so."""
-        if self._ledger is not None:
-            self._ledger.append(record)
+        """One update was done: have its line written, note it, and end here if the case says so."""
+        if self._inner is not None:
+            self._inner.step(batch, result, record)
         seen = self._parts.seen
         note(seen, batch, result)
         left = self._watched.left_by(batch.step)
@@ -145,23 +132,19 @@ class WatchedJournal:
 
     def checkpoint(self, progress: Progress, *, best: bool, last: bool) -> bool:
         """The whole state, where the case keeps files; whether there is one."""
-        if self._ledger is None or self._parts.case.folder is None:
+        if self._inner is None or self._parts.case.folder is None:
             return False
-        self._ledger.sync()
-        tensors = state_tensors(self._parts.replicas[0])
-        path = save_checkpoint(self._folder, progress.step, tensors, {"progress": progress.step}, self._ledger.head)
-        self._ledger.append(Saved(progress.step, path.name, hex64(0), best))
-        return True
+        return self._inner.checkpoint(progress, best=best, last=last)
 
     def append(self, record: Record) -> None:
         """Any other line."""
-        if self._ledger is not None:
-            self._ledger.append(record)
+        if self._inner is not None:
+            self._inner.append(record)
 
     def close(self) -> None:
-        """Give the ledger's file back."""
-        if self._ledger is not None:
-            self._ledger.close()
+        """Give the files back."""
+        if self._inner is not None:
+            self._inner.close()
 
 
 def note(seen: Sightings, batch: GlobalBatch, result: StepResult) -> None:

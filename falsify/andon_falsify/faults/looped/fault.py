@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from andon_falsify.faults.looped.right import RIGHT_LOOPS
 from andon_falsify.loops.task import loop_case
 from andon_falsify.peers.plain import PlainLoop
 from andon_falsify.subjects.case import Case, make_rows
@@ -43,7 +44,7 @@ class LoopFault:
     @property
     def right(self) -> type[PlainLoop]:
         """The loop without it."""
-        return next(kind for kind in self.loop.__mro__[1:] if "RIGHT" in vars(kind) or kind is PlainLoop)
+        return next(kind for kind in self.loop.__mro__[1:] if kind in (PlainLoop, *RIGHT_LOOPS))
 
 
 def on_both(code: str, what: str, loop: type[PlainLoop], claim: str, says: str) -> tuple[LoopFault, LoopFault]:

@@ -4,28 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from andon_falsify.faults.looped import (
-    arithmetic,
-    parameters,
-    precision,
-    replicas,
-    reporting,
-    resuming,
-    right,
-    rows,
-)
+from andon_falsify.faults.looped.arithmetic import FAULTS as ARITHMETIC
 from andon_falsify.faults.looped.fault import LoopFault
+from andon_falsify.faults.looped.parameters import FAULTS as PARAMETERS
+from andon_falsify.faults.looped.precision import FAULTS as PRECISION
+from andon_falsify.faults.looped.replicas import FAULTS as REPLICAS
+from andon_falsify.faults.looped.reporting import FAULTS as REPORTING
+from andon_falsify.faults.looped.resuming import FAULTS as RESUMING
+from andon_falsify.faults.looped.right import RIGHT_LOOPS
+from andon_falsify.faults.looped.rows import FAULTS as ROWS
 from andon_falsify.peers.plain import PlainLoop
 from andon_falsify.subjects.case import Case
 
 FAULTS: tuple[LoopFault, ...] = (
-    *replicas.FAULTS,
-    *arithmetic.FAULTS,
-    *precision.FAULTS,
-    *rows.FAULTS,
-    *parameters.FAULTS,
-    *resuming.FAULTS,
-    *reporting.FAULTS,
+    *REPLICAS,
+    *ARITHMETIC,
+    *PRECISION,
+    *ROWS,
+    *PARAMETERS,
+    *RESUMING,
+    *REPORTING,
 )
 """Every fault, in the order of the matrix."""
 
@@ -35,11 +33,7 @@ NOT_SHOWN: Mapping[str, str] = {
 }
 """By code, why no run of a loop shows it."""
 
-RIGHT: Mapping[str, type[PlainLoop]] = {
-    kind.__name__: kind
-    for kind in (PlainLoop, *vars(right).values())
-    if kind is PlainLoop or (isinstance(kind, type) and "RIGHT" in vars(kind))
-}
+RIGHT: Mapping[str, type[PlainLoop]] = {kind.__name__: kind for kind in (PlainLoop, *RIGHT_LOOPS)}
 """The right loops by the names of their classes."""
 _BY_NAME = {fault.name: fault for fault in FAULTS}
 

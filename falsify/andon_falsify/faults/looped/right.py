@@ -1,4 +1,4 @@
-"""Right loops that do more than `PlainLoop`, for faults of what it does not do. Each has `RIGHT`, and no fault."""
+"""Right loops that do more than `PlainLoop`, for faults of what it does not do. `RIGHT_LOOPS` has them all."""
 
 from __future__ import annotations
 
@@ -25,8 +25,6 @@ SCALE = 1024.0
 class Wrapped(PlainLoop):
     """Through DistributedDataParallel, whose average over the ranks is multiplied out. No rank is without rows."""
 
-    RIGHT = True
-
     def __init__(self, case: Case) -> None:
         super().__init__(case)
         self.model = self._wrapped()
@@ -51,8 +49,6 @@ class Wrapped(PlainLoop):
 
 class Tracking(PlainLoop):
     """It keeps a running mean of what its head gets, averaged over the ranks after every update."""
-
-    RIGHT = True
 
     def __init__(self, case: Case) -> None:
         super().__init__(case)
@@ -83,8 +79,6 @@ class Tracking(PlainLoop):
 class Scheduled(PlainLoop):
     """Its rate falls by half a cosine from update to update, as it declares."""
 
-    RIGHT = True
-
     def rate(self, update: int) -> float:
         """See `Schedules.rate`."""
         return 0.5 * self.case.lr * (1 + math.cos(math.pi * update / (1 + planned_updates(self.case))))
@@ -101,8 +95,6 @@ class Scheduled(PlainLoop):
 
 class Grouped(PlainLoop):
     """AdamW with two groups: norms do not decay, as it declares."""
-
-    RIGHT = True
 
     def __init__(self, case: Case) -> None:
         super().__init__(case)
@@ -125,8 +117,6 @@ class Grouped(PlainLoop):
 class Labelled(PlainLoop):
     """The model is given the labels, and computes the loss itself: the mean over its rows."""
 
-    RIGHT = True
-
     def _loss_sum(self, ids: Sequence[int]) -> Tensor:
         batch = collate([self.rows[row] for row in ids])
         batch["labels"] = self._labels(batch["labels"])
@@ -140,8 +130,6 @@ class Labelled(PlainLoop):
 
 class LossScaled(PlainLoop):
     """The loss is multiplied before the backward pass, and the summed gradient divided before it is clipped."""
-
-    RIGHT = True
 
     @property
     def scale(self) -> float:
@@ -165,8 +153,6 @@ class LossScaled(PlainLoop):
 class Streamed(PlainLoop):
     """The order of rows comes from a stream of random numbers that all ranks have alike."""
 
-    RIGHT = True
-
     def __init__(self, case: Case) -> None:
         super().__init__(case)
         self.stream = torch.Generator().manual_seed(case.seed)
@@ -180,8 +166,6 @@ class Streamed(PlainLoop):
 class Noisy(PlainLoop):
     """Noise is added to the token vectors in training, another one on every rank."""
 
-    RIGHT = True
-
     def __init__(self, case: Case) -> None:
         super().__init__(case)
         inner: Any = self.model
@@ -194,8 +178,6 @@ def _noise(_: nn.Module, __: Any, vectors: Tensor) -> Tensor:
 
 class Best(PlainLoop):
     """When it is done, it takes up the weights that had the smallest loss."""
-
-    RIGHT = True
 
     def __init__(self, case: Case) -> None:
         super().__init__(case)
@@ -226,3 +208,7 @@ class Best(PlainLoop):
     def _take_best(self) -> None:
         for parameter, kept in zip(self.trained, self.best, strict=True):
             parameter.copy_(kept)
+
+
+RIGHT_LOOPS = (Wrapped, Tracking, Scheduled, Grouped, Labelled, LossScaled, Streamed, Noisy, Best)
+"""All of them; a fault changes one of these, or `PlainLoop`."""

@@ -1,0 +1,137 @@
+"""What the digests sum, as Triton kernels: the CPU's values, at the speed of reading the memory once.
+
+To be imported only where Triton is: `andon_contracts.digest.kernels` gives this module or says that there is none.
+
+Each program mixes a run of 64-bit words with their positions and adds one partial sum atomically; sums modulo 2^64
+commute, so neither the grid nor the order is part of the result. The same pass can count the fp32 values that are not
+finite, and one launch takes several tensors of one size. Rows of token ids have a program each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+_BLOCK = 1024
+_ROUNDS_LARGE = 32
+_ROUNDS_SMALL = 4
+_SMALL_WORDS = 1 << 24
+_WARPS = 4
+_WORD = 8
+MOST = 3
+"""Tensors that one launch takes."""
+_COLUMNS = 256
+_ROWS = 64
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _mixed_sums(  # type: ignore[no-untyped-def]
+    words, out, second, third, count, start, BLOCK: tl.constexpr, ROUNDS: tl.constexpr, FINITE: tl.constexpr
+):
+    program = tl.program_id(0).to(tl.int64)
+    which = tl.program_id(1)
+    # The other tensors lie so many words from the first; where that is a multiple of 16, loads are wide.
+    shift = tl.where(which == 0, 0, tl.where(which == 1, second, third)).to(tl.int64)
+    total = tl.zeros([BLOCK], dtype=tl.uint64)
+    nonfinite = tl.zeros([BLOCK], dtype=tl.int32)
+    for turn in range(ROUNDS):
+        place = (program * ROUNDS + turn) * BLOCK + tl.arange(0, BLOCK)
+        inside = place < count
+        word = tl.load(words + shift + place, mask=inside, other=0).to(tl.uint64, bitcast=True)
+        z = word + (place + start).to(tl.uint64) * 0x9E3779B97F4A7C15
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+        z = z ^ (z >> 31)
+        total += tl.where(inside, z, 0)
+        if FINITE:
+            low = (word.to(tl.uint32) & 0x7F800000) == 0x7F800000
+            high = ((word >> 32).to(tl.uint32) & 0x7F800000) == 0x7F800000
+            nonfinite += low.to(tl.int32) + high.to(tl.int32)
+    # Integer addition commutes to the bit, so the order of these is not part of the result.
+    tl.atomic_add(out + 2 * which, tl.sum(total, axis=0).to(tl.int64, bitcast=True))
+    if FINITE:
+        tl.atomic_add(out + 2 * which + 1, tl.sum(nonfinite.to(tl.int64), axis=0))
+
+
+def word_sum_on_device(words: torch.Tensor, start: int = 0) -> torch.Tensor:
+    """0-dim int64 on the device, with the bits of the word sum of int64 `words` (contiguous), first at `start`."""
+    return _launch([words], start, finite=False)[0, 0]
+
+
+def word_sums_and_nonfinite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """int64 [len(tensors), 2] on the device: of each int64 vector its word sum, and how many fp32 values (two a word)
+    are NaN or infinite. Up to `MOST` vectors of one size."""
+    return _launch(tensors, 0, finite=True)
+
+
+def _launch(tensors: Sequence[torch.Tensor], start: int, *, finite: bool) -> torch.Tensor:
+    words = tensors[0]
+    count = words.numel()
+    shifts = [(tensor.data_ptr() - words.data_ptr()) // _WORD for tensor in tensors] + [0] * (MOST - len(tensors))
+    rounds = _ROUNDS_SMALL if count < _SMALL_WORDS else _ROUNDS_LARGE
+    programs = max(1, triton.cdiv(count, _BLOCK * rounds))
+    out = torch.zeros((len(tensors), 2), dtype=torch.int64, device=words.device)
+    _mixed_sums[(programs, len(tensors))](
+        words, out, shifts[1], shifts[2], count, start, _BLOCK, rounds, finite, num_warps=_WARPS
+    )
+    return out
+
+
+@triton.jit
+def _mix(z):  # type: ignore[no-untyped-def]
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    return z ^ (z >> 31)
+
+
+@triton.jit(do_not_specialize=["columns", "stride"])  # type: ignore[untyped-decorator]
+def _row_sums(values, lengths, out, columns, stride, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    length = tl.load(lengths + row)
+    total = tl.zeros([BLOCK], dtype=tl.uint64)
+    for first in range(0, columns, BLOCK):
+        place = first + tl.arange(0, BLOCK).to(tl.int64)
+        inside = (place < columns) & (place < length)
+        word = tl.load(values + row * stride + place, mask=inside, other=0).to(tl.uint64, bitcast=True)
+        total += tl.where(inside, _mix(word + place.to(tl.uint64) * 0x9E3779B97F4A7C15), 0)
+    ending = _mix(length.to(tl.uint64, bitcast=True) + 0x9E3779B97F4A7C15)
+    tl.store(out + row, _mix(tl.sum(total, axis=0) + ending).to(tl.int64, bitcast=True))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _bound_sums(rows, runs, out, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    run = tl.program_id(0)
+    start = tl.load(runs + 3 * run)
+    first = tl.load(runs + 3 * run + 1)
+    count = tl.load(runs + 3 * run + 2)
+    total = tl.zeros([BLOCK], dtype=tl.uint64)
+    for turn in range(0, count, BLOCK):
+        place = turn + tl.arange(0, BLOCK).to(tl.int64)
+        inside = place < count
+        row = tl.load(rows + start + place, mask=inside, other=0).to(tl.uint64, bitcast=True)
+        total += tl.where(inside, _mix(row + _mix((first + place + 1).to(tl.uint64))), 0)
+    tl.store(out + run, tl.sum(total, axis=0).to(tl.int64, bitcast=True))
+
+
+def row_digests_on_device(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """int64 [rows] on the device: what `andon_contracts.digest.row_digests` gives of these."""
+    rows, columns = values.shape
+    values, lengths = values.contiguous(), lengths.contiguous()
+    out = torch.empty(rows, dtype=torch.int64, device=values.device)
+    if rows:
+        _row_sums[(rows,)](values, lengths, out, columns, columns, _COLUMNS)
+    return out
+
+
+def bound_sums_on_device(rows: torch.Tensor, runs: torch.Tensor) -> torch.Tensor:
+    """int64 [n] on the device: by run, the sum modulo 2^64 of mix(row + mix(place + 1)) over its rows.
+
+    rows: int64 [all rows]. runs: int64 [n, 3]: where a run starts in `rows`, the place of its first row, its length.
+    """
+    out = torch.empty(runs.shape[0], dtype=torch.int64, device=rows.device)
+    if runs.shape[0]:
+        _bound_sums[(runs.shape[0],)](rows.contiguous(), runs.contiguous(), out, _ROWS)
+    return out

@@ -1,0 +1,272 @@
+"""What a law is, what it is held against, and the one judgement of a point.
+
+A law is a row: what it reads, when it holds, how it is explained, and by which rules a device decides the same. The
+trainer's host path, its gate, a watch and every message read the same rows. Rows stand in tables, one for each point
+of judgement, causes before effects: the first that is broken is what a message should name.
+
+Nothing here communicates, reads a tensor or knows a trainer. Every rank judges what all ranks said, so that all find
+the same, or nobody finds anything.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from functools import cached_property
+from typing import Any, Generic, TypeVar
+
+from andon_contracts.agree import Observation, majority, minority, real_of
+from andon_contracts.clauses import CLAUSES
+from andon_contracts.policy import count, enforced, raises, require
+from andon_contracts.violation import Finding, Violation
+
+Observations = Sequence[Observation]
+Details = Mapping[str, Mapping[str, Sequence[int]]]
+"""Second looks after a mismatch: by what was observed, then by tensor, the digests by rank."""
+Names = Sequence[str]
+
+W_co = TypeVar("W_co", covariant=True)
+S_contra = TypeVar("S_contra", contravariant=True)
+S = TypeVar("S")
+
+
+class Rule(IntEnum):
+    """What may stand in a place of a table on a device, besides one integer that is known."""
+
+    ANY = 0
+    SAME = 2
+    """What rank 0 has there."""
+    FINITE = 3
+    """The bits of a finite fp64."""
+    HELD = 4
+    """What the device holds of the update before."""
+    CLIPPED = 5
+    """The bits of the fp64 norm that one clipping leaves of the one that most ranks have in the column ahead."""
+    MOST = 6
+    """What most ranks have in the column ahead."""
+
+
+Rules = Mapping[str, int]
+"""By the name of a value: the integer or the `Rule` that must stand in it on a device."""
+
+
+@dataclass(frozen=True)
+class Seen(Generic[W_co]):
+    """What all ranks said at one point, by rank, and what it is held to: plain values, equal on every rank.
+
+    want: what the plan says of this point; None where ranks are only held to each other. names: of the parameters, for
+    values that are an index. details: second looks, where something differed.
+    """
+
+    said: Observations
+    want: W_co
+    names: Names = ()
+    details: Details = field(default_factory=dict)
+
+    @cached_property
+    def differing(self) -> frozenset[str]:
+        """The names of the values that are not the same on all ranks: the only place where ranks are compared."""
+        first, *others = (each.values for each in self.said)
+        if all(values == first for values in others):
+            return frozenset()
+        return frozenset(name for name in first if any(values[name] != first[name] for values in others))
+
+    @property
+    def step(self) -> int:
+        """The number of the update."""
+        return self.said[0].step
+
+    def column(self, name: str) -> list[int]:
+        """The value `name` of each rank."""
+        return [each.values[name] for each in self.said]
+
+    def any(self, name: str) -> bool:
+        """Whether any rank has another value for `name` than 0."""
+        return any(each.values[name] for each in self.said)
+
+
+@dataclass(frozen=True)
+class Law(Generic[S_contra]):
+    """One law at one point. `id` is its clause in the registry and the point: `finite/reduced`.
+
+    reads: the names of the values that it looks at. device: from what is wanted, the rules by which a device finds the
+    same of a table that the host reads later; None: this law is never judged late. look: what is looked at tensor by
+    tensor before the law is explained, where ranks differ in it. suspicion: it has innocent causes too, and only warns.
+    stops: what follows in the table is not comparable once this is broken.
+
+    Raises `KeyError` for a clause that is not registered.
+    """
+
+    id: str
+    reads: tuple[str, ...]
+    holds: Callable[[S_contra], bool]
+    explain: Callable[[S_contra], Finding]
+    device: Callable[[Any], Rules] | None = None
+    look: tuple[str, ...] = ()
+    suspicion: bool = False
+    stops: bool = False
+    clause: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "clause", CLAUSES[self.id.partition("/")[0]].name)
+
+
+class Judgement(Generic[S]):
+    """Laws held against what was seen: each is evaluated when it is come to, once, and counted once.
+
+    `seen` may be replaced by the same with second looks in it before anything is explained. tally: counts evaluations
+    by clause beside those of the process. Where contracts are suspended no law is come to.
+    """
+
+    def __init__(self, laws: Sequence[Law[S]], seen: S, tally: Counter[str] | None = None) -> None:
+        self.seen = seen
+        self._waiting = iter(laws if enforced() else ())
+        self._found: list[Law[S]] = []
+        self._tally = Counter[str]() if tally is None else tally
+
+    @property
+    def first(self) -> Law[S] | None:
+        """The first law that does not hold; None where all do. Those behind it are not evaluated for this."""
+        return self._found[0] if self._found else self._next()
+
+    def broken(self) -> Iterator[Law[S]]:
+        """Every law that does not hold, in order, up to one that stops."""
+        yield from self._found
+        while (law := self._next()) is not None:
+            yield law
+
+    def violation(self, law: Law[S]) -> Violation:
+        """What `law`, which is broken, says of what was seen."""
+        return Violation.of(law.clause, law.explain(self.seen))
+
+    def _next(self) -> Law[S] | None:
+        for law in self._waiting:
+            self._tally[law.clause] += 1
+            count(law.clause)
+            if not law.holds(self.seen):
+                self._found.append(law)
+                if law.stops:
+                    self._waiting = iter(())
+                return law
+        return None
+
+
+def _first_broken(judgement: Judgement[Any]) -> Exception:
+    law = judgement.first
+    assert law is not None
+    return judgement.violation(law)
+
+
+@raises(_first_broken)
+def unbroken(judgement: Judgement[Any]) -> bool:
+    """Every law of the judgement holds. With `require`, what a function does is done only then."""
+    return judgement.first is None
+
+
+@require(unbroken)
+def settle(judgement: Judgement[Any]) -> None:
+    """Nothing, where every law holds. Raises `Violation` of the first that does not."""
+
+
+def rules_of(laws: Sequence[Law[Any]], want: object) -> dict[str, int]:
+    """The rules by which a device finds what `laws` find, by the name of a value.
+
+    Raises `ValueError` for a law without a device form, and for laws that ask of one value what no one rule says.
+    """
+    found: dict[str, int] = {}
+    for law in laws:
+        if law.device is None:
+            raise ValueError(f"{law.id} has no form for a device")
+        for name, rule in law.device(want).items():
+            known = found.get(name, rule)
+            if known is Rule.SAME and _is_one(rule):
+                found[name] = rule
+            elif known is rule or known == rule or (rule is Rule.SAME and _is_one(known)):
+                found[name] = known
+            else:
+                raise ValueError(f"no one rule for {name} is both {known!r} and {rule!r}")
+    return found
+
+
+def _is_one(rule: int) -> bool:
+    """Whether what obeys the rule is the same on all ranks: a known integer, or what is held."""
+    return not isinstance(rule, Rule) or rule in (Rule.SAME, Rule.HELD)
+
+
+def hexadecimal(value: int) -> str:
+    """A digest as messages show it."""
+    return f"{value % (1 << 64):016x}"
+
+
+def odd_tensors(details: Details, name: str) -> tuple[str, ...]:
+    """The tensors in which the ranks differ, where `name` was looked at again."""
+    return tuple(tensor for tensor, digests in details.get(name, {}).items() if len(set(digests)) > 1)
+
+
+def ranks_where(seen: Seen[object], name: str) -> tuple[int, ...]:
+    """The ranks whose value `name` is not 0; none where that is all of several."""
+    ranks = tuple(each.rank for each in seen.said if each.values[name])
+    return ranks if len(ranks) < len(seen.said) or len(seen.said) == 1 else ()
+
+
+def difference(seen: Seen[object], name: str, what: str, *, real: bool = False) -> Finding:
+    """The finding that the ranks differ in `name`, with the tensors if they were looked at. real: it holds a real."""
+    values, looked, tensors = seen.column(name), seen.details.get(name, {}), odd_tensors(seen.details, name)
+    shown = ", ".join(
+        f"rank {rank}: {repr(real_of(value)) if real else hexadecimal(value)}" for rank, value in enumerate(values)
+    )
+    return Finding(
+        seen=f"{what} ({shown})" + (f"; {len(tensors)} of {len(looked)} tensors differ" if tensors else ""),
+        step=seen.step,
+        ranks=minority(values),
+        tensor=(*tensors, name)[0],
+        details=tuple((tensor, " ".join(map(hexadecimal, looked[tensor]))) for tensor in tensors),
+    )
+
+
+def agreeing(
+    law: str, names: Sequence[str], what: str, *, device: bool = False, look: Sequence[str] = (), real: bool = False
+) -> Law[Seen[object]]:
+    """The law that every rank has the same in each of `names`. device: whether one can decide it too."""
+
+    def holds(seen: Seen[object]) -> bool:
+        return seen.differing.isdisjoint(names)
+
+    def explain(seen: Seen[object]) -> Finding:
+        return difference(seen, next(name for name in names if name in seen.differing), what, real=real)
+
+    def rules(_: object) -> Rules:
+        return dict.fromkeys(names, Rule.SAME)
+
+    return Law(law, tuple(names), holds, explain, rules if device else None, tuple(look))
+
+
+def in_lockstep(said: Observations) -> bool:
+    """All ranks sent the message of the same step, sequence number and point, and each rank sent its own."""
+    first = said[0]
+    return all(
+        each.names_match and each.rank == rank and each.step == first.step and each.sequence == first.sequence
+        for rank, each in enumerate(said)
+    )
+
+
+def _explain_lockstep(seen: Seen[object]) -> Finding:
+    parts = [
+        (o.step, o.sequence, o.point if o.names_match else "another point", o.rank == rank)
+        for rank, o in enumerate(seen.said)
+    ]
+    shown = ", ".join(
+        f"rank {rank}: step {step} message {sequence} ({point})" + ("" if own else f" from rank {seen.said[rank].rank}")
+        for rank, (step, sequence, point, own) in enumerate(parts)
+    )
+    step = majority([each.step for each in seen.said])
+    return Finding(seen=f"the ranks are not at the same point: {shown}", step=step, ranks=minority(parts))
+
+
+# A device holds the whole header of each message against the one that it must have, ahead of any rule of a table.
+LOCKSTEP: Law[Seen[object]] = Law(
+    "halt-together/any", (), lambda seen: in_lockstep(seen.said), _explain_lockstep, lambda _: {}, stops=True
+)
+"""At every point: messages that do not belong together are never compared."""

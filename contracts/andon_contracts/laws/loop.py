@@ -1,0 +1,364 @@
+"""The laws that anyone's training loop can be held to, and the tables by which a watch judges a step.
+
+The names of the values are those that a watch observes; an index travels as its number plus one, and 0 says that there
+is none.
+"""
+
+from __future__ import annotations
+
+import math
+
+from andon_contracts.agree import majority, minority, real_of
+from andon_contracts.laws import update
+from andon_contracts.laws.law import LOCKSTEP, Law, Names, Rule, Seen, agreeing, difference, odd_tensors, ranks_where
+from andon_contracts.laws.update import Reduced
+from andon_contracts.violation import OTHER_SHAPES, Finding
+
+CHANGES = (
+    "kept",
+    "replaced by another parameter",
+    "frozen or unfrozen",
+    "added, or another one was removed",
+    "trainable but not in the optimizer",
+    "in the optimizer but not a trainable parameter of the model",
+    "trainable, which was not declared",
+    "declared trainable but frozen",
+    "no longer tied to the tensor that it was declared to share",
+)
+"""What can have happened to a parameter, by code."""
+
+PARAMETER_BITS = 32
+STREAMS = 4
+"""How many random streams can be declared."""
+_RATE_TOLERANCE = 1e-9
+_NORM_TOLERANCE = 1e-3
+"""Norms that are further apart, as a part of the larger, are not rounded from one."""
+
+
+def change_of(code: int, index: int) -> int:
+    """A code of `CHANGES` and the index of the parameter, as one integer."""
+    return code << PARAMETER_BITS | index
+
+
+def each_by_itself(limit: float | None) -> Reduced:
+    """To what a watch holds an update of a loop that clips to `limit`: each rank to what it says itself.
+
+    Nobody promised that the ranks have one plan, and after other laws are broken a watch goes on: what most ranks have
+    is no truth then.
+    """
+    return Reduced(Rule.SAME, limit, rate_tolerance=_RATE_TOLERANCE, norm_tolerance=_NORM_TOLERANCE, shared=False)
+
+
+def _named(names: Names, index: int) -> str:
+    return names[index] if 0 <= index < len(names) else f"parameter {index}"
+
+
+def _indexed(seen: Seen[object], name: str, what: str) -> Finding:
+    first = next(value for value in seen.column(name) if value)
+    tensor = _named(seen.names, first - 1)
+    return Finding(seen=f"{tensor} {what}", step=seen.step, ranks=ranks_where(seen, name), tensor=tensor)
+
+
+def _none_has(law: str, name: str, what: str, *, suspicion: bool = False) -> Law[Seen[object]]:
+    """The law that on no rank `name` is the index of a parameter, which is else said to be `what`."""
+
+    def holds(seen: Seen[object]) -> bool:
+        return not seen.any(name)
+
+    def explain(seen: Seen[object]) -> Finding:
+        return _indexed(seen, name, what)
+
+    return Law(law, (name,), holds, explain, suspicion=suspicion)
+
+
+# what the update starts from
+
+
+def _explain_kept(seen: Seen[object]) -> Finding:
+    first = next((value for value in seen.column("change") if value), None)
+    if first is None:
+        return difference(seen, "layout", "the trainable tensors differ in name, shape, dtype or order")
+    code, index = first >> PARAMETER_BITS, first & ((1 << PARAMETER_BITS) - 1)
+    tensor = _named(seen.names, index)
+    return Finding(f"{tensor} is {CHANGES[code]}", seen.step, ranks_where(seen, "change"), tensor)
+
+
+_PARAMETERS: Law[Seen[object]] = Law(
+    "parameters-kept/before",
+    ("change", "layout"),
+    lambda seen: not seen.any("change") and "layout" not in seen.differing,
+    _explain_kept,
+)
+
+
+def _explain_hyperparameters(seen: Seen[object]) -> Finding:
+    if "rate" in seen.differing:
+        return difference(seen, "rate", "the learning rates are not the same", real=True)
+    # Keys of groups, and no tensors: they are said in words, and the finding names none.
+    odd = odd_tensors(seen.details, "hyperparameters")
+    named = f": {', '.join(odd[:4])}" if odd else ""
+    bare = Seen(seen.said, None)
+    return difference(bare, "hyperparameters", f"the hyperparameters of the optimizers are not the same{named}")
+
+
+_HYPERPARAMETERS: Law[Seen[object]] = Law(
+    "hyperparameters-agree/before",
+    ("hyperparameters", "rate"),
+    lambda seen: seen.differing.isdisjoint(("hyperparameters", "rate")),
+    _explain_hyperparameters,
+    look=("hyperparameters",),
+)
+
+
+def _explain_buffers(seen: Seen[object]) -> Finding:
+    reshaped = odd_tensors(seen.details, "shapes of buffers")
+    odd = reshaped or odd_tensors(seen.details, "buffers")
+    what = OTHER_SHAPES if reshaped else "are not the same"
+    found = difference(Seen(seen.said, None), "buffers", f"the buffers with which the forward pass began {what}")
+    # What a forward pass begins with is what the update before it left.
+    return Finding(found.seen, max(found.step - 1, 0), found.ranks, (*odd, "buffers")[0])
+
+
+_BUFFERS: Law[Seen[object]] = Law(
+    "buffers-agree/before",
+    ("buffers",),
+    # A rank that had no forward pass, which says 0, is held to nothing.
+    lambda seen: "buffers" not in seen.differing or len({value for value in seen.column("buffers") if value}) <= 1,
+    _explain_buffers,
+    look=("buffers",),
+)
+
+
+def _explain_frozen(seen: Seen[object]) -> Finding:
+    ranks = tuple(o.rank for o in seen.said if o.values["base"] != o.values["first base"])
+    alone = len(seen.said) == 1
+    return Finding(
+        seen="a frozen weight changed" + ", read once more at the close" * (seen.said[0].point == "close"),
+        step=seen.step,
+        ranks=ranks if len(ranks) < len(seen.said) or alone else (),
+        tensor=(*odd_tensors(seen.details, "base"), "frozen weights")[0],
+    )
+
+
+FROZEN: Law[Seen[object]] = Law(
+    "base-frozen/before",
+    ("base", "first base"),
+    lambda seen: all(o.values["base"] == o.values["first base"] for o in seen.said),
+    _explain_frozen,
+)
+"""Every rank's digest of the frozen weights is the one that it had at the start."""
+
+
+# the gradient
+
+
+def _explain_raw(seen: Seen[object]) -> Finding:
+    found = _indexed(seen, "nonfinite", "has a raw local gradient that is not finite")
+    repaired = ", and it was made finite before it was used" * seen.any("repaired")
+    return Finding(found.seen + repaired, found.step, found.ranks, found.tensor)
+
+
+def _explain_norm(seen: Seen[object]) -> Finding:
+    shown = ", ".join(f"rank {o.rank}: {real_of(o.values['norm'])!r}" for o in seen.said)
+    ranks = tuple(o.rank for o in seen.said if not math.isfinite(real_of(o.values["norm"])))
+    return Finding(
+        seen=f"the norm of the gradient is not finite ({shown}); clipping by it gives zero or NaN",
+        step=seen.step,
+        ranks=ranks if len(ranks) < len(seen.said) else (),
+        tensor="gradient",
+    )
+
+
+def _explain_collectives(seen: Seen[object]) -> Finding:
+    if seen.any("strided"):
+        return _indexed(seen, "strided", "was given to a collective although it is not contiguous in memory")
+    return difference(seen, "collectives", "the ranks reduced different tensors, or in a different order")
+
+
+# what a loop tells of a step
+
+
+def _mean_loss(seen: Seen[object]) -> float:
+    rows = sum(seen.column("loss rows"))
+    return sum(real_of(value) for value in seen.column("loss sum")) / max(rows, 1)
+
+
+def _wrong_reports(seen: Seen[object]) -> list[int]:
+    if not seen.any("reports"):
+        return []
+    mean = _mean_loss(seen)
+    return [
+        o.rank
+        for o in seen.said
+        if o.values["reports"] and not math.isclose(real_of(o.values["reported"]), mean, rel_tol=1e-4, abs_tol=1e-7)
+    ]
+
+
+def _explain_loss(seen: Seen[object]) -> Finding:
+    odd = _wrong_reports(seen)
+    value = real_of(seen.said[odd[0]].values["reported"])
+    return Finding(
+        f"the loss reported is {value!r}, the mean over the rows of all ranks is {_mean_loss(seen)!r}",
+        seen.step,
+        tuple(odd) if len(odd) < len(seen.said) else (),
+        "loss",
+    )
+
+
+def _odd_stream(seen: Seen[object]) -> int | None:
+    for stream in range(STREAMS):
+        if not seen.any(f"stream {stream} must"):
+            continue
+        must, values = majority(seen.column(f"stream {stream} must")), seen.column(f"stream {stream}")
+        if (must == 1 and len(set(values)) > 1) or (must == 2 and len(set(values)) < len(values)):
+            return stream
+    return None
+
+
+def _explain_streams(seen: Seen[object]) -> Finding:
+    stream = _odd_stream(seen) or 0
+    name = f"stream {stream}"
+    values = seen.column(name)
+    if majority(seen.column(f"{name} must")) == 1:
+        return Finding("the ranks have different states of it, and must agree", seen.step, minority(values), name)
+    alike = [rank for rank, value in enumerate(values) if values.count(value) > 1]
+    return Finding(f"ranks {alike} have the same state of it, and must differ", seen.step, (), name)
+
+
+# the gradient of one process
+
+
+RATIO_TOLERANCE = 1e-3
+_LONGEST_WINDOW = 64
+"""Micro-batches of an update; with more, a quotient fits by chance."""
+
+
+def name_ratio(ratio: float, world: int, micro_batches: int) -> str:
+    """A factor in words, with everything that gives it: `= world size 2`, `= 1 / world size 2 or 1 of 2 micro-batches`.
+
+    A window of `micro_batches` that is divided as one of more gives their quotient, whatever the world size.
+    """
+    factors = {
+        "world size": world,
+        "accumulation": micro_batches,
+        "accumulation x world size": world * micro_batches if min(world, micro_batches) > 1 else 1,
+        "world size squared": world**2,
+    }
+    named = list[str]()
+    for word, value in factors.items():
+        if value > 1 and math.isclose(ratio, value, rel_tol=RATIO_TOLERANCE):
+            named.append(f"{word} {value}")
+        if value > 1 and math.isclose(ratio, 1 / value, rel_tol=RATIO_TOLERANCE):
+            named.append(f"1 / {word} {value}")
+    full = round(micro_batches / ratio) if 0 < ratio < 1 else 0
+    if micro_batches < full <= _LONGEST_WINDOW and math.isclose(ratio, micro_batches / full, rel_tol=RATIO_TOLERANCE):
+        named.append(f"{micro_batches} of {full} micro-batches")
+    return f" = {' or '.join(named)}" if named else ""
+
+
+def _size(error: float) -> float:
+    """Of an error that is no number, as of the worst there is."""
+    return error if math.isfinite(error) else math.inf
+
+
+def _explain_law(seen: Seen[object]) -> Finding:
+    worst = max(seen.said, key=lambda o: _size(real_of(o.values["error"])))
+    ratio, error, rest = (real_of(worst.values[name]) for name in ("ratio", "error", "rest"))
+    if rest <= RATIO_TOLERANCE:
+        factor = name_ratio(ratio, len(seen.said), worst.values["micro-batches"])
+        what = f"the reduced gradient is {ratio:.3f} x the law{factor}"
+    else:
+        what = f"the reduced gradient is off the law by {error:.3g} of its norm, and by no factor"
+    return Finding(f"{what}: the law is the gradient of one process over all rows", seen.step, (), "gradient")
+
+
+# the tables
+
+
+START: tuple[Law[Seen[object]], ...] = (
+    LOCKSTEP,
+    _PARAMETERS,
+    update.REPLICAS,
+    _none_has(
+        "precision-sufficient/start",
+        "imprecise",
+        "is trained in 16 bits: an update below half a unit in the last place is lost",
+        suspicion=True,
+    ),
+)
+BEFORE: tuple[Law[Seen[Reduced]], ...] = (
+    LOCKSTEP,
+    _PARAMETERS,
+    agreeing(
+        "modes-agree/before",
+        ("modes",),
+        "some modules are in training mode on some ranks and in evaluation mode on others",
+    ),
+    _HYPERPARAMETERS,
+    update.RATE,
+    _none_has("groups-planned/before", "ungrouped", "has not the hyperparameters that were declared for its name"),
+    agreeing("scaler-agrees/before", ("scale",), "the loss scales are not the same", real=True),
+    _BUFFERS,
+    Law("finite/raw", ("nonfinite", "repaired"), lambda seen: not seen.any("nonfinite"), _explain_raw),
+    FROZEN,
+    update.UNMOVED,
+    _none_has(
+        "gradient-fresh/before",
+        "stale",
+        "still had a gradient of the step before when this one began",
+        suspicion=True,
+    ),
+    _none_has(
+        "gradient-present/before",
+        "missing",
+        "has had no gradient, or none but zero, since the start",
+        suspicion=True,
+    ),
+    Law(
+        "collectives-agree/before",
+        ("strided", "collectives"),
+        lambda seen: not seen.any("strided") and "collectives" not in seen.differing,
+        _explain_collectives,
+    ),
+    update.GRADIENTS,
+    Law(
+        "finite/norm",
+        ("norm",),
+        lambda seen: all(math.isfinite(real_of(each)) for each in seen.column("norm")),
+        _explain_norm,
+    ),
+    update.CLIP,
+    Law(
+        "loss-reported/before",
+        ("reports", "reported", "loss sum", "loss rows"),
+        lambda seen: not _wrong_reports(seen),
+        _explain_loss,
+    ),
+    Law(
+        "randomness-declared/before",
+        tuple(f"stream {stream}{must}" for stream in range(STREAMS) for must in (" must", "")),
+        lambda seen: _odd_stream(seen) is None,
+        _explain_streams,
+    ),
+)
+"""Before the update: causes before effects, the first that is found is what a message should name."""
+AFTER: tuple[Law[Seen[object]], ...] = (
+    LOCKSTEP,
+    update.OPTIMIZERS,
+    update.REPLICAS,
+    _none_has(
+        "update-applied/after",
+        "unmoved",
+        "kept every bit although its gradient and learning rate are not zero",
+        suspicion=True,
+    ),
+)
+GRADIENT_LAW: tuple[Law[Seen[object]], ...] = (
+    Law(
+        "gradient-law/audit",
+        ("ratio", "error", "rest", "tolerance", "micro-batches"),
+        lambda seen: all(real_of(o.values["error"]) <= real_of(o.values["tolerance"]) for o in seen.said),
+        _explain_law,
+    ),
+)
+"""On every rank the reduced gradient before clipping is that of one process, up to rounding."""

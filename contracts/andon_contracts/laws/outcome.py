@@ -1,0 +1,120 @@
+"""The laws of what a loop leaves: checkpoints, evaluations, the number of its updates."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from andon_contracts.laws.law import Law, hexadecimal
+from andon_contracts.violation import Finding
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What is live, or on the disk, against what was saved: digests by name, those found by rank."""
+
+    saved: Mapping[str, int]
+    found: Mapping[str, tuple[int, ...]]
+    step: int
+
+
+def _first_unrestored(seen: Restored) -> str | None:
+    return next((n for n, saved in seen.saved.items() if any(d != saved for d in seen.found.get(n, (None,)))), None)
+
+
+def _explain_restored(seen: Restored) -> Finding:
+    name = _first_unrestored(seen)
+    assert name is not None
+    if name not in seen.found:
+        return Finding(f"{name} was saved and is not there", seen.step, (), name)
+    saved, found = seen.saved[name], seen.found[name]
+    odd = tuple(rank for rank, digest in enumerate(found) if digest != saved)
+    what = f"{name} is not what was saved ({hexadecimal(saved)})"
+    return Finding(what, seen.step, odd if len(odd) < len(found) else (), name)
+
+
+RESTORED: tuple[Law[Restored], ...] = (
+    Law("checkpoint-whole/restored", (), lambda seen: _first_unrestored(seen) is None, _explain_restored),
+)
+"""Everything that was digested at the save has that digest on every rank."""
+
+
+@dataclass(frozen=True)
+class EvaluationTold:
+    """One evaluation: the ids of all ranks, how many rows there are (None: unknown), metrics told and recomputed."""
+
+    step: int
+    ids: tuple[tuple[int, ...], ...]
+    rows: int | None
+    told: Mapping[str, Sequence[float | None]]
+    """By metric, what each rank reports; None where it reports nothing."""
+    counted: Mapping[str, float]
+    repeated: bool = True
+    """Whether the same rows had the same predictions when the same weights were evaluated before."""
+    training: tuple[str, ...] = ()
+    """By rank, the batch norm that was in training mode when the model was last called for it; "" for none."""
+
+
+def _wrong_metrics(told: EvaluationTold) -> list[tuple[str, int, float]]:
+    return [
+        (name, rank, value)
+        for name, by_rank in told.told.items()
+        for rank, value in enumerate(by_rank)
+        if value is not None and not math.isclose(value, told.counted[name], rel_tol=1e-6, abs_tol=1e-9)
+    ]
+
+
+def _evaluation_fault(told: EvaluationTold) -> str:
+    counts = Counter(row for part in told.ids for row in part)
+    twice = [row for row, count in counts.items() if count > 1]
+    if twice:
+        return f"rows {twice[:8]} were counted more than once"
+    if told.rows is not None and len(counts) != told.rows:
+        return f"{len(counts)} of {told.rows} rows were counted"
+    for name, rank, value in _wrong_metrics(told):
+        return f"{name} is told as {value!r} on rank {rank}, the rows give {told.counted[name]!r}"
+    for name in filter(None, told.training):
+        return f"batch norm {name} was in training mode: what it gave for a row depended on the rows beside it"
+    return "" if told.repeated else "the same weights gave other predictions for the same rows before"
+
+
+def _explain_evaluation(told: EvaluationTold) -> Finding:
+    training = {rank for rank, name in enumerate(told.training) if name}
+    ranks = tuple(sorted({rank for _, rank, _ in _wrong_metrics(told)} or training))
+    return Finding(_evaluation_fault(told), told.step, ranks if len(ranks) < len(told.ids) else (), "evaluation")
+
+
+EVALUATED: tuple[Law[EvaluationTold], ...] = (
+    Law("evaluation-once/told", (), lambda told: not _evaluation_fault(told), _explain_evaluation),
+)
+"""Each row counted once, metrics from the rows' counts, the same predictions for the same weights, no batch norm in
+training mode."""
+
+
+@dataclass(frozen=True)
+class Count:
+    """The updates `made` so far by a run that is `over`, or about to make another, of those `planned`."""
+
+    made: int
+    planned: int
+    over: bool
+
+
+def _explain_count(seen: Count) -> Finding:
+    what = f"the run ended after {seen.made} updates" if seen.over else f"update {seen.made + 1} is about to be made"
+    return Finding(
+        f"{what}, {seen.planned} were planned", seen.made if seen.over else seen.made + 1, (), "count of updates"
+    )
+
+
+COUNTED: tuple[Law[Count], ...] = (
+    Law(
+        "updates-planned/counted",
+        (),
+        lambda seen: seen.made == seen.planned if seen.over else seen.made < seen.planned,
+        _explain_count,
+    ),
+)
+"""A run that is over has made the planned number of updates, one that is not has made fewer."""

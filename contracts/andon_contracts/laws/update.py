@@ -1,0 +1,319 @@
+"""The laws of one update, at the points of a step: the start, the reduced gradient, the audit, what the update left.
+
+A trainer of ours and a watch of anyone's loop read the same rows where they have a clause of the same name at the same
+point. What they expect of it differs, and stands in `Reduced` and `Due`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from andon_contracts.agree import Observation, majority, real_of
+from andon_contracts.laws.law import LOCKSTEP, Law, Rule, Seen, agreeing, difference, hexadecimal, odd_tensors
+from andon_contracts.violation import Finding
+
+# the start
+
+
+def _explain_start(seen: Seen[object]) -> Finding:
+    names = [name for name in seen.said[0].values if name in seen.differing]
+    return difference(seen, names[0], f"the ranks start from different {', '.join(names)}")
+
+
+START: tuple[Law[Seen[object]], ...] = (
+    LOCKSTEP,
+    agreeing("layout-equal/start", ("layout",), "the trainable tensors differ in name, shape, dtype or order"),
+    Law("start-agrees/start", (), lambda seen: not seen.differing, _explain_start),
+)
+"""Before step 1 of ours: the same layout, the same everything that was observed."""
+
+
+# before the update
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """What an update is held to before it is made.
+
+    left: the digest of the weights that the last update left; `Rule.SAME` where none is known, and ranks are held to
+    each other; `Rule.HELD` where so far only the device knows it. limit: to which the gradient was to be clipped; None:
+    it was not. rate_tolerance: of a learning rate, relative; 0: to the bit. norm_tolerance: of a norm, relative.
+    shared: the ranks have one plan and were held to one gradient, so that what most of them have is right for all;
+    otherwise each of them is held to what it says itself.
+    """
+
+    left: int = Rule.SAME
+    limit: float | None = None
+    rate_tolerance: float = 0.0
+    norm_tolerance: float = 1e-4
+    shared: bool = True
+
+
+NORM_FLOOR = 1e-30
+"""How far a norm may be off besides: two that are both next to nothing are alike."""
+
+
+def _plan_of(seen: Seen[Reduced]) -> list[int]:
+    """By rank, the bits of the learning rate to which it is held."""
+    plans = seen.column("planned")
+    return [majority(plans)] * len(plans) if seen.want.shared else plans
+
+
+def _off_plan(seen: Seen[Reduced]) -> list[tuple[Observation, int]]:
+    """Who has another learning rate than planned, and the plan."""
+    tolerance = seen.want.rate_tolerance
+
+    def close(found: int, wanted: int) -> bool:
+        if not tolerance:
+            return found == wanted
+        return math.isclose(real_of(found), real_of(wanted), rel_tol=tolerance, abs_tol=1e-15)
+
+    return [(o, plan) for o, plan in zip(seen.said, _plan_of(seen), strict=True) if not close(o.values["rate"], plan)]
+
+
+def _explain_rate(seen: Seen[Reduced]) -> Finding:
+    odd = _off_plan(seen)
+    ranks = tuple(o.rank for o, _ in odd)
+    if seen.want.shared:
+        plans, planned = seen.column("planned"), odd[0][1]
+        shown = ", ".join(f"rank {o.rank}: {real_of(o.values['rate'])!r}" for o, _ in odd)
+        what = f"the schedule's {real_of(planned)!r} ({shown})"
+        certain = plans.count(planned) * 2 > len(plans)
+    else:
+        shown = ", ".join(f"rank {o.rank}: {real_of(o.values['rate'])!r}, not {real_of(plan)!r}" for o, plan in odd)
+        what, certain = f"the schedule's ({shown})", len(ranks) < len(seen.said)
+    return Finding(f"the learning rate is not {what}", seen.step, ranks if certain else (), "learning rate")
+
+
+RATE: Law[Seen[Reduced]] = Law(
+    "learning-rate-planned/reduced",
+    ("rate", "planned"),
+    lambda seen: not _off_plan(seen),
+    _explain_rate,
+    lambda _: {"rate": Rule.MOST},
+)
+"""Every rank's optimizer holds the learning rate that is planned for this update."""
+
+
+def _unmoved(seen: Seen[Reduced]) -> bool:
+    left = seen.want.left
+    if left is Rule.SAME:
+        return "weights" not in seen.differing
+    return all(each.values["weights"] == left for each in seen.said)
+
+
+def _explain_unmoved(seen: Seen[Reduced]) -> Finding:
+    left = seen.want.left
+    if left is Rule.SAME:
+        return difference(seen, "weights", _OTHER_WEIGHTS_BEFORE if seen.want.shared else _OTHER_WEIGHTS)
+    return Finding(
+        seen=f"the weights are not those that the last update left (digest {hexadecimal(left)}); "
+        "something outside the step changed them",
+        step=seen.step,
+        ranks=tuple(each.rank for each in seen.said if each.values["weights"] != left),
+        tensor=(*odd_tensors(seen.details, "weights"), "weights")[0],
+    )
+
+
+_OTHER_WEIGHTS = "the trainable weights are not the same on every rank"
+_OTHER_WEIGHTS_BEFORE = "the weights before the update are not the same"
+
+UNMOVED: Law[Seen[Reduced]] = Law(
+    "replicas-agree/reduced",
+    ("weights",),
+    _unmoved,
+    _explain_unmoved,
+    lambda want: {"weights": want.left},
+    look=("weights",),
+)
+"""Before an update all ranks have the weights that the last one left."""
+
+GRADIENTS = agreeing(
+    "gradients-agree/reduced", ("gradient",), "the reduced gradients are not the same", device=True, look=("gradient",)
+)
+
+
+def _explain_finite(seen: Seen[object]) -> Finding:
+    ranks = tuple(o.rank for o in seen.said if o.values["nonfinite"] or not math.isfinite(real_of(o.values["norm"])))
+    norm = real_of(seen.said[0].values["norm"])
+    return Finding(
+        seen=f"the reduced gradient or its norm ({norm}) is not finite although every part was",
+        step=seen.step,
+        ranks=ranks if len(ranks) < len(seen.said) else (),
+        tensor="reduced gradient",
+    )
+
+
+FINITE: Law[Seen[object]] = Law(
+    "finite/reduced",
+    ("nonfinite", "norm"),
+    lambda seen: all(not o.values["nonfinite"] and math.isfinite(real_of(o.values["norm"])) for o in seen.said),
+    _explain_finite,
+    lambda _: {"nonfinite": 0, "norm": Rule.FINITE},
+)
+"""The reduced gradient and its norm are finite on every rank."""
+
+
+def clipped_norm(norm: float, limit: float | None) -> float:
+    """What one clipping to `limit` (None: there is none) leaves of `norm`."""
+    # The law of torch.nn.utils.clip_grad_norm_, whose 1e-6 counts where the limit is small.
+    return norm if limit is None else norm * min(1.0, limit / (norm + 1e-6))
+
+
+def _not_clipped(seen: Seen[Reduced]) -> list[Observation]:
+    """Who has another norm left than one clipping leaves."""
+    want, norms = seen.want, seen.column("norm")
+    if want.shared:
+        norms = [majority(norms)] * len(norms)
+    odd = []
+    for each, norm in zip(seen.said, norms, strict=True):
+        left = clipped_norm(real_of(norm), want.limit)
+        if not abs(real_of(each.values["clipped"]) - left) <= want.norm_tolerance * left + NORM_FLOOR:
+            odd.append(each)
+    return odd
+
+
+def _clipped_apart(seen: Seen[Reduced]) -> bool:
+    """Whether ranks clipped by different norms. A reduced gradient has one: what they clipped was not reduced yet."""
+    if seen.want.shared or "gradient" in seen.differing:
+        # Ranks whose reduced gradient has other bits are no matter of clipping.
+        return False
+    norms = [real_of(each) for each in seen.column("norm")]
+    # A norm that is not finite is no matter of clipping either: no comparison with one is true.
+    return max(norms) - min(norms) > seen.want.norm_tolerance * max(norms)
+
+
+def _explain_clip(seen: Seen[Reduced]) -> Finding:
+    odd, limit = _not_clipped(seen), seen.want.limit
+    ranks = tuple(each.rank for each in odd)
+    if seen.want.shared:
+        shown = ", ".join(
+            f"rank {o.rank}: {real_of(o.values['clipped'])!r} from {real_of(o.values['norm'])!r}" for o in odd
+        )
+        what = f"the norm after clipping is not what one clipping to {limit} gives ({shown})"
+        return Finding(what, seen.step, ranks, "clipped gradient")
+    if not odd:
+        norms = ", ".join(f"rank {o.rank}: {real_of(o.values['norm']):.6g}" for o in seen.said)
+        what = f"the ranks clipped by different norms ({norms}): each its own gradient, before the reduction"
+        return Finding(what, seen.step, (), "clipped gradient")
+    norm, found = (real_of(odd[0].values[name]) for name in ("norm", "clipped"))
+    what = (
+        f"the gradient had norm {norm:.6g}; clipped once to {math.inf if limit is None else limit:g} it has "
+        f"{clipped_norm(norm, limit):.6g}, the optimizer got {found:.6g}"
+    )
+    return Finding(what, seen.step, ranks if len(ranks) < len(seen.said) else (), "clipped gradient")
+
+
+CLIP: Law[Seen[Reduced]] = Law(
+    "clip-once/reduced",
+    ("norm", "clipped", "gradient"),
+    lambda seen: not _not_clipped(seen) and not _clipped_apart(seen),
+    _explain_clip,
+    lambda _: {"clipped": Rule.CLIPPED},
+)
+"""On every rank the norm after clipping is what one clipping of the norm before it gives, up to rounding."""
+
+REDUCED: tuple[Law[Seen[Reduced]], ...] = (LOCKSTEP, RATE, UNMOVED, GRADIENTS, FINITE, CLIP)
+"""Before the update of ours: the same finite gradient, clipped once, weights as the last update left them."""
+
+
+# after the update
+
+
+@dataclass(frozen=True)
+class Due:
+    """What an update is held to after it was made. updates: how many there are to be by now."""
+
+    updates: int
+
+
+def _explain_count(seen: Seen[Due]) -> Finding:
+    due = seen.want.updates
+    shown = ", ".join(f"rank {o.rank}: {o.values['updates']}" for o in seen.said)
+    return Finding(
+        seen=f"{due} updates were due, taken were {shown}",
+        step=seen.step,
+        ranks=tuple(o.rank for o in seen.said if o.values["updates"] != due),
+        tensor="count of updates",
+    )
+
+
+ONE_UPDATE: Law[Seen[Due]] = Law(
+    "one-update/updated",
+    ("updates",),
+    lambda seen: all(each.values["updates"] == seen.want.updates for each in seen.said),
+    _explain_count,
+    lambda want: {"updates": want.updates},
+)
+"""Every rank's optimizer has taken exactly the planned number of updates."""
+
+OPTIMIZERS = agreeing(
+    "optimizers-agree/updated",
+    ("updates", "optimizer"),
+    "the optimizer states are not the same",
+    device=True,
+    look=("optimizer",),
+)
+REPLICAS = agreeing("replicas-agree/updated", ("weights",), _OTHER_WEIGHTS, device=True, look=("weights",))
+
+# An update too many moves moments and weights, wrong moments move weights: the cause is judged before its effects.
+UPDATED: tuple[Law[Seen[Due]], ...] = (LOCKSTEP, ONE_UPDATE, OPTIMIZERS, REPLICAS)
+"""After the update of ours: the same weights, the same moments, one update more."""
+
+
+# now and then
+
+
+def _explain_base(seen: Seen[int]) -> Finding:
+    ranks = tuple(each.rank for each in seen.said if each.values["base"] != seen.want)
+    tensor = (*odd_tensors(seen.details, "base"), "base")[0]
+    return Finding(seen="a frozen weight or buffer changed", step=seen.step, ranks=ranks, tensor=tensor)
+
+
+BASE: tuple[Law[Seen[int]], ...] = (
+    LOCKSTEP,
+    Law(
+        "base-frozen/base",
+        ("base",),
+        lambda seen: all(each.values["base"] == seen.want for each in seen.said),
+        _explain_base,
+        look=("base",),
+    ),
+)
+"""Every rank's digest of frozen weights and buffers is still the one of the start, which is what is wanted."""
+
+
+def _audited_wrong(seen: Seen[object]) -> list[Observation]:
+    return [each for each in seen.said if each.values["leaves"] or each.values["sums"]]
+
+
+def _explain_audit(seen: Seen[object]) -> Finding:
+    odd = _audited_wrong(seen)
+    first = odd[0]
+    pairs = [{each.rank, each.values["subject"]} for each in odd]
+    # Who is in every pair that disagrees is the culprit; of a single pair nobody can tell which.
+    shared = set.intersection(*pairs) or set.union(*pairs)
+    of, by = first.values["subject"], first.rank
+    if first.values["leaves"]:
+        what = f"gradient of micro-batch {first.values['leaf']}"
+        then, now = first.values["leaf then"], first.values["leaf now"]
+    else:
+        what = f"partial sum from micro-batch {first.values['root']} on"
+        then, now = first.values["root then"], first.values["root now"]
+    whose = f"rank {by} computed again" if of == by else f"rank {by} gets"
+    return Finding(
+        seen=f"the {what} has digest {hexadecimal(then)} on rank {of}, {whose} {hexadecimal(now)}"
+        + ("; either of both may be wrong" if len(shared) > 1 else ""),
+        step=first.step,
+        ranks=tuple(sorted(shared)),
+        tensor=what,
+        details=tuple((f"rank {each.values['subject']}", f"audited by rank {each.rank}") for each in odd),
+    )
+
+
+AUDITED: tuple[Law[Seen[object]], ...] = (
+    LOCKSTEP,
+    Law("audit/audited", ("leaves", "sums"), lambda seen: not _audited_wrong(seen), _explain_audit),
+)
+"""Every audited micro-batch and partial sum is what another rank makes of it."""

@@ -1,0 +1,154 @@
+"""The message of each end that is no violation: who, what, in which step, and what is known besides."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from andon_contracts.bundle import explaining
+from andon_contracts.causes import HALT, Cause, first_line, kind_of, row_lines
+from andon_contracts.fields import Part
+from andon_contracts.liveness.diagnosis import named
+from andon_contracts.liveness.process import STOPPED, Process, ending
+from andon_contracts.violation import Kind
+
+POINTS = ("before its forward pass", "in its forward or backward pass", "at its update")
+"""Where a rank can be within a step, in order."""
+
+
+@dataclass(frozen=True)
+class Whereabouts(Part):
+    """How far a rank is: the update at which it works (1 is the first), at which of the `POINTS`, since how many
+    seconds; and the last update after which all weights were seen equal."""
+
+    step: int = 0
+    point: str = ""
+    since_s: float = 0.0
+    last_equal: int | None = None
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """What is greater the further a rank is."""
+        return self.step, POINTS.index(self.point) if self.point in POINTS else 0
+
+    def at_least(self, other: Whereabouts) -> Whereabouts:
+        """Where a rank is that told this of itself, at some time, to one that is at `other` now.
+
+        Ranks pass an update together, so that none is a step behind one that has begun it.
+        """
+        return self if self.step >= other.step else replace(other, point="", since_s=0.0)
+
+    def __str__(self) -> str:
+        return f"step {self.step}, {self.point}" if self.point else f"step {self.step}"
+
+
+@dataclass(frozen=True)
+class Teller:
+    """Who composes messages: `rank` of `world`, which is `at` some step, with `folder` for bundles, if any."""
+
+    rank: int
+    world: int
+    at: Whereabouts
+    folder: Path | None = None
+
+    def failed(self, error: BaseException, line: str) -> Cause:
+        """This rank raised `error` in `line` of the loop."""
+        kind = kind_of(error)
+        verb = "ran out of memory" if kind == "out of memory" else "failed"
+        return self._cause(kind, self.rank, verb, first_line(error), self.at, ("where", line))
+
+    def died(self, rank: int, process: Process, code: int | None, kills: int, at: Whereabouts) -> Cause:
+        """The process of `rank` is gone. kills: how many the system ended for want of memory since the watch began."""
+        likely = f"memory ran out: the system ended {kills} process{'es' * (kills != 1)} for that since the watch began"
+        row = ("likely", f"{likely}  [inference, not proof]" if kills > 0 and code in (None, -9) else "")
+        seen = f"its process {process.pid} on {process.host} {ending(code)}"
+        return self._cause("died", rank, "died", seen, at, row)
+
+    def stopped(self, rank: int, process: Process, at: Whereabouts) -> Cause:
+        """The process of `rank` is there and does not run."""
+        seen = f"its process {process.pid} on {process.host} is {STOPPED}"
+        return self._cause("hangs", rank, "hangs", seen, at)
+
+    def silent(self, rank: int, process: Process, seconds: float, at: Whereabouts) -> Cause:
+        """A rank on another machine gives no sign of life."""
+        seen = (
+            f"its process {process.pid} on {process.host} has given no sign of life for {seconds:.0f} s: "
+            "it died, is stopped, or cannot be reached"
+        )
+        return self._cause("hangs", rank, "hangs", seen, at)
+
+    def behind(self, rank: int, at: Whereabouts) -> Cause:
+        """The process of `rank` runs, but the others waited for it until a timeout."""
+        passed = f"it passed no hook for {at.since_s:.0f} s"
+        seen = f"its process runs, but the others waited for it until their timeout; {passed}"
+        return self._cause("hangs", rank, "hangs", seen, at)
+
+    def ahead(self, rank: int, at: Whereabouts) -> Cause:
+        """This rank waited in a collective of the loop until a timeout, and `rank` is further and runs."""
+        seen = (
+            f"it waited in a collective until its timeout, while rank {rank} has been at {at} for {at.since_s:.0f} s: "
+            "one of them left out an update or a collective that the other one made"
+        )
+        return self._cause("hangs", None, "waited in vain", seen, self.at, who=self.rank)
+
+    def passed(self, others: Mapping[int, str], waiting: int) -> Cause:
+        """This rank waits in a gather for `others`, which wait for it: each rank with what it is in.
+
+        waiting: how many further ranks wait as this one does.
+        """
+        update = self.at.point == POINTS[2]
+        place = f"update {self.at.step}" if update else f"a line of the watch at {self.at}"
+        several, who = len(others) > 1, named(others)
+        seen = (
+            f"{'they are' if several else 'it is'} in {' and '.join(dict.fromkeys(others.values()))}, which rank "
+            f"{self.rank} would have to join, so that none of them can go on"
+        )
+        head = f"{who} of {self.world} went past {place}, at which rank {self.rank} waits: {seen}"
+        # Whoever is alone did what the others did not; of two nobody can tell.
+        alone = not waiting and several
+        too_much = f"rank {self.rank} makes {'an update' if update else 'a call'} that the others do not make"
+        likely = too_much if alone else f"{who} left it out, by a decision that was not one on all ranks"
+        row = ("likely", f"{likely}  [inference, not proof]")
+        ranks = (self.rank,) if alone else tuple(others)
+        return replace(self._told("violation", ranks[0], head, seen, self.at, row), ranks=ranks)
+
+    def left(self, rank: int, at: Whereabouts) -> Cause:
+        """`rank` closed its watch or ended in order, and the others still needed it."""
+        return self._cause("left", rank, "left", "it closed its watch, or ended, while the others went on", at)
+
+    def unknown(self, error: BaseException) -> Cause:
+        """This rank lost another one, and nothing says which."""
+        seen = f"another rank died, hangs or cannot be reached; which one is not known ({first_line(error)})"
+        return self._cause("died", None, "lost another rank", seen, self.at, who=self.rank)
+
+    def pulled(self, reason: str) -> Cause:
+        """The loop of this rank told all to stop."""
+        head = f"rank {self.rank} of {self.world} pulled the cord at {self.at}: {reason}"
+        return self._told("violation", self.rank, head, reason, self.at)
+
+    def _cause(
+        self,
+        kind: Kind,
+        rank: int | None,
+        verb: str,
+        seen: str,
+        at: Whereabouts,
+        *rows: tuple[str, str],
+        who: int | None = None,
+    ) -> Cause:
+        head = f"rank {who if rank is None else rank} of {self.world} {verb} at {at}, which is no violation: {seen}"
+        return self._told(kind, rank, head, seen, at, *rows)
+
+    def _told(
+        self, kind: Kind, rank: int | None, head: str, seen: str, at: Whereabouts, *rows: tuple[str, str]
+    ) -> Cause:
+        place = None if self.folder is None else self.folder / str(at.step)
+        shown = (
+            *rows,
+            ("state", "" if at.last_equal is None else f"last state known equal: step {at.last_equal}"),
+            ("bundle", "" if place is None else f"{place}  explain: {explaining(place)}"),
+        )
+        text = "\n".join([head if head.endswith(".") else f"{head}.", *row_lines(shown)])
+        ranks = () if rank is None else (rank,)
+        return Cause(kind, text, rank, at.step, HALT, seen, "", ranks, "" if place is None else str(place))

@@ -1,0 +1,179 @@
+"""What ranks tell each other about halting, over a store that is apart from every group (issue 3 item 4).
+
+Everything here returns at once or after a stated time: only the thread of the link waits for the store.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+from andon_contracts.causes import Cause
+from andon_contracts.fields import Part
+from andon_contracts.liveness.end_messages import Whereabouts
+from andon_contracts.liveness.pending_collectives import Counts
+from andon_contracts.liveness.process import Lasting, Process
+from andon_contracts.liveness.store_link import Board, Heartbeats, StoreLink
+
+POLL_S = 0.2
+"""How often a rank asks whether somebody pulled the cord."""
+_HURRIED_S = 0.02
+"""The same until it knows whom to look out for, and once there is something to end."""
+_BEAT_S = 1.0
+_ANSWER_S = 1.0
+_NEAR = 32
+"""So many ranks on either side may run on the same machine and are looked at there."""
+_PULLED = "pulled"
+
+
+@dataclass(frozen=True)
+class Progress(Part):
+    """What a rank of a watched loop tells of itself every second."""
+
+    at: Whereabouts
+    begun: Counts
+
+
+@dataclass(frozen=True)
+class News:
+    """What the store says of all ranks: those that left in order, and where each one was a second ago."""
+
+    left: frozenset[int]
+    at: Mapping[int, Whereabouts]
+
+
+class HaltLink:
+    """The ranks' line to each other. `learn` is called, in the thread of the link, with the cause that was first."""
+
+    def __init__(
+        self,
+        board: Board,
+        rank: int,
+        world: int,
+        learn: Callable[[Cause], None],
+        progress: Callable[[], Progress],
+        keeper: int | None = None,
+    ) -> None:
+        """keeper: the rank in whose process the store lives; None where it outlives the ranks."""
+        self.processes: Mapping[int, Process] = {}
+        self.ended: frozenset[int] = frozenset()
+        """Of the ranks nearby, those that know of the cause and have left their evidence."""
+        self.left: frozenset[int] = frozenset()
+        """Of the ranks nearby, those that had left in order when the cause came."""
+        self.broken = False
+        """Whether the store is gone, and its keeper did not say good-bye."""
+        self.silent_s = 0.0
+        """How long the next rank, on another machine, has given no sign of life."""
+        self._board, self._rank, self._world, self.keeper = board, rank, world, keeper
+        self.following = (rank + 1) % world
+        self._learn, self._progress = learn, progress
+        self._known = False
+        self._keeper_left = False
+        self._beats, self._beat_at = Heartbeats(board, rank, Progress), 0.0
+        self._silence, self._heard_last = Lasting(2 * _BEAT_S), object()
+        self._near = sorted({(rank + offset) % world for offset in range(-_NEAR, _NEAR + 1)} - {rank})
+        self._met = threading.Event()
+        # Before the thread has the store: a rank that dies at once must have said who it was.
+        self._beats.tell(progress())
+        self._link = StoreLink("andon-halt-link", self._routine, self._failed)
+
+    # what the other threads of this rank ask for
+
+    def meet(self) -> None:
+        """Wait until this rank knows whom to look out for; called when all ranks have made their link."""
+        self._met.wait(5 * _ANSWER_S)
+
+    def publish(self, cause: Cause) -> None:
+        """Tell all ranks to stop for `cause`; the first that is told wins, and all learn that one."""
+        self._link.post(lambda: self._take(self._board.compare_set(_PULLED, "", cause.to_json())))
+
+    def acknowledge(self) -> None:
+        """Tell the others that this rank knows, and has left what it has to leave."""
+        self._link.post(lambda: self._board.set(f"ended {self._rank}", "1"))
+
+    def ask(self) -> News | None:
+        """What the store says now; None where it does not answer in time."""
+        found: list[News] = []
+        self._link.ask(lambda: found.append(self._news()), _ANSWER_S)
+        return found[0] if found else None
+
+    def heard(self) -> Mapping[int, Counts]:
+        """What the ranks nearby have begun, as they told last; nothing where the store does not answer in time."""
+        found: dict[int, Counts] = {}
+        near = self._near
+        self._link.ask(
+            lambda: found.update({rank: beat.told.begun for rank, beat in self._beats.hear(near).items()}), _ANSWER_S
+        )
+        return found
+
+    def answers(self) -> bool:
+        """Whether the store has answered within the last second."""
+        return self._link.answers(_ANSWER_S)
+
+    def leave(self) -> None:
+        """Say that this rank is done and will not be missed, and end the thread. Takes at most two seconds."""
+        self._link.close(self._say_goodbye, 2 * _ANSWER_S)
+
+    # the thread
+
+    def _routine(self) -> float | None:
+        """Hear what there is to hear; seconds until the next time, None once nobody needs this rank any more."""
+        if not self._known and self._board.check([_PULLED]):
+            self._take(self._board.get(_PULLED))
+        if self._known:
+            self.ended = frozenset(r for r in self._near if self._board.check([f"ended {r}"]))
+            self.left = frozenset(r for r in self._near if self._board.check([f"left {r}"]))
+            return _HURRIED_S
+        if not self.processes:
+            heard = self._beats.hear(self._near)
+            if len(heard) == len(self._near):
+                self.processes = {rank: beat.process for rank, beat in heard.items()}
+                self._met.set()
+        if self.keeper is not None and self.keeper != self._rank and self._board.check([f"left {self.keeper}"]):
+            self._keeper_left = True
+            self._board.add("saw", 1)
+            return None
+        if time.monotonic() - self._beat_at >= _BEAT_S:
+            self._tell_progress()
+        return POLL_S if self.processes else _HURRIED_S
+
+    def _failed(self, error: Exception) -> None:
+        if not isinstance(error, RuntimeError):
+            raise error
+        self.broken = not self._keeper_left  # the store is gone: its keeper ended, in order or not
+
+    def _tell_progress(self) -> None:
+        self._beat_at = time.monotonic()
+        self._beats.tell(self._progress())
+        following = self.following
+        if following in self.processes and self.processes[following].look() == "elsewhere":
+            heard = self._beats.hear([following]).get(following)
+            silent = [following] if heard is not None and heard is self._heard_last else []
+            # Seconds in which this thread ran, so that a pause of the whole job counts for nothing.
+            self.silent_s = self._silence.look(silent).get(following, 0.0)
+            self._heard_last = heard
+
+    def _take(self, text: bytes) -> None:
+        if not self._known:
+            self._known = True
+            self._learn(Cause.from_json(text.decode("utf-8", "replace")))
+
+    def _news(self) -> News:
+        ranks = range(self._world)
+        at = {rank: beat.told.at for rank, beat in self._beats.hear(ranks).items()}
+        return News(frozenset(r for r in ranks if self._board.check([f"left {r}"])), at)
+
+    def _say_goodbye(self) -> None:
+        self._tell_progress()
+        self._board.set(f"left {self._rank}", "1")
+        saw = self._board.add("saw", 0 if self._keeper_left or self.keeper == self._rank else 1)
+        deadline = time.monotonic() + 3 * POLL_S
+        if self.keeper == self._rank and not self._known:
+            # With this process the store ends: the others must not take that for its death.
+            while saw < self._world - 1 and time.monotonic() < deadline:
+                time.sleep(POLL_S / 20)
+                with suppress(RuntimeError):
+                    saw = self._board.add("saw", 0)

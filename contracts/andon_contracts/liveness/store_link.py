@@ -1,0 +1,160 @@
+"""How ranks leave each other values: a board, the one thread of a rank that speaks with it, and signs of life on it.
+
+torch's store is a board. Another transport (sockets in a folder that permissions protect) has to offer the same six
+calls, and nothing in those who use this would change.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from andon_contracts.fields import Part, json_object
+from andon_contracts.liveness.process import Process
+
+Told = TypeVar("Told", bound=Part)
+
+
+class Board(Protocol):
+    """Values by name, which any rank may put and read.
+
+    Each call may take long, and raises `RuntimeError` or `OSError` once the board is gone. A rank calls it in one
+    thread alone.
+    """
+
+    def set(self, key: str, value: str, /) -> None:
+        """Put a value in the place of what is there."""
+
+    def get(self, key: str, /) -> bytes:
+        """The value of a name that is there."""
+        ...
+
+    def check(self, keys: list[str], /) -> bool:
+        """Whether all of these are there."""
+        ...
+
+    def multi_get(self, keys: list[str], /) -> list[bytes]:
+        """The values of names that are there, by one question."""
+        ...
+
+    def compare_set(self, key: str, expected: str, value: str, /) -> bytes:
+        """Put a value where there is what is expected ("": nothing); what is there afterwards."""
+        ...
+
+    def add(self, key: str, more: int, /) -> int:
+        """Count on; the number afterwards."""
+        ...
+
+
+class StoreLink:
+    """The thread of this rank that speaks with a board, so that one which does not answer blocks nobody else."""
+
+    def __init__(self, name: str, routine: Callable[[], float | None], failed: Callable[[Exception], None]) -> None:
+        """routine: done at once, and again after the seconds that it gives, or sooner; None: never again.
+
+        failed: called in the thread with the error of the routine or of a request, before who asked for it goes on.
+        The thread ends then: what becomes of a rank without it, is for `failed` to decide.
+        """
+        self._routine, self._failed = routine, failed
+        self._requests: deque[tuple[Callable[[], object], threading.Event]] = deque()
+        self._awake, self._over = threading.Event(), False
+        self._answered = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def answers(self, within_s: float) -> bool:
+        """Whether the board has answered within so many seconds."""
+        return self._thread.is_alive() and time.monotonic() - self._answered < within_s
+
+    def hurry(self) -> None:
+        """Have the routine done now."""
+        self._awake.set()
+
+    def post(self, request: Callable[[], object]) -> threading.Event:
+        """Have this done in the thread; what is set once it was, or the thread has ended."""
+        done = threading.Event()
+        self._requests.append((request, done))
+        self._awake.set()
+        return done
+
+    def ask(self, request: Callable[[], object], within_s: float) -> None:
+        """Have this done in the thread and wait for it, but no longer than that."""
+        if self._thread.is_alive():
+            self.post(request).wait(within_s)
+
+    def close(self, last: Callable[[], object], within_s: float) -> None:
+        """Have this done and end the thread; wait for it, but no longer than that. Nothing in the thread itself."""
+        if threading.current_thread() is not self._thread and self._thread.is_alive():
+            self._requests.append((last, threading.Event()))
+            self._over = True
+            # Last, so that whatever the thread has missed, it looks again at once and not after its pause.
+            self._awake.set()
+            self._thread.join(within_s)
+
+    def _run(self) -> None:
+        doing, pause = threading.Event(), 0.0
+        try:
+            while True:
+                self._awake.wait(pause)
+                self._awake.clear()
+                over = self._over  # before the last look at the requests, so that none comes after it
+                while self._requests:
+                    request, doing = self._requests.popleft()
+                    request()
+                    self._answered = time.monotonic()
+                    doing.set()
+                again = None if over else self._routine()
+                if again is None:
+                    return
+                self._answered, pause = time.monotonic(), again
+        except Exception as error:  # noqa: BLE001 - whatever it is, somebody has to hear of it
+            self._failed(error)
+        finally:
+            doing.set()
+            while self._requests:  # not by iterating: others may still append
+                self._requests.popleft()[1].set()
+
+
+@dataclass(frozen=True)
+class Beat(Generic[Told]):
+    """One sign of life: the process that gave it, and what it told."""
+
+    process: Process
+    told: Told
+
+
+class Heartbeats(Generic[Told]):
+    """The signs of life of all ranks on one board, each read by one checked form. For the thread of a link alone."""
+
+    def __init__(self, board: Board, rank: int, form: type[Told]) -> None:
+        self._board, self._rank, self._form = board, rank, form
+        self._here, self._number = Process.here(), 0
+        self._heard: dict[int, tuple[bytes, Beat[Told]]] = {}
+
+    def tell(self, told: Told) -> None:
+        """Give a sign of life of this rank."""
+        self._number += 1  # so that each is another, also where nothing has changed with the rank
+        body = {"number": self._number, "process": self._here.to_json(), "told": told.to_json()}
+        self._board.set(f"beat {self._rank}", json.dumps(body))
+
+    def hear(self, ranks: Iterable[int]) -> dict[int, Beat[Told]]:
+        """The last sign of those of these ranks that have given any: the same object as long as it is the last.
+
+        One question for all that were heard before; only of the others it must be asked whether they came. Raises
+        `ValueError` for what no rank of ours has put there.
+        """
+        known = [rank for rank in ranks if rank in self._heard or self._board.check([f"beat {rank}"])]
+        found = self._board.multi_get([f"beat {rank}" for rank in known]) if known else []
+        for rank, raw in zip(known, found, strict=True):
+            if rank not in self._heard or self._heard[rank][0] != raw:
+                self._heard[rank] = raw, self._read(raw)
+        return {rank: self._heard[rank][1] for rank in known}
+
+    def _read(self, raw: bytes) -> Beat[Told]:
+        body = json_object(json.loads(raw), "beat")
+        return Beat(Process.from_json(body.get("process")), self._form.from_json(body.get("told")))

@@ -1,0 +1,220 @@
+"""Gradients on their way: every raw local gradient, seen before it is added, averaged, clipped or repaired, also by a
+hook that was there before; and which of them the loop reduced, in which order.
+
+A hook finds the smallest and the largest element and waits for nothing; they are looked at together, just before the
+update.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from andon_contracts.liveness.pending_collectives import PendingCollectives
+from andon_contracts.observe import Extremes, extremes, numbers
+from andon_contracts.watch.values import text_digest
+
+_INFINITE = float("inf")
+_TIMED = 8
+"""The hooks of every so many-th window are timed: looking at the clock takes as long as much of what they do."""
+
+
+@dataclass(frozen=True)
+class Raw:
+    """What one window of backward passes showed. Indices are those of the parameters, plus one; 0: none."""
+
+    nonfinite: int
+    stale: int
+    extremes: Sequence[tuple[int, float, float]]
+    """(parameter, smallest, largest element) of each gradient."""
+
+    @property
+    def touched(self) -> set[int]:
+        """Parameters that got a gradient."""
+        return {owner for owner, _, _ in self.extremes}
+
+    @property
+    def nonzero(self) -> set[int]:
+        """Parameters that got one that is not all zero."""
+        return {owner for owner, low, high in self.extremes if low != 0 or high != 0}
+
+
+class Pulled(Protocol):
+    """What says whether any rank pulled the cord, and is told of backward passes."""
+
+    begun: PendingCollectives
+
+    @property
+    def cause(self) -> object | None:
+        """Why; None where nobody did."""
+
+    def heed(self) -> None:
+        """Raise for it."""
+
+
+class GradientHooks:
+    """The raw gradients of `parameters` since the last update of their optimizer."""
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], discarded: Callable[[], None]) -> None:
+        """discarded: called when a gradient turns out to have been set to None within a window."""
+        self.muted = False
+        self.cord: Pulled | None = None
+        self.backward_seen = False
+        self._discarded = discarded
+        self._count = len(parameters)
+        self._seen = Extremes(parameters)
+        self._left: list[tuple[int, Tensor, Tensor]] = []
+        self._timed, self._windows, self._timed_windows, self._timed_s = True, 1, 1, 0.0
+        self._started = bytearray(self._count)
+        self._handles = [_hooked_first(p, self._hook(index, p)) for index, p in enumerate(parameters)]
+
+    def _hook(self, index: int, parameter: torch.nn.Parameter) -> Callable[[Tensor], None]:
+        def see(gradient: Tensor) -> None:
+            if self.muted:
+                return
+            timed = self._timed
+            began = time.perf_counter() if timed else 0.0
+            cord = self.cord
+            if cord is not None:
+                if cord.cause is not None:
+                    cord.heed()
+                if cord.begun.armed:
+                    cord.begun.backward(parameter)
+            held = parameter.grad
+            if not self._started[index]:
+                self._started[index] = True
+                if held is not None:
+                    self._left.append((index, *extremes(held)))
+            elif held is None:
+                self._forget(index)
+            self.backward_seen = True
+            self._seen.add(index, gradient)
+            if timed:
+                self._timed_s += time.perf_counter() - began
+
+        return see
+
+    @property
+    def spent(self) -> float:
+        """Seconds in the hooks: those of every `_TIMED`th window, which stand for the others too."""
+        return self._timed_s * self._windows / self._timed_windows
+
+    @property
+    def started(self) -> bool:
+        """Whether a backward pass of this window has reached a parameter."""
+        return self._seen.any
+
+    def _forget(self, index: int) -> None:
+        # Somebody threw the window away by hand; with the first parameter that shows it, all of it goes.
+        if self._seen.has(index):
+            self.discard()
+            self._started[index] = True
+
+    def _clear(self) -> None:
+        self._seen.clear()
+        self._left.clear()
+        self.backward_seen = False
+
+    def discard(self) -> None:
+        """The gradients so far were thrown away: what they showed is of no concern."""
+        self._clear()
+        self._started = bytearray(b"\x01" * self._count)
+        self._discarded()
+
+    def read(self) -> Raw:
+        """What the window showed. One wait for each device."""
+        seen = self._seen.read()
+        bad = [owner for owner, low, high in seen if not (low > -_INFINITE and high < _INFINITE)]
+        return Raw(min(bad, default=-1) + 1, self._stale() + 1, seen)
+
+    def _stale(self) -> int:
+        """The first parameter whose gradient was not zero when the window began; -1: none."""
+        if not self._left:
+            return -1
+        left = numbers([low for _, low, _ in self._left]), numbers([high for _, _, high in self._left])
+        stale = [index for (index, _, _), low, high in zip(self._left, *left, strict=True) if low != 0 or high != 0]
+        return min(stale, default=-1)
+
+    def reset(self) -> None:
+        """A new window begins: the optimizer has taken what there was."""
+        self._clear()
+        self._started = bytearray(self._count)
+        self._windows += 1
+        self._timed = self._windows % _TIMED == 1
+        self._timed_windows += self._timed
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+def _hooked_first(parameter: torch.nn.Parameter, hook: Callable[[Tensor], None]) -> RemovableHandle:
+    """Let `hook` see the gradients of `parameter` before the hooks that it has already, which may change them."""
+    handle: RemovableHandle = parameter.register_hook(hook)  # type: ignore[no-untyped-call]
+    hooks = parameter._backward_hooks
+    if hooks is not None and len(hooks) > 1:
+        # Torch calls them as they were put in; `OrderedDict.move_to_end` does not change that.
+        before = [(key, each) for key, each in hooks.items() if key != handle.id]
+        for key, each in before:
+            del hooks[key]
+            hooks[key] = each
+    return handle
+
+
+_NO_CALLS = text_digest([])
+
+
+class Reductions:
+    """The calls of one window. A tensor is known by its memory, looked up anew at each call: what an allocator gave
+    out again is not mistaken for what was there before, so that all ranks of a right loop see the same calls.
+    """
+
+    def __init__(self, members: Sequence[torch.nn.Parameter]) -> None:
+        self._members = members
+        self._alike: dict[tuple[int, torch.dtype], list[int]] = defaultdict(list)
+        for index, parameter in enumerate(members):
+            self._alike[parameter.numel(), parameter.dtype].append(index)
+        self._calls: list[tuple[object, ...]] = []
+        self._next = 0
+        self.strided = 0
+        """The last member (index plus one) whose gradient was reduced although it is not contiguous; 0: none."""
+
+    def add(self, tensor: Tensor) -> None:
+        """`tensor` is about to be reduced."""
+        index = self._index(tensor)
+        self._calls.append((index, tuple(tensor.shape), str(tensor.dtype)))
+        if index >= 0:
+            self._next = index + 1
+            if tensor.layout == torch.strided and not tensor.is_contiguous():
+                self.strided = index + 1
+
+    def _index(self, tensor: Tensor) -> int:
+        """The member whose gradient `tensor` is, or lies in the memory of; -1 for any other tensor."""
+        # Loops mostly go through the gradients in order.
+        if self._next < len(self._members) and _is(tensor, self._members[self._next].grad):
+            return self._next
+        alike = self._alike.get((tensor.numel(), tensor.dtype), ())
+        return next((index for index in alike if _is(tensor, self._members[index].grad)), -1)
+
+    def digest(self) -> int:
+        """What must be the same on all ranks."""
+        return text_digest(self._calls) if self._calls else _NO_CALLS
+
+    def clear(self) -> None:
+        """Another window begins."""
+        self._calls, self._next, self.strided = [], 0, 0
+
+
+def _is(tensor: Tensor, gradient: Tensor | None) -> bool:
+    if gradient is None or gradient.layout != tensor.layout:
+        return False
+    return tensor is gradient or (tensor.layout == torch.strided and tensor.data_ptr() == gradient.data_ptr() != 0)

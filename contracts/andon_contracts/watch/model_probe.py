@@ -1,0 +1,310 @@
+"""What is watched: the module inside its wrappers, its parameters by name, and what must stay as it was; hooks that see
+its forward passes; the random state from which it draws.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter, is_
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import UninitializedParameter
+
+from andon_contracts.laws.loop import change_of
+from andon_contracts.observe import norm_of
+
+_REPLACED, _TOGGLED, _ADDED, _MISSING, _FOREIGN, _UNDECLARED, _FROZEN, _UNTIED = range(1, 9)
+_modules_of, _parameters_of, _requires_grad = map(attrgetter, ("_modules", "_parameters", "requires_grad"))
+_WRAPPERS = ("module", "_orig_mod", "_forward_module")
+
+
+def unwrap(model: nn.Module) -> tuple[nn.Module, tuple[nn.Module, ...]]:
+    """The innermost module of wrappers that only delegate, and the wrappers from the outside in."""
+    wrappers: list[nn.Module] = []
+    while True:
+        wraps = type(model).__name__ in ("DistributedDataParallel", "DataParallel", "OptimizedModule", "_FabricModule")
+        inner = next((model._modules[n] for n in _WRAPPERS if n in model._modules), None) if wraps else None
+        if inner is None:
+            return model, tuple(wrappers)
+        wrappers.append(model)
+        model = inner
+
+
+class Several(nn.Module):
+    """Modules, inside their wrappers, and loose parameters that one optimizer trains and no module holds together."""
+
+    def __init__(self, modules: Sequence[nn.Module], loose: Sequence[nn.Parameter]) -> None:
+        super().__init__()
+        for index, module in enumerate(modules):
+            self.add_module(str(index), unwrap(module)[0])
+        for index, parameter in enumerate(loose):
+            self.register_parameter(f"loose{index}", parameter)
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether this rank holds only a part of the tensor (FSDP2, tensor parallel)."""
+    return hasattr(tensor, "placements") and any(not p.is_replicate() for p in tensor.placements)
+
+
+def pieces(tensor: torch.Tensor) -> int:
+    """In how many parts the tensor is dealt out; 1 where every rank holds all of it."""
+    found = 1
+    for dimension, placement in enumerate(getattr(tensor, "placements", ())):
+        found *= 1 if placement.is_replicate() else tensor.device_mesh.size(dimension)  # type: ignore[attr-defined]
+    return found
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place in the model that holds a parameter."""
+
+    owner: nn.Module
+    attribute: str
+    name: str
+    parameter: nn.Parameter
+    trainable: bool
+
+
+class ModelProbe:
+    """A model and its optimizers as they were when the watch began."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        declared: Sequence[str] | None,
+        tied: Sequence[tuple[str, str]],
+    ) -> None:
+        """declared: name patterns of the trainable parameters; tied: pairs of names that share a tensor."""
+        self.outer = model
+        self.inner, wrapping = unwrap(model)
+        self.wrappers = tuple(type(each).__name__ for each in wrapping)
+        self.unused_expected = any(getattr(each, "find_unused_parameters", False) for each in wrapping)
+        compiled = self.wrappers.index("OptimizedModule") if "OptimizedModule" in self.wrappers else None
+        in_place = getattr(self.inner, "_compiled_call_impl", None) is not None
+        # Hooks inside of what is compiled do not run.
+        self.called = self.inner if compiled is None else wrapping[compiled]
+        self.compiled = compiled is not None or in_place
+        self.begins_unseen = in_place or (
+            compiled is not None and "DistributedDataParallel" in self.wrappers[compiled:]
+        )
+        self.modules = list(self.inner.modules())
+        self.slots = [
+            Slot(owner, attribute, f"{prefix}.{attribute}" if prefix else attribute, parameter, parameter.requires_grad)
+            for prefix, owner in self.inner.named_modules()
+            for attribute, parameter in owner._parameters.items()
+            if parameter is not None
+        ]
+        self._owners = [slot.owner for slot in self.slots]
+        self._attributes = [slot.attribute for slot in self.slots]
+        self._held = [slot.parameter for slot in self.slots]
+        self._trainable = [slot.trainable for slot in self.slots]
+        self.names = tuple(slot.name for slot in self.slots)
+        self.parameters = self._first_of_each()
+        self.trainable = {name: p for name, p in self.parameters.items() if p.requires_grad}
+        self.frozen = {name: p for name, p in self.parameters.items() if not p.requires_grad}
+        self._norms = [
+            (n, m) for n, m in self.inner.named_modules() if isinstance(m, _BatchNorm) and m.track_running_stats
+        ]
+        self.sharded = any(is_sharded(parameter) for parameter in self.parameters.values())
+        self._optimizers = tuple(optimizers)
+        self._groups = self._members()
+        self._counts = self._sizes()
+        self._declared = declared
+        self._tied = tied
+
+    def _first_of_each(self) -> dict[str, nn.Parameter]:
+        found: dict[int, tuple[str, nn.Parameter]] = {}
+        for slot in self.slots:
+            found.setdefault(id(slot.parameter), (slot.name, slot.parameter))
+        return dict(found.values())
+
+    def _members(self) -> list[list[int]]:
+        return [list(map(id, group["params"])) for each in self._optimizers for group in each.param_groups]
+
+    def _sizes(self) -> list[int]:
+        return [*map(len, map(_modules_of, self.modules)), *map(len, map(_parameters_of, self.modules))]
+
+    def name_of(self) -> Mapping[int, str]:
+        """The name of each parameter by its identity."""
+        return {id(parameter): name for name, parameter in self.parameters.items()}
+
+    def accelerators(self) -> list[str]:
+        """The names of the accelerators that hold parameters."""
+        used = {parameter.device for parameter in self.parameters.values() if parameter.device.type == "cuda"}
+        return [torch.cuda.get_device_name(device) for device in used]
+
+    def buffers(self) -> list[torch.Tensor]:
+        """The buffers that are there now, in the order of the modules."""
+        return [b for module in self.modules for b in module._buffers.values() if b is not None]
+
+    def buffers_by_name(self) -> dict[str, torch.Tensor]:
+        """The buffers that are there now, by name."""
+        return dict(self.inner.named_buffers())
+
+    def modes(self) -> bytes:
+        """The mode of every module, in order."""
+        return bytes([module.training for module in self.modules])
+
+    def norm_in_training(self) -> int:
+        """The number, from 1, of the first batch norm with statistics of its own that is in training mode; 0: none."""
+        return next((number for number, (_, norm) in enumerate(self._norms, 1) if norm.training), 0)
+
+    def norm_name(self, number: int) -> str:
+        """What `norm_in_training` gave, by its name; "" for 0."""
+        return self._norms[number - 1][0] if number else ""
+
+    def strange_optimizers(self) -> list[int]:
+        """The numbers, from 1, of the optimizers that hold no parameter of the model."""
+        mine = {id(parameter) for parameter in self.parameters.values()}
+        return [
+            number
+            for number, each in enumerate(self._optimizers, 1)
+            if not any(id(member) in mine for group in each.param_groups for member in group["params"])
+        ]
+
+    def without_values(self) -> list[str]:
+        """What is wrong, in words, with parameters that have no values to look at."""
+        lazy = [name for name, p in self.parameters.items() if isinstance(p, UninitializedParameter)]
+        meta = [name for name, p in self.parameters.items() if p.is_meta and name not in lazy]
+        found = []
+        if lazy:
+            found.append(f"{_few(lazy)} have no shape yet: call the lazy module once, before the watch is opened")
+        if meta:
+            found.append(f"{_few(meta)} are on the meta device and have no values: load the model first")
+        return found
+
+    def norm_share(self, tensors: Iterable[torch.Tensor], world: int) -> float:
+        """The part of the 2-norm of `tensors` that this rank answers for, of `world`; see `norm_of_all`."""
+        if not self.sharded:
+            return norm_of(tensors)
+        by_pieces: dict[int, list[torch.Tensor]] = {}
+        for tensor in tensors:
+            by_pieces.setdefault(pieces(tensor), []).append(tensor)
+        squares = (norm_of(each) ** 2 * n / world for n, each in by_pieces.items())
+        return math.sqrt(sum(squares))
+
+    def norm_of_all(self, shares: Sequence[float]) -> float:
+        """The 2-norm of tensors from every rank's `norm_share`: its own where each rank holds all of them."""
+        return math.sqrt(sum(share**2 for share in shares)) if self.sharded else shares[0]
+
+    def fault_at_start(self) -> int:
+        """A `change_of` for the first disagreement of model, optimizers and what was declared; 0: none."""
+        index = {id(slot.parameter): i for i, slot in reversed(list(enumerate(self.slots)))}
+        held = {member for group in self._groups for member in group}
+        if self._declared is not None:
+            for i, slot in enumerate(self.slots):
+                if slot.trainable != any(fnmatch.fnmatchcase(slot.name, pattern) for pattern in self._declared):
+                    return change_of(_UNDECLARED if slot.trainable else _FROZEN, i)
+        for i, slot in enumerate(self.slots):
+            if slot.trainable and id(slot.parameter) not in held:
+                return change_of(_MISSING, i)
+        for each in self._optimizers:
+            for parameter in (p for group in each.param_groups for p in group["params"]):
+                if parameter.requires_grad and id(parameter) not in index:
+                    return change_of(_FOREIGN, len(self.slots))
+        by_name = {slot.name: slot for slot in self.slots}
+        for one, other in self._tied:
+            if by_name[one].parameter is not by_name[other].parameter:
+                return change_of(_UNTIED, self.names.index(one))
+        return 0
+
+    def change(self, stepping: torch.optim.Optimizer | None = None) -> int:
+        """A `change_of` for the first thing that is not as it was at the start; 0 where all is.
+
+        stepping: whose update it is. What only other optimizers hold may be frozen until it is their turn, as loops do
+        with adversaries; None: nothing may be.
+        """
+        now = list(map(dict.get, map(_parameters_of, self._owners), self._attributes))
+        if not all(map(is_, now, self._held)):
+            return change_of(_REPLACED, _first_odd(list(map(id, now)), list(map(id, self._held))))
+        trainable = list(map(_requires_grad, now))
+        if trainable != self._trainable:
+            trainable = self._toggled_back(trainable, stepping)
+        if trainable != self._trainable:
+            return change_of(_TOGGLED, _first_odd(trainable, self._trainable))
+        if self._sizes() != self._counts:
+            return change_of(_ADDED, len(self.slots))
+        if self._members() != self._groups:
+            return change_of(_FOREIGN, len(self.slots))
+        return 0
+
+    def _toggled_back(self, trainable: list[bool], stepping: torch.optim.Optimizer | None) -> list[bool]:
+        """`trainable` by slot, as if what waits for the turn of another optimizer than `stepping` were not frozen."""
+        if stepping is None:
+            return trainable
+        waiting: set[int] = set()
+        for each in self._optimizers:
+            if each is not stepping:
+                waiting |= {id(p) for group in each.param_groups for p in group["params"]}
+        waiting -= {id(p) for group in stepping.param_groups for p in group["params"]}
+        waits = [id(parameter) in waiting for parameter in self._held]
+        return [now or (was and late) for now, was, late in zip(trainable, self._trainable, waits, strict=True)]
+
+    def became(self) -> str:
+        """What the model was made into since the start, by words of what is done when training is over; "": nothing."""
+        now = {id(parameter) for parameter in self.inner.parameters()}
+        if self.change() or now != {id(parameter) for parameter in self.parameters.values()}:
+            return "the model has other parameters now"
+        if any(getattr(module, "merged", False) is True for module in self.inner.modules()):
+            return "an adapter is merged into its base now"
+        return ""
+
+
+def _first_odd(found: Sequence[object], known: Sequence[object]) -> int:
+    return next(index for index, (one, other) in enumerate(zip(found, known, strict=True)) if one != other)
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more parameters" if len(names) > 3 else "")
+
+
+def unknown_names(names: Iterable[str], known: Sequence[str]) -> list[str]:
+    """Those of `names` (patterns) that match no known name."""
+    return [name for name in names if not any(fnmatch.fnmatchcase(one, name) for one in known)]
+
+
+class ForwardTap:
+    """A hook before or after a forward pass. Copies of the model (an average of weights, say) are not watched."""
+
+    def __init__(self, see: Callable[[], None] | None) -> None:
+        self._see = see
+
+    def __call__(self, module: nn.Module, *seen: object) -> None:
+        """The module's forward pass begins, or ends."""
+        if self._see is not None and not torch.compiler.is_compiling():
+            self._see()
+
+    def __deepcopy__(self, memo: object) -> ForwardTap:
+        return ForwardTap(None)
+
+    def __reduce__(self) -> tuple[type[ForwardTap], tuple[None]]:
+        return ForwardTap, (None,)
+
+
+def random_state(device: torch.device) -> Tensor | None:
+    """The random state from which a model on `device` draws, as int64 words; None for devices that are not known."""
+    if device.type not in ("cpu", "cuda"):
+        return None
+    own = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    return torch.cat([*own, torch.get_rng_state()]).view(torch.int64)
+
+
+def restore_random(state: Tensor, device: torch.device) -> None:
+    """Draw from the `state` that `random_state` gave."""
+    found = state.contiguous().view(torch.uint8)
+    size = torch.get_rng_state().numel()
+    # Clones, because a generator reads the memory in which a tensor lies from its beginning.
+    torch.set_rng_state(found[-size:].clone())
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(found[:-size].clone(), device)
+
+
+def mixes_rows(module: nn.Module) -> bool:
+    """Whether a row's result depends on the rows beside it, as with batch statistics."""
+    return any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in module.modules())

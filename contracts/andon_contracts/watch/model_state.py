@@ -1,0 +1,155 @@
+"""What no optimizer holds. Frozen weights: all read at the start, and again part by part, so that no step pays for
+all. Buffers: small ones are read at every look; large ones where a version counter of torch moved, and in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
+
+import torch
+from torch import Tensor
+
+from andon_contracts.observe import Observer, chained, flat_digest, plain
+
+ROUND = 64
+"""Looks within which every frozen weight was read, and every large buffer."""
+SMALL_BYTES = 1 << 18
+"""A buffer of no more is read at every look, as long as all such are no more than `_PART_BYTES`."""
+_PART_BYTES = 1 << 20
+_version = attrgetter("_version")
+
+
+class FrozenBase:
+    """The digest of weights that nobody is to change. All are read where a version counter of torch moved."""
+
+    def __init__(self, frozen: Sequence[torch.nn.Parameter]) -> None:
+        self._frozen = frozen
+        self._parts: list[list[Tensor]] = []
+        self._sums: list[int] = []
+        self._marks: list[int] = []
+        self._looks = 0
+        self.first = self._read_all()
+        """The digest at the start, in [0, 2^64)."""
+        self._now = self.first
+
+    def digest(self) -> int:
+        """The digest of what was last read of each weight; one call for each update."""
+        if not self.untouched:
+            return self.first if self._thawed() else self.last_look()
+        parts, looks = len(self._parts), self._looks
+        self._looks += 1
+        changed = False
+        for index in range(parts * (looks % ROUND) // ROUND, parts * (looks % ROUND + 1) // ROUND):
+            seen = flat_digest(self._parts[index])
+            changed |= seen != self._sums[index]
+            self._sums[index] = seen
+        if changed and self._thawed():
+            return self.first
+        if changed:
+            self._now = chained(len(self._sums), self._sums)
+        return self._now
+
+    @property
+    def untouched(self) -> bool:
+        """Whether no version counter moved since the last look."""
+        return self._marks == self._marked()
+
+    def last_look(self) -> int:
+        """The digest of all as they are now, whatever was read before."""
+        self._now = self._read_all()
+        return self._now
+
+    def _thawed(self) -> bool:
+        """Whether a weight is frozen no longer; then it is none of the base, and what is left begins anew."""
+        left = [parameter for parameter in self._frozen if not parameter.requires_grad]
+        if len(left) == len(self._frozen):
+            return False
+        self._frozen = left
+        self.first = self.last_look()
+        return True
+
+    def _marked(self) -> list[int]:
+        return [*map(_version, self._frozen), *map(Tensor.data_ptr, self._frozen)]
+
+    def _read_all(self) -> int:
+        self._marks = self._marked()
+        self._parts = list(_parts(self._frozen))
+        self._sums = [flat_digest(part) for part in self._parts]
+        return chained(len(self._sums), self._sums)
+
+
+class Buffers:
+    """The digest of a model's buffers. What is read is decided by sizes and by the update alone, so that ranks that
+    miss a look still compare the same.
+    """
+
+    def __init__(self) -> None:
+        self._small, self._large, self._part = Observer(stable=True), Observer(), Observer()
+        self._marks: list[int] | None = None
+        self._now = 0
+
+    def portable(self, portable: bool) -> None:
+        """Whether digests must be the same on all kinds of devices, because the ranks' devices differ."""
+        for reader in (self._small, self._large, self._part):
+            reader.portable = portable
+        self._marks = None
+
+    def digest(self, buffers: Sequence[Tensor], update: int) -> int:
+        """The digest in [0, 2^64) of the small ones of `buffers`, of what was last read of the large ones, and of the
+        part of these whose turn is at `update`, read now.
+        """
+        small, large = _by_size(buffers)
+        found = [self._small.look(small).digest]
+        if large:
+            marks = [*map(id, large), *map(_version, large), *map(Tensor.data_ptr, large)]
+            if marks != self._marks:
+                self._marks, self._now = marks, self._large.look(large).digest
+            found += [self._now, self._part.look(_turn(large, update)).digest]
+        return chained(len(found), found)
+
+
+def _by_size(buffers: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """The small ones of `buffers` and the others, each in order."""
+    small: list[Tensor] = []
+    large: list[Tensor] = []
+    room = _PART_BYTES
+    for buffer in buffers:
+        size = buffer.numel() * buffer.element_size()
+        if size <= min(SMALL_BYTES, room):
+            room -= size
+            small.append(buffer)
+        else:
+            large.append(buffer)
+    return small, large
+
+
+def _turn(tensors: Sequence[Tensor], update: int) -> list[Tensor]:
+    """The parts of `tensors` whose turn it is: all of them within `ROUND` updates."""
+    parts, turn = list(_parts(tensors)), update % ROUND
+    if len(parts) < ROUND:
+        return parts[update % len(parts)]
+    return [piece for part in parts[len(parts) * turn // ROUND : len(parts) * (turn + 1) // ROUND] for piece in part]
+
+
+def _parts(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """`tensors` in order as lists of views of about `_PART_BYTES`, large ones in slices."""
+    part: list[Tensor] = []
+    size = 0
+    for tensor in map(plain, tensors):
+        for piece in _slices(tensor):
+            bytes_ = piece.numel() * piece.element_size()
+            if part and size + bytes_ > _PART_BYTES:
+                yield part
+                part, size = [], 0
+            part.append(piece)
+            size += bytes_
+    if part:
+        yield part
+
+
+def _slices(tensor: Tensor) -> Sequence[Tensor]:
+    # Only a contiguous tensor has slices that stay views of it.
+    if not tensor.is_contiguous():
+        return (tensor,)
+    return torch.split(tensor.view(-1), max(1, _PART_BYTES // tensor.element_size()))

@@ -1,0 +1,180 @@
+"""The two gathers of a watched update, before it and after it: what is observed, told, judged and written down."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from andon_contracts.act import Scene
+from andon_contracts.agree import Observation
+from andon_contracts.laws.law import Observations, Seen, in_lockstep
+from andon_contracts.laws.loop import AFTER, BEFORE, FROZEN, START, each_by_itself
+from andon_contracts.observe import Observer
+from andon_contracts.watch.auditing import Auditor
+from andon_contracts.watch.exchange import Exchange
+from andon_contracts.watch.judging import Verdicts
+from andon_contracts.watch.ledger import Recorder, Told
+from andon_contracts.watch.model_probe import ModelProbe
+from andon_contracts.watch.model_state import Buffers, FrozenBase
+from andon_contracts.watch.optimizer_probe import OptimizerProbe
+from andon_contracts.watch.outcomes import Outcomes
+from andon_contracts.watch.replicas import Replicas
+from andon_contracts.watch.rows import Rows
+from andon_contracts.watch.second_look import SecondLook
+from andon_contracts.watch.user_reports import UserReports
+from andon_contracts.watch.values import layout_digest
+
+
+class Updates:
+    """The updates of a watched loop. `steps` were made so far, and `spent` seconds on looking at them."""
+
+    def __init__(
+        self,
+        subject: ModelProbe,
+        probes: Sequence[OptimizerProbe],
+        exchange: Exchange,
+        replicas: Replicas,
+        verdicts: Verdicts,
+        recorder: Recorder,
+        rows: Rows,
+    ) -> None:
+        self._subject = subject
+        self._probes = probes
+        self._exchange = exchange
+        self._replicas = replicas
+        self._verdicts = verdicts
+        self._settings = verdicts.settings
+        self._recorder = recorder
+        self.second_look = SecondLook(exchange, replicas, verdicts, subject, rows)
+        self.auditor = Auditor(exchange, verdicts, rows, probes)
+        self.reports = UserReports(exchange, verdicts, rows)
+        self.outcomes = Outcomes(exchange, verdicts, probes, recorder, subject)
+        self._before_laws, self._after_laws = verdicts.alive(BEFORE), verdicts.alive(AFTER)
+        self._want = each_by_itself(self._settings.clip or None)
+        self._base = FrozenBase(list(subject.frozen.values()))
+        self._buffers = Buffers()
+        self._seen_before: Observations = ()
+        self._aligned: Observations = ()
+        self.spent = 0.0
+        self.steps = 0
+
+    @property
+    def made(self) -> int:
+        """The updates of the optimizer that has made most, those before the watch included."""
+        return max(probe.updates for probe in self._probes)
+
+    def start(self) -> None:
+        """Acquaintance with the other ranks' replicas, and the first look at them. Collective."""
+        subject = self._subject
+        self._exchange.connect()
+        portable = self._devices_differ()
+        low = [i for i, slot in enumerate(subject.slots) if slot.trainable and slot.parameter.element_size() < 4]
+        values = {
+            "change": subject.fault_at_start(),
+            "layout": layout_digest(subject.parameters),
+            "weights": Observer(portable=portable).look(list(subject.parameters.values())).digest,
+            "imprecise": low[0] + 1 if low else 0,
+        }
+        observations = self._replicas.align(self._exchange(0, "start", values, judged=True))
+        optimizers = [probe.optimizer for probe in self._probes]
+        self._recorder.opened(self._exchange.world_size, optimizers, self._settings.rows, self._settings.start)
+        seen: Seen[object] = Seen(observations, None, subject.names)
+        judgement = self._verdicts.judgement(self._verdicts.alive(START), seen)
+        if judgement.first is None:
+            self.second_look.note_equal(self._settings.start, seen)
+        else:
+            self.second_look.start(judgement)
+        self.reports.look_at_data()
+
+    def _devices_differ(self) -> bool:
+        """Whether replicas are on different kinds of devices; if so, their digests are made comparable. Collective."""
+        kinds = {parameter.device.type for parameter in self._subject.parameters.values()}
+        seen = Seen(self._exchange(0, "devices", {"on the CPU": int(kinds == {"cpu"})}), None)
+        differ = bool(seen.differing)
+        self._buffers.portable(differ)
+        for probe in self._probes:
+            probe.portable(differ)
+        return differ
+
+    def forward(self) -> None:
+        """A forward pass begins."""
+        if not torch.is_grad_enabled():
+            self.outcomes.norm_in_training = self._subject.norm_in_training()
+        if "buffers-agree" not in self._verdicts.live or not torch.is_grad_enabled():
+            return
+        probes = [probe for probe in self._probes if not probe.taps.started]
+        if not probes or any(probe.taps.muted for probe in probes):
+            return
+        began = time.perf_counter()
+        digest = self._buffers.digest(self._subject.buffers(), self.made + 1)
+        for probe in probes:
+            probe.buffers = digest
+        self.spent += time.perf_counter() - began
+
+    def after(self, probe: OptimizerProbe) -> None:
+        """An update of `probe`'s optimizer was made."""
+        began = time.perf_counter()
+        values = probe.after()
+        self.steps, self.outcomes.norm_in_training = self.steps + 1, 0
+        seen = self._exchange(probe.updates, f"after {self._number(probe)}", values, judged=True)
+        self._record(probe, seen)
+        aligned: Seen[object] = Seen(self._replicas.align(seen), None, self._subject.names)
+        judgement = self._verdicts.judgement(self._after_laws, aligned)
+        if judgement.first is not None:
+            self.second_look.after(probe, judgement, self._aligned)
+        self.second_look.note_equal(probe.updates, aligned)
+        probe.moments_equal = "optimizer" not in aligned.differing
+        probe.turn()
+        self.spent += time.perf_counter() - began
+
+    def _record(self, probe: OptimizerProbe, after: Observations) -> None:
+        if not self._settings.recording or not self._seen_before:
+            return
+        if not (in_lockstep(self._seen_before) and in_lockstep(after)):
+            return
+        several = len(self._probes) > 1
+        step = self._settings.start + self.steps if several else probe.updates
+        index = self._number(probe) if several else None
+        self._recorder.step(self._seen_before, after, self.reports.told_rows, step=step, index=index)
+
+    def _number(self, probe: OptimizerProbe) -> int:
+        return self._probes.index(probe)
+
+    def before(self, probe: OptimizerProbe) -> None:
+        """An update of `probe`'s optimizer is about to be made."""
+        began = time.perf_counter()
+        step = probe.updates + 1
+        values = {**probe.before(), **self.reports.told(), "base": self._base.digest(), "first base": self._base.first}
+        self._seen_before = self._exchange(step, f"before {self._number(probe)}", values, judged=True)
+        observations = self._aligned = self._replicas.align(self._seen_before)
+        self.reports.told_rows = Told()
+        judgement = self._verdicts.judgement(self._before_laws, Seen(observations, self._want, self._subject.names))
+        if judgement.first is not None:
+            self.second_look.before(probe, judgement)
+        if in_lockstep(observations):
+            self.outcomes.judge_count(probe.updates, over=False)
+            ids = self.reports.judge_rows(observations, probe.skipped)
+            self.auditor(probe, step, ids, lambda: self.second_look.scene(probe, observations, applied=False))
+        self.spent += time.perf_counter() - began
+
+    def judge_base(self) -> str:
+        """Read all frozen weights once more, and hold them to the start: this rank alone, because a close is.
+
+        Returns a line that says why they were not read, where they were not and might have been.
+        Where the model was changed after its last update, by a merge or a load, they may rightly be others.
+        """
+        clause = FROZEN.clause
+        if clause not in self._verdicts.live or self._verdicts.known(clause) or not self.steps:
+            return ""
+        touched = not (self._base.untouched and all(probe.untouched for probe in self._probes))
+        why = "weights were written after the last update" if touched else self._subject.became()
+        if why:
+            return f"  base-frozen: not read once more at the end, because {why}"
+        values = {"base": self._base.last_look(), "first base": self._base.first}
+        said = (Observation(self._exchange.rank, self.made, 0, "close", values),)
+        judgement = self._verdicts.judgement((FROZEN,), Seen(said, None))
+        if judgement.first is not None:
+            self._verdicts.take(judgement.violation(FROZEN), Scene(self._exchange.world_size, applied=True), alone=True)
+        return ""

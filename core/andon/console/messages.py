@@ -1,0 +1,38 @@
+"""All that goes to a terminal: what a run says, on standard error; what a command was asked for, on standard output.
+
+Standard error that takes no more loses its lines; the run goes on without them.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+
+BROKEN_STREAM = (OSError, ValueError)
+"""What writing to a stream raises whose reader has gone, that is full, or that was closed."""
+
+
+def say(text: str) -> None:
+    """Each line of `text` with the command's name in front, in one write: lines of ranks do not come in between."""
+    write("".join(f"andon: {line}\n" for line in text.splitlines() or [""]))
+
+
+def write(text: str) -> None:
+    """`text` as it is, at once, to standard error as far as that takes it."""
+    with suppress(*BROKEN_STREAM):
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+
+def put(line: str) -> bool:
+    """Write `line` to standard output; whether anybody still reads: `andon predict RUN | head -1` is no error.
+
+    Raises `OSError` for a full disk.
+    """
+    import typer  # which a run without commands does without
+
+    try:
+        typer.echo(line)
+    except BrokenPipeError:
+        return False
+    return True

@@ -1,0 +1,80 @@
+"""All of a user's mistakes in one error, each with its place, its value as messages quote it, and what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+_LONGEST_QUOTE = 60
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing the user got wrong.
+
+    `where` is a place a reader can go to: `train.csv:17`, `config.yaml:4 optimizer.lr`, `--workers`.
+    `what` states the fault with the offending value in it, and the remedy where there is one.
+    """
+
+    where: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}" if self.where else self.what
+
+
+def install_hint(extra: str) -> str:
+    """How to get the libraries of `extra`: Andon is on no package index, so that its name alone brings nothing."""
+    return f"run: pip install '.[{extra}]' in a checkout of andon"
+
+
+class InputError(ValueError):
+    """All that the user got wrong, at once. The command line prints it and exits with 2."""
+
+    def __init__(self, problems: Iterable[Problem] | str) -> None:
+        found = (Problem("", problems),) if isinstance(problems, str) else tuple(problems)
+        if not found:
+            raise TypeError("an InputError needs at least one problem")
+        self.problems: tuple[Problem, ...] = found
+        super().__init__("\n".join(map(str, found)))
+
+    def __reduce__(self) -> tuple[type[InputError], tuple[tuple[Problem, ...]]]:
+        return type(self), (self.problems,)
+
+
+class ProblemList:
+    """Collects problems while reading, so that a user sees all of them and not the first."""
+
+    def __init__(self, limit: int = 20) -> None:
+        self._limit = limit
+        self._found: list[Problem] = []
+
+    def add(self, where: str, what: str) -> None:
+        """Note one problem at `where`."""
+        self._found.append(Problem(where, what))
+
+    def __bool__(self) -> bool:
+        return bool(self._found)
+
+    def raise_if_any(self) -> None:
+        """Raise `InputError` with what was noted (at most `limit` of them, then a count of the rest)."""
+        if not self._found:
+            return
+        shown = self._found[: self._limit]
+        rest = len(self._found) - len(shown)
+        if rest:
+            shown.append(Problem("", f"... and {rest} more problems of this kind"))
+        raise InputError(shown)
+
+
+def shown(value: object) -> str:
+    """A value as a message quotes it: its `repr`, cut when long (a row of ten megabytes is not repeated)."""
+    text = repr(value[: 2 * _LONGEST_QUOTE] if isinstance(value, str) else value)
+    return text if len(text) <= _LONGEST_QUOTE else f"{text[:_LONGEST_QUOTE]}..."
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`; did you mean 'x'?` for the one of `known` that is nearest to `name`, or nothing when none is near."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""

@@ -1,0 +1,206 @@
+"""Causal attention for training on a GPU, as Triton kernels whose backward pass adds in one order.
+
+Made for the short rows of text classification, where the kernels that torch keeps for its deterministic mode spend
+most of their time outside of the products: keys and values of fewer heads than the queries are read as they are, and
+no gradient is summed atomically or through memory. The way of computing is that of FlashAttention-2 (Dao, 2023): the
+backward pass computes the probabilities again from the logarithms of their sums; the gradients of queries in one
+kernel, those of keys and values in another, each program for its own rows, in the order of the other rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+
+class Tiles(NamedTuple):
+    """How a kernel is cut: M rows of its own side, N of the other side at a time, warps and stages of its pipeline."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+
+
+FORWARD = Tiles(64, 64, 4, 3)
+QUERIES = Tiles(64, 64, 4, 2)
+KEYS = Tiles(64, 64, 4, 2)
+"""Fixed, and not chosen by timing: they are part of the order in which a row's terms are added."""
+
+_LOG2_E = 1.4426950408889634
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _forward(  # type: ignore[no-untyped-def]
+    Q, K, V, OUT, LSE, scale_log2,
+    stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
+    stride_ob, stride_oh, stride_os,
+    heads, group, length, SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """OUT = causal softmax(scale q k') v, and LSE, the base-2 logarithms of its sums, for BLOCK_M queries of one head.
+    Q, OUT: [rows, heads, length, SIZE]. K, V: [rows, heads / group, length, SIZE]. LSE: [rows, heads, length]."""
+    block = tl.num_programs(1) - 1 - tl.program_id(1)  # those with the most keys first
+    row, head = (tl.program_id(0) // heads).to(tl.int64), (tl.program_id(0) % heads).to(tl.int64)
+    offs_m, offs_d = block * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, SIZE)
+    Q += row * stride_qb + head * stride_qh
+    K += row * stride_kb + head // group * stride_kh
+    V += row * stride_vb + head // group * stride_vh
+    OUT += row * stride_ob + head * stride_oh
+    inside = offs_m[:, None] < length
+    q = tl.load(Q + offs_m[:, None] * stride_qs + offs_d[None, :], mask=inside, other=0.0)
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    out = tl.zeros([BLOCK_M, SIZE], tl.float32)
+    for start_n in range(0, tl.minimum(block * BLOCK_M + BLOCK_M, length), BLOCK_N):
+        offs_n = start_n + tl.arange(0, BLOCK_N)
+        k = tl.load(K + offs_n[:, None] * stride_ks + offs_d[None, :], mask=offs_n[:, None] < length, other=0.0)
+        v = tl.load(V + offs_n[:, None] * stride_vs + offs_d[None, :], mask=offs_n[:, None] < length, other=0.0)
+        scores = tl.dot(q, tl.trans(k)) * scale_log2
+        scores = tl.where(offs_m[:, None] >= offs_n[None, :], scores, float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(scores, 1))
+        p = tl.exp2(scores - m_new[:, None])
+        alpha = tl.exp2(m_i - m_new)
+        l_i = l_i * alpha + tl.sum(p, 1)
+        out = out * alpha[:, None] + tl.dot(p.to(v.dtype), v)
+        m_i = m_new
+    out = out / l_i[:, None]
+    tl.store(OUT + offs_m[:, None] * stride_os + offs_d[None, :], out.to(OUT.dtype.element_ty), mask=inside)
+    tl.store(LSE + tl.program_id(0).to(tl.int64) * length + offs_m, m_i + tl.log2(l_i), mask=offs_m < length)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _backward_queries(  # type: ignore[no-untyped-def]
+    Q, K, V, OUT, DOUT, DQ, LSE, DELTA, scale_log2, scale,
+    stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
+    stride_ob, stride_oh, stride_os, stride_dob, stride_doh, stride_dos, stride_dqb, stride_dqh, stride_dqs,
+    heads, group, length, SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """DQ, and DELTA, the sums of OUT * DOUT that `_backward_keys` reads, for BLOCK_M queries of one head.
+    Q, OUT, DOUT, DQ: [rows, heads, length, SIZE]. K, V: with heads / group. LSE, DELTA: as Q, without SIZE."""
+    block = tl.num_programs(1) - 1 - tl.program_id(1)
+    row, head = (tl.program_id(0) // heads).to(tl.int64), (tl.program_id(0) % heads).to(tl.int64)
+    offs_m, offs_d = block * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, SIZE)
+    K += row * stride_kb + head // group * stride_kh
+    V += row * stride_vb + head // group * stride_vh
+    inside = offs_m[:, None] < length
+    q_ptr = Q + row * stride_qb + head * stride_qh
+    q = tl.load(q_ptr + offs_m[:, None] * stride_qs + offs_d[None, :], mask=inside, other=0.0)
+    o_ptr = OUT + row * stride_ob + head * stride_oh
+    o = tl.load(o_ptr + offs_m[:, None] * stride_os + offs_d[None, :], mask=inside, other=0.0)
+    do_ptr = DOUT + row * stride_dob + head * stride_doh
+    do = tl.load(do_ptr + offs_m[:, None] * stride_dos + offs_d[None, :], mask=inside, other=0.0)
+    flat = tl.program_id(0).to(tl.int64) * length + offs_m
+    lse = tl.load(LSE + flat, mask=offs_m < length, other=float("inf"))
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    tl.store(DELTA + flat, delta, mask=offs_m < length)
+    dq = tl.zeros([BLOCK_M, SIZE], tl.float32)
+    for start_n in range(0, tl.minimum(block * BLOCK_M + BLOCK_M, length), BLOCK_N):
+        offs_n = start_n + tl.arange(0, BLOCK_N)
+        k = tl.load(K + offs_n[:, None] * stride_ks + offs_d[None, :], mask=offs_n[:, None] < length, other=0.0)
+        v = tl.load(V + offs_n[:, None] * stride_vs + offs_d[None, :], mask=offs_n[:, None] < length, other=0.0)
+        p = tl.exp2(tl.dot(q, tl.trans(k)) * scale_log2 - lse[:, None])
+        p = tl.where(offs_m[:, None] >= offs_n[None, :], p, 0.0)
+        ds = p * (tl.dot(do, tl.trans(v)) - delta[:, None])
+        dq += tl.dot(ds.to(k.dtype), k)
+    dq *= scale
+    DQ += row * stride_dqb + head * stride_dqh
+    tl.store(DQ + offs_m[:, None] * stride_dqs + offs_d[None, :], dq.to(DQ.dtype.element_ty), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _backward_keys(  # type: ignore[no-untyped-def]
+    Q, K, V, DOUT, DK, DV, LSE, DELTA, scale_log2, scale,
+    stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
+    stride_dob, stride_doh, stride_dos, stride_dkb, stride_dkh, stride_dks, stride_dvb, stride_dvh, stride_dvs,
+    kv_heads, group, length, SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """DK and DV for BLOCK_M keys of one head, summed over the `group` heads of queries that share it.
+    K, V, DK, DV: [rows, kv_heads, length, SIZE]. Q, DOUT: with kv_heads * group. LSE, DELTA: as Q, without SIZE."""
+    # The first keys are seen by the most queries: the most work of the first half, then the least of the second, so
+    # that a processor that gets one of each has as much to do as any other.
+    turn, half = tl.program_id(1), tl.cdiv(tl.num_programs(1), 2)
+    block = tl.where(turn < half, turn, tl.num_programs(1) - 1 - (turn - half))
+    row, kv_head = (tl.program_id(0) // kv_heads).to(tl.int64), (tl.program_id(0) % kv_heads).to(tl.int64)
+    offs_m, offs_d = block * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, SIZE)
+    inside = offs_m[:, None] < length
+    k_ptr = K + row * stride_kb + kv_head * stride_kh
+    k = tl.load(k_ptr + offs_m[:, None] * stride_ks + offs_d[None, :], mask=inside, other=0.0)
+    v_ptr = V + row * stride_vb + kv_head * stride_vh
+    v = tl.load(v_ptr + offs_m[:, None] * stride_vs + offs_d[None, :], mask=inside, other=0.0)
+    dk = tl.zeros([BLOCK_M, SIZE], tl.float32)
+    dv = tl.zeros([BLOCK_M, SIZE], tl.float32)
+    first = block * BLOCK_M // BLOCK_N * BLOCK_N
+    turns = tl.cdiv(length - first, BLOCK_N)
+    # One loop over the heads that share these keys and their rows, so that loads run ahead from one head to the next.
+    for step in range(group * turns):
+        q_head_index = kv_head * group + step // turns
+        offs_n = first + step % turns * BLOCK_N + tl.arange(0, BLOCK_N)
+        there = offs_n[:, None] < length
+        q_ptr = Q + row * stride_qb + q_head_index * stride_qh
+        q = tl.load(q_ptr + offs_n[:, None] * stride_qs + offs_d[None, :], mask=there, other=0.0)
+        do_ptr = DOUT + row * stride_dob + q_head_index * stride_doh
+        do = tl.load(do_ptr + offs_n[:, None] * stride_dos + offs_d[None, :], mask=there, other=0.0)
+        flat = (row * kv_heads * group + q_head_index) * length + offs_n
+        lse = tl.load(LSE + flat, mask=offs_n < length, other=float("inf"))
+        delta = tl.load(DELTA + flat, mask=offs_n < length, other=0.0)
+        p = tl.exp2(tl.dot(k, tl.trans(q)) * scale_log2 - lse[None, :])
+        p = tl.where(offs_n[None, :] >= offs_m[:, None], p, 0.0)
+        dv += tl.dot(p.to(do.dtype), do)
+        ds = p * (tl.dot(v, tl.trans(do)) - delta[None, :])
+        dk += tl.dot(ds.to(q.dtype), q)
+    dk *= scale
+    DK += row * stride_dkb + kv_head * stride_dkh
+    DV += row * stride_dvb + kv_head * stride_dvh
+    tl.store(DK + offs_m[:, None] * stride_dks + offs_d[None, :], dk.to(DK.dtype.element_ty), mask=inside)
+    tl.store(DV + offs_m[:, None] * stride_dvs + offs_d[None, :], dv.to(DV.dtype.element_ty), mask=inside)
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, scale: float
+) -> None:
+    """Write softmax(scale q k') v, each place seeing itself and those before it, and the base-2 logarithms of its sums.
+
+    q: [rows, heads, length, size], half precision. k, v: [rows, fewer heads, length, size]; their number of heads
+    divides that of q. Written are out, as q, its last dimension in one piece; lse, fp32 [rows, heads, length].
+    """
+    q, k, v = _addressable(q), _addressable(k), _addressable(v)
+    rows, heads, length, size = q.shape
+    _forward[(rows * heads, triton.cdiv(length, FORWARD.block_m))](
+        q, k, v, out, lse, scale * _LOG2_E, *_strides(q, k, v, out),
+        heads, heads // k.shape[1], length, SIZE=size, **_launch(FORWARD),
+    )  # fmt: skip
+
+
+def backward(
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, scale: float,
+) -> None:  # fmt: skip
+    """Write dq, dk and dv, the gradients of q, k and v for `grad`, that of `out`; out, lse: what `forward` wrote."""
+    grad, q, k, v, out = _addressable(grad), _addressable(q), _addressable(k), _addressable(v), _addressable(out)
+    rows, heads, length, size = q.shape
+    kv_heads = k.shape[1]
+    delta = torch.empty_like(lse)
+    _backward_queries[(rows * heads, triton.cdiv(length, QUERIES.block_m))](
+        q, k, v, out, grad, dq, lse, delta, scale * _LOG2_E, scale, *_strides(q, k, v, out, grad, dq),
+        heads, heads // kv_heads, length, SIZE=size, **_launch(QUERIES),
+    )  # fmt: skip
+    _backward_keys[(rows * kv_heads, triton.cdiv(length, KEYS.block_m))](
+        q, k, v, grad, dk, dv, lse, delta, scale * _LOG2_E, scale, *_strides(q, k, v, grad, dk, dv),
+        kv_heads, heads // kv_heads, length, SIZE=size, **_launch(KEYS),
+    )  # fmt: skip
+
+
+def _addressable(x: torch.Tensor) -> torch.Tensor:
+    """`x` with its last dimension in one piece and its places no further apart than 32 bits count, as they are read."""
+    return x if x.stride(3) == 1 and x.shape[2] * x.stride(2) < 2**31 else x.contiguous()
+
+
+def _strides(*tensors: torch.Tensor) -> list[int]:
+    return [stride for tensor in tensors for stride in tensor.stride()[:3]]
+
+
+def _launch(tiles: Tiles) -> dict[str, Any]:
+    return {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "num_warps": tiles.warps, "num_stages": tiles.stages}

@@ -1,0 +1,266 @@
+"""The heartbeat of a rank: it tells the others where it is, and tells slow from hung from dead (issue 5, item 1).
+
+Two threads. One speaks with the ranks' store, twice a second, and is the only one that a store which does not answer
+can block. The other looks at what is known, says who keeps the others waiting, and ends this rank where its main thread
+cannot: because it hangs while another has given it up, or because a step takes longer than it may.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from torch.distributed import DistStoreError
+
+from andon.console.exits import Exit
+from andon.console.messages import say
+from andon.launch.ending import describe
+from andon.launch.report import Report
+from andon_contracts.liveness import diagnosis
+from andon_contracts.liveness.clock import StepClock
+from andon_contracts.liveness.diagnosis import UPDATE, Sign, Told, View
+from andon_contracts.liveness.process import Process
+from andon_contracts.liveness.store_link import Beat, Board, Heartbeats, StoreLink
+from andon_contracts.stacks import doing
+
+_SLOW_TIMES = 10
+"""How many times the usual a step may take before it is slow."""
+_EVIDENCE_S = 0.7
+"""How long an end waits to learn who else has ended. Ranks have 1.5 s for theirs."""
+_FAREWELL_S = 0.6
+_PLACE_S = 1.0
+"""Since when it matters where the main thread is."""
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """After how many seconds what is said or done; shorter where a user's own bound is short.
+
+    timeout_s: a rank that others have waited for so long is given up. step_s: an update that takes longer ends the
+    run; None: none does. silence_s: for how long a rank that lives may give no sign of it; None: by the timeout.
+    """
+
+    timeout_s: float
+    step_s: float | None = None
+    silence_s: float | None = None
+
+    @property
+    def slow_s(self) -> float:
+        """From how many seconds on something may be slow: what lasts shorter is not, whatever is usual."""
+        return min(10.0, self.timeout_s / 2)
+
+    @property
+    def silent_s(self) -> float:
+        """From how many seconds on a rank is silent: several beats."""
+        return min(2.0, self.timeout_s / 3) if self.silence_s is None else self.silence_s
+
+    @property
+    def pause_s(self) -> float:
+        """From how many seconds on a time in which this process did not run is a pause, which counts for nothing."""
+        return min(1.0, self.timeout_s / 4)
+
+    @property
+    def beat_s(self) -> float:
+        """Seconds between two signs of life."""
+        return min(0.5, self.timeout_s / 10)
+
+    @property
+    def look_s(self) -> float:
+        """Seconds between two looks at what is known."""
+        return min(0.2, self.timeout_s / 10)
+
+
+class Heartbeat:
+    """One rank's. `ended`: called, in a thread of this, with the report of an end that the main thread cannot make."""
+
+    def __init__(
+        self,
+        board: Board,
+        rank: int,
+        world: int,
+        clock: StepClock,
+        timeouts: Timeouts,
+        ended: Callable[[Report], None],
+        speak: Callable[[str], None] = say,
+    ) -> None:
+        """board: of this world alone, which no other thread uses. To be made by the thread that trains."""
+        self.clock = clock
+        self._rank, self._world, self._timeouts = rank, world, timeouts
+        self._ended, self._speak = ended, speak
+        self._owner, self._host = threading.get_ident(), Process.here().host
+        now = time.monotonic()
+        self._heard: dict[int, tuple[float, Beat[Told] | None]] = dict.fromkeys(range(world), (now, None))
+        """The last beat of each rank, and when it came (`time.monotonic`)."""
+        self._over, self._last = threading.Event(), ""
+        self._exit, self._rounds, self._deaf = 0, 0, ""
+        self._slow_from = timeouts.slow_s
+        self._words_by: tuple[float, int] | None = None
+        clock.pauses.begin(timeouts.pause_s)
+        self._beats = Heartbeats(board, rank, Told)
+        self._link: StoreLink | None = None
+        if world > 1:
+            self._link = StoreLink("andon-beat", self._beat, self._fall_silent)
+        threading.Thread(target=self._look, name="andon-look", daemon=True).start()
+
+    # what the rank asks for
+
+    def explain(self, code: Exit) -> str:
+        """Who is behind an end with this code, for the end of this rank's line; empty where nobody else is."""
+        if code == Exit.RANK_SILENT:
+            return diagnosis.whom(self.view())
+        if code != Exit.RANK_LOST:
+            return ""
+        # Who ended by itself has told the store before: a whole round of hearing tells it from one who died.
+        deadline, wanted = time.monotonic() + _EVIDENCE_S, self._rounds + 2
+        found = ""
+        while (self._rounds < wanted or not found) and time.monotonic() < deadline and self._world > 1:
+            self._hurry()
+            time.sleep(self._timeouts.look_s / 10)
+            found = diagnosis.gone(self.view())
+        # On another machine a process cannot be seen: who lives has given a sign meanwhile.
+        return found or diagnosis.lost(replace(self.view(), silence_s=_EVIDENCE_S))
+
+    def leave(self, code: int, cause: str) -> None:
+        """Tell the others that this rank ends, and stop looking. Takes a moment, at most `_FAREWELL_S`."""
+        self._exit, self._last = code, cause or "finished"
+        self._say_farewell()
+
+    def view(self) -> View:
+        """What is known now."""
+        mine = Sign(**vars(self._told()), state="runs", host=self._host)
+        others = {rank: self._sign(*heard) for rank, heard in self._heard.items()}
+        return View(self._rank, self._world, others | {self._rank: mine}, self._timeouts.silent_s, self._deaf)
+
+    def _told(self) -> Told:
+        """Where this rank is."""
+        now = self.clock.read()
+        late = now.since_s >= min(_PLACE_S, self._timeouts.timeout_s / 4)
+        return replace(now, place=doing(self._owner) if late else "")
+
+    def _sign(self, at: float, beat: Beat[Told] | None) -> Sign:
+        """What a beat says now: what had not changed when it came, is taken not to have changed since."""
+        # What this process could not hear because it did not run, nobody failed to tell.
+        silent = self.clock.pauses.ran_s(at)[0]
+        if beat is None:
+            return Sign(silent_s=silent)
+        told = replace(beat.told, since_s=beat.told.since_s + silent, phase_s=beat.told.phase_s + silent)
+        state = "elsewhere" if told.ended else beat.process.look()
+        return Sign(**vars(told), silent_s=silent, state=state, host=beat.process.host)
+
+    # the thread that speaks with the store
+
+    def _beat(self) -> float:
+        self._tell()
+        for rank, beat in self._beats.hear(each for each in range(self._world) if each != self._rank).items():
+            if beat is not self._heard[rank][1]:
+                self._heard[rank] = time.monotonic(), beat
+        self._rounds += 1
+        return self._timeouts.beat_s
+
+    def _tell(self) -> None:
+        self._beats.tell(replace(self._told(), ended=self._last, exit=self._exit))
+
+    def _fall_silent(self, error: Exception) -> None:
+        """This rank neither tells nor hears any more, because of this error."""
+        if isinstance(error, DistStoreError):  # it is there and gives no answer: the way to it, or its host, is down
+            return
+        if isinstance(error, RuntimeError | OSError):  # from now on nobody gives signs of life
+            self._deaf = f"the ranks' store is gone ({str(error).strip().partition(chr(10))[0]})"
+            return
+        report = self._failure(error)  # whatever it is, this rank must not go on without its watch
+        with suppress(Exception):  # what it is of, may be this very store
+            self._tell()
+        self._end(report)
+
+    # the thread that looks
+
+    def _look(self) -> None:
+        try:
+            report = self._watch()
+        except Exception as error:  # noqa: BLE001 - whatever it is, this rank must not go on without its watch
+            report = self._failure(error)
+        if report is not None:
+            self._end(report)
+
+    def _watch(self) -> Report | None:
+        """Look until this rank ends by itself, or has to be ended, with this report."""
+        while not self._over.wait(self._timeouts.look_s):
+            view = self.view()
+            if self._expects_last_words(view):
+                continue
+            report = self._own_end(view)
+            if report is not None:
+                return report
+            self._say_slow(view)
+        return None
+
+    def _expects_last_words(self, view: View) -> bool:
+        """Whether a rank is seen to be gone, and what it told the store before it went may still be to be heard."""
+        if view.deaf or not any(sign.state == "gone" and not sign.ended for sign in view.signs.values()):
+            self._words_by = None
+            return False
+        if self._words_by is None:
+            self._words_by = time.monotonic() + _EVIDENCE_S, self._rounds + 2
+        deadline, wanted = self._words_by
+        if self._rounds >= wanted or time.monotonic() >= deadline:
+            return False
+        self._hurry()
+        return True
+
+    def _failure(self, error: Exception) -> Report:
+        """The end of a rank of which a thread of this failed: nobody would see a deadline pass any more."""
+        found = describe(error, self._rank)
+        self._exit, self._last = Exit.CRASHED, f"the watch over this rank failed: {found.cause}"
+        return replace(found, exit=self._exit, cause=self._last)
+
+    def _end(self, report: Report) -> None:
+        self._say_farewell()
+        self._ended(report)
+
+    def _say_farewell(self) -> None:
+        self._over.set()
+        if self._link is not None:
+            self._link.close(self._tell, _FAREWELL_S)
+
+    def _hurry(self) -> None:
+        if self._link is not None:
+            self._link.hurry()
+
+    def _say_slow(self, view: View) -> None:
+        lasts, least = diagnosis.lasts_s(view), max(self._timeouts.slow_s, _SLOW_TIMES * self.clock.usual_s())
+        if lasts < least:
+            self._slow_from = least
+        elif lasts >= self._slow_from and diagnosis.speaks(view):
+            self._slow_from = 2 * lasts
+            self._speak(diagnosis.slowness(view, self.clock.usual_s()))
+
+    def _own_end(self, view: View) -> Report | None:
+        """The end of this rank, where it is for this thread to make."""
+        mine, timeouts, failed = view.mine, self._timeouts, diagnosis.failed(view)
+        step_s = timeouts.step_s
+        if step_s is not None and mine.phase == UPDATE and mine.phase_s >= step_s and diagnosis.informed(view):
+            text = f"{mine.where} took longer than run.step_deadline_s, {step_s:g} s: "
+            # Who saw it first saw all of it: by now the slow rank itself may have ended by this deadline.
+            told = [view.signs[rank].ended for rank in failed if view.signs[rank].ended.startswith(text)]
+            cause = told[0] if told else text + diagnosis.slowness(view, self.clock.usual_s())
+            return self._report(Exit.RANK_SILENT, cause, mine)
+        if not failed or mine.since_s < timeouts.timeout_s:
+            return None
+        other = f"{view.name(failed[:1])} ended: {view.signs[failed[0]].ended}"
+        if mine.waits:
+            return self._report(Exit.RANK_LOST, f"still in a collective of {mine.where}, but {other}", mine)
+        hangs = f"hangs in {mine.where} for {mine.since_s:.1f} s, {mine.place or 'where no Python runs'}"
+        return self._report(Exit.RANK_SILENT, f"rank {self._rank} of {self._world} {hangs}; {other}", mine)
+
+    def _report(self, code: Exit, cause: str, mine: Sign) -> Report:
+        frame = sys._current_frames().get(self._owner)
+        stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
+        self._exit, self._last = code, cause
+        return Report(
+            self._rank, code, cause, time.time(), step=mine.step, message=f"{cause}\nThe main thread is at:\n{stack}"
+        )

@@ -1,0 +1,534 @@
+"""One worker of a classifier's training: its configuration, its samples, and gradient and step as halves apart.
+
+The seed's names over the trainer's own parts: the model is built, trained and judged by what `andon train` uses.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from andon.backend.inprocess import InlineBackend
+from andon.console.problems import InputError, Problem, ProblemList, install_hint
+from andon.model.adapter import AdapterSpec
+from andon.model.build import ModelSpec
+from andon.model.task import ClassificationTask, predictions
+from andon.step.contracts import plan_leaves, reports_of
+from andon.step.micro_batch import Leaf
+from andon.step.optimizer import OptimizerSpec
+from andon.step.plan import GlobalBatch
+from andon.step.replica import PartialGradient, Replica
+from andon.step.tree import fold
+from andon.training.build import StepSpec, build_replicas
+from andon.training.build import build_model as build_trainable
+from andon_contracts.agree import Observation
+from andon_contracts.laws.law import Judgement, settle
+from andon_contracts.laws.rows import LEAVES, LeafReport, Leaves
+from andon_contracts.observe import nonfinite
+from andon_contracts.policy import clause, enforced, require
+from andon_contracts.violation import Finding
+
+_TARGETS = {"decoder": ("q_proj", "v_proj"), "encoder": ("query", "value")}
+
+
+@dataclass(frozen=True)
+class ClassifyConfig:
+    """How a classifier is trained: the twelve settings of the seed with its defaults (seed 2c).
+
+    learning_rate: constant here; a schedule belongs to the trainer, as do epochs, batch_size and log_interval.
+    accumulation_steps: every micro-batch is computed in so many parts, still for one update (V32).
+    gradient_clip_norm: L2 limit of the reduced gradient, None: no clipping. class_weights: one for each class, or None.
+    max_seq_len: longer texts are cut at the end. quantize_nf4: only False; four-bit bases are not supported (V34).
+
+    Raises `InputError` with all that is wrong, before anything is built (V16).
+    """
+
+    num_classes: int = 5
+    lora_rank: int = 16
+    lora_alpha: float = 16.0
+    learning_rate: float = 1e-4
+    epochs: int = 3
+    max_seq_len: int = 512
+    log_interval: int = 100
+    batch_size: int = 32
+    accumulation_steps: int = 1
+    gradient_clip_norm: float | None = 1.0
+    class_weights: Sequence[float] | None = None
+    quantize_nf4: bool = False
+
+    def __post_init__(self) -> None:
+        found = ProblemList()
+        _check(found, self, "num_classes", _is_class_count, "an integer of at least 2 (F-CLASS-004)")
+        for name in ("lora_rank", "epochs", "max_seq_len", "log_interval", "batch_size", "accumulation_steps"):
+            _check(found, self, name, _is_count, "an integer of at least 1")
+        for name in ("lora_alpha", "learning_rate"):
+            _check(found, self, name, _is_positive, "a finite number above 0")
+        if self.gradient_clip_norm is not None:
+            _check(found, self, "gradient_clip_norm", _is_positive, "a finite number above 0, or None")
+        if self.quantize_nf4:
+            found.add("quantize_nf4", "True, but four-bit bases are not supported; must be False")
+        self._check_class_weights(found)
+        found.raise_if_any()
+
+    def _check_class_weights(self, found: ProblemList) -> None:
+        weights = self.class_weights
+        if weights is None:
+            return
+        if len(weights) != self.num_classes:
+            found.add("class_weights", f"{len(weights)} weights for {self.num_classes} classes")
+        for label, weight in enumerate(weights):
+            if not _is_positive(weight):
+                found.add(f"class_weights[{label}]", f"{weight!r} must be a finite number above 0")
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """The shape of a base model with random weights: the fields of the seed (S7), and dropout, which it lacks.
+
+    vocab_size: ids that a text may use; the model gets one more, which is padding and nothing else.
+    architecture: 'decoder' (Qwen3: causal, rotary positions, RMSNorm, SwiGLU, the last token is classified) or
+    'encoder' (BERT: learned positions, LayerNorm, GELU, the first token is classified).
+    dropout: of the attention (encoder: and hidden layers) and in the adapter.
+
+    `to_model_spec` refuses what the embedded models cannot be. Presets such as `qwen3_4b` then still serve for their
+    sizes; their real weights are trained with `andon train --model`.
+    """
+
+    hidden_size: int
+    num_attention_heads: int
+    num_kv_heads: int
+    intermediate_size: int
+    num_hidden_layers: int
+    vocab_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    use_bias: bool = False
+    head_dim_override: int | None = None
+    architecture: str = "decoder"
+    hf_architecture: str | None = None
+    hf_model_type: str | None = None
+    tie_word_embeddings: bool = False
+    dropout: float = 0.0
+
+    @classmethod
+    def tiny(cls) -> TransformerConfig:
+        """The seed's preset for tests: 2 layers of 64 (2 heads), 1,000 ids."""
+        return cls(64, 2, 2, 256, 2, 1000, 512)
+
+    @classmethod
+    def qwen2_0_5b(cls) -> TransformerConfig:
+        """The shape of Qwen2-0.5B."""
+        return cls(
+            896, 14, 2, 4864, 24, 151936, 32768, rope_theta=1e6, use_bias=True, hf_architecture="Qwen2ForCausalLM",
+            hf_model_type="qwen2", tie_word_embeddings=True,
+        )  # fmt: skip
+
+    @classmethod
+    def qwen3_4b(cls) -> TransformerConfig:
+        """The shape of Qwen3-4B; its heads are wider (128) than hidden size over heads (80)."""
+        return cls(
+            2560, 32, 8, 9728, 36, 151936, 40960, rope_theta=1e6, head_dim_override=128,
+            hf_architecture="Qwen3ForCausalLM", hf_model_type="qwen3", tie_word_embeddings=True,
+        )  # fmt: skip
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.head_dim_override or self.hidden_size // self.num_attention_heads
+
+    @property
+    def q_dim(self) -> int:
+        """Width of all query heads together."""
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def kv_dim(self) -> int:
+        """Width of all key (or value) heads together; an encoder has no grouped heads."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether every token sees every other one."""
+        return self.architecture == "encoder"
+
+    def lora_parameters(self, rank: int) -> int:
+        """Trainable elements of LoRA on query and value projections: layers * rank * (2 hidden + q + kv)."""
+        return self.num_hidden_layers * rank * (2 * self.hidden_size + self.q_dim + self.kv_dim)
+
+    def to_model_spec(self, classify: ClassifyConfig, seed: int) -> ModelSpec:
+        """The embedded model of this shape. Raises `InputError` for each field that it cannot have."""
+        self._refuse_what_is_not_embedded()
+        return ModelSpec(
+            num_labels=classify.num_classes,
+            labels=tuple(map(str, range(classify.num_classes))),
+            vocab_size=self.vocab_size + 1,
+            pad_id=self.vocab_size,
+            architecture=self.architecture,
+            hidden_size=self.hidden_size,
+            num_hidden_layers=self.num_hidden_layers,
+            num_attention_heads=self.num_attention_heads,
+            num_key_value_heads=self.num_kv_heads,
+            intermediate_size=self.intermediate_size,
+            dropout=self.dropout,
+            max_length=self.max_position_embeddings,
+            seed=seed,
+        )
+
+    def _refuse_what_is_not_embedded(self) -> None:
+        found = ProblemList()
+        _check(found, self, "vocab_size", _is_count, "an integer of at least 1")
+        remedy = "; real weights are trained with `andon train --model`"
+        fixed = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "use_bias": False}
+        for name, value in {} if self.is_encoder else fixed.items():
+            if getattr(self, name) != value:
+                found.add(name, f"{getattr(self, name)!r}, but the embedded decoder has {value!r}{remedy}")
+        narrow = self.hidden_size // max(self.num_attention_heads, 1)
+        if self.head_dim_override not in (None, narrow):
+            found.add(
+                "head_dim_override", f"{self.head_dim_override} is not to be had: the model {remedy} has {narrow}"
+            )
+        if self.is_encoder and self.num_kv_heads != self.num_attention_heads:
+            found.add("num_kv_heads", f"{self.num_kv_heads} must be {self.num_attention_heads} in an encoder")
+        found.raise_if_any()
+
+    def to_adapter_spec(self, classify: ClassifyConfig) -> AdapterSpec:
+        """LoRA on the query and value projections of every layer (seed S10)."""
+        return AdapterSpec(
+            r=classify.lora_rank,
+            alpha=classify.lora_alpha,
+            dropout=self.dropout,
+            targets=_TARGETS.get(self.architecture, _TARGETS["decoder"]),
+        )
+
+
+def _check(found: ProblemList, config: object, name: str, test: Callable[[object], bool], wanted: str) -> None:
+    value = getattr(config, name)
+    if not test(value):
+        found.add(name, f"{value!r} must be {wanted}")
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_class_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 2
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+
+
+@dataclass(frozen=True)
+class SafetySample:
+    """One text and its class (seed S1)."""
+
+    input: str
+    label: int
+
+    def input_ids(self) -> list[int]:
+        """The bytes of the text in UTF-8. Raises `InputError` for text that has none (half of a surrogate pair)."""
+        try:
+            return list(self.input.encode("utf-8"))
+        except UnicodeEncodeError as error:
+            raise InputError(f"{self.input!r} is no Unicode text: {error.reason}") from error
+
+
+@dataclass(frozen=True)
+class BatchResult:
+    """What one batch gave (seed S23).
+
+    avg_loss: sum of w[label] * cross entropy over all samples, divided once by their number. correct, total: samples.
+    grad_norm: global L2 norm of the batch's gradient before clipping, whether or not there is clipping (V6).
+    """
+
+    avg_loss: float
+    correct: int
+    total: int
+    grad_norm: float
+
+    def accuracy(self) -> float:
+        """The share of samples predicted right; 0 of none is 0."""
+        return self.correct / max(self.total, 1)
+
+
+NOTHING = BatchResult(0.0, 0, 0, 0.0)
+"""What no samples give: nothing is computed and nothing changes."""
+
+
+class SampleEncoder:
+    """Turns samples into rows, and refuses a whole batch for one bad sample before any state is touched (V20)."""
+
+    def __init__(self, model_config: TransformerConfig, config: ClassifyConfig) -> None:
+        self._config = config
+        self._vocab_size = model_config.vocab_size
+        self._max_length = min(config.max_seq_len, model_config.max_position_embeddings)
+
+    def of_samples(self, samples: Sequence[SafetySample]) -> ClassificationTask:
+        """The rows of `samples`, one or more, cut to the longest that the model takes.
+
+        Raises `InputError` naming every sample with an empty text, a byte outside of the vocabulary, or a label that
+        is not a class (F-CLASS-002, V30).
+        """
+        rows = [sample.input_ids() for sample in samples]
+        return self.of_ids(rows, [sample.label for sample in samples])
+
+    def of_ids(self, rows: Sequence[Sequence[int]], labels: Sequence[int]) -> ClassificationTask:
+        """The same from token ids."""
+        return ClassificationTask(
+            [row[: self._max_length] for row in rows],
+            labels,
+            num_labels=self._config.num_classes,
+            vocab_size=self._vocab_size,
+            pad_id=self._vocab_size,
+            class_weights=self._config.class_weights,
+            max_length=self._max_length,
+            places=[f"sample {place}" for place in range(len(rows))],
+        )
+
+
+def build_model(model_config: TransformerConfig, config: ClassifyConfig, seed: int) -> nn.Module:
+    """The base of `model_config` on the CPU with LoRA on queries and values and a trainable head; the same every time.
+
+    Raises `InputError` for a shape that no such model has, and where a library that makes it is not installed.
+    """
+    try:
+        return build_trainable(model_config.to_model_spec(config, seed), model_config.to_adapter_spec(config), seed)
+    except ModuleNotFoundError as error:
+        raise InputError([Problem("model", f"{error.name} is not installed; {install_hint('train')}")]) from error
+
+
+def _explain_not_finite(finite: bool, seen: str, step: int, tensor: str) -> Finding:
+    return Finding(seen=seen, step=step, tensor=tensor)
+
+
+@clause("finite", _explain_not_finite)
+def _is_finite(finite: bool, seen: str, step: int, tensor: str) -> bool:
+    """No NaN or Inf is applied, or mistaken for a large but finite loss (V10, V29)."""
+    return finite
+
+
+@require(_is_finite)
+def _judge_finite(finite: bool, seen: str, step: int, tensor: str) -> None:
+    """Before an update, and after a forward pass without one. Raises `Violation`."""
+
+
+def step_spec(config: ClassifyConfig, micro_batches: int, seed: int, optimizer: OptimizerSpec | None) -> StepSpec:
+    """What defines the updates of `config`; micro-batches are computed in `accumulation_steps` parts each (V32)."""
+    return StepSpec(
+        OptimizerSpec() if optimizer is None else optimizer,
+        seed=seed,
+        micro_batches=micro_batches * config.accumulation_steps,
+        clip_norm=config.gradient_clip_norm,
+    )
+
+
+class ClassifyPipeline:
+    """A classifier that can train alone, or lend its gradient half to others (seed S12 to S20).
+
+    `train_batch` is `accumulate_gradients` and `apply_accumulated_gradients`; with the same `micro_batches` it leaves
+    the bits that a coordinator leaves, whatever its number of replicas.
+    """
+
+    def __init__(
+        self,
+        model_config: TransformerConfig,
+        config: ClassifyConfig,
+        *,
+        device: str | torch.device = "cpu",
+        seed: int = 0,
+        micro_batches: int = 8,
+        optimizer: OptimizerSpec | None = None,
+        replica: Replica | None = None,
+    ) -> None:
+        """seed: of the weights that are drawn and of dropout. micro_batches: M, the leaves of the sum of a batch.
+
+        optimizer: AdamW with weight decay 0.01 if None. replica: one that somebody built of this model and these
+        settings, to train instead of one of its own. Raises `InputError` for what cannot be built, before anything is.
+        """
+        if micro_batches < 1:
+            raise InputError([Problem("micro_batches", f"{micro_batches} must be at least 1")])
+        self.model_config = model_config
+        self.config = config
+        self._encoder = SampleEncoder(model_config, config)
+        spec = step_spec(config, micro_batches, seed, optimizer)
+        self.micro_batches = spec.micro_batches
+        if replica is None:
+            model = build_model(model_config, config, seed)  # before any row: it refuses what has no model
+            backend, rows = InlineBackend([torch.device(device)]), self._encoder.of_ids([[0]], [0])
+            (replica,) = build_replicas(model, spec, backend, rows, 0)
+        self.replica = replica
+        self.model = replica.model
+        self._rate = config.learning_rate
+        self._sum: torch.Tensor | None = None
+        self._samples = 0
+        self._calls = 0
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model and its optimizer live."""
+        return self.replica.device
+
+    @property
+    def num_trainable_parameters(self) -> int:
+        """Elements of the adapter and the head: the sum of r * (d_in + d_out), and the head's own."""
+        return self.replica.parameters.count
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate of the next update."""
+        return self._rate
+
+    @learning_rate.setter
+    def learning_rate(self, rate: float) -> None:
+        self._rate = replace(self.config, learning_rate=rate).learning_rate
+
+    def gradient_layout(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """Names and shapes of the trainable tensors in the order of the flat gradient (F-HET-001)."""
+        return tuple((slot.name, slot.shape) for slot in self.replica.parameters.slots)
+
+    def train_batch(self, samples: Sequence[SafetySample]) -> BatchResult:
+        """One update on `samples`: gradient of their mean loss, clipped once, one optimizer step (seed S14).
+
+        No samples: zeros, and nothing changes. Raises `InputError` for bad samples and `Violation` for what is not
+        finite, with weights, moments and counts untouched; `ValueError` if accumulated gradients wait to be applied.
+        """
+        if self._samples:
+            msg = f"the gradient of {self._samples} samples waits: apply_accumulated_gradients or zero_gradients first"
+            raise ValueError(msg)
+        result = self.accumulate_gradients(samples)
+        if not result.total:
+            return result
+        try:
+            norm = self.apply_accumulated_gradients(result.total)
+        finally:
+            self.zero_gradients()
+        return replace(result, grad_norm=norm)
+
+    def accumulate_gradients(self, samples: Sequence[SafetySample]) -> BatchResult:
+        """Add the gradient of the SUM of the samples' losses to what is accumulated; no update (seed S15).
+
+        The result's grad_norm is 0: there is no gradient of the whole batch yet. Raises as `train_batch` does; what
+        was accumulated before is then as it was.
+        """
+        if not samples:
+            return NOTHING
+        partial, reports = self._compute(self._encoder.of_samples(samples))
+        (root,) = partial.roots.values()
+        self._sum = root.clone() if self._sum is None else self._sum.add_(root)
+        self.replica.release(partial)
+        self._samples += len(samples)
+        self._calls += 1
+        losses = [report.loss_sum for report in reports]
+        total = fold((0, len(losses)), losses.__getitem__, operator.add, float)
+        return BatchResult(total / len(samples), sum(report.correct for report in reports), len(samples), 0.0)
+
+    def _compute(self, rows: ClassificationTask) -> tuple[PartialGradient, tuple[LeafReport, ...]]:
+        """The micro-batches of all `rows`, numbered on from earlier calls so that each has its own masks."""
+        step, first = self.replica.updates + 1, self._calls * self.micro_batches
+        parts = GlobalBatch(step, 0, 0, tuple(range(len(rows)))).micro_batches(self.micro_batches)
+        planned = plan_leaves(parts, (range(self.micro_batches),), rows)
+        plan = [replace(leaf, index=first + leaf.index) for leaf in planned]
+        leaves = [Leaf(leaf.index, leaf.ids[0] if leaf.ids else 0, leaf.ids) for leaf in plan]
+        node = (first, first + self.micro_batches)
+        partial = self.replica.gradients(step, leaves, [node], rows, checked=enforced())
+        reports = reports_of([Observation(0, step, 0, "accumulated", {}, partial.reports)])
+        settle(Judgement(LEAVES, Leaves(reports, plan, step)))
+        return partial, reports
+
+    def apply_accumulated_gradients(self, total_samples: int) -> float:
+        """Divide the accumulated sum by `total_samples`, clip, take one update, start anew (seed S15).
+
+        Returns the norm before clipping. Raises `ValueError` if nothing is accumulated or more than `total_samples`
+        are; `Violation` if the gradient is not finite (nothing has changed then).
+        """
+        if self._sum is None or total_samples < self._samples:
+            msg = f"{self._samples} samples are accumulated, so their sum cannot be divided by {total_samples}"
+            raise ValueError(msg)
+        norm = self._apply(self._sum, total_samples)
+        self.zero_gradients()
+        return norm
+
+    def zero_gradients(self) -> None:
+        """Forget what is accumulated."""
+        self._sum, self._samples, self._calls = None, 0, 0
+
+    def _apply(self, gradient: torch.Tensor, divisor: int) -> float:
+        replica = self.replica
+        replica.set_gradient([gradient], divisor)
+        norm = float(replica.gradient_norm())
+        seen = f"the gradient to apply has the norm {norm}"
+        _judge_finite(math.isfinite(norm), seen, replica.updates + 1, "gradient")
+        replica.clip(self.config.gradient_clip_norm, norm)
+        replica.set_rate(self._rate)
+        replica.apply()
+        return norm
+
+    def collect_lora_gradients(self) -> torch.Tensor:
+        """What is accumulated, as fp32 [num_trainable_parameters] on the CPU: a SUM over samples (zeros: none).
+
+        In the order of `gradient_layout`, without the padding of the flat buffer (seed S19).
+        """
+        flat = self.replica.parameters
+        source = torch.zeros_like(flat.gradient) if self._sum is None else self._sum
+        return torch.cat([view.reshape(-1) for view in flat.views(source).values()]).cpu()
+
+    def apply_lora_gradients(self, flat: torch.Tensor | Sequence[float]) -> float:
+        """Take one update with a gradient that is already reduced and divided, laid out as `collect_lora_gradients`.
+
+        It is clipped as any other; returns the norm before that. Raises `ValueError` for another length and
+        `Violation` for a value that is not finite (V31); nothing has changed then.
+        """
+        given = torch.as_tensor(flat, dtype=torch.float32).detach()
+        if given.dim() != 1 or given.numel() != self.num_trainable_parameters:
+            msg = f"a gradient of shape {tuple(given.shape)} for {self.num_trainable_parameters} trainable parameters"
+            raise ValueError(msg)
+        parameters = self.replica.parameters
+        padded = torch.zeros_like(parameters.gradient)
+        parts = torch.split(given.to(self.device), [math.prod(slot.shape) for slot in parameters.slots])
+        for view, part in zip(parameters.views(padded).values(), parts, strict=True):
+            view.copy_(part.view(view.shape))
+        return self._apply(padded, 1)
+
+    def forward_only(self, ids: Sequence[int], label: int) -> tuple[float, int]:
+        """w[label] * cross entropy of one row of token ids, and the class predicted (the first of equals); S17.
+
+        In eval mode, without a gradient. Raises `InputError` for a bad id or label, `Violation` where the logits are
+        not finite: they are not masked into a finite loss (V29).
+        """
+        rows = self._encoder.of_ids([ids], [label])
+        batch = rows.load([0], self.device)
+        logits = predictions(self.model, batch)
+        self._judge_output("logits", logits)
+        return float(rows.row_losses(logits, batch["labels"])), int(logits.argmax(dim=1))
+
+    def forward_hidden(self, ids: Sequence[int]) -> torch.Tensor:
+        """fp32 [len(ids), hidden_size]: the last hidden states of one row, adapter included, in eval mode (S9).
+
+        Raises as `forward_only` does.
+        """
+        batch = self._encoder.of_ids([ids], [0]).load([0], self.device)
+        base: Any = self.model.get_base_model()  # type: ignore[operator]
+        training = self.model.training
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                backbone = getattr(base, base.base_model_prefix)
+                states = backbone(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+        finally:
+            self.model.train(training)
+        length = int(batch["attention_mask"].sum())
+        hidden: torch.Tensor = states.last_hidden_state[0, :length].float()
+        self._judge_output("hidden states", hidden)
+        return hidden
+
+    def _judge_output(self, name: str, values: torch.Tensor) -> None:
+        seen = "the forward pass gave values that are not finite"
+        _judge_finite(not nonfinite(values), seen, self.replica.updates, name)

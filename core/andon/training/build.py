@@ -1,0 +1,262 @@
+"""How a run is put together, below its configuration: plain values, a backend, a task and a plan become a trainer.
+
+`andon train`, the coordinator and the falsifier's own subject are built here and nowhere else, so that the trainer
+that is accused is the one that ships. Whoever wants to look on hands in a backend or a task of his own around ours.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from andon.backend.base import Backend
+from andon.console.problems import InputError, Problem
+from andon.metrics.scores import Scores
+from andon.model.adapter import AdapterSpec, attach, trainable_parameters
+from andon.model.build import ModelSpec, build_base
+from andon.model.checkpointing import checkpoint_layers
+from andon.model.compiled import compile_backbone
+from andon.model.lengths import Shape
+from andon.model.masks import masking_of
+from andon.run.checkpoint import Checkpoint
+from andon.step.audit import NO_AUDIT, AuditSpec
+from andon.step.keyed import KeyedRandomness, needs_full_interception
+from andon.step.optimizer import OptimizerSpec
+from andon.step.plan import BatchPlan
+from andon.step.replica import Replica
+from andon.step.schedule import WarmupCosine
+from andon.step.state import restore_state
+from andon.step.step import TrainingStep
+from andon.step.task import Task
+from andon.training.history import Repeats
+from andon.training.speed import shares_of
+from andon.training.trainer import Cadence, Journal, Progress, Trainer
+from andon_contracts.liveness.clock import StepClock
+
+
+@dataclass(frozen=True)
+class StepSpec:
+    """What defines an update, besides the rows and the rate that it is given.
+
+    seed: of dropout. micro_batches: M, the leaves of the sum. exact, late: see `TrainingStep`. checkpointing: whether
+    layers compute their activations again in the backward pass. compile: one of `andon.model.compiled.MODES`, for
+    models on GPUs. shapes: of the micro-batches that are compiled then. shares: micro-batches of each rank; None: as
+    their speed says where it differs, else as many for each.
+    """
+
+    optimizer: OptimizerSpec
+    seed: int
+    micro_batches: int
+    clip_norm: float | None
+    audit: AuditSpec = NO_AUDIT
+    exact: bool = True
+    late: bool | None = None
+    checkpointing: bool = False
+    compile: str = "off"
+    shapes: frozenset[Shape] = frozenset()
+    shares: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """What defines a run, besides its rows and where it runs. The rates are those of `WarmupCosine`."""
+
+    model: ModelSpec
+    adapter: AdapterSpec
+    step: StepSpec
+    peak_lr: float
+    warmup_fraction: float = 0.1
+    min_lr: float = 1e-6
+    cadence: Cadence = field(default_factory=Cadence)
+
+
+@dataclass
+class Run:
+    """The parts of a run that is ready to begin.
+
+    initial_weights, base: digests of the trainable and of the frozen weights as built, before anything is restored.
+    """
+
+    spec: RunSpec
+    backend: Backend
+    task: Task
+    plan: BatchPlan
+    replicas: list[Replica]
+    step: TrainingStep
+    schedule: WarmupCosine
+    initial_weights: int
+    base: int
+
+    @property
+    def primary(self) -> Replica:
+        """The first local replica; all are equal."""
+        return self.replicas[0]
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """The model of each local replica."""
+        return [replica.model for replica in self.replicas]
+
+    @property
+    def writes(self) -> bool:
+        """Whether this process is the one that writes files."""
+        return self.backend.ranks[0] == 0
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Put every replica into the state of `checkpoint`. Raises `ValueError` for one of another model."""
+        for replica in self.replicas:
+            restore_state(replica, checkpoint.tensors, checkpoint.step)
+
+    def trainer(
+        self,
+        journal: Journal,
+        progress: Progress,
+        repeats: Repeats,
+        *,
+        evaluate: Callable[[], Scores] | None = None,
+        stop_asked: Callable[[], bool] = lambda: False,
+        clock: StepClock | None = None,
+    ) -> Trainer:
+        """What trains from `progress` to the end of the plan; the state of the replicas is to be that of `progress`."""
+        return Trainer(
+            backend=self.backend,
+            step=self.step,
+            plan=self.plan,
+            schedule=self.schedule,
+            journal=journal,
+            evaluate=evaluate,
+            stop_asked=stop_asked,
+            base_digest=self.base,
+            repeats=repeats,
+            progress=progress,
+            weights=self.primary.weights_digest(),
+            cadence=self.spec.cadence,
+            clock=StepClock() if clock is None else clock,
+        )
+
+
+def build_run(
+    spec: RunSpec,
+    backend: Backend,
+    task: Task,
+    plan: BatchPlan,
+    *,
+    model: nn.Module | None = None,
+    ledger: Path | None = None,
+) -> Run:
+    """The run of `spec` on this process's `backend`; nothing is trained yet. Collective where ranks are on GPUs.
+
+    model: what `build_model` gives of the spec, where somebody has it; it becomes the first replica's. ledger: of the
+    run that goes on, which says who computed what where ranks are of different speed. Raises `InputError` for what
+    cannot be trained.
+    """
+    built = build_model(spec.model, spec.adapter, spec.step.seed) if model is None else model
+    replicas = build_replicas(built, spec.step, backend, task, plan.ids[0])
+    shares = spec.step.shares
+    if shares is None and spec.step.exact:
+        shares = shares_of(backend, replicas[0], task, plan, spec.step.micro_batches, ledger)
+    return Run(
+        spec=spec,
+        backend=backend,
+        task=task,
+        plan=plan,
+        replicas=replicas,
+        step=build_step(replace(spec.step, shares=shares), backend, replicas, task),
+        schedule=schedule_of(spec, plan),
+        initial_weights=replicas[0].weights_digest(),
+        base=replicas[0].base_digest(),
+    )
+
+
+def build_model(model: ModelSpec, adapter: AdapterSpec, seed: int) -> nn.Module:
+    """The model with its adapter on the CPU, the same bits on every call. seed: of the adapter. Raises `InputError`."""
+    return attach(build_base(model), adapter, seed)
+
+
+def schedule_of(spec: RunSpec, plan: BatchPlan) -> WarmupCosine:
+    """The learning rate of each step of `plan`."""
+    return WarmupCosine(spec.peak_lr, plan.total_steps, spec.warmup_fraction, spec.min_lr)
+
+
+def build_step(spec: StepSpec, backend: Backend, replicas: Sequence[Replica], task: Task) -> TrainingStep:
+    """What takes the updates of `replicas`, one for each local rank; shares that are None are the same for each."""
+    return TrainingStep(
+        backend,
+        replicas,
+        task,
+        spec.micro_batches,
+        spec.clip_norm,
+        spec.audit,
+        late=spec.late,
+        exact=spec.exact,
+        shares=spec.shares,
+    )
+
+
+def build_replicas(
+    model: nn.Module, spec: StepSpec, backend: Backend, task: Task, sample: int, *, own_base: bool = False
+) -> list[Replica]:
+    """One replica for each local rank of `backend`, all with the weights of `model` (on the CPU, as built).
+
+    Each has trainable weights of its own; those on one device share the frozen base, unless each is to have its
+    `own_base`. sample: a row of `task` for the one forward pass that finds out how the model draws its random numbers.
+    In a `mixed` group GPUs drop what CPUs would, except where masks are drawn a second time or inside of kernels.
+    Raises `InputError` for a model that cannot be trained to the same bits anywhere: whose random numbers cannot be
+    keyed by micro-batch, or that keeps running statistics.
+    """
+    placed: dict[torch.device, nn.Module] = {}
+    try:
+        replicas = [
+            _replica(_placed(model, device, placed, own_base=own_base), spec, backend, task, sample, device)
+            for device in backend.devices
+        ]
+    except InputError:
+        raise
+    except ValueError as error:
+        raise InputError([Problem("model.base", str(error))]) from error
+    for replica in replicas:
+        masking_of(replica.model, replica.device)  # now, while it has the weights that every start of this run has
+    # Behind the trials of masks, which are of passes as the model itself makes them.
+    for replica in replicas if spec.compile != "off" else ():
+        if replica.device.type == "cuda":
+            compile_backbone(replica.model, spec.compile, spec.shapes)
+    return replicas
+
+
+def _replica(
+    model: nn.Module, spec: StepSpec, backend: Backend, task: Task, sample: int, device: torch.device
+) -> Replica:
+    model.train()
+    if spec.checkpointing:
+        checkpoint_layers(model, device)
+    batch = task.load([sample], device)
+    full = needs_full_interception(lambda: task.loss_sum(model, batch), device)
+    as_cpus = draws_as_cpus(backend.name, device, checkpointing=spec.checkpointing, compiled=spec.compile != "off")
+    randomness = KeyedRandomness(spec.seed, device, intercept_all=full, host_drawn=as_cpus)
+    if as_cpus:
+        with randomness.micro_batch(0, 0), torch.no_grad():
+            task.loss_sum(model, batch)  # raises for what cannot be drawn as a CPU does
+    master_on = torch.device("cpu") if backend.name == "mixed" and device.type != "cpu" else None
+    return Replica(model, trainable_parameters(model), spec.optimizer, randomness, device, master_on)
+
+
+def draws_as_cpus(backend: str, device: torch.device, *, checkpointing: bool, compiled: bool) -> bool:
+    """Whether dropout on `device` is to be what it would be on a CPU, since ranks on CPUs are beside it."""
+    return backend == "mixed" and device.type != "cpu" and not checkpointing and not compiled
+
+
+def _placed(
+    model: nn.Module, device: torch.device, placed: dict[torch.device, nn.Module], *, own_base: bool
+) -> nn.Module:
+    """A replica's model on `device`; a second one there shares the frozen tensors of the first, or has its own."""
+    if device not in placed:
+        placed[device] = copy.deepcopy(model).to(device) if placed else model.to(device)
+        return placed[device]
+    first = placed[device]
+    shared = {} if own_base else {id(p): p for p in first.parameters() if not p.requires_grad}
+    return copy.deepcopy(first, memo=dict(shared))

@@ -1,0 +1,117 @@
+"""Runs that are there already: found without torch, before anything is started, so a wrong path is told at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from andon.config.identity import differences, identity
+from andon.config.load import load_config
+from andon.config.schema import Config
+from andon.config.source import is_there
+from andon.console.messages import say
+from andon.console.problems import InputError, Problem
+from andon.run.folder import RunFolder, State
+from andon.run.provenance import read_provenance
+from andon.training.rows import read_rows
+
+
+def require_run(path: Path) -> RunFolder:
+    """The run folder at `path` with an adapter in it. Raises `InputError` where there is none; reads no data."""
+    folder = RunFolder(path)
+    if not is_there(path):
+        raise InputError([Problem(str(path), "there is no such run")])
+    if folder.state() in (State.EMPTY, State.FOREIGN):
+        raise InputError([Problem(str(path), "holds no run of andon")])
+    if not folder.adapter.is_dir():
+        what = f"has no trained adapter yet; finish it: andon train {folder.config} --run-dir {path} --resume auto"
+        raise InputError([Problem(str(path), what)])
+    return folder
+
+
+def require_same_as_finished(config: Config, folder: RunFolder) -> None:
+    """Refuse a configuration that asks for another run than the finished one in `folder`.
+
+    Raises `InputError` for each key that differs and defines a run, or says where its base and its columns are, and for
+    other data. The kind of device does not matter to a run that has nothing left to do, nor do files that are gone.
+    """
+    try:
+        was = load_config(folder.config)
+    except InputError:
+        return  # it cannot be told any more
+    changed = [each for each in differences(identity(was), identity(config)) if each[0] != "run.device_kind"]
+    columns = [(name, getattr(was.data, name), getattr(config.data, name)) for name in ("text_column", "label_column")]
+    changed += [(f"data.{name}", before, now) for name, before, now in columns if before != now]
+    if not _one_place(was.model.base, config.model.base):
+        changed.append(("model.base", was.model.base, config.model.base))
+    found = [
+        Problem(key, f"was {before!r} in the finished run in {folder.path}, is {now!r}; name another folder")
+        for key, before, now in changed
+    ]
+    if not found and _has_other_data(was, config, folder):
+        found = [Problem("data", f"is not that of the finished run in {folder.path}; name another folder")]
+    if found:
+        raise InputError(found)
+
+
+def _has_other_data(was: Config, config: Config, folder: RunFolder) -> bool:
+    files = [(was.data.train, config.data.train), (was.data.eval, config.data.eval)]
+    gone = any(now is not None and not is_there(Path(now)) for _, now in files)
+    before = _data_of(folder)
+    if before is None or (gone and all(_one_place(*pair) for pair in files)):
+        return False
+    return read_rows(config).digest != before
+
+
+def _one_place(was: str | None, now: str | None) -> bool:
+    """Whether both name one file, folder or model on the hub, be it there or gone: a run's own paths are whole ones."""
+    return was == now or (was is not None and now is not None and was == str(Path(now).resolve()))
+
+
+def newest_unfinished(config: Config, base: Path) -> RunFolder | None:
+    """The run right under `base` that was written to last, has not ended, and is the one that `config` defines.
+
+    It is the same run where both configurations have one identity and name the same data. Raises `InputError` for
+    data that is wrong. Folders that hold no run, or one whose configuration or provenance cannot be read, are not it;
+    neither is a run with something else in the place of a file, of which a line says that it was passed over.
+    """
+    wanted, data = identity(config), ""
+    for folder in _latest_first(base):
+        if _identity_of(folder) != wanted:
+            continue
+        data = data or read_rows(config).digest
+        if _data_of(folder) == data:
+            return folder
+    return None
+
+
+def _latest_first(base: Path) -> list[RunFolder]:
+    """The unfinished runs under `base`, the one whose ledger grew last before the others."""
+    folders = [RunFolder(path) for path in (base.iterdir() if base.is_dir() else ()) if path.is_dir()]
+    return sorted(filter(_is_unfinished, folders), key=_last_written, reverse=True)
+
+
+def _is_unfinished(folder: RunFolder) -> bool:
+    try:
+        return folder.begun() and folder.state() is State.UNFINISHED
+    except InputError as error:
+        say(f"resume: {folder.path} is passed over: {error}")
+        return False
+
+
+def _last_written(folder: RunFolder) -> tuple[int, str]:
+    return folder.ledger.stat().st_mtime_ns if folder.ledger.exists() else 0, folder.path.name
+
+
+def _identity_of(folder: RunFolder) -> dict[str, object] | None:
+    try:
+        return identity(load_config(folder.config))
+    except InputError:
+        return None
+
+
+def _data_of(folder: RunFolder) -> str | None:
+    """The digest of the data of the run in `folder`, as it began; None where that cannot be read."""
+    try:
+        return read_provenance(folder.provenance).digest("data")
+    except InputError:
+        return None

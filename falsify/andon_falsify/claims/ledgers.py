@@ -1,0 +1,130 @@
+"""Ledgers as evidence: every claim that they alone can decide, and what a run folder adds to them.
+
+Where a run folder is given, its configuration gives the schedule, and its checkpoints and summary quote the ledger.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from andon_falsify.checkers import CLAIMS, resume_equal, same_everywhere
+from andon_falsify.claims.evidence import SCRIPT, Evidence
+from andon_falsify.claims.statements import HEADS
+from andon_falsify.claims.table import LAWS, judged_by
+from andon_falsify.history import Event, History, Unread, read_history
+from andon_falsify.verdict import Claim, Counterexample, Verdict, conclude, judge, merge, not_applicable, repeatable
+
+ALL: tuple[Claim, ...] = (*CLAIMS, HEADS)
+"""Every claim that is said something of."""
+_TOGETHER = (same_everywhere.CLAIM.name, resume_equal.CLAIM.name)
+"""What all ledgers decide at once."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One ledger, with the run folder that it lies in where there is one."""
+
+    path: Path
+    history: History
+    folder: Path | None
+
+    def settings(self) -> Mapping[str, object]:
+        """The configuration that lies in the folder, by dotted key; empty where there is none. Raises `InputError`."""
+        config = None if self.folder is None else self.folder / "config.yaml"
+        if config is None or not config.exists():
+            return {}
+        from andon.config.load import load_config
+
+        found = load_config(config).model_dump(mode="json")
+        return {
+            f"{part}.{key}": each
+            for part, keys in found.items()
+            if isinstance(keys, dict)
+            for key, each in keys.items()
+        }
+
+    @property
+    def evidence(self) -> Evidence:
+        """The account of the accused, which is all that there is."""
+        return Evidence(None, self.history, SCRIPT, configuration=self.settings)
+
+
+def read_run(path: Path) -> Run:
+    """The run at `path`: a folder with a ledger, or a ledger. Raises `OSError` where there is none."""
+    folder = path if path.is_dir() else None
+    ledger = path / "ledger.jsonl" if folder is not None else path
+    return Run(path, read_history(ledger), folder)
+
+
+def verify(runs: Sequence[Run]) -> tuple[Verdict, ...]:
+    """One verdict for each claim of `ALL`, over all `runs`."""
+    evidence = [run.evidence for run in runs]
+    command = f"andon verify {' '.join(str(run.path) for run in runs)}"
+    found = []
+    for claim in ALL:
+        if claim is HEADS:
+            verdict = merge(_named(judge(claim, _heads, run), run, runs) for run in runs)
+        elif claim.name in _TOGETHER:
+            together = replace(evidence[0], others={"elsewhere": tuple(evidence[1:])})
+            verdict = judged_by(LAWS[claim.name], together)
+        else:
+            each = (judged_by(LAWS[claim.name], one) for one in evidence)
+            verdict = merge(_named(verdict, run, runs) for verdict, run in zip(each, runs, strict=True))
+        found.append(repeatable(verdict, None, command))
+    return tuple(found)
+
+
+def _named(verdict: Verdict, run: Run, runs: Sequence[Run]) -> Verdict:
+    """With several runs a counterexample says which of them it is from."""
+    if len(runs) == 1 or not verdict.counterexamples:
+        return verdict
+    named = tuple(replace(each, where=f"{run.path}, {each.where}") for each in verdict.counterexamples)
+    return replace(verdict, counterexamples=named)
+
+
+def recorded_violations(run: Run) -> tuple[str, ...]:
+    """Each finding that the ledger of `run` tells of, as `a violation: gradients-agree at step 2 on rank 1, warned`.
+
+    A claim may hold all the same, as `halt-together` does where all ranks halted for it: no verdict says these.
+    """
+    return tuple(_broken(event) for event in run.history.of_kind("violation"))
+
+
+def _broken(event: Event) -> str:
+    found = event.fields
+    ranks = found.get("ranks")
+    named = f" on rank {', '.join(map(str, ranks))}" if isinstance(ranks, Sequence) and ranks else ""
+    at = f"at step {event.step}" if event.step else "outside a step"
+    action = found.get("action") or "raised"
+    kind = "a suspicion" if action == "suspected" else "a violation"
+    return f"{kind}: {found.get('clause')} {at}{named}, {action}"
+
+
+def _heads(run: Run) -> Verdict:
+    """The heads that the folder quotes against the lines of the ledger."""
+    if run.folder is None:
+        return not_applicable(HEADS, "a ledger alone is quoted by nothing")
+    digests = {number: line.digest for number, line in enumerate(run.history.lines(), start=1) if not _torn(line)}
+    found, checked = [], 0
+    for place, count, digest in quoted(run.folder):
+        checked += 1
+        seen = digests.get(count, "no such line") if count else "0" * 16
+        if seen != digest:
+            found.append(Counterexample(f"{place} quotes another line {count}", f"line {count}", digest, seen))
+    return conclude(HEADS, checked, found) if checked else not_applicable(HEADS, "no checkpoint and no summary yet")
+
+
+def _torn(line: object) -> bool:
+    return isinstance(line, Unread) and line.torn
+
+
+def quoted(folder: Path) -> Iterator[tuple[str, int, str]]:
+    """Each (file, count of lines, digest of the last) that a checkpoint's manifest or the summary says."""
+    for path in [*sorted(folder.glob("checkpoints/step-*/manifest.json")), folder / "summary.json"]:
+        if not path.exists():
+            continue
+        head = json.loads(path.read_bytes())["ledger"]
+        yield str(path.relative_to(folder)), int(head["count"]), str(head["digest"])

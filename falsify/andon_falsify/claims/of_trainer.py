@@ -1,0 +1,65 @@
+"""What is claimed of our own trainer, and what one run of it decides."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from andon_falsify.checkers import CLAIMS as CHECKED
+from andon_falsify.checkers import (
+    chain_intact,
+    gradient_law,
+    halts,
+    layout_equal,
+    loss_finite,
+    losses_close,
+    memory_within,
+    plan_followed,
+    replicas_agree,
+    same_everywhere,
+    samples_once,
+    schedule,
+)
+from andon_falsify.claims.evidence import of_trace
+from andon_falsify.claims.statements import AVERAGE, BASE, FACE, FALLBACK, NON_FINITE, NORM, SHARDS, UPDATE
+from andon_falsify.claims.table import judged
+from andon_falsify.subjects.case import Case
+from andon_falsify.subjects.trace import Trace
+from andon_falsify.verdict import Claim, Verdict, unknown
+
+CLAIMS: tuple[Claim, ...] = (*CHECKED, UPDATE, NORM, BASE, FALLBACK, AVERAGE, NON_FINITE, SHARDS, FACE)
+"""Every claim about our trainer."""
+_ALWAYS = (
+    replicas_agree.CLAIM,
+    samples_once.CLAIM,
+    plan_followed.CLAIM,
+    loss_finite.CLAIM,
+    schedule.CLAIM,
+    layout_equal.CLAIM,
+    BASE,
+)
+_OF_VALUES = (gradient_law.CLAIM, losses_close.CLAIM, NORM, UPDATE)
+"""What needs the tensors of every update, of a run in which all of them are finite."""
+
+
+def verdicts(trace: Trace, base: Trace | None = None) -> dict[str, Verdict]:
+    """What can be said of `trace`, by claim. `base` is the same case on one rank, to compare with (see `alone`)."""
+    case = trace.case
+    if not trace.parts:
+        return {replicas_agree.CLAIM.name: unknown(replicas_agree.CLAIM, "; ".join(trace.errors.values()))}
+    asked = [
+        (True, _ALWAYS),
+        (trace.ledger is not None, (chain_intact.CLAIM,)),
+        (case.poison is not None, (halts.CLAIM,)),
+        (case.memory, (memory_within.CLAIM,)),
+        (base is not None, (same_everywhere.CLAIM,)),
+        (case.values and case.poison is None, _OF_VALUES),
+    ]
+    evidence = of_trace(trace)
+    if base is not None:
+        evidence = replace(evidence, others={"alone": (of_trace(base),)})
+    return judged(evidence, [claim for due, claims in asked if due for claim in claims])
+
+
+def alone(case: Case) -> Case:
+    """The run that `case` is compared with: on one rank, of the same kind of device, or of a CPU where it has both."""
+    return case.but(world=1, backend="nccl" if case.backend == "nccl" else "inline")

@@ -1,0 +1,165 @@
+"""Every claim of a run once: what it needs, which account of the run it judges, which further runs it asks for.
+
+The same entry judges a ledger, a script, a loop and our own trainer. What evidence lacks makes a claim not applicable,
+by its needs and not by a list that somebody keeps. Of a claim with further runs, who runs the subject makes them (see
+`campaign.further`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Literal
+
+from andon_falsify.checkers import (
+    chain_intact,
+    gradient_law,
+    halts,
+    layout_equal,
+    loss_finite,
+    losses_close,
+    memory_within,
+    plan_followed,
+    replicas_agree,
+    resume_equal,
+    same_everywhere,
+    samples_once,
+    schedule,
+)
+from andon_falsify.claims.between import everywhere, resumed
+from andon_falsify.claims.evidence import Evidence, Need, tensors
+from andon_falsify.claims.halting import halted
+from andon_falsify.claims.replicas import layouts, memory, replicas
+from andon_falsify.claims.rows import plan, samples
+from andon_falsify.claims.statements import BASE, EVALUATION, NORM, RANDOMNESS, UPDATE
+from andon_falsify.claims.told import finite, rates
+from andon_falsify.verdict import Claim, Verdict, judge, not_applicable
+
+Account = Literal["witness", "accused", "either"]
+"""Whose word is judged; "either": the witness's where there was one, else that of the accused."""
+
+
+@dataclass(frozen=True)
+class Law:
+    """One claim. needs: why it does not apply, asked in order before `check`. further: runs that are to be in `others`.
+
+    Such are "alone" (on one rank), "elsewhere" (other layouts of the same batches), "cut" and "taken up" (one that is
+    killed, and what goes on from its files), "poisoned" and "dropout", which take the place of the run itself.
+    """
+
+    claim: Claim
+    check: Callable[[Evidence], Verdict]
+    account: Account = "either"
+    needs: tuple[Need, ...] = ()
+    further: tuple[str, ...] = ()
+
+
+def _of(module: str, name: str) -> Callable[[Evidence], Verdict]:
+    """A check whose module needs torch, which is not loaded where ledgers alone are judged: when it is first asked."""
+
+    def check(evidence: Evidence) -> Verdict:
+        found: Callable[[Evidence], Verdict] = getattr(import_module(f"andon_falsify.claims.{module}"), name)
+        return found(evidence)
+
+    return check
+
+
+def _a_ledger(evidence: Evidence) -> str:
+    return "" if evidence.ledger is not None else "the accused keeps no ledger"
+
+
+def _a_law(evidence: Evidence) -> str:
+    return evidence.law.why_not
+
+
+def _a_known_optimizer(evidence: Evidence) -> str:
+    return evidence.law.why_no_update
+
+
+def _losses_told(evidence: Evidence) -> str:
+    if evidence.of_loop and not getattr(evidence.sightings.first, "told_losses", ()):
+        return "the loop tells no loss (told.loss)"
+    silent = evidence.of_script and all(step.loss is None for step in evidence.told.steps)
+    return "the script tells no loss (w.loss)" if silent else ""
+
+
+def _somebody_to_agree_with(evidence: Evidence) -> str:
+    alone = evidence.of_script and evidence.told.steps and all(step.world == 1 for step in evidence.told.steps)
+    return "one rank has nobody to agree with" if alone else ""
+
+
+def _halts(evidence: Evidence) -> str:
+    silent = not evidence.declares("halts")
+    return "the loop does not say that it stops at what is not finite (`halts`)" if silent else ""
+
+
+def _evaluates(evidence: Evidence) -> str:
+    evaluates = evidence.of_loop and evidence.declares("evaluates")
+    return "" if evaluates else "the loop does not evaluate (`evaluate`)"
+
+
+def _restores(evidence: Evidence) -> str:
+    return "" if evidence.declares("restores") else "the loop does not save and load (`save`, `load`)"
+
+
+def chain(evidence: Evidence) -> Verdict:
+    """The links of the ledger of the accused; what a resume had cut off of it is said."""
+    assert evidence.ledger is not None
+    verdict = chain_intact.check(evidence.ledger)
+    resumes = evidence.ledger.of_kind("resume")
+    cut = [(each.line, each.fields.get("torn")) for each in resumes if each.fields.get("torn")]
+    said = [verdict.why] if verdict.why else []
+    said += [f"the resume at line {line} had cut off {size} bytes of a torn line" for line, size in cut]
+    return replace(verdict, why="; ".join(said))
+
+
+_LAWS = (
+    Law(replicas_agree.CLAIM, replicas, needs=(_somebody_to_agree_with,)),
+    Law(samples_once.CLAIM, samples),
+    Law(plan_followed.CLAIM, plan),
+    Law(same_everywhere.CLAIM, everywhere, further=("alone", "elsewhere")),
+    Law(halts.CLAIM, halted, needs=(_halts,), further=("poisoned",)),
+    Law(resume_equal.CLAIM, resumed, needs=(_restores,), further=("cut", "taken up")),
+    Law(chain_intact.CLAIM, chain, "accused", needs=(_a_ledger,)),
+    Law(loss_finite.CLAIM, finite, needs=(_losses_told,)),
+    Law(schedule.CLAIM, rates),
+    Law(losses_close.CLAIM, _of("gradient", "losses"), "witness", needs=(tensors("loss of a reference"),)),
+    Law(memory_within.CLAIM, memory, "witness", needs=(tensors("bytes of memory"),)),
+    Law(layout_equal.CLAIM, layouts, "witness", needs=(tensors("layout of tensors"),)),
+    Law(gradient_law.CLAIM, _of("gradient", "gradient"), "witness", needs=(tensors("gradient"), _a_law)),
+    Law(UPDATE, _of("update", "update"), "witness", needs=(tensors("weights"), _a_known_optimizer)),
+    Law(NORM, _of("gradient", "norms"), "witness", needs=(tensors("norm of a reference"), _a_law)),
+    Law(BASE, _of("update", "base"), "witness", needs=(tensors("frozen tensors"),)),
+    Law(
+        EVALUATION,
+        _of("evaluation", "evaluation"),
+        "witness",
+        needs=(tensors("evaluation"), _evaluates),
+        further=("dropout",),
+    ),
+    Law(
+        RANDOMNESS,
+        _of("randomness", "randomness"),
+        "witness",
+        needs=(tensors("state of a generator"),),
+        further=("dropout",),
+    ),
+)
+LAWS: Mapping[str, Law] = {law.claim.name: law for law in _LAWS}
+"""By the name of its claim."""
+
+
+def judged_by(law: Law, evidence: Evidence) -> Verdict:
+    """What `law` says of `evidence`: not applicable for the first need that is not met, unknown where it throws."""
+
+    def check() -> Verdict:
+        why = next(filter(None, (need(evidence) for need in law.needs)), "")
+        return not_applicable(law.claim, why) if why else law.check(evidence)
+
+    return judge(law.claim, check)
+
+
+def judged(evidence: Evidence, claims: Iterable[Claim]) -> dict[str, Verdict]:
+    """What is to be said of each of `claims`, by name."""
+    return {claim.name: judged_by(LAWS[claim.name], evidence) for claim in claims}

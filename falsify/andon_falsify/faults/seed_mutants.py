@@ -1,0 +1,386 @@
+"""Mutants of the seed (seed 5.1): twelve that its own 25 tests missed, twelve that they caught, and eleven to add.
+
+A suite of data parallelism must see them all. Most of those that were caught are in the seed's free functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from andon.coordinator import DataParallelCoordinator, resolve_devices
+from andon.gradients import average_gradients, has_non_finite
+from andon.pipeline import BatchResult, ClassifyPipeline
+from andon.step.plan import GlobalBatch
+from andon.step.replica import PartialGradient
+from andon.step.shard import shard_samples
+from andon.step.step import StepResult
+from andon.step.task import LeafLoss
+from andon_falsify.faults.planting import (
+    ADAMW,
+    PLAIN,
+    SGD,
+    Fault,
+    around,
+    around_updates,
+    body_replaced,
+    current_batch,
+    followers,
+    local_sum,
+    patched,
+    rows_of,
+    scaled_partials,
+    unsynced,
+    with_plan,
+    with_result,
+)
+from andon_falsify.subjects.assembly import Parts
+from andon_falsify.subjects.case import Poison
+
+_MISSED = "seed 5.1, survived"
+_CAUGHT = "seed 5.1, killed"
+_ADDED = "seed 5.1, add"
+
+
+# what the seed's own tests missed
+
+
+def _everything(_: str) -> bool:
+    return True
+
+
+def _is_bias(name: str) -> bool:
+    return name.endswith("bias")
+
+
+def _returns_zeros(coordinator: DataParallelCoordinator, _: ExitStack) -> None:
+    def train(inner: Callable[..., BatchResult], samples: Any) -> BatchResult:
+        inner(samples)
+        return BatchResult(0.0, 0, 0, 0.0)
+
+    around(coordinator, "train_batch_parallel", train)
+
+
+def _no_sync(parts: Parts, _: ExitStack) -> None:
+    for replica in followers(parts).values():
+        unsynced(replica, _everything)
+
+
+def _mean_of_means(parts: Parts, _: ExitStack) -> None:
+    def change(result: StepResult) -> StepResult:
+        sums: dict[int, list[float]] = {}
+        for leaf in result.leaves:
+            held = sums.setdefault(leaf.rank, [0.0, 0.0])
+            held[0] += leaf.loss_sum
+            held[1] += leaf.rows
+        means = [loss / rows for loss, rows in sums.values() if rows]
+        return replace(result, loss=sum(means) / len(means))
+
+    with_result(parts, change)
+
+
+def _last_shard_untrained(parts: Parts, _: ExitStack) -> None:
+    last = parts.by_rank.get(parts.backend.world_size - 1)
+    if last is not None:
+        scaled_partials(last, lambda partial: 0.0)
+
+
+class _Overlapping(GlobalBatch):
+    """Every micro-batch but the last also has the first row of the next."""
+
+    def micro_batches(self, count: int) -> tuple[tuple[int, ...], ...]:
+        """See the class."""
+        parts = super().micro_batches(count)
+        return tuple(part + following[:1] for part, following in zip(parts, (*parts[1:], ()), strict=True))
+
+
+def _overlapping(parts: Parts, _: ExitStack) -> None:
+    with_plan(parts, lambda batch: _Overlapping(batch.step, batch.epoch, batch.position, batch.ids))
+
+
+def _bias_unsynced(parts: Parts, _: ExitStack) -> None:
+    for replica in followers(parts).values():
+        unsynced(replica, _is_bias)
+
+
+def _only_first_synced(parts: Parts, _: ExitStack) -> None:
+    for rank, replica in followers(parts).items():
+        if rank > 1:
+            unsynced(replica, _everything)
+
+
+def _idle(parts: Parts, ranks: Callable[[int], bool], falls_back: Callable[[int, int], bool]) -> None:
+    """On the batches where falls_back(rows, world), the replicas of `ranks` take no update."""
+    batch = current_batch(parts)
+
+    def apply(inner: Callable[[], None]) -> None:
+        if not falls_back(len(batch().ids), parts.backend.world_size):
+            inner()
+
+    for rank, replica in parts.by_rank.items():
+        if ranks(rank):
+            around(replica, "apply", apply)
+
+
+def _fallback_at_equality(parts: Parts, _: ExitStack) -> None:
+    _idle(parts, lambda rank: rank > 0, lambda rows, world: rows <= world)
+
+
+def _fallback_trains_nothing(parts: Parts, _: ExitStack) -> None:
+    _idle(parts, lambda rank: True, lambda rows, world: rows < world)
+
+
+def _primary_is_last(_: DataParallelCoordinator, stack: ExitStack) -> None:
+    def last(self: DataParallelCoordinator) -> ClassifyPipeline:
+        return self.pipelines[-1]
+
+    patched(stack, DataParallelCoordinator, "primary_pipeline", property(last))
+
+
+def _tenfold_rate(parts: Parts, _: ExitStack) -> None:
+    for replica in followers(parts).values():
+        around(replica, "set_rate", lambda inner, rate: inner(10 * rate))
+
+
+def _no_norm(parts: Parts, _: ExitStack) -> None:
+    with_result(parts, lambda result: replace(result, grad_norm=0.0))
+
+
+MISSED = (
+    Fault("train_batch_parallel returns zeros", _MISSED, "losses-close", _returns_zeros, PLAIN, "coordinator"),
+    Fault("no sync", _MISSED, "replicas-agree", _no_sync, SGD),
+    Fault("loss is a mean of shard means", _MISSED, "losses-close", _mean_of_means, SGD),
+    Fault("last shard not trained", _MISSED, "gradient-law", _last_shard_untrained, SGD),
+    Fault("shards overlap", _MISSED, "samples-once", _overlapping, PLAIN),
+    Fault("bias not synced", _MISSED, "replicas-agree", _bias_unsynced, SGD.but(architecture="encoder")),
+    Fault("only the first replica synced", _MISSED, "replicas-agree", _only_first_synced, SGD.but(world=3)),
+    # 11 rows in batches of 3: the last batch has as many rows as there are replicas.
+    Fault("fallback at n = replicas", _MISSED, "replicas-agree", _fallback_at_equality, SGD.but(batch_size=3)),
+    Fault("fallback trains nothing", _MISSED, "update-law", _fallback_trains_nothing, SGD),
+    Fault("primary is the last replica", _MISSED, "coordinator-face", _primary_is_last, PLAIN, "coordinator"),
+    Fault("replicas with tenfold rate", _MISSED, "replicas-agree", _tenfold_rate, SGD),
+    Fault("grad_norm is always 0", _MISSED, "norm-law", _no_norm, SGD),
+)
+
+
+# what they caught
+
+
+# Bodies: they run in the place, and with the globals, of the function that they replace.
+
+
+def _sum(grads: Any) -> Any:
+    return [sum(values) for values in zip(*grads, strict=True)]
+
+
+def _nan_to_zero(grads: Any) -> Any:
+    return [sum(0.0 if v != v else v for v in values) / len(grads) for values in zip(*grads, strict=True)]
+
+
+def _inf_skipped(grads: Any) -> Any:
+    finite = [[v for v in values if abs(v) != float("inf")] for values in zip(*grads, strict=True)]
+    return [sum(values) / max(1, len(values)) for values in finite]
+
+
+def _first_worker_only(grads: Any) -> Any:
+    return [values[0] / len(grads) for values in zip(*grads, strict=True)]
+
+
+def _sees_no_inf(values: Any) -> bool:
+    return any(float(value) != float(value) for value in values)
+
+
+def _sees_only_the_first(values: Any) -> bool:
+    return any(not abs(float(value)) < float("inf") for value in values[:1])
+
+
+def _remainder_dropped(samples: Any, num_workers: int) -> Any:
+    size = len(samples) // num_workers
+    return [list(samples[at * size : (at + 1) * size]) for at in range(num_workers)]
+
+
+def _reversed(samples: Any, num_workers: int) -> Any:
+    size = len(samples) // num_workers
+    shards = [list(samples[at * size : (at + 1) * size]) for at in range(num_workers - 1)]
+    return [*shards, list(samples[(num_workers - 1) * size :])][::-1]
+
+
+def _accepts_no_devices(devices: Any, *, cpu_fallback: bool = False) -> Any:
+    return tuple(torch.device("cpu") for _ in devices or ["cpu"])
+
+
+def _in_average(body: Any) -> Any:
+    return lambda _, stack: body_replaced(stack, average_gradients, body)
+
+
+def _in_search(body: Any) -> Any:
+    return lambda _, stack: body_replaced(stack, has_non_finite, body)
+
+
+def _in_sharding(body: Any) -> Any:
+    return lambda _, stack: body_replaced(stack, shard_samples, body)
+
+
+def _devices(_: object, stack: ExitStack) -> None:
+    body_replaced(stack, resolve_devices, _accepts_no_devices)
+
+
+def _up_unsynced(parts: Parts, _: ExitStack) -> None:
+    for replica in followers(parts).values():
+        unsynced(replica, lambda name: "lora_B" in name)
+
+
+def _head_unsynced(parts: Parts, _: ExitStack) -> None:
+    for replica in followers(parts).values():
+        unsynced(replica, lambda name: "modules_to_save" in name)
+
+
+def _an_ulp_off(parts: Parts, _: ExitStack) -> None:
+    for replica in followers(parts).values():
+
+        def set_gradient(inner: Any, pieces: Any, divisor: int, own: Any = replica) -> None:
+            inner(pieces, divisor)
+            own.master.gradient.view(torch.int32)[own.master.gradient.abs().argmax()] ^= 1
+
+        around(replica, "set_gradient", set_gradient)
+
+
+CAUGHT = (
+    Fault("average without division", _CAUGHT, "average-law", _in_average(_sum), kind="functions"),
+    Fault("NaN averaged as 0", _CAUGHT, "average-law", _in_average(_nan_to_zero), kind="functions"),
+    Fault("Inf skipped in the average", _CAUGHT, "average-law", _in_average(_inf_skipped), kind="functions"),
+    Fault("only worker 0 averaged", _CAUGHT, "average-law", _in_average(_first_worker_only), kind="functions"),
+    Fault("has_non_finite ignores Inf", _CAUGHT, "non-finite-seen", _in_search(_sees_no_inf), kind="functions"),
+    Fault("only the first element", _CAUGHT, "non-finite-seen", _in_search(_sees_only_the_first), kind="functions"),
+    Fault("remainder dropped", _CAUGHT, "shards-law", _in_sharding(_remainder_dropped), kind="functions"),
+    Fault("shard order reversed", _CAUGHT, "shards-law", _in_sharding(_reversed), kind="functions"),
+    Fault("LoRA B not synced", _CAUGHT, "replicas-agree", _up_unsynced, SGD),
+    Fault("head weight not synced", _CAUGHT, "replicas-agree", _head_unsynced, SGD),
+    Fault("sync off by an ulp", _CAUGHT, "replicas-agree", _an_ulp_off, SGD),
+    Fault("empty list of devices accepted", _CAUGHT, "coordinator-face", _devices, kind="functions"),
+)
+
+
+# what a suite of data parallelism must add
+
+
+def _unweighted(parts: Parts, _: ExitStack) -> None:
+    batch = current_batch(parts)
+
+    def factor(partial: PartialGradient) -> float:
+        return len(batch().ids) / (parts.backend.world_size * max(rows_of(partial), 1))
+
+    for replica in parts.replicas:
+        scaled_partials(replica, factor)
+
+
+def _clipped_by_shard(parts: Parts, _: ExitStack) -> None:
+    limit = parts.case.clip_norm
+    assert limit is not None
+    for replica in parts.replicas:
+
+        def factor(partial: PartialGradient, own: Any = replica) -> float:
+            norm = float(local_sum(own, partial).norm()) / max(rows_of(partial), 1)
+            return min(1.0, limit / (norm + 1e-6))
+
+        scaled_partials(replica, factor)
+
+
+def _nan_masked(parts: Parts, _: ExitStack) -> None:
+    def loss_sum(inner: Callable[..., LeafLoss], model: nn.Module, batch: Any) -> LeafLoss:
+        loss = inner(model, batch)
+        if torch.isfinite(loss.loss_sum):
+            return loss
+        nothing = sum((p.sum() * 0.0 for p in model.parameters() if p.requires_grad), torch.zeros(()))
+        return replace(loss, loss_sum=nothing)
+
+    around(parts.task, "loss_sum", loss_sum)
+
+
+def _own_moments(parts: Parts, _: ExitStack) -> None:
+    for replica in followers(parts).values():
+
+        def apply(inner: Callable[[], None], own: Any = replica) -> None:
+            inner()
+            own.optimizer_state()["exp_avg"].mul_(1.5)
+
+        around(replica, "apply", apply)
+
+
+def _stale_fallback(parts: Parts, _: ExitStack) -> None:
+    _idle(parts, lambda rank: rank > 0, lambda rows, world: rows < world)
+
+
+def _double_step(parts: Parts, _: ExitStack) -> None:
+    def apply(inner: Callable[[], None]) -> None:
+        inner()
+        inner()
+
+    for replica in parts.replicas:
+        around(replica, "apply", apply)
+
+
+def _sum_not_mean(parts: Parts, _: ExitStack) -> None:
+    for replica in parts.replicas:
+        around(replica, "set_gradient", lambda inner, pieces, divisor: inner(pieces, 1))
+
+
+def _shard_ignored(parts: Parts, _: ExitStack) -> None:
+    batch = current_batch(parts)
+
+    def gradients(inner: Callable[..., PartialGradient], step: int, leaves: Any, *args: Any, **named: Any) -> Any:
+        first = batch().micro_batches(parts.case.micro_batches)
+        other = [replace(leaf, ids=first[place]) for place, leaf in enumerate(leaves)]
+        return inner(step, other, *args, **named)
+
+    for replica in followers(parts).values():
+        around(replica, "gradients", gradients)
+
+
+def _detached(parts: Parts, _: ExitStack) -> None:
+    for replica in parts.replicas:
+        for name, module in replica.model.named_modules():
+            if name.endswith("lora_B.default"):
+                module.register_forward_hook(lambda module, given, output: output.detach())
+
+
+def _loss_after_step(parts: Parts, _: ExitStack) -> None:
+    def change(batch: GlobalBatch, result: StepResult) -> StepResult:
+        task, model = parts.task.inner, parts.replicas[0].model
+        with torch.no_grad():
+            loss = task.loss_sum(model, task.load(batch.ids, parts.replicas[0].device)).loss_sum
+        return replace(result, loss=float(loss) / len(batch.ids))
+
+    around_updates(parts, lambda batch: None, change)
+
+
+def _sum_in_fp32(grads: Any) -> Any:
+    total = torch.tensor(grads[0], dtype=torch.float32)
+    for gradient in grads[1:]:
+        total = total + torch.tensor(gradient, dtype=torch.float32)
+    return (total / len(grads)).tolist()
+
+
+def _overflow(_: object, stack: ExitStack) -> None:
+    body_replaced(stack, average_gradients, _sum_in_fp32)
+
+
+_POISONED = SGD.but(poison=Poison(2, 3, "nan"))
+ADDED = (
+    Fault("unweighted mean of uneven shards", _ADDED, "gradient-law", _unweighted, SGD),
+    Fault("clipped by shard", _ADDED, "gradient-law", _clipped_by_shard, SGD.but(clip_norm=0.2)),
+    Fault("NaN masked", _ADDED, "halt-together", _nan_masked, _POISONED),
+    Fault("moments not synced", _ADDED, "replicas-agree", _own_moments, ADAMW),
+    Fault("stale fallback", _ADDED, "replicas-agree", _stale_fallback, SGD),
+    Fault("double step", _ADDED, "update-law", _double_step, SGD),
+    Fault("sum instead of mean", _ADDED, "gradient-law", _sum_not_mean, SGD),
+    Fault("rank ignores its shard", _ADDED, "samples-once", _shard_ignored, PLAIN),
+    Fault("LoRA detached from the graph", _ADDED, "gradient-law", _detached, SGD),
+    Fault("loss computed after the step", _ADDED, "losses-close", _loss_after_step, PLAIN),
+    Fault("fp32 overflow in the average", _ADDED, "average-law", _overflow, kind="functions"),
+)

@@ -1,4 +1,0 @@
-"""Bad input in large numbers: whatever is read from a file ends in the error that was promised, or is right.
-
-`python -m andon_falsify.fuzz --cases 20000 --seed 0`.
-"""

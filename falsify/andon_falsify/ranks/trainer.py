@@ -1,0 +1,41 @@
+"""Our trainer as a subject, on each of its backends."""
+
+from __future__ import annotations
+
+from andon.backend.inprocess import InlineBackend, ThreadsBackend
+from andon_falsify.ranks.duty import train_on
+from andon_falsify.ranks.pool import RankPools
+from andon_falsify.subjects.case import Case
+from andon_falsify.subjects.placing import IN_A_GROUP, devices_of
+from andon_falsify.subjects.trace import Sightings, Trace, assemble_trace
+
+
+class AndonTrainer:
+    """Runs cases on the backend that each of them names. `pools` are where the ranks of a process group live.
+
+    late: whether ranks that share this process judge an update a step later, as GPUs do (None: as they do it).
+    """
+
+    name = "andon"
+
+    def __init__(self, pools: RankPools, *, late: bool | None = None) -> None:
+        self._pools = pools
+        self._late = late
+
+    def run(self, case: Case) -> Trace:
+        """See `Subject.run`."""
+        name = f"{self.name} {case.backend}"
+        try:
+            if case.backend in IN_A_GROUP:
+                return self._in_a_group(case, name)
+            backend = InlineBackend if case.backend == "inline" else ThreadsBackend
+            made = backend(devices_of(case.backend, case.world))
+            return assemble_trace(case, [train_on(made, case, late=self._late)], {}, name)
+        except Exception as error:  # noqa: BLE001 -- an error of the subject is part of what is judged
+            return assemble_trace(case, [], {0: f"{type(error).__name__}: {error}"}, name)
+
+    def _in_a_group(self, case: Case, name: str) -> Trace:
+        answers = self._pools.of(case.world, case.backend).run("andon_falsify.ranks.duty:train", case)
+        parts = [answer.value for answer in answers if isinstance(answer.value, Sightings)]
+        errors = {rank: answer.error for rank, answer in enumerate(answers) if answer.error}
+        return assemble_trace(case, parts, errors, name)

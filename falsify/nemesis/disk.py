@@ -1,0 +1,395 @@
+"""Disks that fill, refuse, forget or lie, and checkpoints that are not what was written: rows 4, 34 to 37, 39 to 41."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from . import power_cut
+from .language import Fault, Guard, Nemesis, Place, Promise
+from .left_behind import MANIFEST, STATE, TENSORS
+from .planting import Plant, Struck, first_strike
+from .run import Launch, NotStruckError, Run
+from .tracing import attached, missing
+
+_PAGE = 4096
+_END_S = 60.0
+_DAMAGED = (TENSORS, STATE, MANIFEST)
+"""One file of each of the newest checkpoints."""
+
+
+class SmallDisk(Place):
+    """The run lives on a small file system of its own."""
+
+    def __init__(self, size: str) -> None:
+        self.size = size
+
+    def needs(self) -> str | None:
+        """A mount needs root."""
+        with tempfile.TemporaryDirectory() as place:
+            done = self._mounted(Path(place))
+            if done.returncode == 0:
+                subprocess.run(["umount", place], check=True)
+                return None
+        return f"no tmpfs can be mounted: {done.stderr.strip()}"
+
+    @contextmanager
+    def taken(self, run: Run) -> Iterator[None]:
+        """Mounted for this run, whose folder is there."""
+        disk = run.scratch / "disk"
+        disk.mkdir()
+        done = self._mounted(disk)
+        if done.returncode:
+            raise NotStruckError(f"no tmpfs: {done.stderr.strip()}")
+        try:
+            run.folder = disk / "run"
+            yield
+        finally:
+            subprocess.run(["umount", "-l", str(disk)], check=True)
+
+    def _mounted(self, place: Path) -> subprocess.CompletedProcess[str]:
+        command = ["mount", "-t", "tmpfs", "-o", f"size={self.size}", "tmpfs", str(place)]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def filled(spare: int = 0) -> Fault:
+    """The disk fills while the run trains, but for `spare` bytes: enough for lines, too little for a checkpoint.
+
+    Where some are left the run is to go on, and there is room again once it has said so.
+    """
+
+    def strike(run: Run) -> Struck:
+        run.reach(run.draw.randrange(5, 12))
+        step, at = run.steps, time.monotonic()
+        filler = run.folder.parent / "filler"
+        proof = _fill(filler, spare)
+        if spare:
+            said = ("going on without it", "the disk is full")
+            run.wait_for(lambda: any(each in run.said() for each in said) or run.over(), "said")
+            filler.unlink()
+        return Struck(at, step, proof)
+
+    return Fault(strike, heal=lambda run: (run.folder.parent / "filler").unlink(missing_ok=True))
+
+
+def _fill(filler: Path, spare: int) -> str:
+    """Write until nothing more fits, then give back `spare` bytes; how much there is then."""
+    with filler.open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(_PAGE))
+        except OSError as error:
+            file.truncate(max(0, file.tell() - spare))
+            return f"{error.strerror}: {filler.stat().st_size} bytes of filler, {spare} left"
+
+
+def gone(which: str) -> Fault:
+    """A folder of the run is removed while it trains: below the run's folder, or that itself ("")."""
+
+    def strike(run: Run) -> Struck:
+        run.reach(run.draw.randrange(5, 12))
+        step, at = run.steps, time.monotonic()
+        folder = run.folder / which
+        removed = folder.with_name("removed")
+        folder.rename(removed)
+        shutil.rmtree(removed)
+        return Struck(at, step, f"{which or 'run'} folder removed")
+
+    return Fault(strike)
+
+
+def _forbid_checkpoints(run: Run) -> Struck:
+    """The folder of checkpoints can no longer be written to."""
+    run.reach(run.draw.randrange(5, 12))
+    step, at = run.steps, time.monotonic()
+    folder = run.folder / "checkpoints"
+    _forbid(folder)
+    try:
+        (folder / "file").touch()
+    except PermissionError as error:
+        return Struck(at, step, f"{folder.name}: {error.strerror}")
+    raise NotStruckError("the folder can still be written to")
+
+
+def not_forbidden() -> str | None:
+    """Permissions bind everybody but root; for root there is the immutable attribute of a file system."""
+    with tempfile.TemporaryDirectory() as place:
+        try:
+            _forbid(Path(place))
+            (Path(place) / "file").touch()
+        except (OSError, subprocess.CalledProcessError) as error:
+            return None if isinstance(error, PermissionError) else f"chattr does not work here: {error}"
+        finally:
+            _allow(Path(place))
+    return "this user may write to a folder that is read-only"
+
+
+def _forbid(folder: Path) -> None:
+    if os.geteuid() == 0:
+        subprocess.run(["chattr", "+i", str(folder)], check=True, capture_output=True)
+    else:
+        folder.chmod(0o555)
+
+
+def _allow(folder: Path) -> None:
+    with suppress(OSError):  # the folder is gone; without chattr nothing was forbidden
+        if os.geteuid() == 0:
+            subprocess.run(["chattr", "-i", str(folder)], check=False, capture_output=True)
+        else:
+            folder.chmod(0o755)
+
+
+def _dies_saving(run: Run) -> Struck:
+    """Rank 0 is killed while it saves; what it had written lies there under a temporary name."""
+    run.launcher.wait(_END_S)
+    struck = first_strike(run.scratch)
+    if struck is None or not list(run.folder.glob("checkpoints/*")):
+        raise NotStruckError(f"no rank died while it saved: {run.said()[-300:]}")
+    left = [path.name for path in run.folder.glob("checkpoints/*.andon-tmp-*")]
+    return Struck(struck.at, struck.step, f"{struck.proof}; left over: {', '.join(left) or 'nothing'}")
+
+
+@contextmanager
+def _traced(run: Run, *options: str) -> Iterator[Path]:
+    """strace on rank 0 of a run for the time of the context, and its log."""
+    found = run.ranks()
+    if not found:
+        raise NotStruckError("there is no rank 0")
+    log = run.scratch / "strace"
+    with attached(found[0], "-f", "-o", str(log), *options):
+        yield log
+
+
+def _fail_syncs(run: Run) -> Struck:
+    """From a step on every fsync of rank 0 fails with an input/output error; strace's log must show one that did."""
+    run.reach(run.draw.randrange(5, 12))
+    step = run.steps
+    with _traced(run, "-e", "trace=fsync", "-e", "inject=fsync:error=EIO") as log:
+        run.wait_for(lambda: "(INJECTED)" in log.read_text() or run.over(), "fsync failed", _END_S)
+        at = time.monotonic()
+        run.launcher.wait(_END_S)
+    failed = [line for line in log.read_text().splitlines() if "(INJECTED)" in line]
+    if not failed:
+        raise NotStruckError("no fsync was called")
+    return Struck(at, step, f"{len(failed)} calls of fsync failed, first {failed[0].split('<')[-1][:80]}")
+
+
+def powerless(*, names: bool) -> Fault:
+    """All processes end at once, and what rank 0 wrote after the last fsync is lost. `names`: so are new names."""
+
+    def strike(run: Run) -> Struck:
+        run.wait_for(lambda: bool(run.ranks()), "rank 0 is there")
+        with _traced(run, "-s", "0", "-e", f"trace={','.join(power_cut.CALLS)}") as log:
+            run.reach(run.draw.randrange(13, 22))
+            step, at = run.steps, time.monotonic()
+            run.kill()
+        lines = log.read_text(errors="replace").splitlines()
+        if not power_cut.synced_or_lost(lines, run.folder):
+            raise NotStruckError(f"strace saw nothing that was written to the run: {len(lines)} calls")
+        return Struck(at, step, f"{len(lines)} calls logged; {power_cut.cut(lines, run.folder, names=names)}")
+
+    return Fault(strike, needs=missing)
+
+
+def _end_at_boundary(run: Run) -> None:
+    """Ask the run to end by SIGTERM, and wait until it has. Raises `NotStruckError` where it does not."""
+    run.launcher.send_signal(signal.SIGTERM)
+    try:
+        run.launcher.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        raise NotStruckError("the run does not end at SIGTERM") from None
+
+
+def damaged(damage: Callable[[Path, Path], object]) -> Fault:
+    """A run ends; then each of its three newest checkpoints is damaged in another file, the tensors of the newest.
+
+    damage: changes a file, given the same file of the checkpoint before.
+    """
+
+    def strike(run: Run) -> Struck:
+        run.reach(run.draw.randrange(17, 24))
+        _end_at_boundary(run)
+        step, changed = run.steps, []
+        newest = sorted(run.folder.glob("checkpoints/step-????????"), reverse=True)
+        for folder, before, name in zip(newest, newest[1:], _DAMAGED, strict=False):
+            content = (folder / name).read_bytes()
+            damage(folder / name, before / name)
+            if (folder / name).read_bytes() == content:
+                raise NotStruckError(f"{folder / name} is as it was")
+            changed.append(f"{folder.name}/{name}")
+        if len(changed) < len(_DAMAGED):
+            raise NotStruckError(f"too few checkpoints to damage: {len(newest)}")
+        return Struck(time.monotonic(), step, f"changed: {', '.join(changed)}")
+
+    return Fault(strike)
+
+
+def cut_short(path: Path, _before: Path) -> None:
+    """The end is missing."""
+    os.truncate(path, path.stat().st_size - 100)
+
+
+def flip(path: Path, _before: Path) -> None:
+    """One bit is another."""
+    data = bytearray(path.read_bytes())
+    data[len(data) * 2 // 3] ^= 4
+    path.write_bytes(data)
+
+
+def zero(path: Path, _before: Path) -> None:
+    """A page in the middle of a file is zeros, or all of one that is no longer than that."""
+    data = bytearray(path.read_bytes())
+    start = len(data) // 2 // _PAGE * _PAGE
+    length = len(data[start : start + _PAGE])
+    data[start : start + _PAGE] = bytes(length)
+    path.write_bytes(data)
+
+
+def mix(path: Path, before: Path) -> None:
+    """It is the file of another checkpoint."""
+    shutil.copyfile(before, path)
+
+
+DAMAGES = (cut_short, flip, zero, mix)
+
+
+def _go_elsewhere(run: Run) -> Struck:
+    run.reach(run.draw.randrange(5, 20))
+    _end_at_boundary(run)
+    return Struck(time.monotonic(), run.steps, "ended on 2 workers, resumed on 3")
+
+
+_FORGIVEN, _BELIEVED = (Plant.of("forgiven"),), (Plant.of("unverified"),)
+_REFUSED = Guard(
+    "an error of the disk ends the run", "exit 0 instead of 2|not said: 'cannot be written", plants=_FORGIVEN
+)
+_FATAL = Guard("a checkpoint that cannot be written ends the run", "exit 0 instead of 2", plants=_FORGIVEN)
+_VERIFIED = Guard(
+    "the check of every byte against the manifest", "healing: exit|healing: other bits", resume_plants=_BELIEVED
+)
+_SYNCED = Guard(
+    "fsync of files and folders",
+    "healing: exit|healing: other bits|healing: not said: 'resume: from step-",
+    plants=(Plant.of("no_fsync"),),
+)
+_REJECTED = ("resume: rejected", f"/{TENSORS}:", f"/{STATE}:", f"/{MANIFEST}:", "resume: from step-")
+_GONE = Promise((2,), ("cannot be written: the folder is gone",), heal_says=("starting anew",))
+_POWER = Promise((-9,), heal_says=("resume: from step-000000",))
+_NEWEST = "of the tensors, the state and the manifest of the three newest checkpoints"
+
+
+def _damaged(name: str, number: int, how: str, damage: Callable[[Path, Path], object], *says: str) -> Nemesis:
+    promise = Promise((75,), heal_says=says or _REJECTED)
+    tier = "seconds" if damage is flip else "minutes"
+    return Nemesis(name, (number,), how, promise, (damaged(damage),), _VERIFIED, tier=tier)  # type: ignore[arg-type]
+
+
+NEMESES = (
+    Nemesis(
+        "rank killed while saving",
+        (4, 39),
+        "SIGKILL to rank 0 between the last byte of a checkpoint and its name",
+        Promise((71,), ("rank 0 of 2 was killed by SIGKILL",), 6.0, heal_says=("resume: from step-00000012",)),
+        (Fault(_dies_saving, plants=(Plant.of("dies_while_saving", step=14),)),),
+        Guard(
+            "a temporary name, and a manifest that is written last",
+            "healing: exit|healing: other bits",
+            plants=(Plant.of("saves_in_place", step=14),),
+            resume_plants=_BELIEVED,
+        ),
+    ),
+    Nemesis(
+        "disk full",
+        (34,),
+        "a tmpfs of 8 MB, filled while the run trains",
+        Promise((2,), ("cannot be written: the disk is full",), heal_says=("resume: from step-",)),
+        (filled(),),
+        _REFUSED,
+        place=SmallDisk("8m"),
+        tier="seconds",
+    ),
+    Nemesis(
+        "disk full, going on",
+        (34,),
+        "a tmpfs of 8 MB, filled but for 100 KB, with run.on_save_error=continue",
+        Promise((0,), ("going on without it (run.on_save_error=continue)", "is intact|no checkpoint yet")),
+        (filled(100_000),),
+        Guard("run.on_save_error=continue", "exit 2 instead of 0", ("run.on_save_error=stop",)),
+        launched=Launch(settings=("run.on_save_error=continue",)),
+        place=SmallDisk("8m"),
+    ),
+    Nemesis(
+        "checkpoints read-only",
+        (40,),
+        "the folder of checkpoints made immutable (chattr +i), or mode 555 for a user",
+        Promise((2,), ("cannot be written: no permission to write",), heal_says=("resume: from step-",)),
+        (Fault(_forbid_checkpoints, heal=lambda run: _allow(run.folder / "checkpoints"), needs=not_forbidden),),
+        _FATAL,
+    ),
+    Nemesis(
+        "checkpoints removed",
+        (40,),
+        "the folder of checkpoints removed while the run trains",
+        _GONE,
+        (gone("checkpoints"),),
+        _FATAL,
+    ),
+    Nemesis(
+        "run folder removed", (40,), "the whole folder of the run removed while it trains", _GONE, (gone(""),), _FATAL
+    ),
+    Nemesis(
+        "power cut, names kept",
+        (37,),
+        "SIGKILL to all; what strace saw rank 0 write after the last fsync is cut off its files",
+        _POWER,
+        (powerless(names=False),),
+        _SYNCED,
+    ),
+    Nemesis(
+        "power cut, names lost",
+        (37,),
+        "the same, and names given after the last fsync of their folder are taken back",
+        _POWER,
+        (powerless(names=True),),
+        _SYNCED,
+    ),
+    Nemesis(
+        "fsync fails",
+        (40,),
+        "strace lets every fsync of rank 0 fail with EIO",
+        Promise((2,), ("cannot be written: the disk reports an input/output error",)),
+        (Fault(_fail_syncs, needs=missing),),
+        Guard("an fsync that fails is fatal for what it was to save", "exit 0 instead of 2", plants=_FORGIVEN),
+    ),
+    _damaged("checkpoints cut short", 35, f"100 bytes fewer {_NEWEST}", cut_short),
+    _damaged("bits flipped in checkpoints", 36, f"one bit {_NEWEST}", flip),
+    _damaged("pages of zeros in checkpoints", 36, f"a page {_NEWEST}", zero),
+    _damaged(
+        "files of two checkpoints mixed",
+        36,
+        "the tensors, the state and the manifest of the three newest checkpoints from the one before each",
+        mix,
+        *("resume: rejected", f"/{TENSORS}:", "resume: from step-"),
+    ),
+    Nemesis(
+        "another number of workers on resume",
+        (41,),
+        "2 workers, ended by SIGTERM, resumed on 3",
+        Promise((75,), heal_says=("resume: from step-",)),
+        (Fault(_go_elsewhere),),
+        Guard(
+            "moments that are lost, with contracts off",
+            "healing: other bits",
+            resume_settings=("contracts.enabled=false",),
+            resume_plants=(Plant.of("moments_lost"),),
+        ),
+        resumed=Launch("3"),
+    ),
+)

@@ -1,0 +1,367 @@
+"""Networks that break, on runs under torchrun on several hosts: rows 10 and 12 to 17 (issue 5, item 5).
+
+Each host has one agent and one rank; all share the run folder. What is judged is the end of the ranks (`host_agent`),
+and of torchrun only where it restarts them.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import permutations
+
+from .hosts import Host, Lan, unavailable
+from .language import Fault, Guard, Nemesis, Place, Promise
+from .planting import Struck
+from .processes import command_line, family, identified, send
+from .run import TIMEOUT_S, Launch, NotStruckError, Run
+
+_STRIKES = 6
+"""After so many updates a fault strikes."""
+_WITHIN_S = TIMEOUT_S + 2.0
+_ANSWER_S = 60.0
+_ARRIVES_S = 5.0
+"""How long a datagram may take that is to arrive, on a machine that does much else."""
+_LAST_INTERFACE = "ANDON_LAST_HOST_IFNAME"
+"""In a launch's environment: the interface that the last host's rank is told to use."""
+
+
+class Hosts(Place):
+    """`size` hosts, with torchrun on each. restarts: torchrun is left to itself once its rank has failed."""
+
+    def __init__(self, size: int = 2, *, restarts: bool = False) -> None:
+        self.size, self.restarts = size, restarts
+
+    def needs(self) -> str | None:
+        """Why there can be no hosts on this machine."""
+        return unavailable() or None
+
+    @contextmanager
+    def taken(self, run: Run) -> Iterator[None]:
+        """Hosts of this run's own."""
+        with Lan.of(self.size) as lan:
+            run.hosts = lan.hosts
+            yield
+
+    def start(self, run: Run, launch: Launch) -> None:
+        """One agent on each host; the first one holds the rendezvous."""
+        endpoint = f"{run.hosts[0].hostname}:{run.hosts[0].free_port()}"
+        for number, host in enumerate(run.hosts):
+            run.spawn(self._command(run, launch, number, host, endpoint), launch)
+
+    def _command(self, run: Run, launch: Launch, number: int, host: Host, endpoint: str) -> list[str]:
+        meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "nemesis"]
+        meeting += ["--local-addr", host.address, "--rdzv-conf", f"is_host={int(number == 0)}"]
+        size = ["--nnodes", str(self.size), "--nproc-per-node", "1", *["--max-restarts", "3"] * self.restarts]
+        # The rank speaks where torchrun does not, so that what it says can be told apart.
+        rank = ["--no-python", "sh", "-c", 'exec "$@" 2>&1', "sh", sys.executable, *run.arguments(launch)]
+        log, keep = run.scratch / f"agent-{number}", str(int(self.restarts))
+        agent = [sys.executable, "-m", f"{__package__}.host_agent", str(run.folder), str(log), keep]
+        wrong = dict(launch.environment).get(_LAST_INTERFACE, "")
+        variables = {"GLOO_SOCKET_IFNAME": wrong} if wrong and number == self.size - 1 else {}
+        return host.command([*agent, "--", *size, *meeting, *rank], variables)
+
+
+def _ranks_of(run: Run) -> list[int]:
+    """The processes of the ranks, by host."""
+    members = [pid for command in run.commands for pid in family(command.pid)]
+    return [pid for pid in members if b"-m\0andon\0train" in command_line(pid) and _is_rank(pid)]
+
+
+def _is_rank(pid: int) -> bool:
+    line = command_line(pid)
+    return b"torch.distributed.run" not in line and b"host_agent" not in line and not line.startswith(b"sh\0")
+
+
+class Cut:
+    """Hosts that are cut off each other.
+
+    pair: the numbers of two hosts that no longer reach each other, while both reach all others; empty: the last host
+    and every other one. way: `link` (the last host's interface goes down), or whose messages are lost: `both`, `to`
+    the second one, `from` it.
+    """
+
+    def __init__(self, way: str = "both", pair: tuple[int, ...] = ()) -> None:
+        self.way, self.pair = way, pair
+
+    def make(self, run: Run) -> None:
+        """Bring it about."""
+        if self.way == "link":
+            run.hosts[-1].unplug()
+            return
+        for one, other in self._lost(run):
+            one.drop(other)
+
+    def mend(self, run: Run) -> None:
+        """Take it away, all of it or what is left of it."""
+        if self.way == "link":
+            run.hosts[-1].plug()
+            return
+        for one, other in self._lost(run):
+            one.undrop(other)
+
+    def _lost(self, run: Run) -> list[tuple[Host, Host]]:
+        """From whom to whom nothing arrives."""
+        *rest, last = [run.hosts[number] for number in self.pair] or run.hosts
+        ways = {"to": [(host, last) for host in rest], "from": [(last, host) for host in rest]}
+        return ways.get(self.way) or ways["to"] + ways["from"]
+
+    def proof(self, run: Run) -> str:
+        """What arrives between any two hosts, and what does not.
+
+        Raises `NotStruckError` where that is not as it is to be.
+        """
+        lost = self._lost(run)
+        for pair in permutations(run.hosts, 2):
+            one, other = pair
+            if pair in lost and one.reaches(other):
+                raise NotStruckError(f"datagrams from {one.hostname} to {other.hostname} arrive")
+            if pair not in lost and not one.reaches(other, _ARRIVES_S):
+                raise NotStruckError(f"datagrams from {one.hostname} to {other.hostname} do not arrive either")
+        named = ", ".join(f"{one.hostname} to {other.hostname}" for one, other in lost)
+        return f"no datagram arrives from {named}; all others do"
+
+
+def cut_off(cut: Cut) -> Fault:
+    """Cut while ranks train, and mended once all has ended."""
+
+    def strike(run: Run) -> Struck:
+        run.reach(_STRIKES)
+        at, step = time.monotonic(), run.steps
+        cut.make(run)
+        return Struck(at, step + 1, cut.proof(run))
+
+    return Fault(strike, cut.mend)
+
+
+def cut_for(cut: Cut, seconds: float) -> Fault:
+    """Cut for less than `run.timeout_s`: nothing is seen but a line, no update is made meanwhile, the run goes on."""
+
+    def strike(run: Run) -> Struck:
+        run.reach(_STRIKES)
+        at = time.monotonic()
+        cut.make(run)
+        proof, step = cut.proof(run), run.steps
+        time.sleep(max(0.0, seconds - (time.monotonic() - at)))
+        if run.over() or run.steps != step:
+            raise NotStruckError(f"updates {step} to {run.steps} were made while the hosts were apart")
+        cut.mend(run)
+        return Struck(at, step, f"{proof}; after {seconds:g} s they do again, no update was made meanwhile")
+
+    return Fault(strike, cut.mend)
+
+
+def cut_until_ended(cut: Cut) -> Fault:
+    """Cut until the ranks have ended; then torchrun starts them again, from the last checkpoint, by itself."""
+
+    def strike(run: Run) -> Struck:
+        run.reach(_STRIKES)
+        before = identified(_ranks_of(run))
+        if len(before) != len(run.hosts):
+            raise NotStruckError(f"{len(before)} ranks are there instead of {len(run.hosts)}")
+        at, step = time.monotonic(), run.steps
+        cut.make(run)
+        proof = cut.proof(run)
+        while any(rank.alive() for rank in before):
+            if time.monotonic() - at > _ANSWER_S:
+                raise NotStruckError(f"ranks live on {_ANSWER_S:g} s after the cut")
+            time.sleep(0.01)
+        ended = time.monotonic() - at
+        cut.mend(run)
+        return Struck(at, step + 1, f"{proof}; all ranks had ended after {ended:.1f} s, then it was mended")
+
+    return Fault(strike, cut.mend)
+
+
+def slowed(rate: str, *, ends: bool = False) -> Fault:
+    """What the last host sends comes at `rate`, until a rank has said that it is slow, or it ends the run (`ends`)."""
+
+    def strike(run: Run) -> Struck:
+        run.reach(_STRIKES)
+        at, step = time.monotonic(), run.steps
+        last, made = run.hosts[-1], ""
+        last.throttle(rate)
+        bucket = last.sends_by()
+        if not bucket.startswith("qdisc tbf "):
+            raise NotStruckError(f"the last host sends by {bucket}")
+        if not ends:
+            run.wait_for(lambda: "usually takes" in run.said(), "said to be slow", _ANSWER_S)
+            last.unthrottle()
+            made = f"; {run.steps - step} updates were made in {time.monotonic() - at:.1f} s"
+        return Struck(at, step, f"the last host sends by {bucket}{made}")
+
+    return Fault(strike, heal=lambda run: run.hosts[-1].unthrottle())
+
+
+def _stop_one_at_the_start(run: Run) -> Struck:
+    """The last rank is stopped as soon as all are there; once another has ended, its agent is ended too."""
+    run.wait_for(lambda: len(_ranks_of(run)) == len(run.hosts), "all ranks there")
+    at, stopped = time.monotonic(), _ranks_of(run)[-1]
+    seen = send(stopped, signal.SIGSTOP)
+    if seen is None or not seen.startswith("stopped"):
+        raise NotStruckError(f"process {stopped} had ended: {seen}")
+    began, waited = time.monotonic(), None
+    while waited is None and time.monotonic() - began < _ANSWER_S:
+        if any(command.poll() is not None for command in run.commands[:-1]):
+            waited = round(time.monotonic() - began, 1)
+            run.commands[-1].kill()
+        time.sleep(0.01)
+    return Struck(at, 0, f"process {stopped} is {seen}; another rank ended after {waited} s")
+
+
+def _wrong_interface(run: Run) -> Struck:
+    return Struck(time.monotonic(), 0, "GLOO_SOCKET_IFNAME=nowhere0 on the last host")
+
+
+def _named(size: int) -> Promise:
+    """Each rank ends in time, with a line that names those on the other side."""
+    last = size - 1
+    rest = "rank 0" if size == 2 else f"ranks {', '.join(map(str, range(last)))}"
+    here = f"{rest} of {size} (on {', '.join(f'host{number}' for number in range(last))}) gave no sign of life"
+    there = f"rank {last} of {size} (on host{last}) gave no sign of life"
+    return Promise(_ENDS, (here, there), _WITHIN_S, at_once=True)
+
+
+def _goes_on(*says: str) -> Promise:
+    return Promise((0,), (*says, "held-out after step"), heal_says=("is finished",))
+
+
+def _between(
+    name: str,
+    number: int,
+    how: str,
+    fault: Fault,
+    promise: Promise,
+    place: Place,
+    guard: Guard | str,
+    settings: tuple[str, ...] = (),
+) -> Nemesis:
+    """guard: or why there is none."""
+    off, none = (None, guard) if isinstance(guard, str) else (guard, "")
+    return Nemesis(name, (number,), how, promise, (fault,), off, none, Launch("", settings), place=place)
+
+
+_ENDS = (71, 72)
+_TWO, _THREE = Hosts(2), Hosts(3)
+_TIMEOUT = Guard("run.timeout_s", "not over", ("run.timeout_s=3600",))
+_SHORT = "nothing ends the run; longer partitions show that the bound is looked at"
+_RESTARTED = "the same partition without a restart has one"
+_BETWEEN = "all ranks give signs of life, and none got through to the others in the update of step"
+"""What ranks say that all see the store, and do not all see each other."""
+_ADDRESSES = "wrong address of the network card, "
+_FIRST_REACHES = Cut(pair=(1, 2))
+
+NEMESES = (
+    _between(
+        "link cut", 12, "the interface of one of two hosts goes down", cut_off(Cut("link")), _named(2), _TWO, _TIMEOUT
+    ),
+    _between("silent drop, both ways", 13, f"{_ADDRESSES}on both hosts", cut_off(Cut()), _named(2), _TWO, _TIMEOUT),
+    _between(
+        "silent drop, one way", 13, f"{_ADDRESSES}on the first host", cut_off(Cut("to")), _named(2), _TWO, _TIMEOUT
+    ),
+    _between(
+        "silent drop, the other way",
+        *(13, f"{_ADDRESSES}on the last host", cut_off(Cut("from")), _named(2), _TWO, _TIMEOUT),
+    ),
+    _between("one of three hosts cut off", 13, f"{_ADDRESSES}both ways", cut_off(Cut()), _named(3), _THREE, _TIMEOUT),
+    _between(
+        "two of three hosts cut off each other",
+        13,
+        f"{_ADDRESSES}on both; the first one, with the store, reaches both",
+        cut_off(_FIRST_REACHES),
+        Promise(_ENDS, (_BETWEEN,), _WITHIN_S, at_once=True),
+        _THREE,
+        _TIMEOUT,
+    ),
+    _between(
+        "two of three hosts cut off each other, one with the store",
+        13,
+        f"{_ADDRESSES}on both; the last one reaches both",
+        cut_off(Cut(pair=(0, 1))),
+        Promise(
+            _ENDS,
+            (
+                "rank 1 of 3 (on host1) gave no sign of life",
+                "ranks 0, 2 of 3 (on host0, host2) gave no sign of life",
+            ),
+            _WITHIN_S,
+            at_once=True,
+        ),
+        _THREE,
+        _TIMEOUT,
+    ),
+    _between("short partition", 14, "silent drop for 3 s", cut_for(Cut(), 3.0), _goes_on(), _TWO, _SHORT),
+    _between(
+        "long partition, restarted",
+        15,
+        "silent drop until all ranks have ended",
+        cut_until_ended(Cut()),
+        _goes_on("gave no sign of life for"),
+        Hosts(2, restarts=True),
+        _RESTARTED,
+    ),
+    _between(
+        "short partition of two of three hosts",
+        14,
+        "silent drop between two for 3 s; the first one reaches both",
+        cut_for(_FIRST_REACHES, 3.0),
+        _goes_on(),
+        _THREE,
+        _SHORT,
+    ),
+    _between(
+        "long partition of two of three hosts, restarted",
+        15,
+        "silent drop between two until all ranks have ended; the first one reaches both",
+        cut_until_ended(_FIRST_REACHES),
+        _goes_on(_BETWEEN),
+        Hosts(3, restarts=True),
+        _RESTARTED,
+    ),
+    _between(
+        "slow link",
+        10,
+        "a token bucket of 24 kbit/s at one host",
+        slowed("24kbit"),
+        Promise((0,), ("exchange in the update of step|slow: in the update of step",), heal_says=("is finished",)),
+        _TWO,
+        "nothing ends the run",
+    ),
+    _between(
+        "slow link, deadline of a step",
+        10,
+        "the same, with run.step_deadline_s=1.5",
+        slowed("24kbit", ends=True),
+        Promise(_ENDS, ("took longer than run.step_deadline_s, 1.5 s",), 5.0),
+        _TWO,
+        Guard("run.step_deadline_s", "not over", ("run.step_deadline_s=null",)),
+        ("run.step_deadline_s=1.5",),
+    ),
+    _between(
+        "rank missing at the start",
+        16,
+        "SIGSTOP before it meets the others",
+        Fault(_stop_one_at_the_start),
+        Promise((72, -signal.SIGKILL), (f"did not come within {TIMEOUT_S:g} s",)),
+        _TWO,
+        _TIMEOUT,
+    ),
+    Nemesis(
+        "wrong interface",
+        (17,),
+        "GLOO_SOCKET_IFNAME names one that is not there",
+        Promise(
+            (2, 71),
+            ("GLOO_SOCKET_IFNAME: nowhere0: no such interface on host1, only lo, e0", "of 2 cannot join: GLOO_SOCKET"),
+        ),
+        (Fault(_wrong_interface, before_start=True),),
+        no_guard="gloo itself refuses such an interface; what is judged is what the ranks say of it",
+        launched=Launch("", environment=((_LAST_INTERFACE, "nowhere0"),)),
+        resumed=Launch(""),
+        undisturbed=Launch(""),
+        place=_TWO,
+    ),
+)

@@ -1,0 +1,152 @@
+"""Files of rows that are wrong, or at the edge: what is refused is refused before any rank starts."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from .language import INLINE, Fault, Guard, Nemesis, Promise
+from .left_behind import Undisturbed
+from .planting import Plant, Struck
+from .run import LIMIT_S, Launch, NotStruckError, Run, row_lines
+
+Damage = Callable[[list[bytes]], list[bytes]]
+"""From the lines of a file to those of a damaged one."""
+_LINE = 41
+"""Which line is damaged, from 1."""
+
+
+def replaced(damage: Damage) -> Fault:
+    """The run is given a damaged copy of its file before it is started; the file is mended before it is healed."""
+
+    def strike(run: Run) -> Struck:
+        before = run.rows.read_bytes()
+        run.rows = run.scratch / "rows.jsonl"
+        run.rows.write_bytes(b"".join(damage(before.splitlines(keepends=True))))
+        return Struck(time.monotonic(), 0, f"rows of {len(before)} bytes, of {run.rows.stat().st_size} now")
+
+    def heal(run: Run) -> None:
+        run.rows.write_bytes(run.held.with_name("rows.jsonl").read_bytes())
+
+    return Fault(strike, heal, before_start=True)
+
+
+def taken(change: Damage) -> Fault:
+    """Rows that must give the bits that they give to one worker alone, undisturbed: what it leaves is compared with.
+
+    They stay: nothing is wrong with them.
+    """
+    given = replaced(change)
+
+    def strike(run: Run) -> Struck:
+        struck = given.strike(run)
+        alone, folder = Launch("1", (*INLINE, "training.checkpoint_every=1")), run.folder
+        run.folder = run.scratch / "alone"
+        run.spawn(run.command(alone), alone)
+        ending = run.end(LIMIT_S, time.monotonic())
+        if ending.codes != (0,):
+            raise NotStruckError(f"one worker alone ended with {ending.codes}: {ending.said[-500:]}")
+        run.whole, run.folder = Undisturbed(run.folder), folder
+        return replace(struck, at=time.monotonic())
+
+    return Fault(strike, before_start=True)
+
+
+def _line(new: Callable[[bytes], bytes]) -> Damage:
+    """Line `_LINE` is replaced."""
+    return lambda lines: [*lines[: _LINE - 1], new(lines[_LINE - 1]), *lines[_LINE:]]
+
+
+def _field(**fields: object) -> Damage:
+    """Fields of line `_LINE` get other values; `...`: the field is left out."""
+
+    def change(line: bytes) -> bytes:
+        row = json.loads(line) | fields
+        kept = {key: value for key, value in row.items() if value is not Ellipsis}
+        return json.dumps(kept).encode() + b"\n"
+
+    return _line(change)
+
+
+def _labels(label: str) -> Damage:
+    return lambda lines: [json.dumps(json.loads(line) | {"label": label}).encode() + b"\n" for line in lines]
+
+
+def _numbered(lines: list[bytes]) -> list[bytes]:
+    """Every row has an id, two the same."""
+    rows = [json.loads(line) | {"id": min(number, 90)} for number, line in enumerate(lines[:92])]
+    return [json.dumps(row).encode() + b"\n" for row in rows]
+
+
+_HEARD = Guard(
+    "a reader that hears of problems",
+    "exit 0 instead of 2|exit 1 instead of 2",
+    INLINE,  # one process is enough to see it
+    (Plant.of("lenient_reader"),),
+)
+_EXACT = Guard("training.exact", "accepted, but the undisturbed run has no such|other bits", ("training.exact=false",))
+
+
+def _refused(name: str, number: int, how: str, said: str, damage: Damage, line: int | None = _LINE) -> Nemesis:
+    where = "rows.jsonl" if line is None else f"rows.jsonl:{line}:"
+    promise = Promise((2,), (where, said), 15.0, at_once=True)
+    return Nemesis(name, (number,), how, promise, (replaced(damage),), _HEARD, resumed=Launch("2", INLINE))
+
+
+def _taken(name: str, numbers: tuple[int, ...], how: str, change: Damage, *says: str) -> Nemesis:
+    return Nemesis(name, numbers, how, Promise((0,), says), (taken(change),), _EXACT, launched=Launch("3"))
+
+
+def _with(part: bytes) -> Callable[[bytes], bytes]:
+    """A line with something more at the start of its text."""
+    return lambda line: line.replace(b'"text": "', b'"text": "' + part)
+
+
+def _windows(lines: list[bytes]) -> list[bytes]:
+    return [b"\xef\xbb\xbf", *(line.replace(b"\n", b"\r\n") for line in lines)]
+
+
+NEMESES = (
+    replace(
+        _refused("malformed line", 42, "a line cut short", "malformed JSON", _line(lambda line: line[:9] + b"\n")),
+        tier="seconds",
+    ),
+    _refused("missing field", 42, "a row without a label", "has no column 'label'", _field(label=...)),
+    _refused("wrong type", 42, "a text that is a number", "text must be a string", _field(text=5)),
+    _refused("byte that is not UTF-8", 43, "0xff in a text", "not UTF-8: byte 0xff at byte", _line(_with(b"\xff"))),
+    _refused("NUL byte", 43, "a NUL in a text", "a NUL byte at byte", _line(_with(b"\0"))),
+    _refused("lone surrogate", 43, "\\ud800 in a text", "a lone surrogate", _line(_with(b"\\ud800"))),
+    _refused("empty text", 44, "a text of no characters", "text is empty", _field(text="")),
+    _refused("blank text", 44, "a text of spaces", "text is only white space", _field(text="   ")),
+    _refused("repeated id", 45, "two rows with one id", "id 90 is there already", _numbered, 92),
+    _refused("label null", 46, "a label that is null", "label is null", _field(label=None)),
+    _refused("label a float", 46, "a label that is 1.5", "label 1.5 is a float", _field(label=1.5)),
+    _refused("label of another type", 46, "a label that is 1", "label 1 is of another type", _field(label=1)),
+    _refused("one class", 46, "all labels alike", "a classifier needs two classes", _labels("north"), None),
+    replace(
+        _refused("no rows", 48, "an empty file", "is empty", lambda lines: [], None),
+        guard=None,
+        no_guard="without it there is still nothing to train on",
+    ),
+    _taken("byte order mark and CRLF", (43,), "both in the file", _windows),
+    _taken("huge text", (44,), "a text of 1 MB", _field(text="word " * 200_000), "1 texts were cut"),
+    _taken("repeated texts", (45,), "40 rows, each of them twice", lambda lines: [*lines[:40], *lines[:40]]),
+    _taken(
+        "trained on what it is scored on",
+        (45,),
+        "the held-out rows among the others",
+        lambda lines: [*lines, *row_lines("held.jsonl", 12)],
+        "evaluation rows have a text that is also trained on; their scores flatter",
+    ),
+    replace(
+        _taken(
+            "fewer rows than workers", (48,), "3 rows, one of them to validate, on 3 workers", lambda rows: rows[:3]
+        ),
+        guard=None,
+        no_guard="two rows have one sum, in whatever order it is taken",
+    ),
+    _taken("one row in the last batch", (28, 49), "81 training rows in batches of 8", lambda lines: lines[:90]),
+    _taken("last batch one short", (49,), "87 training rows in batches of 8", lambda lines: [*lines, lines[0]]),
+)

@@ -1,0 +1,115 @@
+"""Whether another process lives, is stopped or is gone, read from the system."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from andon_contracts.liveness.process import Process, ending, memory_kills
+
+
+@pytest.fixture
+def child() -> Iterator[tuple[subprocess.Popen[bytes], Process]]:
+    """A process that waits for a line, and what it says of itself."""
+    program = "import json, dataclasses, sys; from andon_contracts.liveness.process import Process; "
+    program += "print(json.dumps(dataclasses.asdict(Process.here())), flush=True); sys.exit(int(input()))"
+    started = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert started.stdout is not None
+    yield started, Process(**json.loads(started.stdout.readline()))
+    started.kill()
+    started.communicate()
+
+
+def test_a_process_says_what_others_see_of_it(child: tuple[subprocess.Popen[bytes], Process]) -> None:
+    """Its machine, its id and the time of its start; it runs, and has no exit code."""
+    started, process = child
+    assert (process.pid, process.machine) == (started.pid, Process.here().machine)
+    assert process.look() == "runs"
+    assert process.exit_code() is None
+
+
+def test_a_stopped_process_is_told_from_a_gone_one(child: tuple[subprocess.Popen[bytes], Process]) -> None:
+    """Stopped, running again, ended by us: each is seen, and what ended it too as long as its parent has not asked."""
+    started, process = child
+    started.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, started.pid, os.WSTOPPED | os.WNOWAIT)
+    assert process.look() == "stopped"
+    assert process.kill()
+    os.waitid(os.P_PID, started.pid, os.WEXITED | os.WNOWAIT)
+    assert (process.look(), process.exit_code()) == ("gone", -signal.SIGKILL)
+    assert not process.kill()
+    started.wait()
+    assert (process.look(), process.exit_code()) == ("gone", None)
+
+
+def test_a_signal_to_a_process_that_ends_meanwhile_reached_nobody(
+    child: tuple[subprocess.Popen[bytes], Process], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the system gives no handle of a process: it is no error, and says so."""
+    started, process = child
+
+    def too_late(pid: int) -> int:
+        started.kill()
+        started.wait()
+        raise OSError(errno.ENOSYS, "no handles of processes here")
+
+    monkeypatch.setattr(os, "pidfd_open", too_late)
+    assert not process.send(signal.SIGTERM)
+
+
+def test_an_exit_code_is_read(child: tuple[subprocess.Popen[bytes], Process]) -> None:
+    """A process that chose its end."""
+    started, process = child
+    assert started.stdin is not None
+    started.stdin.write(b"7\n")
+    started.stdin.flush()
+    os.waitid(os.P_PID, started.pid, os.WEXITED | os.WNOWAIT)
+    assert process.exit_code() == 7
+
+
+def test_another_process_with_the_same_id_is_another(child: tuple[subprocess.Popen[bytes], Process]) -> None:
+    """A number that the system gave out again is neither watched nor ended."""
+    started, process = child
+    earlier = replace(process, started=process.started - 1)
+    assert earlier.look() == "gone"
+    assert not earlier.kill()
+    assert started.poll() is None
+
+
+def test_a_process_elsewhere_is_not_judged(child: tuple[subprocess.Popen[bytes], Process]) -> None:
+    """Of another machine nothing can be said, and nothing there is ended."""
+    far = replace(child[1], machine="another boot")
+    assert far.look() == "elsewhere"
+    assert not far.kill()
+    assert replace(far, machine="").look() == "elsewhere"
+    assert child[0].poll() is None
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (None, "is gone"),
+        (3, "ended with exit code 3"),
+        (-9, "was killed by SIGKILL (out of memory, or killed by hand)"),
+        (-2, "was killed by SIGINT"),
+        (-99, "was killed by signal 99"),
+    ],
+)
+def test_an_end_in_words(code: int | None, words: str) -> None:
+    """Signals by name, with what usually sends them."""
+    assert ending(code) == words
+
+
+def test_the_systems_own_count_of_memory_kills() -> None:
+    """The kernel's counter, where it has one."""
+    known = "oom_kill " in Path("/proc/vmstat").read_text()
+    assert (memory_kills() is not None) == known

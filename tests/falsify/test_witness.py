@@ -1,0 +1,175 @@
+"""One record: what the witness writes of a run is read by the reader of the ledger, and says there what was seen."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from andon_contracts.record import End, Record, Resume, Start, Step, decode_line, link
+from andon_contracts.record import chain as chained
+from andon_falsify.claims.between import same_bits
+from andon_falsify.claims.evidence import of_trace
+from andon_falsify.claims.told import finite
+from andon_falsify.history import read_lines
+from andon_falsify.loops import record as of_loops
+from andon_falsify.loops.sightings import Group, LoopSightings, Made
+from andon_falsify.loops.subject import LoopSubject
+from andon_falsify.ranks.pool import RankPools
+from andon_falsify.ranks.trainer import AndonTrainer
+from andon_falsify.subjects import trace as of_trainers
+from andon_falsify.subjects import witness
+from andon_falsify.subjects.case import Case, Poison, make_rows
+from andon_falsify.subjects.trace import Reported, Sightings, Values, assemble_trace
+from andon_falsify.verdict import Outcome
+
+KINDS = ("start", "resume", "step", "violation", "end")
+DIGESTS = st.sampled_from(["", "0" * 16, "00000000000000a1", "f" * 16])
+REALS = st.floats(allow_nan=True, allow_infinity=True)
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> tuple[Case, list[LoopSightings]]:
+    """A run of any shape, half of which was not seen: both writers can tell of it."""
+    world, rows = draw(st.integers(1, 4)), draw(st.integers(1, 7))
+    case = Case(rows=make_rows(rows), batch_size=world, micro_batches=world, world=world)
+    if draw(st.booleans()):
+        case = case.but(stop_after=draw(st.integers(0, 3)))
+    parts = [LoopSightings((rank,)) for rank in range(world)]
+    parts[0].resumed_from = draw(st.integers(0, 2))
+    parts[0].start[0] = draw(DIGESTS)
+    for step in range(1, draw(st.integers(0, 3)) + 1):
+        group = Group(("w",), {"lr": draw(REALS)})
+        parts[0].made[step] = Made("SGD", (group,), draw(st.none() | REALS), clipped=False)
+        if draw(st.booleans()):
+            parts[0].told_losses[step] = draw(REALS)
+            parts[0].values[step] = Values({}, {})
+        ids = tuple(draw(st.permutations(range(rows))))
+        parts[0].reported.append(
+            Reported(step, draw(st.integers(0, 2)), 0, ids, rows, 0, draw(REALS), draw(REALS), draw(REALS))
+        )
+        for part in parts:
+            sight = part.of(part.ranks[0], step)
+            sight.leaves = draw(st.lists(st.lists(st.integers(0, rows - 1), max_size=3).map(tuple), max_size=2))
+            sight.weights, sight.optimizer, sight.gradient = draw(DIGESTS), draw(DIGESTS), draw(DIGESTS)
+    if draw(st.booleans()):
+        parts[-1].violation = ("finite", draw(st.integers(0, 4)), draw(st.text(max_size=5)))
+    return case, parts
+
+
+def decoded(lines: list[bytes]) -> list[Record]:
+    """The records of `lines`, each linked to the one before."""
+    found, head = [], "0" * 16
+    for count, raw in enumerate(lines):
+        line = decode_line(raw)
+        link(line, count, head)
+        found.append(line.record)
+        head = chained(raw)
+    return found
+
+
+@given(runs(), st.sampled_from([of_trainers, of_loops]))
+@settings(deadline=None)
+def test_every_line_of_either_kind_of_subject_is_one_of_the_ledger(
+    run: tuple[Case, list[LoopSightings]], writer: object
+) -> None:
+    """Whatever was seen or not: both readers, the ledger's and the falsifier's, read every line and say the same."""
+    case, parts = run
+    lines = witness.linked(writer._events(case, parts))  # type: ignore[attr-defined]
+    records, history = decoded(lines), read_lines(lines, "seen")
+    assert not history.unread
+    assert [record.kind for record in records] == [event.kind for event in history.events]
+    steps = [record for record in records if isinstance(record, Step)]
+    assert [(s.step, s.ids, s.lr.hex) for s in steps] == [(e.number, e.ids, e.lr and e.lr.hex) for e in history.steps]
+    for record, event in zip(steps, history.steps, strict=True):
+        assert [(r.rank, r.ids, r.weights, r.gradient, r.optimizer) for r in record.ranks] == [
+            (r.rank, r.ids, r.weights, r.gradient, r.optimizer) for r in event.ranks
+        ]
+        kept = record.step in parts[0].values
+        assert (record.tensors is not None) is kept
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[RankPools]:
+    """Ranks for the runs of this file, there before a test looks which processes there are."""
+    with RankPools() as held:
+        held.of(2).run("builtins:repr", "")
+        yield held
+
+
+def test_every_kind_of_event_of_real_runs_is_read(
+    pools: RankPools, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Our trainer and a loop, whole, halted, cut off and taken up: all five kinds of either are read, and no other."""
+    written: list[list[bytes]] = []
+    linked = witness.linked
+
+    def kept(events: Iterator[witness.Line]) -> list[bytes]:
+        written.append(linked(events))
+        return written[-1]
+
+    monkeypatch.setattr(witness, "linked", kept)
+    case = Case(rows=make_rows(6), batch_size=4, micro_batches=2, world=2, epochs=2)
+    loop = LoopSubject("andon_falsify.peers.plain:make", pools=pools)
+    for name, subject in (("own", AndonTrainer(pools)), ("loop", loop)):
+        written.clear()
+        saving = case.but(folder=str(tmp_path / name), checkpoint_every=1)
+        for each in (case, case.but(poison=Poison(2, 0, "nan")), saving.but(stop_after=2), saving):
+            subject.run(each)
+        records = [record for lines in written for record in decoded(lines)]
+        wanted = set(KINDS) if name == "own" else set(KINDS) - {"violation"}
+        assert {record.kind for record in records} >= wanted
+        assert {record.kind for record in records} <= set(KINDS)
+        starts = [record for record in records if isinstance(record, Start | Resume)]
+        assert {record.writer for record in starts} == {witness.WRITER}
+        assert {value for record in starts for value in (record.algorithms or {}).values()} == {"sha256"}
+        assert all(record.reason == "finished" for record in records if isinstance(record, End))
+
+
+def test_a_line_refers_to_tensors_and_never_holds_them() -> None:
+    """What stands in the line is a name; the tensors stay where they were seen."""
+    part = Sightings((0,))
+    part.reported.append(Reported(1, 0, 0, (0, 1), 2, 1, 0.1, math.nan, 1.0))
+    part.values[1] = Values({"w": torch.full((1000,), 7.0)}, {"w": torch.full((1000,), 7.0)})
+    case = Case(rows=make_rows(2), batch_size=2, micro_batches=1)
+    line = witness.linked(of_trainers._events(case, [part]))[1]
+    record = decode_line(line).record
+    assert isinstance(record, Step)
+    assert record.tensors == {"gradients": "1/gradients", "weights": "1/weights"}
+    assert len(line) < 1000
+    assert {field.name for field in dataclasses.fields(Values)} == set(record.tensors)
+
+
+def test_the_witness_has_a_writer_of_its_own() -> None:
+    """It imports nothing of the trainer nor of its contracts: what is wrong there is not repeated here."""
+    tree = ast.parse(Path(witness.__file__).read_text(encoding="utf-8"))
+    imported = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    imported |= {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
+    assert not {name for name in imported if name.split(".")[0] in ("andon", "andon_contracts")}
+
+
+def test_a_run_of_which_nothing_was_seen_is_not_one_of_another_machine() -> None:
+    """Its rank died, so whether it gave the same bits is unknown: a claim that does not apply would pass in silence."""
+    case = Case(rows=make_rows(4), batch_size=4, world=1)
+    part = Sightings((0,))
+    part.reported.append(Reported(1, 0, 0, (0, 1, 2, 3), 4, 0, 0.1, 0.5, 1.0))
+    whole = assemble_trace(case, [part], {}, "whole")
+    dead = assemble_trace(case, [], {0: "died"}, "dead")
+    assert [same_bits(*pair).outcome for pair in ((dead, whole), (whole, dead))] == [Outcome.UNKNOWN] * 2
+
+
+def test_only_updates_with_a_told_loss_are_judged_of_a_loop() -> None:
+    """What is told of an update that was never made is no reason to judge the norms of those that told nothing."""
+    case = Case(rows=make_rows(2), batch_size=2, world=1)
+    part = LoopSightings((0,))
+    part.made[1] = Made("SGD", (Group(("w",), {"lr": 0.1}),), math.nan, clipped=True)
+    part.told_losses[2] = 0.5
+    trace = of_loops.trace_of(case, [part], {}, "loop")
+    assert finite(of_trace(trace)).outcome is Outcome.UNKNOWN

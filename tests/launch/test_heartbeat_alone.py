@@ -1,0 +1,249 @@
+"""The two threads of a heartbeat, over a store in this process that says of the other ranks what a test wants."""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from torch._C._distributed_c10d import HashStore, Store, TCPStore
+
+from andon.console.exits import Exit
+from andon.launch.heartbeat import Heartbeat, Timeouts
+from andon.launch.report import Report
+from andon_contracts.liveness.clock import StepClock
+from andon_contracts.liveness.diagnosis import UPDATE, Told
+from andon_contracts.liveness.process import Process
+from tests.launch.pipes import PATIENCE_S
+
+STEP_S = 0.2
+WAITS = Told(ticks=1, step=3, phase=UPDATE, waits=True)
+
+
+def beat(told: Told, process: Process | None = None) -> str:
+    """What a rank that is in this process, or in the given one, tells of itself."""
+    return json.dumps({"number": 1, "process": (process or Process.here()).to_json(), "told": told.to_json()})
+
+
+def wait_for(what: Callable[[], object]) -> None:
+    """Until this is so; fails where it does not come."""
+    pause, deadline = threading.Event(), time.monotonic() + PATIENCE_S
+    while not what():
+        assert time.monotonic() < deadline, "it does not come"
+        pause.wait(0.01)
+
+
+class Alone:
+    """Rank `rank` of `world`, its store, and the reports of the ends that its heartbeat makes."""
+
+    def __init__(self, store: Any, world: int, clock: StepClock, timeouts: Timeouts, rank: int = 0) -> None:
+        self.ends: queue.SimpleQueue[Report] = queue.SimpleQueue()
+        self.said: list[str] = []
+        self.clock = clock
+        self.heart = Heartbeat(store, rank, world, clock, timeouts, self.ends.put, self.said.append)
+
+    def wait_until_known(self, rank: int, what: str) -> None:
+        """Until this is told of that rank."""
+        wait_for(lambda: getattr(self.heart.view().signs[rank], what))
+
+    def end(self) -> Report:
+        """The next end that the heartbeat makes; fails where there is none."""
+        return self.ends.get(timeout=PATIENCE_S)
+
+
+@contextmanager
+def alone(
+    store: Any, world: int, clock: StepClock | None = None, timeouts: Timeouts | None = None, rank: int = 0
+) -> Iterator[Alone]:
+    """A heartbeat that ends with the test."""
+    made = Alone(store, world, clock or StepClock(), timeouts or Timeouts(PATIENCE_S), rank)
+    try:
+        yield made
+    finally:
+        made.heart.leave(Exit.OK, "")
+
+
+def test_who_passes_a_deadline_later_hands_on_what_the_first_saw() -> None:
+    """The slow rank 1 has ended by the same deadline and is heard of: it is named, and nobody blames the network."""
+    said = f"the update of step 3 took longer than run.step_deadline_s, {STEP_S:g} s: rank 1 of 2 is slow: in a loop"
+    store = HashStore()
+    store.set("beat 1", beat(replace(WAITS, waits=False, ended=said, exit=int(Exit.RANK_SILENT))))
+    with alone(store, 2, timeouts=Timeouts(PATIENCE_S, STEP_S)) as made:
+        made.wait_until_known(1, "ended")
+        made.clock.at(3, UPDATE)
+        made.clock.wait()
+        found = made.end()
+    assert (found.exit, found.cause) == (Exit.RANK_SILENT, said)
+
+
+def test_who_passes_a_deadline_after_another_ended_names_that_one() -> None:
+    """Rank 1 has ended for a reason of its own: that is what the step took so long for."""
+    store = HashStore()
+    store.set("beat 1", beat(replace(WAITS, waits=False, ended="LookupError: x", exit=int(Exit.CRASHED))))
+    with alone(store, 2, timeouts=Timeouts(PATIENCE_S, STEP_S)) as made:
+        made.wait_until_known(1, "ended")
+        made.clock.at(3, UPDATE)
+        made.clock.wait()
+        found = made.end()
+    late = f"the update of step 3 took longer than run.step_deadline_s, {STEP_S:g} s: "
+    assert found.cause == f"{late}rank 1 of 2 ended: LookupError: x; 1 waits"
+
+
+def test_the_update_that_compiles_has_no_deadline() -> None:
+    """Compiling takes minutes where a step takes less than one: the first update of a process that compiles may take
+    longer than the deadline, and the next one may not. What it took is not what a step usually takes."""
+    clock = StepClock(compiles=True)
+    with alone(HashStore(), 1, clock, Timeouts(PATIENCE_S, STEP_S)) as made:
+        clock.at(4, UPDATE)  # the first after a resume
+        clock.at(4, UPDATE)
+        wait_for(lambda: clock.read().phase_s > 3 * STEP_S)
+        assert made.ends.empty()
+        clock.at(5, UPDATE)
+        assert clock.usual_s() == 0.0
+        found = made.end()
+    assert (found.exit, found.step) == (Exit.RANK_SILENT, 5)
+    assert found.cause.startswith("the update of step 5 took longer than run.step_deadline_s")
+
+
+def test_a_deadline_waits_for_a_sign_of_this_step() -> None:
+    """What rank 1 told last is of before the step: who is slow is said once it has told where it is now."""
+    store = HashStore()
+    store.set("beat 1", beat(replace(WAITS, ticks=0, step=2, waits=False)))
+    clock = StepClock()
+    clock.wait()
+    with alone(store, 2, clock, Timeouts(1.0, STEP_S, PATIENCE_S)) as made:
+        made.wait_until_known(1, "step")
+        clock.at(3, UPDATE)
+        wait_for(lambda: clock.read().phase_s > 2 * STEP_S)
+        store.set("beat 1", beat(replace(WAITS, ticks=2)))
+        found = made.end()
+    late = f"the update of step 3 took longer than run.step_deadline_s, {STEP_S:g} s: "
+    assert found.cause.startswith(f"{late}rank 0 of 2 is slow: in the update of step 3")
+
+
+class Counted:
+    """A store that notes what it is asked."""
+
+    def __init__(self, store: Store) -> None:
+        self.asked: list[str] = []
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        self.asked.append(name)
+        return getattr(self._store, name)
+
+
+class Late(Counted):
+    """A store whose second answer is another one than the first."""
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """What rank 1 told before it ended, then what it told at its end."""
+        self.asked.append("multi_get")
+        first = self.asked.count("multi_get") == 1
+        told = WAITS if first else replace(WAITS, ended="LookupError: x", exit=int(Exit.CRASHED))
+        return [beat(told, replace(Process.here(), started=1)).encode() for _ in keys]
+
+
+def test_a_rank_that_is_gone_has_the_last_word() -> None:
+    """The process of rank 1 is gone before its last words are heard: they are waited for, and not `without a word`."""
+    store, clock = Late(HashStore()), StepClock()
+    store.set("beat 1", "told")
+    clock.at(3, UPDATE)
+    with alone(store, 2, clock, Timeouts(PATIENCE_S, STEP_S / 2)) as made:
+        found = made.end()
+    assert found.cause.endswith(": rank 1 of 2 ended: LookupError: x; 1 waits")
+
+
+def test_a_rank_seen_to_live_is_not_lost() -> None:
+    """Rank 1 has told nothing new since long, and its process runs: it is not named where another is lost."""
+    store = HashStore()
+    store.set("beat 1", beat(WAITS))
+    with alone(store, 2) as made:
+        made.wait_until_known(1, "ticks")
+        assert made.heart.explain(Exit.RANK_LOST) == ""
+
+
+def test_a_rank_that_cannot_be_seen_may_be_lost() -> None:
+    """Rank 1, on another machine, gives no more signs while the rank waits for one."""
+    store = HashStore()
+    store.set("beat 1", beat(WAITS, Process(1, 1, "elsewhere", "far")))
+    with alone(store, 2) as made:
+        made.wait_until_known(1, "ticks")
+        assert made.heart.explain(Exit.RANK_LOST).startswith("rank 1 of 2 (on far) gave no sign of life")
+
+
+def test_a_store_that_is_gone_accuses_nobody() -> None:
+    """Once the store has ended nobody can be heard: the store is named, and not the rank on another machine."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store.set("beat 1", beat(WAITS, Process(1, 1, "elsewhere", "far")))
+    client = TCPStore("127.0.0.1", store.port, is_master=False)
+    with alone(client, 2, timeouts=Timeouts(1.0)) as made:
+        made.wait_until_known(1, "ticks")
+        del store
+        wait_for(lambda: made.heart.view().deaf)
+        assert made.heart.explain(Exit.RANK_LOST).startswith("the ranks' store is gone (")
+        assert made.heart.explain(Exit.RANK_SILENT).startswith("the ranks' store is gone (")
+
+
+class Broken(StepClock):
+    """Once it is `broken` it cannot be read."""
+
+    broken = False
+
+    def read(self) -> Told:
+        """As it was, or an error that nobody foresaw."""
+        if self.broken:
+            raise LookupError("nobody foresaw this")
+        return super().read()
+
+
+def test_a_rank_does_not_go_on_without_its_watch() -> None:
+    """An error of the thread that looks, of whatever kind, ends the rank with its cause; its deadline would be off."""
+    clock = Broken()
+    with alone(HashStore(), 1, clock) as made:
+        clock.broken = True
+        found = made.end()
+    assert found.exit == Exit.CRASHED
+    assert found.cause == "the watch over this rank failed: LookupError: nobody foresaw this"
+    assert "in read" in found.message
+
+
+def test_a_rank_that_cannot_read_the_others_says_so() -> None:
+    """What another rank told is none of ours: the rank ends with the cause, and tells the others before."""
+    store = HashStore()
+    store.set("beat 1", "not JSON")
+    with alone(store, 2) as made:
+        found = made.end()
+    told = json.loads(store.get("beat 0"))["told"]
+    assert found.exit == told["exit"] == Exit.CRASHED
+    assert found.cause == told["ended"]
+    assert found.cause.startswith("the watch over this rank failed: JSONDecodeError: ")
+
+
+def test_a_beat_asks_the_store_once_for_all() -> None:
+    """However many ranks there are: once all were heard, what a beat costs does not grow with them."""
+    store = Counted(HashStore())
+    for rank in range(1, 4):
+        store.set(f"beat {rank}", beat(WAITS))
+    with alone(store, 4, timeouts=Timeouts(1.0)) as made:
+        wait_for(lambda: all(made.heart.view().signs[rank].ticks for rank in range(1, 4)))
+        del store.asked[:]
+        wait_for(lambda: len(store.asked) >= 6)
+        asked = store.asked[:6]
+    assert sorted(asked) == ["multi_get"] * 3 + ["set"] * 3
+
+
+def test_who_comes_later_is_heard_too() -> None:
+    """Those that have told nothing yet hold up nobody, and are asked for until they do."""
+    store = HashStore()
+    store.set("beat 2", beat(WAITS))
+    with alone(store, 3, timeouts=Timeouts(1.0)) as made:
+        made.wait_until_known(2, "ticks")
+        assert not made.heart.view().signs[1].ticks
+        store.set("beat 1", beat(WAITS))
+        made.wait_until_known(1, "ticks")

@@ -1,0 +1,230 @@
+"""What the device finds of a table is what the host finds of it: the gate closes exactly where a law is broken."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from andon.step.agreement import Gathered
+from andon.step.contracts import padded, planned_reports, reports_of
+from andon.step.gate import Gate, encoded, expected_row, most
+from andon.step.micro_batch import REPORT_FIELDS
+from andon.step.optimizer import OptimizerSpec, read_state, rules_for_facts
+from andon.step.replica import REDUCED_FACTS
+from andon.step.step import COMPUTED_FACTS, RATES
+from andon_contracts.agree import bits_of, header, majority, real_of, signed
+from andon_contracts.laws.law import LOCKSTEP, Judgement, Law, Rule, Seen, agreeing, rules_of
+from andon_contracts.laws.rows import LEAVES, PLANNED, LeafPlan, Leaves
+from andon_contracts.laws.update import BASE, REDUCED, UPDATED, Due, Reduced, clipped_norm
+from tests.support.toy import CPU, replica
+
+STEP, SEQUENCE, POINT = 6, 3, "here"
+worlds = st.integers(1, 4)
+Rows = Sequence[Sequence[int]]
+
+
+def gathered(values: Rows, names: Sequence[str], data: st.DataObject) -> Gathered:
+    """Messages with these values, of which one that is not this rank's may be of another point."""
+    heads = [header(rank, STEP, SEQUENCE, POINT, names) for rank in range(len(values))]
+    own = data.draw(st.integers(0, len(values) - 1))
+    stray = data.draw(st.integers(0, 3 * len(values)))
+    if stray < len(values) and stray != own:
+        heads[stray][data.draw(st.integers(0, len(heads[0]) - 1))] += data.draw(st.sampled_from([-1, 1]))
+    table = torch.tensor([[*head, *map(signed, row)] for head, row in zip(heads, values, strict=True)])
+    return Gathered(STEP, SEQUENCE, POINT, tuple(names), table, table.shape[1])
+
+
+def closes(said: Gathered, rows: Rows, held: int = 0, want: Reduced | None = None) -> bool:
+    """Whether the gate closes on messages that are to have `rows` behind the header."""
+    heads = [header(rank, STEP, SEQUENCE, POINT, said.names) for rank in range(len(rows))]
+    gate = Gate([CPU])
+    expected = encoded([[*head, *row] for head, row in zip(heads, rows, strict=True)])
+    gate.look(said.table, torch.tensor(expected), torch.tensor(signed(held)), want)
+    return bool(gate.closed)
+
+
+def changed(values: list[list[int]], pools: Sequence[Sequence[int]], column: int | None, data: st.DataObject) -> None:
+    """Give a rank another value in `column`, from what its pool has, and perhaps another one in another column.
+
+    More at once would hide of each whether the gate sees it.
+    """
+    places = st.tuples(st.integers(0, len(values) - 1), st.integers(0, len(pools) - 1))
+    where = [] if column is None else [(data.draw(st.integers(0, len(values) - 1)), column)]
+    for rank, place in where + data.draw(st.lists(places, max_size=1)):
+        values[rank][place] = data.draw(st.sampled_from(pools[place]))
+
+
+# the points
+
+
+REPORTED = [*range(len(REPORT_FIELDS)), "failed", "stop", "plan", "missing", "surplus", ""]
+
+
+@pytest.mark.parametrize("odd", REPORTED)
+@given(world=worlds, data=st.data())
+def test_of_what_was_computed(odd: int | str, world: int, data: st.DataObject) -> None:
+    """Ragged shares of micro-batches; a rank may miss or repeat one, give it other rows, content, or a NaN."""
+    counts = [data.draw(st.integers(0, 3)) for _ in range(world)]
+    owners = [rank for rank, count in enumerate(counts) for _ in range(count)]
+    plan = [LeafPlan(index, rank, tuple(range(index % 3)), 5 - index) for index, rank in enumerate(owners)]
+    finite, bad = bits_of(0.5), [bits_of(math.nan), bits_of(-math.inf)]
+    reports = [[leaf.index, len(leaf.ids), finite, 1, finite, leaf.content, 4] for leaf in plan]
+    if reports:
+        column = odd if isinstance(odd, int) else None
+        changed(reports, [[0, 9], [0, 7], bad, [0, 2], bad, [0, 99], [0, 5]], column, data)
+    known = [[0, 0, -7] for _ in range(world)]
+    column = COMPUTED_FACTS.index(odd) if isinstance(odd, str) and odd in COMPUTED_FACTS else None
+    changed(known, [[1], [1], [8]], column, data)
+    at = data.draw(st.integers(0, world - 1))
+    most_rows, values = max(counts) + 1, []
+    for rank in range(world):
+        own = [report for report, leaf in zip(reports, plan, strict=True) if leaf.rank == rank]
+        if rank == at:
+            own = own[:-1] if odd == "missing" else own + own[:1] if odd == "surplus" else own
+        table = torch.tensor(own, dtype=torch.int64).view(-1, len(REPORT_FIELDS))
+        values.append([*known[rank], *padded(table, most_rows).flatten().tolist()])
+    said = gathered(values, COMPUTED_FACTS, data)
+    row = expected_row({"failed": 0, **rules_of(PLANNED, None)}, COMPUTED_FACTS)
+    rows = [[*row, *planned_reports(plan, rank, most_rows, checked=True)] for rank in range(world)]
+    observations = said.read()
+    found = Judgement((LOCKSTEP, *PLANNED), Seen(observations, None)).first is not None
+    found = found or any(each.values["failed"] for each in observations)
+    found = found or Judgement(LEAVES, Leaves(reports_of(observations), plan, STEP)).first is not None
+    assert closes(said, rows) == found
+
+
+@pytest.mark.parametrize("column", [None, *range(len(RATES) + len(REDUCED_FACTS))])
+@given(
+    world=worlds,
+    limit=st.sampled_from([None, 0.0, 1e-6, 0.5, 3.0]),
+    near=st.sampled_from([1e-6, 1e-4, 1e-2]),
+    first=st.booleans(),
+    data=st.data(),
+)
+def test_of_what_was_reduced(
+    column: int | None, world: int, limit: float | None, near: float, first: bool, data: st.DataObject
+) -> None:
+    """Rates and plans, gradients, weights, norms and what clipping left of them; any rank may be odd in any of them.
+
+    near: what is wanted says how close a norm must be, to the host and to the device.
+    """
+    names, norm = (*RATES, *REDUCED_FACTS), data.draw(st.sampled_from([0.0, 1e-6, 0.3, 2.0, 1e30, math.inf]))
+    rate, other, held = bits_of(0.1), bits_of(0.2), 7
+    left = clipped_norm(norm, limit)
+    values = [[rate, rate, 11, 0, held, bits_of(norm), bits_of(left)] for _ in range(world)]
+    norms = [norm, 4.0, math.nan]
+    lefts = [left * factor for factor in (1 + 0.9 * near, 1 + 1.1 * near, 0.5, math.nan)] + [clipped_norm(4.0, limit)]
+    pools = [[other], [other], [12], [1], [8], [*map(bits_of, norms)], [*map(bits_of, lefts)]]
+    changed(values, pools, column, data)
+    said = gathered(values, names, data)
+    read = REPLICA.read_before_update
+    weights = read({"gradient": 0, "weights": held})["weights"]
+    observations = [replace(each, values=read(each.values)) for each in said.read()]
+    judgement = Judgement(
+        REDUCED, Seen(observations, Reduced(Rule.SAME if first else weights, limit, norm_tolerance=near))
+    )
+    want = Reduced(Rule.SAME if first else Rule.HELD, limit, norm_tolerance=near)
+    row = expected_row(rules_of(REDUCED, want), names)
+    assert closes(said, [row] * world, held, want) == (judgement.first is not None)
+
+
+REPLICA = replica()
+
+
+def _count_bits(updates: float) -> int:
+    return int(struct.unpack("<i", struct.pack("<f", updates))[0])
+
+
+SPECS = [OptimizerSpec(), OptimizerSpec("sgd", momentum=0.9)]
+
+
+@pytest.mark.parametrize("column", [None, 0, 1, 2])
+@given(world=worlds, spec=st.sampled_from(SPECS), due=st.integers(1, 99), data=st.data())
+def test_of_what_the_update_left(
+    column: int | None, world: int, spec: OptimizerSpec, due: int, data: st.DataObject
+) -> None:
+    """Weights, each moment (0: not there), and the count, which may be any fp32."""
+    moments = [3 + place for place, _ in enumerate(spec.moments)]
+    values = [[5, *moments, _count_bits(due)] for _ in range(world)]
+    counts = [_count_bits(count) for count in (due - 1, due + 0.5, 0.0, -1.0, math.nan, math.inf)]
+    changed(values, [[6], *([0, 9] for _ in moments), counts], column, data)
+    said = gathered(values, spec.facts, data)
+    observations = [replace(each, values=read_state(spec, (9,), each.values)) for each in said.read()]
+    judgement = Judgement(UPDATED, Seen(observations, Due(due)))
+    row = expected_row(rules_for_facts(spec, rules_of(UPDATED, Due(due))), spec.facts)
+    assert closes(said, [row] * world) == (judgement.first is not None)
+
+
+def test_every_row_that_may_be_judged_late_has_a_form_for_the_device() -> None:
+    """A law without one would be found by the host alone, after the update that it should have stopped."""
+    assert set(rules_of(REDUCED, Reduced())) == {"rate", "weights", "gradient", "nonfinite", "norm", "clipped"}
+    assert rules_of(UPDATED, Due(4)) == {"updates": 4, "optimizer": Rule.SAME, "weights": Rule.SAME}
+    with pytest.raises(ValueError, match="base-frozen/base has no form for a device"):
+        rules_of(BASE, 3)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_one_rule_for_one_value(turned: bool) -> None:
+    """One integer that is known, or held, is the same on all ranks too; of other pairs none says both."""
+
+    def law(rule: int) -> Law[Seen[object]]:
+        return replace(agreeing("trees-agree/here", ("x",), ""), device=lambda _: {"x": rule})
+
+    def both(*rules: int) -> int:
+        return rules_of([law(rule) for rule in (reversed(rules) if turned else rules)], None)["x"]
+
+    assert both(5, Rule.SAME) == 5
+    assert both(Rule.HELD, Rule.SAME) is Rule.HELD
+    assert both(5, 5) == 5
+    for pair in [(5, 6), (Rule.FINITE, Rule.SAME), (5, Rule.HELD), (Rule.SAME.value, Rule.FINITE)]:
+        with pytest.raises(ValueError, match="no one rule for x"):
+            both(*pair)
+
+
+# the rules
+
+
+@given(st.lists(st.lists(st.integers(0, 2), min_size=3, max_size=3), min_size=1, max_size=7))
+def test_most_is_the_majority_of_each_column(table: Rows) -> None:
+    """Of several values that as many ranks have it is that of the lowest rank, on the device as on the host."""
+    columns = list(zip(*table, strict=True))
+    assert most(torch.tensor(table)).tolist() == [[majority(column) for column in columns]]
+    assert all(Counter(column)[majority(column)] == max(Counter(column).values()) for column in columns)
+
+
+@given(st.integers(1, 3), st.integers(0, 6), st.integers(0, 2), st.sampled_from(Rule), st.data())
+def test_each_rule_sees_its_own(world: int, column: int, rank: int, rule: Rule, data: st.DataObject) -> None:
+    """One integer that is other than its rule says closes the gate, wherever it stands; what a rule allows does not."""
+    table = torch.zeros((world, 7), dtype=torch.int64)
+    rows: list[list[int]] = [[0] * 7 for _ in range(world)]
+    for row in rows:
+        row[column] = rule
+    rank = min(rank, world - 1)
+    value = data.draw(st.sampled_from([0, 1, -1, bits_of(1.5), bits_of(math.inf), bits_of(-math.nan)]))
+    table[rank, column] = value
+    odd = {
+        Rule.ANY: False,
+        Rule.SAME: world > 1 and value != 0,
+        Rule.FINITE: not math.isfinite(real_of(value)),
+        Rule.HELD: value != 0 or world > 1,
+        Rule.MOST: value != 0,
+        Rule.CLIPPED: not abs(real_of(value)) <= 1e-30,
+    }[rule]
+    held = torch.tensor(value if rule == Rule.HELD and world == 1 else 0)
+    if rule == Rule.HELD:
+        odd = bool((table[:, column] != held).any())
+    gate = Gate([CPU])
+    gate.look(table, torch.tensor(encoded(rows)), held, Reduced())
+    assert bool(gate.closed) == odd
+    gate.open()
+    rows[rank][(column + 1) % 7] = 5
+    gate.look(table, torch.tensor(encoded(rows)), held, Reduced())
+    assert gate.closed

@@ -1,0 +1,102 @@
+"""Frozen weights, read part by part; buffers; what an optimizer keeps."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from andon_contracts.watch.model_state import ROUND, SMALL_BYTES, Buffers, FrozenBase
+from andon_contracts.watch.optimizer_state import OptimizerState
+
+# frozen weights
+
+
+@pytest.mark.parametrize("sizes", [[3], [5, 700_000, 2], [10] * 200])
+def test_a_frozen_weight_that_changes_below_torch_is_seen_within_a_round(sizes: list[int]) -> None:
+    """No version counter moves; every weight is read again within `ROUND` looks, wherever the round is."""
+    for late in (0, 7):
+        frozen = [nn.Parameter(torch.ones(size), requires_grad=False) for size in sizes]
+        base = FrozenBase(frozen)
+        assert all(base.digest() == base.first for _ in range(ROUND + late))
+        frozen[-1].data.view(torch.int32)[-1] ^= 1
+        assert [base.digest() for _ in range(ROUND)][-1] != base.first
+
+
+def _in_place(weight: nn.Parameter) -> None:
+    with torch.no_grad():
+        weight[0] += 1
+
+
+def _replaced(weight: nn.Parameter) -> None:
+    weight.data = weight.data + 1
+
+
+@pytest.mark.parametrize("change", [_in_place, _replaced])
+def test_a_frozen_weight_that_torch_changes_is_seen_at_once(change: Callable[[nn.Parameter], None]) -> None:
+    """A version counter or the memory is another one; and back at what it was, the digest is the first again."""
+    frozen = [nn.Parameter(torch.ones(size), requires_grad=False) for size in (4, 400_000)]
+    base = FrozenBase(frozen)
+    before = frozen[1].data.clone()
+    change(frozen[1])
+    assert base.digest() != base.first
+    frozen[1].data = before
+    assert base.digest() == base.first
+
+
+# buffers
+
+
+def _written_below_torch(buffer: Tensor) -> None:
+    buffer.data.view(torch.int32)[-1] ^= 1
+
+
+@pytest.mark.parametrize(("elements", "looks"), [(5, 1), (SMALL_BYTES // 4 + 1, ROUND), (2_000_000, ROUND)])
+def test_a_buffer_that_changes_below_torch_is_seen(elements: int, looks: int) -> None:
+    """No version counter moves. A small buffer is seen at the next look, a large one within `ROUND` updates."""
+    pairs = [[torch.ones(3), torch.zeros(0), torch.ones(elements)] for _ in range(2)]
+    ranks = [Buffers(), Buffers()]
+    assert all(ranks[0].digest(pairs[0], update) == ranks[1].digest(pairs[1], update) for update in range(9))
+    _written_below_torch(pairs[1][-1])
+    seen = [ranks[0].digest(pairs[0], update) != ranks[1].digest(pairs[1], update) for update in range(9, 9 + looks)]
+    assert any(seen)
+
+
+def test_ranks_that_miss_looks_compare_the_same_parts_of_buffers() -> None:
+    """A rank without rows has no forward pass; what is read at an update depends on the update alone."""
+    made = [[torch.ones(2_000_000)], [torch.ones(2_000_000)]]
+    ranks = [Buffers(), Buffers()]
+    for update in range(1, 12):
+        for (buffer,) in made:
+            buffer.data[:] = float(update)  # alike on both, below every counter
+        digests = [
+            rank.digest(own, update) for rank, own in zip(ranks, made, strict=True) if update != 4 or own is made[0]
+        ]
+        assert len(set(digests)) == 1, update
+
+
+# what an optimizer keeps
+
+
+def test_any_difference_in_what_an_optimizer_keeps_is_seen() -> None:
+    """A moment, a count, a name: each is another digest, as is nothing at all; the order of insertion is not."""
+    parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, 2))]
+    optimizer = torch.optim.AdamW(parameters)
+    kept = OptimizerState(optimizer, parameters)
+    empty = kept.look().digest
+    sum(p.sum() for p in parameters).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    first = kept.look().digest
+    state = optimizer.state[parameters[1]]
+    optimizer.state[parameters[1]] = dict(reversed(copy.deepcopy(state).items()))
+    assert kept.look().digest == first
+    found = {empty, first}
+    for name, value in (("exp_avg", torch.zeros(2, 2)), ("step", torch.tensor(2.0)), ("more", 1), ("step", 1.0)):
+        optimizer.state[parameters[1]] = {**state, name: value}
+        found.add(kept.look().digest)
+    optimizer.state[parameters[1]] = {"steps" if name == "step" else name: value for name, value in state.items()}
+    found.add(kept.look().digest)
+    assert len(found) == 7
