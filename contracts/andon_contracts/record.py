@@ -8,8 +8,8 @@ who rewrites a line can rewrite the rest.
 A line is an append-only format: a reader refuses what it does not know, so a new field is a new version. Version 2
 lets be left out what only our own trainer knows of a step, so that a watch of another's loop can write one, and adds
 what such a watch knows. Version 3 lets be left out what a witness from outside does not see, names the algorithm of
-each digest where a run begins (one field holds SHA-256 here and sums of words there), and refers to tensors that are
-kept elsewhere. A line is read by the rules of its own version.
+each digest where a run begins (one field holds SHA-256 here and sums of words there), refers to tensors that are kept
+elsewhere, and takes steps back (`Retraction`). A line is read by the rules of its own version.
 """
 
 from __future__ import annotations
@@ -201,6 +201,22 @@ class Broken(Part):
 
 
 @dataclass(frozen=True)
+class Retraction(Part):
+    """The updates after `step`, up to `last`, no longer count: `clause` was broken after they had been written down.
+
+    What broke it may have been there since any of them. `step` is that of the last checkpoint that counts, from which
+    a resumed run goes on; what it does again is not held to these updates. `seen` is what the violation saw.
+    """
+
+    kind: ClassVar[str] = "retraction"
+    since_version: ClassVar[int] = 3
+    step: Count
+    last: Count
+    clause: str
+    seen: str
+
+
+@dataclass(frozen=True)
 class End(Part):
     """The run ended after `step` updates, for `reason`: finished, early-stopping, preempted, violation, failed."""
 
@@ -212,7 +228,7 @@ class End(Part):
     violations: Count = 0
 
 
-Record = Start | Step | Evaluation | Saved | Resume | Broken | End
+Record = Start | Step | Evaluation | Saved | Resume | Broken | Retraction | End
 KINDS: Mapping[str, type[Record]] = types.MappingProxyType({kind.kind: kind for kind in get_args(Record)})
 """The class of every kind of record."""
 
@@ -253,7 +269,7 @@ def decode_line(line: bytes) -> Line:
     if type(version) is not int or not 1 <= version <= SCHEMA_VERSION:
         raise ValueError(f"version {version!r} is none of 1 to {SCHEMA_VERSION}")
     kind = found.get("kind")
-    if not isinstance(kind, str) or kind not in KINDS:
+    if not isinstance(kind, str) or kind not in KINDS or version < getattr(KINDS[kind], "since_version", 1):
         raise ValueError(f"unknown kind {kind!r}")
     body = {name: value for name, value in found.items() if name not in _ENVELOPE}
     seq, prev = read_field(Count, found.get("seq"), "seq"), read_field(Hex16, found.get("prev"), "prev")

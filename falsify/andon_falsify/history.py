@@ -90,9 +90,18 @@ class History:
         return tuple(event for event in self.events if isinstance(event, StepEvent))
 
     @cached_property
+    def retracted(self) -> frozenset[int]:
+        """The lines of updates that a later line takes back: all before it with a number above the one it names."""
+        found: set[int] = set()
+        for event in self.of_kind("retraction"):
+            kept = event.step or 0
+            found |= {step.line for step in self.steps if step.line < event.line and step.number > kept}
+        return frozenset(found)
+
+    @cached_property
     def trajectory(self) -> Mapping[int, StepEvent]:
-        """The updates that count: the last occurrence of each, by rising number."""
-        last = {event.number: event for event in self.steps}
+        """The updates that count: the last occurrence of each that was not taken back, by rising number."""
+        last = {event.number: event for event in self.steps if event.line not in self.retracted}
         return {number: last[number] for number in sorted(last)}
 
     @cached_property

@@ -15,7 +15,7 @@ VERSIONS = (1, 2, 3)
 
 What is left out is None in all of them.
 """
-KINDS = frozenset({"start", "step", "eval", "checkpoint", "resume", "violation", "end"})
+KINDS = frozenset({"start", "step", "eval", "checkpoint", "resume", "violation", "retraction", "end"})
 
 Scalar = TypeVar("Scalar")
 

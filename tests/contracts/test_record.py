@@ -27,6 +27,7 @@ from andon_contracts.record import (
     RankPart,
     Record,
     Resume,
+    Retraction,
     Saved,
     Start,
     Step,
@@ -90,6 +91,7 @@ RECORDS: list[Record] = [
     Start("r1", {}, "", SEEN_PLAN, {}, 2, "gloo", "witness", {"weights": "sha256"}),
     Resume(2, "", {}, {}, 2, "gloo", writer="witness", algorithms={"weights": "sha256"}),
     SEEN,
+    Retraction(2, 3, "base-frozen", "other weights"),
     End(3, "finished", {"weights": H[1]}, Real.of(-0.0), 0),
 ]
 
@@ -112,7 +114,7 @@ def test_every_kind_survives_its_line(record: Record) -> None:
 
 def test_every_kind_is_tried() -> None:
     """The list above leaves no kind out, and the kinds are those of the format."""
-    expected = {"start", "step", "eval", "checkpoint", "resume", "violation", "end"}
+    expected = {"start", "step", "eval", "checkpoint", "resume", "violation", "retraction", "end"}
     assert {r.kind for r in RECORDS} == set(KINDS) == expected
 
 
@@ -185,6 +187,7 @@ def edited(**changes: object) -> bytes:
         (edited(v=True), "version True"),
         (edited(kind="stop"), "unknown kind 'stop'"),
         (edited(kind=["step"]), "unknown kind"),
+        (edited(kind="retraction", v=2), "unknown kind 'retraction'"),
         (edited(seq=-1), "seq must be"),
         (edited(seq=None), "seq must be"),
         (edited(prev="0"), "prev must be"),

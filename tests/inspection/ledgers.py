@@ -8,7 +8,20 @@ from pathlib import Path
 
 from andon.run.ledger import LedgerWriter
 from andon_contracts.fields import Real
-from andon_contracts.record import End, Evaluation, Plan, RankPart, Record, Resume, Saved, Start, Step, StepDigests
+from andon_contracts.record import (
+    Broken,
+    End,
+    Evaluation,
+    Plan,
+    RankPart,
+    Record,
+    Resume,
+    Retraction,
+    Saved,
+    Start,
+    Step,
+    StepDigests,
+)
 
 FINGERPRINT = {"torch": "2.13.0", "cpu": "a", "machine": "x86_64"}
 ROWS = 4
@@ -77,6 +90,14 @@ def resumed_run(torn: int = 17) -> list[Record]:
     cut = whole_run()[:4]
     again = Resume(1, "0" * 64, FINGERPRINT, {"weights": digest(13)}, 1, "inline", name="step-00000001", torn=torn)
     return [*cut, again, step(2, (1, 3)), End(2, "finished", {"weights": digest(23)})]
+
+
+def retracted_run() -> list[Record]:
+    """A run whose second step was taken back for a violation, and done again with other results."""
+    before = [*whole_run()[:3], step(2, (1, 3), weights=99)]
+    broken = Broken("base-frozen", 2, (1,), "w", "other weights", applied=True)
+    again = Resume(1, "0" * 64, FINGERPRINT, {"weights": digest(13)}, 1, "inline", name="step-00000001")
+    return [*before, broken, Retraction(1, 2, "base-frozen", "other weights"), again, *whole_run()[3:]]
 
 
 def write(path: Path, records: Sequence[Record]) -> Path:

@@ -13,7 +13,7 @@ from andon.inspection.recorded import open_recorded
 from andon.inspection.show import Texts, one_step, overview, texts_of
 from andon_contracts.fields import Real
 from andon_contracts.record import Broken, Plan, RankPart
-from tests.inspection.ledgers import ROWS, digest, resumed_run, start, step, whole_run, write
+from tests.inspection.ledgers import ROWS, digest, resumed_run, retracted_run, start, step, whole_run, write
 
 NO_TEXTS = Texts(missing="no texts")
 
@@ -39,6 +39,19 @@ def test_a_resume_and_what_it_cut_off_are_told(tmp_path: Path) -> None:
     (line,) = (line for line in lines if line.startswith("resume"))
     assert "after step 1 from step-00000001 on 1 inline workers" in line
     assert "17 bytes of a torn line" in line
+
+
+def test_what_was_taken_back_is_told(tmp_path: Path) -> None:
+    """Which steps, for which clause, and that a step done again is the one that counts."""
+    records = retracted_run()
+    lines = list(overview(open_recorded(write(tmp_path / "l.jsonl", records))))
+    assert "retraction  step 2 no longer counts, since base-frozen was broken after it: other weights" in lines
+    found = open_recorded(tmp_path / "l.jsonl")
+    assert found.trajectory[2].digests.weights == digest(23)
+    before = open_recorded(write(tmp_path / "before.jsonl", records[:6]))
+    assert list(before.trajectory) == [1]
+    told = list(one_step(before, 2, NO_TEXTS))
+    assert told[1] == "retraction  step 2 no longer counts, since base-frozen was broken after it: other weights"
 
 
 def test_a_torn_tail_is_told(tmp_path: Path) -> None:

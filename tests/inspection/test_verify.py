@@ -21,7 +21,7 @@ from andon_contracts.record import Broken, End, Record, Step
 from andon_falsify.claims.ledgers import ALL, read_run, recorded_violations, verify
 from andon_falsify.cli.verify import verify as command
 from andon_falsify.verdict import Outcome, closing_line, exit_code
-from tests.inspection.ledgers import digest, resumed_run, start, step, whole_run, write
+from tests.inspection.ledgers import digest, resumed_run, retracted_run, start, step, whole_run, write
 from tests.repository.sources import ROOT
 
 HOLDS, FALSIFIED, NOT_APPLICABLE = Outcome.HOLDS, Outcome.FALSIFIED, Outcome.NOT_APPLICABLE
@@ -70,6 +70,20 @@ def test_a_wrong_run_is_falsified(tmp_path: Path, claim: str, records: list[Reco
     assert verdict.outcome is FALSIFIED
     assert f"repeat with: andon verify {tmp_path / 'l.jsonl'}" in str(verdict)
     assert exit_code(verdicts) == 1
+
+
+def test_what_was_taken_back_is_no_other_result(tmp_path: Path) -> None:
+    """It is told beside the verdicts, and all hold; without the violation that it was for, the claim falls."""
+    records = retracted_run()
+    run = read_run(write(tmp_path / "l.jsonl", records))
+    found = {verdict.claim: verdict.outcome for verdict in verify([run])}
+    assert FALSIFIED not in found.values()
+    assert recorded_violations(run) == (
+        "a violation: base-frozen at step 2 on rank 1, raised",
+        "a retraction: steps 2 to 2 no longer count, for base-frozen",
+    )
+    without = [record for record in records if not isinstance(record, Broken)]
+    assert outcomes(write(tmp_path / "without.jsonl", without))["resume-equal"] is FALSIFIED
 
 
 def test_a_changed_line_breaks_the_chain(tmp_path: Path) -> None:

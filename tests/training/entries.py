@@ -79,6 +79,22 @@ def flip_weight(payload: Payload) -> int:
     return train_rank(payload)
 
 
+def flip_base(payload: Payload) -> int:
+    """A frozen weight of rank 1 changes its sign after update 9."""
+    from andon.step.replica import Replica
+
+    update = Replica.apply
+
+    def apply(replica: Replica) -> None:
+        update(replica)
+        if RankContext.from_environment().rank == 1 and replica.updates == AT + 2:
+            frozen = next(p for p in replica.model.parameters() if not p.requires_grad)
+            frozen.data.view(-1)[3] *= -1.0
+
+    Replica.apply = apply  # type: ignore[method-assign]
+    return train_rank(payload)
+
+
 def cut_checkpoint(payload: Payload) -> int:
     """What rank 0 writes for the second checkpoint is not what it reads back."""
     from andon.run import checkpoint

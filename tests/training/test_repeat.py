@@ -9,7 +9,7 @@ from andon.run.checkpoint import Checkpoint
 from andon.run.ledger import LedgerWriter
 from andon.training.history import read_history
 from andon_contracts.fields import Real
-from andon_contracts.record import Record, Resume, Step, StepDigests
+from andon_contracts.record import Broken, Record, Resume, Retraction, Saved, Step, StepDigests
 
 HERE: Mapping[str, str] = {"cpu": "this"}
 ELSEWHERE: Mapping[str, str] = {"cpu": "another"}
@@ -62,6 +62,46 @@ def test_steps_of_another_machine_are_not_comparable(tmp_path: Path) -> None:
     )
     assert repeated(path, 0, HERE) == {1: update(1)}
     assert repeated(path, 0, ELSEWHERE) == {2: update(2), 3: update(3)}
+
+
+def violation(step: int) -> Broken:
+    """A clause that was found broken after `step`."""
+    return Broken("base-frozen", step, (), "", "other weights")
+
+
+def test_what_was_taken_back_is_not_repeated(tmp_path: Path) -> None:
+    """Updates between the last checkpoint and a violation need not come out again; those before the checkpoint, where a
+    run goes on from an older one, do. A violation that took nothing back in its ledger is taken for one that should."""
+    done = [resume(0, HERE), update(1), update(2), Saved(2, "step-00000002", DIGEST), update(3), violation(3)]
+    told = written(tmp_path / "told.jsonl", *done, Retraction(2, 3, "base-frozen", "other weights"))
+    silent = written(tmp_path / "silent.jsonl", *done)
+    for path in (told, silent):
+        assert repeated(path, 2, HERE) == {}
+        assert repeated(path, 1, HERE) == {2: update(2)}
+    assert read_history(told, HERE).retraction is None
+    assert read_history(silent, HERE).retraction == Retraction(2, 3, "base-frozen", "other weights")
+
+
+def test_what_is_done_after_a_retraction_counts(tmp_path: Path) -> None:
+    """It is repeated as ever, and a later violation takes back only what came after the last checkpoint."""
+    path = written(
+        tmp_path / "ledger.jsonl",
+        *(resume(0, HERE), update(1), violation(1), Retraction(0, 1, "base-frozen", "other weights")),
+        *(resume(0, HERE), update(1, loss=0.25), update(2)),
+    )
+    assert repeated(path, 0, HERE) == {1: update(1, loss=0.25), 2: update(2)}
+    assert read_history(path, HERE).last == 2
+
+
+def test_a_violation_of_a_resumed_run_takes_back_what_was_done_before_it(tmp_path: Path) -> None:
+    """Killed after update 3, resumed after 1, broken at 2: neither account of 2 is known to be right, nor of 3."""
+    path = written(
+        tmp_path / "ledger.jsonl",
+        *(resume(0, HERE), update(1), Saved(1, "step-00000001", DIGEST), update(2), update(3)),
+        *(resume(1, HERE), violation(2)),
+    )
+    assert repeated(path, 1, HERE) == {}
+    assert read_history(path, HERE).retraction == Retraction(1, 3, "base-frozen", "other weights")
 
 
 def test_without_a_ledger_there_is_nothing_to_repeat(tmp_path: Path) -> None:

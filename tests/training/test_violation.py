@@ -8,9 +8,14 @@ from pathlib import Path
 import pytest
 
 from andon.console.exits import Exit
+from andon.inspection.recorded import open_recorded
+from andon.inspection.show import overview
 from andon.launch.launcher import warm_up
+from andon.run.folder import RunFolder
 from andon.step.replica import Replica
 from andon_contracts.violation import Violation
+from andon_falsify.claims.ledgers import read_run, verify
+from andon_falsify.verdict import Outcome
 from tests.training.entries import AT
 from tests.training.runs import PRELOAD, Runs, checkpoints, outcome, records, summary
 
@@ -48,6 +53,35 @@ def test_every_rank_process_ends_with_70(
     last = capfd.readouterr().err
     assert "violations before it was resumed: 1\n" in last
     assert "no violation" not in last
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_updates_that_a_violation_was_found_behind_are_taken_back(
+    runs: Runs, whole: Path, tmp_path: Path, told: bool
+) -> None:
+    """A frozen weight of rank 1 is wrong from update 10 on, which only step 12 sees: the updates after the checkpoint
+    of step 8 no longer count, and the run goes on, twice, to the bits of a run without the fault. So does one whose
+    ledger does not say it, as one killed between both lines."""
+    folder = tmp_path / "run"
+    ended = runs.train(folder, backend="gloo", workers=2, entry="tests.training.entries:flip_base")
+    assert ended == Exit.VIOLATION
+    (broken,) = records(folder, "violation")
+    assert (broken.clause, broken.step, broken.applied) == ("base-frozen", 12, True)
+    (taken_back,) = records(folder, "retraction")
+    assert (taken_back.step, taken_back.last, taken_back.clause) == (8, 12, "base-frozen")
+    assert [step.step for step in records(folder, "step")] == list(range(1, 13))
+    if not told:
+        ledger = RunFolder(folder).ledger
+        ledger.write_bytes(b"".join(ledger.read_bytes().splitlines(True)[:-2]))
+    assert runs.train(folder, backend="threads", workers=1, resume="auto") == 0
+    assert outcome(folder) == outcome(whole)
+    assert len(records(folder, "retraction")) == 1
+    assert [step.step for step in records(folder, "step")] == [*range(1, 13), *range(9, 13)]
+    verdicts = {each.claim: each for each in verify([read_run(folder)])}
+    assert [name for name, each in verdicts.items() if each.outcome is Outcome.FALSIFIED] == []
+    assert verdicts["resume-equal"].outcome is not Outcome.FALSIFIED
+    lines = list(overview(open_recorded(folder)))
+    assert any(line.startswith("retraction  steps 9 to 12 no longer count, since base-frozen") for line in lines)
 
 
 @pytest.mark.parametrize("backend", ["inline", "threads"])

@@ -11,7 +11,7 @@ from andon.config.source import is_folder
 from andon.console.problems import InputError, Problem
 from andon.run.folder import RunFolder
 from andon.run.ledger import LedgerError, head_at, read_ledger
-from andon_contracts.record import Record, Resume, Start, Step
+from andon_contracts.record import Record, Resume, Retraction, Start, Step
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,13 @@ class Recorded:
 
     @cached_property
     def trajectory(self) -> Mapping[int, Step]:
-        """The steps that count, by rising number: the last record of each."""
-        last = {record.step: record for record in self.records if isinstance(record, Step)}
+        """The steps that count, by rising number: the last record of each that was not taken back."""
+        last: dict[int, Step] = {}
+        for record in self.records:
+            if isinstance(record, Step):
+                last[record.step] = record
+            elif isinstance(record, Retraction):
+                last = {step: each for step, each in last.items() if step <= record.step}
         return {step: last[step] for step in sorted(last)}
 
     @cached_property

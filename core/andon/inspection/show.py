@@ -13,7 +13,19 @@ from andon.run.folder import RunFolder
 from andon.run.provenance import read_provenance
 from andon.training.rows import read_rows
 from andon_contracts.fields import Real
-from andon_contracts.record import Broken, End, Evaluation, Plan, RankPart, Record, Resume, Saved, Start, Step
+from andon_contracts.record import (
+    Broken,
+    End,
+    Evaluation,
+    Plan,
+    RankPart,
+    Record,
+    Resume,
+    Retraction,
+    Saved,
+    Start,
+    Step,
+)
 
 _WIDTH = 100
 _UNKNOWN = "not known"
@@ -88,6 +100,8 @@ def _event(record: Record, found: Recorded) -> Iterator[str]:
         yield f"checkpoint  {record.name}, tensors {record.digest}{marks}"
     elif isinstance(record, Broken):
         yield _broken(record)
+    elif isinstance(record, Retraction):
+        yield _retraction(record)
     elif isinstance(record, End):
         yield f"end         {record.reason} after step {record.step}{_named(record.digests, ', ')}"
 
@@ -120,6 +134,14 @@ def _broken(record: Broken) -> str:
     tensor = f" in {record.tensor}" if record.tensor else ""
     action = f" ({record.action})" if record.action is not None else ""
     return f"violation   {record.clause} at step {record.step}{ranks}{tensor}: {record.seen}{action}"
+
+
+def _retraction(record: Retraction) -> str:
+    if record.last == record.step + 1:
+        what, them = f"step {record.last} no longer counts", "it"
+    else:
+        what, them = f"steps {record.step + 1} to {record.last} no longer count", "them"
+    return f"retraction  {what}, since {record.clause} was broken after {them}: {record.seen}"
 
 
 def one_step(found: Recorded, step: int, texts: Texts) -> Iterator[str]:
@@ -167,13 +189,19 @@ def _counted(record: Step) -> str:
 
 def _missing_or_broken(found: Recorded, step: int) -> Iterator[str]:
     broken = [record for record in found.records if isinstance(record, Broken) and record.step == step]
-    if step not in found.trajectory and not broken:
+    recorded = {record.step for record in found.records if isinstance(record, Step)}
+    if step not in recorded and not broken:
         steps = list(found.trajectory)
         known = f"it has steps {steps[0]} to {steps[-1]}" if steps else "it has no steps"
         raise InputError([Problem("--step", f"{step} is not in {found.ledger}; {known}")])
     for record in broken:
         yield _broken(record)
-    if step not in found.trajectory:
+    if step in found.trajectory:
+        return
+    taken_back = [each for each in found.records if isinstance(each, Retraction) and each.step < step <= each.last]
+    if taken_back:
+        yield _retraction(taken_back[-1])
+    else:
         yield f"step {step} was not applied, so there is no record of it"
 
 

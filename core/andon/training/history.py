@@ -26,6 +26,7 @@ from andon_contracts.record import (
     RankPart,
     Record,
     Resume,
+    Retraction,
     Saved,
     Start,
     Step,
@@ -71,20 +72,61 @@ class History:
     """The run so far, as seen from the checkpoint that it goes on from.
 
     head: the digest of the line that the checkpoint quotes, None where the ledger is shorter. steps: those that will
-    be done again, the last record of each, unless that was made on another machine or with other versions: equal bits
-    are promised for one of both. violations: recorded. best: the steps of checkpoints that were the best when they were
-    saved. evaluated, ended: the last scores and the end, where the run was interrupted after them on this machine and
-    versions. world, backend: where it ran last.
+    be done again, the last record of each, unless that was taken back, or was made on another machine or with other
+    versions: equal bits are promised for one of both. retraction: what a violation should have taken back, where the
+    process ended before it did, or was of a version that did not. violations: recorded. best: the steps of checkpoints
+    that were the best when they were saved. evaluated, ended: the last scores and the end, where the run was
+    interrupted after them on this machine and versions. world, backend: where it ran last. kept: the step of the last
+    checkpoint. last: the highest of an update that counts.
     """
 
     head: str | None = None
     steps: dict[int, Step] = field(default_factory=dict)
+    retraction: Retraction | None = None
     violations: int = 0
     best: list[int] = field(default_factory=list)
     evaluated: Evaluation | None = None
     ended: End | None = None
     world: int = 0
     backend: str = ""
+    kept: int = 0
+    last: int = 0
+
+    def note(self, record: Record, after: int, *, comparable: bool) -> None:
+        """Take in the next line. after: the step of the checkpoint. comparable: made on this machine and versions."""
+        if isinstance(record, Start | Resume):
+            self.world, self.backend = record.world, record.backend
+            self.kept = record.step if isinstance(record, Resume) else 0
+        elif isinstance(record, Broken):
+            self.violations += 1
+            self.retraction = retracted(record, self.kept, self.last)
+            self._take_back(self.kept)
+        elif isinstance(record, Retraction):
+            self.retraction = None
+            self._take_back(record.step)
+        elif isinstance(record, Saved):
+            self.kept = record.step
+            self.best += [record.step] * record.best
+        elif isinstance(record, Step):
+            self.last = max(self.last, record.step)
+            if record.step > after:
+                self.steps.pop(record.step, None)  # done elsewhere later: what was done here before counts no more
+                if comparable:
+                    self.steps[record.step] = record
+
+    def _take_back(self, kept: int) -> None:
+        self.last = min(self.last, kept)
+        self.steps = {step: record for step, record in self.steps.items() if step <= kept}
+
+
+def retracted(violation: Broken, kept: int, last: int) -> Retraction | None:
+    """What `violation` takes back of a run with updates up to `last`, whose last checkpoint is of step `kept`, if any.
+
+    A clause that is looked at now and then (the frozen base, an audit, a checkpoint read back) may have been broken
+    since any update after the last look, and before each checkpoint all that is looked at is: so what lies behind the
+    checkpoint stands, and what lies after it is nobody's truth.
+    """
+    return Retraction(kept, last, violation.clause, violation.seen) if last > kept else None
 
 
 def read_history(ledger: Path, fingerprint: Mapping[str, str], checkpoint: Checkpoint | None = None) -> History:
@@ -103,7 +145,7 @@ def read_history(ledger: Path, fingerprint: Mapping[str, str], checkpoint: Check
         for number, (record, digest) in enumerate(digested_ledger(ledger), start=1):
             if isinstance(record, Start | Resume):
                 comparable = dict(record.fingerprint) == dict(fingerprint)
-            _note(history, record, step, comparable=comparable)
+            history.note(record, step, comparable=comparable)
             if number == count:
                 history.head = digest
             elif number > count and checkpoint is not None:
@@ -111,19 +153,6 @@ def read_history(ledger: Path, fingerprint: Mapping[str, str], checkpoint: Check
     except LedgerError as error:
         raise InputError([Problem("", f"{error}; the run cannot be resumed")]) from error
     return history
-
-
-def _note(history: History, record: Record, after: int, *, comparable: bool) -> None:
-    if isinstance(record, Start | Resume):
-        history.world, history.backend = record.world, record.backend
-    elif isinstance(record, Broken):
-        history.violations += 1
-    elif isinstance(record, Saved) and record.best:
-        history.best.append(record.step)
-    elif isinstance(record, Step) and record.step > after:
-        history.steps.pop(record.step, None)  # done elsewhere later: what was done here before counts no more
-        if comparable:
-            history.steps[record.step] = record
 
 
 def _note_closing(history: History, record: Record, step: int, *, comparable: bool) -> None:

@@ -232,8 +232,13 @@ class FolderJournal:
             say(f"warning: an old checkpoint stays: {refused} (run.on_save_error=continue)")
         return True
 
+    @property
+    def saved_at(self) -> int:
+        """The step of the checkpoint that was saved, or loaded, last; 0 where there is none."""
+        return self._retention.last[1] if self._retention.last is not None else 0
+
     def append(self, record: Record) -> None:
-        """Any other record: start, resume, violation, end."""
+        """Any other record: start, resume, violation, retraction, end."""
         self._ledger.append(record)
 
     @property

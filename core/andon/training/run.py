@@ -29,7 +29,7 @@ from andon.step.audit import describe
 from andon.step.state import state_tensors
 from andon.training.budget import hold_to_budget
 from andon.training.evaluation import evaluate
-from andon.training.history import History, Repeats, require_repeated
+from andon.training.history import History, Repeats, require_repeated, retracted
 from andon.training.journal import (
     HELD_OUT,
     FolderJournal,
@@ -166,6 +166,8 @@ def open_journal(session: Session, standpoint: Standpoint, progress: Progress) -
     if ledger.head[0] == 0:
         ledger.append(_start(session))
     elif standpoint.history.ended is None:
+        if standpoint.history.retraction is not None:
+            ledger.append(standpoint.history.retraction)
         ledger.append(_resume(session, standpoint, progress, ledger.torn))
     else:
         say("resume: the ledger has the end of this run; what is written after it is written again")
@@ -305,17 +307,20 @@ def record_violation(
     if not isinstance(journal, FolderJournal):
         return
     finding = violation.finding
+    broken = Broken(
+        clause=violation.clause or "unnamed",
+        step=finding.step,
+        ranks=finding.ranks,
+        tensor=finding.tensor,
+        seen=finding.seen,
+        details=dict(finding.details),
+        applied=0 < finding.step <= trainer.progress.step or None,
+    )
     try:
-        journal.append(
-            Broken(
-                clause=violation.clause or "unnamed",
-                step=finding.step,
-                ranks=finding.ranks,
-                tensor=finding.tensor,
-                seen=finding.seen,
-                details=dict(finding.details),
-            )
-        )
+        journal.append(broken)
+        taken_back = retracted(broken, journal.saved_at, max(trainer.progress.step, history.last))
+        if taken_back is not None:
+            journal.append(taken_back)
         journal.append(End(trainer.progress.step, "violation", {"weights": hex64(trainer.weights)}, violations=1))
         last = Outcome(trainer.progress, "violation")
         again = replace(history, violations=history.violations + 1, ended=None)

@@ -17,11 +17,13 @@ def check(resumed: History, uninterrupted: History | None = None) -> Verdict:
     """Compare updates done again with their first occurrence, and the trajectory with that of `uninterrupted`.
 
     Unknown where `resumed` was never resumed, or nothing was done again and there is no other history to compare with.
-    A gap in the trajectory falsifies, and so does an end before the uninterrupted run's last update.
+    A gap in the trajectory falsifies, and so do an end before the uninterrupted run's last update and updates that were
+    taken back without a violation after them.
     """
     if not any(run.resumed for run in resumed.runs):
         return unknown(CLAIM, f"{resumed.name} was never resumed")
     checked, found = _repeated(resumed)
+    found += _taken_back(resumed)
     found += _gaps(resumed)
     missing = ""
     if uninterrupted is not None:
@@ -42,11 +44,25 @@ def _repeated(history: History) -> tuple[int, list[Counterexample]]:
     checked, found = 0, []
     first: dict[int, StepEvent] = {}
     for event in history.steps:
+        if event.line in history.retracted:
+            continue
         before = first.setdefault(event.number, event)
         if before is not event:
             checked += 1
             found += _differ(event, before, "done again after a resume", history.name)
     return checked, found
+
+
+def _taken_back(history: History) -> list[Counterexample]:
+    """Only a violation takes updates back: else a run that does not repeat itself could disown what it did."""
+    found = []
+    for event in history.of_kind("retraction"):
+        gone = [step for step in history.steps if step.line < event.line and step.number > (event.step or 0)]
+        last = max((step.line for step in gone), default=0)
+        if not any(last < violation.line < event.line for violation in history.of_kind("violation")):
+            what = f"{len(gone)} updates were taken back without a violation after them"
+            found.append(Counterexample(what, f"line {event.line}", "a violation", "none"))
+    return found
 
 
 def _gaps(history: History) -> list[Counterexample]:

@@ -88,9 +88,11 @@ def _named(verdict: Verdict, run: Run, runs: Sequence[Run]) -> Verdict:
 def recorded_violations(run: Run) -> tuple[str, ...]:
     """Each finding that the ledger of `run` tells of, as `a violation: gradients-agree at step 2 on rank 1, warned`.
 
-    A claim may hold all the same, as `halt-together` does where all ranks halted for it: no verdict says these.
+    A claim may hold all the same, as `halt-together` does where all ranks halted for it: no verdict says these. What
+    was taken back for one is told after it.
     """
-    return tuple(_broken(event) for event in run.history.of_kind("violation"))
+    said = {"violation": _broken, "retraction": _retracted}
+    return tuple(said[event.kind](event) for event in run.history.events if event.kind in said)
 
 
 def _broken(event: Event) -> str:
@@ -101,6 +103,11 @@ def _broken(event: Event) -> str:
     action = found.get("action") or "raised"
     kind = "a suspicion" if action == "suspected" else "a violation"
     return f"{kind}: {found.get('clause')} {at}{named}, {action}"
+
+
+def _retracted(event: Event) -> str:
+    steps = f"steps {(event.step or 0) + 1} to {event.fields.get('last')}"
+    return f"a retraction: {steps} no longer count, for {event.fields.get('clause')}"
 
 
 def _heads(run: Run) -> Verdict:
