@@ -9,7 +9,6 @@ import pytest
 
 from andon.console.exits import Exit
 from andon_contracts.liveness.diagnosis import (
-    NOTICED,
     Sign,
     View,
     behind,
@@ -17,11 +16,11 @@ from andon_contracts.liveness.diagnosis import (
     informed,
     lasts_s,
     lost,
-    silent,
     slowness,
     speaks,
     whom,
 )
+from andon_contracts.liveness.rules import NOTICED
 
 WAITS = Sign(ticks=9, step=4, phase="update", waits=True, since_s=6.0, phase_s=7.0, state="runs")
 WORKS = replace(WAITS, ticks=8, waits=False, place="train.py:7 load")
@@ -67,7 +66,7 @@ def test_an_error_of_its_own_comes_before_those_that_only_noticed() -> None:
         "rank 2 of 3 ended: LookupError: x"
     )
     assert gone(view(WAITS, noticed, WAITS)) == ""
-    assert silent(view(WAITS, noticed, WAITS)) == "rank 1 of 3 ended: rank 2 is gone"
+    assert lost(view(WAITS, noticed, WAITS)) == "rank 1 of 3 ended: rank 2 is gone"
 
 
 def test_ranks_that_finished_are_not_missed() -> None:
@@ -146,7 +145,7 @@ def test_only_what_cannot_be_seen_may_be_lost() -> None:
     assert lost(view(WAITS, replace(late, state="stopped"), ended)) == "rank 2 of 3 ended: finished"
 
 
-@pytest.mark.parametrize("explanation", [whom, silent, lost])
+@pytest.mark.parametrize("explanation", [whom, lost])
 def test_nobody_is_silent_where_nobody_can_be_heard(explanation: Callable[[View], str]) -> None:
     """The store is gone: that is said, and no rank is accused; who said its error before is still named."""
     far = replace(WAITS, silent_s=60.0, state="elsewhere")

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from andon_contracts.fields import Part
 from andon_contracts.liveness.process import STOPPED, State
+from andon_contracts.liveness.rules import (
+    ENDED_BY_ITSELF,
+    PRESENT,
+    UNHEARD,
+    Conclusion,
+    Patience,
+    Seen,
+    conclude,
+    first,
+)
 
 UPDATE = "update"
 """The phase in which steps are timed, and a deadline of a step holds."""
-NOTICED = {"lost": 71, "silent": 72}
-"""Exit codes of a rank that ends because another is gone, or gives no answer."""
-_NOT_ITS_OWN = frozenset({0, *NOTICED.values()})
 
 
 @dataclass(frozen=True)
@@ -72,17 +80,32 @@ class View:
         """This rank's own."""
         return self.signs[self.rank]
 
-    def others(self) -> dict[int, Sign]:
-        """Those that train on, as far as is known."""
-        return {rank: sign for rank, sign in self.signs.items() if rank != self.rank and not sign.ended}
+    def concluded(self, patience: Patience) -> dict[int, Conclusion]:
+        """What is concluded of each other rank. A process is known to be stopped for as long as its rank is silent."""
+        return {
+            rank: conclude(
+                Seen(
+                    sign.state,
+                    said=bool(sign.ended),
+                    exit=sign.exit if sign.ended else None,
+                    stopped_s=sign.silent_s,
+                    silent_s=sign.silent_s,
+                    behind=sign.ticks < self.mine.ticks,
+                ),
+                patience,
+            )
+            for rank, sign in self.signs.items()
+            if rank != self.rank
+        }
+
+    def patience(self, stopped_s: float = 0.0, *, unseen: bool = False) -> Patience:
+        """For how long others may be stopped, and silent: where nobody can be heard, nobody is to blame for that."""
+        return Patience(stopped_s, math.inf if self.deaf else self.silence_s, unseen)
 
     def fresh(self) -> dict[int, Sign]:
         """Those that give signs of life, this rank among them."""
-        return {
-            rank: sign
-            for rank, sign in self.signs.items()
-            if rank == self.rank or (not sign.ended and sign.silent_s < self.silence_s and sign.state != "gone")
-        }
+        found = self.concluded(Patience(self.silence_s, self.silence_s))
+        return {rank: sign for rank, sign in self.signs.items() if rank == self.rank or found[rank] in PRESENT}
 
     def name(self, ranks: Iterable[int]) -> str:
         """`rank 1 of 4`, `ranks 1, 2 of 4`; with their hosts where these are known to differ from this rank's."""
@@ -100,14 +123,7 @@ def named(ranks: Iterable[int]) -> str:
 
 def gone(view: View) -> str:
     """Whose end is known: a process that is gone, or one that said its own error. Empty: nobody's."""
-    others = {rank: sign for rank, sign in view.signs.items() if rank != view.rank}
-    first = [rank for rank, sign in others.items() if sign.ended and sign.exit not in _NOT_ITS_OWN]
-    if first:
-        return f"{view.name(first[:1])} ended: {others[first[0]].ended}"
-    dead = [rank for rank, sign in others.items() if sign.state == "gone" and not sign.ended]
-    if dead:
-        return f"{view.name(dead)} {'is' if len(dead) == 1 else 'are'} gone without a word, {_last(others[dead[0]])}"
-    return ""
+    return _explained(view, view.patience(), ENDED_BY_ITSELF)
 
 
 def whom(view: View) -> str:
@@ -117,53 +133,42 @@ def whom(view: View) -> str:
         return found
     if view.mine.paused_s > view.mine.since_s:
         return f"this process did not run for {view.mine.paused_s:.1f} s (it was stopped, or its machine slept)"
-    others = view.others()
-    stopped = [rank for rank, sign in others.items() if sign.state == "stopped"]
-    if stopped:
-        sign = others[stopped[0]]
-        return f"{view.name(stopped)} {_is(stopped)} {STOPPED}, {_last(sign)}"
-    unheard = silent(view)
-    if unheard:
-        return unheard
-    late = behind(view.signs)
-    if view.rank in late:
-        late = []
-    if late:
-        return f"{view.name(late)} {'hangs' if len(late) == 1 else 'hang'} {_doing(others[late[0]])}"
-    return f"all ranks give signs of life, and none got through to the others in {view.mine.where}"
-
-
-def silent(view: View) -> str:
-    """Who has given no sign of life for too long; empty: nobody. Of those that ended by themselves, what they said."""
-    if view.deaf:
-        return _ended(view, failed(view)) or view.deaf
-    found = [rank for rank, sign in view.others().items() if sign.silent_s >= view.silence_s]
-    return _silence(view, found) or _ended(view, [rank for rank, sign in view.signs.items() if sign.ended])
+    return (
+        _explained(view, view.patience(), (*UNHEARD, "followed"))
+        or view.deaf
+        or _explained(view, view.patience(), ("left", "behind"))
+        or f"all ranks give signs of life, and none got through to the others in {view.mine.where}"
+    )
 
 
 def lost(view: View) -> str:
-    """Who may have died where this rank cannot see it: as `silent`, but nobody whose process is seen to live."""
-    seen = {rank: sign for rank, sign in view.signs.items() if sign.state in ("runs", "stopped") and not sign.ended}
-    heard = {rank: replace(sign, silent_s=0.0) for rank, sign in seen.items()}
-    return silent(replace(view, signs={**view.signs, **heard}))
-
-
-def _silence(view: View, ranks: list[int]) -> str:
-    if not ranks:
-        return ""
-    sign = view.signs[ranks[0]]
-    return f"{view.name(ranks)} gave no sign of life for {sign.silent_s:.1f} s, {_last(sign)}"
+    """Who may have died where this rank cannot see it: nobody whose process is seen to live. Empty: nobody."""
+    patience = view.patience(math.inf, unseen=True)
+    known = _explained(view, patience, ("silent", "failed", "followed"))
+    return known or view.deaf or _explained(view, patience, ["left"])
 
 
 def failed(view: View) -> list[int]:
     """The other ranks that said that they end by an error, their own or another's."""
-    return [rank for rank, sign in view.signs.items() if rank != view.rank and sign.ended and sign.exit]
+    return [rank for rank, found in view.concluded(view.patience()).items() if found in ("failed", "followed")]
 
 
-def _ended(view: View, ranks: Iterable[int]) -> str:
-    """What the first of these that is not this rank said at its end; empty: there is none."""
-    first = [rank for rank in ranks if rank != view.rank][:1]
-    return f"{view.name(first)} ended: {view.signs[first[0]].ended}" if first else ""
+def _explained(view: View, patience: Patience, order: Iterable[Conclusion]) -> str:
+    """The first of these conclusions that is come to of any other rank, in words; empty: none is."""
+    found, ranks = first(view.concluded(patience), order)
+    if not ranks:
+        return ""
+    who, sign = view.name(ranks), view.signs[ranks[0]]
+    match found:
+        case "died":
+            return f"{who} {_is(ranks)} gone without a word, {_last(sign)}"
+        case "stopped":
+            return f"{who} {_is(ranks)} {STOPPED}, {_last(sign)}"
+        case "silent":
+            return f"{who} gave no sign of life for {sign.silent_s:.1f} s, {_last(sign)}"
+        case "behind":
+            return f"{who} {'hangs' if len(ranks) == 1 else 'hang'} {_doing(sign)}"
+    return f"{view.name(ranks[:1])} ended: {sign.ended}"
 
 
 def behind(signs: Mapping[int, Sign]) -> list[int]:
@@ -194,7 +199,7 @@ def slowness(view: View, usual_s: float) -> str:
     """Who keeps the others waiting now, as one line: who ended by an error or is gone comes before who is slow."""
     usual = f"; a step usually takes {usual_s:.2g} s" if usual_s else ""
     fresh = view.fresh()
-    found = gone(view) or _ended(view, failed(view)) or _unheard(view)
+    found = gone(view) or _explained(view, view.patience(), ["followed"]) or _unheard(view)
     if found:
         return f"{found}; {len(fresh)} wait{'s' * (len(fresh) == 1)}{usual}"
     if view.deaf:
@@ -215,13 +220,13 @@ def slowness(view: View, usual_s: float) -> str:
 
 def _unheard(view: View) -> str:
     """Who trains on, as far as is known, and gives no signs of life; empty: nobody."""
-    others, fresh = view.others(), view.fresh()
-    ranks = sorted(rank for rank in others if rank not in fresh and (not view.deaf or others[rank].state == "stopped"))
+    # One that was stopped a moment ago keeps nobody waiting yet.
+    found, ranks = first(view.concluded(view.patience(0.0 if view.deaf else view.silence_s)), UNHEARD)
     if not ranks:
         return ""
-    sign = others[ranks[0]]
+    sign = view.signs[ranks[0]]
     seen = f"{'has' if len(ranks) == 1 else 'have'} given no sign of life for {sign.silent_s:.1f} s"
-    what = f"{_is(ranks)} stopped" if sign.state == "stopped" else seen
+    what = f"{_is(ranks)} stopped" if found == "stopped" else seen
     return f"{view.name(ranks)} {what}, {_last(sign)}"
 
 

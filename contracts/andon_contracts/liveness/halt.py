@@ -186,7 +186,7 @@ class HaltSignal:
         """Who is gone, or whom the others wait for, where `error` says that somebody is."""
         deadline = time.monotonic() + _SETTLE_S / 2
         while self.cause is None:
-            found = self._monitor.gone(self._teller) or self._monitor.missing(self._teller, error)
+            found = self._monitor.missing(self._teller, error)
             if found is not None:
                 return found.with_rows(("noticed", f"by rank {self._rank}: {first_line(error)}"))
             if time.monotonic() > deadline:

@@ -1,14 +1,26 @@
-"""Looking out for ranks that ended without a word, are stopped, or keep the others waiting."""
+"""What a watch sees of the other ranks, without a launcher: from that, `rules` say who is gone, stopped or silent."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from andon_contracts.causes import Cause, consequence
 from andon_contracts.liveness.end_messages import Teller, Whereabouts
 from andon_contracts.liveness.halt_link import HaltLink, News
 from andon_contracts.liveness.pending_collectives import PendingCollectives, Waiting, stuck
 from andon_contracts.liveness.process import Lasting, Process, memory_kills
+from andon_contracts.liveness.rules import (
+    ENDED_BY_ITSELF,
+    PRESENT,
+    UNHEARD,
+    Conclusion,
+    Patience,
+    Seen,
+    conclude,
+    first,
+)
 
 LOOK_S = 0.5
 """How often a rank looks out for trouble."""
@@ -33,15 +45,24 @@ class PeerMonitor:
 
         Asked every `LOOK_S`.
         """
-        found = self.gone(teller)
-        if found is not None:
-            return found
         processes = self._link.processes
-        stopped = self._stopped.look(rank for rank, process in processes.items() if process.look() == "stopped")
-        late = [rank for rank, seconds in stopped.items() if seconds >= self._patience_s]
-        if late:
-            return teller.stopped(late[0], processes[late[0]], _at(teller, late[0], self._link.ask()))
-        return self._silent(teller) or self._stuck(teller)
+        lasting = self._stopped.look(rank for rank, process in processes.items() if process.look() == "stopped")
+        late = any(seconds >= self._patience_s for seconds in (self._link.silent_s, *lasting.values()))
+        seen, news = self._look(ask=late)  # who has left in order is not missed
+        seen = {rank: replace(each, stopped_s=lasting.get(rank, 0.0)) for rank, each in seen.items()}
+        return self._cause(teller, seen, news, self._patience_s, (*ENDED_BY_ITSELF, *UNHEARD)) or self._stuck(teller)
+
+    def missing(self, teller: Teller, error: BaseException) -> Cause | None:
+        """Whom a collective waited for that raised `error`: a rank that died, is stopped, left, or is behind others."""
+        waited = consequence(error) == "silent"
+        seen, news = self._look(ask=True)
+        order: tuple[Conclusion, ...] = (*ENDED_BY_ITSELF, *UNHEARD, "left")
+        found = self._cause(teller, seen, news, 0.0, (*order, "behind") if waited else order)
+        if found is not None or news is None or not waited:
+            return found
+        ahead = max(news.at, key=lambda rank: news.at[rank].order, default=self._rank)
+        further = ahead != self._rank and news.at[ahead].order > news.at.get(self._rank, teller.at).order
+        return teller.ahead(ahead, news.at[ahead]) if further else None
 
     def _stuck(self, teller: Teller) -> Cause | None:
         """Ranks nearby that wait for this one, which waits for them in a gather; asked again as long as it does."""
@@ -57,42 +78,6 @@ class PeerMonitor:
             return None
         return teller.passed(found, sum(each.gathers >= waiting.gather for each in told.values()))
 
-    def gone(self, teller: Teller) -> Cause | None:
-        """A rank whose process is gone without having left in order."""
-        for rank, process in self._link.processes.items():
-            if rank in self._left or process.look() != "gone":
-                continue
-            code, news = process.exit_code(), self._link.ask()
-            if code == 0 or (news is not None and rank in news.left):
-                self._left.add(rank)
-                continue
-            if news is None and not (self._link.broken and rank == self._link.keeper):
-                continue  # the store does not say whether it left in order
-            now = memory_kills()
-            kills = 0 if now is None or self._kills is None else now - self._kills
-            return teller.died(rank, process, code, kills, _at(teller, rank, news))
-        return None
-
-    def missing(self, teller: Teller, error: BaseException) -> Cause | None:
-        """Whom a collective waited for that raised `error`: one that is stopped, left, or is behind all others."""
-        for rank, process in self._link.processes.items():
-            if process.look() == "stopped":
-                return teller.stopped(rank, process, _at(teller, rank, self._link.ask()))
-        news = self._link.ask()
-        if news is None:
-            return None
-        left = sorted(news.left - {self._rank})
-        if left:
-            return teller.left(left[0], _at(teller, left[0], news))
-        if consequence(error) != "silent":
-            return None
-        at = news.at
-        last = min(at, key=lambda rank: at[rank].order, default=self._rank)
-        first = max(at, key=lambda rank: at[rank].order, default=self._rank)
-        if not at or at[last].order == at[first].order:
-            return None
-        return teller.ahead(first, at[first]) if last == self._rank else teller.behind(last, at[last])
-
     def unaware(self) -> Mapping[int, Process]:
         """The ranks on this machine that live, have not left, and have not said that they know of the cause."""
         seen = {rank: (process, process.look()) for rank, process in self._link.processes.items()}
@@ -103,22 +88,64 @@ class PeerMonitor:
 
     def lowest_live(self) -> bool:
         """Whether no rank before this one is there to write what one rank has to write."""
-        before = [process for rank, process in self._link.processes.items() if rank < self._rank]
+        before = {rank: process for rank, process in self._link.processes.items() if rank < self._rank}
         if not self._link.processes:
             return self._rank == 0
-        return len(before) == self._rank and all(process.look() in ("gone", "stopped") for process in before)
+        concluded = [conclude(Seen(process.look()), Patience(stopped_s=0.0)) for process in before.values()]
+        return len(before) == self._rank and not PRESENT.intersection(concluded)
 
-    def _silent(self, teller: Teller) -> Cause | None:
-        rank, seconds = self._link.following, self._link.silent_s
-        if seconds < self._patience_s and not self._keeper_lost():
+    def _look(self, *, ask: bool) -> tuple[dict[int, Seen], News | None]:
+        """What is seen of the others now; with what the store says, where it was asked: `ask`, or for one that is gone.
+
+        Nothing of one that is gone where the store does not say whether it left in order.
+        """
+        link = self._link
+        states = {rank: process.look() for rank, process in link.processes.items()}
+        gone = {rank for rank, state in states.items() if state == "gone"} - self._left
+        codes = {rank: link.processes[rank].exit_code() for rank in gone}
+        news = link.ask() if ask or gone else None
+        told = News(frozenset(), {}) if news is None else news
+        self._left |= {rank for rank in gone if codes[rank] == 0 or rank in told.left}
+        left, mine = self._left | told.left, told.at.get(self._rank)
+        seen: dict[int, Seen] = {}
+        for rank in sorted((states.keys() | told.at.keys() | told.left) - {self._rank}):
+            keeper_lost = link.broken and rank == link.keeper
+            if news is None and rank in gone - left and not keeper_lost:
+                continue
+            silent_s = math.inf if keeper_lost and rank in states else link.silent_s * (rank == link.following)
+            behind = mine is not None and rank in told.at and told.at[rank].order < mine.order
+            code = 0 if rank in left else codes.get(rank)
+            seen[rank] = Seen(states.get(rank, "elsewhere"), rank in left, code, 0.0, silent_s, behind)
+        return seen, news
+
+    def _cause(
+        self,
+        teller: Teller,
+        seen: Mapping[int, Seen],
+        news: News | None,
+        stopped_s: float,
+        order: Iterable[Conclusion],
+    ) -> Cause | None:
+        """The first of these conclusions that is come to of any rank, as a cause; None: none is."""
+        patience = Patience(stopped_s, self._patience_s, unseen=True)
+        found, ranks = first({rank: conclude(each, patience) for rank, each in seen.items()}, order)
+        if not ranks:
             return None
-        rank = self._link.keeper if self._keeper_lost() and self._link.keeper is not None else rank
-        return teller.silent(rank, self._link.processes[rank], seconds, _at(teller, rank, self._link.ask()))
-
-    def _keeper_lost(self) -> bool:
-        keeper = self._link.keeper
-        there = self._link.broken and keeper is not None and keeper in self._link.processes
-        return there and keeper is not None and self._link.processes[keeper].look() == "elsewhere"
+        if found == "behind" and news is not None:
+            last = min(ranks, key=lambda rank: news.at[rank].order)
+            return teller.behind(last, news.at[last])
+        rank = ranks[0]
+        at = _at(teller, rank, news or self._link.ask())
+        if found == "left":
+            return teller.left(rank, at)
+        process = self._link.processes[rank]
+        if found == "stopped":
+            return teller.stopped(rank, process, at)
+        if found == "silent":
+            return teller.silent(rank, process, self._link.silent_s, at)
+        now = memory_kills()
+        kills = 0 if now is None or self._kills is None else now - self._kills
+        return teller.died(rank, process, seen[rank].exit, kills, at)
 
 
 def _at(teller: Teller, rank: int, news: News | None) -> Whereabouts:

@@ -16,8 +16,8 @@ from pathlib import Path
 from andon.console.exits import Exit
 from andon.run.folder import REPORTS
 from andon_contracts.error_file import write_error_file
-from andon_contracts.liveness.diagnosis import NOTICED
 from andon_contracts.liveness.process import ending
+from andon_contracts.liveness.rules import NOTICED
 
 FOLDER = REPORTS
 """Where in a run folder the reports lie."""
