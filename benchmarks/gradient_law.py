@@ -12,7 +12,8 @@ import argparse
 from collections import defaultdict
 
 from andon.data.shell import embedded
-from andon_falsify.claims.trainer_law import Reference, short_name
+from andon_falsify.claims.run_law import short_name
+from andon_falsify.claims.trainer_law import TrainerLaw
 from andon_falsify.ranks.pool import RankPools
 from andon_falsify.ranks.trainer import AndonTrainer
 from andon_falsify.reference.training import gradient
@@ -52,7 +53,7 @@ def case(backend: str, world: int, steps: int, seed: int) -> Case:
 
 def errors(trace: Trace) -> dict[str, list[float]]:
     """For each tensor the relative L2 error of its gradient at each update; 0 where both are exactly 0."""
-    law, found = Reference(trace), defaultdict(list)
+    law, found = TrainerLaw(trace), defaultdict(list)
     for step, values in sorted(trace.first.values.items()):
         _, wanted = gradient(law.model, law.before(step), law.trainable, law.pieces(step), None, law.masks(step))
         for name, tensor in values.gradients.items():
@@ -77,7 +78,7 @@ def main() -> int:
     if trace.errors or trace.violation:
         print(trace.errors, trace.violation)
         return 1
-    if reason := Reference(trace).why_not:
+    if reason := TrainerLaw(trace).why_not:
         print(reason)
         return 1
     found = errors(trace)

@@ -88,6 +88,12 @@ class Verdict:
         return "\n".join([*lines, *(f"  {found}" for found in self.counterexamples)])
 
 
+def first_of_many(names: Sequence[object], shown: int) -> str:
+    """`a, b, c and 4 more`: the first few of `names`, and how many more there are."""
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return f"{', '.join(map(str, names[:shown]))}{more}"
+
+
 def conclude(claim: Claim, checked: int, found: Sequence[Counterexample], missing: str = "", note: str = "") -> Verdict:
     """The verdict of a checker that made `checked` comparisons and found `found`.
 

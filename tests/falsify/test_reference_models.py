@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from andon_falsify.reference.decoder import Decoder
 from andon_falsify.reference.encoder import Encoder
-from andon_falsify.reference.loss import loss_sum
 from andon_falsify.reference.params import Layers, Lora, canonical, canonical_name
-from andon_falsify.reference.training import Model, Piece, gradient
+from andon_falsify.reference.training import Model, Piece, gradient, row_losses
 from tests.falsify.models import ALPHA, Subject, decoder, encoder, pieces
 
 SHAPES = ((3, 7), (1, 4), (2, 12))
@@ -245,17 +244,18 @@ def test_two_tensors_of_one_name_are_refused() -> None:
 def test_loss_is_the_weighted_sum() -> None:
     """Against -log softmax by hand, and with weights against torch's own sum; huge logits do not overflow."""
     logits = torch.tensor([[0.0, 0.0], [2000.0, 0.0]], dtype=torch.float64)
-    assert float(loss_sum(logits, torch.tensor([1, 1]))) == pytest.approx(torch.log(torch.tensor(2.0)).item() + 2000.0)
+    total = row_losses(logits, torch.tensor([1, 1])).sum()
+    assert float(total) == pytest.approx(torch.log(torch.tensor(2.0)).item() + 2000.0)
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(6, 4, generator=generator, dtype=torch.float64)
     labels = torch.tensor([0, 1, 2, 3, 3, 0])
     weights = torch.tensor([0.5, 2.0, 1.0, 3.0], dtype=torch.float64)
     expected = nn.functional.cross_entropy(logits, labels, weights, reduction="sum")
-    assert float(loss_sum(logits, labels, weights)) == pytest.approx(float(expected), rel=1e-14)
+    assert float(row_losses(logits, labels, weights).sum()) == pytest.approx(float(expected), rel=1e-14)
 
 
 def test_a_label_that_is_no_class_is_refused() -> None:
     """-1 would silently read the last class."""
     for label in (-1, 2):
         with pytest.raises(ValueError, match="within 0 to 1"):
-            loss_sum(torch.zeros(1, 2), torch.tensor([label]))
+            row_losses(torch.zeros(1, 2), torch.tensor([label]))

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from andon_falsify.reference.params import Masks, Params, no_dropout
-from andon_falsify.reference.training import Piece, gradient, train
-from andon_falsify.reference.update import AdamW, Law, Sgd, State, clip
+from andon_falsify.reference.training import Piece, gradient, row_gradients, train
+from andon_falsify.reference.update import AdamW, Sgd, State, UpdateRule, clip
 from tests.falsify.models import pieces
 
 LAST_DIGITS = 1e-12
 RATES = (1e-2, 3e-3, 0.0, 5e-2, 1e-3)
-LAWS: list[tuple[Law, Callable[[Iterable[Tensor]], torch.optim.Optimizer]]] = [
+LAWS: list[tuple[UpdateRule, Callable[[Iterable[Tensor]], torch.optim.Optimizer]]] = [
     (Sgd(), lambda weights: torch.optim.SGD(weights)),
     (Sgd(0.9, 0.1), lambda weights: torch.optim.SGD(weights, momentum=0.9, weight_decay=0.1)),
     (AdamW(), lambda weights: torch.optim.AdamW(weights)),
@@ -38,7 +38,7 @@ def tensors(seed: int, scale: float = 1.0) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("law", "build"), LAWS, ids=["sgd", "sgd-momentum", "adamw", "adamw-other"])
-def test_an_update_is_torchs(law: Law, build: Callable[[Iterable[Tensor]], torch.optim.Optimizer]) -> None:
+def test_an_update_is_torchs(law: UpdateRule, build: Callable[[Iterable[Tensor]], torch.optim.Optimizer]) -> None:
     """Five updates at five rates, one of them 0, give torch's weights; a tensor without a gradient stays."""
     weights = tensors(0)
     leaves = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
@@ -105,13 +105,17 @@ def by_hand(weight: float, batch: list[Piece], class_weights: tuple[float, float
 
 
 def test_ragged_pieces_are_one_batch() -> None:
-    """Pieces of 3, 1, 0 and 2 rows give the weighted sum over 6 rows divided by 6: no mean of means."""
+    """Pieces of 3, 1, 0 and 2 rows give the weighted sum over 6 rows divided by 6, row by row too: no mean of means."""
     batch = pieces(1, ((3, 5), (1, 4), (2, 3)), classes=2)
     batch.insert(2, Piece(*(torch.zeros(0, 4, dtype=torch.int64),) * 2, torch.zeros(0, dtype=torch.int64)))
     params = {"w": torch.tensor(0.3, dtype=torch.float64)}
-    loss, gradients = gradient(Line(), params, ["w"], batch, torch.tensor([0.5, 3.0], dtype=torch.float64))
+    weights = torch.tensor([0.5, 3.0], dtype=torch.float64)
+    loss, gradients = gradient(Line(), params, ["w"], batch, weights)
     expected = by_hand(0.3, batch, (0.5, 3.0))
     assert (loss, gradients["w"].item()) == pytest.approx(expected, rel=1e-13)
+    losses, each = row_gradients(Line(), params, ["w"], batch, weights)
+    assert (losses.shape, each["w"].shape) == ((6,), (6,))
+    assert (losses.mean().item(), each["w"].mean().item()) == pytest.approx(expected, rel=1e-13)
 
 
 def test_what_the_loss_does_not_reach_has_gradient_zero() -> None:
@@ -120,6 +124,9 @@ def test_what_the_loss_does_not_reach_has_gradient_zero() -> None:
     params = {"w": torch.tensor(0.3), "idle": torch.ones(2)}
     _, gradients = gradient(Line(), params, ["w", "idle"], batch)
     assert gradients["idle"].tolist() == [0.0, 0.0]
+    assert row_gradients(Line(), params, ["w", "idle"], batch)[1]["idle"].tolist() == [[0.0, 0.0]] * 2
+    with pytest.raises(ValueError, match="no rows"):
+        row_gradients(Line(), params, ["w"], [])
     with pytest.raises(KeyError, match="absent"):
         gradient(Line(), params, ["absent"], batch)
 

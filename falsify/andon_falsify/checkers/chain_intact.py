@@ -11,7 +11,8 @@ CLAIM = Claim(
     "Every line of the ledger is readable, counts one up, and names the digest of the line before it.",
 )
 
-_ZEROS = "0" * 16
+NO_LINE = "0" * 16
+"""What the first line names as the digest of the line before it."""
 
 
 def check(history: History) -> Verdict:
@@ -22,7 +23,7 @@ def check(history: History) -> Verdict:
     """
     found: list[Counterexample] = []
     checked = 0
-    digest, seq = _ZEROS, -1
+    digest, seq = NO_LINE, -1
     for line in history.lines():
         if isinstance(line, Unread):
             if not history.torn or line != history.unread[-1]:

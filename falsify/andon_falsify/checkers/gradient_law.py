@@ -7,7 +7,7 @@ from math import hypot, isfinite
 
 from andon_falsify.checkers.distance import Gap, Values, common_factor, flat, gap, norm
 from andon_falsify.checkers.ratio import explain_ratio
-from andon_falsify.verdict import Claim, Counterexample, Verdict, conclude, unknown
+from andon_falsify.verdict import Claim, Counterexample, Verdict, conclude, first_of_many, unknown
 
 CLAIM = Claim(
     "gradient-law",
@@ -66,11 +66,10 @@ def _falsified(
     wrong: Mapping[str, Gap], gaps: Mapping[str, Gap], tolerance: float, factors: Mapping[str, int], where: str
 ) -> Counterexample:
     order = sorted(wrong, key=lambda name: -wrong[name].relative)
-    named = ", ".join(f"{name} {wrong[name].relative:.3g}" for name in order[:_SHOWN])
-    more = f" and {len(order) - _SHOWN} more" if len(order) > _SHOWN else ""
+    named = first_of_many([f"{name} {wrong[name].relative:.3g}" for name in order], _SHOWN)
     what = f"{len(wrong)} of {len(gaps)} tensors are off the law"
     ratio = common_factor(gaps)
     if ratio is not None and abs(ratio - 1.0) <= 1e-3:
         ratio = None
     equals = explain_ratio(ratio, factors) if ratio is not None else ""
-    return Counterexample(what, where, f"relative error <= {tolerance:.3g}", f"{named}{more}", ratio, equals)
+    return Counterexample(what, where, f"relative error <= {tolerance:.3g}", named, ratio, equals)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
 
 from andon_falsify.history import History, RowId, StepEvent
 from andon_falsify.verdict import Claim, Counterexample, Verdict, conclude, not_applicable
@@ -15,6 +17,17 @@ CLAIM = Claim(
 )
 
 _SHOWN = 12
+
+
+def published(rows: Sequence[int], seed: int, batch_size: int) -> Iterator[tuple[int, ...]]:
+    """The global batches of our trainer by its published rule, epoch after epoch without end; none of no rows.
+
+    A shuffle of `rows` keyed by (seed, epoch), cut into batches; the last of an epoch has what is left.
+    """
+    for epoch in count() if rows else ():
+        order = list(rows)
+        random.Random(f"andon order {seed} {epoch}").shuffle(order)
+        yield from (tuple(order[at : at + batch_size]) for at in range(0, len(order), batch_size))
 
 
 def check(history: History, plan: Mapping[int, Sequence[RowId]] | None) -> Verdict:

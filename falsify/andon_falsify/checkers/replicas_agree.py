@@ -40,7 +40,7 @@ def check(history: History) -> Verdict:
                 missing = missing or f"step {event.number}: no {field} digest of {absent}"
             if len(digests) > 1:
                 checked += 1
-                found += _differ(event, field, digests)
+                found += differing(f"the {field} differs between ranks", f"step {event.number}", digests)
     return conclude(CLAIM, checked, found, missing)
 
 
@@ -75,17 +75,12 @@ def _absent(event: StepEvent, digests: Mapping[int, str]) -> str:
     return f"rank {', '.join(absent)}" if absent else ""
 
 
-def _differ(event: StepEvent, field: str, digests: Mapping[int, str]) -> list[Counterexample]:
-    if len(set(digests.values())) == 1:
-        return []
-    usual = _majority(digests)
-    odd = {rank: digest for rank, digest in digests.items() if digest != usual}
-    ranks = ", ".join(map(str, odd))
-    where = f"step {event.number}, rank {ranks}" if len(odd) == 1 else f"step {event.number}, ranks {ranks}"
-    return [Counterexample(f"the {field} differs between ranks", where, usual, ", ".join(dict.fromkeys(odd.values())))]
-
-
-def _majority(digests: Mapping[int, str]) -> str:
-    """The digest of most ranks; rank 0's where two are equally frequent."""
+def differing(what: str, when: str, digests: Mapping[int, str]) -> list[Counterexample]:
+    """`what` of the ranks that do not hold what most do (rank 0, where two digests are as frequent); else none."""
     counts = Counter(digests[rank] for rank in sorted(digests))
-    return counts.most_common(1)[0][0]
+    if len(counts) <= 1:
+        return []
+    usual = counts.most_common(1)[0][0]
+    odd = {rank: digest for rank, digest in sorted(digests.items()) if digest != usual}
+    where = f"{when}, rank{'s' * (len(odd) > 1)} {', '.join(map(str, odd))}"
+    return [Counterexample(what, where, usual, ", ".join(dict.fromkeys(odd.values())))]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import ceil
 
 from andon_falsify.history import History, RowId, StepEvent
-from andon_falsify.verdict import Claim, Counterexample, Verdict, conclude
+from andon_falsify.verdict import Claim, Counterexample, Verdict, conclude, first_of_many, not_applicable
 
 CLAIM = Claim(
     "samples-once",
@@ -52,6 +52,27 @@ def check(history: History, ids: Collection[RowId] | None = None, *, order_from:
     return conclude(CLAIM, checked, found, missing)
 
 
+def check_visits(history: History) -> Verdict:
+    """The same of a history that tells which rows its ranks had, and not what was planned, as a script's.
+
+    Of R rows that are ever visited, every R visits in a row visit each once: epochs, whatever their borders.
+    """
+    visits = [row for step in history.trajectory.values() for row in step.ids]
+    if not visits:
+        return not_applicable(CLAIM, "the script tells no rows (w.batch)")
+    rows, found, checked = set(visits), list[Counterexample](), 0
+    for epoch, start in enumerate(range(0, len(visits), len(rows))):
+        own = visits[start : start + len(rows)]
+        checked += 1
+        if twice := repeated(own):
+            lost = rows - set(own)
+            what = f"in visits {start + 1} to {start + len(own)} of {len(rows)} rows some came more than once"
+            never = f"never {listed(Counter(lost))}, " if lost and len(own) == len(rows) else ""
+            found.append(Counterexample(what, f"epoch {epoch}", "each once", f"{never}more than once {listed(twice)}"))
+            break
+    return conclude(CLAIM, checked, found)
+
+
 def _why_none(history: History) -> str:
     """Why no epoch was complete, where a watch could not tell where one ends."""
     untold = history.plan.rows is None and all(event.epoch is None for event in history.steps)
@@ -68,7 +89,7 @@ def _split(event: StepEvent) -> list[Counterexample]:
     planned = Counter(event.ids)
     if event.count is not None and event.count != len(event.ids):
         found.append(Counterexample("the count is not that of the batch", where, str(len(event.ids)), str(event.count)))
-    twice = Counter({row: times for row, times in used.items() if times > 1})
+    twice = repeated(used.elements())
     if twice:
         holders = ", ".join(str(entry.rank) for entry in event.ranks if not twice.keys().isdisjoint(entry.ids))
         found.append(Counterexample(f"rows used more than once, by ranks {holders}", where, "each once", _named(twice)))
@@ -116,7 +137,7 @@ def _visits(
     where = f"epoch {epoch}"
     times = Counter(visits)
     found = []
-    twice = Counter({row: number for row, number in times.items() if number > 1})
+    twice = repeated(visits)
     if twice:
         what = f"{len(visits)} visits of {len(times)} rows: some were visited more than once"
         found.append(Counterexample(what, where, "each once", _named(twice)))
@@ -141,13 +162,16 @@ def _orders(epochs: Sequence[tuple[int, Sequence[RowId]]]) -> list[Counterexampl
     return found
 
 
+def repeated(visits: Iterable[RowId]) -> Counter[RowId]:
+    """The rows that are there more than once, as often as they are."""
+    return Counter({row: times for row, times in Counter(visits).items() if times > 1})
+
+
+def listed(rows: Counter[RowId]) -> str:
+    """`3, 5 (3 times) and 12 more`."""
+    order = sorted(rows, key=lambda row: (isinstance(row, str), row if isinstance(row, int) else 0, str(row)))
+    return first_of_many([f"{row}" + (f" ({rows[row]} times)" if rows[row] > 1 else "") for row in order], _SHOWN)
+
+
 def _named(rows: Counter[RowId]) -> str:
-    """`rows 3, 5 (3 times) and 12 more`."""
-    order = sorted(rows, key=_row_key)
-    shown = [f"{row}" + (f" ({rows[row]} times)" if rows[row] > 1 else "") for row in order[:_SHOWN]]
-    rest = f" and {len(order) - _SHOWN} more" if len(order) > _SHOWN else ""
-    return f"rows {', '.join(shown)}{rest}"
-
-
-def _row_key(row: RowId) -> tuple[bool, int, str]:
-    return (isinstance(row, str), row if isinstance(row, int) else 0, str(row))
+    return f"rows {listed(rows)}"

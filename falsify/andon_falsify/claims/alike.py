@@ -15,7 +15,8 @@ from torch.nn.utils import clip_grad_norm_
 
 from andon_falsify.checkers import same_everywhere
 from andon_falsify.claims.loop_law import LoopLaw
-from andon_falsify.claims.trainer_law import Reference, optimizer_law, piece_of, short_name
+from andon_falsify.claims.run_law import piece_of, short_name
+from andon_falsify.claims.trainer_law import update_rule
 from andon_falsify.loops.record import global_batch
 from andon_falsify.loops.sightings import first_of
 from andon_falsify.loops.task import collate, dataset, model, optimizer
@@ -41,11 +42,11 @@ def noise(trace: Trace) -> dict[int, float]:
     law = LoopLaw(trace)
     if law.why_not or law.unknown_updates or "recomputes" in law.first.claims:
         return {}
-    batches = [list(law.of(step).rows) if _trains(law, step) else [] for step in law.updates]
+    batches = [law.rows(step) for step in law.updates]
     if not any(batches):
         return {}
     rates = [law.first.made[step].rate for step in law.updates]
-    exact = _exact(trace, batches, rates)
+    exact = _exact(law, batches, rates)
     start = {name: tensor for name, tensor in law.before(1).items() if name in exact[0]}
     largest, found = 0.0, {}
     runs = [_rounded(trace.case, batches, rates, size) for size in (trace.case.batch_size, trace.case.local_batch)]
@@ -57,24 +58,23 @@ def noise(trace: Trace) -> dict[int, float]:
     return found
 
 
-def _trains(law: LoopLaw, step: int) -> bool:
-    """Whether some rank had a row in `step`; a step of the optimizer without any is noise to nobody."""
-    return any(leaf for leaves in law.visits(step) for leaf in leaves)
-
-
-def _exact(trace: Trace, batches: Sequence[Sequence[int]], rates: Sequence[float]) -> list[Mapping[str, Tensor]]:
-    reference, case = Reference(trace), trace.case
+def _exact(law: LoopLaw, batches: Sequence[tuple[int, ...]], rates: Sequence[float]) -> list[Mapping[str, Tensor]]:
+    case = law.case
     longest = max(map(len, case.rows.tokens))
-    pieces = ([piece_of(case.rows, tuple(rows), longest)] for rows in batches)
-    law, names = optimizer_law(case), reference.trainable
     trajectory = train(
-        reference.model, reference.initial, names, pieces, law, lambda step: rates[step - 1], clip_norm=case.clip_norm
+        law.model,
+        law.initial,
+        law.trainable,
+        ([piece_of(case.rows, rows, longest)] for rows in batches),
+        update_rule(case),
+        lambda step: rates[step - 1],
+        clip_norm=case.clip_norm,
     )
     return [update.weights for update in trajectory]
 
 
 def _rounded(
-    case: Case, batches: Sequence[Sequence[int]], rates: Sequence[float], size: int
+    case: Case, batches: Sequence[tuple[int, ...]], rates: Sequence[float], size: int
 ) -> list[dict[str, Tensor]]:
     """The weights after each update of a run in fp32, in micro-batches of `size` rows."""
     trained, rows, found = model(case), dataset(case), []

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from andon_falsify.checkers import gradient_law
 from andon_falsify.checkers.ratio import explain_ratio, show_ratio
-from andon_falsify.claims.loop_law import LoopLaw, first_names, laws, matrix, vector
+from andon_falsify.claims.loop_law import LoopLaw
 from andon_falsify.loops.parameters import trained
 from andon_falsify.loops.record import global_batch
-from andon_falsify.loops.sightings import Law
+from andon_falsify.reference.training import RowGradients
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.trace import Trace
-from andon_falsify.verdict import Counterexample, Outcome, Verdict, conclude, merge, unknown
+from andon_falsify.verdict import Counterexample, Outcome, Verdict, conclude, first_of_many, merge, unknown
 
 _FITS = 1e-3
 _SHOWN = 6
@@ -79,7 +79,7 @@ def _left_out(law: LoopLaw) -> Iterator[Counterexample]:
     lost = set() if law.why_no_model else set(trained(law.plain)) - law.made_trainable
     if lost:
         what = f"{len(lost)} tensors that are to train have no gradient"
-        yield Counterexample(what, "from the start", "requires_grad", f"frozen: {first_names(lost)}")
+        yield Counterexample(what, "from the start", "requires_grad", f"frozen: {first_of_many(sorted(lost), 3)}")
 
 
 def _worst(verdict: Verdict) -> str:
@@ -95,7 +95,7 @@ def _error_in(note: str) -> float:
 def comparisons(trace: Trace) -> list[Comparison]:
     """The gradient of every update against the law's; empty where there is no law."""
     law = LoopLaw(trace)
-    return [] if law.why_not else [compare(law, step, law.factors) for step, _ in laws(law)]
+    return [] if law.why_not else [compare(law, step, law.factors) for step in law.updates if law.rows(step)]
 
 
 def compare(law: LoopLaw, step: int, factors: Mapping[str, int]) -> Comparison:
@@ -113,6 +113,16 @@ def compare(law: LoopLaw, step: int, factors: Mapping[str, int]) -> Comparison:
     if not words and ratio is None and relative > _FITS:
         words = _remembered(law, step, seen, planned) or relabelled(law, step, seen) or _counted(shares)
     return Comparison(step, relative, cosine, ratio, shares, words)
+
+
+def matrix(law: RowGradients) -> Tensor:
+    """float64 [rows, all trained elements]: the gradient of each row."""
+    return torch.cat([tensor.reshape(len(law.rows), -1) for tensor in law.gradients.values()], dim=1)
+
+
+def vector(law: RowGradients, gradients: Mapping[str, Tensor]) -> Tensor:
+    """`gradients` as one vector, in the order of `matrix`."""
+    return torch.cat([gradients[name].reshape(-1) for name in law.gradients])
 
 
 def _fit(seen: Tensor, other: Tensor) -> tuple[float, float]:
@@ -149,7 +159,7 @@ def _instead(law: LoopLaw, step: int, seen: Tensor, factors: Mapping[str, int]) 
 def _remembered(law: LoopLaw, step: int, seen: Tensor, planned: Tensor) -> str:
     """Whether something of the update before is in it: all of its gradient, or one rank's part of it."""
     now, rows = law.of(step), matrix(law.of(step))
-    if step - 1 not in law.updates or not any(map(any, law.visits(step - 1))):
+    if step - 1 not in law.updates or not law.rows(step - 1):
         return ""
     factor, residual = _fit(seen - planned, vector(now, law.seen(step - 1)))
     if residual <= _FITS:
@@ -169,7 +179,7 @@ def _sizes(parts: Sequence[Sequence[int]]) -> str:
     return ", ".join(str(len(part)) for part in parts)
 
 
-def _shares(law: Law, rows: Tensor, seen: Tensor) -> dict[int, float]:
+def _shares(law: RowGradients, rows: Tensor, seen: Tensor) -> dict[int, float]:
     """How often each row counts, by least squares; empty where rows cannot be told apart or it is no sum of theirs."""
     if rows.shape[0] > rows.shape[1]:
         return {}
@@ -270,5 +280,4 @@ def relabelled(law: LoopLaw, step: int, seen: Tensor) -> str:
         for row, label in zip(rows, shares.argmax(1).tolist(), strict=True)
         if label != held[row]
     ]
-    more = f" and {len(said) - _RELABELLED} more" if len(said) > _RELABELLED else ""
-    return f"it is the mean with {', '.join(said[:_RELABELLED])}{more}" if said else ""
+    return f"it is the mean with {first_of_many(said, _RELABELLED)}" if said else ""

@@ -6,14 +6,13 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-import torch
-
 from andon_falsify.checkers.ratio import explain_ratio
 from andon_falsify.claims.evidence import Evidence
 from andon_falsify.claims.loop_law import LoopLaw
 from andon_falsify.claims.statements import EVALUATION
 from andon_falsify.loops.sightings import LoopSightings
-from andon_falsify.verdict import Counterexample, Verdict, conclude, not_applicable
+from andon_falsify.reference.training import row_losses
+from andon_falsify.verdict import Counterexample, Verdict, conclude, first_of_many, not_applicable
 
 _SHOWN = 3
 
@@ -30,7 +29,7 @@ def evaluation(evidence: Evidence) -> Verdict:
     changed = list(_changed(law))
     if law.why_no_model:
         return conclude(EVALUATION, 1, changed) if changed else not_applicable(EVALUATION, law.why_no_model)
-    wanted = _expected(law)
+    wanted = _of_every_row(law)
     found, checked = changed, 0
     for part in law.parts:
         reported = part.evaluation
@@ -49,10 +48,14 @@ class _Expected:
     most: int
 
 
-def _expected(law: LoopLaw) -> _Expected:
-    rows = tuple(range(len(law.case.rows)))
+def _of_every_row(law: LoopLaw) -> _Expected:
     weights = law.before(1 + max(step for step, values in law.first.values.items() if values.weights))
-    return _Expected(float(law.row_losses(weights, rows).mean()), *_right(law, weights, rows))
+    logits, labels = law.logits(weights, tuple(range(len(law.case.rows))))
+    own = logits.gather(1, labels[:, None])[:, 0]
+    others = logits.scatter(1, labels[:, None], -math.inf).amax(1)
+    near = 1e-5 * logits.abs().amax(1)
+    loss = float(row_losses(logits, labels, law.class_weights).mean())
+    return _Expected(loss, int((own - others > near).sum()), int((own - others > -near).sum()))
 
 
 def _off(
@@ -79,19 +82,9 @@ def _changed(law: LoopLaw) -> Iterator[Counterexample]:
         if names:
             what = f"the evaluation changed {len(names)} tensors of the model"
             where = f"after the last update{_on(part)}"
-            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            yield Counterexample(what, where, "the model as the training left it", ", ".join(names[:_SHOWN]) + more)
+            yield Counterexample(what, where, "the model as the training left it", first_of_many(names, _SHOWN))
             return
 
 
 def _on(part: LoopSightings) -> str:
     return f", rank {part.ranks[0]}" if part.ranks[0] else ""
-
-
-def _right(law: LoopLaw, weights: dict[str, torch.Tensor], rows: tuple[int, ...]) -> tuple[int, int]:
-    """The fewest and the most rows that rounding may let be right."""
-    logits, labels = law.logits(weights, rows)
-    own = logits.gather(1, labels[:, None])[:, 0]
-    others = logits.scatter(1, labels[:, None], -math.inf).amax(1)
-    near = 1e-5 * logits.abs().amax(1)
-    return int((own - others > near).sum()), int((own - others > -near).sum())

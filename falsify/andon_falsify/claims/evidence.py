@@ -30,6 +30,8 @@ class Noise:
     gradient: float
     loss: float
     norm: float
+    update: float = 1e-3
+    """Of the length of an optimizer's step from the seen gradient: a small second moment makes much of a rounding."""
 
 
 TRAINER = Noise(gradient=2e-6, loss=1e-6, norm=2e-6)
@@ -90,9 +92,9 @@ class Evidence:
     def law(self) -> RunLaw:
         """The reference of its updates; computed where somebody asks, and once."""
         from andon_falsify.claims.loop_law import LoopLaw
-        from andon_falsify.claims.trainer_law import Reference
+        from andon_falsify.claims.trainer_law import TrainerLaw
 
-        return LoopLaw(self.sightings) if self.of_loop else Reference(self.sightings)
+        return LoopLaw(self.sightings) if self.of_loop else TrainerLaw(self.sightings)
 
 
 def of_trace(trace: Trace) -> Evidence:

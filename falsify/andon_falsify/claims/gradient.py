@@ -22,7 +22,7 @@ UNMIXED_TOLERANCE = 1e-3
 def gradient(evidence: Evidence) -> Verdict:
     """Rank 0's reduced gradient of every update against the law; a wrong one of a loop is said to be what it is."""
     law = evidence.law
-    found = {expected.step: _of_update(evidence, expected) for expected in law.laws()}
+    found = {expected.step: _of_update(evidence, expected) for expected in law.expected}
     if isinstance(law, LoopLaw):
         return diagnosed(law, found)
     return merge(found.values()) if found else unknown(gradient_law.CLAIM, "no update was made")
@@ -43,7 +43,7 @@ def norms(evidence: Evidence) -> Verdict:
     """The reported norm of every update against that of the law's gradient from the same weights."""
     reported = {each.step: each.norm for each in evidence.sightings.first.reported}
     found, checked = [], 0
-    for expected in evidence.law.laws():
+    for expected in evidence.law.expected:
         norm, seen = expected.norm, reported[expected.step]
         checked += 1
         if not abs(seen - norm) <= evidence.noise.norm * max(norm, GRADIENT_FLOOR * expected.summed):
@@ -64,7 +64,7 @@ def losses(evidence: Evidence) -> Verdict:
     against = [verdict for alone in evidence.others.get("alone", ()) for verdict in unmixed(alone, evidence)]
     if law.why_not:
         return merge([not_applicable(losses_close.CLAIM, law.why_not), *against])
-    wanted = [expected.loss for expected in law.laws()]
+    wanted = [expected.loss for expected in law.expected]
     seen = [_finite(reported.loss) for reported in evidence.sightings.first.reported]
     by_law = losses_close.check(seen, wanted, start=1, bound=evidence.noise.loss, factors=law.factors)
     return merge([by_law, *against])
@@ -87,7 +87,7 @@ def _told_losses(evidence: Evidence, law: LoopLaw) -> Verdict:
     claim, told = losses_close.CLAIM, law.first.told_losses
     if law.why_not:
         return not_applicable(claim, law.why_not)
-    known = {expected.step: expected.loss for expected in law.laws() if expected.step in told}
+    known = {expected.step: expected.loss for expected in law.expected if expected.step in told}
     if not known:
         return not_applicable(claim, "the loop tells no loss (told.loss)")
     found = {}

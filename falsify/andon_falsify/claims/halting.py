@@ -44,8 +44,7 @@ def _unapplied(trace: Trace, step: int) -> Verdict:
 
 def _recorded(evidence: Evidence) -> Verdict:
     history = evidence.told
-    acted = [event for event in history.of_kind("violation") if event.fields.get("action") in (None, "raised")]
-    if acted or not all(step.finite for step in history.steps):
+    if any(map(halts.stops, history.of_kind("violation"))) or not all(step.finite for step in history.steps):
         return halts.check(history)
     last = history.events[-1] if history.events else None
     if last is None or last.kind != "end":

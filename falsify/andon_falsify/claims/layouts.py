@@ -12,9 +12,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from andon_falsify.checkers import resume_equal, same_everywhere
+from andon_falsify.checkers import resume_equal, same_everywhere, samples_once
 from andon_falsify.claims.evidence import SCRIPT
-from andon_falsify.claims.rows import named_rows
 from andon_falsify.history import History, Number, StepEvent
 from andon_falsify.verdict import Counterexample, Verdict, conclude, unknown
 
@@ -167,8 +166,5 @@ def other_rows(ours: StepEvent, theirs: StepEvent, where: str) -> list[Counterex
     if not ours.ids or not theirs.ids or Counter(ours.ids) == Counter(theirs.ids):
         return []
     only, extra = Counter(ours.ids) - Counter(theirs.ids), Counter(theirs.ids) - Counter(ours.ids)
-    return [
-        Counterexample(
-            "other rows are trained on", where, named_rows(only) or "no further", named_rows(extra) or "none"
-        )
-    ]
+    mine, others = samples_once.listed(only) or "no further", samples_once.listed(extra) or "none"
+    return [Counterexample("other rows are trained on", where, mine, others)]

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from andon_falsify.checkers import CLAIMS, resume_equal, same_everywhere
+from andon_falsify.checkers import CLAIMS, chain_intact, resume_equal, same_everywhere
 from andon_falsify.claims.evidence import SCRIPT, Evidence
 from andon_falsify.claims.statements import HEADS
 from andon_falsify.claims.table import LAWS, judged_by
@@ -118,7 +118,7 @@ def _heads(run: Run) -> Verdict:
     found, checked = [], 0
     for place, count, digest in quoted(run.folder):
         checked += 1
-        seen = digests.get(count, "no such line") if count else "0" * 16
+        seen = digests.get(count, "no such line") if count else chain_intact.NO_LINE
         if seen != digest:
             found.append(Counterexample(f"{place} quotes another line {count}", f"line {count}", digest, seen))
     return conclude(HEADS, checked, found) if checked else not_applicable(HEADS, "no checkpoint and no summary yet")

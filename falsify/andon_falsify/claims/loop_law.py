@@ -7,39 +7,33 @@ repeated at all is the business of samples-once; `explain` says whether a wrong 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
-from math import hypot
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from andon_falsify.claims.run_law import Expected, Stepping
-from andon_falsify.claims.trainer_law import Reference, piece_of, short_name
-from andon_falsify.loops.sightings import Group, Law, LoopSightings, first_of
+from andon_falsify.claims.run_law import Expected, RunLaw, Stepping, mean_of, piece_of, short_name
+from andon_falsify.loops.sightings import Group, LoopSightings, first_of
 from andon_falsify.loops.task import model
-from andon_falsify.reference.loss import loss_sum
-from andon_falsify.reference.update import AdamW, Sgd, clip, global_norm
-from andon_falsify.reference.update import Law as UpdateLaw
+from andon_falsify.reference.training import RowGradients, row_gradients
+from andon_falsify.reference.update import AdamW, Sgd, UpdateRule, clip, global_norm, is_clipped
 from andon_falsify.subjects.trace import Trace, digest
 
-_SHOWN = 3
 _OFF = ("maximize", "amsgrad", "nesterov", "dampening")
 """Settings of an optimizer that the law does not know."""
 SAME_FORWARD = "from the loop's own forward pass in float64: same forward, not independent"
 
 
-class LoopLaw:
+class LoopLaw(RunLaw):
     """The law of one trace. `why_not` says why there is none, "" if there is; `note` how independent it is."""
 
     def __init__(self, trace: Trace) -> None:
-        self.trace = trace
-        self.case = trace.case
+        super().__init__(trace)
         self.first = first_of(trace)
-        self._reference = Reference(trace)
-        self._weights = None if self.case.class_weights is None else torch.tensor(self.case.class_weights).double()
-        self._held: dict[int, Law] = {}
+        self._held: dict[int, RowGradients] = {}
 
     @cached_property
     def why_not(self) -> str:
@@ -92,11 +86,8 @@ class LoopLaw:
 
     @cached_property
     def updates(self) -> tuple[int, ...]:
-        """The updates whose rows are all known and whose values were kept."""
-        open_ = self.unknown_updates
-        return tuple(
-            step for step in sorted(self.first.values) if self.first.values[step].weights and step not in open_
-        )
+        """See `RunLaw`: those whose rows are all known."""
+        return tuple(step for step in super().updates if step not in self.unknown_updates)
 
     @cached_property
     def unknown_updates(self) -> frozenset[int]:
@@ -109,25 +100,9 @@ class LoopLaw:
         return [part.of(part.ranks[0], step).leaves for part in self.parts]
 
     def before(self, step: int) -> dict[str, Tensor]:
-        """Rank 0's weights before `step` by canonical name, those that do not train included, in float64.
-
-        Those that its first forward pass had; of the step behind the last, those that the run ended with.
-        """
+        """See `RunLaw`: those that its first forward pass had; of the step behind the last, that the run ended with."""
         moved = self.first.moved.get(step, {})
-        return self._reference.before(step) | {short_name(name): tensor.double() for name, tensor in moved.items()}
-
-    def after(self, step: int) -> dict[str, Tensor]:
-        """Rank 0's trained weights right after `step` by canonical name, in float64."""
-        return {short_name(name): tensor.double() for name, tensor in self.first.values[step].weights.items()}
-
-    def seen(self, step: int) -> dict[str, Tensor]:
-        """Rank 0's gradient of `step` before torch's clipping, in float64; one that was not set is 0."""
-        held = self.given(step)
-        return {name: held.get(name, torch.zeros_like(tensor)) for name, tensor in self.after(step).items()}
-
-    def given(self, step: int) -> dict[str, Tensor]:
-        """Rank 0's gradient of `step` before torch's clipping, in float64, without what was not set."""
-        return {short_name(name): tensor.double() for name, tensor in self.first.values[step].gradients.items()}
+        return super().before(step) | {short_name(name): tensor.double() for name, tensor in moved.items()}
 
     @cached_property
     def why_no_update(self) -> str:
@@ -148,19 +123,20 @@ class LoopLaw:
         """See `RunLaw`."""
         return {"world": self.case.world, "accumulation": self.case.accumulation, "rows": self.case.local_batch}
 
-    def laws(self) -> Iterator[Expected]:
-        """See `RunLaw`. Updates in which no rank saw a row are left out.
+    @cached_property
+    def expected(self) -> tuple[Expected, ...]:
+        """See `RunLaw`.
 
         Where the case clips and torch's clip was not called, a gradient that is the law's but clipped is the law's.
         """
-        for step, law in laws(self):
-            gradients = mean(law)
-            size, held = global_norm(gradients), global_norm(self.seen(step))
-            limit = self.case.clip_norm
-            if limit is not None and not self.first.made[step].clipped and held <= limit * (1 + 1e-5) < size:
-                gradients = clip(gradients, limit)[0]
-            summed = hypot(*(float(part.flatten(1).norm(dim=1).sum()) for part in law.gradients.values()))
-            yield Expected(step, float(law.losses.mean()), gradients, size, summed / len(law.rows))
+        return tuple(self._as_clipped(mean_of(step, self.of(step))) for step in self.updates if self.rows(step))
+
+    def _as_clipped(self, law: Expected) -> Expected:
+        limit = self.case.clip_norm
+        held = is_clipped(global_norm(self.seen(law.step)), limit)
+        if self.first.made[law.step].clipped or held or not is_clipped(law.norm, limit):
+            return law
+        return replace(law, gradients=clip(law.gradients, limit)[0])
 
     def optimizer(self, step: int) -> str:
         """See `RunLaw`: its class."""
@@ -172,7 +148,7 @@ class LoopLaw:
         return tuple(
             Stepping(
                 tuple(short_name(name) for name in group.names),
-                _law_of(made.optimizer, group),
+                _rule_of(made.optimizer, group),
                 float(group.settings["lr"]),
             )
             for group in made.groups
@@ -182,53 +158,34 @@ class LoopLaw:
         """See `RunLaw`: none where the clip had another gradient than the optimizer."""
         return None if self.first.made[step].early else self.case.clip_norm
 
-    def of(self, step: int) -> Law:
+    def rows(self, step: int) -> tuple[int, ...]:
+        """The different rows that ranks had in `step`, in order; none where no rank saw one."""
+        return tuple(sorted({row for leaves in self.visits(step) for leaf in leaves for row in leaf}))
+
+    def of(self, step: int) -> RowGradients:
         """The law of `step`, row by row. Raises `ValueError` for an update without known rows."""
         if step not in self._held:
-            self._held[step] = self._own(step) if "recomputes" in self.first.claims else self._independent(step)
+            own = self.first.own_law[step] if "recomputes" in self.first.claims else None
+            self._held[step] = (
+                self.labelled(step)
+                if own is None
+                else replace(own, gradients={short_name(name): tensor for name, tensor in own.gradients.items()})
+            )
         return self._held[step]
 
-    def _own(self, step: int) -> Law:
-        law = self.first.own_law[step]
-        return Law(law.rows, law.losses, {short_name(name): tensor for name, tensor in law.gradients.items()})
-
-    def labelled(self, step: int, label: int) -> Law:
+    def labelled(self, step: int, label: int | None = None) -> RowGradients:
         """As `of`, if every row had this label; only of a model that the reference knows."""
-        return self._independent(step, label)
-
-    def _independent(self, step: int, label: int | None = None) -> Law:
-        rows = tuple(sorted({row for leaves in self.visits(step) for leaf in leaves for row in leaf}))
-        if not rows:
-            msg = f"no rank saw a row in update {step}"
-            raise ValueError(msg)
-        weights = self.before(step)
-        leaves = {name: weights[name].detach().clone().requires_grad_() for name in self._reference.trainable}
-        losses = self.row_losses({**weights, **leaves}, rows, label)
-        found = torch.autograd.grad(
-            losses,
-            list(leaves.values()),
-            grad_outputs=torch.eye(len(rows), dtype=torch.float64),
-            is_grads_batched=True,
-            allow_unused=True,
-        )
-        gradients = {
-            name: torch.zeros(len(rows), *leaf.shape, dtype=torch.float64) if part is None else part
-            for (name, leaf), part in zip(leaves.items(), found, strict=True)
-        }
-        return Law(rows, losses.detach(), gradients)
-
-    def row_losses(self, weights: Mapping[str, Tensor], rows: tuple[int, ...], label: int | None = None) -> Tensor:
-        """float64 [rows]: the loss of each row under `weights` (canonical names, all of them), by its label or one."""
-        logits, labels = self.logits(weights, rows)
-        labels = labels if label is None else torch.full_like(labels, label)
-        return torch.stack(
-            [loss_sum(logits[at : at + 1], labels[at : at + 1], self._weights) for at in range(len(rows))]
-        )
+        rows = self.rows(step)
+        piece = piece_of(self.case.rows, rows)
+        if label is not None:
+            piece = replace(piece, labels=torch.full_like(piece.labels, label))
+        found = row_gradients(self.model, self.before(step), self.trainable, [piece], self.class_weights)
+        return RowGradients(rows, *found)
 
     def logits(self, weights: Mapping[str, Tensor], rows: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """float64 [rows, classes], and the labels of the rows."""
-        piece = piece_of(self.case.rows, rows, max(len(self.case.rows.tokens[row]) for row in rows))
-        return self._reference.model.logits(weights, piece.tokens, piece.attention), piece.labels
+        """float64 [rows, classes] under `weights` (canonical names, all of them), and the labels of the rows."""
+        piece = piece_of(self.case.rows, rows)
+        return self.model.logits(weights, piece.tokens, piece.attention), piece.labels
 
 
 def decouples(optimizer: str, group: Group) -> bool:
@@ -236,37 +193,9 @@ def decouples(optimizer: str, group: Group) -> bool:
     return optimizer == "AdamW" or bool(group.settings.get("decoupled_weight_decay"))
 
 
-def _law_of(optimizer: str, group: Group) -> UpdateLaw:
+def _rule_of(optimizer: str, group: Group) -> UpdateRule:
     held: Mapping[str, Any] = group.settings
     if optimizer == "SGD":
         return Sgd(held["momentum"], held["weight_decay"])
     fast, slow = held["betas"]
     return AdamW((fast, slow), held["eps"], held["weight_decay"] if decouples(optimizer, group) else 0.0)
-
-
-def first_names(names: set[str]) -> str:
-    """The first few of `names`, and how many more there are."""
-    shown = ", ".join(sorted(names)[:_SHOWN])
-    return shown + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
-
-
-def mean(law: Law) -> dict[str, Tensor]:
-    """The gradient of the law: the mean over its rows."""
-    return {name: tensor.mean(0) for name, tensor in law.gradients.items()}
-
-
-def matrix(law: Law) -> Tensor:
-    """float64 [rows, all trained elements]: the gradient of each row."""
-    return torch.cat([tensor.reshape(len(law.rows), -1) for tensor in law.gradients.values()], dim=1)
-
-
-def vector(law: Law, gradients: Mapping[str, Tensor]) -> Tensor:
-    """`gradients` as one vector, in the order of `matrix`."""
-    return torch.cat([gradients[name].reshape(-1) for name in law.gradients])
-
-
-def laws(law: LoopLaw) -> Iterator[tuple[int, Law]]:
-    """Each update with its law; updates in which no rank saw a row are left out."""
-    for step in law.updates:
-        if any(leaf for leaves in law.visits(step) for leaf in leaves):
-            yield step, law.of(step)

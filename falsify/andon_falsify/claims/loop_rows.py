@@ -8,7 +8,7 @@ from andon_falsify.checkers import samples_once
 from andon_falsify.claims.evidence import Evidence
 from andon_falsify.claims.loop_law import LoopLaw
 from andon_falsify.loops.record import global_batch, planned_updates
-from andon_falsify.verdict import Counterexample, Verdict, conclude, merge, not_applicable
+from andon_falsify.verdict import Counterexample, Verdict, conclude, first_of_many, merge, not_applicable
 
 _SHOWN = 3
 
@@ -32,7 +32,7 @@ def _weightless(law: LoopLaw) -> str:
     rows = sorted({row for part in law.parts for row in part.weightless})
     if not rows:
         return ""
-    shown = ", ".join(map(str, rows[:_SHOWN])) + (f" and {len(rows) - _SHOWN} more" if len(rows) > _SHOWN else "")
+    shown = first_of_many(rows, _SHOWN)
     return f"forward passes of rows {shown} counted for nothing, by their gradient, and are no visits"
 
 

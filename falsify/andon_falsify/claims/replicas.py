@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, cast
 
 from andon_falsify.checkers import layout_equal, memory_within, replicas_agree
@@ -34,28 +33,22 @@ def replicas(evidence: Evidence) -> Verdict:
         return verdict
     ends = {rank: end for rank, (_, end) in trace.gathered("frozen").items() if end}
     found = [
-        *_apart("the initial weights differ between ranks", "before step 1", trace.gathered("start")),
-        *_apart("frozen weights or buffers differ between ranks", "at the end", ends),
+        *replicas_agree.differing("the initial weights differ between ranks", "before step 1", trace.gathered("start")),
+        *replicas_agree.differing("frozen weights or buffers differ between ranks", "at the end", ends),
         *_statistics(trace, sorted(first.made)),
     ]
     return merge([conclude(claim, len(ends), found), verdict] if found else [verdict])
 
 
-def _apart(what: str, when: str, digests: Mapping[int, str]) -> Iterator[Counterexample]:
-    odd = [rank for rank, digest in sorted(digests.items()) if digest != digests[0]]
-    if odd:
-        where = f"{when}, rank{'s' * (len(odd) > 1)} {', '.join(map(str, odd))}"
-        yield Counterexample(what, where, digests[0], digests[odd[0]])
-
-
-def _statistics(trace: Trace, updates: list[int]) -> Iterator[Counterexample]:
-    """The first update before which running statistics are not those of rank 0."""
+def _statistics(trace: Trace, updates: list[int]) -> list[Counterexample]:
+    """The first update before which running statistics differ."""
     held: dict[tuple[int, int], str] = trace.gathered("running")
     for step in updates:
         digests = {rank: digest for (rank, at), digest in held.items() if at == step}
-        if 0 in digests and len(set(digests.values())) > 1:
-            yield from _apart("running statistics differ between ranks", f"before step {step}", digests)
-            return
+        found = replicas_agree.differing("running statistics differ between ranks", f"before step {step}", digests)
+        if found and 0 in digests:
+            return found
+    return []
 
 
 def layouts(evidence: Evidence) -> Verdict:

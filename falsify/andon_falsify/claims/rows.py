@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import random
-from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import islice
 
 from andon_falsify.checkers import plan_followed, samples_once
 from andon_falsify.claims.evidence import Evidence
 from andon_falsify.history import History, RowId
-from andon_falsify.verdict import Counterexample, Verdict, conclude, not_applicable, unknown
-
-_ROWS_SHOWN = 6
+from andon_falsify.verdict import Verdict, not_applicable, unknown
 
 
 def samples(evidence: Evidence) -> Verdict:
@@ -25,39 +22,10 @@ def samples(evidence: Evidence) -> Verdict:
 
         return recognised(evidence)
     if evidence.of_script:
-        return samples_of_script(history)
+        return samples_once.check_visits(history)
     if history.start is not None and history.start.watched and not any(step.ids for step in history.steps):
         return not_applicable(samples_once.CLAIM, "the loop told its watch no rows (w.batch)")
     return samples_once.check(history)
-
-
-def samples_of_script(history: History) -> Verdict:
-    """Of R rows that are ever visited, every R visits in a row visit each once: epochs, whatever their borders."""
-    claim = samples_once.CLAIM
-    visits = [row for step in history.trajectory.values() for row in step.ids]
-    if not visits:
-        return not_applicable(claim, "the script tells no rows (w.batch)")
-    rows, found, checked = set(visits), list[Counterexample](), 0
-    for epoch, start in enumerate(range(0, len(visits), len(rows))):
-        own = Counter(visits[start : start + len(rows)])
-        checked += 1
-        twice = Counter({row: times for row, times in own.items() if times > 1})
-        if twice:
-            lost = rows - own.keys()
-            what = f"in visits {start + 1} to {start + own.total()} of {len(rows)} rows some came more than once"
-            never = f"never {named_rows(Counter(lost))}, " if lost and own.total() == len(rows) else ""
-            seen = f"{never}more than once {named_rows(twice)}"
-            found.append(Counterexample(what, f"epoch {epoch}", "each once", seen))
-            break
-    return conclude(claim, checked, found)
-
-
-def named_rows(rows: Counter[int | str]) -> str:
-    """The first few of `rows` with how often each is there, and how many more there are."""
-    order = sorted(rows, key=str)
-    rest = f" and {len(order) - _ROWS_SHOWN} more" if len(order) > _ROWS_SHOWN else ""
-    shown = ", ".join(f"{row} ({rows[row]} times)" if rows[row] > 1 else str(row) for row in order[:_ROWS_SHOWN])
-    return f"{shown}{rest}"
 
 
 def plan(evidence: Evidence) -> Verdict:
@@ -83,7 +51,7 @@ def plan(evidence: Evidence) -> Verdict:
 
 
 def planned(history: History) -> Mapping[int, Sequence[RowId]] | None:
-    """The rows of every update by the published rule, a shuffle keyed by (seed, epoch), cut into batches.
+    """The rows of every update by the published rule.
 
     The training rows are those that the first epoch visited, where it was complete; None where the rule lacks a part.
     """
@@ -92,12 +60,4 @@ def planned(history: History) -> Mapping[int, Sequence[RowId]] | None:
     rows = sorted(row for row in first if isinstance(row, int))
     if plan.seed is None or not plan.batch_size or not plan.steps or len(set(rows)) != plan.rows:
         return None
-    batches: dict[int, Sequence[RowId]] = {}
-    for epoch in range(plan.steps):
-        order = list(rows)
-        random.Random(f"andon order {plan.seed} {epoch}").shuffle(order)
-        for start in range(0, len(order), plan.batch_size):
-            if len(batches) == plan.steps:
-                return batches
-            batches[len(batches) + 1] = order[start : start + plan.batch_size]
-    return batches
+    return dict(enumerate(islice(plan_followed.published(rows, plan.seed, plan.batch_size), plan.steps), start=1))

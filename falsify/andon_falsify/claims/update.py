@@ -12,14 +12,14 @@ from torch import Tensor
 from andon_falsify.checkers import schedule
 from andon_falsify.checkers.ratio import explain_ratio
 from andon_falsify.claims.evidence import Evidence
-from andon_falsify.claims.loop_law import LoopLaw, decouples, first_names
+from andon_falsify.claims.loop_law import LoopLaw, decouples
 from andon_falsify.claims.run_law import RunLaw
 from andon_falsify.claims.statements import BASE, UPDATE
 from andon_falsify.loops.parameters import trained
 from andon_falsify.loops.sightings import LoopSightings, Made, first_of
-from andon_falsify.reference.update import State, clip, global_norm
+from andon_falsify.reference.update import State, clip, global_norm, is_clipped
 from andon_falsify.subjects.trace import Trace
-from andon_falsify.verdict import Counterexample, Verdict, conclude, merge, not_applicable
+from andon_falsify.verdict import Counterexample, Verdict, conclude, first_of_many, merge, not_applicable
 
 Otherwise = tuple[str, str, str]
 """What is set otherwise, as what, and to what."""
@@ -34,7 +34,7 @@ _USUALLY_NOT = ("norm", "bias", "embed")
 def update(evidence: Evidence) -> Verdict:
     """Rank 0's weights after every update against one optimizer step with his own reduced gradient.
 
-    The distance may be a thousandth of the step itself and two roundings of the weights. Of a loop, what its groups are
+    The distance may be the noise of the step itself and two roundings of the weights. Of a loop, what its groups are
     set to is held against the case as well; between updates weights may not change, and every tensor that trains is in
     the optimizer.
     """
@@ -53,7 +53,7 @@ def update(evidence: Evidence) -> Verdict:
             checked += 1
             target = wanted.get(name, before[name])
             moved, off = float((target - before[name]).norm()), float((tensor - target).norm())
-            if not off <= 1e-3 * moved + 2.0**-23 * float(target.norm()) + 1e-12:
+            if not off <= evidence.noise.update * moved + 2.0**-23 * float(target.norm()) + 1e-12:
                 what = f"{name} is not where one step of {law.optimizer(step)} leads"
                 ends = f"a step that ends {off:.3g} away"
                 found.append(Counterexample(what, where, f"a step of length {moved:.3g}", ends))
@@ -69,9 +69,13 @@ def _stepped(
     for group in law.groups(step):
         weights = {name: before[name] for name in group.names}
         own = {name: gradients[name] for name in group.names if name in gradients}
-        stepped, states[group.names] = group.law.step(weights, own, states.get(group.names, State()), group.rate)
+        stepped, states[group.names] = group.rule.step(weights, own, states.get(group.names, State()), group.rate)
         found |= stepped
     return found
+
+
+def _few(names: set[str]) -> str:
+    return first_of_many(sorted(names), 3)
 
 
 def _without_optimizer(law: LoopLaw) -> Iterator[Counterexample]:
@@ -80,7 +84,7 @@ def _without_optimizer(law: LoopLaw) -> Iterator[Counterexample]:
     lost = law.made_trainable - held
     if lost and held:
         what = f"{len(lost)} tensors that train are in no group of the optimizer"
-        yield Counterexample(what, "at every update", "every tensor that trains", f"without {first_names(lost)}")
+        yield Counterexample(what, "at every update", "every tensor that trains", f"without {_few(lost)}")
 
 
 def _between(law: LoopLaw, step: int) -> Iterator[Counterexample]:
@@ -110,7 +114,7 @@ def _clipped_early(law: LoopLaw, step: int) -> Iterator[Counterexample]:
     """Torch's clip had another gradient than the optimizer, and either was to be clipped."""
     limit, norm = law.case.clip_norm, global_norm(law.first.values[step].gradients)
     given = law.first.made[step].norm
-    if limit is not None and max(norm, given or math.inf) > limit * (1 + 1e-5):
+    if limit is not None and is_clipped(max(norm, given or math.inf), limit):
         what = "clipped before the gradient was whole (reduced, or all of it accumulated)"
         held = f"{norm:.6g}, where the clip had one of norm {'unknown' if given is None else f'{given:.6g}'}"
         yield Counterexample(what, f"step {step}", f"a gradient of norm <= {limit:g}, clipped as it is", held)
@@ -181,7 +185,7 @@ def base(evidence: Evidence) -> Verdict:
     if not extra:
         return verdict
     what = f"{len(extra)} frozen tensors of the model train"
-    return merge([verdict, conclude(BASE, 1, [Counterexample(what, "from the start", "frozen", first_names(extra))])])
+    return merge([verdict, conclude(BASE, 1, [Counterexample(what, "from the start", "frozen", _few(extra))])])
 
 
 def declared_rates(trace: Trace) -> Verdict:

@@ -7,7 +7,7 @@ import pytest
 from andon_falsify.checkers import losses_close
 from andon_falsify.claims.between import same_bits
 from andon_falsify.claims.of_trainer import alone
-from andon_falsify.claims.trainer_law import Reference
+from andon_falsify.claims.trainer_law import TrainerLaw
 from andon_falsify.compliance.plugin import Court
 from andon_falsify.subjects.case import Case, make_rows
 from andon_falsify.verdict import not_applicable
@@ -27,7 +27,7 @@ def test_the_loss_after_100_updates_is_that_of_one_process(court: Court, backend
     """F-DP-005 and C-DP-001, with a rate that learns: what has learned nothing would agree by itself (V2, V22)."""
     case = CASES[name].but(backend=backend)
     trace, base = court.run(case), court.run(alone(case))
-    reference = Reference(trace)
+    reference = TrainerLaw(trace)
     if reference.why_not:
         court.hold(same_bits(base, trace), not_applicable(losses_close.CLAIM, reference.why_not))
         return

@@ -10,11 +10,12 @@ from torch import nn
 
 from andon_falsify.loops.parameters import trained
 from andon_falsify.loops.protocol import Recomputes
-from andon_falsify.loops.sightings import Law, LoopSightings
+from andon_falsify.loops.sightings import LoopSightings
+from andon_falsify.reference.training import RowGradients
 from andon_falsify.subjects.case import Case
 
 
-def own_law(loop: Recomputes, model: nn.Module, case: Case, seen: LoopSightings) -> dict[int, Law]:
+def own_law(loop: Recomputes, model: nn.Module, case: Case, seen: LoopSightings) -> dict[int, RowGradients]:
     """The law of every update from rank 0's weights before it; on rank 0 only, empty elsewhere. Collective."""
     (rank,) = seen.ranks
     mine = {step: list(seen.of(rank, step).leaves) for step in seen.made}
@@ -34,7 +35,7 @@ def own_law(loop: Recomputes, model: nn.Module, case: Case, seen: LoopSightings)
     return found
 
 
-def _law(loop: Recomputes, model: nn.Module, rows: list[int]) -> Law:
+def _law(loop: Recomputes, model: nn.Module, rows: list[int]) -> RowGradients:
     parameters = trained(model)
     losses, parts = [], []
     for row in rows:
@@ -47,4 +48,4 @@ def _law(loop: Recomputes, model: nn.Module, rows: list[int]) -> Law:
         losses.append(total.detach().double())
     columns = zip(*parts, strict=True)
     stacked = {name: torch.stack(column) for name, column in zip(parameters, columns, strict=False)}
-    return Law(tuple(rows), torch.stack(losses) if losses else torch.zeros(0), stacked)
+    return RowGradients(tuple(rows), torch.stack(losses) if losses else torch.zeros(0), stacked)

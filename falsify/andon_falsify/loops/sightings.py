@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
-
+from andon_falsify.reference.training import RowGradients
 from andon_falsify.subjects.trace import Sightings, Tensors, Trace
 
 
@@ -52,15 +51,6 @@ class Stranger:
     text: str
 
 
-@dataclass(frozen=True)
-class Law:
-    """The law of one update: mean loss, and each row's gradient by parameter, [rows, *shape], in order of `rows`."""
-
-    rows: tuple[int, ...]
-    losses: Tensor
-    gradients: Tensors
-
-
 @dataclass
 class LoopSightings(Sightings):
     """What was seen in the process of one rank. `claims` names what the loop offers or says of itself."""
@@ -99,7 +89,7 @@ class LoopSightings(Sightings):
     claims: frozenset[str] = frozenset()
     sharded: bool = False
     architecture: str = ""
-    own_law: dict[int, Law] = field(default_factory=dict)
+    own_law: dict[int, RowGradients] = field(default_factory=dict)
     poisoned: bool = False
     """Whether the planted value was really planted on this rank."""
     updates: int = 0

@@ -1,4 +1,7 @@
-"""The plain loop: one process, one global batch after the other; no ranks, no accumulation, nothing drawn at random."""
+"""The plain loop: one process, one global batch after the other; no ranks, no accumulation, nothing drawn at random.
+
+Its loss is the weighted SUM of cross-entropies over the global batch, divided once by its number of rows.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from andon_falsify.reference.loss import loss_sum
 from andon_falsify.reference.params import Masks, Params, no_dropout
-from andon_falsify.reference.update import Law, State, clip
+from andon_falsify.reference.update import State, UpdateRule, clip
 
 
 class Model(Protocol):
@@ -51,6 +53,70 @@ class Update:
     state: State
 
 
+@dataclass(frozen=True)
+class RowGradients:
+    """What each row of an update adds: its loss, and its gradient by parameter, [rows, *shape], in order of `rows`."""
+
+    rows: tuple[int, ...]
+    losses: Tensor
+    gradients: Mapping[str, Tensor]
+
+
+def row_losses(logits: Tensor, labels: Tensor, class_weights: Tensor | None = None) -> Tensor:
+    """w[label] * -log softmax(logits)[label] of each row (seed D3; torch's mean divides by the weights).
+
+    logits: [rows, classes]. labels: int64 [rows]. class_weights: [classes], 1 each by default. Returns [rows]. Raises
+    `ValueError` for a label that is no class.
+    """
+    classes = logits.shape[-1]
+    if len(labels) and not bool(((labels >= 0) & (labels < classes)).all()):
+        msg = f"labels {labels.tolist()} are not all within 0 to {classes - 1}"
+        raise ValueError(msg)
+    highest = logits.amax(-1, keepdim=True)
+    log_normaliser = highest.squeeze(-1) + (logits - highest).exp().sum(-1).log()
+    chosen = logits[torch.arange(len(labels)), labels]
+    weights = torch.ones(classes, dtype=logits.dtype) if class_weights is None else class_weights.to(logits.dtype)
+    return weights[labels] * (log_normaliser - chosen)
+
+
+def row_gradients(
+    model: Model,
+    params: Params,
+    trainable: Collection[str],
+    pieces: Sequence[Piece],
+    class_weights: Tensor | None = None,
+    masks: Callable[[int], Masks] | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """As `gradient`, of each row by itself: losses [rows] and gradients [rows, *shape], in the order of the pieces.
+
+    Raises `ValueError` for a batch of no rows.
+    """
+    leaves = {name: params[name].detach().double().requires_grad_() for name in trainable}
+    whole = {**params, **leaves}
+    losses: list[Tensor] = []
+    parts: dict[str, list[Tensor]] = {name: [] for name in leaves}
+    for index, piece in enumerate(pieces):
+        rows = len(piece.labels)
+        if not rows:
+            continue
+        logits = model.logits(whole, piece.tokens, piece.attention, masks(index) if masks else no_dropout)
+        of_piece = row_losses(logits, piece.labels, class_weights)
+        found = torch.autograd.grad(
+            of_piece,
+            list(leaves.values()),
+            grad_outputs=torch.eye(rows, dtype=of_piece.dtype),
+            is_grads_batched=True,
+            allow_unused=True,
+        )
+        losses.append(of_piece.detach())
+        for (name, leaf), part in zip(leaves.items(), found, strict=True):
+            parts[name].append(leaf.new_zeros(rows, *leaf.shape) if part is None else part)
+    if not losses:
+        msg = "a batch of no rows has no gradient of a row"
+        raise ValueError(msg)
+    return torch.cat(losses), {name: torch.cat(of_pieces).detach() for name, of_pieces in parts.items()}
+
+
 def gradient(
     model: Model,
     params: Params,
@@ -74,7 +140,7 @@ def gradient(
         if not len(piece.labels):
             continue
         logits = model.logits(whole, piece.tokens, piece.attention, masks(index) if masks else no_dropout)
-        loss = loss_sum(logits, piece.labels, class_weights)
+        loss = row_losses(logits, piece.labels, class_weights).sum()
         found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
         total += float(loss.detach())
         for name, part in zip(leaves, found, strict=True):
@@ -89,7 +155,7 @@ def train(
     params: Params,
     trainable: Collection[str],
     batches: Iterable[Sequence[Piece]],
-    law: Law,
+    rule: UpdateRule,
     schedule: Callable[[int], float],
     *,
     clip_norm: float | None = None,
@@ -108,7 +174,7 @@ def train(
         clipped, norm = clip(gradients, clip_norm)
         lr = schedule(step)
         if any(len(piece.labels) for piece in pieces):
-            weights, state = law.step(weights, clipped, state, lr)
+            weights, state = rule.step(weights, clipped, state, lr)
         yield Update(step, loss, gradients, norm, lr, dict(weights), state)
 
 

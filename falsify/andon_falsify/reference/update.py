@@ -25,8 +25,8 @@ class State:
     second: Tensors = field(default_factory=dict)
 
 
-class Law(Protocol):
-    """One update as a pure function."""
+class UpdateRule(Protocol):
+    """What an optimizer does in one update, as a pure function."""
 
     def step(self, weights: Tensors, gradients: Tensors, state: State, lr: float) -> tuple[dict[str, Tensor], State]:
         """The weights and the state after one update at the rate `lr`; a tensor without a gradient stays."""
@@ -36,6 +36,11 @@ class Law(Protocol):
 def global_norm(gradients: Tensors) -> float:
     """The L2 norm over all tensors together."""
     return math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
+
+
+def is_clipped(norm: float, limit: float | None) -> bool:
+    """Whether clipping to `limit` scales a gradient of that norm, by more than fp32 rounds a norm at the limit."""
+    return limit is not None and norm > limit * (1 + 1e-5)
 
 
 def clip(gradients: Tensors, limit: float | None) -> tuple[dict[str, Tensor], float]:
@@ -53,7 +58,7 @@ class Sgd:
     weight_decay: float = 0.0
 
     def step(self, weights: Tensors, gradients: Tensors, state: State, lr: float) -> tuple[dict[str, Tensor], State]:
-        """One update; see `Law`."""
+        """One update; see `UpdateRule`."""
         updated, moments = dict(weights), dict(state.first)
         for name, gradient in gradients.items():
             moved = gradient + self.weight_decay * weights[name]
@@ -78,7 +83,7 @@ class AdamW:
     weight_decay: float = 0.01
 
     def step(self, weights: Tensors, gradients: Tensors, state: State, lr: float) -> tuple[dict[str, Tensor], State]:
-        """One update; see `Law`."""
+        """One update; see `UpdateRule`."""
         fast, slow = self.betas
         updated, counts, first, second = dict(weights), dict(state.counts), dict(state.first), dict(state.second)
         for name, gradient in gradients.items():
