@@ -22,6 +22,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
+from andon_contracts.digest import signed
 from andon_contracts.mesh import Mesh, connect
 from andon_contracts.own_group import let_go
 
@@ -35,7 +36,6 @@ _SCHEMA = 1
 _WORD = 8
 V = TypeVar("V", bound=Hashable)
 _WRAP = 1 << 64
-_SIGN = 1 << 63
 _SPEAKER = slice(_WORD, 2 * _WORD)
 """Where in the bytes of a message its rank is."""
 
@@ -74,12 +74,6 @@ def minority(values: Sequence[Hashable]) -> tuple[int, ...]:
     most = majority(values)
     odd = tuple(rank for rank, value in enumerate(values) if value != most)
     return odd if 2 * len(odd) < len(values) else ()
-
-
-def signed(value: int) -> int:
-    """A 64-bit pattern as the signed integer that torch's int64 holds."""
-    value %= _WRAP
-    return value - _WRAP if value >= _SIGN else value
 
 
 def gather_observations(local: Sequence[Observation], gather: Gather) -> tuple[Observation, ...]:

@@ -63,27 +63,24 @@ def kernels() -> ModuleType | None:
     return found
 
 
-def _signed(value: int) -> int:
-    """The int64 with the bits of `value` modulo 2^64."""
+def signed(value: int) -> int:
+    """The int64 with the bits of `value` modulo 2^64, as torch holds a 64-bit pattern."""
     value &= _MASK
     return value - (1 << 64) if value >> 63 else value
 
 
-_ROUNDS = ((30, _signed(0xBF58476D1CE4E5B9)), (27, _signed(0x94D049BB133111EB)))
-_LAST_SHIFT = 31
-
-
-def _xor_shifted(words: Tensor, shift: int, scratch: Tensor) -> None:
-    # torch shifts int64 arithmetically; the mask makes the shift a logical one.
-    torch.bitwise_right_shift(words, shift, out=scratch)
-    words.bitwise_xor_(scratch.bitwise_and_((1 << (64 - shift)) - 1))
+_STRIDE = signed(GOLDEN)
+_ROUNDS = ((30, signed(0xBF58476D1CE4E5B9)), (27, signed(0x94D049BB133111EB)), (31, None))
+"""Of the finaliser: by how much a word is shifted and xored with itself, and by what it is then multiplied."""
 
 
 def _mix_in_place(words: Tensor, scratch: Tensor) -> None:
     for shift, factor in _ROUNDS:
-        _xor_shifted(words, shift, scratch)
-        words.mul_(factor)
-    _xor_shifted(words, _LAST_SHIFT, scratch)
+        # torch shifts int64 arithmetically; the mask makes the shift a logical one.
+        torch.bitwise_right_shift(words, shift, out=scratch)
+        words.bitwise_xor_(scratch.bitwise_and_((1 << (64 - shift)) - 1))
+        if factor is not None:
+            words.mul_(factor)
 
 
 def mix64(words: Tensor) -> Tensor:
@@ -100,11 +97,13 @@ def mix64(words: Tensor) -> Tensor:
 
 
 def mix_integer(value: int) -> int:
-    """`mix64` of one integer, taken modulo 2^64; in [0, 2^64)."""
+    """`mix64` of one integer, taken modulo 2^64; in [0, 2^64). Also the `word_sum` of a tensor of this one word."""
     value &= _MASK
     for shift, factor in _ROUNDS:
-        value = ((value ^ (value >> shift)) * factor) & _MASK
-    return value ^ (value >> _LAST_SHIFT)
+        value ^= value >> shift
+        if factor is not None:
+            value = value * factor & _MASK
+    return value
 
 
 @functools.lru_cache(maxsize=4096)
@@ -115,48 +114,7 @@ def _header(*parts: object) -> int:
 
 @functools.lru_cache(maxsize=8)
 def _ramp(device: torch.device, words: int) -> Tensor:
-    return torch.arange(words, dtype=torch.int64, device=device).mul_(_signed(GOLDEN))
-
-
-class _Summer:
-    """The running sum over one stream of words, with scratch memory of at most one chunk."""
-
-    def __init__(self, device: torch.device, total_words: int, start: int) -> None:
-        limit = _CPU_WORDS if device.type == "cpu" else _ACCELERATOR_WORDS
-        self._ramp = _ramp(device, limit)
-        self.chunk = max(1, min(limit, total_words))
-        self._mixed = torch.empty(self.chunk, dtype=torch.int64, device=device)
-        self._scratch = torch.empty_like(self._mixed)
-        self._total = torch.zeros((), dtype=torch.int64, device=device)
-        self.position = start
-
-    def add(self, words: Tensor) -> None:
-        """Take the next at most `chunk` int64 words."""
-        count = words.numel()
-        mixed, scratch = self._mixed[:count], self._scratch[:count]
-        torch.add(words, self._ramp[:count], out=mixed)
-        mixed.add_(_signed(self.position * GOLDEN))
-        _mix_in_place(mixed, scratch)
-        self._total.add_(mixed.sum())
-        self.position += count
-
-    def add_sum(self, total: Tensor, words: int) -> None:
-        """Take the sum of the next `words` words, computed elsewhere from `position` on."""
-        self._total.add_(total)
-        self.position += words
-
-    def total(self) -> Tensor:
-        """The sum so far, 0-dim int64 with the bits of the sum modulo 2^64."""
-        return self._total
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    """`tensor` without gradient and lazy views; `TypeError` for what has no row-major bytes in memory."""
-    if tensor.layout != torch.strided or tensor.device.type == "meta" or tensor.is_quantized:
-        what = "quantized" if tensor.is_quantized else f"{tensor.layout} on {tensor.device}"
-        msg = f"only dense tensors with memory have a digest, not a {what} tensor"
-        raise TypeError(msg)
-    return tensor.detach().resolve_conj().resolve_neg()
+    return torch.arange(words, dtype=torch.int64, device=device).mul_(_STRIDE)
 
 
 def _row_major_bytes(tensor: Tensor) -> Tensor:
@@ -179,58 +137,73 @@ def _pieces(tensor: Tensor, elements: int) -> Iterator[Tensor]:
         yield from _pieces(tensor[first : first + rows], elements)
 
 
-def _sum_contiguous(raw: Tensor, summer: _Summer) -> None:
-    """Add contiguous bytes, in place where they are aligned to words."""
-    whole = raw.numel() - raw.numel() % _WORD
-    if raw.storage_offset() % _WORD or raw.data_ptr() % _WORD:
-        whole = 0
-    words = raw[:whole].view(torch.int64) if whole else raw
-    there = kernels() if raw.is_cuda and whole else None
-    summed = 0
-    if there is not None:
-        summer.add_sum(there.word_sum_on_device(words, summer.position), words.numel())
-        summed = words.numel()
-    for first in range(summed, whole // _WORD, summer.chunk):
-        summer.add(words[first : first + summer.chunk])
-    _sum_stream([raw[whole:]], summer)
+def _words(tensor: Tensor, chunk: int) -> Iterator[Tensor]:
+    """The bytes of `tensor` as int64 words, at most `chunk` at a time, the last one padded with zeros.
 
-
-def _sum_stream(pieces: Iterable[Tensor], summer: _Summer) -> None:
-    """Add bytes that come in pieces of any size and alignment, through one aligned chunk."""
+    Where they are aligned to words they are views, else all come in one buffer, which is filled anew each time.
+    """
+    pieces: Iterable[Tensor]
+    if not tensor.is_contiguous() or not tensor.numel():
+        pieces = _pieces(tensor, chunk)
+    else:
+        raw = _row_major_bytes(tensor)
+        whole = raw.numel() - raw.numel() % _WORD
+        if raw.storage_offset() % _WORD or raw.data_ptr() % _WORD:
+            whole = 0
+        for first in range(0, whole, chunk * _WORD):
+            yield raw[first : min(first + chunk * _WORD, whole)].view(torch.int64)
+        pieces = [raw[whole:]]
     buffer: Tensor | None = None
     filled = 0
     for piece in pieces:
         taken = 0
         while taken < piece.numel():
             if buffer is None:
-                buffer = torch.empty(summer.chunk * _WORD, dtype=torch.uint8, device=piece.device)
+                buffer = torch.empty(chunk * _WORD, dtype=torch.uint8, device=piece.device)
             count = min(piece.numel() - taken, buffer.numel() - filled)
             buffer[filled : filled + count].copy_(piece[taken : taken + count])
             taken, filled = taken + count, filled + count
             if filled == buffer.numel():
-                summer.add(buffer.view(torch.int64))
+                yield buffer.view(torch.int64)
                 filled = 0
     if buffer is not None and filled:
         padded = -(-filled // _WORD) * _WORD
         buffer[filled:padded].zero_()
-        summer.add(buffer[:padded].view(torch.int64))
+        yield buffer[:padded].view(torch.int64)
 
 
 def word_sum_tensor(tensor: Tensor, start: int = 0) -> Tensor:
     """The `word_sum` as 0-dim int64 with its bits, on the device of `tensor`: an accelerator is not waited for."""
-    tensor = _plain(tensor)
+    if tensor.layout != torch.strided or tensor.device.type == "meta" or tensor.is_quantized:
+        what = "quantized" if tensor.is_quantized else f"{tensor.layout} on {tensor.device}"
+        msg = f"only dense tensors with memory have a digest, not a {what} tensor"
+        raise TypeError(msg)
+    tensor = tensor.detach().resolve_conj().resolve_neg()
     size = tensor.numel() * tensor.element_size()
-    there = kernels() if tensor.is_cuda and size and tensor.is_contiguous() else None
     offset = tensor.storage_offset() * tensor.element_size()
-    if there is not None and not (size % _WORD or tensor.data_ptr() % _WORD or offset % _WORD):
-        found: Tensor = there.word_sum_on_device(_row_major_bytes(tensor).view(torch.int64), start)
-        return found
-    summer = _Summer(tensor.device, -(-size // _WORD), start)
-    if size and tensor.is_contiguous():
-        _sum_contiguous(_row_major_bytes(tensor), summer)
-    else:
-        _sum_stream(_pieces(tensor, summer.chunk), summer)
-    return summer.total()
+    total: Tensor | None = None
+    there = kernels() if tensor.is_cuda and size >= _WORD and tensor.is_contiguous() else None
+    if there is not None and not (offset % _WORD or tensor.data_ptr() % _WORD):
+        raw, whole = _row_major_bytes(tensor), size - size % _WORD
+        total = there.word_sum_on_device(raw[:whole].view(torch.int64), start)
+        if whole == size:
+            return total
+        tensor, start, size = raw[whole:], start + whole // _WORD, size - whole
+    limit = _CPU_WORDS if tensor.device.type == "cpu" else _ACCELERATOR_WORDS
+    chunk = max(1, min(limit, -(-size // _WORD)))
+    ramp = _ramp(tensor.device, limit)
+    mixed = torch.empty(chunk, dtype=torch.int64, device=tensor.device)
+    scratch = torch.empty_like(mixed)
+    if total is None:
+        total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for words in _words(tensor, chunk):
+        count = words.numel()
+        here = torch.add(words, ramp[:count], out=mixed[:count])
+        here.add_(signed(start * GOLDEN))
+        _mix_in_place(here, scratch[:count])
+        total.add_(here.sum())
+        start += count
+    return total
 
 
 def word_sum(tensor: Tensor, start: int = 0) -> int:
@@ -241,11 +214,6 @@ def word_sum(tensor: Tensor, start: int = 0) -> int:
     allocates a few chunks at most. Raises `TypeError` for sparse, quantized and meta tensors.
     """
     return int(word_sum_tensor(tensor, start)) & _MASK
-
-
-def word_sum_of(word: int) -> int:
-    """The `word_sum` of a tensor of at most 8 bytes whose one word is `word`."""
-    return mix_integer(word)
 
 
 def seal(total: int, dtype: torch.dtype, shape: Sequence[int]) -> int:
@@ -319,7 +287,7 @@ def row_digests(values: Tensor, lengths: Tensor) -> Tensor:
         found: Tensor = there.row_digests_on_device(values, lengths)
         return found
     positions = torch.arange(columns, dtype=torch.int64, device=values.device)
-    mixed = values + positions * _signed(GOLDEN)
+    mixed = values + positions * _STRIDE
     _mix_in_place(mixed, torch.empty_like(mixed))
     mixed.masked_fill_(positions >= lengths.unsqueeze(1), 0)
-    return mix64(mixed.sum(dim=1) + mix64(lengths + _signed(GOLDEN)))
+    return mix64(mixed.sum(dim=1) + mix64(lengths + _STRIDE))

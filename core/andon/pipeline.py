@@ -19,8 +19,7 @@ from andon.console.problems import InputError, Problem, ProblemList, install_hin
 from andon.model.adapter import AdapterSpec
 from andon.model.build import ModelSpec
 from andon.model.task import ClassificationTask, predictions
-from andon.step.contracts import plan_leaves, reports_of
-from andon.step.micro_batch import Leaf
+from andon.step.micro_batch import Leaf, plan_leaves, reports_of
 from andon.step.optimizer import OptimizerSpec
 from andon.step.plan import GlobalBatch
 from andon.step.replica import PartialGradient, Replica

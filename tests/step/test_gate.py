@@ -14,17 +14,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from andon.step.agreement import Gathered
-from andon.step.contracts import padded, planned_reports, reports_of
 from andon.step.gate import Gate, encoded, expected_row, most
-from andon.step.micro_batch import REPORT_FIELDS
-from andon.step.optimizer import OptimizerSpec, read_state, rules_for_facts
+from andon.step.micro_batch import REPORT_FIELDS, padded, planned_reports, reports_of
+from andon.step.optimizer import OptimizerSpec, read_reduced, read_state, rules_for_facts
 from andon.step.replica import REDUCED_FACTS
 from andon.step.step import COMPUTED_FACTS, RATES
-from andon_contracts.agree import bits_of, header, majority, real_of, signed
+from andon_contracts.agree import bits_of, header, majority, real_of
+from andon_contracts.digest import signed
 from andon_contracts.laws.law import LOCKSTEP, Judgement, Law, Rule, Seen, agreeing, rules_of
 from andon_contracts.laws.rows import LEAVES, PLANNED, LeafPlan, Leaves
 from andon_contracts.laws.update import BASE, REDUCED, UPDATED, Due, Reduced, clipped_norm
-from tests.support.toy import CPU, replica
+from tests.support.toy import CPU
 
 STEP, SEQUENCE, POINT = 6, 3, "here"
 worlds = st.integers(1, 4)
@@ -125,18 +125,14 @@ def test_of_what_was_reduced(
     pools = [[other], [other], [12], [1], [8], [*map(bits_of, norms)], [*map(bits_of, lefts)]]
     changed(values, pools, column, data)
     said = gathered(values, names, data)
-    read = REPLICA.read_before_update
-    weights = read({"gradient": 0, "weights": held})["weights"]
-    observations = [replace(each, values=read(each.values)) for each in said.read()]
+    weights = read_reduced(9, {"gradient": 0, "weights": held})["weights"]
+    observations = [replace(each, values=read_reduced(9, each.values)) for each in said.read()]
     judgement = Judgement(
         REDUCED, Seen(observations, Reduced(Rule.SAME if first else weights, limit, norm_tolerance=near))
     )
     want = Reduced(Rule.SAME if first else Rule.HELD, limit, norm_tolerance=near)
     row = expected_row(rules_of(REDUCED, want), names)
     assert closes(said, [row] * world, held, want) == (judgement.first is not None)
-
-
-REPLICA = replica()
 
 
 def _count_bits(updates: float) -> int:
@@ -157,7 +153,7 @@ def test_of_what_the_update_left(
     counts = [_count_bits(count) for count in (due - 1, due + 0.5, 0.0, -1.0, math.nan, math.inf)]
     changed(values, [[6], *([0, 9] for _ in moments), counts], column, data)
     said = gathered(values, spec.facts, data)
-    observations = [replace(each, values=read_state(spec, (9,), each.values)) for each in said.read()]
+    observations = [replace(each, values=read_state(spec, 9, each.values)) for each in said.read()]
     judgement = Judgement(UPDATED, Seen(observations, Due(due)))
     row = expected_row(rules_for_facts(spec, rules_of(UPDATED, Due(due))), spec.facts)
     assert closes(said, [row] * world) == (judgement.first is not None)

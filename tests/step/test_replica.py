@@ -69,7 +69,7 @@ def test_buffers_are_reused() -> None:
     held = []
     for batch in settings.batches():
         step(batch, rate(batch.step), batch.step)
-        held.append(len({buffer.data_ptr() for buffer in one._scratch.free}))
+        held.append(len({buffer.data_ptr() for buffer in one._spare}))
     assert held[0] <= math.ceil(math.log2(16))
     assert held == [held[0]] * 3
 

@@ -54,22 +54,20 @@ NORM_FLOOR = 1e-30
 """How far a norm may be off besides: two that are both next to nothing are alike."""
 
 
-def _plan_of(seen: Seen[Reduced]) -> list[int]:
-    """By rank, the bits of the learning rate to which it is held."""
-    plans = seen.column("planned")
-    return [majority(plans)] * len(plans) if seen.want.shared else plans
-
-
 def _off_plan(seen: Seen[Reduced]) -> list[tuple[Observation, int]]:
-    """Who has another learning rate than planned, and the plan."""
-    tolerance = seen.want.rate_tolerance
-
-    def close(found: int, wanted: int) -> bool:
-        if not tolerance:
-            return found == wanted
-        return math.isclose(real_of(found), real_of(wanted), rel_tol=tolerance, abs_tol=1e-15)
-
-    return [(o, plan) for o, plan in zip(seen.said, _plan_of(seen), strict=True) if not close(o.values["rate"], plan)]
+    """Who has another learning rate than planned, and the bits of the rate to which it is held."""
+    plans, tolerance = seen.column("planned"), seen.want.rate_tolerance
+    if seen.want.shared:
+        plans = [majority(plans)] * len(plans)
+    odd = []
+    for each, plan in zip(seen.said, plans, strict=True):
+        rate = each.values["rate"]
+        close = rate == plan
+        if tolerance:
+            close = math.isclose(real_of(rate), real_of(plan), rel_tol=tolerance, abs_tol=1e-15)
+        if not close:
+            odd.append((each, plan))
+    return odd
 
 
 def _explain_rate(seen: Seen[Reduced]) -> Finding:
@@ -176,7 +174,7 @@ def _not_clipped(seen: Seen[Reduced]) -> list[Observation]:
 
 def _clipped_apart(seen: Seen[Reduced]) -> bool:
     """Whether ranks clipped by different norms. A reduced gradient has one: what they clipped was not reduced yet."""
-    if seen.want.shared or "gradient" in seen.differing:
+    if "gradient" in seen.differing:
         # Ranks whose reduced gradient has other bits are no matter of clipping.
         return False
     norms = [real_of(each) for each in seen.column("norm")]
@@ -208,7 +206,7 @@ def _explain_clip(seen: Seen[Reduced]) -> Finding:
 CLIP: Law[Seen[Reduced]] = Law(
     "clip-once/reduced",
     ("norm", "clipped", "gradient"),
-    lambda seen: not _not_clipped(seen) and not _clipped_apart(seen),
+    lambda seen: not _not_clipped(seen) and (seen.want.shared or not _clipped_apart(seen)),
     _explain_clip,
     lambda _: {"clipped": Rule.CLIPPED},
 )

@@ -1,4 +1,4 @@
-"""Devices by name, and what to do where there is none: said, never silent (F-DP-004)."""
+"""Devices by name, and what to do where there is none: said, never silent (F-DP-004); and integers on a device."""
 
 from __future__ import annotations
 
@@ -92,3 +92,10 @@ def placement(
         return backend, accelerators + (cpu,) * (workers - len(accelerators)), note
     note = f"{count} GPUs are here and not used (--backend nccl, or mixed)" if count else ""
     return backend, (cpu,) * workers, note
+
+
+def on_device(values: Sequence[int], device: torch.device) -> torch.Tensor:
+    """int64 [len(values)] on `device`; a GPU gets them from pinned memory, so that nobody waits for the copy."""
+    if device.type != "cuda":
+        return torch.tensor(values, dtype=torch.int64, device=device)
+    return torch.tensor(values, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)

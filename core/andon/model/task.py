@@ -77,10 +77,13 @@ class ClassificationTask:
         """
         if not ids:
             raise ValueError("a batch needs at least one row")
-        if min(ids) < 0 or max(ids) >= len(self):
-            msg = f"rows {min(ids)} to {max(ids)} asked of a task with {len(self)} rows"
+        count = self._labels.numel()
+        if min(ids) < 0 or max(ids) >= count:
+            msg = f"rows {min(ids)} to {max(ids)} asked of a task with {count} rows"
             raise IndexError(msg)
-        batch = collate([self._row(i) for i in ids], self.pad_id, self._multiple, self._limit)
+        starts = [self._starts[row] for row in ids]
+        rows = [self._tokens[start : start + int(self._lengths[row])] for row, start in zip(ids, starts, strict=True)]
+        batch = collate(rows, self.pad_id, self._multiple, self._limit)
         batch["labels"] = self._labels[list(ids)]
         return placed(batch, device)
 
@@ -95,18 +98,21 @@ class ClassificationTask:
 
     def row_losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """fp32 [rows]: w[label] * cross entropy. Their exact sum (`math.fsum`) is the same in any order of rows."""
-        weights = self._weights_on(logits.device)[labels]
-        return nn.functional.cross_entropy(logits.float(), labels, reduction="none") * weights
-
-    def _weights_on(self, device: torch.device) -> torch.Tensor:
+        device = logits.device
         # A copy from the host waits for the device, and this is between a forward and its backward.
         if device not in self._weights:
             self._weights[device] = self._weights[torch.device("cpu")].to(device)
-        return self._weights[device]
+        weights = self._weights[device][labels]
+        return nn.functional.cross_entropy(logits.float(), labels, reduction="none") * weights
 
     def content(self, batch: Batch) -> torch.Tensor:
-        """int64 [rows]: the digest of each row's tokens, mask and label as the batch holds them, padding aside."""
-        return _content(batch["input_ids"], batch["attention_mask"], batch["labels"])
+        """int64 [rows]: the digest of each row's tokens, mask and label as the batch holds them, padding aside.
+
+        Label and mask enter with the tokens: a row is (label, 2 * id + mask, ...), as long as its mask says.
+        """
+        mask = batch["attention_mask"]
+        values = torch.cat([batch["labels"].unsqueeze(1), batch["input_ids"] * 2 + mask], dim=1)
+        return row_digests(values, mask.sum(dim=1) + 1)
 
     def planned_content(self, ids: Sequence[int]) -> torch.Tensor:
         """int64 [len(ids)] on the CPU: what `content` must give for these rows, computed when the task was made."""
@@ -116,10 +122,6 @@ class ClassificationTask:
         """int64 [len(ids)] on the CPU: the classes of these rows."""
         return self._labels[list(ids)]
 
-    def _row(self, index: int) -> torch.Tensor:
-        start = self._starts[index]
-        return self._tokens[start : start + int(self._lengths[index])]
-
     def _digest_rows(self) -> torch.Tensor:
         table = torch.zeros(len(self), dtype=torch.int64)
         for first in range(0, len(self), _TABLE_ROWS):
@@ -128,7 +130,10 @@ class ClassificationTask:
             start = self._starts[first]
             values = torch.zeros(real.shape, dtype=torch.int64)
             values[real] = self._tokens[start : start + int(lengths.sum())]
-            table[first : first + _TABLE_ROWS] = _content(values, real, self._labels[first : first + _TABLE_ROWS])
+            labels = self._labels[first : first + _TABLE_ROWS]
+            table[first : first + _TABLE_ROWS] = self.content(
+                {"input_ids": values, "attention_mask": real, "labels": labels}
+            )
         return table
 
 
@@ -189,12 +194,6 @@ def evaluation_batches(count: int, rows: int) -> tuple[range, ...]:
         msg = f"cannot split {count} rows into batches of {rows}"
         raise ValueError(msg)
     return tuple(range(first, min(first + rows, count)) for first in range(0, count, rows))
-
-
-def _content(ids: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Label and mask enter with the tokens: a row is (label, 2 * id + mask, ...), as long as its mask says."""
-    values = torch.cat([labels.unsqueeze(1), ids * 2 + mask], dim=1)
-    return row_digests(values, mask.sum(dim=1) + 1)
 
 
 def _check_rows(

@@ -10,12 +10,12 @@ from typing import TypeVar
 import torch
 
 from andon.backend.base import Backend
+from andon.backend.devices import on_device
 from andon.console.exits import Exit
 from andon.step.gate import Expected, encoded, expected_row
-from andon.step.readings import on_device
 from andon.step.replica import Replica
-from andon_contracts.agree import HEADER, Observation, header, received, signed
-from andon_contracts.digest import digests_by_name
+from andon_contracts.agree import HEADER, Observation, header, received
+from andon_contracts.digest import digests_by_name, signed
 from andon_contracts.laws.law import Judgement, Law, Rules, Seen, in_lockstep
 
 Tensors = Mapping[str, torch.Tensor]
@@ -113,10 +113,13 @@ class Agreement:
         for place, (rank, device) in enumerate(zip(self._backend.ranks, self._backend.devices, strict=True)):
             values = observed[place]
             head = header(rank, step, self._sequence, point, (*values, *names))
-            known = on_device([*head, *(signed(value) for value in values.values()), *behind], device)
+            known = on_device([*head, *map(signed, values.values()), *behind], device)
             if place == 0:
                 held_against = known[len(known) - len(behind) :]
-            sent.append(self._filled([known[: len(known) - len(behind)], *([] if facts is None else [facts[place]])]))
+            parts = [known[: len(known) - len(behind)], *([] if facts is None else [facts[place]])]
+            if length < self._width:
+                parts.append(_zeros(device, self._width)[: self._width - length])
+            sent.append(torch.cat(parts) if len(parts) > 1 else parts[0])
         gathered = self._backend.gather(sent)
         table = torch.stack(gathered) if len(gathered) > 1 else gathered[0].unsqueeze(0)
         return Gathered(step, self._sequence, point, said, table, length, held_against if behind else None)
@@ -124,13 +127,6 @@ class Agreement:
     def observe(self, step: int, point: str, observed: Sequence[Mapping[str, int]]) -> tuple[Observation, ...]:
         """Every rank's observation, by rank, read at once."""
         return self.gather(step, point, observed).read()
-
-    def _filled(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        """A message end to end, with zeros behind it up to the width at which messages are sent."""
-        missing = self._width - sum(part.numel() for part in parts)
-        if missing > 0:
-            parts.append(_zeros(parts[0].device, self._width)[:missing])
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def expected(self, rules: Rules, names: Sequence[str]) -> Expected:
         """What a device holds the values of `names` against, on every rank alike."""

@@ -96,11 +96,12 @@ class FlatParameters:
 
 @dataclass(frozen=True)
 class Master:
-    """weights: a leaf parameter [size] fp32 whose `.grad` is gradient [size] fp32. apart: whether they are not the
-    model's own."""
+    """weights: a leaf parameter [size] fp32 on `device` whose `.grad` is gradient [size] fp32. apart: whether they are
+    not the model's own."""
 
     weights: nn.Parameter
     gradient: torch.Tensor
+    device: torch.device
     apart: bool
 
     @classmethod
@@ -111,12 +112,7 @@ class Master:
             weights = nn.Parameter(weights.detach().to(device, copy=True))
             gradient = torch.zeros(parameters.size, device=device)
         weights.grad = gradient
-        return cls(weights, gradient, device is not None)
-
-    @property
-    def device(self) -> torch.device:
-        """Where they are."""
-        return self.gradient.device
+        return cls(weights, gradient, gradient.device, device is not None)
 
     def take(self, parameters: FlatParameters) -> None:
         """Take over the weights that the model has."""

@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from andon_contracts.agree import signed
-from andon_contracts.digest import has_triton
+from andon_contracts.digest import has_triton, signed
 from andon_contracts.laws.law import Rule, Rules
 from andon_contracts.laws.update import NORM_FLOOR, Reduced
 

@@ -52,10 +52,6 @@ def _taking_generator(operation: Any) -> Any | None:
     return getattr(packet, overload) if overload in packet.overloads() else None
 
 
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined,unused-ignore]
-
-
 class _Interceptor(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Gives every random ATen operation `generator`; notes those that it cannot key.
 
@@ -94,7 +90,8 @@ class _Interceptor(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not _draws(func, args, kwargs):
             return func(*args, **kwargs)
         keyed = _taking_generator(func)
-        late = _in_backward() and not self._replaying
+        in_backward = torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined,unused-ignore]
+        late = in_backward and not self._replaying
         if keyed is None or late:
             self.refused.add(f"{func} in the backward pass" if late else str(func))
             return func(*args, **kwargs)

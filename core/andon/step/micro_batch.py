@@ -1,22 +1,32 @@
-"""One micro-batch: what it is, what it gave, and the report that its rank makes of it: also of which rows it was given,
-as digests that are bound to their places in the global batch.
+"""One micro-batch: its plan, what it is, what it gave, and the report that its rank makes of it; also of which rows it
+was given, as digests that are bound to their places in the global batch. `laws.rows` holds reports to plans.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import torch
 from torch import nn
 
-from andon.step.readings import on_device
+from andon.backend.devices import on_device
+from andon.step.gate import expected_row
 from andon.step.task import Batch, Task
+from andon_contracts.agree import Observation, real_of
 from andon_contracts.digest import kernels, mix64
+from andon_contracts.laws.law import Rule, rules_of
+from andon_contracts.laws.rows import LEAVES, LeafPlan, LeafReport
 
 _LEAST_PLACES = 256
+
+REPORT_FIELDS = ("index", "rows", "loss_bits", "correct", "total_bits", "content", "gradient")
+"""The columns of a report: int64 each. `loss_bits` are the bits of the fp64 loss sum, `total_bits` those of an fp64
+that is finite exactly where the gradient is; `gradient` is the word sum of the gradient as it was computed, 0 where no
+audit is due."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +36,6 @@ class Leaf:
     index: int
     first: int
     ids: Sequence[int]
-
-
-REPORT_FIELDS = ("index", "rows", "loss_bits", "correct", "total_bits", "content", "gradient")
-"""The columns of a report: int64 each. `loss_bits` are the bits of the fp64 loss sum, `total_bits` those of an fp64
-that is finite exactly where the gradient is; `gradient` is the word sum of the gradient as it was computed, 0 where no
-audit is due."""
 
 
 @dataclass
@@ -47,6 +51,25 @@ class LeafResult:
     correct: torch.Tensor | None = None
     total: torch.Tensor | None = None
     gradient: torch.Tensor | None = None
+
+
+def plan_leaves(
+    micro_batches: Sequence[tuple[int, ...]], owners: Sequence[range], task: Task, *, checked: bool = True
+) -> tuple[LeafPlan, ...]:
+    """The micro-batches of a global batch with their owners and the digests of their planned rows.
+
+    checked: otherwise without the digests.
+    """
+    rank_of = {index: rank for rank, run in enumerate(owners) for index in run}
+    sums = [0] * len(micro_batches)
+    ids = [row for part in micro_batches for row in part]
+    if checked and ids:
+        counts = [len(part) for part in micro_batches]
+        sums = bound_sums(task.planned_content(ids), list(accumulate(counts, initial=0))[:-1], counts).tolist()
+    return tuple(
+        LeafPlan(index, rank_of[index], part, content)
+        for index, (part, content) in enumerate(zip(micro_batches, sums, strict=True))
+    )
 
 
 def reports_of_leaves(
@@ -81,81 +104,94 @@ def _column(values: Sequence[torch.Tensor | None], dtype: torch.dtype, device: t
 
 
 def _contents(results: Sequence[LeafResult], task: Task, device: torch.device, *, checked: bool) -> torch.Tensor:
-    """int64 [len(results)]: the digest of the rows of each, bound to their places; 0 without rows."""
+    """int64 [len(results)]: the digest of the rows of each as the model was given them, bound to their places; 0
+    without rows."""
     given = [(result.leaf, result.batch) for result in results if result.batch is not None]
     if not given or not checked:
         return torch.zeros(len(results), dtype=torch.int64, device=device)
-    sums = content_sums(
-        task,
-        [batch for _, batch in given],
-        [leaf.first for leaf, _ in given],
-        [len(leaf.ids) for leaf, _ in given],
-    )
+    rows = task.content(_together([batch for _, batch in given]))
+    firsts, counts = [leaf.first for leaf, _ in given], [len(leaf.ids) for leaf, _ in given]
+    there = kernels() if rows.is_cuda else None
+    if there is None:
+        sums = bound_sums(rows, firsts, counts)
+    else:
+        starts = accumulate(counts, initial=0)
+        runs = [value for run in zip(starts, firsts, counts, strict=False) for value in run]
+        sums = there.bound_sums_on_device(rows, on_device(runs, rows.device).view(-1, 3))
     if len(given) == len(results):
         return sums
-    places = iter(sums)
-    return _column([None if result.batch is None else next(places) for result in results], torch.int64, device)
+    found: Iterator[torch.Tensor] = iter(sums)
+    return _column([None if result.batch is None else next(found) for result in results], torch.int64, device)
+
+
+def _together(batches: Sequence[Batch]) -> Batch:
+    """Several micro-batches as one, end to end; what is narrower than the widest is padded with zeros behind."""
+    if len(batches) == 1:
+        return batches[0]
+    joined = {}
+    for name in batches[0]:
+        tensors = [batch[name] for batch in batches]
+        sizes = [tensor.shape[1:] for tensor in tensors]
+        if len(set(sizes)) > 1:
+            widest = list(map(max, *sizes))
+            # `pad` takes the last dimension first, and of each what goes before it and behind.
+            missing = [[n for w, s in zip(widest, size, strict=True) for n in (w - s, 0)][::-1] for size in sizes]
+            tensors = [nn.functional.pad(tensor, each) for tensor, each in zip(tensors, missing, strict=True)]
+        joined[name] = torch.cat(tensors)
+    return joined
+
+
+def bound_sums(rows: torch.Tensor, firsts: Sequence[int], counts: Sequence[int]) -> torch.Tensor:
+    """int64 [len(counts)]: of each run of `counts[i]` of the digests `rows`, the sum modulo 2^64.
+
+    Each digest is bound to its place in the global batch first: run i lies at `firsts[i]`, `firsts[i]` + 1, ...
+    """
+    ends = [first + count for first, count in zip(firsts, counts, strict=True)]
+    runs = list(zip(firsts, ends, strict=True))
+    if all(end == first for end, first in zip(ends, firsts[1:], strict=False)):
+        runs = [(firsts[0], ends[-1])]
+    table = _mixed_places(rows.device, max(_LEAST_PLACES, 1 << max(ends).bit_length()))
+    places = [table[first:end] for first, end in runs]
+    bound = mix64(rows + (places[0] if len(places) == 1 else torch.cat(places)))
+    return torch.stack([bound[start:end].sum() for start, end in pairwise(accumulate(counts, initial=0))])
 
 
 @functools.lru_cache(maxsize=8)
 def _mixed_places(device: torch.device, count: int) -> torch.Tensor:
+    """mix(place + 1) of the first `count` places; asked for in powers of two, so that few are kept."""
     return mix64(torch.arange(1, count + 1, device=device, dtype=torch.int64))
 
 
-def _places(device: torch.device, first: int, count: int) -> torch.Tensor:
-    """mix(place + 1) of `count` places from `first` on; a view into a table that grows by doubling."""
-    size = max(_LEAST_PLACES, 1 << (first + count).bit_length())
-    return _mixed_places(device, size)[first : first + count]
+def padded(reports: torch.Tensor, count: int) -> torch.Tensor:
+    """Reports [n, fields] as `count` rows, the missing ones of -1: messages of all ranks have one length.
 
-
-def bind_to_places(rows: torch.Tensor, firsts: Sequence[int], counts: Sequence[int]) -> torch.Tensor:
-    """Digests of rows [sum(counts)] int64, bound to their places in the global batch.
-
-    Run i of `counts[i]` rows lies at the places `firsts[i]`, `firsts[i]` + 1, ...
+    With a `count` above what any rank is to compute, a rank that computed too many is seen to have.
     """
-    ends = [first + count for first, count in zip(firsts, counts, strict=True)]
-    if all(end == first for end, first in zip(ends, firsts[1:], strict=False)):
-        places = _places(rows.device, firsts[0], sum(counts)) if firsts else rows
-    else:
-        parts = [_places(rows.device, first, count) for first, count in zip(firsts, counts, strict=True)]
-        places = torch.cat(parts)
-    return mix64(rows + places)
+    return nn.functional.pad(reports[:count], (0, 0, 0, max(0, count - reports.shape[0])), value=-1)
 
 
-def run_sums(bound: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-    """int64 [len(counts)]: the sums modulo 2^64 of consecutive runs of `bound`."""
-    ends = [0]
-    for count in counts:
-        ends.append(ends[-1] + count)
-    return torch.stack([bound[start:end].sum() for start, end in pairwise(ends)])
+def planned_reports(plan: Sequence[LeafPlan], rank: int, count: int, *, checked: bool) -> list[int]:
+    """What `padded` reports of `rank` must hold, row by row.
+
+    checked: otherwise anything may stand there.
+    """
+    if not checked:
+        return [Rule.ANY] * (count * len(REPORT_FIELDS))
+    owned = [rules_of(LEAVES, leaf) for leaf in plan if leaf.rank == rank]
+    wanted = [value for rules in owned for value in expected_row(rules, REPORT_FIELDS)]
+    return wanted + [-1] * ((count - len(owned)) * len(REPORT_FIELDS))
 
 
-def together(batches: Sequence[Batch]) -> Batch:
-    """Several micro-batches as one, end to end; what is narrower than the widest is padded with zeros behind."""
-    if len(batches) == 1:
-        return batches[0]
-    return {name: _stacked([batch[name] for batch in batches]) for name in batches[0]}
-
-
-def _stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    sizes = {tensor.shape[1:] for tensor in tensors}
-    if len(sizes) == 1:
-        return torch.cat(list(tensors))
-    widest = [max(size[place] for size in sizes) for place in range(tensors[0].dim() - 1)]
-    missing = [
-        [extent for place in reversed(range(len(widest))) for extent in (0, widest[place] - tensor.shape[1 + place])]
-        for tensor in tensors
-    ]
-    return torch.cat([nn.functional.pad(t, padding) for t, padding in zip(tensors, missing, strict=True)])
-
-
-def content_sums(task: Task, batches: Sequence[Batch], firsts: Sequence[int], counts: Sequence[int]) -> torch.Tensor:
-    """int64 [len(batches)]: the bound content of each micro-batch as the model was given it, on its device."""
-    rows = task.content(together(batches))
-    there = kernels() if rows.is_cuda else None
-    if there is None:
-        return run_sums(bind_to_places(rows, firsts, counts), counts)
-    starts = accumulate(counts, initial=0)
-    runs = [value for run in zip(starts, firsts, counts, strict=False) for value in run]
-    found: torch.Tensor = there.bound_sums_on_device(rows, on_device(runs, rows.device).view(-1, 3))
-    return found
+def reports_of(observations: Sequence[Observation]) -> tuple[LeafReport, ...]:
+    """Every rank's reports, in order of rank and micro-batch."""
+    found: list[LeafReport] = []
+    for observation in observations:
+        assert observation.payload is not None
+        for row in observation.payload.view(-1, len(REPORT_FIELDS)).tolist():
+            index, rows, loss, correct, total, content, gradient = row
+            if index >= 0:
+                finite = math.isfinite(real_of(total))
+                found.append(
+                    LeafReport(observation.rank, index, rows, real_of(loss), correct, not finite, content, gradient)
+                )
+    return tuple(found)

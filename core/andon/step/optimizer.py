@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from andon_contracts.agree import signed
-from andon_contracts.digest import join, seal, word_sum_of
+from andon_contracts.digest import join, mix_integer, seal, signed
 from andon_contracts.laws.law import Rule
-from andon_contracts.observe import word_sums
 
 _FP32_BITS = 0xFFFFFFFF
 _NO_COUNT = -1
@@ -57,21 +55,8 @@ class OptimizerSpec:
 
     @property
     def facts(self) -> tuple[str, ...]:
-        """The names of `state_facts`."""
+        """The names of what `Replica.after_update` says."""
         return ("weights", *self.moments, "updates")
-
-
-def state_facts(
-    spec: OptimizerSpec, weights: torch.Tensor, state: Mapping[str, torch.Tensor], count: torch.Tensor
-) -> torch.Tensor:
-    """What an update left, int64 [len(spec.facts)] on its device: word sums, and the bits of the fp32 `count`.
-
-    The sum of a moment that is not there yet is 0; all of them are there after the first update, or none ever is.
-    """
-    sums = word_sums([weights, *(state[name] for name in spec.moments if name in state)], finite=False)
-    bits = count.reshape(1).view(torch.int32).to(torch.int64)
-    missing = sum(name not in state for name in spec.moments)
-    return torch.cat([sums, *([sums.new_zeros(missing)] if missing else []), bits])
 
 
 def rules_for_facts(spec: OptimizerSpec, rules: Mapping[str, int]) -> dict[str, int]:
@@ -87,16 +72,24 @@ def rules_for_facts(spec: OptimizerSpec, rules: Mapping[str, int]) -> dict[str, 
     return found
 
 
-def read_state(spec: OptimizerSpec, shape: Sequence[int], raw: Mapping[str, int]) -> dict[str, int]:
-    """From the facts of `state_facts` what is judged: the digests `weights` and `optimizer`, and the count `updates`.
-
-    shape: of the flat weights.
+def read_reduced(size: int, raw: Mapping[str, int]) -> dict[str, int]:
+    """From what replicas say before an update what is judged: digests of the flat gradient and weights in the place of
+    word sums.
     """
+    return {**raw, **{name: signed(seal(raw[name], torch.float32, (size,))) for name in ("gradient", "weights")}}
+
+
+def read_state(spec: OptimizerSpec, size: int, raw: Mapping[str, int]) -> dict[str, int]:
+    """From the values of `spec.facts` what is judged: the digests `weights` and `optimizer`, and the count `updates`.
+
+    size: of the flat weights.
+    """
+    shape = (size,)
     bits = raw["updates"] & _FP32_BITS
     count = float(struct.unpack("<f", struct.pack("<I", bits))[0])
     parts = {name: seal(raw[name], torch.float32, shape) for name in spec.moments if raw[name]}
     if spec.counts and bits:
-        parts["step"] = seal(word_sum_of(bits), torch.float32, ())
+        parts["step"] = seal(mix_integer(bits), torch.float32, ())
     return {
         "weights": signed(seal(raw["weights"], torch.float32, shape)),
         "optimizer": signed(join(parts)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections.abc import Mapping, Sequence
@@ -56,12 +57,12 @@ class BatchPlan:
             msg = f"{len(self.lengths)} lengths for {len(self.ids)} rows"
             raise ValueError(msg)
 
-    @property
+    @functools.cached_property
     def steps_per_epoch(self) -> int:
         """Updates an epoch: every row once, a short last batch included."""
         return -(-len(self.ids) // self.batch_size)
 
-    @property
+    @functools.cached_property
     def total_steps(self) -> int:
         """Updates of the whole run."""
         steps = self.steps_per_epoch * self.epochs
@@ -123,7 +124,7 @@ def grouped_by_length(
     full = len(rows) // batch_size * batch_size
     batches = [rows[start : start + batch_size] for start in range(0, full, batch_size)]
     random.Random(f"andon batches {seed} {epoch}").shuffle(batches)
-    return flatten([*batches, rows[full:]])
+    return tuple(itertools.chain(*batches, rows[full:]))
 
 
 def rank_leaves(micro_batches: int, world_size: int, shares: Sequence[int] | None = None) -> tuple[range, ...]:
@@ -144,8 +145,3 @@ def efficiency(micro_batches: int, world_size: int) -> float:
     """The share of the ranks' time that is used when every micro-batch costs the same: 3 ranks on M = 8 give 0.889."""
     busiest = len(rank_leaves(micro_batches, world_size)[0])
     return micro_batches / (busiest * world_size)
-
-
-def flatten(parts: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The rows of several micro-batches end to end."""
-    return tuple(row for part in parts for row in part)

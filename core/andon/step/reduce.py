@@ -44,22 +44,19 @@ class TreeReduction:
         if self._backend.world_size == 1:
             return [[local[0][(0, self.leaves)]]]
         counts = [len(roots) for roots in self.roots_of_rank]
-        sent = [self._sliced(roots, rank) for roots, rank in zip(local, self._backend.ranks, strict=True)]
+        sent = []
+        for roots, rank, device in zip(local, self._backend.ranks, self._backend.devices, strict=True):
+            # [world, roots of this rank, width], zero-padded behind the last element.
+            out = torch.zeros((len(counts), counts[rank], self._width), device=device)
+            for row, node in enumerate(self.roots_of_rank[rank]):
+                for destination, piece in enumerate(torch.split(roots[node], self._width)):
+                    out[destination, row, : piece.numel()] = piece
+            sent.append(out)
         slices = [self._finish(received) for received in self._backend.exchange(sent, counts)]
         pieces = self._backend.gather(slices)
         lengths = [max(0, min(self._width, self.size - rank * self._width)) for rank in range(len(pieces))]
         whole = [piece[:length] for piece, length in zip(pieces, lengths, strict=True)]
         return [[piece.to(device) for piece in whole] for device in self._backend.devices]
-
-    def _sliced(self, roots: Roots, rank: int) -> torch.Tensor:
-        """[world, roots of this rank, width], zero-padded behind the last element."""
-        nodes = self.roots_of_rank[rank]
-        device = self._backend.devices[self._backend.ranks.index(rank)]
-        out = torch.zeros((self._backend.world_size, len(nodes), self._width), device=device)
-        for row, node in enumerate(nodes):
-            for destination, piece in enumerate(torch.split(roots[node], self._width)):
-                out[destination, row, : piece.numel()] = piece
-        return out
 
     def _finish(self, received: Sequence[torch.Tensor]) -> torch.Tensor:
         """This replica's slice [width] of the sum, along the same tree."""

@@ -12,11 +12,10 @@ from torch import nn
 from andon.step.flat import FlatParameters, Master
 from andon.step.keyed import KeyedRandomness
 from andon.step.micro_batch import REPORT_FIELDS, Leaf, LeafResult, reports_of_leaves
-from andon.step.optimizer import OptimizerSpec, read_state, state_facts
+from andon.step.optimizer import OptimizerSpec
 from andon.step.task import Task
 from andon.step.tree import Node, fold
-from andon_contracts.agree import signed
-from andon_contracts.digest import seal, tensor_digest, tree_digest, word_sum_tensor
+from andon_contracts.digest import tensor_digest, tree_digest, word_sum_tensor
 from andon_contracts.observe import finite_total, word_sums
 
 REDUCED_FACTS = ("gradient", "nonfinite", "weights", "norm", "clipped")
@@ -34,21 +33,6 @@ class PartialGradient:
     roots: Mapping[Node, torch.Tensor]
     reports: torch.Tensor
     kept: Mapping[Node, torch.Tensor] = field(default_factory=dict)
-
-
-@dataclass
-class _Scratch:
-    """Buffers of the gradient's size, reused every step: at most one for each level of the tree and each root."""
-
-    like: torch.Tensor
-    free: list[torch.Tensor] = field(default_factory=list)
-
-    def copy_of(self, source: torch.Tensor) -> torch.Tensor:
-        buffer = self.free.pop() if self.free else torch.empty_like(self.like)
-        return buffer.copy_(source)
-
-    def give_back(self, buffer: torch.Tensor) -> None:
-        self.free.append(buffer)
 
 
 def _refuse_running_statistics(model: nn.Module) -> None:
@@ -98,7 +82,8 @@ class Replica:
         self._count = torch.zeros((), device=self.master.device)
         self._closed: torch.Tensor | None = None
         self._randomness = randomness
-        self._scratch = _Scratch(self.parameters.gradient)
+        self._spare: list[torch.Tensor] = []
+        """Buffers of the gradient's size, reused every step: at most one for each level of the tree and each root."""
         self._frozen = _frozen_tensors(model, trainable)
         _refuse_running_statistics(model)
 
@@ -122,11 +107,12 @@ class Replica:
             return self.parameters.gradient
 
         def keep(node: Node, value: torch.Tensor) -> None:
-            if keeping is not None and node in keeping:
-                kept[node] = value.clone()  # seldom: a scratch buffer would stay for good
+            if node in (keeping or ()):
+                kept[node] = value.clone()  # seldom: a spare buffer would stay for good
 
         self._prepare()
-        sums = {node: self._keep(fold(node, compute, self._add, self._keep, keep)) for node in roots}
+        shown = None if keeping is None else keep
+        sums = {node: self._keep(fold(node, compute, self._add, self._keep, shown)) for node in roots}
         if not self.parameters.attached():
             raise RuntimeError("the model replaced a trainable parameter or its gradient; it would not be trained")
         return PartialGradient(sums, reports_of_leaves(results, task, self.device, checked=checked), kept)
@@ -170,12 +156,16 @@ class Replica:
         return self.parameters.gradient.clone()
 
     def _keep(self, value: torch.Tensor) -> torch.Tensor:
-        return self._scratch.copy_of(value) if value is self.parameters.gradient else value
+        """`value`, or a copy of it where the next micro-batch would overwrite it."""
+        if value is not self.parameters.gradient:
+            return value
+        buffer = self._spare.pop() if self._spare else torch.empty_like(value)
+        return buffer.copy_(value)
 
     def _add(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         left.add_(right)
         if right is not self.parameters.gradient:
-            self._scratch.give_back(right)
+            self._spare.append(right)
         return left
 
     def set_gradient(self, pieces: Sequence[torch.Tensor], divisor: int) -> None:
@@ -188,8 +178,7 @@ class Replica:
 
     def release(self, partial: PartialGradient) -> None:
         """Take the roots' buffers back for the next step."""
-        for buffer in partial.roots.values():
-            self._scratch.give_back(buffer)
+        self._spare.extend(partial.roots.values())
 
     def gradient_norm(self) -> torch.Tensor:
         """Global L2 norm of the gradient, 0-dim fp32."""
@@ -201,30 +190,22 @@ class Replica:
             total = torch.as_tensor(norm, dtype=torch.float32, device=self.master.device)
             nn.utils.clip_grads_with_norm_([self.master.weights], limit, total)
 
-    def before_update(self) -> torch.Tensor:
-        """The first three of `REDUCED_FACTS`, int64 on the master's device: the gradient as it was reduced, and the
-        weights as the model has them."""
-        return word_sums([self.master.gradient, self._weights_of_model()], finite=True)
-
-    def read_before_update(self, raw: Mapping[str, int]) -> dict[str, int]:
-        """What is judged, from the values of all of `REDUCED_FACTS`: digests in the place of word sums."""
-        shape = (self.parameters.size,)
-        sealed = {name: signed(seal(raw[name], torch.float32, shape)) for name in ("gradient", "weights")}
-        return {**raw, **sealed}
-
     def after_update(self) -> torch.Tensor:
-        """What the update left, int64 on the device, named by `spec.facts`: the weights as the model has them."""
-        state = self.optimizer_state()
-        facts = state_facts(self.spec, self._weights_of_model(), state, state.get("step", self._count))
-        return facts.to(self.device)
+        """What the update left, int64 on the device, named by `spec.facts`: word sums of the weights as the model has
+        them and of the moments, and the bits of the fp32 count of updates.
 
-    def _weights_of_model(self) -> torch.Tensor:
-        """Flat, without a graph, on the master's device."""
+        The sum of a moment that is not there yet is 0; all of them are there after the first update, or none ever is.
+        """
+        state, moments = self.optimizer_state(), self.spec.moments
+        there = [state[name] for name in moments if name in state]
+        sums = word_sums([self.weights_of_model(), *there], finite=False)
+        bits = state.get("step", self._count).reshape(1).view(torch.int32).to(torch.int64)
+        missing = len(moments) - len(there)
+        return torch.cat([sums, *([sums.new_zeros(missing)] if missing else []), bits]).to(self.device)
+
+    def weights_of_model(self) -> torch.Tensor:
+        """The weights as the model has them: flat, without a graph, on the master's device."""
         return self.parameters.weights.detach().to(self.master.device)
-
-    def read_after_update(self, raw: Mapping[str, int]) -> dict[str, int]:
-        """What is judged, from the values of `after_update`: digests `weights` and `optimizer`, and `updates`."""
-        return read_state(self.spec, (self.parameters.size,), raw)
 
     def set_rate(self, rate: float) -> None:
         """Give the optimizer the learning rate of the coming update."""

@@ -8,34 +8,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from functools import partial
+from itertools import accumulate
 
 import torch
 
 from andon.backend.base import Backend
 from andon.step.agreement import Agreement, Gathered, RankFailed
 from andon.step.audit import NO_AUDIT, Audit, AuditSpec
-from andon.step.contracts import leaves_of, padded, plan_leaves, planned_reports, reports_of
-from andon.step.course import UNSIGNED, Course, Pending, StepResult
 from andon.step.gate import Expected, Gate, expected_row
-from andon.step.micro_batch import REPORT_FIELDS
-from andon.step.optimizer import rules_for_facts
+from andon.step.micro_batch import REPORT_FIELDS, Leaf, padded, plan_leaves, planned_reports, reports_of
+from andon.step.optimizer import read_reduced, read_state, rules_for_facts
+from andon.step.pending import UNSIGNED, Pending, StepResult, reads_late
 from andon.step.plan import GlobalBatch, rank_leaves
-from andon.step.readings import Readings, reads_late
 from andon.step.reduce import PlainReduction, TreeReduction
 from andon.step.replica import REDUCED_FACTS, PartialGradient, Replica
 from andon.step.task import Task
-from andon_contracts.agree import Observation, bits_of, real_of, signed
-from andon_contracts.laws.law import LOCKSTEP, Judgement, Rule, Seen, rules_of, settle, unbroken
-from andon_contracts.laws.rows import LEAVES, PLANNED, LeafPlan, Leaves
+from andon_contracts.agree import Observation, bits_of, real_of
+from andon_contracts.digest import signed
+from andon_contracts.laws.law import LOCKSTEP, Judgement, Rule, Seen, rules_of, settle
+from andon_contracts.laws.rows import LEAVES, PLANNED, Leaves
 from andon_contracts.laws.update import BASE, REDUCED, START, UPDATED, Due, Reduced
-from andon_contracts.policy import enforced, require
+from andon_contracts.observe import word_sums
+from andon_contracts.policy import enforced
 
 __all__ = ["Pending", "RankFailed", "StepResult", "TrainingStep"]
 
-T = TypeVar("T")
-W = TypeVar("W")
-Judging = Callable[[tuple[Observation, ...]], None]
 _PLAIN_WIDTH = 32
 """Integers in a message of the step besides the reports: its header and its values, with room to spare."""
 COMPUTED_FACTS = ("failed", "stop", "plan")
@@ -113,208 +111,174 @@ class TrainingStep:
         Results are to be asked for in order, and what one raises ends the training: the updates launched after it did
         nothing. Raises as `__call__` does where nothing is judged late.
         """
-        course = Course(batch, rate, updates, enforced(), Readings(late=self.late))
-        partials = self._compute(course, stop=stop)
-        if course.checked and self._audit.spec.due(batch.step):
-            audited = self._audit(batch.step, self._agreement, leaves_of(course.plan), partials, course.reported)
+        update = Pending(batch, rate, updates, checked=enforced(), late=self.late)
+        gathered, partials = self._compute(update, stop=stop)
+        if update.checked and self._audit.spec.due(batch.step):
+            audited = self._audit(batch.step, self._agreement, update.leaves, partials, gathered.payload)
             if self.late:
                 self._gate.close_if(audited.differs())
-            course.readings.read(audited.gathered.table, audited.judge)
-        self._reduce_and_clip(course, partials)
-        if course.rows:
-            self._each(lambda replica: replica.apply())
-        if course.checked:
-            self._attest(course)
-        else:
-            self._weights_there = None
-        self._close(course)
-        return Pending(course)
-
-    def _close(self, course: Course) -> None:
-        """The last reading of an update: nothing was found by a device that the host did not find."""
-
-        def read(closed: torch.Tensor) -> None:
-            if bool(closed):
-                raise RuntimeError("the device refused an update for which the host finds no reason")
-            if not course.checked:
-                self._weights = None  # left behind without contracts: no later step can be held to them
-
-        course.readings.read(self._gate.closed if self.late else torch.zeros(()), read)
-        course.readings.end()
-
-    def _each(self, work: Callable[[Replica], T]) -> list[T]:
-        return self._backend.map(lambda index: work(self._replicas[index]))
+            update.read(audited.gathered.table, audited.judge)
+        self._reduce_and_clip(update, partials)
+        if update.rows:
+            self._backend.map(lambda index: self._replicas[index].apply())
+        if update.checked:
+            self._attest(update)
+        if self.late:
+            update.read(self._gate.closed, _refuse_closed)
+            update.end(self._backend.devices[0])
+        return update
 
     def _judged(
         self,
-        course: Course,
+        update: Pending,
         gathered: Gathered,
-        judging: Judging,
+        judge: Callable[[Pending, Sequence[Observation]], None],
         held: torch.Tensor | None = None,
         want: Reduced | None = None,
     ) -> None:
         """Judge what was gathered: now, or once it is read, and then the device holds it against what it must be."""
         if gathered.expected is not None:
             self._gate.look(gathered.said, gathered.expected, held, want)
-        course.readings.read(gathered.table, lambda table: judging(gathered.observations(table)))
+        update.read(gathered.table, lambda table: judge(update, gathered.observations(table)))
 
-    def _plan(self, batch: GlobalBatch, *, checked: bool) -> tuple[LeafPlan, ...]:
-        parts = batch.micro_batches(self._micro_batches)
-        if checked:
-            return plan_leaves(parts, self._owners, self._task)
-        return tuple(LeafPlan(index, 0, part, 0) for index, part in enumerate(parts))
-
-    def _compute(self, course: Course, *, stop: bool) -> list[PartialGradient]:
+    def _compute(self, update: Pending, *, stop: bool) -> tuple[Gathered, list[PartialGradient]]:
         """Forward and backward everywhere, then one gather that says for every rank what it did, or that it failed."""
-        done: Sequence[PartialGradient | Exception]
-        try:
-            self._audit.prepare(course.batch.step, checked=course.checked)
-            course.plan = self._plan(course.batch, checked=course.checked)
-            done = self._backend.map(self._gradient_work(course))
-        except Exception as error:  # noqa: BLE001 - the other ranks must hear of it before it is raised
-            done = [error] * len(self._replicas)
-        content = sum(leaf.content for leaf in course.plan)
-        gathered = self._agreement.gather(
-            course.batch.step,
-            "computed",
-            [dict(zip(COMPUTED_FACTS, (isinstance(each, Exception), stop, content), strict=True)) for each in done],
-            [self._report_table(result, index).flatten() for index, result in enumerate(done)],
-            expected=self._expect_computed(course) if self.late else None,
-        )
-        course.reported = gathered.payload
-        self._judged(course, gathered, lambda observations: self._judge_computed(course, done, observations))
-        partials = [
-            replica.nothing() if isinstance(result, Exception) else result
-            for replica, result in zip(self._replicas, done, strict=True)
-        ]
-        if not self.late:
-            return partials
-        roots = [self._reduce.roots_of_rank[rank] for rank in self._backend.ranks]
-        return [r.completed(partial, own) for r, partial, own in zip(self._replicas, partials, roots, strict=True)]
+        step, roots = update.batch.step, self._reduce.roots_of_rank
 
-    def _gradient_work(self, course: Course) -> Callable[[int], PartialGradient | Exception]:
-        planned = leaves_of(course.plan)
-
-        def work(index: int) -> PartialGradient | Exception:
+        def gradients(index: int) -> PartialGradient | Exception:
             rank = self._backend.ranks[index]
-            leaves = [planned[leaf] for leaf in self._owners[rank]]
+            own = [update.leaves[leaf] for leaf in self._owners[rank]]
             try:
-                return self._replicas[index].gradients(
-                    course.batch.step, leaves, self._reduce.roots_of_rank[rank], self._task, checked=course.checked
-                )
+                return self._replicas[index].gradients(step, own, roots[rank], self._task, checked=update.checked)
             except Exception as error:  # noqa: BLE001 - a replica's own error must not hide another's result
                 return error
 
-        return work
+        done: Sequence[PartialGradient | Exception]
+        try:
+            self._audit.prepare(step, checked=update.checked)
+            parts = update.batch.micro_batches(self._micro_batches)
+            update.plan = plan_leaves(parts, self._owners, self._task, checked=update.checked)
+            update.rows = len(update.batch.ids)
+            firsts = accumulate(map(len, parts), initial=0)
+            update.leaves = [Leaf(index, next(firsts), part) for index, part in enumerate(parts)]
+            done = self._backend.map(gradients)
+        except Exception as error:  # noqa: BLE001 - the other ranks must hear of it before it is raised
+            done = [error] * len(self._replicas)
+        content = sum(leaf.content for leaf in update.plan)
+        none = torch.empty((0, len(REPORT_FIELDS)), dtype=torch.int64)
+        gathered = self._agreement.gather(
+            step,
+            "computed",
+            [dict(zip(COMPUTED_FACTS, (isinstance(each, Exception), stop, content), strict=True)) for each in done],
+            [
+                padded(none.to(device) if isinstance(each, Exception) else each.reports, self._report_rows).flatten()
+                for each, device in zip(done, self._backend.devices, strict=True)
+            ],
+            expected=self._expect_computed(update) if self.late else None,
+        )
+        self._judged(update, gathered, partial(self._judge_computed, done))
+        partials = [
+            replica.nothing() if isinstance(each, Exception) else each
+            for replica, each in zip(self._replicas, done, strict=True)
+        ]
+        if self.late:
+            own = [roots[rank] for rank in self._backend.ranks]
+            partials = [r.completed(part, nodes) for r, part, nodes in zip(self._replicas, partials, own, strict=True)]
+        return gathered, partials
 
-    def _report_table(self, result: PartialGradient | Exception, index: int) -> torch.Tensor:
-        none = torch.empty((0, len(REPORT_FIELDS)), dtype=torch.int64, device=self._backend.devices[index])
-        return padded(none if isinstance(result, Exception) else result.reports, self._report_rows)
-
-    def _expect_computed(self, course: Course) -> Expected:
-        rules = {"failed": 0, **(rules_of(PLANNED, None) if course.checked else {})}
+    def _expect_computed(self, update: Pending) -> Expected:
+        rules = {"failed": 0, **(rules_of(PLANNED, None) if update.checked else {})}
         row = expected_row(rules, COMPUTED_FACTS)
         return [
-            [*row, *planned_reports(course.plan, rank, self._report_rows, checked=course.checked)]
+            [*row, *planned_reports(update.plan, rank, self._report_rows, checked=update.checked)]
             for rank in range(self._backend.world_size)
         ]
 
     def _judge_computed(
-        self,
-        course: Course,
-        done: Sequence[PartialGradient | Exception],
-        observations: Sequence[Observation],
+        self, done: Sequence[PartialGradient | Exception], update: Pending, observations: Sequence[Observation]
     ) -> None:
-        for result in done:
-            if isinstance(result, Exception):
-                raise result
+        for each in done:
+            if isinstance(each, Exception):
+                raise each
         settle(Judgement((LOCKSTEP,), Seen(observations, None)))
         failed = [o.rank for o in observations if o.values["failed"]]
         if failed:
-            msg = f"rank {failed[0]} failed in the forward or backward pass of step {course.batch.step}"
+            msg = f"rank {failed[0]} failed in the forward or backward pass of step {update.batch.step}"
             raise RankFailed(msg)
         settle(Judgement(PLANNED, Seen(observations, None)))
-        course.reports = reports_of(observations)
-        course.stop = any(o.values["stop"] for o in observations)
-        if course.checked:
-            settle(Judgement(LEAVES, Leaves(course.reports, course.plan, course.batch.step)))
+        update.reports = reports_of(observations)
+        update.stop = any(o.values["stop"] for o in observations)
+        if update.checked:
+            settle(Judgement(LEAVES, Leaves(update.reports, update.plan, update.batch.step)))
 
-    def _reduce_and_clip(self, course: Course, partials: Sequence[PartialGradient]) -> None:
+    def _reduce_and_clip(self, update: Pending, partials: Sequence[PartialGradient]) -> None:
         """Reduce, divide once by the count of rows, clip once, judge."""
-        pieces = self._reduce([partial.roots for partial in partials])
-        facts = self._backend.map(lambda index: self._take(course, index, pieces[index], partials[index]))
-        if not course.checked:
-            course.readings.read(facts[0], lambda norm: setattr(course, "norm", float(norm.view(torch.float64)[0])))
+        pieces = self._reduce([part.roots for part in partials])
+
+        def take(index: int) -> torch.Tensor:
+            """Make one replica's gradient what its optimizer gets; `REDUCED_FACTS`, or the norm's bits alone: int64."""
+            replica = self._replicas[index]
+            replica.set_gradient(pieces[index], max(update.rows, 1))
+            replica.release(partials[index])
+            replica.set_rate(update.rate)
+            sums = None
+            if update.checked:
+                sums = word_sums([replica.master.gradient, replica.weights_of_model()], finite=True)
+            norm = replica.gradient_norm()
+            replica.clip(self._clip_norm, norm)
+            norms = torch.stack([norm] if sums is None else [norm, replica.gradient_norm()])
+            bits = norms.double().view(torch.int64)
+            return (bits if sums is None else torch.cat([sums, bits])).to(replica.device)
+
+        facts = self._backend.map(take)
+        if not update.checked:
+            self._weights_there = None
+            update.read(facts[0], partial(self._go_unchecked, update))
             return
         want = Reduced(Rule.SAME if self._weights_there is None else Rule.HELD, self._clip_norm)
-        rates = [dict(zip(RATES, (bits_of(course.rate), bits_of(each.rate)), strict=True)) for each in self._replicas]
+        rates = [dict(zip(RATES, (bits_of(update.rate), bits_of(each.rate)), strict=True)) for each in self._replicas]
         expected = self._agreement.expected(rules_of(REDUCED, want), (*RATES, *REDUCED_FACTS)) if self.late else None
-        gathered = self._agreement.gather(course.batch.step, "reduced", rates, facts, REDUCED_FACTS, expected)
-        self._judged(
-            course,
-            gathered,
-            lambda observations: self._judge_reduced(course, observations),
-            self._weights_there,
-            want,
-        )
+        gathered = self._agreement.gather(update.batch.step, "reduced", rates, facts, REDUCED_FACTS, expected)
+        self._judged(update, gathered, self._judge_reduced, self._weights_there, want)
 
-    def _take(
-        self, course: Course, index: int, pieces: Sequence[torch.Tensor], partial: PartialGradient
-    ) -> torch.Tensor:
-        """Make one replica's gradient what its optimizer gets; int64 `REDUCED_FACTS`, or the norm's bits alone."""
-        replica = self._replicas[index]
-        replica.set_gradient(pieces, max(course.rows, 1))
-        replica.release(partial)
-        replica.set_rate(course.rate)
-        sums = replica.before_update() if course.checked else None
-        norm = replica.gradient_norm()
-        replica.clip(self._clip_norm, norm)
-        norms = torch.stack([norm] if sums is None else [norm, replica.gradient_norm()])
-        bits = norms.double().view(torch.int64)
-        return (bits if sums is None else torch.cat([sums, bits])).to(replica.device)
+    def _go_unchecked(self, update: Pending, norm: torch.Tensor) -> None:
+        update.norm = float(norm.view(torch.float64)[0])
+        self._weights = None  # what is left behind without contracts, no later step can be held to
 
-    def _judge_reduced(self, course: Course, observations: Sequence[Observation]) -> None:
-        read = self._replicas[0].read_before_update
-        said = [replace(each, values=read(each.values)) for each in observations]
+    def _judge_reduced(self, update: Pending, observations: Sequence[Observation]) -> None:
+        size = self._replicas[0].parameters.size
+        said = [replace(each, values=read_reduced(size, each.values)) for each in observations]
         want = Reduced(Rule.SAME if self._weights is None else self._weights, self._clip_norm)
         looks = {"gradient": Replica.reduced_gradient, "weights": _weights}
-        self._take_reduced(course, self._agreement.judgement(REDUCED, Seen(said, want), looks))
+        settle(self._agreement.judgement(REDUCED, Seen(said, want), looks))
+        update.norm = real_of(said[0].values["norm"])
+        update.gradients = tuple(each.values["gradient"] for each in said)
 
-    @require(unbroken)
-    def _take_reduced(self, course: Course, judgement: Judgement[Seen[Reduced]]) -> None:
-        seen = judgement.seen
-        course.norm = real_of(seen.said[0].values["norm"])
-        course.gradients = tuple(seen.column("gradient"))
-
-    def _attest(self, course: Course) -> None:
+    def _attest(self, update: Pending) -> None:
         """Digest what the update left on every rank, and agree on it."""
-        facts = self._each(lambda replica: replica.after_update())
+        facts = self._backend.map(lambda index: self._replicas[index].after_update())
         spec = self._replicas[0].spec
-        rules = rules_for_facts(spec, rules_of(UPDATED, Due(course.updates))) if self.late else {}
+        rules = rules_for_facts(spec, rules_of(UPDATED, Due(update.updates))) if self.late else {}
         expected = self._agreement.expected(rules, spec.facts) if self.late else None
         gathered = self._agreement.gather(
-            course.batch.step, "updated", [{} for _ in facts], facts, spec.facts, expected
+            update.batch.step, "updated", [{} for _ in facts], facts, spec.facts, expected
         )
         self._weights_there = gathered.table[0, gathered.column("weights")] if self.late else None
-        self._judged(course, gathered, lambda observations: self._judge_updated(course, observations))
+        self._judged(update, gathered, self._judge_updated)
 
-    def _judge_updated(self, course: Course, observations: Sequence[Observation]) -> None:
-        read = self._replicas[0].read_after_update
-        said = [replace(each, values=read(each.values)) for each in observations]
+    def _judge_updated(self, update: Pending, observations: Sequence[Observation]) -> None:
+        spec, size = self._replicas[0].spec, self._replicas[0].parameters.size
+        said = [replace(each, values=read_state(spec, size, each.values)) for each in observations]
         looks = {"weights": _weights, "optimizer": Replica.optimizer_state}
-        self._take_updated(course, self._agreement.judgement(UPDATED, Seen(said, Due(course.updates)), looks))
-
-    @require(unbroken)
-    def _take_updated(self, course: Course, judgement: Judgement[Seen[Due]]) -> None:
-        said = judgement.seen.said
+        settle(self._agreement.judgement(UPDATED, Seen(said, Due(update.updates)), looks))
         self._weights = said[0].values["weights"]
-        course.ranks = tuple(
+        update.ranks = tuple(
             {
                 "gradient": gradient % UNSIGNED,
                 "weights": each.values["weights"] % UNSIGNED,
                 "optimizer": each.values["optimizer"] % UNSIGNED,
             }
-            for gradient, each in zip(course.gradients, said, strict=True)
+            for gradient, each in zip(update.gradients, said, strict=True)
         )
 
     def attest_base(self, step: int, expected: int) -> None:
@@ -324,7 +288,8 @@ class TrainingStep:
         """
         if not enforced():
             return
-        observed = [{"base": digest} for digest in self._each(lambda replica: replica.base_digest())]
+        digests = self._backend.map(lambda index: self._replicas[index].base_digest())
+        observed = [{"base": digest} for digest in digests]
         observations = self._agreement.observe(step, "base", observed)
         settle(self._agreement.judgement(BASE, Seen(observations, signed(expected)), {"base": Replica.frozen}))
 
@@ -340,8 +305,16 @@ class TrainingStep:
         observations = self._agreement.observe(0, "start", values)
         settle(Judgement(START, Seen(observations, None)))
         self._weights = observations[0].values["weights"] if enforced() else None
-        self._weights_there = self._replicas[0].before_update()[2] if self.late and enforced() else None
+        self._weights_there = None
+        if self.late and enforced():
+            self._weights_there = word_sums([self._replicas[0].weights_of_model()], finite=False)[0]
 
 
 def _weights(replica: Replica) -> Mapping[str, torch.Tensor]:
     return replica.parameters.weight_views()
+
+
+def _refuse_closed(closed: torch.Tensor) -> None:
+    """The last reading of an update: nothing was found by a device that the host did not find."""
+    if bool(closed):
+        raise RuntimeError("the device refused an update for which the host finds no reason")

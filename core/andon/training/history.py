@@ -13,7 +13,7 @@ from pathlib import Path
 from andon.console.problems import InputError, Problem
 from andon.run.checkpoint import Checkpoint
 from andon.run.ledger import LedgerError, digested_ledger, same_again
-from andon.step.plan import GlobalBatch, flatten
+from andon.step.plan import GlobalBatch
 from andon.step.step import StepResult
 from andon_contracts.digest import hex64
 from andon_contracts.fields import Real
@@ -167,8 +167,14 @@ def _note_closing(history: History, record: Record, step: int, *, comparable: bo
 
 def step_record(batch: GlobalBatch, result: StepResult, world_size: int, backend: str) -> Step:
     """The ledger's record of one update: the same on every rank."""
-    digests = {name: hex64(value) for name, value in result.digests.items()}
     unknown = dict.fromkeys(("content", "gradient", "weights", "optimizer"), UNKNOWN)
+    rows = batch.micro_batches(len(result.leaves))
+    parts = []
+    for rank in range(world_size):
+        leaves = tuple(leaf.index for leaf in result.leaves if leaf.rank == rank)
+        held = {name: hex64(value) for name, value in result.ranks[rank].items()} if result.ranks else {}
+        ids = tuple(row for leaf in leaves for row in rows[leaf])
+        parts.append(RankPart(rank=rank, leaves=leaves, ids=ids, **(held or {"weights": UNKNOWN})))
     return Step(
         step=result.step,
         epoch=batch.epoch,
@@ -181,23 +187,6 @@ def step_record(batch: GlobalBatch, result: StepResult, world_size: int, backend
         correct=result.correct,
         world=world_size,
         backend=backend,
-        digests=StepDigests(**{**unknown, **digests}),
-        ranks=_parts(batch, result, world_size),
-    )
-
-
-def _parts(batch: GlobalBatch, result: StepResult, world_size: int) -> tuple[RankPart, ...]:
-    rows = batch.micro_batches(len(result.leaves))
-    owned: dict[int, list[int]] = {rank: [] for rank in range(world_size)}
-    for leaf in result.leaves:
-        owned[leaf.rank].append(leaf.index)
-    held = [{name: hex64(value) for name, value in digests.items()} for digests in result.ranks]
-    return tuple(
-        RankPart(
-            rank=rank,
-            leaves=tuple(leaves),
-            ids=flatten([rows[index] for index in leaves]),
-            **(held[rank] if held else {"weights": UNKNOWN}),
-        )
-        for rank, leaves in owned.items()
+        digests=StepDigests(**unknown | {name: hex64(value) for name, value in result.digests.items()}),
+        ranks=tuple(parts),
     )

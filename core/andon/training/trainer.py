@@ -152,8 +152,13 @@ class Trainer:
         self.progress = replace(self.progress, step=batch.step, last_loss=result.loss)
         self.weights = result.digests.get("weights", self.weights)
         self.journal.step(batch, result, record)
-        best = self._look(batch)
-        self._keep(batch.step, best=best, stopping=stopping)
+        best, every = self._look(batch), self.cadence.checkpoint_every
+        saving = stopping or self.plan.is_epoch_end(batch.step) or (every is not None and batch.step % every == 0)
+        if saving or batch.step % self.cadence.base_every == 0:
+            self.step.attest_base(batch.step, self.base_digest)
+        if saving:
+            self._save(best=best, last=stopping)
+            self._saved_at = batch.step
 
     def _due(self, step: int) -> bool:
         """Whether after update `step` something looks at the weights, or the run ends."""
@@ -177,15 +182,6 @@ class Trainer:
             return True
         self.progress = replace(self.progress, bad_epochs=self.progress.bad_epochs + 1)
         return False
-
-    def _keep(self, step: int, *, best: bool, stopping: bool) -> None:
-        every = self.cadence.checkpoint_every
-        saving = stopping or self.plan.is_epoch_end(step) or (every is not None and step % every == 0)
-        if saving or step % self.cadence.base_every == 0:
-            self.step.attest_base(step, self.base_digest)
-        if saving:
-            self._save(best=best, last=stopping)
-            self._saved_at = step
 
     def _save(self, *, best: bool, last: bool) -> None:
         """Have the checkpoint written, and tell every rank what became of it.
