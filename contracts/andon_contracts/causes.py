@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, replace
+import re
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from andon_contracts.fields import Count, Part
 from andon_contracts.violation import Finding, Halted, Kind, Violation
 
 HALT = "halt-together"
+_NAME = re.compile(r"[A-Za-z0-9][\w .-]{0,99}")
+"""What a clause may be called: its name becomes that of a folder."""
 
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
 _SILENT = ("Timed out waiting", "Wait timeout", "timed out after", "Timed out after", "Socket Timeout")
@@ -17,17 +20,17 @@ _NO_MEMORY = ("can't allocate memory", "out of memory", "Cannot allocate memory"
 
 
 @dataclass(frozen=True)
-class Cause:
+class Cause(Part):
     """Why all ranks stop, the same on every rank. `text` is the whole message, `rank` whose doing it is, if known."""
 
     kind: Kind
     text: str
-    rank: int | None = None
-    step: int = 0
+    rank: Count | None = None
+    step: Count = 0
     clause: str = HALT
     seen: str = ""
     tensor: str = ""
-    ranks: tuple[int, ...] = ()
+    ranks: tuple[Count, ...] = ()
     bundle: str = ""
     written: bool = False
     """Whether the bundle was written when the violation was judged, on every rank."""
@@ -52,18 +55,14 @@ class Cause:
         """The same with further rows (name, text) under its message."""
         return replace(self, text="\n".join([self.text, *row_lines(rows)]))
 
-    def to_json(self) -> str:
-        """As it travels to the other ranks."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Cause:
-        """What `to_json` gave. Raises `ValueError` for anything else."""
-        try:
-            body = json.loads(text)
-            return cls(**{**body, "ranks": tuple(body["ranks"])})
-        except (TypeError, KeyError, ValueError) as error:
-            raise ValueError(f"not a cause: {error}") from error
+    def among(self, world: int) -> Cause:
+        """This, where it can be told among so many ranks. Raises `ValueError` where it cannot."""
+        named = (*self.ranks, *([] if self.rank is None else [self.rank]))
+        if any(rank >= world for rank in named):
+            raise ValueError(f"a cause names rank {max(named)} of {world}")
+        if not _NAME.fullmatch(self.clause):
+            raise ValueError(f"a cause names the clause {self.clause!r}")
+        return self
 
 
 def row_lines(rows: tuple[tuple[str, str], ...]) -> list[str]:

@@ -12,7 +12,7 @@ import re
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Self, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin, get_type_hints
 
 _HEX16 = re.compile(r"[0-9a-f]{16}")
 _SINCE, _OPTIONAL = "since", "optional since"
@@ -22,6 +22,8 @@ Hex16 = Annotated[str, "hex16"]
 """A digest: 16 lower-case hexadecimal digits."""
 Count = Annotated[int, "count"]
 """An integer in [0, 2^63)."""
+Seconds = Annotated[float, "seconds"]
+"""A float that is finite and not negative."""
 
 
 def since(version: int) -> Mapping[str, int]:
@@ -155,6 +157,10 @@ def read_field(hint: Any, value: Any, where: str, version: int = _NEWEST) -> Any
         if get_args(hint)[0] == Count and all(map(_is_count, value)):
             return tuple(value)
         return tuple(read_field(get_args(hint)[0], item, f"{where}[{i}]", version) for i, item in enumerate(value))
+    if origin is Literal:
+        if type(value) is not str or value not in get_args(hint):
+            raise _fault(where, f"one of {', '.join(get_args(hint))}", value)
+        return value
     if origin is not None:
         return {
             name: read_field(get_args(hint)[1], item, f"{where}.{name}", version)
@@ -177,6 +183,9 @@ def _read_marked(mark: str, value: object, where: str) -> object:
     if mark == "count":
         if not _is_count(value):
             raise _fault(where, "an integer from 0", value)
+    elif mark == "seconds":
+        if type(value) is not float or not 0 <= value < math.inf:
+            raise _fault(where, "a finite float from 0", value)
     elif not isinstance(value, str) or not _HEX16.fullmatch(value):
         raise _fault(where, "16 hexadecimal digits", value)
     return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 
 import pytest
@@ -62,14 +63,16 @@ def test_a_cause_travels_whole() -> None:
     """What rank 2 raised is, after the wire, the same violation on every rank, and survives pickling there."""
     finding = Finding("nan", 7, (0, 2), "lora.A")
     sent = Cause.of_violation(Violation("the message", clause="finite", finding=finding, bundle="b/7"), 2)
-    found = Cause.from_json(sent.to_json())
+    found = Cause.from_json(json.loads(json.dumps(sent.to_json()))).among(3)
     assert found == sent
     error = pickle.loads(pickle.dumps(found.violation()))
     assert type(error) is Violation
     assert (str(error), error.clause, error.finding, error.bundle) == ("the message", "finite", finding, "b/7")
-    for text in ("", "[]", '{"kind": "died"}', '{"nothing": 1, "ranks": []}'):
-        with pytest.raises(ValueError, match="not a cause"):
-            Cause.from_json(text)
+    for body in (None, [], {"kind": "died"}, {"nothing": 1, "ranks": []}, {"kind": "bored", "text": "x"}):
+        with pytest.raises(ValueError, match=r"must be|missing|unknown"):
+            Cause.from_json(body)
+    with pytest.raises(ValueError, match="names rank 2 of 2"):
+        sent.among(2)
 
 
 @pytest.mark.parametrize(

@@ -213,16 +213,42 @@ def test_a_rank_does_not_go_on_without_its_watch() -> None:
     assert "in read" in found.message
 
 
+class Foreign(Counted):
+    """A store whose values come with an error that nobody foresaw."""
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """Nothing."""
+        raise LookupError("nobody foresaw this")
+
+
 def test_a_rank_that_cannot_read_the_others_says_so() -> None:
-    """What another rank told is none of ours: the rank ends with the cause, and tells the others before."""
+    """An error of the thread that hears, of whatever kind: the rank ends with it, and tells the others before."""
     store = HashStore()
-    store.set("beat 1", "not JSON")
-    with alone(store, 2) as made:
+    store.set("beat 1", beat(WAITS))
+    with alone(Foreign(store), 2) as made:
         found = made.end()
     told = json.loads(store.get("beat 0"))["told"]
     assert found.exit == told["exit"] == Exit.CRASHED
-    assert found.cause == told["ended"]
-    assert found.cause.startswith("the watch over this rank failed: JSONDecodeError: ")
+    assert found.cause == told["ended"] == "the watch over this rank failed: LookupError: nobody foresaw this"
+
+
+def test_what_no_rank_has_put_into_the_store_is_dropped_and_counted() -> None:
+    """Garbage in the place of a beat ends nothing; the last beat holds, the next one is heard, one line says it."""
+    store = HashStore()
+    store.set("beat 1", beat(WAITS))
+    with alone(store, 3, timeouts=Timeouts(1.0)) as made:
+        made.wait_until_known(1, "ticks")
+        for garbage in ("not JSON", beat(WAITS)[:-9], "[" * 100_000):
+            store.set("beat 1", garbage)
+            store.set("beat 2", garbage)
+            rounds = made.heart._rounds
+            wait_for(lambda rounds=rounds: made.heart._rounds > rounds + 2)  # type: ignore[misc]
+        assert made.heart.view().signs[1].ticks == WAITS.ticks
+        store.set("beat 2", beat(WAITS))
+        made.wait_until_known(2, "ticks")
+        assert made.ends.empty()
+        assert made.said == []
+    assert made.said == ["rank 0 dropped 6 values of the ranks' store that no rank had put there"]
 
 
 def test_a_beat_asks_the_store_once_for_all() -> None:

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,6 +25,7 @@ from andon.run.folder import RunFolder
 from tests.cli.command import andon
 from tests.launch.pipes import PATIENCE_S
 from tests.launch.test_supervisor import Agent
+from tests.support.hostile import Hostile, listening_ports
 from tests.training.runs import Runs, outcome, write_jsonl
 
 RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "other"}
@@ -84,6 +85,28 @@ def test_a_run_goes_on_while_others_are_refused_its_folder(
     assert sorted(path.name for path in (run / "reports").iterdir()) == ["rank-0.json", "rank-1.json"]
     assert runs.train(tmp_path / "alone") == 0
     assert outcome(run) == outcome(tmp_path / "alone")
+
+
+def test_a_run_goes_on_while_somebody_writes_garbage_into_its_store(
+    runs: Runs, tmp_path: Path, first: subprocess.Popen[str]
+) -> None:
+    """A client that is no rank puts garbage in the place of the ranks' signs of life, while rank 1 waits for rank 0:
+    the run ends with 0, with the bits of one that was alone, and each rank says once that it dropped values."""
+    (port,) = listening_ports(first.pid)
+    hostile = Hostile(port)
+    deadline = time.monotonic() + 3.0
+    while time.monotonic() < deadline:
+        assert hostile.spoil() == 3
+    (tmp_path / "go").touch()
+    while first.poll() is None and time.monotonic() < deadline + PATIENCE_S:
+        with suppress(RuntimeError):  # it ends with its launcher
+            hostile.spoil()
+    _, said = first.communicate(timeout=PATIENCE_S)
+    assert first.returncode == 0, said
+    for rank in range(2):
+        assert said.count(f"andon: rank {rank} dropped ") == 1, said
+    assert runs.train(tmp_path / "alone") == 0
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "alone")
 
 
 @pytest.mark.parametrize("backend", ["inline", "gloo"])

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from andon_contracts.fields import Part
+from andon_contracts.fields import Count, Part, Seconds
 from andon_contracts.liveness.process import STOPPED, State
 from andon_contracts.liveness.rules import (
     ENDED_BY_ITSELF,
@@ -33,16 +33,16 @@ class Told(Part):
     leave that out.
     """
 
-    ticks: int = 0
-    step: int = 0
+    ticks: Count = 0
+    step: Count = 0
     phase: str = "start"
     waits: bool = False
-    since_s: float = 0.0
-    phase_s: float = 0.0
+    since_s: Seconds = 0.0
+    phase_s: Seconds = 0.0
     place: str = ""
     ended: str = ""
-    exit: int = 0
-    paused_s: float = 0.0
+    exit: Count = 0
+    paused_s: Seconds = 0.0
 
     @property
     def where(self) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from andon_contracts.bundle import explaining
 from andon_contracts.causes import HALT, Cause, first_line, kind_of, row_lines
-from andon_contracts.fields import Part
+from andon_contracts.fields import Count, Part, Seconds
 from andon_contracts.liveness.diagnosis import named
 from andon_contracts.liveness.process import STOPPED, Process, ending
 from andon_contracts.violation import Kind
@@ -22,10 +22,10 @@ class Whereabouts(Part):
     """How far a rank is: the update at which it works (1 is the first), at which of the `POINTS`, since how many
     seconds; and the last update after which all weights were seen equal."""
 
-    step: int = 0
+    step: Count = 0
     point: str = ""
-    since_s: float = 0.0
-    last_equal: int | None = None
+    since_s: Seconds = 0.0
+    last_equal: Count | None = None
 
     @property
     def order(self) -> tuple[int, int]:

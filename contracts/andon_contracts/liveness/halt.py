@@ -141,6 +141,8 @@ class HaltSignal:
             sys.excepthook = self._hook
         self._last_call.cancel()
         self._link.leave()
+        if self._link.checked.dropped:
+            _say(f"andon: {self._link.checked.account(self._rank)}")
         if threading.current_thread() is not self._thread:
             self._thread.join(LOOK_S)
 

@@ -5,18 +5,18 @@ Everything here returns at once or after a stated time: only the thread of the l
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from andon_contracts.causes import Cause
+from andon_contracts.causes import HALT, Cause
 from andon_contracts.fields import Part
 from andon_contracts.liveness.end_messages import Whereabouts
 from andon_contracts.liveness.pending_collectives import Counts
 from andon_contracts.liveness.process import Lasting, Process
-from andon_contracts.liveness.store_link import Board, Heartbeats, StoreLink
+from andon_contracts.liveness.store_link import MOST_CHARACTERS, Board, Checked, Heartbeats, StoreLink, whole
 
 POLL_S = 0.2
 """How often a rank asks whether somebody pulled the cord."""
@@ -27,6 +27,8 @@ _ANSWER_S = 1.0
 _NEAR = 32
 """So many ranks on either side may run on the same machine and are looked at there."""
 _PULLED = "pulled"
+_TRIES = 100
+"""How often a cause is put where something else stands that is none, before it is put there whatever comes."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +72,11 @@ class HaltLink:
         self._board, self._rank, self._world, self.keeper = board, rank, world, keeper
         self.following = (rank + 1) % world
         self._learn, self._progress = learn, progress
-        self._known = False
+        self._told = ""
+        """The cause as it stands on the board, once it is known."""
         self._keeper_left = False
-        self._beats, self._beat_at = Heartbeats(board, rank, Progress), 0.0
+        self.checked = Checked()
+        self._beats, self._beat_at = Heartbeats(board, rank, Progress, self.checked), 0.0
         self._silence, self._heard_last = Lasting(2 * _BEAT_S), object()
         self._near = sorted({(rank + offset) % world for offset in range(-_NEAR, _NEAR + 1)} - {rank})
         self._met = threading.Event()
@@ -88,7 +92,7 @@ class HaltLink:
 
     def publish(self, cause: Cause) -> None:
         """Tell all ranks to stop for `cause`; the first that is told wins, and all learn that one."""
-        self._link.post(lambda: self._take(self._board.compare_set(_PULLED, "", cause.to_json())))
+        self._link.post(lambda: self._pull(cause))
 
     def acknowledge(self) -> None:
         """Tell the others that this rank knows, and has left what it has to leave."""
@@ -121,9 +125,11 @@ class HaltLink:
 
     def _routine(self) -> float | None:
         """Hear what there is to hear; seconds until the next time, None once nobody needs this rank any more."""
-        if not self._known and self._board.check([_PULLED]):
+        if not self._told and self._board.check([_PULLED]):
             self._take(self._board.get(_PULLED))
-        if self._known:
+        if self._told:
+            if self._read(self._board.get(_PULLED)) is None:  # the others have to find it too
+                self._board.set(_PULLED, self._told)
             self.ended = frozenset(r for r in self._near if self._board.check([f"ended {r}"]))
             self.left = frozenset(r for r in self._near if self._board.check([f"left {r}"]))
             return _HURRIED_S
@@ -134,7 +140,7 @@ class HaltLink:
                 self._met.set()
         if self.keeper is not None and self.keeper != self._rank and self._board.check([f"left {self.keeper}"]):
             self._keeper_left = True
-            self._board.add("saw", 1)
+            self._board.set(f"saw {self._rank}", "1")
             return None
         if time.monotonic() - self._beat_at >= _BEAT_S:
             self._tell_progress()
@@ -156,10 +162,40 @@ class HaltLink:
             self.silent_s = self._silence.look(silent).get(following, 0.0)
             self._heard_last = heard
 
-    def _take(self, text: bytes) -> None:
-        if not self._known:
-            self._known = True
-            self._learn(Cause.from_json(text.decode("utf-8", "replace")))
+    def _pull(self, cause: Cause) -> None:
+        """Put the cause on the board where none is yet, in the place of whatever is none; learn which one it is."""
+        told = self._encoded(cause)
+        there: bytes | str = ""
+        for _ in range(_TRIES):
+            there = self._board.compare_set(_PULLED, there, told)
+            self._take(there)
+            if self._told:
+                return
+        self._board.set(_PULLED, told)
+        self._take(told.encode())
+
+    def _encoded(self, cause: Cause) -> str:
+        """As the others can read it: an error of the loop's own may hold anything."""
+        cause = replace(cause, text=cause.text[:MOST_CHARACTERS], seen=cause.seen[:MOST_CHARACTERS])
+        try:
+            told = json.dumps(cause.to_json())
+            self._form(json.loads(told))
+        except (TypeError, ValueError):
+            kept = replace(cause, step=0, clause=HALT, seen="", tensor="", ranks=(), bundle="", written=False)
+            told = json.dumps(kept.to_json())
+        return told
+
+    def _take(self, raw: bytes) -> None:
+        cause = None if self._told else self._read(raw)
+        if cause is not None:
+            self._told = raw.decode()
+            self._learn(cause)
+
+    def _read(self, raw: bytes) -> Cause | None:
+        return self.checked.read(_PULLED, raw, self._form) if raw else None
+
+    def _form(self, body: object) -> Cause:
+        return whole(Cause, body).among(self._world)
 
     def _news(self) -> News:
         ranks = range(self._world)
@@ -169,11 +205,11 @@ class HaltLink:
     def _say_goodbye(self) -> None:
         self._tell_progress()
         self._board.set(f"left {self._rank}", "1")
-        saw = self._board.add("saw", 0 if self._keeper_left or self.keeper == self._rank else 1)
-        deadline = time.monotonic() + 3 * POLL_S
-        if self.keeper == self._rank and not self._known:
+        if self.keeper is not None and self.keeper != self._rank:
+            self._board.set(f"saw {self._rank}", "1")
+        elif self.keeper is not None and not self._told:
             # With this process the store ends: the others must not take that for its death.
-            while saw < self._world - 1 and time.monotonic() < deadline:
+            others = [f"saw {rank}" for rank in range(self._world) if rank != self._rank]
+            deadline = time.monotonic() + 3 * POLL_S
+            while not self._board.check(others) and time.monotonic() < deadline:
                 time.sleep(POLL_S / 20)
-                with suppress(RuntimeError):
-                    saw = self._board.add("saw", 0)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from andon_contracts.fields import Part
+from andon_contracts.fields import Count, Part
 
 BACKWARD = "a backward pass that reduces its gradients over all ranks"
 REDUCTION = "a reduction over all ranks"
@@ -30,10 +30,10 @@ REDUCTION = "a reduction over all ranks"
 class Counts(Part):
     """What a rank has begun, as it tells the others; it is in the `number`-th reduction of `group`, if in one."""
 
-    gathers: int
-    backwards: int
+    gathers: Count
+    backwards: Count
     group: str = ""
-    number: int = 0
+    number: Count = 0
 
 
 @dataclass(frozen=True)

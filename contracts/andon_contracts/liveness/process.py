@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from andon_contracts.error_file import VARIABLE
-from andon_contracts.fields import Part
+from andon_contracts.fields import Count, Part
 
 State = Literal["runs", "stopped", "gone", "elsewhere"]
 _PROC = Path("/proc")
@@ -39,8 +39,8 @@ class Process(Part):
     as `alive`, `stopped` and `send` go. `error_file` is what torch's launcher reads of it, if there is one.
     """
 
-    pid: int
-    started: int
+    pid: Count
+    started: Count
     machine: str = ""
     host: str = ""
     error_file: str = ""

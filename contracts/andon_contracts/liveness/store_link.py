@@ -1,7 +1,8 @@
 """How ranks leave each other values: a board, the one thread of a rank that speaks with it, and signs of life on it.
 
-torch's store is a board. Another transport (sockets in a folder that permissions protect) has to offer the same six
-calls, and nothing in those who use this would change.
+torch's store is a board. Another transport (sockets in a folder that permissions protect) has to offer the same five
+calls, and nothing in those who use this would change. Whoever can reach a board can put anything there: what comes
+from it is read by `Checked` alone.
 """
 
 from __future__ import annotations
@@ -10,14 +11,19 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
-from andon_contracts.fields import Part, json_object
+from andon_contracts.fields import Count, Part
 from andon_contracts.liveness.process import Process
 
 Told = TypeVar("Told", bound=Part)
+Read = TypeVar("Read")
+MOST_CHARACTERS = 1 << 16
+"""How much text of one kind a rank may tell; more of it is left out."""
+_MOST_BYTES = 1 << 20
+"""What is longer is none of ours: JSON needs six bytes for a character, and no value has more than two such texts."""
 
 
 class Board(Protocol):
@@ -42,13 +48,50 @@ class Board(Protocol):
         """The values of names that are there, by one question."""
         ...
 
-    def compare_set(self, key: str, expected: str, value: str, /) -> bytes:
-        """Put a value where there is what is expected ("": nothing); what is there afterwards."""
+    def compare_set(self, key: str, expected: Any, value: str, /) -> bytes:
+        """Put a value where there is what is expected (text or bytes; "": nothing); what is there afterwards."""
         ...
 
-    def add(self, key: str, more: int, /) -> int:
-        """Count on; the number afterwards."""
-        ...
+
+class Checked:
+    """Values of a board, each read by one checked form. What is none is dropped, and counted as `dropped`."""
+
+    def __init__(self) -> None:
+        self.dropped = 0
+        self._last: dict[str, int] = {}
+
+    def read(self, key: str, raw: bytes, form: Callable[[object], Read]) -> Read | None:
+        """What `form` makes of the JSON found under `key`; None where that is none, or `form` raises `ValueError`."""
+        try:
+            return form(_json(raw))
+        except (ValueError, RecursionError):  # the form's words for what is wrong may nest as deeply
+            if self._last.get(key) != hash(raw):  # however often the same is found there
+                self._last[key] = hash(raw)
+                self.dropped += 1
+            return None
+
+    def account(self, rank: int) -> str:
+        """What was dropped, in words; empty: nothing."""
+        many = f"{self.dropped} value{'s' * (self.dropped != 1)}"
+        return f"rank {rank} dropped {many} of the ranks' store that no rank had put there" if self.dropped else ""
+
+
+def _json(raw: bytes) -> object:
+    if len(raw) > _MOST_BYTES:
+        raise ValueError(f"{len(raw)} bytes")
+    return json.loads(raw.decode("utf-8"), parse_constant=_refuse)
+
+
+def whole(form: type[Told], body: object) -> Told:
+    """`body` as this form, with every field that a rank writes. Raises `ValueError` for anything else."""
+    found = form.from_json(body)
+    if found.to_json() != body:
+        raise ValueError(f"{form.__name__} lacks a field")
+    return found
+
+
+def _refuse(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of ours")
 
 
 class StoreLink:
@@ -128,33 +171,44 @@ class Beat(Generic[Told]):
     told: Told
 
 
-class Heartbeats(Generic[Told]):
-    """The signs of life of all ranks on one board, each read by one checked form. For the thread of a link alone."""
+@dataclass(frozen=True)
+class _Sign(Part):
+    """A beat as it stands on a board."""
 
-    def __init__(self, board: Board, rank: int, form: type[Told]) -> None:
-        self._board, self._rank, self._form = board, rank, form
+    number: Count
+    process: Process
+    told: Mapping[str, Any]
+
+
+class Heartbeats(Generic[Told]):
+    """The signs of life of all ranks on one board. For the thread of a link alone."""
+
+    def __init__(self, board: Board, rank: int, form: type[Told], checked: Checked) -> None:
+        self._board, self._rank, self._form, self._checked = board, rank, form, checked
         self._here, self._number = Process.here(), 0
-        self._heard: dict[int, tuple[bytes, Beat[Told]]] = {}
+        self._raw: dict[int, bytes] = {}
+        self._heard: dict[int, Beat[Told]] = {}
 
     def tell(self, told: Told) -> None:
         """Give a sign of life of this rank."""
         self._number += 1  # so that each is another, also where nothing has changed with the rank
-        body = {"number": self._number, "process": self._here.to_json(), "told": told.to_json()}
-        self._board.set(f"beat {self._rank}", json.dumps(body))
+        self._board.set(f"beat {self._rank}", json.dumps(_Sign(self._number, self._here, told.to_json()).to_json()))
 
     def hear(self, ranks: Iterable[int]) -> dict[int, Beat[Told]]:
         """The last sign of those of these ranks that have given any: the same object as long as it is the last.
 
-        One question for all that were heard before; only of the others it must be asked whether they came. Raises
-        `ValueError` for what no rank of ours has put there.
+        One question for all that were heard before; only of the others it must be asked whether they came.
         """
-        known = [rank for rank in ranks if rank in self._heard or self._board.check([f"beat {rank}"])]
+        known = [rank for rank in ranks if rank in self._raw or self._board.check([f"beat {rank}"])]
         found = self._board.multi_get([f"beat {rank}" for rank in known]) if known else []
         for rank, raw in zip(known, found, strict=True):
-            if rank not in self._heard or self._heard[rank][0] != raw:
-                self._heard[rank] = raw, self._read(raw)
-        return {rank: self._heard[rank][1] for rank in known}
+            if self._raw.get(rank) != raw:
+                self._raw[rank] = raw
+                beat = self._checked.read(f"beat {rank}", raw, self._read)
+                if beat is not None:
+                    self._heard[rank] = beat
+        return {rank: self._heard[rank] for rank in known if rank in self._heard}
 
-    def _read(self, raw: bytes) -> Beat[Told]:
-        body = json_object(json.loads(raw), "beat")
-        return Beat(Process.from_json(body.get("process")), self._form.from_json(body.get("told")))
+    def _read(self, body: object) -> Beat[Told]:
+        found = whole(_Sign, body)
+        return Beat(found.process, whole(self._form, found.told))

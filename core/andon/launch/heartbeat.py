@@ -25,7 +25,7 @@ from andon_contracts.liveness import diagnosis
 from andon_contracts.liveness.clock import StepClock
 from andon_contracts.liveness.diagnosis import UPDATE, Sign, Told, View
 from andon_contracts.liveness.process import Process
-from andon_contracts.liveness.store_link import Beat, Board, Heartbeats, StoreLink
+from andon_contracts.liveness.store_link import MOST_CHARACTERS, Beat, Board, Checked, Heartbeats, StoreLink
 from andon_contracts.stacks import doing
 
 _SLOW_TIMES = 10
@@ -96,12 +96,13 @@ class Heartbeat:
         now = time.monotonic()
         self._heard: dict[int, tuple[float, Beat[Told] | None]] = dict.fromkeys(range(world), (now, None))
         """The last beat of each rank, and when it came (`time.monotonic`)."""
-        self._over, self._last = threading.Event(), ""
+        self._over, self._last, self._accounted = threading.Event(), "", False
         self._exit, self._rounds, self._deaf = 0, 0, ""
         self._slow_from = timeouts.slow_s
         self._words_by: tuple[float, int] | None = None
         clock.pauses.begin(timeouts.pause_s)
-        self._beats = Heartbeats(board, rank, Told)
+        self._checked = Checked()
+        self._beats = Heartbeats(board, rank, Told, self._checked)
         self._link: StoreLink | None = None
         if world > 1:
             self._link = StoreLink("andon-beat", self._beat, self._fall_silent)
@@ -163,7 +164,7 @@ class Heartbeat:
         return self._timeouts.beat_s
 
     def _tell(self) -> None:
-        self._beats.tell(replace(self._told(), ended=self._last, exit=self._exit))
+        self._beats.tell(replace(self._told(), ended=self._last[:MOST_CHARACTERS], exit=self._exit))
 
     def _fall_silent(self, error: Exception) -> None:
         """This rank neither tells nor hears any more, because of this error."""
@@ -226,6 +227,9 @@ class Heartbeat:
         self._over.set()
         if self._link is not None:
             self._link.close(self._tell, _FAREWELL_S)
+        if self._checked.dropped and not self._accounted:
+            self._accounted = True
+            self._speak(self._checked.account(self._rank))
 
     def _hurry(self) -> None:
         if self._link is not None:
