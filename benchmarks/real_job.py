@@ -173,7 +173,9 @@ def _model(config: Config, material: Material) -> Any:
     from transformers import AutoModelForSequenceClassification
 
     folder = str(config.model.base)
-    base = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=len(material.labels))
+    base = AutoModelForSequenceClassification.from_pretrained(
+        folder, num_labels=len(material.labels), trust_remote_code=False
+    )
     adapter = config.adapter
     targets = adapter.targets if isinstance(adapter.targets, str) or adapter.targets is None else list(adapter.targets)
     return get_peft_model(

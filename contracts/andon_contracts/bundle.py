@@ -3,7 +3,8 @@
 FOLDER/STEP/CLAUSE.json is the account, written by the lowest live rank: the ledger's record of the violation, the
 message, versions. FOLDER/STEP/CLAUSE/ has a part for each live rank, written by that rank, without a collective:
 `rank-R.json` (batch ids, stacks of all Python threads, digests by tensor), `rank-R.safetensors` (tensors),
-`rank-R.collectives.json` (torch's record of its collectives, where it keeps one). Nothing in it is a pickle.
+`rank-R.collectives.json` (torch's record of its collectives, where it keeps one). Nothing in it is a pickle, and all of
+it is for its owner alone (0600), since rows and weights are in it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from andon_contracts.digest import tensor_digest
 from andon_contracts.fingerprint import environment
 from andon_contracts.record import SCHEMA_VERSION, Broken
 from andon_contracts.stacks import collectives, stacks
-from andon_contracts.tensor_file import NAMES, write_tensors
+from andon_contracts.tensor_file import NAMES, open_private, write_tensors
 from andon_contracts.violation import Finding
 
 LIMIT_BYTES = 1 << 26
@@ -160,7 +161,9 @@ def _write_json(path: Path, body: Mapping[str, object]) -> str:
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps(body, indent=2, sort_keys=True, default=repr) + "\n", encoding="utf-8")
+        text = json.dumps(body, indent=2, sort_keys=True, default=repr) + "\n"
+        with open_private(part) as file:
+            file.write(text.encode())
         part.replace(path)
     except OSError as error:
         return str(error)

@@ -35,28 +35,39 @@ _FLAGS = (
     "NVIDIA_TF32_OVERRIDE",
     "OMP_NUM_THREADS",
     "ONEDNN_MAX_CPU_ISA",
-    "PTXAS_OPTIONS",
     "PYTHONHASHSEED",
     "PYTORCH_NVML_BASED_CUDA_CHECK",
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
     "TORCH_BLAS_PREFER_CUBLASLT",
 )
-# Compilers and libraries of kernels, whose switches are many and change with their versions: all of them, but for
-# those of places, caches and logs. torch itself sets some paths, and the address of a cache may hold a password.
-_SWITCHES = (
-    "CUBLASLT_",
-    "CUBLAS_",
-    "CUDNN_",
-    "PYTORCH_TUNABLEOP_",
-    "TORCHDYNAMO_",
-    "TORCHINDUCTOR_",
-    "TORCH_COMPILE_",
-    "TORCH_CUDNN_",
-    "TRITON_",
-)
+# Compilers and libraries of kernels have many switches, which change with their versions. Values are recorded of those
+# that are known to choose kernels. Of another with such a name, unless it is of places, caches, logs or secrets, only
+# that it is set: it may hold a password all the same.
+_SWITCHES: Mapping[str, str] = {
+    "CUBLASLT_": "WORKSPACE_SIZE",
+    "CUBLAS_": "EMULATE_DOUBLE_PRECISION EMULATE_SINGLE_PRECISION EMULATION_STRATEGY WORKSPACE_CONFIG",
+    "CUDNN_": "",
+    "PYTORCH_TUNABLEOP_": "ENABLED TUNING",
+    "TORCHDYNAMO_": "DISABLE PREPARE_FREEZING",
+    "TORCHINDUCTOR_": (
+        "AUTOHEURISTIC_USE AUTO_CHUNKER BATCH_INVARIANT BENCHMARK_EPILOGUE_FUSION BENCHMARK_FUSION "
+        "BENCHMARK_KERNEL COMPREHENSIVE_PADDING COOPERATIVE_REDUCTIONS COORDINATE_DESCENT_CHECK_ALL_DIRECTIONS "
+        "COORDINATE_DESCENT_RADIUS COORDINATE_DESCENT_TUNING CPP_ENABLE_FLOATING_POINT_CONTRACT_FLAG "
+        "CPP_ENABLE_UNSAFE_MATH_OPT_FLAG CPP_GEMM_MAX_K_SLICES CPP_GEMM_THREAD_FACTORS CPP_MARCH CPP_WRAPPER "
+        "CUDAGRAPHS DECOMPOSE_K_THRESHOLD DETERMINISTIC DISABLED_PASSES DYNAMIC_SCALE_RBLOCK "
+        "EMULATE_DIVISION_ROUNDING EMULATE_PRECISION_CASTS ENABLE_LINEAR_BINARY_FOLDING FORCE_LAYOUT_OPT FREEZING "
+        "FX_COMPILE_MODE GRAPH_PARTITION LAYOUT_OPTIMIZATION LOOP_ORDERING_AFTER_FUSION MAX_AUTOTUNE "
+        "MAX_AUTOTUNE_GEMM MAX_AUTOTUNE_GEMM_BACKENDS MAX_AUTOTUNE_GEMM_SEARCH_SPACE MAX_AUTOTUNE_POINTWISE "
+        "MIN_NUM_SPLIT MIX_ORDER_REDUCTION MULTI_KERNEL NATIVE_MATMUL NUM_DECOMPOSE_K_SPLITS ONLINE_SOFTMAX "
+        "PERMUTE_FUSION PERSISTENT_REDUCTIONS PROLOGUE_FUSION SHAPE_PADDING SPLIT_REDUCTIONS USE_FAST_MATH"
+    ),
+    "TORCH_COMPILE_": "BACKEND DISABLE",
+    "TORCH_CUDNN_": "USE_HEURISTIC_MODE_B V8_API_DISABLED",
+    "TRITON_": "DEFAULT_FP_FUSION F32_DEFAULT INTERPRET OVERRIDE_ARCH",
+}
 _NO_SWITCH = re.compile(
-    r"_(CACHE|DEBUG|DIR|DUMP|FILENAME|HOME|HOST|JOB|KEY|LOG|LOGGING|LOGINFO|LOGPATH|PATH|PORT|PRINT|PROFILE|PROTON"
-    r"|PROVENANCE|REDIS|THREADS|TIMEOUT|TRACE|URL|VERBOSE|WORKER)(_|$)"
+    r"_(API|AUTH|CACHE|CREDENTIALS?|DEBUG|DIR|DUMP|FILENAME|HOME|HOST|JOB|KEY|LOG|LOGGING|LOGINFO|LOGPATH|PASS|PASSWORD"
+    r"|PATH|PORT|PRINT|PROFILE|PROTON|PROVENANCE|REDIS|SECRET|THREADS|TIMEOUT|TOKEN|TRACE|URL|USER|VERBOSE|WORKER)(_|$)"
 )
 _PLACING_FLAGS = frozenset(
     {
@@ -94,7 +105,7 @@ def environment(threads: int | None = None, devices: Sequence[str] = ()) -> dict
         "threads": threads,
         "devices": sorted(set(devices)),
         "driver": _driver() if devices else None,
-        "flags": {name: value for name, value in sorted(os.environ.items()) if name in _FLAGS or _switches(name)},
+        "flags": {name: shown for name in sorted(os.environ) if (shown := _flag(name)) is not None},
     }
 
 
@@ -121,9 +132,18 @@ def fingerprint(environment: Mapping[str, object]) -> dict[str, str]:
     return found | {f"flag {name}": str(flags[name]) for name in sorted(flags.keys() - _PLACING_FLAGS)}
 
 
-def _switches(name: str) -> bool:
-    """Whether a variable of this name may choose kernels of a compiler or a library."""
-    return name.startswith(_SWITCHES) and not _NO_SWITCH.search(name)
+def _flag(name: str) -> str | None:
+    """What is recorded of the variable `name`; None where nothing is, as of all that may hold a secret."""
+    if name in _FLAGS:
+        return os.environ[name]
+    if name == "PTXAS_OPTIONS":  # any text
+        return "set"
+    known = next((prefix for prefix in _SWITCHES if name.startswith(prefix)), None)
+    if known is None:
+        return None
+    if name.removeprefix(known) in _SWITCHES[known].split():
+        return os.environ[name]
+    return None if _NO_SWITCH.search(name) else "set"
 
 
 def _driver() -> str | None:

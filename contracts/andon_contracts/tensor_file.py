@@ -13,7 +13,7 @@ import os
 import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -38,6 +38,14 @@ _DTYPES = {name: dtype for dtype, name in NAMES.items()}
 _MOST_HEADER = 1 << 26
 
 
+def open_private(path: Path) -> BinaryIO:
+    """`path`, made anew for writing, for its owner alone (0600) whatever the umask: rows and weights go into it."""
+    path.unlink(missing_ok=True)
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    os.fchmod(handle, 0o600)
+    return os.fdopen(handle, "wb")
+
+
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
     """Write dense tensors to `path`, whole or not at all.
 
@@ -56,7 +64,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     text += b" " * (-len(text) % 8)
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with part.open("wb") as file:
+        with open_private(part) as file:
             file.write(struct.pack("<Q", len(text)) + text)
             for tensor in held.values():
                 file.write((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()) if tensor.nbytes else b"")

@@ -14,6 +14,7 @@ import typer
 from andon.cli import inspect, plan, plugins
 from andon.console.messages import put
 from andon.console.problems import InputError, Problem, ProblemList
+from andon_contracts.legible import legible
 
 app = typer.Typer(
     add_completion=False,
@@ -157,7 +158,9 @@ def predict(run: Annotated[Path, typer.Argument(help="Run folder.")]) -> None:
 
     for found in predict(load_run(folder), texts):
         line = {"text": found.text, "label": found.label, "probability": round(found.probability, 6)}
-        if not put(json.dumps(line, ensure_ascii=False)):
+        text = json.dumps(line, ensure_ascii=False)
+        # What would act on a terminal is written as JSON itself escapes it, so that the value stays the same.
+        if not put(text if legible(text) == text else json.dumps(line)):
             return
 
 

@@ -1,10 +1,27 @@
-"""Paths that a user names: there, readable, and what they should be."""
+"""Paths that a user names: there, readable, and what they should be.
+
+A folder with a model or an adapter may be from anybody (SECURITY.md): what libraries would read in it is looked at
+first, and nothing in it is run.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from andon.console.problems import InputError, Problem, did_you_mean
+from andon.console.problems import InputError, Problem, ProblemList, did_you_mean, shown
+
+_MOST_FILES = 10_000
+_MOST_BYTES = 1 << 24
+"""Of a file of settings; those of tokenizers and the index of a large model's weights hold more."""
+_MOST_BYTES_OF = {"tokenizer.json": 1 << 28, "vocab.json": 1 << 28, ".index.json": 1 << 26}
+_MOST_LAYERS = 1000
+_LONGEST_REASON = 500
+_LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers")
 
 
 def require_file(path: Path, *, empty: bool = False) -> None:
@@ -43,6 +60,110 @@ def is_folder(path: Path) -> bool:
         return path.is_dir()
     except (OSError, ValueError) as error:
         raise _no_path(path, error) from error
+
+
+@contextmanager
+def loading(source: str, where: str) -> Iterator[None]:
+    """Inside, a library reads the folder `source` (or what the hub has under that name); its files are looked at first.
+
+    Raises `InputError` at `where`, for a folder that `require_model_folder` refuses and for whatever the library
+    raises: which exceptions files of others bring about in it nobody can list.
+    """
+    folder = Path(source).expanduser()
+    if is_folder(folder):
+        require_model_folder(folder, where)
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise InputError([Problem(where, f"cannot load {shown(source)}: {reason[:_LONGEST_REASON]}")]) from error
+
+
+def require_model_folder(folder: Path, where: str) -> None:
+    """Raise `InputError`, with all that is wrong, unless `folder` holds nothing but files that can be read as data.
+
+    Regular files inside it alone (links too, where they lead into it, or into the store of a hub's cache), of bounded
+    size; weights that an index names by plain names; no setting that names code: transformers fetches a kernel of
+    attention from the hub where a configuration names one.
+    """
+    problems = ProblemList()
+    inside = [folder.resolve(), (folder / ".." / ".." / "blobs").resolve()]
+    for number, path in enumerate(_files(folder)):
+        if number == _MOST_FILES:
+            problems.add(where, f"{folder} has more than {_MOST_FILES} files; give the model's own folder")
+            break
+        fault = _unreadable(path, inside)
+        if fault:
+            problems.add(where, f"{path} {fault}")
+        elif path.suffix == ".json" and path.parent == folder:
+            for fault in _settings_faults(path):
+                problems.add(where, f"{path} {fault}")
+    problems.raise_if_any()
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    for parent, _, names in os.walk(folder):
+        yield from (Path(parent, name) for name in sorted(names))
+
+
+def _unreadable(path: Path, inside: list[Path]) -> str:
+    """Why the file at `path` is not one to open; empty where it is."""
+    try:
+        found = path.stat()
+        real = path.resolve(strict=True)
+    except (OSError, RuntimeError) as error:
+        return f"cannot be read: {getattr(error, 'strerror', None) or error}"
+    if not stat.S_ISREG(found.st_mode):
+        return "is no regular file"
+    if path.is_symlink() and not any(real.is_relative_to(place) for place in inside):
+        return "is a link that leads out of the folder"
+    if path.suffix == ".json":
+        most = next((most for end, most in _MOST_BYTES_OF.items() if path.name.endswith(end)), _MOST_BYTES)
+        if found.st_size > most:
+            return f"has {found.st_size} bytes, more than {most}"
+    return ""
+
+
+def _settings_faults(path: Path) -> Iterator[str]:
+    """What is wrong with a file of settings, as far as that can be said without knowing the model."""
+    if path.name.endswith(("tokenizer.json", "vocab.json")):
+        return
+    try:
+        found = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        return  # who reads it says so, and what nobody reads may be anything
+    if not isinstance(found, dict):
+        return
+    if path.name.endswith(".index.json"):
+        named = found.get("weight_map")
+        odd = {str(name) for name in named.values() if not _plain(name)} if isinstance(named, dict) else set()
+        yield from (f"names weights outside of the folder: {shown(name)}" for name in sorted(odd)[:3])
+    for key, value in _leaves(found):
+        if key.endswith("_implementation"):
+            if isinstance(value, str) and not value.replace("_", "").replace("|", "").isalnum():
+                yield f"names code in {key}: {shown(value)}"
+        elif key in _LAYERS and isinstance(value, int) and value > _MOST_LAYERS:
+            yield f"has {key} {value}, more than {_MOST_LAYERS}"
+
+
+def _plain(name: object) -> bool:
+    return isinstance(name, str) and name not in ("", ".", "..") and "/" not in name and "\x00" not in name
+
+
+def _leaves(value: object, key: str = "") -> Iterator[tuple[str, object]]:
+    """Each value that is no container, with the key that it stands under, however deep."""
+    waiting = [(key, value)]
+    while waiting:
+        name, found = waiting.pop()
+        if isinstance(found, dict):
+            # A choice by part of the model stands one level deeper.
+            waiting += [(name if name.endswith("_implementation") else str(own), each) for own, each in found.items()]
+        elif isinstance(found, list):
+            waiting += [(name, each) for each in found]
+        else:
+            yield name, found
 
 
 def _no_path(path: Path, error: OSError | ValueError) -> InputError:

@@ -1,6 +1,8 @@
 """All that goes to a terminal: what a run says, on standard error; what a command was asked for, on standard output.
 
-Standard error that takes no more loses its lines; the run goes on without them.
+Standard error that takes no more loses its lines; the run goes on without them. Ledgers, bundles, configurations and
+rows are anybody's, and text in them may move a cursor, set a title or turn the order of what follows: both ways out
+write such characters as escapes (`legible`).
 """
 
 from __future__ import annotations
@@ -8,13 +10,15 @@ from __future__ import annotations
 import sys
 from contextlib import suppress
 
+from andon_contracts.legible import legible
+
 BROKEN_STREAM = (OSError, ValueError)
 """What writing to a stream raises whose reader has gone, that is full, or that was closed."""
 
 
 def say(text: str) -> None:
     """Each line of `text` with the command's name in front, in one write: lines of ranks do not come in between."""
-    write("".join(f"andon: {line}\n" for line in text.splitlines() or [""]))
+    write("".join(f"andon: {legible(line)}\n" for line in text.splitlines() or [""]))
 
 
 def write(text: str) -> None:
@@ -32,7 +36,7 @@ def put(line: str) -> bool:
     import typer  # which a run without commands does without
 
     try:
-        typer.echo(line)
+        typer.echo(legible(line))
     except BrokenPipeError:
         return False
     return True

@@ -76,12 +76,14 @@ def warm_up(preload: Sequence[str] = PRELOAD) -> None:
     if not _preload:
         _preload.extend(preload)
     multiprocessing.set_forkserver_preload(_preload)  # for a forkserver that was ended meanwhile, and is started again
-    before = {name: os.environ.get(name) for name in SINGLE_THREADED}
+    # A server looks for modules in the folder that it is started in first: a `torch.py` there is not to be run.
+    given = dict.fromkeys(SINGLE_THREADED, "1") | {"PYTHONSAFEPATH": "1"}
+    before = {name: os.environ.get(name) for name in given}
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, PREEMPTION_SIGNALS)
     try:
+        os.environ.update(given)
         resource_tracker.ensure_running()  # it ignores SIGTERM and SIGINT, and unblocks them here; of SIGUSR1 it dies
         signal.pthread_sigmask(signal.SIG_BLOCK, PREEMPTION_SIGNALS)
-        os.environ.update(dict.fromkeys(SINGLE_THREADED, "1"))
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from andon.config.source import is_folder, require_model_folder
 from andon.console.problems import InputError, Problem, ProblemList
 from andon.model.build import head_names, seeded
 from andon_contracts.digest import tree_digest
@@ -258,13 +259,20 @@ def save_base(model: nn.Module, folder: Path, labels: Sequence[str]) -> None:
 
 
 def read_labels(folder: Path) -> tuple[str, ...]:
-    """The label names of an exported folder, in the order of their ids. Raises `InputError` if there are none."""
+    """The label names of an exported folder, in the order of their ids: what is read of it first.
+
+    Raises `InputError` if there are none, and for a folder that holds what is no data (`require_model_folder`).
+    """
+    if is_folder(folder):
+        require_model_folder(folder, str(folder))
     file = folder / "labels.json"
     try:
         names = json.loads(file.read_text(encoding="utf-8"))["labels"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise TypeError("labels is no list of names")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise InputError([Problem(str(file), f"cannot read the label names: {error}")]) from error
-    return tuple(str(name) for name in names)
+    return tuple(names)
 
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from andon.config.source import is_folder
+from andon.config.source import is_folder, loading
 from andon.console.problems import InputError, Problem, ProblemList
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -169,24 +169,20 @@ def _embedded(spec: ModelSpec) -> Any:
 
 
 def _pretrained(spec: ModelSpec) -> Any:
-    from safetensors import SafetensorError
     from transformers import AutoModelForSequenceClassification
 
     source, local = _source(str(spec.base))
     config = _configuration(spec, source, local)  # not its values to the model, which refuses those that it lacks
-    try:
-        with quiet_loading():
-            model, report = AutoModelForSequenceClassification.from_pretrained(
-                source,
-                config=config,
-                dtype=_DTYPES[spec.dtype],
-                local_files_only=local,
-                trust_remote_code=False,
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-            )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise InputError([Problem("model.base", f"cannot load {spec.base!r}: {error}")]) from error
+    with loading(str(spec.base), "model.base"), quiet_loading():
+        model, report = AutoModelForSequenceClassification.from_pretrained(
+            source,
+            config=config,
+            dtype=_DTYPES[spec.dtype],
+            local_files_only=local,
+            trust_remote_code=False,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
     _check_complete(model, report, spec)
     return model
 
@@ -196,11 +192,10 @@ def _configured(spec: ModelSpec) -> Any:
     from transformers import AutoModelForSequenceClassification
 
     config = _configuration(spec, *_source(str(spec.base)))
-    try:
-        with quiet_loading():
-            return AutoModelForSequenceClassification.from_config(config, dtype=_DTYPES[spec.dtype])
-    except (OSError, ValueError, RuntimeError) as error:
-        raise InputError([Problem("model.base", f"cannot load {spec.base!r}: {error}")]) from error
+    with loading(str(spec.base), "model.base"), quiet_loading():
+        return AutoModelForSequenceClassification.from_config(
+            config, dtype=_DTYPES[spec.dtype], trust_remote_code=False
+        )
 
 
 def _configuration(spec: ModelSpec, source: str, local: bool) -> Any:
@@ -208,11 +203,8 @@ def _configuration(spec: ModelSpec, source: str, local: bool) -> Any:
     from transformers import AutoConfig
 
     given = {"pad_token_id": spec.pad_id, "use_cache": False, **_label_names(spec)}
-    try:
-        with quiet_loading():
-            config = AutoConfig.from_pretrained(source, local_files_only=local, trust_remote_code=False, **given)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise InputError([Problem("model.base", f"cannot load {spec.base!r}: {error}")]) from error
+    with loading(str(spec.base), "model.base"), quiet_loading():
+        config = AutoConfig.from_pretrained(source, local_files_only=local, trust_remote_code=False, **given)
     if config.get_text_config() is not config:
         what = f"{spec.base!r} is several models in one ({', '.join(config.sub_configs)}); give one of text alone"
         raise InputError([Problem("model.base", what)])

@@ -14,6 +14,7 @@ from torch import nn
 from andon.backend.inprocess import InlineBackend
 from andon.config.load import load_config
 from andon.config.schema import Config
+from andon.config.source import loading
 from andon.console.messages import say
 from andon.console.problems import InputError, Problem
 from andon.data.readers import read
@@ -74,9 +75,13 @@ def load_run(folder: RunFolder) -> TrainedRun:
 def _whole_model(folder: RunFolder, num_labels: int) -> nn.Module:
     from transformers import AutoModelForSequenceClassification
 
-    with quiet_loading():
+    with loading(str(folder.adapter), str(folder.path)), quiet_loading():
         model: nn.Module = AutoModelForSequenceClassification.from_pretrained(
-            str(folder.adapter), num_labels=num_labels, local_files_only=True, dtype=torch.float32
+            str(folder.adapter),
+            num_labels=num_labels,
+            local_files_only=True,
+            trust_remote_code=False,
+            dtype=torch.float32,
         )
     return model
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from itertools import islice
 
 from andon_falsify.history import History, StepEvent
 from andon_falsify.verdict import Claim, Counterexample, Verdict, conclude, not_applicable
@@ -16,6 +17,7 @@ CLAIM = Claim(
 )
 
 _CAUSAL_ORDER = ("gradient", "optimizer", "weights")
+_NAMED = 16
 
 
 def check(history: History) -> Verdict:
@@ -69,10 +71,12 @@ def _digests(event: StepEvent, field: str) -> dict[int, str]:
 
 def _absent(event: StepEvent, digests: Mapping[int, str]) -> str:
     size = len(event.ranks) if event.world is None else event.world
-    absent = [str(rank) for rank in range(size) if rank not in digests]
     if size < 1 or not event.ranks:
         return "any rank"
-    return f"rank {', '.join(absent)}" if absent else ""
+    # A damaged line may speak of a thousand million ranks.
+    absent = list(islice((rank for rank in range(size) if rank not in digests), _NAMED + 1))
+    more = f" and {size - len(digests) - _NAMED} more" if len(absent) > _NAMED else ""
+    return f"rank {', '.join(map(str, absent[:_NAMED]))}{more}" if absent else ""
 
 
 def differing(what: str, when: str, digests: Mapping[int, str]) -> list[Counterexample]:

@@ -128,9 +128,9 @@ def _refuse_unwritable(files: dict[str, Path]) -> None:
 
 def _listeners() -> Listeners:
     """The first line on standard output; a line for each trial where somebody looks at standard error."""
+    from andon_contracts.legible import legible_line
     from andon_falsify.campaign.conduct import Listeners
     from andon_falsify.campaign.wording import opening_line, trial_line
-    from andon_falsify.report.legible import legible_line
 
     def began(bench: Bench, campaign: Campaign) -> None:
         put(legible_line(opening_line(bench, campaign)))
@@ -144,8 +144,8 @@ def _listeners() -> Listeners:
 
 def _show(report: Report, files: dict[str, Path], *, cut_short: bool = False) -> None:
     """On standard output, where nothing that a subject says may move the cursor or hide what stands there."""
+    from andon_contracts.legible import legible_line
     from andon_falsify.campaign.wording import verdict_lines
-    from andon_falsify.report.legible import legible_line
 
     rest = "in the file of --json" if "--json" in files and not cut_short else "--json FILE writes them"
     for line in (*verdict_lines(report, cut_short=cut_short, rest=rest), report.closing_line):
@@ -155,7 +155,7 @@ def _show(report: Report, files: dict[str, Path], *, cut_short: bool = False) ->
 
 def _warn(text: str) -> None:
     """On standard error, likewise."""
-    from andon_falsify.report.legible import legible
+    from andon_contracts.legible import legible
 
     say(legible(text))
 

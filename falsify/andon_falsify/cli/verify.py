@@ -20,9 +20,9 @@ Runs = Annotated[list[Path], typer.Argument(help="Run folders or ledgers; severa
 
 def verify(runs: Runs) -> None:
     """Check every claim that a ledger can decide; 0 all hold, 1 one is falsified, 2 one is unknown."""
+    from andon_contracts.legible import legible_line
     from andon_falsify.claims.ledgers import ALL, read_run, recorded_violations
     from andon_falsify.claims.ledgers import verify as judged
-    from andon_falsify.report.legible import legible_line
     from andon_falsify.verdict import closing_line, exit_code
 
     try:

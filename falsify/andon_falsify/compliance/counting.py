@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from andon_contracts.legible import legible_line
 from andon_falsify.campaign.wording import counterexample_lines, said_besides
-from andon_falsify.report.legible import legible_line
 from andon_falsify.verdict import Claim, Counterexample, Outcome, Verdict, closing_line, merge, not_applicable, unknown
 
 VERDICT, CLAIMS, RUNS = "andon verdict", "andon claims", "andon runs"

@@ -19,6 +19,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from andon.console.problems import InputError
+from andon_contracts.legible import legible
 from andon_falsify.campaign.request import Options, understood
 from andon_falsify.campaign.suite import Suite
 from andon_falsify.claims.of_trainer import CLAIMS
@@ -26,7 +27,6 @@ from andon_falsify.compliance import counting
 from andon_falsify.compliance.power import Laboratory
 from andon_falsify.ranks.pool import RankPools
 from andon_falsify.ranks.trainer import AndonTrainer
-from andon_falsify.report.legible import legible
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.placing import CPU_BACKENDS, GPU_BACKENDS, why_not
 from andon_falsify.subjects.protocol import Remembering

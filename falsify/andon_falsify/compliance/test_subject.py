@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from andon_contracts.legible import legible
 from andon_falsify.campaign.suite import Suite, Tried
 from andon_falsify.compliance.plugin import Court
-from andon_falsify.report.legible import legible
 from andon_falsify.verdict import Outcome
 
 

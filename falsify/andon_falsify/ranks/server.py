@@ -66,13 +66,21 @@ class Server:
             util.Finalize(None, self.stop, exitpriority=_LAST)
             util.Finalize(None, _stop_tracker, exitpriority=_AFTER_ALL)
             self._known_at_exit = True
-        resource_tracker.ensure_running()  # starting it, as the server would, unblocks SIGINT
+        # Where these two look for modules, the folder that they are started in must not come first.
+        given = {FOLDER: str(self.folder), "PYTHONSAFEPATH": "1"}
+        before = {name: os.environ.get(name) for name in given}
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        os.environ[FOLDER] = str(self.folder)
+        os.environ.update(given)
         try:
+            resource_tracker.ensure_running()  # starting it unblocks SIGINT
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             self._held.ensure_running()
         finally:
-            del os.environ[FOLDER]
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         found: tuple[int, int] = self._held.connect_to_new_process(descriptors)
         return found

@@ -11,9 +11,9 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from andon.run.atomic import write_whole
+from andon_contracts.legible import legible
 from andon_falsify.campaign.outcome import Finding, Report
 from andon_falsify.report.cells import Cell, Mark, Subject, Table, tabulate
-from andon_falsify.report.legible import legible
 from andon_falsify.verdict import Outcome, merge
 
 

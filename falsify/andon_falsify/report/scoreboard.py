@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
+from andon_contracts.legible import legible
 from andon_falsify.campaign.outcome import Report
 from andon_falsify.report.cells import Cell, Mark, Subject, Table, tabulate
-from andon_falsify.report.legible import legible
 from andon_falsify.verdict import Outcome
 
 _WORDS = {

@@ -9,8 +9,8 @@ from importlib import resources
 from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
+from andon_contracts.legible import legible
 from andon_falsify.campaign.outcome import Report
-from andon_falsify.report.legible import legible
 from andon_falsify.report.page.style import filter_rules, width_rule
 from andon_falsify.report.page.view import Page
 
