@@ -187,7 +187,6 @@ def edited(**changes: object) -> bytes:
         (edited(v=True), "version True"),
         (edited(kind="stop"), "unknown kind 'stop'"),
         (edited(kind=["step"]), "unknown kind"),
-        (edited(kind="retraction", v=2), "unknown kind 'retraction'"),
         (edited(seq=-1), "seq must be"),
         (edited(seq=None), "seq must be"),
         (edited(prev="0"), "prev must be"),
@@ -210,8 +209,9 @@ def edited(**changes: object) -> bytes:
         (b"[" * 100_000, "not a line of JSON"),
         (b'{"v":' + b"9" * 5000 + b"}", "not a line of JSON"),
         (b" " * (MAX_LINE + 1), "more than"),
+        (edited(kind="retraction", v=2), "unknown kind 'retraction'"),
     ],
-    ids=range(27),
+    ids=range(28),
 )
 def test_a_wrong_line_is_refused(line: bytes, says: str) -> None:
     """What is no line of this version is a ValueError that names the field, in a message of bounded length."""

@@ -20,6 +20,7 @@ from andon.launch.fork_server import starting
 from andon.launch.preemption import PREEMPTION_SIGNALS
 from tests.launch.pipes import PATIENCE_S
 from tests.launch.sessions import wait_until_empty
+from tests.repository.sources import ROOT
 
 
 def launched(folder: Path, *, elastic: bool, stopped: bool, **how: str) -> tuple[int, dict[str, Any]]:
@@ -58,7 +59,11 @@ def test_a_server_that_still_imports_ends_with_its_launcher() -> None:
         f"import time; from andon.launch.launcher import warm_up; warm_up({(_PRELOAD[0], 'tests.launch.endless')!r})"
     )
     command = [sys.executable, "-c", f"{start}; time.sleep({PATIENCE_S})"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    # The server looks for modules where it is told to, not in the folder that it is started in.
+    where = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, start_new_session=True, env={**os.environ, "PYTHONPATH": where}
+    )
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == "importing\n"
