@@ -146,7 +146,9 @@ def test_a_rank_that_died_is_the_cause_although_another_had_to_be_ended(tmp_path
 
 
 def test_no_failure_has_no_cause(tmp_path: Path) -> None:
-    """Ranks that all ended with 0 have no first cause."""
+    """Ranks that all ended with 0, and say so, have no first cause."""
+    for rank in (0, 1):
+        Report(rank, int(Exit.OK), "finished", 1.0).write(tmp_path)
     assert first_cause(tmp_path, {0: 0, 1: 0}) is None
 
 

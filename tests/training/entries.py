@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -122,4 +123,36 @@ def _with_fault(payload: Payload, rank: int, fault: Callable[[RankContext], None
         return do(self, batch, rate, updates, stop=stop)
 
     TrainingStep.__call__ = step  # type: ignore[method-assign]
+    return train_rank(payload)
+
+
+def _called_in_update(call: Callable[[], object], ranks: tuple[int, ...]) -> None:
+    """`call` in the update of step `AT` of these ranks, as a callback of somebody's would."""
+    from andon.step.replica import Replica
+
+    update = Replica.apply
+
+    def apply(replica: Replica) -> None:
+        update(replica)
+        if RankContext.from_environment().rank in ranks and replica.updates == AT:
+            call()
+
+    Replica.apply = apply  # type: ignore[method-assign]
+
+
+def all_leave(payload: Payload) -> int:
+    """Every rank calls `sys.exit(0)`."""
+    _called_in_update(lambda: sys.exit(0), (0, 1))
+    return train_rank(payload)
+
+
+def one_leaves(payload: Payload) -> int:
+    """Rank 1 calls `sys.exit()`."""
+    _called_in_update(sys.exit, (1,))
+    return train_rank(payload)
+
+
+def all_vanish(payload: Payload) -> int:
+    """Every rank ends by `os._exit(0)`, which Python does not see."""
+    _called_in_update(lambda: os._exit(0), (0, 1))
     return train_rank(payload)

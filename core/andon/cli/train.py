@@ -24,7 +24,7 @@ from andon.launch.sizes import Sizing
 from andon.run.folder import RUNS, RunFolder, State, new_folder
 from andon.run.summary import read_summary
 from andon.training.entry import ENTRY, payload_of, train_rank
-from andon.training.existing import newest_unfinished, require_same_as_finished
+from andon.training.existing import go_on_with, how_far, newest_unfinished, require_same_as_finished
 from andon.training.rows import read_rows
 
 _PRELOAD = (
@@ -67,12 +67,20 @@ def run_training(
     folder = _new_folder(config) if folder is None else folder
     try:
         code = _train(config, folder, started, sizing, entry, made=made)
+        if code is Exit.OK and folder.state() is not State.FINISHED:
+            code = _left(folder, "every rank ended with exit code 0")
     finally:
         if made:
             with suppress(OSError):  # it stays where anything is in it
                 folder.path.rmdir()
     _report(folder, code)
     return code
+
+
+def _left(folder: RunFolder, how: str) -> Exit:
+    """What a run is that nobody ended: whoever called `sys.exit(0)` in it must not have it look like success."""
+    say(f"the run is not finished: {how} {how_far(folder)}; go on with: {go_on_with(folder)}")
+    return Exit.RANK_LOST
 
 
 def _train(config: Config, folder: RunFolder, started: float, sizing: Sizing | None, entry: str, *, made: bool) -> Exit:
@@ -165,7 +173,8 @@ def _nothing_to_do(config: Config, folder: RunFolder) -> bool:
         raise InputError([_foreign(folder.path)])
     if config.run.resume != "auto":
         if folder.begun():
-            raise InputError([Problem(str(folder.path), "holds a run; add --resume auto, or name another folder")])
+            what = "a run" if state is State.FINISHED else f"a run that is not finished ({how_far(folder)})"
+            raise InputError([Problem(str(folder.path), f"holds {what}; add --resume auto, or name another folder")])
         return False
     if state is State.FINISHED:
         require_same_as_finished(config, folder)
@@ -192,6 +201,8 @@ def _train_here(config: Config, folder: RunFolder, started: float) -> Exit:
                 stack.callback(signal.signal, signum, signal.signal(signum, note))
             asked.extend(preemption.taken())
             return train(config, folder, lambda: bool(asked), started)
+    except SystemExit as ended:
+        return _left(folder, f"something in it called sys.exit({'' if ended.code is None else repr(ended.code)})")
     except KeyboardInterrupt:
         kept = any(folder.checkpoints.glob("step-*"))
         left = "the last checkpoint stands" if kept else "no checkpoint had been written yet"
@@ -233,7 +244,7 @@ def _why(result: LaunchResult) -> str:
 def _report(folder: RunFolder, code: Exit) -> None:
     """The last lines: what came out and where it is."""
     if code is Exit.PREEMPTED:
-        say(f"ended at a step boundary; go on with: andon train {folder.config} --run-dir {folder.path} --resume auto")
+        say(f"ended at a step boundary; go on with: {go_on_with(folder)}")
     if code is not Exit.OK:
         return
     found = read_summary(folder.summary)

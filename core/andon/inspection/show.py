@@ -67,6 +67,8 @@ def overview(found: Recorded) -> Iterator[str]:
         steps = []
         yield from _event(record, found)
     yield from _stretch(steps)
+    if not any(isinstance(record, End) for record in found.records[-1:]):
+        yield "unfinished  the ledger has no end of this run: it goes on still, or was cut off"
     count, digest = found.head
     yield f"head        {count} lines, digest of the last {digest}"
     if found.torn:

@@ -7,7 +7,8 @@ What torch 2.13 does, and what is made of it here:
 - It waits 30 s for the others once a rank has failed, whatever `shutdown_timeout` says, and its signal handlers raise
   in the middle of whatever runs. In a thread it installs none, and whoever started the thread (`supervisor`) has its
   own clock and ends the ranks; then torch's waits return at once.
-- A function that exits with 0 instead of returning is waited for for ever (`rank.serve` returns).
+- A function that exits with 0 instead of returning is waited for for ever (`rank.serve` returns). Where all have, the
+  wait ends here; that they left no report tells what they did (`report.first_cause`).
 - Of several ranks that fail within its polling interval it names the lowest, and of the others it keeps no exit code;
   these are read here, from the processes it holds.
 - Its log lines cost 1.6 s the first time (the formatter imports torch's compiler).
@@ -25,7 +26,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
@@ -118,6 +119,13 @@ class _Agent(LocalElasticAgent):
             pids: dict[int, int] = super()._start_workers(worker_group)
         self._started(dict(pids))
         return pids
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result: RunResult = super()._monitor_workers(worker_group)
+        # One that returned is kept until all have: a process that is gone by now returned nothing.
+        if result.state is WorkerState.HEALTHY and len(self.exit_codes()) == worker_group.spec.local_world_size:
+            return RunResult(state=WorkerState.SUCCEEDED)
+        return result
 
     def exit_codes(self) -> dict[int, int]:
         """The exit code of each rank that has ended, as multiprocessing gives it; to be asked after `run`."""

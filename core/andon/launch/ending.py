@@ -23,6 +23,9 @@ def describe(error: BaseException, rank: int) -> Report:
         return Report(rank, Exit.USAGE, cause=head, message=text, time=now)
     if isinstance(error, Violation):
         return Report(rank, Exit.VIOLATION, cause=head, clause=error.clause, step=error.step, message=full, time=now)
+    if isinstance(error, SystemExit) and error.code in (None, 0):
+        # Work that is done returns: whatever called this, a library or a callback, left it undone.
+        return Report(rank, Exit.RANK_LOST, cause="left by sys.exit(0)", message=full, time=now, left=True)
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         code = code if 0 <= code <= 255 else Exit.CRASHED  # of 256 the system would make 0

@@ -165,7 +165,8 @@ def _live(work: Callable[[RankContext], int], run_folder: Path | None) -> Report
         report = Report(rank=rank, exit=code, cause=_named(code), time=time.time())
     except BaseException as error:  # noqa: BLE001 - whatever it is, this rank must leave a report and end
         _take_the_end()
-        report = _explained(describe(error, rank))
+        report = describe(error, rank)
+        report = _placed(report) if report.left else _explained(report)
         if os.environ.get(TRACEBACK) == "1":
             traceback.print_exc()
     _record_in_time(report)
@@ -179,6 +180,14 @@ def _take_the_end() -> None:
     """The main thread makes the end of this process; where another thread has begun to, it ends meanwhile."""
     if not _state.ending.acquire(blocking=False):
         threading.Event().wait()
+
+
+def _placed(report: Report) -> Report:
+    """The report with where the rank was in its work."""
+    if _state.heartbeat is None:
+        return report
+    told = _state.heartbeat.clock.read()
+    return replace(report, step=told.step, cause=f"{report.cause} in {told.where}, before the end of the run")
 
 
 def _explained(report: Report) -> Report:

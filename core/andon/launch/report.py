@@ -16,6 +16,7 @@ from pathlib import Path
 from andon.console.exits import Exit
 from andon.run.folder import REPORTS
 from andon_contracts.error_file import write_error_file
+from andon_contracts.liveness.diagnosis import named
 from andon_contracts.liveness.process import ending
 from andon_contracts.liveness.rules import NOTICED
 
@@ -30,7 +31,8 @@ UNSEEN = 255
 class Report:
     """One rank's end: `exit` is the code it chose, `cause` one line, `message` all that is known (a traceback, all
     of a user's mistakes), `time` seconds since the epoch at which it failed or finished, `launch` the id of the launch
-    that it was a rank of (`TORCHELASTIC_RUN_ID`)."""
+    that it was a rank of (`TORCHELASTIC_RUN_ID`), `left` that the process asked for its end in the middle of its work,
+    with 0, which would otherwise look like success."""
 
     rank: int
     exit: int
@@ -40,6 +42,7 @@ class Report:
     step: int = 0
     message: str = ""
     launch: str = ""
+    left: bool = False
 
     def write(self, run_folder: Path) -> None:
         """Write it whole: a reader sees the file complete or not at all."""
@@ -109,7 +112,8 @@ def first_cause(
     clocks say.
     """
     reports = {rank: Report.read(run_folder, rank, launch) for rank in exits}
-    failed = [rank for rank, code in exits.items() if code != 0 or _chosen(reports[rank]) != 0]
+    # One that did its work says so; who ends with 0 and has not left by a way that Python does not see.
+    failed = [rank for rank, code in exits.items() if code != 0 or reports[rank] is None or _chosen(reports[rank]) != 0]
     if not failed:
         return None
 
@@ -119,8 +123,12 @@ def first_cause(
         return _remoteness(exits[rank], report, rank in ended), seen, rank
 
     first = min(failed, key=order)
-    text = f"rank {first} {_sentence(exits[first], reports[first], len(exits))}"
-    found = exit_of(exits[first], reports[first])
+    said = _sentence(exits[first], reports[first], len(exits))
+    alike = [rank for rank in failed if _sentence(exits[rank], reports[rank], len(exits)) == said]
+    report = reports[first]
+    left = report.left if report is not None else exits[first] == 0
+    text = f"{named(alike if left else [first])} {said}"
+    found = Exit.RANK_LOST if left else exit_of(exits[first], report)
     silent = sorted(rank for rank in failed if rank in ended and reports[rank] is None)
     if _chosen(reports[first]) in NOTICED.values() and silent:
         # Others timed out on it or lost those who did, and it had to be killed: it is the cause, and could not say so.
@@ -159,7 +167,8 @@ def _remoteness(code: int, report: Report | None, ended: bool) -> int:
     """How far from the root cause an end is: 0 may be one, 3 is the launcher's own doing."""
     if report is not None and report.exit != 0:
         # Torch's agent asks the others to end once one has failed, so being preempted may be a consequence too.
-        return 2 if report.exit in NOTICED.values() or report.exit == Exit.PREEMPTED else 0
+        noticed = report.exit in NOTICED.values() and not report.left
+        return 2 if noticed or report.exit == Exit.PREEMPTED else 0
     if ended:
         return 3
     if code == -signal.SIGTERM:
@@ -173,6 +182,8 @@ def _sentence(code: int, report: Report | None, world: int) -> str:
         return f"of {world}: {report.cause}"
     if code == UNSEEN:
         return f"of {world} was lost together with the process that started it"
+    if code == 0:
+        return f"of {world} ended with exit code 0 before the end of the run, and left no report"
     if code > 0:
         return f"of {world} ended with exit code {code} and left no report"
     return f"of {world} {ending(code)}"

@@ -11,8 +11,10 @@ from andon.config.source import is_there
 from andon.console.messages import say
 from andon.console.problems import InputError, Problem
 from andon.run.folder import RunFolder, State
+from andon.run.ledger import LedgerError, read_ledger
 from andon.run.provenance import read_provenance
 from andon.training.rows import read_rows
+from andon_contracts.record import Retraction, Start, Step
 
 
 def require_run(path: Path) -> RunFolder:
@@ -23,9 +25,32 @@ def require_run(path: Path) -> RunFolder:
     if folder.state() in (State.EMPTY, State.FOREIGN):
         raise InputError([Problem(str(path), "holds no run of andon")])
     if not folder.adapter.is_dir():
-        what = f"has no trained adapter yet; finish it: andon train {folder.config} --run-dir {path} --resume auto"
+        what = f"has no trained adapter yet; finish it: {go_on_with(folder)}"
         raise InputError([Problem(str(path), what)])
     return folder
+
+
+def how_far(folder: RunFolder) -> str:
+    """`after step 14 of 30`, by the ledger of the run in `folder`; `before its first step` where it has none."""
+    done = planned = 0
+    try:
+        for record in read_ledger(folder.ledger):
+            if isinstance(record, Start):
+                planned = record.plan.steps or 0
+            elif isinstance(record, Step):
+                done = max(done, record.step)
+            elif isinstance(record, Retraction):
+                done = min(done, record.step)
+    except (OSError, LedgerError):
+        pass  # this only says where: whoever resumes is told what is wrong with the ledger
+    if not done:
+        return "before its first step"
+    return f"after step {done} of {planned}" if planned else f"after step {done}"
+
+
+def go_on_with(folder: RunFolder) -> str:
+    """The command that goes on with the run in `folder`."""
+    return f"andon train {folder.config} --run-dir {folder.path} --resume auto"
 
 
 def require_same_as_finished(config: Config, folder: RunFolder) -> None:

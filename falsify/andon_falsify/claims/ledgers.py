@@ -95,6 +95,16 @@ def recorded_violations(run: Run) -> tuple[str, ...]:
     return tuple(said[event.kind](event) for event in run.history.events if event.kind in said)
 
 
+def unfinished(run: Run) -> str:
+    """Where the ledger of `run` stops, if that is not the end of the run; empty if it is, or has no first line."""
+    last = run.history.events[-1] if run.history.events else None
+    if last is None or run.history.runs[-1].finished:
+        return ""
+    done, planned = max(run.history.trajectory, default=0), run.history.plan.steps
+    how = f"ended with {last.fields.get('reason')}" if last.kind == "end" else "without an end in its ledger"
+    return f"is not finished: {done} of {planned} steps, {how}" if planned else f"is not finished: {done} steps, {how}"
+
+
 def _broken(event: Event) -> str:
     found = event.fields
     ranks = found.get("ranks")

@@ -21,7 +21,7 @@ Runs = Annotated[list[Path], typer.Argument(help="Run folders or ledgers; severa
 def verify(runs: Runs) -> None:
     """Check every claim that a ledger can decide; 0 all hold, 1 one is falsified, 2 one is unknown."""
     from andon_contracts.legible import legible_line
-    from andon_falsify.claims.ledgers import ALL, read_run, recorded_violations
+    from andon_falsify.claims.ledgers import ALL, read_run, recorded_violations, unfinished
     from andon_falsify.claims.ledgers import verify as judged
     from andon_falsify.verdict import closing_line, exit_code
 
@@ -43,6 +43,8 @@ def verify(runs: Runs) -> None:
         told = recorded_violations(run)
         for line in (*told[:_SHOWN], *([f"{len(told) - _SHOWN} more"] if len(told) > _SHOWN else [])):
             typer.echo(legible_line(f"note: {run.path} records {line}"))
+        if stops := unfinished(run):
+            typer.echo(legible_line(f"note: {run.path} {stops}"))
     typer.echo(closing_line(verdicts, len(read)))
     raise typer.Exit(exit_code(verdicts))
 
