@@ -15,9 +15,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from andon_contracts.agree import GroupGather, Observation, bits_of, gather_observations, real_of
+from andon_contracts.agree import GroupGather, Observation, bits_of, gather_observations, own_group, real_of
 from andon_contracts.digest import signed
-from andon_contracts.own_group import own_group
 from tests.support.ranks import run_ranks
 
 words = st.integers(0, (1 << 64) - 1)

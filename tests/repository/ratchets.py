@@ -13,9 +13,6 @@ LONG_CLASSES: frozenset[str] = frozenset()
 
 DEFERRED: frozenset[str] = frozenset(
     {
-        "andon.training.entry",
-        "andon.training.study",
-        "andon_falsify.loops.task",
         "andon_falsify.ranks.rank",
     }
 )

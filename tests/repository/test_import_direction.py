@@ -58,8 +58,10 @@ SLOW = (
     "hypothesis",
     "pytest",
     "xdist",
+    "andon.fast.rewrites",
 )
-"""Libraries that take their time to be imported, or that not every installation has."""
+"""Libraries that take their time to be imported, or that not every installation has; and one module of ours that
+defines operators of torch, for which torch loads its compiler."""
 
 _COMMANDS = "loaded for `andon --help`, which answers in a tenth of a second: each command imports its own work"
 WITH_ANOTHER_REASON = {
@@ -281,7 +283,8 @@ def loads(name: str) -> frozenset[str]:
 
 def without_reason(module: Module) -> list[Import]:
     """The imports inside functions that load nothing slow but what is there already when the module itself is."""
-    there = {slow for each in imports(module) if not (each.deferred or each.type_only) for slow in loads(each.name)}
+    first = [each.name for each in imports(module) if not (each.deferred or each.type_only)]
+    there = {slow for name in (*first, module.name.rpartition(".")[0]) for slow in loads(name)}
     return [each for each in imports(module) if each.deferred and not loads(each.name) - there]
 
 

@@ -9,12 +9,15 @@ too, because it calls the function that is replaced here; for `from torch.nn.uti
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.nn.utils import clip_grad
+
+from andon_contracts.liveness.halt import HaltSignal
+from andon_contracts.watch.optimizer_probe import OptimizerProbe
 
 
 class Listener(Protocol):
@@ -136,3 +139,44 @@ def _around_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
                 listener.resumed()
 
     return reduce
+
+
+class Hearing:
+    """What a watch hears of the loop's own calls, handed on to the optimizers that they concern."""
+
+    def __init__(self, probes: Mapping[int, OptimizerProbe], signal: HaltSignal | None) -> None:
+        """probes: by the identity of their optimizer. signal: what stops all ranks, and knows who waits for whom."""
+        self._probes = probes
+        self._signal = signal
+        self._begun = None if signal is None else signal.begun
+
+    def clipping(self, parameters: Sequence[torch.Tensor], norm: torch.Tensor | None) -> None:
+        """The loop is about to clip."""
+        for probe in self._probes.values():
+            probe.clipping(parameters, norm)
+
+    def updates_of(self, optimizer: object) -> int | None:
+        """The updates of `optimizer` so far; None for one that is not watched."""
+        probe = self._probes.get(id(optimizer))
+        return None if probe is None else probe.updates
+
+    def skipped(self, optimizer: object) -> None:
+        """A loss scaler has left out an update."""
+        self._probes[id(optimizer)].skip()
+
+    def reducing(self, tensor: torch.Tensor, group: object, waits: bool) -> None:
+        """The loop is about to reduce."""
+        if self._begun is not None:
+            self._begun.reducing(group, waits=waits)
+        for probe in self._probes.values():
+            probe.reducing(tensor, group)
+
+    def resumed(self) -> None:
+        """The call that reduces is over."""
+        if self._begun is not None:
+            self._begun.resumed()
+
+    def lost(self, error: BaseException) -> None:
+        """A reduction of the loop failed."""
+        if self._signal is not None:
+            self._signal.lost(error)

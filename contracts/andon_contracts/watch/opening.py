@@ -15,11 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from andon_contracts.agree import GroupGather, Observation
+from andon_contracts.agree import GroupGather, Observation, own_group
 from andon_contracts.ledger import LedgerFile
 from andon_contracts.liveness.halt import HaltSignal, own_store
 from andon_contracts.liveness.pending_collectives import PendingCollectives
-from andon_contracts.own_group import own_group
 from andon_contracts.watch.exchange import WIDTH, Exchange
 from andon_contracts.watch.ledger import ledger_path, open_ledger
 from andon_contracts.watch.model_probe import ModelProbe

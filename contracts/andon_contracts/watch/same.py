@@ -12,10 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from andon_contracts.act import Scene, violation
-from andon_contracts.agree import GroupGather, minority
+from andon_contracts.agree import GroupGather, minority, own_group
 from andon_contracts.digest import tensor_digest
 from andon_contracts.observe import plain
-from andon_contracts.own_group import own_group
 from andon_contracts.violation import Finding, Violation
 from andon_contracts.watch.exchange import WIDTH, Exchange, by_rank
 from andon_contracts.watch.values import text_digest, value_digest

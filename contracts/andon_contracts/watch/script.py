@@ -20,6 +20,8 @@ from typing import Any
 
 from andon_contracts.error_file import tell_launcher
 from andon_contracts.violation import Halted, Violation
+from andon_contracts.watch.settings import allow_problems
+from andon_contracts.watch.standby import Standby
 
 _FAILED, _VIOLATION = 1, 70
 
@@ -60,8 +62,6 @@ def parse(arguments: Sequence[str]) -> Asked:
     """What `arguments` ask for. Exits with 2, all that is wrong said, where they make no sense."""
     parser = _parser()
     given = parser.parse_args(arguments)
-    from andon_contracts.watch.settings import allow_problems
-
     allow = {clause.strip(): reason.strip() for clause, _, reason in (text.partition("=") for text in given.allow)}
     problems = allow_problems(allow)
     if given.checks != "step":
@@ -83,8 +83,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     What the script raises passes through, its own `SystemExit` too.
     """
     asked = parse(sys.argv[1:] if arguments is None else arguments)
-    from andon_contracts.watch.standby import Standby
-
     if asked.ledger is not None:
         os.environ["ANDON_LEDGER"] = os.path.abspath(asked.ledger)
     _hide_our_frames()

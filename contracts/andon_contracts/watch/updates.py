@@ -16,13 +16,13 @@ from andon_contracts.watch.auditing import Auditor
 from andon_contracts.watch.exchange import Exchange
 from andon_contracts.watch.judging import Verdicts
 from andon_contracts.watch.ledger import Recorder, Told
+from andon_contracts.watch.locate import Locator
 from andon_contracts.watch.model_probe import ModelProbe
 from andon_contracts.watch.model_state import Buffers, FrozenBase
 from andon_contracts.watch.optimizer_probe import OptimizerProbe
 from andon_contracts.watch.outcomes import Outcomes
 from andon_contracts.watch.replicas import Replicas
 from andon_contracts.watch.rows import Rows
-from andon_contracts.watch.second_look import SecondLook
 from andon_contracts.watch.user_reports import UserReports
 from andon_contracts.watch.values import layout_digest
 
@@ -47,7 +47,7 @@ class Updates:
         self._verdicts = verdicts
         self._settings = verdicts.settings
         self._recorder = recorder
-        self.second_look = SecondLook(exchange, replicas, verdicts, subject, rows)
+        self.locator = Locator(exchange, replicas, verdicts, subject, rows)
         self.auditor = Auditor(exchange, verdicts, rows, probes)
         self.reports = UserReports(exchange, verdicts, rows)
         self.outcomes = Outcomes(exchange, verdicts, probes, recorder, subject)
@@ -83,9 +83,9 @@ class Updates:
         seen: Seen[object] = Seen(observations, None, subject.names)
         judgement = self._verdicts.judgement(self._verdicts.alive(START), seen)
         if judgement.first is None:
-            self.second_look.note_equal(self._settings.start, seen)
+            self.locator.note_equal(self._settings.start, seen)
         else:
-            self.second_look.start(judgement)
+            self.locator.start(judgement)
         self.reports.look_at_data()
 
     def _devices_differ(self) -> bool:
@@ -123,8 +123,8 @@ class Updates:
         aligned: Seen[object] = Seen(self._replicas.align(seen), None, self._subject.names)
         judgement = self._verdicts.judgement(self._after_laws, aligned)
         if judgement.first is not None:
-            self.second_look.after(probe, judgement, self._aligned)
-        self.second_look.note_equal(probe.updates, aligned)
+            self.locator.after(probe, judgement, self._aligned)
+        self.locator.note_equal(probe.updates, aligned)
         probe.moments_equal = "optimizer" not in aligned.differing
         probe.turn()
         self.spent += time.perf_counter() - began
@@ -152,11 +152,11 @@ class Updates:
         self.reports.told_rows = Told()
         judgement = self._verdicts.judgement(self._before_laws, Seen(observations, self._want, self._subject.names))
         if judgement.first is not None:
-            self.second_look.before(probe, judgement)
+            self.locator.before(probe, judgement)
         if in_lockstep(observations):
             self.outcomes.judge_count(probe.updates, over=False)
             ids = self.reports.judge_rows(observations, probe.skipped)
-            self.auditor(probe, step, ids, lambda: self.second_look.scene(probe, observations, applied=False))
+            self.auditor(probe, step, ids, lambda: self.locator.scene(probe, observations, applied=False))
         self.spent += time.perf_counter() - began
 
     def judge_base(self) -> str:

@@ -20,17 +20,15 @@ from andon_contracts.liveness.end_messages import POINTS, Teller, Whereabouts
 from andon_contracts.liveness.halt import HaltSignal
 from andon_contracts.violation import Violation
 from andon_contracts.watch.coverage import closing_lines, coverage, opening_lines
-from andon_contracts.watch.evidence import tensors_of
 from andon_contracts.watch.exchange import Exchange
-from andon_contracts.watch.hearing import Hearing
-from andon_contracts.watch.intercept import listen, unlisten
+from andon_contracts.watch.intercept import Hearing, listen, unlisten
 from andon_contracts.watch.judging import Verdicts
 from andon_contracts.watch.ledger import Recorder, reason_of
+from andon_contracts.watch.locate import REPLICATED, tensors_of
 from andon_contracts.watch.model_probe import ForwardTap, ModelProbe
 from andon_contracts.watch.optimizer_probe import OptimizerProbe
 from andon_contracts.watch.replicas import Replicas
 from andon_contracts.watch.rows import Rows
-from andon_contracts.watch.second_look import REPLICATED
 from andon_contracts.watch.settings import Settings
 from andon_contracts.watch.updates import Updates
 
@@ -239,7 +237,7 @@ class Watch:
     def _at(self, place: int) -> None:
         """Where this rank is within its step, for those who would miss it."""
         if self._cord is not None:
-            self._cord.at(self._updates.made + 1, POINTS[place], self._updates.second_look.last_equal)
+            self._cord.at(self._updates.made + 1, POINTS[place], self._updates.locator.last_equal)
 
     def _heed(self, *, again: bool = False) -> None:
         """Raise what another rank pulled the cord for."""

@@ -12,8 +12,11 @@ from typing import Annotated, Any
 import typer
 
 from andon.cli import inspect, plan, plugins
+from andon.config.source import is_there, require_file
 from andon.console.messages import put
 from andon.console.problems import InputError, Problem, ProblemList
+from andon.data.labels import text_fault
+from andon.launch.sizes import sized
 from andon_contracts.legible import legible
 
 app = typer.Typer(
@@ -67,7 +70,6 @@ def train(
 ) -> None:
     """Train a classifier. The result is the same to the bit for every number of workers."""
     from andon.cli.train import run_training
-    from andon.launch.sizes import sized
 
     count, sizing = sized(workers, max_restarts)
     flags: dict[str, Any] = {
@@ -100,7 +102,6 @@ def resize(
 @app.command()
 def init(folder: Annotated[Path, typer.Argument(help="Where config.yaml is written.")]) -> None:
     """Write a commented config.yaml with every setting at its default."""
-    from andon.config.source import is_there
     from andon.config.template import template
     from andon.run.atomic import storage, write_whole
 
@@ -136,7 +137,6 @@ def evaluate(
     label_column: Annotated[str | None, typer.Option(help="Column of the labels; as in the run by default.")] = None,
 ) -> None:
     """Score a run's model on a file; prints JSON."""
-    from andon.config.source import require_file
     from andon.training.existing import require_run
 
     folder = require_run(run)
@@ -169,8 +169,6 @@ def _read_texts(lines: Iterable[bytes]) -> list[str]:
 
     Raises `InputError` with each fault at stdin:LINE: not UTF-8, empty, a NUL character; and for no texts at all.
     """
-    from andon.data.labels import text_fault
-
     found = ProblemList()
     texts: list[str] = []
     for number, line in enumerate(lines, start=1):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from andon.config.schema import Config
+from andon.config.schema import Config
+from andon.launch.rank import preempted
+from andon.run.folder import RunFolder
 
 ENTRY = "andon.training.entry:train_rank"
 
@@ -19,9 +20,6 @@ def payload_of(config: Config, folder: Path, started: float) -> dict[str, Any]:
 
 def train_rank(payload: Mapping[str, Any]) -> int:
     """Be one rank of a run; returns an `Exit`. Called by the launcher in each of its processes."""
-    from andon.config.schema import Config
-    from andon.launch.rank import preempted
-    from andon.run.folder import RunFolder
     from andon.training.run import train
 
     config = Config.model_validate(payload["config"])

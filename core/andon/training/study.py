@@ -11,6 +11,7 @@ from andon.model.adapter import attach, trainable_parameters
 from andon.model.build import build_shape
 from andon.model.lengths import padded_length
 from andon.model.memory import MemoryPlan, plan_bytes
+from andon.model.memory_trace import checkpoint_hollow, hollow, traced_activations, traced_evaluation
 from andon.training.material import Material, adapter_spec, padding_multiple
 
 _EVALUATED_ROWS = 64
@@ -101,14 +102,13 @@ def _phases(
     model: Any, training: Training, trained: tuple[int, int], scored: tuple[int, int], kind: str
 ) -> tuple[int, int]:
     """Bytes of a micro-batch and of a batch of an evaluation; trained, scored: rows and length of each."""
-    from andon.model.memory_compiled import compiled_activations
-    from andon.model.memory_trace import checkpoint_hollow, hollow, traced_activations, traced_evaluation
-
     compiled = kind == "cuda" and training.compile != "off"
     with hollow(model):
         evaluation = traced_evaluation(model, *scored, kind)
         if training.activation_checkpointing:
             checkpoint_hollow(model, kind, compiled=compiled)
         if compiled:
+            from andon.model.memory_compiled import compiled_activations
+
             return compiled_activations(model, *trained), evaluation
         return traced_activations(model, *trained, kind), evaluation
