@@ -202,7 +202,8 @@ def _train_here(config: Config, folder: RunFolder, started: float) -> Exit:
             asked.extend(preemption.taken())
             return train(config, folder, lambda: bool(asked), started)
     except SystemExit as ended:
-        return _left(folder, f"something in it called sys.exit({'' if ended.code is None else repr(ended.code)})")
+        code = "" if ended.code is None else repr(ended.code)
+        return _left(folder, f"something in it called sys.exit({code})")
     except KeyboardInterrupt:
         kept = any(folder.checkpoints.glob("step-*"))
         left = "the last checkpoint stands" if kept else "no checkpoint had been written yet"
