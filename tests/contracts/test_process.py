@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from andon_contracts.liveness.process import Process, ending, memory_kills
+from andon_contracts.liveness.process import Process, ending, memory_kills, who_kills
+
+BY_HAND = "by hand or by another program: the kernel killed nothing for want of memory"
 
 
 @pytest.fixture
@@ -99,7 +101,6 @@ def test_a_process_elsewhere_is_not_judged(child: tuple[subprocess.Popen[bytes],
     [
         (None, "is gone"),
         (3, "ended with exit code 3"),
-        (-9, "was killed by SIGKILL (out of memory, or killed by hand)"),
         (-2, "was killed by SIGINT"),
         (-99, "was killed by signal 99"),
     ],
@@ -107,6 +108,48 @@ def test_a_process_elsewhere_is_not_judged(child: tuple[subprocess.Popen[bytes],
 def test_an_end_in_words(code: int | None, words: str) -> None:
     """Signals by name, with what usually sends them."""
     assert ending(code) == words
+    assert ending(-9).startswith("was killed by SIGKILL (")
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "limit", "words"),
+    [
+        ((0, 0), (1, 1), 3 << 30, "of its memory cgroup, whose limit is 3.0 GiB"),
+        ((2, 5), (4, 7), None, "out of memory: the kernel killed 2 of the processes of its memory cgroup"),
+        ((None, 0), (None, 1), None, "or killed by hand: the kernel killed 1 for want of memory on this machine"),
+        ((0, 0), (0, 1), None, BY_HAND),
+        ((None, 3), (None, 3), None, BY_HAND),
+        ((None, None), (None, None), None, "out of memory, or killed by hand"),
+    ],
+)
+def test_who_sent_a_kill(
+    before: tuple[int | None, int | None], now: tuple[int | None, int | None], limit: int | None, words: str
+) -> None:
+    """The kernel's counts tell memory from hands, as far as there are any."""
+    assert words in who_kills(before, now, limit)
+
+
+@pytest.mark.skipif(not os.access("/sys/fs/cgroup/memory/tasks", os.W_OK), reason="needs root and a memory cgroup")
+def test_a_process_that_its_cgroup_has_killed_is_told_by_its_kernel() -> None:
+    """For real: a process in a memory cgroup of 64 MiB that takes more is killed, and the cgroup's count says so."""
+    group = Path(f"/sys/fs/cgroup/memory/andon-{os.getpid()}")
+    group.mkdir()
+    code = f"""
+import os, pathlib, subprocess, sys
+pathlib.Path({str(group / "tasks")!r}).write_text(str(os.getpid()))
+from andon_contracts.liveness.process import ending
+child = subprocess.run([sys.executable, "-c", "b = bytearray(1 << 28); b[::4096] = b'1' * (1 << 16)"], check=False)
+print(ending(child.returncode))
+"""
+    try:
+        (group / "memory.limit_in_bytes").write_text(str(1 << 26))
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    finally:
+        group.rmdir()
+    assert done.stdout.strip() == (
+        "was killed by SIGKILL (out of memory: the kernel killed 1 of the processes of its memory cgroup, "
+        "whose limit is 0.1 GiB)"
+    )
 
 
 def test_the_systems_own_count_of_memory_kills() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -81,7 +82,7 @@ def test_a_world_is_restarted_shrinks_and_grows(pipe: Pipe, capfd: pytest.Captur
     assert script.asked == [(3, False), (3, True), (2, True), (3, True), (2, True)]
     assert not (pipe.path.parent / "reports" / "agents.json").exists()
     said = capfd.readouterr().err
-    assert "rank 1 of 3 was killed by SIGKILL (out of memory, or killed by hand); restart 1 of 3" in said
+    assert re.search(r"rank 1 of 3 was killed by SIGKILL \(.*\); restart 1 of 3", said)
     assert "rank 0 of 3 was lost together with the process that started it; 1 agent lost; going on with 2" in said
     assert "3 workers were asked for; going on with 3" in said
     assert "1 agent asked to leave; going on with 2" in said

@@ -114,7 +114,7 @@ def test_a_killed_rank_is_named_with_its_signal_before_those_that_lost_it(tmp_pa
     Report(0, int(Exit.RANK_LOST), "Connection closed by peer", 5.0).write(tmp_path)
     first = first_cause(tmp_path, {0: 71, 2: -9, 1: 0, 3: 0}, died={0: 5.0, 2: 9.0})
     assert first is not None
-    assert first.text == "rank 2 of 4 was killed by SIGKILL (out of memory, or killed by hand)"
+    assert first.text.startswith("rank 2 of 4 was killed by SIGKILL (")
     assert first.exit == Exit.RANK_LOST
 
 

@@ -17,14 +17,13 @@ from andon_contracts.error_file import VARIABLE
 from andon_contracts.fields import Count, Part
 
 State = Literal["runs", "stopped", "gone", "elsewhere"]
-_PROC = Path("/proc")
+_PROC, _GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 _STATE, _STARTED, _EXIT_CODE = 0, 19, 49
 """Places of fields 3, 22 and 52 of proc(5) in /proc/PID/stat, counted after the command's name."""
 STOPPED = "stopped (by a signal, a debugger)"
 STOPPED_BY = "stopped by a signal (SIGSTOP), or a debugger"
 """The state in which a process is there and does not run, of a rank and of what ranks are started by."""
 _HINTS = {
-    signal.SIGKILL: "out of memory, or killed by hand",
     signal.SIGSEGV: "a crash in native code",
     signal.SIGBUS: "a crash in native code, or a full shared-memory file system",
     signal.SIGABRT: "native code gave up",
@@ -162,6 +161,8 @@ def ending(code: int | None) -> str:
         name, hint = signal.Signals(-code).name, _HINTS.get(signal.Signals(-code))
     except ValueError:
         name, hint = f"signal {-code}", None
+    if code == -signal.SIGKILL:
+        hint = who_kills(_KILLS_BEFORE, (group_kills(), memory_kills()), _memory_limit())
     return f"was killed by {name}" + (f" ({hint})" if hint else "")
 
 
@@ -172,6 +173,59 @@ def memory_kills() -> int | None:
     except OSError:
         return None
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
+
+
+def who_kills(
+    before: tuple[int | None, int | None], now: tuple[int | None, int | None], limit_bytes: int | None
+) -> str:
+    """Who sent a SIGKILL that came between two counts of kills for want of memory, (of our cgroup, of the machine).
+
+    limit_bytes: of the cgroup's memory; None: it has none.
+    """
+    group, machine = (None if a is None or b is None else b - a for a, b in zip(before, now, strict=True))
+    if group:
+        limit = "" if limit_bytes is None else f", whose limit is {limit_bytes / 2**30:.1f} GiB"
+        return f"out of memory: the kernel killed {group} of the processes of its memory cgroup{limit}"
+    if group is None and machine:
+        return f"out of memory, or killed by hand: the kernel killed {machine} for want of memory on this machine"
+    if 0 in (group, machine):
+        return "by hand or by another program: the kernel killed nothing for want of memory"
+    return "out of memory, or killed by hand"
+
+
+def group_kills() -> int | None:
+    """How many processes of this one's memory cgroup the kernel has ended for want of memory; None where it does not
+    say, as of the root."""
+    folder = _memory_group()
+    for name in ("memory.events", "memory.oom_control"):
+        with suppress(OSError, ValueError):
+            lines = dict(line.split(maxsplit=1) for line in (folder / name).read_text().splitlines())
+            if "oom_kill" in lines:
+                return int(lines["oom_kill"])
+    return None
+
+
+def _memory_group() -> Path:
+    """The folder of this process's memory cgroup, of version 1 where that has the memory, else 2.
+
+    In a container the path that the kernel tells may be another one's: what is mounted is then the container's own.
+    """
+    told: dict[str, str] = {}
+    with suppress(OSError):
+        for line in (_PROC / "self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            told |= dict.fromkeys(controllers.split(","), path)
+    mounted = _GROUPS / "memory" if "memory" in told else _GROUPS
+    folder = mounted / told.get("memory", told.get("", "/")).lstrip("/")
+    return folder if folder.is_dir() else mounted
+
+
+def _memory_limit() -> int | None:
+    for name in ("memory.max", "memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):
+            found = int((_memory_group() / name).read_text())
+            return found if found < 1 << 60 else None  # version 1 says a huge number for none
+    return None
 
 
 def _fields(pid: int) -> list[str] | None:
@@ -194,3 +248,7 @@ def _machine() -> str:
         return f"{boot} {os.readlink(_PROC / 'self/ns/pid')}"
     except OSError:
         return ""
+
+
+_KILLS_BEFORE = group_kills(), memory_kills()
+"""As this process began: what is counted from then on was killed while it ran."""

@@ -30,7 +30,8 @@ class Summary(Part):
     that were broken; `final_loss` is the loss of the last update, None before the first; `eval` holds the scores on
     rows never trained on as JSON; `wall_s` is in seconds; `reason` is that of the ledger's end record. `finished` is
     true only for a run that reached its planned or early end: such a run is not resumed. `memory`
-    is in bytes: `planned` and `peak` of the GPU that needed most, `process_peak` of rank 0's process.
+    is in bytes: `planned` and `peak` of the GPU that needed most, `process_peak` of rank 0's process. `data_changed`:
+    which files of the data were no longer what was trained on as the run ended, and what is there instead.
     """
 
     run: str
@@ -50,6 +51,7 @@ class Summary(Part):
     eval: Mapping[str, Any] = field(default_factory=dict)
     best_step: Count | None = None
     memory: Mapping[str, Count] = field(default_factory=dict)
+    data_changed: Mapping[str, str] = field(default_factory=dict)
 
 
 def write_summary(path: Path, summary: Summary) -> None:

@@ -57,6 +57,33 @@ def read_rows(config: Config) -> Rows:
     return Rows(train, evaluation, _picked(ids, train_places), _picked(ids, validation_places))
 
 
+def changed_since(config: Config, rows: Rows, started: float) -> dict[str, str]:
+    """What of the data is no longer what `rows` were read from: the key of the configuration, and what is there now.
+
+    Only files that were touched after `started` (seconds since the epoch, before they were read) are read again.
+    """
+    named = {"data.train": config.data.train, "data.eval": config.data.eval}
+    if not any(path is not None and _touched(Path(path), started) for path in named.values()):
+        return {}
+    try:
+        now = read_rows(config)
+    except InputError as error:
+        return {key: f"can no longer be read ({error})" for key, path in named.items() if path is not None}
+    pairs = {"data.train": (rows.train, now.train), "data.eval": (rows.evaluation, now.evaluation)}
+    return {
+        key: f"has {len(after)} rows now, and {len(before)} were read"
+        for key, (before, after) in pairs.items()
+        if before is not None and after is not None and before.digest != after.digest
+    }
+
+
+def _touched(path: Path, started: float) -> bool:
+    try:
+        return path.stat().st_ctime >= started - 1.0  # the file system's clock may be a tick behind
+    except OSError:
+        return True
+
+
 def _picked(ids: Sequence[int], places: Sequence[int]) -> tuple[int, ...]:
     return tuple(ids[place] for place in places)
 

@@ -43,6 +43,7 @@ from andon.training.material import idleness
 from andon.training.outputs import write_adapter, write_start
 from andon.training.progress import ProgressView
 from andon.training.resume import AlreadyFinished, Standpoint, restore, run_identity
+from andon.training.rows import changed_since
 from andon.training.session import Session, assembled
 from andon.training.trainer import Journal, Outcome, Progress, Trainer
 from andon_contracts.digest import hex64
@@ -340,6 +341,9 @@ def _summarise(
 ) -> None:
     """The summary, last of all: a folder that holds a finished one is a finished run."""
     progress, backend, ended = outcome.progress, session.run.backend, history.ended is not None
+    changed = changed_since(session.config, session.material.rows, session.started)
+    for key, how in changed.items():
+        say(f"warning: {key} is not what this run was trained on any more: it {how}")
     count, digest = journal.head
     write_summary(
         session.folder.summary,
@@ -361,5 +365,6 @@ def _summarise(
             eval=scores.as_dict() if scores is not None else {},
             best_step=progress.best_step or None,
             memory=memory,
+            data_changed=changed,
         ),
     )
