@@ -28,6 +28,10 @@ PROGRESS = Progress(Whereabouts(2, "at its update", 0.5, 1), Counts(3, 2, "all",
 CAUSE = Cause("died", "rank 1 of 2 died.", 1, 2, ranks=(1,))
 
 
+def _fails(error: Exception) -> str:
+    raise error
+
+
 def beat(told: Part) -> dict[str, Any]:
     """What a rank puts there, as JSON."""
     found = {"number": 1, "process": Process.here().to_json(), "told": told.to_json()}
@@ -49,7 +53,7 @@ def pulled(value: bytes) -> tuple[list[Cause], int]:
     """What a link learns where this stands for the cause, and what it dropped."""
     store, learned = HashStore(), list[Cause]()
     store.set("pulled", value)  # type: ignore[arg-type]
-    link = HaltLink(store, 0, WORLD, learned.append, lambda: PROGRESS)  # type: ignore[arg-type]
+    link = HaltLink(store, 0, WORLD, learned.append, lambda: PROGRESS, print, _fails)  # type: ignore[arg-type]
     link._link.ask(lambda: None, 5.0)
     link.leave()
     return learned, link.checked.dropped
@@ -176,7 +180,7 @@ def test_a_cause_is_told_where_garbage_stands() -> None:
     """Who pulls replaces what is none, and both learn the cause; who knows it puts it there again."""
     store, learned = HashStore(), list[Cause]()
     store.set("pulled", b"\xff garbage")  # type: ignore[arg-type]
-    links = [HaltLink(store, rank, WORLD, learned.append, lambda: PROGRESS) for rank in range(WORLD)]  # type: ignore[arg-type]
+    links = [HaltLink(store, rank, WORLD, learned.append, lambda: PROGRESS, print, _fails) for rank in range(WORLD)]  # type: ignore[arg-type]
     links[0].publish(CAUSE)
     for link in links:
         link._link.ask(link._routine, 5.0)
@@ -191,7 +195,7 @@ def test_a_cause_is_told_where_garbage_stands() -> None:
 def test_a_cause_that_holds_what_no_form_takes_is_told_all_the_same() -> None:
     """A loop may raise a violation of its own making: the others stop for it, without what they could not read."""
     store, learned = HashStore(), list[Cause]()
-    link = HaltLink(store, 0, WORLD, learned.append, lambda: PROGRESS)  # type: ignore[arg-type]
+    link = HaltLink(store, 0, WORLD, learned.append, lambda: PROGRESS, print, _fails)  # type: ignore[arg-type]
     odd = Cause("violation", "x" * 3_000_000, 0, -1, "../../mine", ranks=(7, -1), tensor=object())  # type: ignore[arg-type]
     link.publish(odd)
     link._link.ask(lambda: None, 5.0)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from andon.launch.context import RankContext
 from andon.launch.report import Report
+from andon_contracts.liveness.process import Process
 from tests.launch.pipes import PATIENCE_S
 
 if TYPE_CHECKING:
@@ -135,8 +136,15 @@ def act(what: str, folder: Path) -> None:
             pause.wait(0.02)
     if what in ("SIGKILL", "SIGSTOP"):
         os.kill(os.getpid(), getattr(signal, what))
+    if what == "is unguarded":
+        Process.alive = _cannot_look  # type: ignore[method-assign]
+        hang_here()
     if what == "fails":
         raise LookupError("its own error")
+
+
+def _cannot_look(process: Process) -> bool:
+    raise LookupError("nobody foresaw this")
 
 
 def hang_here() -> None:

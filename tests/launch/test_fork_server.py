@@ -16,8 +16,10 @@ import pytest
 
 from andon.cli.train import _PRELOAD
 from andon.console.exits import Exit
+from andon.launch import agent, fork_server
 from andon.launch.fork_server import starting
 from andon.launch.preemption import PREEMPTION_SIGNALS
+from andon.launch.rank import Job
 from tests.launch.pipes import PATIENCE_S
 from tests.launch.sessions import wait_until_empty
 from tests.repository.sources import ROOT
@@ -148,3 +150,42 @@ _, status = os.waitpid(tracker._pid, 0)
 print("ended with", os.waitstatus_to_exitcode(status), flush=True)
 os._exit(0)
 """
+
+
+def test_a_start_that_nobody_looked_after_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that would end a fork server that is stopped fails: its error is raised, not swallowed."""
+
+    def fail() -> None:
+        raise LookupError("nobody foresaw this")
+
+    monkeypatch.setattr(fork_server, "running", fail)
+
+    def start() -> None:
+        with starting():
+            for thread in threading.enumerate():
+                if thread.name == "fork-server":
+                    thread.join(PATIENCE_S)
+
+    with pytest.raises(RuntimeError, match="the watch over the fork server failed: LookupError: nobody"):
+        start()
+
+
+def test_an_agent_whose_ranks_ends_cannot_be_read_is_done_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher waits for its thread to be done: the error is told, and nobody waits for ever."""
+    changed = threading.Event()
+
+    class Agent:
+        def __init__(self, *_: object) -> None: ...
+
+        def run(self) -> None: ...
+
+        def exit_codes(self) -> dict[int, int]:
+            raise LookupError("nobody foresaw this")
+
+    monkeypatch.setattr(agent, "_Agent", Agent)
+    thread = agent.AgentThread(Job("tests:none", b"{}", ".", 1, {}), 1, "run", changed.set)
+    thread.start()
+    thread.join(PATIENCE_S)
+    assert changed.is_set()
+    assert thread.done
+    assert isinstance(thread.error, LookupError)

@@ -63,6 +63,18 @@ def test_what_became_of_the_other_rank_is_in_the_line(tmp_path: Path, what: str,
     assert f"rank 0: {words}" in said
 
 
+def test_a_rank_does_not_go_on_where_nobody_looks_after_its_agent(tmp_path: Path) -> None:
+    """The thread that would end it with its agent fails: the rank ends, says why, and the others say it too."""
+    words = "the watch over this rank failed: LookupError: nobody foresaw this"
+    with world(tmp_path, 2) as ranks:
+        waited, unguarded = ranks.start([0, 1], {"rank 1": "is unguarded", "timeout_s": 20.0}).ended(0, 1)
+        said = ranks.said(1)
+    assert (unguarded.exit, unguarded.cause) == (Exit.CRASHED, words)
+    assert waited.exit == Exit.RANK_LOST
+    assert waited.cause.startswith(f"rank 1 of 2 ended: {words}")
+    assert f"rank 1: {words}" in said
+
+
 def test_a_step_that_takes_too_long_ends_the_run_if_asked(tmp_path: Path) -> None:
     """With a deadline of a step all ranks end, long before any collective gives up, and who ends by it says so."""
     with world(tmp_path, 2) as ranks:

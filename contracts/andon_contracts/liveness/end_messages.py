@@ -122,6 +122,11 @@ class Teller:
         seen = f"another rank died, hangs or cannot be reached; which one is not known ({first_line(error)})"
         return self._cause("died", None, "lost another rank", seen, self.at, who=self.rank)
 
+    def unguarded(self, guard: str, error: BaseException) -> Cause:
+        """A thread that guards this rank ended by `error`: nobody here would notice any more what the others end by."""
+        seen = f"its thread {guard}, which guards it, ended by an error of its own ({first_line(error)})"
+        return self._cause("failed", self.rank, "is unguarded", seen, self.at)
+
     def pulled(self, reason: str) -> Cause:
         """The loop of this rank told all to stop."""
         head = f"rank {self.rank} of {self.world} pulled the cord at {self.at}: {reason}"

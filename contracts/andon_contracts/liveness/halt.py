@@ -49,11 +49,20 @@ class HaltSignal:
     """What any rank may pull, once. `cause` is why, on every rank; `evidence` what this rank has for a bundle."""
 
     def __init__(
-        self, store: Store, rank: int, world_size: int, begun: PendingCollectives, *, hard_stop: bool, patience_s: float
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        begun: PendingCollectives,
+        *,
+        hard_stop: bool,
+        patience_s: float,
+        warns: bool,
     ) -> None:
         """begun: what this rank has begun that needs the others.
 
-        patience_s: how long a process may be stopped, or one on another machine silent, before it hangs.
+        patience_s: how long a process may be stopped, or one on another machine silent, before it hangs. warns: a
+        thread of this that ends by an error of its own halts nobody, and all ranks say so.
         """
         self.begun = begun
         self.cause: Cause | None = None
@@ -68,7 +77,10 @@ class HaltSignal:
         self._pulling = threading.Lock()
         self._owner, self._process = threading.get_ident(), os.getpid()
         self._kept = _shared_store()
-        self._link = HaltLink(store, rank, world_size, self._learn, self._progress, _keeper(self._kept))
+        self._warns, self._warned = warns, ""
+        self._link = HaltLink(
+            store, rank, world_size, self._learn, self._progress, self._warn, self._deafened, _keeper(self._kept)
+        )
         self._monitor = PeerMonitor(self._link, rank, patience_s, begun)
         self._interruptible = blocked.enlist(self.heed)
         self._hook: Callable[..., object] = sys.excepthook
@@ -212,18 +224,48 @@ class HaltSignal:
     # the thread that looks out, and acts where the loop cannot
 
     def _watch(self) -> None:
+        trouble: Callable[[Teller], Cause | None] = self._monitor.trouble
+        for _ in range(2):
+            try:
+                self._look_out(trouble)
+                return
+            except Exception as error:  # noqa: BLE001 - whatever it is, this rank must not go on as if it were guarded
+                cause = self._teller.unguarded(self._thread.name, error)
+            if self.cause is not None:  # it halts already, and this was to see to it
+                break
+            if self._warns:
+                self._warn(_headline(cause))
+                self._link.warn(_headline(cause))
+            trouble = _always(None if self._warns else cause)
+        _say(cause.text)
+        if self._interruptible:
+            blocked.interrupt()
+
+    def _deafened(self, error: Exception) -> Cause | str:
+        """The link of this rank ended: what is to become of it."""
+        cause = self._teller.unguarded("andon-halt-link", error)
+        if not self._warns:
+            return cause
+        self._warn(_headline(cause))
+        return _headline(cause)
+
+    def _warn(self, text: str) -> None:
+        """Say, once, that a rank trains on unguarded."""
+        if text != self._warned:
+            self._warned = text
+            _say(f"andon: {text}")
+
+    def _look_out(self, trouble: Callable[[Teller], Cause | None]) -> None:
         while not self._over.is_set():
             self._awake.wait(LOOK_S)
             self._awake.clear()
             if self._over.is_set():
                 return
-            found = None if self._known.is_set() else self._monitor.trouble(self._teller)
+            found = None if self._known.is_set() else trouble(self._teller)
             if found is not None:
                 self._publish(found)
-                self._act(settle=True)
-                return
-            if self._known.is_set():
-                self._act(settle=False)
+            if self.cause is not None:
+                self._act(settle=found is not None)
                 return
 
     def _act(self, *, settle: bool) -> None:
@@ -330,6 +372,14 @@ def _keeper(shared: Store | None) -> int | None:
     if not isinstance(shared, TCPStore) or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return None
     return 0
+
+
+def _headline(cause: Cause) -> str:
+    return cause.text.partition("\n")[0]
+
+
+def _always(cause: Cause | None) -> Callable[[Teller], Cause | None]:
+    return lambda teller: cause
 
 
 def _say(text: str) -> None:

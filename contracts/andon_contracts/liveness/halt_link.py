@@ -9,10 +9,11 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from andon_contracts.causes import HALT, Cause
-from andon_contracts.fields import Part
+from andon_contracts.fields import Count, Part
 from andon_contracts.liveness.end_messages import Whereabouts
 from andon_contracts.liveness.pending_collectives import Counts
 from andon_contracts.liveness.process import Lasting, Process
@@ -27,6 +28,7 @@ _ANSWER_S = 1.0
 _NEAR = 32
 """So many ranks on either side may run on the same machine and are looked at there."""
 _PULLED = "pulled"
+_WARNED = "unguarded"
 _TRIES = 100
 """How often a cause is put where something else stands that is none, before it is put there whatever comes."""
 
@@ -40,6 +42,14 @@ class Progress(Part):
 
 
 @dataclass(frozen=True)
+class Said(Part):
+    """What a rank says to all others that is no reason to halt."""
+
+    rank: Count
+    text: str
+
+
+@dataclass(frozen=True)
 class News:
     """What the store says of all ranks: those that left in order, and where each one was a second ago."""
 
@@ -48,7 +58,11 @@ class News:
 
 
 class HaltLink:
-    """The ranks' line to each other. `learn` is called, in the thread of the link, with the cause that was first."""
+    """The ranks' line to each other. What it is given is called in the thread of the link.
+
+    learn: with the cause that was first. warn: with what another rank says to all. failed: with an error of the link,
+    which ends it; gives why all are to halt then, or what is to be said to all.
+    """
 
     def __init__(
         self,
@@ -57,6 +71,8 @@ class HaltLink:
         world: int,
         learn: Callable[[Cause], None],
         progress: Callable[[], Progress],
+        warn: Callable[[str], None],
+        failed: Callable[[Exception], Cause | str],
         keeper: int | None = None,
     ) -> None:
         """keeper: the rank in whose process the store lives; None where it outlives the ranks."""
@@ -71,7 +87,7 @@ class HaltLink:
         """How long the next rank, on another machine, has given no sign of life."""
         self._board, self._rank, self._world, self.keeper = board, rank, world, keeper
         self.following = (rank + 1) % world
-        self._learn, self._progress = learn, progress
+        self._learn, self._progress, self._warn, self._unguarded = learn, progress, warn, failed
         self._told = ""
         """The cause as it stands on the board, once it is known."""
         self._keeper_left = False
@@ -93,6 +109,10 @@ class HaltLink:
     def publish(self, cause: Cause) -> None:
         """Tell all ranks to stop for `cause`; the first that is told wins, and all learn that one."""
         self._link.post(lambda: self._pull(cause))
+
+    def warn(self, text: str) -> None:
+        """Say this on all other ranks."""
+        self._link.post(lambda: self._spread(text))
 
     def acknowledge(self) -> None:
         """Tell the others that this rank knows, and has left what it has to leave."""
@@ -147,13 +167,23 @@ class HaltLink:
         return POLL_S if self.processes else _HURRIED_S
 
     def _failed(self, error: Exception) -> None:
-        if not isinstance(error, RuntimeError):
-            raise error
-        self.broken = not self._keeper_left  # the store is gone: its keeper ended, in order or not
+        ours = isinstance(error, RecursionError | NotImplementedError)
+        if isinstance(error, RuntimeError | OSError) and not ours:
+            self.broken = not self._keeper_left  # the store is gone: its keeper ended, in order or not
+            return
+        told = self._unguarded(error)
+        with suppress(Exception):  # what it is of, may be this very store
+            self._spread(told) if isinstance(told, str) else self._pull(told)
+        if not isinstance(told, str) and not self._told:
+            self._learn(told)  # at least this rank acts on it
 
     def _tell_progress(self) -> None:
         self._beat_at = time.monotonic()
         self._beats.tell(self._progress())
+        if self._board.check([_WARNED]):
+            found = self.checked.read(_WARNED, self._board.get(_WARNED), lambda body: whole(Said, body))
+            if found is not None and found.rank != self._rank:
+                self._warn(found.text)
         following = self.following
         if following in self.processes and self.processes[following].look() == "elsewhere":
             heard = self._beats.hear([following]).get(following)
@@ -173,6 +203,9 @@ class HaltLink:
                 return
         self._board.set(_PULLED, told)
         self._take(told.encode())
+
+    def _spread(self, text: str) -> None:
+        self._board.set(_WARNED, json.dumps(Said(self._rank, text[:MOST_CHARACTERS]).to_json()))
 
     def _encoded(self, cause: Cause) -> str:
         """As the others can read it: an error of the loop's own may hold anything."""

@@ -139,7 +139,7 @@ def _opened(
         replicas = replicas_of([o.values["part"] for o in seen], [o.values["copies"] for o in seen])
         assert subject is not None
         settings = replace(settings, recording=bool(seen[0].values["records"]))
-        cord = _cord(exchange, settings.hard_stop, place.patience, place.group)
+        cord = _cord(exchange, settings, place)
         if cord is not None:
             undo.push(cord.end_with)
         opened = Watch(subject, optimizers, settings, exchange, replicas, cord, file)
@@ -201,21 +201,24 @@ def _wrong_types(model: object, optimizers: Sequence[object]) -> list[str]:
     ]
 
 
-def _cord(
-    exchange: Exchange, hard_stop: bool, patience: datetime.timedelta, group: dist.ProcessGroup | None
-) -> HaltSignal | None:
-    """What any rank may pull to stop all; its name in the store is one on the ranks of `group` and on no others."""
+def _cord(exchange: Exchange, settings: Settings, place: _Place) -> HaltSignal | None:
+    """What any rank may pull to stop all; its name in the store is one on the ranks of the group and on no others."""
     if exchange.world_size == 1:
         return None
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    name = "all" if group is None else "-".join(map(str, ranks))
+    ranks = dist.get_process_group_ranks(place.group or dist.group.WORLD)
+    name = "all" if place.group is None else "-".join(map(str, ranks))
     number = _cords[name] = _cords.get(name, 0) + 1
     store = own_store(f"{name}/{number}")
     if store is None:
         return None
-    patience_s = patience.total_seconds()
     return HaltSignal(
-        store, exchange.rank, exchange.world_size, PendingCollectives(ranks), hard_stop=hard_stop, patience_s=patience_s
+        store,
+        exchange.rank,
+        exchange.world_size,
+        PendingCollectives(ranks),
+        hard_stop=settings.hard_stop,
+        patience_s=place.patience.total_seconds(),
+        warns=settings.action == "warn",
     )
 
 

@@ -162,9 +162,12 @@ class AgentThread(threading.Thread):
                 agent.run()
         except BaseException as error:  # noqa: BLE001 - another thread has to hear of it, whatever it is
             self.error = error
-        finally:
+        try:
             if agent is not None:
                 self.exits = agent.exit_codes()
+        except Exception as error:  # noqa: BLE001 - as above
+            self.error = self.error or error
+        finally:
             self.done = True
             self._changed()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
+from dataclasses import replace
 
 from andon.console.exits import Exit
 from andon.console.problems import InputError
@@ -35,6 +36,12 @@ def describe(error: BaseException, rank: int) -> Report:
     of_another = consequence(error)
     peer = stated if isinstance(stated, Exit) else None if of_another is None else Exit(NOTICED[of_another])
     return Report(rank, Exit.CRASHED if peer is None else peer, cause=cause, message=full, time=now)
+
+
+def unguarded(error: Exception, rank: int) -> Report:
+    """The end of a rank of which a guard failed by this error: nobody would see a deadline pass, or others end."""
+    found = describe(error, rank)
+    return replace(found, exit=Exit.CRASHED, cause=f"the watch over this rank failed: {found.cause}")
 
 
 def _headline(text: str) -> str:

@@ -17,6 +17,7 @@ from multiprocessing import connection, forkserver
 
 from andon.console.exits import Exit
 from andon.console.problems import InputError, Problem
+from andon_contracts.causes import first_line
 from andon_contracts.liveness.process import STOPPED_BY, Lasting, Process
 
 STOPPED_S = 5.0
@@ -61,10 +62,17 @@ def end_if_stopped() -> None:
 def starting() -> Iterator[None]:
     """While processes are started: a fork server that is stopped meanwhile is ended.
 
-    Raises `ServerStopped` where that was so, whatever came of the start.
+    Raises `ServerStopped` where that was so, whatever came of the start, and `RuntimeError` where nobody could look.
     """
-    over, ended = threading.Event(), threading.Event()
-    watching = threading.Thread(target=_watch, args=(over, ended), name="fork-server", daemon=True)
+    over, ended, failed = threading.Event(), threading.Event(), list[Exception]()
+
+    def watch() -> None:
+        try:
+            _watch(over, ended)
+        except Exception as error:  # noqa: BLE001 - whatever it is, what was started then was not looked after
+            failed.append(error)
+
+    watching = threading.Thread(target=watch, name="fork-server", daemon=True)
     watching.start()
     try:
         yield
@@ -77,6 +85,8 @@ def starting() -> Iterator[None]:
         watching.join()  # at its next look it may have found the server stopped for too long
     if ended.is_set():
         raise ServerStopped(_sentence())
+    if failed:
+        raise RuntimeError(f"the watch over the fork server failed: {first_line(failed[0])}") from failed[0]
 
 
 def _watch(over: threading.Event, ended: threading.Event) -> None:

@@ -19,7 +19,7 @@ from torch.distributed import DistStoreError
 
 from andon.console.exits import Exit
 from andon.console.messages import say
-from andon.launch.ending import describe
+from andon.launch.ending import unguarded
 from andon.launch.report import Report
 from andon_contracts.liveness import diagnosis
 from andon_contracts.liveness.clock import StepClock
@@ -214,10 +214,10 @@ class Heartbeat:
         return True
 
     def _failure(self, error: Exception) -> Report:
-        """The end of a rank of which a thread of this failed: nobody would see a deadline pass any more."""
-        found = describe(error, self._rank)
-        self._exit, self._last = Exit.CRASHED, f"the watch over this rank failed: {found.cause}"
-        return replace(found, exit=self._exit, cause=self._last)
+        """The end of a rank of which a thread of this failed."""
+        report = unguarded(error, self._rank)
+        self._exit, self._last = report.exit, report.cause
+        return report
 
     def _end(self, report: Report) -> None:
         self._say_farewell()

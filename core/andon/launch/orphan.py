@@ -11,6 +11,8 @@ import ctypes
 import os
 import signal
 import threading
+import traceback
+from collections.abc import Callable
 
 from andon_contracts.liveness.process import Process
 
@@ -20,11 +22,14 @@ POLL_S = 0.2
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent(agent_pid: int, *, poll_s: float = POLL_S) -> None:
+def die_with_parent(
+    agent_pid: int, failed: Callable[[Exception], None] | None = None, *, poll_s: float = POLL_S
+) -> None:
     """End this process by SIGKILL as soon as its direct parent or its agent is gone.
 
     The kernel's death signal covers the direct parent (the agent under torchrun, the forkserver under `launch`); a
     daemon thread covers the agent, every `poll_s` seconds. An agent that is gone already ends this process at once.
+    failed: called, in that thread, with an error that keeps it from looking any more; None: this process ends then.
     """
     if agent_pid < 1:
         raise ValueError(f"agent_pid must be a process id, not {agent_pid}")
@@ -33,7 +38,9 @@ def die_with_parent(agent_pid: int, *, poll_s: float = POLL_S) -> None:
     if agent is None:
         _end_now()
     else:
-        threading.Thread(target=_watch, args=(agent, poll_s), name="orphan-guard", daemon=True).start()
+        threading.Thread(
+            target=_watch, args=(agent, poll_s, failed or _end_by), name="orphan-guard", daemon=True
+        ).start()
 
 
 def bind_to_parent(parent_pid: int) -> None:
@@ -50,10 +57,19 @@ def _ask_for_death_signal() -> None:
         raise OSError(number, f"prctl(PR_SET_PDEATHSIG): {os.strerror(number)}")
 
 
-def _watch(agent: Process, poll_s: float) -> None:
+def _watch(agent: Process, poll_s: float, failed: Callable[[Exception], None]) -> None:
     never = threading.Event()
-    while agent.alive():
-        never.wait(poll_s)
+    try:
+        while agent.alive():
+            never.wait(poll_s)
+    except Exception as error:  # noqa: BLE001 - whatever it is, this process must not outlive its agent for it
+        failed(error)
+        return
+    _end_now()
+
+
+def _end_by(error: Exception) -> None:
+    traceback.print_exception(error)
     _end_now()
 
 

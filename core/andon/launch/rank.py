@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, NoReturn
 from andon.console.exits import Exit
 from andon.console.messages import write
 from andon.launch.context import AGENT_PID, RUN_ID, RankContext
-from andon.launch.ending import describe
+from andon.launch.ending import describe, unguarded
 from andon.launch.orphan import die_with_parent
 from andon.launch.preemption import PREEMPTION_SIGNALS
 from andon.launch.report import Report, path_of, write_for_torch
@@ -121,6 +121,14 @@ def end_now(report: Report) -> None:
     os._exit(report.exit)
 
 
+def _end_unguarded(error: Exception, rank: int) -> None:
+    """A guard of this process that is none of its heartbeat's failed: tell the others, and end."""
+    report = unguarded(error, rank)
+    if _state.heartbeat is not None:
+        _state.heartbeat.leave(report.exit, report.cause)
+    end_now(report)
+
+
 @dataclass(frozen=True)
 class Job:
     """What the launcher gives each of its ranks. `payload` is JSON; not a `str`, in which torch replaces `$` macros."""
@@ -158,7 +166,7 @@ def _live(work: Callable[[RankContext], int], run_folder: Path | None) -> Report
     try:
         context = RankContext.from_environment()
         rank = context.rank
-        die_with_parent(context.agent_pid)
+        die_with_parent(context.agent_pid, lambda error: _end_unguarded(error, context.rank))
         _prepare()
         code = Exit(work(context))
         _take_the_end()
