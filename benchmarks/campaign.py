@@ -14,7 +14,7 @@ import time
 
 from andon_falsify.campaign.budget import BUDGETS
 from andon_falsify.campaign.generator import Layout, draw
-from andon_falsify.campaign.own import AndonBench
+from andon_falsify.campaign.trainer_bench import AndonBench
 from andon_falsify.campaign.trial import LAW
 from andon_falsify.ranks.pool import RankPools
 from andon_falsify.ranks.trainer import AndonTrainer

@@ -17,11 +17,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from andon_falsify.campaign.bench import Bench
-from andon_falsify.campaign.conduct import planned
-from andon_falsify.campaign.interpreter import Interpreter
+from andon_falsify.campaign.interpreter import Bench, Interpreter
 from andon_falsify.campaign.opening import open_bench
 from andon_falsify.campaign.request import OURS, Options, Request, understood
+from andon_falsify.campaign.runner import planned
 from andon_falsify.campaign.trial import FUNCTIONS, Trial
 from andon_falsify.ranks.pool import RankPools
 from andon_falsify.subjects.placing import CPU_BACKENDS

@@ -16,7 +16,7 @@ from andon_falsify.ranks.pool import RankPools
 from andon_falsify.ranks.trainer import AndonTrainer
 from andon_falsify.subjects.case import Case, make_rows
 from andon_falsify.subjects.placing import CPU_BACKENDS, GPU_BACKENDS
-from andon_falsify.subjects.protocol import Remembering, Subject
+from andon_falsify.subjects.trace import Remembering, Subject
 from andon_falsify.verdict import Outcome
 
 _INTRODUCTION = """# Faults and the claims that see them

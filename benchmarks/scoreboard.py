@@ -13,9 +13,9 @@ from pathlib import Path
 
 from andon.run.atomic import write_whole
 from andon_falsify.campaign.budget import BUDGETS
-from andon_falsify.campaign.conduct import conduct
-from andon_falsify.campaign.outcome import Report, joined
+from andon_falsify.campaign.findings import Report, joined
 from andon_falsify.campaign.request import OURS, Options, understood
+from andon_falsify.campaign.runner import run_campaign
 from andon_falsify.peers.registry import PEERS
 from andon_falsify.report.document import read_json, write_json
 from andon_falsify.report.page import write_html
@@ -37,7 +37,7 @@ def campaigns(subjects: Sequence[str], budget: str, seed: str) -> Iterator[Repor
         if name in PEERS and PEERS[name].missing:
             print(f"not judged: {PEERS[name].missing}", flush=True)
             continue
-        report = conduct(understood(Options(subject=name, budget=budget, seed=seed)))
+        report = run_campaign(understood(Options(subject=name, budget=budget, seed=seed)))
         print(f"{name}: {report.closing_line}", flush=True)
         yield report
 

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from andon.cli.commands import app
 from andon.console.problems import InputError, Problem
-from andon_falsify.campaign import conduct
-from andon_falsify.campaign.outcome import Report
+from andon_falsify.campaign import runner
+from andon_falsify.campaign.findings import Report
 from andon_falsify.campaign.request import Options, understood
 from andon_falsify.campaign.trial import Trial
 from andon_falsify.verdict import Outcome, Verdict
@@ -99,7 +99,7 @@ def test_70_where_it_fails_before_anything_is_tried(words: list[str], monkeypatc
     def lost(*_: object) -> None:
         raise LookupError("lost")
 
-    monkeypatch.setattr("andon_falsify.campaign.conduct.open_bench", lost)
+    monkeypatch.setattr("andon_falsify.campaign.runner.open_bench", lost)
     monkeypatch.setattr("andon_falsify.claims.ledgers.read_run", lost)
     done = CliRunner().invoke(app, words)
     assert (done.exit_code, done.stdout) == (70, "")
@@ -218,7 +218,7 @@ def test_a_claim_by_name_is_tried_whatever_the_budget_leaves_out() -> None:
 
     request = understood(Options(claims=("memory-budget",), world="2", backend="inline"))
     with RankPools() as pools:
-        campaign = conduct.planned(request, open_bench(request, pools))
+        campaign = runner.planned(request, open_bench(request, pools))
     assert {trial.kind for trial in campaign.trials} == {"memory"}
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from andon_falsify.campaign.blame import blame
 from andon_falsify.campaign.diagnosis import diagnosed, explain, reason
-from andon_falsify.campaign.reasons import condensed
+from andon_falsify.campaign.reasons import blame, condensed
 from andon_falsify.subjects.case import Case, make_rows
 from andon_falsify.verdict import Counterexample
 

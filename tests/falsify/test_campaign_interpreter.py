@@ -8,13 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from andon_falsify.campaign.bench import Bench
 from andon_falsify.campaign.budget import BUDGETS
+from andon_falsify.campaign.findings import Report
 from andon_falsify.campaign.generator import Layout, draw
-from andon_falsify.campaign.interpreter import Campaign, Interpreter
-from andon_falsify.campaign.outcome import Report
-from andon_falsify.campaign.own import AndonBench
+from andon_falsify.campaign.interpreter import Bench, Campaign, Interpreter
 from andon_falsify.campaign.reporting import Origin, report
+from andon_falsify.campaign.trainer_bench import AndonBench
 from andon_falsify.campaign.trial import FUNCTIONS, HALT, LAW, Trial
 from andon_falsify.ranks.pool import RankPools
 from andon_falsify.ranks.trainer import AndonTrainer

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from andon_falsify.campaign.outcome import Finding, Report, joined
+from andon_falsify.campaign.findings import Finding, Report, joined
 from andon_falsify.verdict import Counterexample, Outcome
 
 FALLEN = Counterexample("off", "step 1", "1", "4", 4.0, "4.000 = accumulation 2 x world 2", 7, "andon falsify")

@@ -11,8 +11,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-import andon_falsify.campaign.foreign
-import andon_falsify.campaign.own
+import andon_falsify.campaign.loop_bench
+import andon_falsify.campaign.trainer_bench
 
 # Loaded before `pytester` notes which modules to forget after a run: torch cannot be loaded twice.
 import andon_falsify.compliance.plugin  # noqa: F401

@@ -9,9 +9,9 @@ import psutil
 import pytest
 
 from andon_falsify.campaign.budget import BUDGETS
-from andon_falsify.campaign.foreign import LoopBench
 from andon_falsify.campaign.generator import Layout, draw
 from andon_falsify.campaign.interpreter import Campaign, Interpreter
+from andon_falsify.campaign.loop_bench import LoopBench
 from andon_falsify.campaign.trial import LAW, Trial
 from andon_falsify.loops.subject import LoopSubject
 from andon_falsify.loops.task import loop_case

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from andon_falsify.campaign.outcome import Finding, Report
+from andon_falsify.campaign.findings import Finding, Report
 from andon_falsify.campaign.wording import verdict_lines
 from andon_falsify.cli.falsify import _show
 from andon_falsify.verdict import Counterexample, Outcome

@@ -12,7 +12,7 @@ from torch import Tensor, library, nn
 from andon_falsify.campaign.further import cut_and_resume
 from andon_falsify.checkers import gradient_law, losses_close
 from andon_falsify.claims.evidence import of_trace
-from andon_falsify.claims.halting import halted
+from andon_falsify.claims.one_run import halted
 from andon_falsify.claims.statements import NORM
 from andon_falsify.claims.table import judged
 from andon_falsify.compliance.power import Laboratory
@@ -21,7 +21,7 @@ from andon_falsify.ranks.pool import RankPools
 from andon_falsify.ranks.trainer import AndonTrainer
 from andon_falsify.subjects.case import Case, Poison
 from andon_falsify.subjects.masks import MaskRecorder
-from andon_falsify.subjects.protocol import Remembering
+from andon_falsify.subjects.trace import Remembering
 from andon_falsify.verdict import Outcome
 
 CASE = Case(epochs=2, world=3)

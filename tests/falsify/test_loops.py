@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 
-from andon_falsify.campaign.foreign import LoopBench
 from andon_falsify.campaign.further import drawing, evaluating, halting, judge_loop, resuming
+from andon_falsify.campaign.loop_bench import LoopBench
 from andon_falsify.campaign.trial import LAW, Trial
 from andon_falsify.claims.alike import across
 from andon_falsify.claims.diagnosis import comparisons

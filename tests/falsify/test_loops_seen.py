@@ -6,8 +6,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from andon_falsify.loops.clipping import only_shrunk
+from andon_falsify.loops.forward_passes import Weighing
 from andon_falsify.loops.sightings import LoopSightings, Stranger
-from andon_falsify.loops.weighing import Weighing
 
 
 def test_what_clipping_leaves_has_shrunk_and_nothing_else() -> None:

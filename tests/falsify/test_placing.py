@@ -14,7 +14,7 @@ from andon_falsify.claims.between import same_bits
 from andon_falsify.claims.evidence import of_trace
 from andon_falsify.claims.gradient import UNMIXED_TOLERANCE, unmixed
 from andon_falsify.claims.of_trainer import alone, verdicts
-from andon_falsify.claims.replicas import memory
+from andon_falsify.claims.one_run import memory
 from andon_falsify.compliance.power import untried
 from andon_falsify.faults.planting import BIG, PLAIN, SGD
 from andon_falsify.faults.registry import named

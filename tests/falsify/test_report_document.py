@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from andon.console.problems import InputError
-from andon_falsify.campaign.outcome import Report
+from andon_falsify.campaign.findings import Report
 from andon_falsify.report.document import json_bytes, read_json, write_json
 from andon_falsify.report.junit import write_junit
 from andon_falsify.report.page import write_html

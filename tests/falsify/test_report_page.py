@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from andon_falsify.campaign.outcome import Report
+from andon_falsify.campaign.findings import Report
 from andon_falsify.report.page.curve import HEIGHT, WIDTH, draw
 from andon_falsify.report.page.render import render
 from andon_falsify.verdict import Counterexample

@@ -17,7 +17,7 @@ from andon_contracts.record import End, Record, Resume, Start, Step, decode_line
 from andon_contracts.record import chain as chained
 from andon_falsify.claims.between import same_bits
 from andon_falsify.claims.evidence import of_trace
-from andon_falsify.claims.told import finite
+from andon_falsify.claims.one_run import finite
 from andon_falsify.history import read_lines
 from andon_falsify.loops import record as of_loops
 from andon_falsify.loops.sightings import Group, LoopSightings, Made

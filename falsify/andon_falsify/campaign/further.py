@@ -18,8 +18,7 @@ from andon_falsify.claims.table import LAWS, judged_by
 from andon_falsify.loops.record import global_batch, planned_updates
 from andon_falsify.loops.sightings import first_of
 from andon_falsify.subjects.case import Case, Poison, make_rows
-from andon_falsify.subjects.protocol import Subject
-from andon_falsify.subjects.trace import Trace
+from andon_falsify.subjects.trace import Subject, Trace
 from andon_falsify.verdict import Counterexample, Outcome, Verdict, conclude, judge, merge, unknown
 
 

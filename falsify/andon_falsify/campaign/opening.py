@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from andon.console.problems import InputError, Problem
-from andon_falsify.campaign.bench import Bench
+from andon_falsify.campaign.interpreter import Bench
 from andon_falsify.campaign.request import OURS, Request
 from andon_falsify.campaign.script_bench import open_script
 from andon_falsify.peers.registry import PEERS, installed
@@ -25,11 +25,11 @@ def open_bench(request: Request, pools: RankPools) -> Bench:
     if request.script is not None:
         return open_script(request.script, request.budget.deadline_s)
     if request.subject == OURS:
-        from andon_falsify.campaign.own import AndonBench
+        from andon_falsify.campaign.trainer_bench import AndonBench
         from andon_falsify.ranks.trainer import AndonTrainer
 
         return AndonBench(AndonTrainer(pools))
-    from andon_falsify.campaign.foreign import LoopBench
+    from andon_falsify.campaign.loop_bench import LoopBench
     from andon_falsify.loops.subject import LoopSubject
 
     _look_in_the_current_folder()

@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 
-from andon_falsify.campaign.bench import Bench
 from andon_falsify.campaign.diagnosis import Explanation, cause_of, diagnosed, explain
-from andon_falsify.campaign.interpreter import Said
-from andon_falsify.campaign.outcome import Finding, Report
+from andon_falsify.campaign.findings import Finding, Report
+from andon_falsify.campaign.interpreter import Bench, Said
 from andon_falsify.campaign.reasons import NOTHING_SAID, condensed
 from andon_falsify.campaign.trial import FUNCTIONS, Trial
 from andon_falsify.subjects.case import Case

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from andon_falsify.campaign.bench import Bench
-from andon_falsify.campaign.conduct import origin_of, planned
-from andon_falsify.campaign.interpreter import Campaign, Interpreter
+from andon_falsify.campaign.interpreter import Bench, Campaign, Interpreter
 from andon_falsify.campaign.opening import open_bench
 from andon_falsify.campaign.reporting import report
 from andon_falsify.campaign.request import Request
+from andon_falsify.campaign.runner import origin_of, planned
 from andon_falsify.ranks.pool import RankPools
 from andon_falsify.verdict import Claim, Verdict, merge
 

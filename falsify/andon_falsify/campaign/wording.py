@@ -6,9 +6,8 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from andon_falsify.campaign.bench import Bench
-from andon_falsify.campaign.interpreter import Campaign
-from andon_falsify.campaign.outcome import Finding, Report
+from andon_falsify.campaign.findings import Finding, Report
+from andon_falsify.campaign.interpreter import Bench, Campaign
 from andon_falsify.campaign.reasons import NOTHING_SAID, condensed
 from andon_falsify.campaign.trial import Trial
 from andon_falsify.verdict import Outcome, Verdict

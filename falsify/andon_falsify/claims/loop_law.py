@@ -39,7 +39,7 @@ class LoopLaw(RunLaw):
     def why_not(self) -> str:
         """Why no gradient can be computed for this trace, or ""."""
         if "recomputes" in self.first.claims and not self.why_no_weights:
-            return "" if self.first.own_law else "the loop's own forward pass gave no law"
+            return "" if self.first.recomputed else "the loop's own forward pass gave no law"
         if self.case.dropout:
             return "the case has dropout, and the masks of a foreign loop are not known"
         return self.why_no_model
@@ -165,7 +165,7 @@ class LoopLaw(RunLaw):
     def of(self, step: int) -> RowGradients:
         """The law of `step`, row by row. Raises `ValueError` for an update without known rows."""
         if step not in self._held:
-            own = self.first.own_law[step] if "recomputes" in self.first.claims else None
+            own = self.first.recomputed[step] if "recomputes" in self.first.claims else None
             self._held[step] = (
                 self.labelled(step)
                 if own is None

@@ -29,11 +29,9 @@ from andon_falsify.checkers import (
 )
 from andon_falsify.claims.between import everywhere, resumed
 from andon_falsify.claims.evidence import Evidence, Need, tensors
-from andon_falsify.claims.halting import halted
-from andon_falsify.claims.replicas import layouts, memory, replicas
+from andon_falsify.claims.one_run import finite, halted, layouts, memory, rates, replicas
 from andon_falsify.claims.rows import plan, samples
 from andon_falsify.claims.statements import BASE, EVALUATION, NORM, RANDOMNESS, UPDATE
-from andon_falsify.claims.told import finite, rates
 from andon_falsify.verdict import Claim, Verdict, judge, not_applicable
 
 Account = Literal["witness", "accused", "either"]

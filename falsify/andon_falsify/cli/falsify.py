@@ -15,11 +15,10 @@ from andon.console.messages import put, say
 from andon.console.problems import InputError, Problem
 
 if TYPE_CHECKING:
-    from andon_falsify.campaign.bench import Bench
-    from andon_falsify.campaign.conduct import Listeners
-    from andon_falsify.campaign.interpreter import Campaign
-    from andon_falsify.campaign.outcome import Report
+    from andon_falsify.campaign.findings import Report
+    from andon_falsify.campaign.interpreter import Bench, Campaign
     from andon_falsify.campaign.request import Options
+    from andon_falsify.campaign.runner import Listeners
     from andon_falsify.campaign.trial import Trial
     from andon_falsify.verdict import Verdict
 
@@ -93,10 +92,10 @@ def _ended(options: Options, files: dict[str, Path]) -> int:
     try:
         request = understood(options)
         _refuse_unwritable(files)
-        from andon_falsify.campaign.conduct import CutShortError, conduct
+        from andon_falsify.campaign.runner import CutShortError, run_campaign
 
         try:
-            report = conduct(request, _listeners())
+            report = run_campaign(request, _listeners())
         except CutShortError as cut:
             _show(cut.report, files, cut_short=True)
             return _cut_short(cut)
@@ -129,7 +128,7 @@ def _refuse_unwritable(files: dict[str, Path]) -> None:
 def _listeners() -> Listeners:
     """The first line on standard output; a line for each trial where somebody looks at standard error."""
     from andon_contracts.legible import legible_line
-    from andon_falsify.campaign.conduct import Listeners
+    from andon_falsify.campaign.runner import Listeners
     from andon_falsify.campaign.wording import opening_line, trial_line
 
     def began(bench: Bench, campaign: Campaign) -> None:

@@ -21,8 +21,7 @@ from andon_falsify.loops.subject import LoopSubject
 from andon_falsify.loops.task import shaped
 from andon_falsify.ranks.pool import RankPools
 from andon_falsify.subjects.case import Case
-from andon_falsify.subjects.protocol import Subject
-from andon_falsify.subjects.trace import Trace
+from andon_falsify.subjects.trace import Subject, Trace
 from andon_falsify.verdict import Counterexample, Outcome, Verdict, judge
 
 LOOP = "andon_falsify.faults.looped:make"

@@ -29,8 +29,7 @@ from andon_falsify.ranks.pool import RankPools
 from andon_falsify.ranks.trainer import AndonTrainer
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.placing import CPU_BACKENDS, GPU_BACKENDS, why_not
-from andon_falsify.subjects.protocol import Remembering
-from andon_falsify.subjects.trace import Trace
+from andon_falsify.subjects.trace import Remembering, Trace
 from andon_falsify.verdict import Verdict
 
 _SUITE = pytest.StashKey[Suite]()

@@ -16,14 +16,13 @@ from andon_falsify.campaign.further import cut_and_resume
 from andon_falsify.checkers import resume_equal, same_everywhere
 from andon_falsify.claims.functions import TABLES
 from andon_falsify.claims.of_trainer import CLAIMS, alone, verdicts
-from andon_falsify.claims.replicas import MEMORY_ON_GPUS
+from andon_falsify.claims.one_run import MEMORY_ON_GPUS
 from andon_falsify.claims.statements import FACE
 from andon_falsify.faults.planting import Fault
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.coordinator import CoordinatorSubject
 from andon_falsify.subjects.placing import devices_of, place_of_bits, why_not
-from andon_falsify.subjects.protocol import Subject
-from andon_falsify.subjects.trace import Trace
+from andon_falsify.subjects.trace import Subject, Trace
 from andon_falsify.verdict import Claim, Counterexample, Outcome, Verdict, conclude
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from andon_falsify.claims.evidence import of_trace
-from andon_falsify.claims.halting import halted
+from andon_falsify.claims.one_run import halted
 from andon_falsify.claims.trainer_law import shares
 from andon_falsify.compliance.plugin import Court
 from andon_falsify.subjects.case import Case, Poison

@@ -6,7 +6,7 @@ import pytest
 
 from andon_falsify.checkers import layout_equal
 from andon_falsify.claims.evidence import of_trace
-from andon_falsify.claims.replicas import layouts
+from andon_falsify.claims.one_run import layouts
 from andon_falsify.compliance.plugin import Court
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.placing import room_for

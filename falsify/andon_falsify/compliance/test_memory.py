@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from andon_falsify.claims.evidence import of_trace
-from andon_falsify.claims.replicas import memory
+from andon_falsify.claims.one_run import memory
 from andon_falsify.compliance.plugin import Court
 from andon_falsify.faults.planting import BIG
 

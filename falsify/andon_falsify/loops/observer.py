@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from andon_falsify.loops.clipping import clipping_seen, only_shrunk
 from andon_falsify.loops.content import Recogniser, arguments_of
-from andon_falsify.loops.drawing import Draws
+from andon_falsify.loops.forward_passes import Draws, Weighing
 from andon_falsify.loops.parameters import (
     gradients,
     groups_of,
@@ -33,7 +33,6 @@ from andon_falsify.loops.parameters import (
 )
 from andon_falsify.loops.protocol import Loop, Restores
 from andon_falsify.loops.sightings import LoopSightings, Made, Stranger
-from andon_falsify.loops.weighing import Weighing
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.trace import Values, digest
 

@@ -89,7 +89,7 @@ class LoopSightings(Sightings):
     claims: frozenset[str] = frozenset()
     sharded: bool = False
     architecture: str = ""
-    own_law: dict[int, RowGradients] = field(default_factory=dict)
+    recomputed: dict[int, RowGradients] = field(default_factory=dict)
     poisoned: bool = False
     """Whether the planted value was really planted on this rank."""
     updates: int = 0

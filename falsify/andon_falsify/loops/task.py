@@ -5,13 +5,16 @@ Every call gives new objects of the same content, on every rank alike.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from andon_falsify.subjects.assembly import model_of
 from andon_falsify.subjects.case import PAD, VOCABULARY, Case, Rows, make_rows
 
 
@@ -102,8 +105,6 @@ def model(case: Case) -> nn.Module:
     A small `Qwen3ForSequenceClassification` (`BertForSequenceClassification` for an encoder), not downloaded, with
     peft's LoRA where the case has a rank. `model(**collate(items))` gives `.loss` (the mean over rows) and `.logits`.
     """
-    from andon_falsify.subjects.assembly import model_of
-
     return model_of(case).train()
 
 
@@ -113,3 +114,13 @@ def optimizer(case: Case, parameters: Iterable[nn.Parameter]) -> torch.optim.Opt
     if case.optimizer == "sgd":
         return torch.optim.SGD(trained, lr=case.lr, momentum=case.momentum, weight_decay=case.weight_decay)
     return torch.optim.AdamW(trained, lr=case.lr, weight_decay=case.weight_decay)
+
+
+def as_launched() -> None:
+    """Set the variables of torchrun for the process group that this process belongs to already.
+
+    Libraries join a group that is there, so address and port are never used; they only have to be set.
+    """
+    rank, world = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world, GROUP_RANK="0")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", TORCHELASTIC_RUN_ID="andon")

@@ -14,8 +14,7 @@ from accelerate.state import AcceleratorState, GradientState
 from torch.utils.data import DataLoader
 
 from andon_falsify.loops.protocol import Told
-from andon_falsify.loops.task import collate, dataset, model, optimizer
-from andon_falsify.peers.launched import as_launched
+from andon_falsify.loops.task import as_launched, collate, dataset, model, optimizer
 from andon_falsify.subjects.case import Case
 
 

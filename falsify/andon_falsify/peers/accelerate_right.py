@@ -23,8 +23,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from andon_falsify.loops.content import IGNORED_LABEL
 from andon_falsify.loops.protocol import Told
-from andon_falsify.loops.task import collate, dataset, model, optimizer
-from andon_falsify.peers.launched import as_launched
+from andon_falsify.loops.task import as_launched, collate, dataset, model, optimizer
 from andon_falsify.subjects.case import Case
 
 Batch = dict[str, Tensor]

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 from andon_falsify.loops.protocol import Told
-from andon_falsify.loops.task import collate, dataset, model, optimizer
-from andon_falsify.peers.launched import as_launched
+from andon_falsify.loops.task import as_launched, collate, dataset, model, optimizer
 from andon_falsify.subjects.case import Case
 
 

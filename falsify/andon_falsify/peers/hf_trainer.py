@@ -16,8 +16,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from andon_falsify.loops.protocol import Told
-from andon_falsify.loops.task import collate, dataset, model, optimizer
-from andon_falsify.peers.launched import as_launched
+from andon_falsify.loops.task import as_launched, collate, dataset, model, optimizer
 from andon_falsify.subjects.case import Case
 
 

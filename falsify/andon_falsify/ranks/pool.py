@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import signal
 import tempfile
 import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 from andon_falsify.ranks import leftovers
-from andon_falsify.ranks.last_words import stack, tail
 from andon_falsify.ranks.rank import Answer, Berth, live
 from andon_falsify.ranks.server import SERVER, RankProcess
 
@@ -203,3 +204,32 @@ def _name(left: list[leftovers.Stray], ranks: list[int], answers: dict[int, Answ
             before = answers[number].error
             error = f"{before}\n{said}" if before else said
             answers[number] = Answer(answers[number].value, error, usable=False)
+
+
+_READ = 20_000
+_SHOWN = 200
+_FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)$', re.MULTILINE)
+_NOT_THEIRS = ("-packages/", "/lib/python3", "<frozen", "andon_falsify/ranks/", "andon_falsify/loops/", "andon/launch/")
+
+
+def tail(printed: Path) -> str:
+    """`; its last output: ...` with the last line that the rank wrote, or "" if it wrote nothing."""
+    lines = [line.strip() for line in _end_of(printed).splitlines() if line.strip()]
+    return f"; its last output: {lines[-1][-_SHOWN:]}" if lines else ""
+
+
+def stack(printed: Path) -> str:
+    """`; it stood at train in FILE:LINE`: the innermost frame of the subject's own code, or "" if none was written."""
+    for frame in _FRAME.finditer(_end_of(printed)):
+        if not any(part in frame["file"] for part in _NOT_THEIRS):
+            return f"; it stood at {frame['name']} in {frame['file']}:{frame['line']}"
+    return ""
+
+
+def _end_of(printed: Path) -> str:
+    try:
+        with printed.open("rb") as file:
+            file.seek(max(0, printed.stat().st_size - _READ))
+            return file.read().decode("utf-8", "replace")
+    except OSError:
+        return ""

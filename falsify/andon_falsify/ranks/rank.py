@@ -15,6 +15,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TextIO
 
+from andon.launch.orphan import die_with_parent
+from andon_contracts.policy import enforced
+
 GROUP_TIMEOUT_S = 20.0
 """What a collective may wait at least; half of the deadline where that is more, for a loaded machine."""
 _STACK_AT = 0.9
@@ -78,8 +81,6 @@ def live(berth: Berth, pipe: Connection) -> None:
 
 def _settle_in(berth: Berth, printed: TextIO) -> None:
     """A session of its own, by which what it starts is found, no life after the suite's, and no files either."""
-    from andon.launch.orphan import die_with_parent
-
     os.setsid()
     die_with_parent(berth.suite)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the fork server holds it back
@@ -143,8 +144,6 @@ def _sentinel(berth: Berth, served: int) -> None:
     """Raises `RuntimeError` where ranks lost step, the group is another, or a case left contracts switched off."""
     import torch
     import torch.distributed as dist
-
-    from andon_contracts.policy import enforced
 
     world = dist.get_world_size() if dist.is_initialized() else 0
     if world != berth.world:

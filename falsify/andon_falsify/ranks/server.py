@@ -27,7 +27,7 @@ PRELOADED = (
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.bert.modeling_bert",
     "peft",
-    "andon_falsify.ranks.duty",
+    "andon_falsify.ranks.trainer",
     "andon_falsify.ranks.adoption",
 )
 """Imported once, by a server that starts no thread, so that a rank is there in milliseconds."""

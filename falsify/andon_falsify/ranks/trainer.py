@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import torch.distributed as dist
+
+from andon.backend.base import Backend
+from andon.backend.group import GroupBackend
 from andon.backend.inprocess import InlineBackend, ThreadsBackend
-from andon_falsify.ranks.duty import train_on
+from andon_falsify.faults.registry import named
 from andon_falsify.ranks.pool import RankPools
 from andon_falsify.subjects.case import Case
+from andon_falsify.subjects.drive import drive
 from andon_falsify.subjects.placing import IN_A_GROUP, devices_of
 from andon_falsify.subjects.trace import Sightings, Trace, assemble_trace
 
@@ -35,7 +40,17 @@ class AndonTrainer:
             return assemble_trace(case, [], {0: f"{type(error).__name__}: {error}"}, name)
 
     def _in_a_group(self, case: Case, name: str) -> Trace:
-        answers = self._pools.of(case.world, case.backend).run("andon_falsify.ranks.duty:train", case)
+        answers = self._pools.of(case.world, case.backend).run("andon_falsify.ranks.trainer:train", case)
         parts = [answer.value for answer in answers if isinstance(answer.value, Sightings)]
         errors = {rank: answer.error for rank, answer in enumerate(answers) if answer.error}
         return assemble_trace(case, parts, errors, name)
+
+
+def train(case: Case) -> Sightings:
+    """Run `case` as one rank of the process group that this process belongs to."""
+    return train_on(GroupBackend(case.backend, devices_of(case.backend, case.world)[dist.get_rank()]), case)
+
+
+def train_on(backend: Backend, case: Case, *, late: bool | None = None) -> Sightings:
+    """Run `case`, with the fault that it names, on all ranks that `backend` has in this process."""
+    return drive(case, backend, None if case.fault is None else named(case.fault).plant, late=late)

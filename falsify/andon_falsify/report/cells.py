@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
-from andon_falsify.campaign.outcome import Finding, Report
+from andon_falsify.campaign.findings import Finding, Report
 from andon_falsify.verdict import Counterexample, Outcome, merge
 
 

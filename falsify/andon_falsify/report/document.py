@@ -13,7 +13,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from andon.console.problems import InputError, Problem, ProblemList
 from andon.run.atomic import write_whole
-from andon_falsify.campaign.outcome import SCHEMA, Finding, Report
+from andon_falsify.campaign.findings import SCHEMA, Finding, Report
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 from andon.run.atomic import write_whole
 from andon_contracts.legible import legible
-from andon_falsify.campaign.outcome import Finding, Report
+from andon_falsify.campaign.findings import Finding, Report
 from andon_falsify.report.cells import Cell, Mark, Subject, Table, tabulate
 from andon_falsify.verdict import Outcome, merge
 

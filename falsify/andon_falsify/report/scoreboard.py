@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator
 
 from andon_contracts.legible import legible
-from andon_falsify.campaign.outcome import Report
+from andon_falsify.campaign.findings import Report
 from andon_falsify.report.cells import Cell, Mark, Subject, Table, tabulate
 from andon_falsify.verdict import Outcome
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from andon.run.atomic import write_whole
-from andon_falsify.campaign.outcome import Report
+from andon_falsify.campaign.findings import Report
 from andon_falsify.report.page.render import render
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
 
-from andon_falsify.campaign.outcome import Finding
+from andon_falsify.campaign.findings import Finding
 
 WIDTH, HEIGHT = 420, 120
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 12, 24

@@ -10,9 +10,8 @@ from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
 from andon_contracts.legible import legible
-from andon_falsify.campaign.outcome import Report
-from andon_falsify.report.page.style import filter_rules, width_rule
-from andon_falsify.report.page.view import Page
+from andon_falsify.campaign.findings import Report
+from andon_falsify.report.page.view import Page, filter_rules, width_rule
 
 _MOST_CHARACTERS = 4000
 

@@ -1,17 +1,19 @@
-"""Rows that a model is called with and that count for nothing: no row of its output has a gradient for them.
+"""Forward passes as they are seen: rows that count for nothing, and random numbers that are drawn.
 
 A loop may call its model with rows that only keep the ranks in step, and multiply their losses by 0. Such a row is not
-trained on, so its forward pass is no visit of it. That is seen in the backward pass, at what the model gave out.
+trained on, so its forward pass is no visit of it. That is seen in the backward pass, at what the model gave out. What a
+forward pass drew is seen by the state of torch's generator before and behind it.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from andon_falsify.loops.sightings import LoopSightings, Stranger
 
@@ -79,3 +81,31 @@ def _scores(output: Any) -> Tensor | None:
     found = getattr(output, "logits", output)
     found = found[0] if isinstance(found, tuple | list) and found else found
     return found if isinstance(found, Tensor) else None
+
+
+class Draws:
+    """Enters into `seen` what a forward pass of `rank` drew from torch's generator: its state before it, or nothing."""
+
+    def __init__(self, seen: LoopSightings, rank: int) -> None:
+        self._seen = seen
+        self._rank = rank
+        self._before: tuple[int, int, str] | None = None
+
+    def before_forward(self, step: int, rows: int) -> None:
+        """A forward pass of update `step` begins, of so many rows."""
+        self._before = (step, rows, _state())
+
+    def after_forward(self, module: nn.Module, *_: Any) -> None:
+        """It ended."""
+        if self._before is None:
+            return
+        step, rows, state = self._before
+        self._before = None
+        if state != _state():
+            self._seen.draws.setdefault((self._rank, step), state)
+        elif rows:
+            self._seen.undrawn.setdefault((self._rank, step), module.training)
+
+
+def _state() -> str:
+    return hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=8).hexdigest()

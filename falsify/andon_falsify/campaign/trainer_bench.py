@@ -6,8 +6,8 @@ import contextlib
 import io
 from collections.abc import Mapping
 
-from andon_falsify.campaign.blame import blame
 from andon_falsify.campaign.further import cut_and_resume
+from andon_falsify.campaign.reasons import blame
 from andon_falsify.campaign.trial import FUNCTIONS, HALT, LAW, MEMORY, RESUME, Trial
 from andon_falsify.checkers import halts, memory_within, resume_equal, same_everywhere
 from andon_falsify.claims.evidence import of_trace
@@ -18,8 +18,7 @@ from andon_falsify.claims.table import LAWS, judged_by
 from andon_falsify.peers.registry import installed
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.placing import CPU_BACKENDS, GPU_BACKENDS, why_not
-from andon_falsify.subjects.protocol import Remembering, Subject
-from andon_falsify.subjects.trace import Trace
+from andon_falsify.subjects.trace import Remembering, Subject, Trace
 from andon_falsify.verdict import Claim, Verdict, not_applicable, unknown
 
 _TABLES = frozenset(claim.name for claim in (AVERAGE, NON_FINITE, SHARDS, FACE, FALLBACK))

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Sequence
+import platform
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from andon.console.problems import InputError, Problem
-from andon_falsify.campaign.bench import Bench
+from andon_falsify.campaign.findings import Report
 from andon_falsify.campaign.generator import Layout, draw
-from andon_falsify.campaign.interpreter import Campaign, Interpreter, Told
-from andon_falsify.campaign.machine import fingerprint, versions
+from andon_falsify.campaign.interpreter import Bench, Campaign, Interpreter, Told
 from andon_falsify.campaign.opening import open_bench
-from andon_falsify.campaign.outcome import Report
 from andon_falsify.campaign.reporting import Origin, report
 from andon_falsify.campaign.request import Request, check_names
 from andon_falsify.campaign.trial import Trial, read_trial
-from andon_falsify.peers.registry import PEERS
+from andon_falsify.peers.registry import PEERS, installed
 from andon_falsify.ranks.pool import RankPools
 
 Began = Callable[[Bench, Campaign], None]
@@ -39,7 +40,7 @@ class CutShortError(Exception):
         self.report = known
 
 
-def conduct(request: Request, listeners: Listeners | None = None) -> Report:
+def run_campaign(request: Request, listeners: Listeners | None = None) -> Report:
     """Do what `request` asks for; every process that was started has ended afterwards.
 
     Raises `InputError` for names that the subject does not know, and `CutShortError` where something that is no
@@ -126,3 +127,32 @@ def origin_of(request: Request) -> Origin:
         machine=fingerprint(),
         expected=peer.expectations if peer is not None else {},
     )
+
+
+_ALWAYS = ("andon", "torch", "transformers", "peft")
+
+
+def versions(more: Iterable[str] = ()) -> dict[str, str]:
+    """The installed versions by name: Python, ours, the libraries that we train with, and `more`."""
+    found = {name: installed(name) for name in dict.fromkeys((*_ALWAYS, *more))}
+    return {"python": platform.python_version()} | {name: number for name, number in found.items() if number}
+
+
+def fingerprint() -> dict[str, str]:
+    """What bits depend on: the processor, the operating system, torch with its build."""
+    import torch
+
+    found = {"cpu": _processor(), "os": f"{platform.system()} {platform.machine()}", "torch": torch.__version__}
+    if torch.cuda.device_count():
+        found["gpu"] = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
+    return found
+
+
+def _processor() -> str:
+    """The name of the processor as Linux gives it; of elsewhere what Python knows."""
+    if sys.platform == "linux":
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from andon_falsify.campaign import further
-from andon_falsify.campaign.blame import blame
+from andon_falsify.campaign.reasons import blame
 from andon_falsify.campaign.trial import HALT, LAW, RESUME, Trial
 from andon_falsify.checkers import halts, resume_equal, same_everywhere
 from andon_falsify.claims import of_loop
-from andon_falsify.claims.eligibility import outside
+from andon_falsify.claims.of_loop import outside
 from andon_falsify.claims.statements import EVALUATION, RANDOMNESS
 from andon_falsify.subjects.case import Case, Poison
-from andon_falsify.subjects.protocol import Remembering, Subject
-from andon_falsify.subjects.trace import Trace
+from andon_falsify.subjects.trace import Remembering, Subject, Trace
 from andon_falsify.verdict import Claim, Verdict, judge, unknown
 
 _BACKEND = "gloo"

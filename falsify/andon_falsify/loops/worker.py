@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 import io
 import math
@@ -16,12 +17,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from andon_falsify.loops.observer import CutOff, Observer
-from andon_falsify.loops.ownlaw import own_law
 from andon_falsify.loops.parameters import is_sharded, kept, named_digests, plain_values, trained, unwrapped, whole
 from andon_falsify.loops.protocol import Decays, Evaluates, Loop, Recomputes, Restores, Schedules, Tunes
 from andon_falsify.loops.sightings import LoopSightings
+from andon_falsify.reference.training import RowGradients
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.trace import Reported, digest
 
@@ -156,7 +158,7 @@ def _finish(loop: Loop, case: Case, seen: LoopSightings) -> None:
         seen.tuned = {step: plain_values(loop.tuned(step)) for step in seen.made}
     seen.reported = [_reported(seen, step) for step in sorted(seen.made)]
     if isinstance(loop, Recomputes) and seen.violation is None:
-        seen.own_law = own_law(loop, model, case, seen)
+        seen.recomputed = _recomputed(loop, model, case, seen)
 
 
 def _reported(seen: LoopSightings, step: int) -> Reported:
@@ -192,3 +194,39 @@ def _undone(case: Case) -> Iterator[None]:
         torch.use_deterministic_algorithms(strict)
         torch.set_default_dtype(kind)
         torch.set_grad_enabled(grad)
+
+
+def _recomputed(loop: Recomputes, model: nn.Module, case: Case, seen: LoopSightings) -> dict[int, RowGradients]:
+    """The law of every update from rank 0's weights before it; on rank 0 only, empty elsewhere. Collective."""
+    (rank,) = seen.ranks
+    mine = {step: list(seen.of(rank, step).leaves) for step in seen.made}
+    everyone: list[dict[int, list[tuple[int, ...]]]] = [{} for _ in range(case.world)]
+    dist.all_gather_object(everyone, mine)
+    if rank or not case.values or seen.sharded:
+        return {}
+    exact = copy.deepcopy(model).double()
+    exact.load_state_dict(seen.state, strict=False)
+    found = {}
+    for step in sorted(seen.values):
+        rows = sorted({row for steps in everyone for leaf in steps.get(step, ()) for row in leaf})
+        if step - 1 in seen.values:
+            exact.load_state_dict(seen.values[step - 1].weights, strict=False)
+        exact.load_state_dict(seen.moved.get(step, {}), strict=False)
+        found[step] = _law(loop, exact, rows)
+    return found
+
+
+def _law(loop: Recomputes, model: nn.Module, rows: list[int]) -> RowGradients:
+    parameters = trained(model)
+    losses, parts = [], []
+    for row in rows:
+        total, count = loop.loss_sum(model, [row])
+        if count != 1:
+            msg = f"loss_sum of row {row} says that it is of {count} rows"
+            raise ValueError(msg)
+        given = torch.autograd.grad(total, list(parameters.values()), allow_unused=True)
+        parts.append([torch.zeros_like(p) if g is None else g for p, g in zip(parameters.values(), given, strict=True)])
+        losses.append(total.detach().double())
+    columns = zip(*parts, strict=True)
+    stacked = {name: torch.stack(column) for name, column in zip(parameters, columns, strict=False)}
+    return RowGradients(tuple(rows), torch.stack(losses) if losses else torch.zeros(0), stacked)
