@@ -126,7 +126,7 @@ class History:
 
     def lines(self) -> tuple[Event | Unread, ...]:
         """All lines, readable or not, by number."""
-        return tuple(sorted((*self.events, *self.unread), key=_line_number))
+        return tuple(sorted((*self.events, *self.unread), key=lambda line: line.line))
 
 
 def read_history(path: Path | str, *, max_lines: int = MAX_LINES, max_line_bytes: int = MAX_LINE_BYTES) -> History:
@@ -181,7 +181,3 @@ def _read(raw: bytes, number: int) -> Event | Unread:
         return Unread(number, f"not UTF-8: {error.reason} at byte {error.start}", excerpt, digest)
     except LineError as error:
         return Unread(number, str(error), excerpt, digest)
-
-
-def _line_number(line: Event | Unread) -> int:
-    return line.line

@@ -85,7 +85,8 @@ def _step(number: int, rest: str, world: int | None, backend: str) -> dict[str, 
     fields: dict[str, object] = {"kind": "step", "step": number, "epoch": 0, "ids": ids, "count": len(ids)}
     fields |= {"world": len(ranks) if world is None else world, "backend": backend, "digests": digests, "ranks": ranks}
     for short, long in _NUMBERS.items():
-        fields[long] = _number(float(settings.pop(short, "1")))
+        value = float(settings.pop(short, "1"))
+        fields[long] = {"value": value if math.isfinite(value) else None, "hex": value.hex()}
     return fields | {key: _plain(value, key) for key, value in settings.items()}
 
 
@@ -112,7 +113,3 @@ def _plain(value: str, key: str) -> object:
 
 def _digest(text: str) -> str:
     return text.rjust(16, "0")
-
-
-def _number(value: float) -> dict[str, object]:
-    return {"value": value if math.isfinite(value) else None, "hex": value.hex()}

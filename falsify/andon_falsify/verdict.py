@@ -136,7 +136,7 @@ def merge(verdicts: Iterable[Verdict]) -> Verdict:
     if len({verdict.claim for verdict in held}) != 1:
         msg = "merge needs at least one verdict, all of one claim"
         raise ValueError(msg)
-    gravest = max(held, key=_gravity)
+    gravest = max(held, key=lambda verdict: _GRAVITY[verdict.outcome])
     reasons = dict.fromkeys(verdict.why for verdict in held if verdict.outcome is gravest.outcome and verdict.why)
     return Verdict(
         gravest.claim,
@@ -175,7 +175,3 @@ def exit_code(verdicts: Iterable[Verdict]) -> int:
     if Outcome.FALSIFIED in outcomes:
         return 1
     return 2 if Outcome.UNKNOWN in outcomes or Outcome.HOLDS not in outcomes else 0
-
-
-def _gravity(verdict: Verdict) -> int:
-    return _GRAVITY[verdict.outcome]

@@ -52,11 +52,9 @@ class Finding:
     @property
     def place(self) -> str:
         """`gloo, world 2, accumulation 2`, as far as it is known."""
-        named = [f"{name} {number}" for name, number in self._layout() if number]
+        layout = {"world": self.world, "accumulation": self.accumulation}
+        named = [f"{name} {number}" for name, number in layout.items() if number]
         return ", ".join([self.backend, *named] if self.backend else named)
-
-    def _layout(self) -> tuple[tuple[str, int], ...]:
-        return (("world", self.world), ("accumulation", self.accumulation))
 
     def to_json(self) -> dict[str, Any]:
         """Plain values under the names of the fields. What is not finite is null: JSON knows neither NaN nor Inf."""

@@ -163,7 +163,7 @@ class Interpreter:
 
         def falls(smaller: Trial) -> bool:
             verdict = self._verdicts(smaller).get(claim)
-            return verdict is not None and _falsified(verdict) and _reason(smaller, verdict) == why
+            return verdict is not None and verdict.outcome is Outcome.FALSIFIED and _reason(smaller, verdict) == why
 
         return shrink(trial, falls, limit_s, self.campaign.worlds, self.campaign.accumulations)
 
@@ -171,10 +171,6 @@ class Interpreter:
 def _telling(said: Said) -> tuple[int, int]:
     """Most factors in its ratio first; of these, fewest ranks."""
     return len(_reason(said.trial, said.verdict)), -said.trial.case.world
-
-
-def _falsified(verdict: Verdict) -> bool:
-    return verdict.outcome is Outcome.FALSIFIED
 
 
 def _reason(trial: Trial, verdict: Verdict) -> tuple[str, ...]:

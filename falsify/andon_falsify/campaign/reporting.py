@@ -56,7 +56,7 @@ def _findings(bench: Bench, claim: Claim, said: Sequence[Said]) -> list[Finding]
     sound = [each.trial.case for each in said if each.verdict.outcome is Outcome.HOLDS]
     explanation = _explained(said, sound)
     by_place: dict[tuple[str, int, int], list[Said]] = {}
-    for each in sorted(said, key=_shrunk_first):
+    for each in sorted(said, key=lambda each: not each.shrunk):
         by_place.setdefault(each.trial.place, []).append(each)
     found = []
     for place, held in by_place.items():
@@ -89,10 +89,6 @@ def _finding(
         curve_name="seen / law, by update" if curve else "",
         curve_law=1.0 if curve else None,
     )
-
-
-def _shrunk_first(said: Said) -> bool:
-    return not said.shrunk
 
 
 def _explained(said: Sequence[Said], held: Sequence[Case]) -> Explanation | None:

@@ -78,7 +78,8 @@ def _laid_out(case: Case, world: int, accumulation: int) -> Case:
     batch = case.local_batch * world * accumulation
     whole, rest = divmod(len(case.rows), case.batch_size)
     rows = max(whole * batch + min(rest, batch - 1), case.rows.classes)
-    return _resized(case, rows, batch).but(world=world, micro_batches=world * accumulation)
+    rows_of = _drawn(case, rows)
+    return case.but(rows=rows_of, batch_size=batch, world=world, micro_batches=world * accumulation)
 
 
 def _fewer_rows(case: Case) -> Iterator[dict[str, Any]]:
@@ -130,10 +131,6 @@ def _plainer(case: Case) -> Iterator[dict[str, Any]]:
     rows = make_rows(len(case.rows), classes=case.rows.classes)
     if case.rows != rows:
         yield {"rows": rows}
-
-
-def _resized(case: Case, rows: int, batch: int) -> Case:
-    return case.but(rows=_drawn(case, rows), batch_size=batch)
 
 
 def _drawn(case: Case, count: int) -> Any:

@@ -41,7 +41,9 @@ def check(
         for step, (seen, law) in enumerate(zip(accused, reference, strict=False), start=1)
         if step >= start and seen is not None and law is not None and isfinite(seen) and isfinite(law)
     }
-    apart = {step: pair for step, pair in pairs.items() if pair[0] != pair[1] and not _close(*pair, bound)}
+    apart = {
+        step: (one, law) for step, (one, law) in pairs.items() if one != law and not abs(one - law) < bound * abs(law)
+    }
     if apart:
         found.append(_worst(apart, pairs, factors or {}))
     return conclude(CLAIM, len(pairs), found, missing)
@@ -55,10 +57,6 @@ def _missing(accused: Sequence[float | None], reference: Sequence[float | None],
     broken = [step for step, loss in enumerate(reference, start=1) if loss is None or not isfinite(loss)]
     broken = [step for step in broken if step >= start]
     return f"the reference's loss at step {broken[0]} is not finite" if broken else ""
-
-
-def _close(seen: float, law: float, bound: float) -> bool:
-    return abs(seen - law) < bound * abs(law)
 
 
 def _worst(

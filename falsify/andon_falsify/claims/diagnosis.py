@@ -84,12 +84,9 @@ def _left_out(law: LoopLaw) -> Iterator[Counterexample]:
 
 def _worst(verdict: Verdict) -> str:
     """The largest of the errors that `gradient_law.check` noted."""
-    notes = [note for note in verdict.why.split("; ") if note.startswith("largest relative error")]
-    return max(notes, key=_error_in, default=verdict.why)
-
-
-def _error_in(note: str) -> float:
-    return float(note.removeprefix("largest relative error ").partition(",")[0])
+    told = "largest relative error "
+    notes = [note for note in verdict.why.split("; ") if note.startswith(told)]
+    return max(notes, key=lambda note: float(note.removeprefix(told).partition(",")[0]), default=verdict.why)
 
 
 def comparisons(trace: Trace) -> list[Comparison]:

@@ -93,13 +93,11 @@ def _told_losses(evidence: Evidence, law: LoopLaw) -> Verdict:
     found = {}
     for step, wanted in known.items():
         one = losses_close.check([told[step]], [wanted], start=1, bound=evidence.noise.loss, factors=law.factors)
-        found[step] = replace(one, counterexamples=tuple(_at(each, step) for each in one.counterexamples))
+        what, where = "the reported loss is not that of the law", f"step {step}"
+        named = tuple(replace(each, what=what, where=where) for each in one.counterexamples)
+        found[step] = replace(one, counterexamples=named)
     merged = merge(_without_chance(verdict) for verdict in named_by_window(law, found))
     return replace(merged, why=merged.why or law.note)
-
-
-def _at(found: Counterexample, step: int) -> Counterexample:
-    return replace(found, what="the reported loss is not that of the law", where=f"step {step}")
 
 
 def _without_chance(verdict: Verdict) -> Verdict:

@@ -145,7 +145,8 @@ def measured(ours: StepEvent, theirs: StepEvent, where: str, number: int) -> tup
             continue
         checked += 1
         if not _close(before, after, number):
-            found.append(_another(measure, before, after, where))
+            ratio = after.value / before.value if before.value and after.value is not None else None
+            found.append(Counterexample(f"{measure.what} is another one", where, str(before), str(after), ratio))
     return checked, found
 
 
@@ -154,11 +155,6 @@ def _close(ours: Number, theirs: Number, step: int) -> bool:
         return ours.value == theirs.value
     allowed: float = SCRIPT.norm * 2.0 ** min(step - 1, _DOUBLINGS)
     return abs(theirs.value - ours.value) <= allowed * max(abs(ours.value), 1e-12)
-
-
-def _another(measure: Measure, ours: Number, theirs: Number, where: str) -> Counterexample:
-    ratio = theirs.value / ours.value if ours.value and theirs.value is not None else None
-    return Counterexample(f"{measure.what} is another one", where, str(ours), str(theirs), ratio)
 
 
 def other_rows(ours: StepEvent, theirs: StepEvent, where: str) -> list[Counterexample]:

@@ -124,7 +124,8 @@ def _heads(run: Run) -> Verdict:
     """The heads that the folder quotes against the lines of the ledger."""
     if run.folder is None:
         return not_applicable(HEADS, "a ledger alone is quoted by nothing")
-    digests = {number: line.digest for number, line in enumerate(run.history.lines(), start=1) if not _torn(line)}
+    lines = enumerate(run.history.lines(), start=1)
+    digests = {number: line.digest for number, line in lines if not (isinstance(line, Unread) and line.torn)}
     found, checked = [], 0
     for place, count, digest in quoted(run.folder):
         checked += 1
@@ -132,10 +133,6 @@ def _heads(run: Run) -> Verdict:
         if seen != digest:
             found.append(Counterexample(f"{place} quotes another line {count}", f"line {count}", digest, seen))
     return conclude(HEADS, checked, found) if checked else not_applicable(HEADS, "no checkpoint and no summary yet")
-
-
-def _torn(line: object) -> bool:
-    return isinstance(line, Unread) and line.torn
 
 
 def quoted(folder: Path) -> Iterator[tuple[str, int, str]]:

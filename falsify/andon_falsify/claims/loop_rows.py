@@ -41,14 +41,10 @@ def _content(law: LoopLaw) -> list[Counterexample]:
     strangers = [stranger for part in law.parts for stranger in part.strangers]
     if not strangers:
         return []
-    first = min(strangers, key=_order)
+    first = min(strangers, key=lambda stranger: (stranger.step, stranger.rank))
     shown = "; ".join(stranger.text for stranger in strangers[:_SHOWN])
     what = f"{len(strangers)} rows of no data set"
     return [Counterexample(what, f"step {first.step}, rank {first.rank}", "rows of the case, as they are", shown)]
-
-
-def _order(stranger: object) -> tuple[int, int]:
-    return (getattr(stranger, "step", 0), getattr(stranger, "rank", 0))
 
 
 def _sizes(law: LoopLaw) -> list[Counterexample]:

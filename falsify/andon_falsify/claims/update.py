@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -27,7 +28,7 @@ Otherwise = tuple[str, str, str]
 _OF_ADAM: Mapping[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8}
 """What torch's Adam and AdamW have where nothing is said."""
 _DECLARED = "the loop declares"
-_USUALLY_NOT = ("norm", "bias", "embed")
+_EXEMPT = re.compile("norm|bias|embed", re.IGNORECASE)
 """In the names of tensors that loops usually exempt from decay, besides all of fewer than two dimensions."""
 
 
@@ -150,14 +151,10 @@ def _decays(made: Made, law: LoopLaw) -> Iterator[Otherwise]:
     elif wanted:
         exempt = [name for group in made.groups if not group.settings.get("weight_decay") for name in group.names]
         dimensions = {name: len(shape) for name, shape, _ in law.first.layouts[0]}
-        odd = [name for name in exempt if dimensions.get(name, 0) > 1 and not _usually_not(name)]
+        odd = [name for name in exempt if dimensions.get(name, 0) > 1 and not _EXEMPT.search(name)]
         if odd:
             what = f"{len(odd)} matrices do not decay, which the loop does not declare (`decay`), {_first(odd)}"
             yield what, f"weight decay {wanted}", "0"
-
-
-def _usually_not(name: str) -> bool:
-    return any(part in name.lower() for part in _USUALLY_NOT)
 
 
 def _declared_decays(made: Made, law: LoopLaw) -> Iterator[Otherwise]:

@@ -150,7 +150,9 @@ def matrix(trials: Sequence[LoopTrial]) -> str:
     lines = ["| fault | what | " + " | ".join(names) + " |", "| " + " | ".join(["---"] * (2 + len(names))) + " |"]
     lines += [f"| {t.fault.code} | {t.fault.what} | {' | '.join(_cell(t, name) for name in names)} |" for t in trials]
     lines += ["", "| fault | what | the counterexample to the claim named for it |", "| --- | --- | --- |"]
-    lines += [f"| {trial.fault.code} | {trial.fault.what} | {_said(trial)} |" for trial in trials]
+    for trial in trials:
+        said = "none" if trial.shown is None else str(trial.shown).replace("|", "\\|").replace("<", "&lt;")
+        lines.append(f"| {trial.fault.code} | {trial.fault.what} | {said} |")
     return "\n".join(lines)
 
 
@@ -158,7 +160,3 @@ def _cell(trial: LoopTrial, claim: str) -> str:
     if claim not in trial.planted.fallen:
         return ""
     return "**KILLED**" if claim == trial.fault.claim and trial.shown is not None else "fell"
-
-
-def _said(trial: LoopTrial) -> str:
-    return "none" if trial.shown is None else str(trial.shown).replace("|", "\\|").replace("<", "&lt;")

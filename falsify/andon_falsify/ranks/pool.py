@@ -108,7 +108,9 @@ class RankPool:
             ready = wait(list(open_), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 waited = time.monotonic() - began
-                answers |= {number: _silent(self._ranks[number], waited) for number in open_.values()}
+                for number in open_.values():
+                    stood = stack(self._ranks[number].berth.printed)
+                    answers[number] = Answer(error=f"no answer in time ({waited:.0f} s); killed{stood}", usable=False)
             for pipe in ready:
                 assert isinstance(pipe, Connection)
                 answer = answers[open_[pipe]] = _read(self._ranks[open_[pipe]], self._grace_s)
@@ -188,11 +190,6 @@ def _ending(code: int | None) -> str:
         return f"was killed by {signal.Signals(-code).name}"
     except ValueError:
         return f"was killed by signal {-code}"
-
-
-def _silent(rank: _Rank, waited_s: float) -> Answer:
-    """The answer in the place of one that did not come, with where the rank was, if it wrote that down."""
-    return Answer(error=f"no answer in time ({waited_s:.0f} s); killed{stack(rank.berth.printed)}", usable=False)
 
 
 def _name(left: list[leftovers.Stray], ranks: list[int], answers: dict[int, Answer]) -> None:

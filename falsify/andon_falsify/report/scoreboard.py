@@ -121,7 +121,8 @@ def _right(table: Table) -> Iterator[str]:
         held = _marked(table, subject, Outcome.HOLDS)
         if held:
             named = ", ".join(f"{code(cell.claim)} ({cell.checked} comparisons)" for cell in held)
-            yield _bullet(f"**{plain(str(subject))}**, {len(held)} of {len(_decided(table, subject))}: {named}")
+            decided = len(held) + len(_marked(table, subject, Outcome.FALSIFIED))
+            yield _bullet(f"**{plain(str(subject))}**, {len(held)} of {decided}: {named}")
 
 
 def _open(table: Table) -> Iterator[str]:
@@ -133,10 +134,6 @@ def _open(table: Table) -> Iterator[str]:
 
 def _marked(table: Table, subject: Subject, outcome: Outcome) -> list[Cell]:
     return [cell for cell in table.of(subject) if cell.outcome is outcome]
-
-
-def _decided(table: Table, subject: Subject) -> list[Cell]:
-    return _marked(table, subject, Outcome.HOLDS) + _marked(table, subject, Outcome.FALSIFIED)
 
 
 def _measured(report: Report) -> Iterator[str]:

@@ -61,7 +61,8 @@ def run(words: Sequence[str], folder: Path, deadline_s: float, stop: Callable[[P
             _end_all(mark, process)
             raise
         stray = _end_all(mark, process)
-    return Done(_read(ledger), _fault(process, ended, ledger, output), stray)
+    history = read_history(ledger) if ledger.exists() else History(str(ledger), ())
+    return Done(history, _fault(process, ended, ledger, output), stray)
 
 
 def _watched(process: subprocess.Popen[bytes], deadline_s: float, stop: Callable[[], bool] | None) -> str:
@@ -113,10 +114,6 @@ def _command(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace").strip()[:80]
     except OSError:
         return "ended"
-
-
-def _read(ledger: Path) -> History:
-    return read_history(ledger) if ledger.exists() else History(str(ledger), ())
 
 
 def _fault(process: subprocess.Popen[bytes], ended: str, ledger: Path, output: Path) -> str:

@@ -154,17 +154,13 @@ def _poisoner(case: Case, plan: BatchPlan, seen: Sightings) -> Callable[[tuple[i
     """Says for the rows of a micro-batch which poison it gets at the step that is now being computed."""
     poison = case.poison
     if poison is None:
-        return _clean
+        return lambda ids: ""
     rows = plan.batch(poison.step).micro_batches(case.micro_batches)[poison.leaf]
 
     def poisoned(ids: tuple[int, ...]) -> str:
         return poison.kind if seen.at == poison.step and rows and rows[0] in ids else ""
 
     return poisoned
-
-
-def _clean(_: tuple[int, ...]) -> str:
-    return ""
 
 
 def describe(parts: Parts) -> None:
@@ -190,11 +186,7 @@ def frozen_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def _in_flat_order(named: dict[str, nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
     """The parameters in the order of their addresses, which is that of the flat buffer whatever anyone says of it."""
-    return sorted(named.items(), key=_address)
-
-
-def _address(item: tuple[str, torch.Tensor]) -> int:
-    return item[1].data_ptr()
+    return sorted(named.items(), key=lambda item: item[1].data_ptr())
 
 
 def _planned_bytes(case: Case, replica: Replica, task: ClassificationTask, plan: BatchPlan) -> int:

@@ -58,7 +58,9 @@ def drive(case: Case, backend: Backend, plant: Plant | None = None, *, late: boo
         folder = RunFolder(Path(path))
         folder.checkpoints.mkdir(exist_ok=True, parents=True)
         if meters:
-            _adopt(parts, meters)
+            for rank, replica in parts.by_rank.items():
+                model, flat = replica.model, replica.parameters
+                meters[rank].adopt([*model.parameters(), *model.buffers(), flat.weights, flat.gradient])
             if not in_process(backend):
                 stack.enter_context(meters[backend.ranks[0]])
         _train(parts, folder, meters)
@@ -76,12 +78,6 @@ def _deterministic() -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before)
         torch.set_num_threads(threads)
-
-
-def _adopt(parts: Parts, meters: dict[int, StorageMeter]) -> None:
-    for rank, replica in parts.by_rank.items():
-        flat = replica.parameters
-        meters[rank].adopt([*replica.model.parameters(), *replica.model.buffers(), flat.weights, flat.gradient])
 
 
 def _train(parts: Parts, folder: RunFolder, meters: dict[int, StorageMeter]) -> None:

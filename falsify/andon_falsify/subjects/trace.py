@@ -223,7 +223,7 @@ def _events(case: Case, parts: Sequence[Sightings]) -> Iterator[witness.Line]:
 
 def rank_parts(parts: Sequence[Sightings], step: int) -> list[witness.Line]:
     """What each rank did in the update `step`, in order of rank."""
-    sights = sorted((part.of(rank, step) for part in parts for rank in part.ranks), key=_rank_of)
+    sights = sorted((part.of(rank, step) for part in parts for rank in part.ranks), key=lambda sight: sight.rank)
     return [
         witness.rank_part(
             sight.rank,
@@ -232,10 +232,6 @@ def rank_parts(parts: Sequence[Sightings], step: int) -> list[witness.Line]:
         )
         for sight in sights
     ]
-
-
-def _rank_of(sight: Sight) -> int:
-    return sight.rank
 
 
 class Subject(Protocol):
