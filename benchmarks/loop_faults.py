@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 
 from andon.run.atomic import write_whole
-from andon_falsify.compliance.loop_power import LoopLaboratory, LoopTrial, matrix
+from andon_falsify.compliance.loop_power import LoopAttempt, LoopLaboratory, matrix
 from andon_falsify.faults.looped.registry import FAULTS, NOT_SHOWN
 from andon_falsify.ranks.pool import RankPools
 
@@ -36,7 +36,7 @@ def main() -> int:
     parser.add_argument("--fault", action="append", choices=codes, metavar="CODE", help="again for another; else all")
     parser.add_argument("--write", type=Path, help="the file to write, if all faults are tried")
     options = parser.parse_args()
-    trials: list[LoopTrial] = []
+    trials: list[LoopAttempt] = []
     with RankPools() as pools:
         laboratory = LoopLaboratory(pools, every_claim=True)
         for fault in FAULTS:

@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 
 from andon_falsify.claims.of_trainer import verdicts
-from andon_falsify.compliance.power import Laboratory, Trial, matrix, untried
+from andon_falsify.compliance.power import Attempt, Laboratory, matrix, untried
 from andon_falsify.faults.registry import FAULTS
 from andon_falsify.ranks.pool import RankPools
 from andon_falsify.ranks.trainer import AndonTrainer
@@ -50,7 +50,7 @@ def main() -> int:
     parser.add_argument("--write", type=Path, help="the file to write")
     parser.add_argument("--clean-steps", type=int, default=1000, help="updates of the run without a fault")
     options = parser.parse_args()
-    trials: list[Trial] = []
+    trials: list[Attempt] = []
     left_out = 0
     with RankPools() as pools:
         for backend in options.backend or CPU_BACKENDS:

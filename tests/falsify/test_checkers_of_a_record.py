@@ -131,7 +131,7 @@ def test_the_schedule_rises_then_falls(total: int, fraction: float, peak: float,
     assert all(rate >= low * peak * (1 - 1e-12) for rate in rates[top:])
 
 
-def rates(law: schedule.Law, steps: range) -> str:
+def rates(law: schedule.Schedule, steps: range) -> str:
     """A history in which update t has the rate `law(t)`."""
     return " | ".join(f"{step}: 0[a] lr={law(step)!r}" for step in steps)
 

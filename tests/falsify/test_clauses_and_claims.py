@@ -13,7 +13,7 @@ from andon_falsify.campaign.request import Options, understood
 from andon_falsify.claims import of_loop, of_trainer
 from andon_falsify.claims.clauses import ALIASES, ALONE, MAP, table
 from andon_falsify.claims.ledgers import ALL
-from andon_falsify.claims.table import LAWS
+from andon_falsify.claims.table import CHECKERS
 
 CLAIMS = {claim.name for claim in (*of_trainer.CLAIMS, *of_loop.CLAIMS, *ALL)}
 DOCS = Path(__file__).parents[2] / "docs" / "clauses-and-claims.md"
@@ -29,7 +29,7 @@ def test_every_clause_and_every_claim_is_in_the_map() -> None:
 
 def test_every_law_of_the_table_is_claimed_of_something() -> None:
     """A row that stands in no list of claims would be written, reviewed, and never judged."""
-    assert LAWS.keys() <= CLAIMS
+    assert CHECKERS.keys() <= CLAIMS
 
 
 def test_one_name_is_one_law_or_the_map_says_that_it_is_not() -> None:

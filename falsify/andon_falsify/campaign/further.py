@@ -14,7 +14,7 @@ from andon_falsify.claims.between import resumed
 from andon_falsify.claims.evidence import Evidence, of_trace
 from andon_falsify.claims.of_loop import CLAIMS, failed, head_of, shortened, verdicts
 from andon_falsify.claims.statements import EVALUATION, RANDOMNESS
-from andon_falsify.claims.table import LAWS, judged_by
+from andon_falsify.claims.table import judged_by, unmet
 from andon_falsify.loops.record import global_batch, planned_updates
 from andon_falsify.loops.sightings import first_of
 from andon_falsify.subjects.case import Case, Poison, make_rows
@@ -79,7 +79,7 @@ def elsewhere(trace: Trace, others: Sequence[Trace]) -> Verdict:
     if broken:
         return unknown(same_everywhere.CLAIM, broken)
     evidence = replace(of_trace(trace), others={"elsewhere": tuple(map(of_trace, others))})
-    return judged_by(LAWS[same_everywhere.CLAIM.name], evidence)
+    return judged_by(same_everywhere.CLAIM, evidence)
 
 
 def resuming(subject: Subject, trace: Trace, after: int = 0) -> Verdict:
@@ -88,10 +88,9 @@ def resuming(subject: Subject, trace: Trace, after: int = 0) -> Verdict:
     It saved before the cut, where the next update gives every rank rows, so that all ranks save at one place; for that
     it may be cut off later.
     """
-    law, first = LAWS[resume_equal.CLAIM.name], first_of(trace)
-    if any(need(of_trace(trace)) for need in law.needs):
-        return judged_by(law, of_trace(trace))
-    claim = law.claim
+    claim, first = resume_equal.CLAIM, first_of(trace)
+    if unmet(claim, of_trace(trace)):
+        return judged_by(claim, of_trace(trace))
     every, after = _saved_and_cut(trace, after or 2 * len(first.made) // 3)
     if not every:
         return unknown(claim, f"no place to save and cut off {len(first.made)} updates: too few, or too few rows")
@@ -103,7 +102,7 @@ def resuming(subject: Subject, trace: Trace, after: int = 0) -> Verdict:
         return unknown(claim, broken)
     if not runs.taken_up.first.resumed_from:
         return unknown(claim, f"nothing had been saved when the run was cut off after update {after}")
-    return judged_by(law, runs.evidence)
+    return judged_by(claim, runs.evidence)
 
 
 def _saved_and_cut(trace: Trace, after: int) -> tuple[int, int]:
@@ -133,17 +132,17 @@ def halting(subject: Subject, trace: Trace) -> Verdict:
 
     Judged only of loops that say they halt (`halts = True`): most trainers do not mean to.
     """
-    law = LAWS[halts.CLAIM.name]
-    if any(need(of_trace(trace)) for need in law.needs):
-        return judged_by(law, of_trace(trace))
+    claim = halts.CLAIM
+    if unmet(claim, of_trace(trace)):
+        return judged_by(claim, of_trace(trace))
     poison = poison_of(trace.case)
     poisoned = subject.run(trace.case.but(poison=poison))
     if poisoned.errors:
         texts = "; ".join(f"rank {rank}: {head_of(text)}" for rank, text in sorted(poisoned.errors.items()))
         where = f"step {poison.step}"
         apart = Counterexample("the ranks did not stop together", where, f"all stop at {where}", texts)
-        return conclude(law.claim, 1, [apart])
-    return judged_by(law, of_trace(poisoned))
+        return conclude(claim, 1, [apart])
+    return judged_by(claim, of_trace(poisoned))
 
 
 def with_dropout(case: Case) -> Case:
@@ -171,18 +170,17 @@ def drawing(subject: Subject, trace: Trace) -> Verdict:
     """What the forward passes of `trace` draw, or where it has no dropout, those of a case that has."""
     if not trace.case.dropout and not trace.gathered("draws"):
         trace = subject.run(with_dropout(trace.case))
-    return unknown(RANDOMNESS, failed(trace)) if failed(trace) else judged_by(LAWS[RANDOMNESS.name], of_trace(trace))
+    return unknown(RANDOMNESS, failed(trace)) if failed(trace) else judged_by(RANDOMNESS, of_trace(trace))
 
 
 def evaluating(subject: Subject, trace: Trace) -> Verdict:
     """The evaluation of `trace`, and that of a model with dropout: an evaluation has it switched off."""
-    law = LAWS[EVALUATION.name]
-    plain = judged_by(law, of_trace(trace))
+    plain = judged_by(EVALUATION, of_trace(trace))
     if plain.outcome is Outcome.NOT_APPLICABLE:
         return plain
     other = subject.run(with_dropout(trace.case))
     if failed(other):
         return merge([plain, unknown(EVALUATION, f"with dropout: {failed(other)}")])
-    found = judged_by(law, of_trace(other))
+    found = judged_by(EVALUATION, of_trace(other))
     named = tuple(replace(each, where=f"{each.where}, with dropout in the model") for each in found.counterexamples)
     return merge([plain, replace(found, counterexamples=named)])

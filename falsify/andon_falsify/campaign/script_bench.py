@@ -18,7 +18,7 @@ from andon_falsify.checkers import (
     samples_once,
 )
 from andon_falsify.claims.evidence import SCRIPT, Evidence
-from andon_falsify.claims.table import LAWS, judged, judged_by
+from andon_falsify.claims.table import judged, judged_by
 from andon_falsify.history import History
 from andon_falsify.scripts.command import Command
 from andon_falsify.scripts.running import Done, run
@@ -137,7 +137,7 @@ class ScriptBench:
             return unknown(same_everywhere.CLAIM, f"the run on one rank to compare with: {why}")
         layout = f"{case.world} ranks x {case.accumulation} x {case.local_batch} rows"
         named = replace(history, name=layout)
-        return judged_by(LAWS[same_everywhere.CLAIM.name], _evidence(named, alone=done.history))
+        return judged_by(same_everywhere.CLAIM, _evidence(named, alone=done.history))
 
     def _resuming(self, case: Case) -> Verdict:
         """What is said of resuming on the layout of `case`; each layout is tried once."""
@@ -166,7 +166,7 @@ class ScriptBench:
         if why:
             return unknown(claim, why)
         evidence = _evidence(whole.history, **{"cut": cut.history, "taken up": again.history})
-        return judged_by(LAWS[claim.name], evidence)
+        return judged_by(claim, evidence)
 
     def _cut_and_taken_up(self, case: Case, after: int, updates: int) -> tuple[Done, Done | None]:
         """A run that is killed once its ledger shows the update `after`, and the one that goes on in its folder.

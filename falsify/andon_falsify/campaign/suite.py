@@ -17,7 +17,7 @@ Place = tuple[str, int, int]
 
 
 @dataclass(frozen=True)
-class Tried:
+class ClaimAtPlace:
     """One test: a claim at a place."""
 
     place: Place
@@ -51,7 +51,7 @@ class Suite:
         """How often the subject has been run in this process."""
         return self._bench.runs
 
-    def tests(self) -> Iterator[Tried]:
+    def tests(self) -> Iterator[ClaimAtPlace]:
         """Every selected claim at every place with a trial that judges it, place by place."""
         judged: dict[Place, set[str]] = {}
         for trial in self._campaign.trials:
@@ -59,9 +59,9 @@ class Suite:
         for place, names in judged.items():
             for claim in self.claims:
                 if claim.name in names & self._campaign.claims:
-                    yield Tried(place, claim.name)
+                    yield ClaimAtPlace(place, claim.name)
 
-    def verdict(self, tried: Tried) -> Verdict:
+    def verdict(self, tried: ClaimAtPlace) -> Verdict:
         """What the trials of the place say of the claim, each counterexample with the command that repeats it."""
         if tried.place not in self._held:
             self._held[tried.place] = self._judged(tried.place)

@@ -14,7 +14,7 @@ from andon_falsify.claims.evidence import of_trace
 from andon_falsify.claims.functions import TABLES
 from andon_falsify.claims.of_trainer import CLAIMS, alone, verdicts
 from andon_falsify.claims.statements import AVERAGE, FACE, FALLBACK, NON_FINITE, SHARDS
-from andon_falsify.claims.table import LAWS, judged_by
+from andon_falsify.claims.table import judged, judged_by
 from andon_falsify.peers.registry import installed
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.placing import CPU_BACKENDS, GPU_BACKENDS, why_not
@@ -68,7 +68,7 @@ class AndonBench:
         if trace.errors:
             return self._unknown(trial.kind, trace)
         if trial.kind in (HALT, MEMORY):
-            return {name: judged_by(LAWS[name], of_trace(trace)) for name in self.kinds[trial.kind]}
+            return judged(of_trace(trace), (claim for claim in self.claims if claim.name in self.kinds[trial.kind]))
         return self._law(trace)
 
     def _law(self, trace: Trace) -> Mapping[str, Verdict]:
@@ -93,7 +93,7 @@ class AndonBench:
         for part in (found.whole, found.cut, found.taken_up):
             if part.errors:
                 return self._unknown(RESUME, part)
-        return {resume_equal.CLAIM.name: judged_by(LAWS[resume_equal.CLAIM.name], found.evidence)}
+        return {resume_equal.CLAIM.name: judged_by(resume_equal.CLAIM, found.evidence)}
 
     def _unknown(self, kind: str, trace: Trace) -> Mapping[str, Verdict]:
         why = blame(trace.errors)

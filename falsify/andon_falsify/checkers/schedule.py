@@ -16,7 +16,7 @@ CLAIM = Claim(
     "(faults F14, F61, F77).",
 )
 
-Law = Callable[[int], float]
+Schedule = Callable[[int], float]
 """From the number of an update (1 is the first) to its learning rate."""
 
 
@@ -48,7 +48,7 @@ class WarmupCosine:
         return low + (self.peak - low) * 0.5 * (1.0 + math.cos(math.pi * turn))
 
 
-def check(history: History, law: Law | None, tolerance: float = 1e-12) -> Verdict:
+def check(history: History, law: Schedule | None, tolerance: float = 1e-12) -> Verdict:
     """Compare the rate of every update, repeated ones included, with `law`.
 
     The difference may be `tolerance` times the largest rate that the law gives to these updates. Not applicable
@@ -72,7 +72,7 @@ def check(history: History, law: Law | None, tolerance: float = 1e-12) -> Verdic
     return conclude(CLAIM, checked, found, missing)
 
 
-def _whose(seen: float | None, law: Law, history: History, allowed: float) -> str:
+def _whose(seen: float | None, law: Schedule, history: History, allowed: float) -> str:
     """Which updates have that rate by the law, among four times as many as were made."""
     if seen is None:
         return ""

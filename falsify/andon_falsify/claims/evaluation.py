@@ -40,7 +40,7 @@ def evaluation(evidence: Evidence) -> Verdict:
 
 
 @dataclass(frozen=True)
-class _Expected:
+class _EveryRow:
     """The loss of every row once, and the fewest and the most rows that rounding may let be right."""
 
     loss: float
@@ -48,18 +48,18 @@ class _Expected:
     most: int
 
 
-def _of_every_row(law: LoopLaw) -> _Expected:
+def _of_every_row(law: LoopLaw) -> _EveryRow:
     weights = law.before(1 + max(step for step, values in law.first.values.items() if values.weights))
     logits, labels = law.logits(weights, tuple(range(len(law.case.rows))))
     own = logits.gather(1, labels[:, None])[:, 0]
     others = logits.scatter(1, labels[:, None], -math.inf).amax(1)
     near = 1e-5 * logits.abs().amax(1)
     loss = float(row_losses(logits, labels, law.class_weights).mean())
-    return _Expected(loss, int((own - others > near).sum()), int((own - others > -near).sum()))
+    return _EveryRow(loss, int((own - others > near).sum()), int((own - others > -near).sum()))
 
 
 def _off(
-    law: LoopLaw, reported: Mapping[str, float], wanted: _Expected, where: str, noise: float
+    law: LoopLaw, reported: Mapping[str, float], wanted: _EveryRow, where: str, noise: float
 ) -> Iterator[Counterexample]:
     """What of the report of one rank is not that of every row once."""
     rows = len(law.case.rows)

@@ -28,7 +28,7 @@ NAN, INF = math.nan, math.inf
 
 
 @dataclass(frozen=True)
-class Tried:
+class Tabulated:
     """A verdict, all that was returned or raised, and the clause of the first violation, if there was one."""
 
     verdict: Verdict
@@ -59,9 +59,9 @@ class _Table:
         if not right(result):
             self._found.append(Counterexample("the result is another", what, expected, shown[:200]))
 
-    def end(self) -> Tried:
+    def end(self) -> Tabulated:
         """What came of it."""
-        return Tried(conclude(self._claim, len(self._said), self._found), "\n".join(self._said), self._clause)
+        return Tabulated(conclude(self._claim, len(self._said), self._found), "\n".join(self._said), self._clause)
 
 
 def _fp32(value: float) -> float:
@@ -96,7 +96,7 @@ def _are_means(workers: Sequence[Sequence[float]]) -> Callable[[object], bool]:
     return right
 
 
-def average() -> Tried:
+def average() -> Tabulated:
     """`average_gradients` on lists: plain, one worker, many, extreme, and not finite at every place (V8, V11, V12)."""
     table = _Table(AVERAGE)
     drawn = random.Random("gradients")
@@ -115,7 +115,7 @@ def average() -> Tried:
     return table.end()
 
 
-def non_finite() -> Tried:
+def non_finite() -> Tabulated:
     """`has_non_finite` with NaN, Inf and -Inf at every place, and without (R28)."""
     table = _Table(NON_FINITE)
     for size in (0, 1, 5):
@@ -128,7 +128,7 @@ def non_finite() -> Tried:
     return table.end()
 
 
-def shards() -> Tried:
+def shards() -> Tabulated:
     """`shard_samples`: contiguous, in order, the last with the remainder; empty shards; no workers (R26, V13)."""
     table = _Table(SHARDS)
     for count, workers in ((10, 3), (11, 4), (3, 4), (0, 3), (8, 2), (1, 1), (7, 7)):
@@ -140,7 +140,7 @@ def shards() -> Tried:
     return table.end()
 
 
-def face() -> Tried:
+def face() -> Tabulated:
     """No devices are refused; a replica for each device; the primary is the first (R8, R9, R14)."""
     table = _Table(FACE)
     case = Case(dropout=0.0, world=3)
@@ -158,7 +158,7 @@ def face() -> Tried:
     return table.end()
 
 
-def fallback() -> Tried:
+def fallback() -> Tabulated:
     """Where no GPU is usable, ranks that were to use NCCL go on with gloo on the CPU, and the user is told.
 
     The choice is asked as on a machine without a GPU, so that a machine that has some can be tried too.
@@ -189,7 +189,7 @@ def _equals(wanted: object) -> Callable[[object], bool]:
     return lambda result: result == wanted
 
 
-TABLES: dict[str, Callable[[], Tried]] = {
+TABLES: dict[str, Callable[[], Tabulated]] = {
     AVERAGE.name: average,
     NON_FINITE.name: non_finite,
     SHARDS.name: shards,

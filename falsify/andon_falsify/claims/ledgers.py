@@ -13,7 +13,7 @@ from pathlib import Path
 from andon_falsify.checkers import CLAIMS, chain_intact, resume_equal, same_everywhere
 from andon_falsify.claims.evidence import SCRIPT, Evidence
 from andon_falsify.claims.statements import HEADS
-from andon_falsify.claims.table import LAWS, judged_by
+from andon_falsify.claims.table import judged_by
 from andon_falsify.history import Event, History, Unread, read_history
 from andon_falsify.verdict import Claim, Counterexample, Verdict, conclude, judge, merge, not_applicable, repeatable
 
@@ -24,7 +24,7 @@ _TOGETHER = (same_everywhere.CLAIM.name, resume_equal.CLAIM.name)
 
 
 @dataclass(frozen=True)
-class Run:
+class RecordedRun:
     """One ledger, with the run folder that it lies in where there is one."""
 
     path: Path
@@ -52,14 +52,14 @@ class Run:
         return Evidence(None, self.history, SCRIPT, configuration=self.settings)
 
 
-def read_run(path: Path) -> Run:
+def read_run(path: Path) -> RecordedRun:
     """The run at `path`: a folder with a ledger, or a ledger. Raises `OSError` where there is none."""
     folder = path if path.is_dir() else None
     ledger = path / "ledger.jsonl" if folder is not None else path
-    return Run(path, read_history(ledger), folder)
+    return RecordedRun(path, read_history(ledger), folder)
 
 
-def verify(runs: Sequence[Run]) -> tuple[Verdict, ...]:
+def verify(runs: Sequence[RecordedRun]) -> tuple[Verdict, ...]:
     """One verdict for each claim of `ALL`, over all `runs`."""
     evidence = [run.evidence for run in runs]
     command = f"andon verify {' '.join(str(run.path) for run in runs)}"
@@ -69,15 +69,15 @@ def verify(runs: Sequence[Run]) -> tuple[Verdict, ...]:
             verdict = merge(_named(judge(claim, _heads, run), run, runs) for run in runs)
         elif claim.name in _TOGETHER:
             together = replace(evidence[0], others={"elsewhere": tuple(evidence[1:])})
-            verdict = judged_by(LAWS[claim.name], together)
+            verdict = judged_by(claim, together)
         else:
-            each = (judged_by(LAWS[claim.name], one) for one in evidence)
+            each = (judged_by(claim, one) for one in evidence)
             verdict = merge(_named(verdict, run, runs) for verdict, run in zip(each, runs, strict=True))
         found.append(repeatable(verdict, None, command))
     return tuple(found)
 
 
-def _named(verdict: Verdict, run: Run, runs: Sequence[Run]) -> Verdict:
+def _named(verdict: Verdict, run: RecordedRun, runs: Sequence[RecordedRun]) -> Verdict:
     """With several runs a counterexample says which of them it is from."""
     if len(runs) == 1 or not verdict.counterexamples:
         return verdict
@@ -85,7 +85,7 @@ def _named(verdict: Verdict, run: Run, runs: Sequence[Run]) -> Verdict:
     return replace(verdict, counterexamples=named)
 
 
-def recorded_violations(run: Run) -> tuple[str, ...]:
+def recorded_violations(run: RecordedRun) -> tuple[str, ...]:
     """Each finding that the ledger of `run` tells of, as `a violation: gradients-agree at step 2 on rank 1, warned`.
 
     A claim may hold all the same, as `halt-together` does where all ranks halted for it: no verdict says these. What
@@ -120,7 +120,7 @@ def _retracted(event: Event) -> str:
     return f"a retraction: {steps} no longer count, for {event.fields.get('clause')}"
 
 
-def _heads(run: Run) -> Verdict:
+def _heads(run: RecordedRun) -> Verdict:
     """The heads that the folder quotes against the lines of the ledger."""
     if run.folder is None:
         return not_applicable(HEADS, "a ledger alone is quoted by nothing")

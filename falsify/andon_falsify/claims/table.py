@@ -39,11 +39,12 @@ Account = Literal["witness", "accused", "either"]
 
 
 @dataclass(frozen=True)
-class Law:
-    """One claim. needs: why it does not apply, asked in order before `check`. further: runs that are to be in `others`.
+class Checker:
+    """What judges one claim.
 
-    Such are "alone" (on one rank), "elsewhere" (other layouts of the same batches), "cut" and "taken up" (one that is
-    killed, and what goes on from its files), "poisoned" and "dropout", which take the place of the run itself.
+    needs: why it does not apply, asked in order before `check`. further: runs that are to be in `others`. Such are
+    "alone" (on one rank), "elsewhere" (other layouts of the same batches), "cut" and "taken up" (one that is killed,
+    and what goes on from its files), "poisoned" and "dropout", which take the place of the run itself.
     """
 
     claim: Claim
@@ -112,31 +113,31 @@ def chain(evidence: Evidence) -> Verdict:
     return replace(verdict, why="; ".join(said))
 
 
-_LAWS = (
-    Law(replicas_agree.CLAIM, replicas, needs=(_somebody_to_agree_with,)),
-    Law(samples_once.CLAIM, samples),
-    Law(plan_followed.CLAIM, plan),
-    Law(same_everywhere.CLAIM, everywhere, further=("alone", "elsewhere")),
-    Law(halts.CLAIM, halted, needs=(_halts,), further=("poisoned",)),
-    Law(resume_equal.CLAIM, resumed, needs=(_restores,), further=("cut", "taken up")),
-    Law(chain_intact.CLAIM, chain, "accused", needs=(_a_ledger,)),
-    Law(loss_finite.CLAIM, finite, needs=(_losses_told,)),
-    Law(schedule.CLAIM, rates),
-    Law(losses_close.CLAIM, _of("gradient", "losses"), "witness", needs=(tensors("loss of a reference"),)),
-    Law(memory_within.CLAIM, memory, "witness", needs=(tensors("bytes of memory"),)),
-    Law(layout_equal.CLAIM, layouts, "witness", needs=(tensors("layout of tensors"),)),
-    Law(gradient_law.CLAIM, _of("gradient", "gradient"), "witness", needs=(tensors("gradient"), _a_law)),
-    Law(UPDATE, _of("update", "update"), "witness", needs=(tensors("weights"), _a_known_optimizer)),
-    Law(NORM, _of("gradient", "norms"), "witness", needs=(tensors("norm of a reference"), _a_law)),
-    Law(BASE, _of("update", "base"), "witness", needs=(tensors("frozen tensors"),)),
-    Law(
+_CHECKERS = (
+    Checker(replicas_agree.CLAIM, replicas, needs=(_somebody_to_agree_with,)),
+    Checker(samples_once.CLAIM, samples),
+    Checker(plan_followed.CLAIM, plan),
+    Checker(same_everywhere.CLAIM, everywhere, further=("alone", "elsewhere")),
+    Checker(halts.CLAIM, halted, needs=(_halts,), further=("poisoned",)),
+    Checker(resume_equal.CLAIM, resumed, needs=(_restores,), further=("cut", "taken up")),
+    Checker(chain_intact.CLAIM, chain, "accused", needs=(_a_ledger,)),
+    Checker(loss_finite.CLAIM, finite, needs=(_losses_told,)),
+    Checker(schedule.CLAIM, rates),
+    Checker(losses_close.CLAIM, _of("gradient", "losses"), "witness", needs=(tensors("loss of a reference"),)),
+    Checker(memory_within.CLAIM, memory, "witness", needs=(tensors("bytes of memory"),)),
+    Checker(layout_equal.CLAIM, layouts, "witness", needs=(tensors("layout of tensors"),)),
+    Checker(gradient_law.CLAIM, _of("gradient", "gradient"), "witness", needs=(tensors("gradient"), _a_law)),
+    Checker(UPDATE, _of("update", "update"), "witness", needs=(tensors("weights"), _a_known_optimizer)),
+    Checker(NORM, _of("gradient", "norms"), "witness", needs=(tensors("norm of a reference"), _a_law)),
+    Checker(BASE, _of("update", "base"), "witness", needs=(tensors("frozen tensors"),)),
+    Checker(
         EVALUATION,
         _of("evaluation", "evaluation"),
         "witness",
         needs=(tensors("evaluation"), _evaluates),
         further=("dropout",),
     ),
-    Law(
+    Checker(
         RANDOMNESS,
         _of("randomness", "randomness"),
         "witness",
@@ -144,20 +145,25 @@ _LAWS = (
         further=("dropout",),
     ),
 )
-LAWS: Mapping[str, Law] = {law.claim.name: law for law in _LAWS}
+CHECKERS: Mapping[str, Checker] = {checker.claim.name: checker for checker in _CHECKERS}
 """By the name of its claim."""
 
 
-def judged_by(law: Law, evidence: Evidence) -> Verdict:
-    """What `law` says of `evidence`: not applicable for the first need that is not met, unknown where it throws."""
+def unmet(claim: Claim, evidence: Evidence) -> str:
+    """Why `claim` does not apply to `evidence`: the first need of its checker that is not met; "" where it applies."""
+    return next(filter(None, (need(evidence) for need in CHECKERS[claim.name].needs)), "")
+
+
+def judged_by(claim: Claim, evidence: Evidence) -> Verdict:
+    """What the checker of `claim` says of `evidence`: not applicable where a need is unmet, unknown where it throws."""
 
     def check() -> Verdict:
-        why = next(filter(None, (need(evidence) for need in law.needs)), "")
-        return not_applicable(law.claim, why) if why else law.check(evidence)
+        why = unmet(claim, evidence)
+        return not_applicable(claim, why) if why else CHECKERS[claim.name].check(evidence)
 
-    return judge(law.claim, check)
+    return judge(claim, check)
 
 
 def judged(evidence: Evidence, claims: Iterable[Claim]) -> dict[str, Verdict]:
     """What is to be said of each of `claims`, by name."""
-    return {claim.name: judged_by(LAWS[claim.name], evidence) for claim in claims}
+    return {claim.name: judged_by(claim, evidence) for claim in claims}

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from andon_falsify.campaign.further import drawing, halting, judge_loop, resuming
 from andon_falsify.checkers import halts, resume_equal
 from andon_falsify.claims.of_loop import CLAIMS, verdicts
 from andon_falsify.claims.statements import RANDOMNESS
+from andon_falsify.compliance.power import Observation
 from andon_falsify.faults.looped.fault import LoopFault
 from andon_falsify.loops.sightings import LoopSightings
 from andon_falsify.loops.subject import LoopSubject
@@ -22,7 +23,7 @@ from andon_falsify.loops.task import shaped
 from andon_falsify.ranks.pool import RankPools
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.trace import Subject, Trace
-from andon_falsify.verdict import Counterexample, Outcome, Verdict, judge
+from andon_falsify.verdict import Counterexample, Outcome, judge
 
 LOOP = "andon_falsify.faults.looped:make"
 _FURTHER = {resume_equal.CLAIM.name: resuming, halts.CLAIM.name: halting, RANDOMNESS.name: drawing}
@@ -30,20 +31,7 @@ _FURTHER = {resume_equal.CLAIM.name: resuming, halts.CLAIM.name: halting, RANDOM
 
 
 @dataclass(frozen=True)
-class Observation:
-    """What each claim says, and a digest of all that was seen of all runs."""
-
-    verdicts: Mapping[str, Verdict]
-    signature: str
-
-    @property
-    def fallen(self) -> tuple[str, ...]:
-        """The claims that were falsified."""
-        return tuple(name for name, verdict in self.verdicts.items() if verdict.outcome is Outcome.FALSIFIED)
-
-
-@dataclass(frozen=True)
-class LoopTrial:
+class LoopAttempt:
     """A fault that was planted, and the right loop on the same case."""
 
     fault: LoopFault
@@ -93,13 +81,13 @@ class LoopLaboratory:
         self._every_claim = every_claim
         self._kept: dict[tuple[Case, str], Observation] = {}
 
-    def attempt(self, fault: LoopFault) -> LoopTrial:
+    def attempt(self, fault: LoopFault) -> LoopAttempt:
         """Plant `fault`, and observe the right loop on its case."""
         right = fault.case.but(fault=fault.right.__name__)
         further = fault.claim if fault.claim in _FURTHER else ""
         if (right, further) not in self._kept:
             self._kept[right, further] = self._observe(right, further)
-        return LoopTrial(fault, self._kept[right, further], self._observe(fault.case.but(fault=fault.name), further))
+        return LoopAttempt(fault, self._kept[right, further], self._observe(fault.case.but(fault=fault.name), further))
 
     def _observe(self, case: Case, further: str) -> Observation:
         seen = _Recording(self._subject)
@@ -144,7 +132,7 @@ def _signature(trace: Trace) -> str:
     return f"{trace.signature()} {own!r}"
 
 
-def matrix(trials: Sequence[LoopTrial]) -> str:
+def matrix(trials: Sequence[LoopAttempt]) -> str:
     """Faults by claims as Markdown: the claims that fell, the named one in capitals; then what was said of each."""
     names = [claim.name for claim in CLAIMS if any(claim.name in trial.planted.fallen for trial in trials)]
     lines = ["| fault | what | " + " | ".join(names) + " |", "| " + " | ".join(["---"] * (2 + len(names))) + " |"]
@@ -156,7 +144,7 @@ def matrix(trials: Sequence[LoopTrial]) -> str:
     return "\n".join(lines)
 
 
-def _cell(trial: LoopTrial, claim: str) -> str:
+def _cell(trial: LoopAttempt, claim: str) -> str:
     if claim not in trial.planted.fallen:
         return ""
     return "**KILLED**" if claim == trial.fault.claim and trial.shown is not None else "fell"

@@ -28,7 +28,7 @@ from andon_falsify.verdict import Claim, Counterexample, Outcome, Verdict, concl
 
 @dataclass(frozen=True)
 class Observation:
-    """One run, or table of calls: what each claim says, a digest of everything, and the clause that stopped it."""
+    """Runs, or a table of calls: what each claim says, a digest of all, and the clause that stopped our trainer."""
 
     verdicts: Mapping[str, Verdict]
     signature: str
@@ -41,7 +41,7 @@ class Observation:
 
 
 @dataclass(frozen=True)
-class Trial:
+class Attempt:
     """A fault and its controls. guarded: planted, contracts on; bare: planted, contracts off; both clean ones alike."""
 
     fault: Fault
@@ -86,12 +86,12 @@ class Laboratory:
         self._trainer = trainer
         self._kept: dict[tuple[str, Case, str], Observation] = {}
 
-    def attempt(self, fault: Fault, backend: str) -> Trial:
+    def attempt(self, fault: Fault, backend: str) -> Attempt:
         """Plant `fault` on `backend`, with contracts and without, and observe the same without it."""
         case = fault.case.but(backend=backend)
         # What the contracts' own digests need is part of the memory plan, and no contract looks at memory.
         bare = case if case.memory else case.but(contracts=False)
-        return Trial(
+        return Attempt(
             fault,
             backend,
             clean=self._clean(fault, case),
@@ -171,7 +171,7 @@ def _tabulate(fault: Fault, *, contracts: bool, planted: bool) -> Observation:
     return Observation({fault.claim: tried.verdict}, signature, tried.clause)
 
 
-def matrix(trials: Sequence[Trial]) -> str:
+def matrix(trials: Sequence[Attempt]) -> str:
     """Faults by claims as Markdown: the claims that fell, the named one in capitals, and the clause that stopped it."""
     shown = [claim for claim in CLAIMS if any(claim.name in trial.bare.fallen for trial in trials)]
     names = [claim.name for claim in shown]
@@ -184,7 +184,7 @@ def matrix(trials: Sequence[Trial]) -> str:
     return "\n".join(lines)
 
 
-def _cell(trial: Trial, claim: Claim) -> str:
+def _cell(trial: Attempt, claim: Claim) -> str:
     if claim.name not in trial.bare.fallen:
         return ""
     return "**KILLED**" if claim.name == trial.fault.claim else "fell"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from andon_contracts.legible import legible
-from andon_falsify.campaign.suite import Suite, Tried
+from andon_falsify.campaign.suite import ClaimAtPlace, Suite
 from andon_falsify.compliance.plugin import Court
 from andon_falsify.verdict import Outcome
 
 
-def test_the_claim(court: Court, suite: Suite, claim_at_place: Tried) -> None:
+def test_the_claim(court: Court, suite: Suite, claim_at_place: ClaimAtPlace) -> None:
     """It holds in every case at its place; falsified and unknown fail, what does not apply is skipped and says why."""
     verdict = suite.verdict(claim_at_place)
     court.hold(verdict)

@@ -34,11 +34,7 @@ from andon_falsify.loops.parameters import (
 from andon_falsify.loops.protocol import Loop, Restores
 from andon_falsify.loops.sightings import LoopSightings, Made, Stranger
 from andon_falsify.subjects.case import Case
-from andon_falsify.subjects.trace import Values, digest
-
-
-class CutOff(BaseException):
-    """The run ends here as by a kill."""
+from andon_falsify.subjects.trace import CutOff, Values, digest
 
 
 class Observer:

@@ -10,7 +10,7 @@ from andon_falsify.loops.protocol import Make
 from andon_falsify.loops.record import trace_of
 from andon_falsify.loops.sightings import LoopSightings
 from andon_falsify.loops.task import distinct
-from andon_falsify.loops.worker import Request
+from andon_falsify.loops.worker import Job
 from andon_falsify.ranks.pool import RankPools
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.trace import Trace
@@ -41,7 +41,7 @@ class LoopSubject:
         Recogniser(case.rows)
         search = tuple(os.path.abspath(folder) for folder in (*sys.path, os.getcwd()))
         answers = self._pools.of(case.world).run(
-            "andon_falsify.loops.worker:train", Request(self.make, case, tuple(dict.fromkeys(search)))
+            "andon_falsify.loops.worker:train", Job(self.make, case, tuple(dict.fromkeys(search)))
         )
         parts = [answer.value for answer in answers if isinstance(answer.value, LoopSightings)]
         errors = {rank: answer.error for rank, answer in enumerate(answers) if answer.error}

@@ -19,19 +19,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from andon_falsify.loops.observer import CutOff, Observer
+from andon_falsify.loops.observer import Observer
 from andon_falsify.loops.parameters import is_sharded, kept, named_digests, plain_values, trained, unwrapped, whole
 from andon_falsify.loops.protocol import Decays, Evaluates, Loop, Recomputes, Restores, Schedules, Tunes
 from andon_falsify.loops.sightings import LoopSightings
 from andon_falsify.reference.training import RowGradients
 from andon_falsify.subjects.case import Case
-from andon_falsify.subjects.trace import Reported, digest
+from andon_falsify.subjects.trace import CutOff, Reported, digest
 
 _SHOWN = 2000
 
 
 @dataclass(frozen=True)
-class Request:
+class Job:
     """make: `module:function`. search: folders in which a rank looks for modules besides its own."""
 
     make: str
@@ -43,7 +43,7 @@ class LoopError(RuntimeError):
     """What a loop raised, with the end of what it printed."""
 
 
-def train(request: Request) -> LoopSightings:
+def train(request: Job) -> LoopSightings:
     """Run the loop of `request` as one rank of the group that this process belongs to.
 
     Raises `LoopError` for whatever the loop raises, except where it was to stop and did.
@@ -59,7 +59,7 @@ def train(request: Request) -> LoopSightings:
             raise LoopError(msg) from error
 
 
-def _run(request: Request) -> LoopSightings:
+def _run(request: Job) -> LoopSightings:
     case, rank = request.case, dist.get_rank()
     seen = LoopSightings((rank,))
     loop: Loop = _named(request.make)(case)

@@ -24,7 +24,7 @@ class Mark(StrEnum):
 
 
 @dataclass(frozen=True)
-class Subject:
+class Column:
     """Whose column it is. One subject in two versions is two columns."""
 
     name: str
@@ -43,7 +43,7 @@ class Cell:
 
     claim: str
     version: int
-    subject: Subject
+    subject: Column
     findings: tuple[Finding, ...]
     reason: str | None
 
@@ -88,19 +88,19 @@ class Cell:
 class Table:
     """The cells of a report. Subjects are in the order of the report, and so are claims that as many were judged on."""
 
-    subjects: tuple[Subject, ...]
+    subjects: tuple[Column, ...]
     claims: tuple[str, ...]
     cells: tuple[Cell, ...]
 
     @cached_property
-    def _by_place(self) -> dict[tuple[str, Subject], Cell]:
+    def _by_place(self) -> dict[tuple[str, Column], Cell]:
         return {(cell.claim, cell.subject): cell for cell in self.cells}
 
-    def cell(self, claim: str, subject: Subject) -> Cell | None:
+    def cell(self, claim: str, subject: Column) -> Cell | None:
         """The cell at a row and column; None where that claim was not judged on that subject."""
         return self._by_place.get((claim, subject))
 
-    def of(self, subject: Subject) -> tuple[Cell, ...]:
+    def of(self, subject: Column) -> tuple[Cell, ...]:
         """The cells of a column, from the top."""
         return tuple(cell for claim in self.claims if (cell := self.cell(claim, subject)))
 
@@ -118,9 +118,9 @@ def count_marks(cells: Iterable[Cell]) -> dict[Mark, int]:
 
 def tabulate(report: Report) -> Table:
     """The cells of `report`."""
-    held: dict[tuple[str, Subject], list[Finding]] = {}
+    held: dict[tuple[str, Column], list[Finding]] = {}
     for finding in report.findings:
-        held.setdefault((finding.claim, Subject(finding.subject, finding.subject_version)), []).append(finding)
+        held.setdefault((finding.claim, Column(finding.subject, finding.subject_version)), []).append(finding)
     cells = tuple(
         Cell(claim, found[0].version, subject, tuple(found), report.expected.get((subject.name, claim)))
         for (claim, subject), found in held.items()

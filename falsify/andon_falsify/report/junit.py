@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 from andon.run.atomic import write_whole
 from andon_contracts.legible import legible
 from andon_falsify.campaign.findings import Finding, Report
-from andon_falsify.report.cells import Cell, Mark, Subject, Table, tabulate
+from andon_falsify.report.cells import Cell, Column, Mark, Table, tabulate
 from andon_falsify.verdict import Outcome, merge
 
 
@@ -33,7 +33,7 @@ def junit_bytes(report: Report) -> bytes:
     return text + b"\n"
 
 
-def _suite(report: Report, table: Table, subject: Subject) -> ElementTree.Element:
+def _suite(report: Report, table: Table, subject: Column) -> ElementTree.Element:
     suite = ElementTree.Element("testsuite", name=legible(str(subject)), timestamp=legible(report.started))
     left_out = {"not selected": ", ".join(report.not_selected)} if report.not_selected else {}
     about = {"subject": subject.name, "version": subject.version, **left_out}

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 
 from andon_contracts.legible import legible
 from andon_falsify.campaign.findings import Report
-from andon_falsify.report.cells import Cell, Mark, Subject, Table, tabulate
+from andon_falsify.report.cells import Cell, Column, Mark, Table, tabulate
 from andon_falsify.verdict import Outcome
 
 _WORDS = {
@@ -132,7 +132,7 @@ def _open(table: Table) -> Iterator[str]:
             yield _bullet(f"**{plain(str(subject))}** {code(cell.claim)}: {plain(reasons)}")
 
 
-def _marked(table: Table, subject: Subject, outcome: Outcome) -> list[Cell]:
+def _marked(table: Table, subject: Column, outcome: Outcome) -> list[Cell]:
     return [cell for cell in table.of(subject) if cell.outcome is outcome]
 
 

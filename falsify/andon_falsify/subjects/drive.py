@@ -27,8 +27,8 @@ from andon_falsify.subjects.assembly import Parts, describe, frozen_of, in_proce
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.meter import StorageMeter
 from andon_falsify.subjects.placing import devices_of, place_of_bits
-from andon_falsify.subjects.trace import Sightings, digest
-from andon_falsify.subjects.watching import CutOff, WatchedJournal, WatchedStep, state_digests, watch_gradients
+from andon_falsify.subjects.trace import CutOff, Sightings, digest
+from andon_falsify.subjects.watching import WatchedJournal, WatchedStep, state_digests, watch_gradients
 
 Plant = Callable[[Parts, ExitStack], None]
 """Changes the parts of a run, and has the stack undo what is not a part's own."""

@@ -234,6 +234,10 @@ def rank_parts(parts: Sequence[Sightings], step: int) -> list[witness.Line]:
     ]
 
 
+class CutOff(BaseException):
+    """The run ends here as by a kill: no checkpoint, no last line."""
+
+
 class Subject(Protocol):
     """A trainer that can run a case and be watched while it does."""
 

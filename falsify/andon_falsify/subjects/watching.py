@@ -18,11 +18,7 @@ from andon.training.trainer import Progress
 from andon_contracts.record import Record, Step
 from andon_falsify.subjects.assembly import Parts
 from andon_falsify.subjects.meter import StorageMeter
-from andon_falsify.subjects.trace import Reported, Sightings, Tensors, Values, copied, digest
-
-
-class CutOff(BaseException):
-    """The run ends here as by a kill: no checkpoint, no last line."""
+from andon_falsify.subjects.trace import CutOff, Reported, Sightings, Tensors, Values, copied, digest
 
 
 def watch_gradients(parts: Parts) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import cached_property
 
 from andon_falsify.campaign.findings import Finding, Report
-from andon_falsify.report.cells import Cell, Mark, Subject, Table, count_marks, tabulate
+from andon_falsify.report.cells import Cell, Column, Mark, Table, count_marks, tabulate
 from andon_falsify.report.page.curve import Curve, draw
 from andon_falsify.verdict import Counterexample, Outcome
 
@@ -31,7 +31,7 @@ class Page:
         self.table: Table = tabulate(report)
 
     @cached_property
-    def _addresses(self) -> Mapping[tuple[str, Subject], str]:
+    def _addresses(self) -> Mapping[tuple[str, Column], str]:
         given: dict[str, int] = {}
         return {
             (cell.claim, cell.subject): _unique(f"{_slug(cell.claim)}.{_slug(cell.subject.name)}", given)
@@ -67,7 +67,7 @@ class Page:
         return ", ".join(dict.fromkeys(str(finding.seed) for finding in self.report.findings))
 
     @property
-    def fallen(self) -> dict[Subject, list[Cell]]:
+    def fallen(self) -> dict[Column, list[Cell]]:
         """The cells with a counterexample, by subject."""
         found = {
             subject: [cell for cell in self.table.of(subject) if cell.mark in _FELL] for subject in self.table.subjects
@@ -90,7 +90,7 @@ class Page:
         """The claims that were not selected, each once."""
         return tuple(dict.fromkeys(self.report.not_selected))
 
-    def tally(self, subject: Subject) -> list[tuple[Mark, str, int]]:
+    def tally(self, subject: Column) -> list[tuple[Mark, str, int]]:
         """The marks of a column."""
         return [(mark, CLASSES[mark], count) for mark, count in count_marks(self.table.of(subject)).items()]
 
