@@ -85,7 +85,7 @@ def test_70_where_the_suite_itself_fails(monkeypatch: pytest.MonkeyPatch) -> Non
     def broken(*_: object) -> None:
         raise LookupError("lost")
 
-    monkeypatch.setattr("andon_falsify.campaign.own.AndonBench.attempt", broken)
+    monkeypatch.setattr("andon_falsify.campaign.trainer_bench.AndonBench.attempt", broken)
     code, lines, said = exact(SMALL, "--claim", "gradient-law")
     assert code == 70
     assert "internal error: LookupError: lost" in said
@@ -126,7 +126,7 @@ def test_130_after_an_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("andon_falsify.campaign.own.AndonBench.attempt", interrupted)
+    monkeypatch.setattr("andon_falsify.campaign.trainer_bench.AndonBench.attempt", interrupted)
     code, lines, said = exact(SMALL, "--claim", "gradient-law")
     assert (code, said.strip()) == (130, "andon: interrupted")
     assert lines[1] == "not tried yet (1): gradient-law"
@@ -144,7 +144,7 @@ def test_what_a_subject_says_cannot_act_on_the_terminal(monkeypatch: pytest.Monk
         raise LookupError(nasty)
 
     for attempt in (says, raises):
-        monkeypatch.setattr("andon_falsify.campaign.own.AndonBench.attempt", attempt)
+        monkeypatch.setattr("andon_falsify.campaign.trainer_bench.AndonBench.attempt", attempt)
         _, lines, error = exact(SMALL, "--claim", "gradient-law")
         assert [each for line in [*lines, error.replace("\n", "")] for each in line if not each.isprintable()] == []
         assert not [line for line in lines if line.startswith("fake-claim")]

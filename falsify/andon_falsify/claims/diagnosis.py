@@ -232,17 +232,13 @@ def named_by_window(law: LoopLaw, found: Mapping[int, Verdict]) -> list[Verdict]
 
     Without a full window, or with one that fell, nothing tells a short one from a wrong average, and all stay.
     """
-    full = [step for step in found if _visited(law, step) == global_batch(law.case)]
+    full = [step for step in found if law.visited(step) == global_batch(law.case)]
     if not full or any(found[step].outcome is Outcome.FALSIFIED for step in full):
         return list(found.values())
     return [
         replace(verdict, counterexamples=tuple(_named_so(law, step, each) for each in verdict.counterexamples))
         for step, verdict in found.items()
     ]
-
-
-def _visited(law: LoopLaw, step: int) -> int:
-    return sum(len(leaf) for leaves in law.visits(step) for leaf in leaves)
 
 
 def _named_so(law: LoopLaw, step: int, found: Counterexample) -> Counterexample:

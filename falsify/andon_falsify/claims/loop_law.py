@@ -99,6 +99,10 @@ class LoopLaw(RunLaw):
         """The rows of each micro-batch of each rank."""
         return [part.of(part.ranks[0], step).leaves for part in self.parts]
 
+    def visited(self, step: int) -> int:
+        """How many rows the ranks had in `step`, each as often as it was there."""
+        return sum(len(leaf) for leaves in self.visits(step) for leaf in leaves)
+
     def before(self, step: int) -> dict[str, Tensor]:
         """See `RunLaw`: those that its first forward pass had; of the step behind the last, that the run ended with."""
         moved = self.first.moved.get(step, {})

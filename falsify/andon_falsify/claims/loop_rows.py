@@ -51,7 +51,7 @@ def _sizes(law: LoopLaw) -> list[Counterexample]:
     """Updates of more rows than planned, and another number of updates."""
     found, size = [], global_batch(law.case)
     for step in sorted(law.first.made):
-        visits = sum(len(leaf) for leaves in law.visits(step) for leaf in leaves)
+        visits = law.visited(step)
         if visits > size:
             found.append(Counterexample("more rows than the global batch has", f"step {step}", str(size), str(visits)))
     planned, made = planned_updates(law.case), len(law.first.made) + law.first.resumed_from

@@ -72,10 +72,6 @@ def _a_law(evidence: Evidence) -> str:
     return evidence.law.why_not
 
 
-def _a_known_optimizer(evidence: Evidence) -> str:
-    return evidence.law.why_no_update
-
-
 def _losses_told(evidence: Evidence) -> str:
     if evidence.of_loop and not getattr(evidence.sightings.first, "told_losses", ()):
         return "the loop tells no loss (told.loss)"
@@ -127,7 +123,12 @@ _CHECKERS = (
     Checker(memory_within.CLAIM, memory, "witness", needs=(tensors("bytes of memory"),)),
     Checker(layout_equal.CLAIM, layouts, "witness", needs=(tensors("layout of tensors"),)),
     Checker(gradient_law.CLAIM, _of("gradient", "gradient"), "witness", needs=(tensors("gradient"), _a_law)),
-    Checker(UPDATE, _of("update", "update"), "witness", needs=(tensors("weights"), _a_known_optimizer)),
+    Checker(
+        UPDATE,
+        _of("update", "update"),
+        "witness",
+        needs=(tensors("weights"), lambda evidence: evidence.law.why_no_update),
+    ),
     Checker(NORM, _of("gradient", "norms"), "witness", needs=(tensors("norm of a reference"), _a_law)),
     Checker(BASE, _of("update", "base"), "witness", needs=(tensors("frozen tensors"),)),
     Checker(

@@ -69,7 +69,11 @@ def update(
         "step": step,
         "ids": list(ids),
         **numbers,
-        **{name: _real(value) for name, value in reals.items() if value is not None},
+        **{
+            name: {"value": value if math.isfinite(value) else None, "hex": float(value).hex()}
+            for name, value in reals.items()
+            if value is not None
+        },
         "world": case.world,
         "backend": case.backend,
         "digests": held,
@@ -100,7 +104,3 @@ def linked(events: Iterable[Line]) -> list[bytes]:
 
 def _known(digests: Mapping[str, str]) -> dict[str, str]:
     return {name: digest for name, digest in digests.items() if digest}
-
-
-def _real(value: float) -> dict[str, Any]:
-    return {"value": value if math.isfinite(value) else None, "hex": float(value).hex()}
