@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from andon_falsify.report.cells import Subject, tabulate
+from andon_falsify.report.cells import Column, tabulate
 from andon_falsify.report.document import write_json
 from andon_falsify.report.scoreboard import code, plain, scoreboard, scoreboard_table
 from tests.falsify.reports import NASTY, RATIO, REASON, campaign, finding, hostile
@@ -113,10 +113,10 @@ def test_the_command_fails_where_a_verdict_was_not_expected(tmp_path: Path, monk
 
 def test_a_subject_is_named_once() -> None:
     """A version that names its library is not said to be one of the subject's own name."""
-    assert str(Subject("andon", "0.1.0")) == "andon 0.1.0"
-    assert str(Subject("accelerate", "accelerate 1.15.0")) == "accelerate 1.15.0"
-    assert str(Subject("hf_trainer", "transformers 5.23.0")) == "hf_trainer (transformers 5.23.0)"
-    assert str(Subject("mine:make", "")) == "mine:make"
+    assert str(Column("andon", "0.1.0")) == "andon 0.1.0"
+    assert str(Column("accelerate", "accelerate 1.15.0")) == "accelerate 1.15.0"
+    assert str(Column("hf_trainer", "transformers 5.23.0")) == "hf_trainer (transformers 5.23.0)"
+    assert str(Column("mine:make", "")) == "mine:make"
 
 
 def test_what_most_subjects_are_judged_on_comes_first() -> None:
