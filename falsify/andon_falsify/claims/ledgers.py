@@ -95,7 +95,7 @@ def recorded_violations(run: RecordedRun) -> tuple[str, ...]:
     return tuple(said[event.kind](event) for event in run.history.events if event.kind in said)
 
 
-def unfinished(run: Run) -> str:
+def unfinished(run: RecordedRun) -> str:
     """Where the ledger of `run` stops, if that is not the end of the run; empty if it is, or has no first line."""
     last = run.history.events[-1] if run.history.events else None
     if last is None or run.history.runs[-1].finished:
