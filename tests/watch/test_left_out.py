@@ -197,3 +197,27 @@ def test_a_forward_pass_without_a_backward_pass_accuses_nobody() -> None:
     assert waiting is not None
     assert stuck(waiting, _told(1, 2)) == {}
     assert stuck(waiting, _told(2, 2)) == {1: BACKWARD}
+
+
+def _opened_apart(how: str) -> str:
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5 if how == "frozen" else 5 + dist.get_rank(), 2))
+    if how == "frozen" and dist.get_rank() == 1:
+        model[2].weight.requires_grad = False
+    if how == "width" and dist.get_rank() == 1:
+        model[0] = nn.Linear(4, 6)
+    try:
+        andon.watch(model, torch.optim.SGD(model.parameters(), lr=0.1), action="raise")
+    except andon.Violation as found:
+        return str(found)
+    return "opened"
+
+
+@pytest.mark.parametrize(("how", "tensor"), [("frozen", "2.weight"), ("width", "0.weight")])
+def test_what_is_trained_and_its_shapes_are_compared_before_the_loop_reduces(how: str, tensor: str) -> None:
+    """A parameter that is frozen, or wider, on one rank ends the collectives of a loop that reduces by hand in a crash:
+    the watch says so as it opens, with the tensor, before there is one."""
+    for outcome in run_ranks(2, _opened_apart, how):
+        said = outcome.get()
+        assert said.startswith("parameters-kept broken at the start"), said
+        assert f"where    {tensor} (" in said
+        assert "the tensors differ in name, shape, dtype, order or in which are trained" in said

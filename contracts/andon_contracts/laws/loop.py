@@ -77,7 +77,7 @@ def _none_has(law: str, name: str, what: str, *, suspicion: bool = False) -> Law
 def _explain_kept(seen: Seen[object]) -> Finding:
     first = next((value for value in seen.column("change") if value), None)
     if first is None:
-        return difference(seen, "layout", "the trainable tensors differ in name, shape, dtype or order")
+        return difference(seen, "layout", "the tensors differ in name, shape, dtype, order or in which are trained")
     code, index = first >> PARAMETER_BITS, first & ((1 << PARAMETER_BITS) - 1)
     tensor = _named(seen.names, index)
     return Finding(f"{tensor} is {CHANGES[code]}", seen.step, ranks_where(seen, "change"), tensor)
@@ -88,6 +88,7 @@ _PARAMETERS: Law[Seen[object]] = Law(
     ("change", "layout"),
     lambda seen: not seen.any("change") and "layout" not in seen.differing,
     _explain_kept,
+    look=("layout",),
 )
 
 

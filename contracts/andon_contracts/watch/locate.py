@@ -22,7 +22,7 @@ from andon_contracts.watch.model_probe import ModelProbe
 from andon_contracts.watch.optimizer_probe import OptimizerProbe
 from andon_contracts.watch.replicas import Replicas
 from andon_contracts.watch.rows import Rows
-from andon_contracts.watch.values import layout_digest
+from andon_contracts.watch.values import layout_digest, roles_digest
 
 W = TypeVar("W")
 REPLICATED = {name: law.clause for law in (REPLICAS, GRADIENTS, OPTIMIZERS) for name in law.look}
@@ -47,7 +47,11 @@ class Locator:
     def start(self, judgement: Judgement[Seen[object]]) -> None:
         """At the start something is broken."""
         tensors: dict[str, Tensor] = dict(self.subject.parameters)
-        self._look(judgement, START, {"weights": partial(self._tensors, 0, "weights", tensors)})
+        looks: dict[str, _Look] = {
+            "layout": partial(self._layout, 0, tensors),
+            "weights": partial(self._tensors, 0, "weights", tensors),
+        }
+        self._look(judgement, START, looks)
         scene = Scene(self.exchange.world_size, tensors=len(tensors))
         closer = closer_look(self.exchange, 0, scene, {"replicas-agree": tensors})
         self.verdicts.take_all(judgement, scene, closer)
@@ -57,6 +61,7 @@ class Locator:
         said, gradients, buffers = judgement.seen.said, probe.gradients_by_name(), self.subject.buffers_by_name()
         step = said[0].step
         looks: dict[str, _Look] = {
+            "layout": partial(self._layout, step, dict(probe.parameters)),
             "weights": partial(self._tensors, step, "weights", dict(probe.parameters)),
             "gradient": partial(self._tensors, step, "gradient", gradients),
             "buffers": partial(self._buffers, step, buffers),
@@ -116,6 +121,10 @@ class Locator:
 
     def _tensors(self, step: int, name: str, tensors: Mapping[str, Tensor]) -> Details:
         return {name: self.replicas.align_tensors(self.exchange.look(step, name, tensors))}
+
+    def _layout(self, step: int, tensors: Mapping[str, Tensor]) -> Details:
+        roles = {name: roles_digest({"": tensor}) for name, tensor in tensors.items()}
+        return {"layout": self.replicas.align_tensors(self.exchange.spread(step, "tensors of layout", roles))}
 
     def _states(self, step: int, probe: OptimizerProbe) -> Details:
         spread = self.exchange.spread(step, "tensors of optimizer", probe.state_by_name())

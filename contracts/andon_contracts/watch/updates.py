@@ -24,7 +24,7 @@ from andon_contracts.watch.outcomes import Outcomes
 from andon_contracts.watch.replicas import Replicas
 from andon_contracts.watch.rows import Rows
 from andon_contracts.watch.user_reports import UserReports
-from andon_contracts.watch.values import layout_digest
+from andon_contracts.watch.values import roles_digest
 
 
 class Updates:
@@ -73,7 +73,7 @@ class Updates:
         low = [i for i, slot in enumerate(subject.slots) if slot.trainable and slot.parameter.element_size() < 4]
         values = {
             "change": subject.fault_at_start(),
-            "layout": layout_digest(subject.parameters),
+            "layout": roles_digest(subject.parameters),
             "weights": Observer(portable=portable).look(list(subject.parameters.values())).digest,
             "imprecise": low[0] + 1 if low else 0,
         }

@@ -71,6 +71,11 @@ def layout_digest(tensors: Mapping[str, Tensor]) -> int:
     return text_digest([(name, tuple(t.shape), str(t.dtype)) for name, t in tensors.items()])
 
 
+def roles_digest(tensors: Mapping[str, Tensor]) -> int:
+    """As `layout_digest`, and of which are trained: a loop that reduces by hand takes the trained ones, one by one."""
+    return text_digest([(layout_digest(tensors), [t.requires_grad for t in tensors.values()])])
+
+
 def value_digest(value: object, name: str) -> int:
     """A digest in [0, 2^62) of `value`, equal in every process for equal values; name: what to call `value`.
 
