@@ -15,16 +15,20 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from andon.console.exits import Exit
+from andon.console.messages import say
 from andon.console.problems import InputError, Problem
+from andon_contracts.fields import Count, Hex16, Part
 from andon_contracts.liveness.diagnosis import named
+from andon_contracts.liveness.store_link import Checked, whole
 
+Form = TypeVar("Form", bound=Part)
 _POLL_S = 0.02
 _VERDICT_S = 1.0
 """How much longer than rank 0 the others wait, to hear from it who is missing."""
@@ -74,6 +78,28 @@ def interface_problem(environ: Mapping[str, str] | None = None) -> str:
     return f"{', '.join(wrong)}: no such interface on {socket.gethostname()}, only {', '.join(there)}" if wrong else ""
 
 
+@dataclass(frozen=True)
+class Word(Part):
+    """What a rank calls rank 0 with, or the name of the world, which rank 0 answers."""
+
+    word: Hex16
+
+
+@dataclass(frozen=True)
+class Here(Part):
+    """A rank has come; `problem` is why it cannot join, if so."""
+
+    problem: str
+
+
+@dataclass(frozen=True)
+class Verdict(Part):
+    """What came of a meeting, as rank 0 saw it: who did not come, and why others cannot join, by rank."""
+
+    missing: tuple[Count, ...]
+    problems: Mapping[str, str]
+
+
 @dataclass
 class Meeting:
     """One rank at the meeting of its world."""
@@ -83,6 +109,7 @@ class Meeting:
     world: int
     timeout_s: float
     _word: str = field(default_factory=lambda: secrets.token_hex(8))
+    _checked: Checked = field(default_factory=Checked)
 
     def meet(self, problem: str) -> Store:
         """The store of this world, once all have come. problem: why this rank cannot join, if so.
@@ -92,12 +119,15 @@ class Meeting:
         name = self._word if self.rank == 0 else self._called()
         ours = PrefixStore(f"andon/world/{name}", self.store)
         try:
-            ours.set(f"here {self.rank}", problem)
+            ours.set(f"here {self.rank}", json.dumps(Here(problem).to_json()))
             if problem and self.rank != 0:  # rank 0 tells the others
                 raise InputError([Problem(_INTERFACE, problem)])
-            verdict = self._gathered(ours) if self.rank == 0 else self._verdict(ours)
+            verdict = self._gathered(ours, problem) if self.rank == 0 else self._verdict(ours)
         except (dist.DistStoreError, dist.DistNetworkError) as error:
             raise Absent(f"the ranks' store stopped answering while they met: {_line(error)}") from error
+        finally:
+            if self._checked.dropped:
+                say(self._checked.account(self.rank))
         if problem:
             raise InputError([Problem(_INTERFACE, problem)])
         self._judge(verdict)
@@ -108,63 +138,70 @@ class Meeting:
         asked, answer = f"andon/call {self.rank}", f"andon/answer {self.rank} {self._word}"
         deadline = time.monotonic() + self.timeout_s
         try:
-            self.store.set(asked, self._word)
-            while not self.store.check([answer]):
+            while True:
+                self.store.set(asked, json.dumps(Word(self._word).to_json()))
+                found = self._read(self.store, answer, Word)
+                if found is not None:
+                    return found.word
                 if time.monotonic() > deadline:
                     raise Absent(f"rank 0 of {self.world} did not come within {self.timeout_s:g} s")
                 time.sleep(_POLL_S)
-            return self.store.get(answer).decode()
         except (dist.DistStoreError, dist.DistNetworkError) as error:
             msg = f"rank 0 of {self.world} did not come within {self.timeout_s:g} s: {_line(error)}"
             raise Absent(msg) from error
 
-    def _gathered(self, ours: Store) -> dict[str, Any]:
+    def _gathered(self, ours: Store, problem: str) -> Verdict:
         """As rank 0: answer whoever calls, until all are here or it has taken too long; say to all what came of it."""
         deadline, pause = time.monotonic() + self.timeout_s, _POLL_S
-        missing, answered = set(range(1, self.world)), set[str]()
+        missing, answered, told = set(range(1, self.world)), set[str](), {0: problem}
         while missing and time.monotonic() < deadline:
             for rank in sorted(missing):
-                if self.store.check([f"andon/call {rank}"]):
-                    word = self.store.get(f"andon/call {rank}").decode()
-                    if word not in answered:
-                        self.store.set(f"andon/answer {rank} {word}", self._word)
-                        answered.add(word)
-                if ours.check([f"here {rank}"]):
+                call = self._read(self.store, f"andon/call {rank}", Word)
+                if call is not None and call.word not in answered:
+                    self.store.set(f"andon/answer {rank} {call.word}", json.dumps(Word(self._word).to_json()))
+                    answered.add(call.word)
+                here = self._read(ours, f"here {rank}", Here)
+                if here is not None:
+                    told[rank] = here.problem
                     missing.discard(rank)
             if missing:
                 time.sleep(pause)
                 pause = min(2 * pause, 10 * _POLL_S)
-        here = sorted(set(range(self.world)) - missing)
-        told = {rank: ours.get(f"here {rank}").decode() for rank in here}
-        problems = {rank: text for rank, text in told.items() if text}
-        verdict = {"missing": sorted(missing), "problems": problems}
-        ours.set("verdict", json.dumps(verdict))
-        if missing or problems:
-            self._wait_for_readers(ours, len(here) - len(problems.keys() | {0}))
+        verdict = Verdict(tuple(sorted(missing)), {str(rank): told[rank] for rank in sorted(told) if told[rank]})
+        ours.set("verdict", json.dumps(verdict.to_json()))
+        if missing or verdict.problems:
+            self._wait_for(ours, [rank for rank in told if rank and not told[rank]])
         return verdict
 
-    def _wait_for_readers(self, ours: Store, readers: int) -> None:
+    def _wait_for(self, ours: Store, readers: list[int]) -> None:
         """The store may end with this rank: let those that are here read why, for a moment."""
         deadline = time.monotonic() + _VERDICT_S / 2
-        while ours.add("readers", 0) < readers and time.monotonic() < deadline:
+        while readers and not ours.check([f"read {rank}" for rank in readers]) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
 
-    def _verdict(self, ours: Store) -> dict[str, Any]:
+    def _verdict(self, ours: Store) -> Verdict:
         deadline = time.monotonic() + self.timeout_s + _VERDICT_S
-        while not ours.check(["verdict"]):
+        while True:
+            found = self._read(ours, "verdict", Verdict)
+            if found is not None:
+                ours.set(f"read {self.rank}", "1")
+                return found
             if time.monotonic() > deadline:
                 raise Absent(f"rank 0 of {self.world} fell silent while the ranks met")
             time.sleep(_POLL_S)
-        found: dict[str, Any] = json.loads(ours.get("verdict"))
-        ours.add("readers", 1)
-        return found
+            ours.set(f"here {self.rank}", json.dumps(Here("").to_json()))  # again: somebody may have overwritten it
 
-    def _judge(self, verdict: Mapping[str, Any]) -> None:
-        for rank, text in verdict["problems"].items():
+    def _read(self, store: Store, key: str, form: type[Form]) -> Form | None:
+        """What stands there, if it is of this form and anything does."""
+        if not store.check([key]):
+            return None
+        return self._checked.read(key, store.get(key), lambda body: whole(form, body))
+
+    def _judge(self, verdict: Verdict) -> None:
+        for rank, text in verdict.problems.items():
             raise Refused(f"rank {rank} of {self.world} cannot join: {_INTERFACE}: {text}")
-        missing = verdict["missing"]
-        if missing:
-            raise Absent(f"{named(missing)} of {self.world} did not come within {self.timeout_s:g} s")
+        if verdict.missing:
+            raise Absent(f"{named(verdict.missing)} of {self.world} did not come within {self.timeout_s:g} s")
 
 
 def _line(error: BaseException) -> str:
