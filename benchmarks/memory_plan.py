@@ -22,14 +22,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from andon.backend.determinism import demand_determinism
+from andon.backend.devices import demand_determinism
 from andon.backend.inprocess import InlineBackend
 from andon.model.adapter import AdapterSpec, attach, trainable_parameters
-from andon.model.lengths import shapes_of
 from andon.model.memory import measure_peak_bytes, plan_bytes
 from andon.model.memory_compiled import compiled_activations
 from andon.model.memory_trace import checkpoint_hollow, hollow, traced_activations
-from andon.model.task import ClassificationTask
+from andon.model.task import ClassificationTask, shapes_of
 from andon.step.optimizer import OptimizerSpec
 from andon.step.plan import BatchPlan
 from andon.training.build import StepSpec, build_replicas, build_step

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from andon.backend.determinism import demand_determinism
+from andon.backend.devices import demand_determinism
 from andon.backend.group import GroupBackend, groups_of
 from andon.step.audit import AuditSpec
 from andon.step.keyed import KeyedRandomness

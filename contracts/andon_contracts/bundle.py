@@ -14,7 +14,7 @@ import os
 import shlex
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -32,14 +32,6 @@ LIMIT_BYTES = 1 << 26
 """The most bytes of tensors that one rank writes: what was named first, then the trained state in order."""
 
 
-def _no_ids() -> Sequence[int]:
-    return ()
-
-
-def _no_tensors(_: str) -> Iterable[tuple[str, Tensor]]:
-    return ()
-
-
 @dataclass(frozen=True)
 class Evidence:
     """What a rank can put into a bundle. `folder`: where bundles go, None for nowhere; `rank` of `world`.
@@ -50,8 +42,8 @@ class Evidence:
     folder: Path | None = None
     rank: int = 0
     world: int = 1
-    ids: Callable[[], Sequence[int]] = field(default=_no_ids)
-    tensors: Callable[[str], Iterable[tuple[str, Tensor]]] = field(default=_no_tensors)
+    ids: Callable[[], Sequence[int]] = tuple
+    tensors: Callable[[str], Iterable[tuple[str, Tensor]]] = lambda _: ()
     devices: Sequence[str] = ()
     """The names of the accelerators that are used, asked for while they still answer."""
 

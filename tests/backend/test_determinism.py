@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from andon.backend.determinism import demand_determinism
+from andon.backend.devices import demand_determinism
 from andon.console.problems import InputError
 
 NAME = "CUBLAS_WORKSPACE_CONFIG"

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import yaml
 
-from andon.config.load import load_config
+from andon.config.load import load_config, template
 from andon.config.schema import Config
-from andon.config.template import template
 
 
 def test_the_template_is_read_back_to_the_defaults(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from andon.config.template import template
+from andon.config.load import template
 from andon.console.problems import InputError
 from andon.inspection.difference import Comparison, Report, compare, read_side
 from andon.inspection.tensors import tensors_apart

@@ -12,8 +12,7 @@ from andon.backend.base import Backend
 from andon.backend.inprocess import InlineBackend, ThreadsBackend
 from andon.console.problems import InputError
 from andon.model.adapter import AdapterSpec, attach
-from andon.model.build import build_base
-from andon.model.checkpointing import checkpoint_layers
+from andon.model.build import build_base, checkpoint_layers
 from andon.model.memory import measure_peak_bytes
 from andon.step.keyed import KeyedRandomness
 from andon.step.optimizer import OptimizerSpec

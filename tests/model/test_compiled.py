@@ -20,8 +20,7 @@ from andon.model.compiled import (
     rewriting_backend,
     traced,
 )
-from andon.model.lengths import length_step, padded_lengths, shapes_of
-from andon.model.task import collate
+from andon.model.task import collate, length_step, padded_lengths, shapes_of
 from andon.step.plan import GlobalBatch
 from tests.model.tiny import adapted
 

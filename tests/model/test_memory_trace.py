@@ -10,8 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from andon.model.adapter import AdapterSpec, attach, trainable_parameters
-from andon.model.build import ModelSpec, build_base, build_shape
-from andon.model.checkpointing import checkpoint_layers
+from andon.model.build import ModelSpec, build_base, build_shape, checkpoint_layers
 from andon.model.memory import measure_peak_bytes, plan_bytes, rounded
 from andon.model.memory_trace import KernelsOfCuda, checkpoint_hollow, hollow, traced_activations, traced_evaluation
 from andon.step.flat import FlatParameters

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from andon.step.host_drawn import HostDrawnDropout
+from andon.step.host_drawn import HostDrawnDropout, UnkeyedRandomnessError
 from andon.step.keyed import KeyedRandomness, key
-from andon.step.stochastic import UnkeyedRandomnessError
 from andon.training.build import draws_as_cpus
 from tests.support.toy import CPU
 

@@ -8,8 +8,7 @@ import torch
 from andon.backend.inprocess import InlineBackend
 from andon.step.keyed import KeyedRandomness
 from andon.step.optimizer import OptimizerSpec
-from andon.step.replica import Replica
-from andon.step.state import restore_state, state_tensors
+from andon.step.replica import Replica, restore_state, state_tensors
 from andon.step.step import TrainingStep
 from andon_contracts.violation import Violation
 from tests.support.toy import CPU, SEED, Settings, ToyModel, ToyTask, rate, record, trainable

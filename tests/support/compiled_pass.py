@@ -12,7 +12,7 @@ import sys
 import torch
 from torch import nn
 
-from andon.backend.determinism import demand_determinism
+from andon.backend.devices import demand_determinism
 from andon.model.compiled import compile_backbone
 from andon.model.task import logits_of
 from andon.step.keyed import KeyedRandomness

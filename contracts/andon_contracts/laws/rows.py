@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from andon_contracts.agree import minority
-from andon_contracts.laws.law import Law, Rule, Rules, Seen, agreeing
+from andon_contracts.laws.law import Law, Rule, Seen, agreeing
 from andon_contracts.violation import Finding
 
 
@@ -87,18 +87,6 @@ def _explain_infinite(seen: Leaves) -> Finding:
     )
 
 
-def _place_of(leaf: LeafPlan) -> Rules:
-    return {"index": leaf.index, "rows": len(leaf.ids)}
-
-
-def _content_of(leaf: LeafPlan) -> Rules:
-    return {"content": leaf.content}
-
-
-def _finite(_: LeafPlan) -> Rules:
-    return {"loss_bits": Rule.FINITE, "total_bits": Rule.FINITE}
-
-
 LEAVES: tuple[Law[Leaves], ...] = (
     Law(
         "samples-once/computed",
@@ -108,7 +96,7 @@ LEAVES: tuple[Law[Leaves], ...] = (
             == [(leaf.rank, leaf.index, len(leaf.ids)) for leaf in seen.plan]
         ),
         _explain_partition,
-        _place_of,
+        lambda leaf: {"index": leaf.index, "rows": len(leaf.ids)},
         stops=True,
     ),
     Law(
@@ -116,9 +104,15 @@ LEAVES: tuple[Law[Leaves], ...] = (
         ("content",),
         lambda seen: all(r.content == leaf.content for r, leaf in zip(seen.reports, seen.plan, strict=True)),
         _explain_content,
-        _content_of,
+        lambda leaf: {"content": leaf.content},
     ),
-    Law("finite/computed", ("loss_bits", "total_bits"), lambda seen: not _infinite(seen), _explain_infinite, _finite),
+    Law(
+        "finite/computed",
+        ("loss_bits", "total_bits"),
+        lambda seen: not _infinite(seen),
+        _explain_infinite,
+        lambda _: {"loss_bits": Rule.FINITE, "total_bits": Rule.FINITE},
+    ),
 )
 """Before the reduction: each micro-batch of the plan computed by its owner, once, in order, from the rows as they are
 in the data, with finite results. On a device the rules are of one report, from its plan."""

@@ -91,7 +91,8 @@ def watch(
         updates=updates, hard_stop=hard_stop,
     )  # fmt: skip
     place = _Place(group, replicate, timeout, patience)
-    return _opened(model, _listed(optimizer), settings, place, ledger)
+    optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+    return _opened(model, optimizers, settings, place, ledger)
 
 
 def watch_script(
@@ -220,10 +221,6 @@ def _cord(exchange: Exchange, settings: Settings, place: _Place) -> HaltSignal |
         patience_s=place.patience.total_seconds(),
         warns=settings.action == "warn",
     )
-
-
-def _listed(optimizer: Any) -> list[Any]:
-    return list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
 
 
 def _unwrapped(optimizer: Any) -> Any:

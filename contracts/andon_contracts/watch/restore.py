@@ -24,7 +24,9 @@ def live_digests(probes: Sequence[OptimizerProbe]) -> dict[str, int]:
     found |= {f"buffer {n}": d for n, d in digests_by_name(_dense(subject.buffers_by_name())).items()}
     for probe in probes:
         found |= {
-            f"optimizer state {n}": state_digest(_whole_state(probe.optimizer.state.get(p, {})))
+            f"optimizer state {n}": state_digest(
+                {key: _whole(each) for key, each in probe.optimizer.state.get(p, {}).items()}
+            )
             for n, p in probe.parameters.items()
         }
         found |= {
@@ -55,10 +57,6 @@ def _whole(value: Any) -> Any:
     """A sharded tensor put together from all ranks, so that its digest is one wherever it is kept; else the value."""
     gathered = getattr(value, "full_tensor", None)
     return value if gathered is None else gathered()
-
-
-def _whole_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _whole(value) for name, value in state.items()}
 
 
 def _beside(path: Path) -> Path:

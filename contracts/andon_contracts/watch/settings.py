@@ -97,7 +97,7 @@ class Settings:
             found.append(f"every must be at least 1, not {self.every}")
         if _is_count(self.updates) and _is_count(self.start) and self.updates < self.start:
             found.append(f"updates must be at least start ({self.start}), not {self.updates}")
-        if not _is_above_zero(self.clip):
+        if self.clip is not None and not (isinstance(self.clip, SupportsFloat) and float(self.clip) > 0):
             found.append(f"clip must be above 0, not {self.clip!r}")
         if self.scaler is not None and not callable(getattr(self.scaler, "get_scale", None)):
             found.append(f"scaler must have get_scale(), as torch.amp.GradScaler has; {self.scaler!r} has not")
@@ -133,10 +133,6 @@ class Settings:
 
 def _is_count(given: object) -> TypeGuard[int]:
     return isinstance(given, SupportsIndex) and not isinstance(given, bool | torch.Tensor)
-
-
-def _is_above_zero(given: object) -> bool:
-    return given is None or (isinstance(given, SupportsFloat) and float(given) > 0)
 
 
 def allow_problems(allow: Mapping[str, str]) -> list[str]:

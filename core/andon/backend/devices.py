@@ -1,16 +1,21 @@
-"""Devices by name, and what to do where there is none: said, never silent (F-DP-004); and integers on a device."""
+"""Devices by name, and what to do where there is none: said, never silent (F-DP-004); deterministic kernels on them;
+integers on them."""
 
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Sequence
 from typing import Literal
 
 import torch
 
-from andon.console.problems import InputError, ProblemList
+from andon.console.problems import InputError, Problem, ProblemList
 
+_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+_CUBLAS_SETTINGS = (":4096:8", ":16:8")
+"""Those with which its results are the same from run to run."""
 _LOG = logging.getLogger(__name__)
 _MOST_GPUS = 127
 """torch keeps the index of a device in 8 bits, with a sign."""
@@ -99,3 +104,22 @@ def on_device(values: Sequence[int], device: torch.device) -> torch.Tensor:
     if device.type != "cuda":
         return torch.tensor(values, dtype=torch.int64, device=device)
     return torch.tensor(values, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
+
+
+def demand_determinism(devices: Sequence[torch.device]) -> None:
+    """Deterministic kernels on `devices`, or an error at the first operation that has none.
+
+    cuBLAS looks at its workspace's setting when CUDA starts, so this comes before. On GPUs torch is kept from writing
+    NaN into memory that a kernel is about to fill, which takes a twentieth of a compiled step: who reads what nobody
+    wrote gives other bits in another run, and that is what equal bits from run to run are compared for.
+
+    Raises `InputError` where cuBLAS was told to be otherwise.
+    """
+    torch.use_deterministic_algorithms(mode=True)
+    if all(device.type != "cuda" for device in devices):
+        return
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    given = os.environ.setdefault(_CUBLAS, _CUBLAS_SETTINGS[0])
+    if given not in _CUBLAS_SETTINGS:
+        what = f"{given!r} lets cuBLAS give other bits from run to run; set {' or '.join(_CUBLAS_SETTINGS)}"
+        raise InputError([Problem(_CUBLAS, what)])

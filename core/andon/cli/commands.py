@@ -102,7 +102,7 @@ def resize(
 @app.command()
 def init(folder: Annotated[Path, typer.Argument(help="Where config.yaml is written.")]) -> None:
     """Write a commented config.yaml with every setting at its default."""
-    from andon.config.template import template
+    from andon.config.load import template
     from andon.run.atomic import storage, write_whole
 
     target = folder / "config.yaml"

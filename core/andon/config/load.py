@@ -1,4 +1,5 @@
-"""A configuration from a YAML file, `--set` overrides and flags, with everything wrong in them at once."""
+"""A configuration from a YAML file, `--set` overrides and flags, with everything wrong in them at once; and the
+commented configuration that `andon init` writes, made from the schema so that it cannot fall behind it."""
 
 from __future__ import annotations
 
@@ -14,6 +15,11 @@ from andon.config.schema import Config
 from andon.config.source import require_file
 from andon.console.problems import InputError, Problem, ProblemList, did_you_mean, shown
 
+_HEAD = """\
+# Every setting of a run at its default. Keys that are left out keep their defaults.
+# Train with: andon train config.yaml [--workers N] [--set KEY=VALUE]
+"""
+_COMMENT_COLUMN = 36
 FLAGS = {
     "run.workers": "--workers",
     "run.backend": "--backend",
@@ -208,3 +214,22 @@ def _suggestion(path: KeyPath) -> str:
             name = near.split("'")[1]
             return f"; did you mean {names[name]!r}?"
     return f"; known here: {', '.join(beside) or 'nothing'}"
+
+
+def template() -> str:
+    """The text of a config.yaml that `load_config` reads back to the defaults."""
+    return _HEAD + "\n".join(_entries(Config(), "")) + "\n"
+
+
+def _entries(values: BaseModel, indent: str) -> Iterator[str]:
+    plain = values.model_dump(mode="json")
+    for name, field in type(values).model_fields.items():
+        inner = getattr(values, name)
+        if isinstance(inner, BaseModel):
+            about = " ".join((type(inner).__doc__ or "").split())
+            yield f"\n# {about}\n{name}:"
+            yield from _entries(inner, indent + "  ")
+        else:
+            value = dump([plain[name]], flow=True).strip()[1:-1]  # as the only entry of a list, so that it is one line
+            setting = f"{indent}{name}: {value}"
+            yield f"{setting:<{_COMMENT_COLUMN}}# {field.description}" if field.description else setting

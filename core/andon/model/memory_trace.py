@@ -16,8 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from andon.model.adapter import trainable_parameters
-from andon.model.build import computing
-from andon.model.checkpointing import checkpoint_layers
+from andon.model.build import checkpoint_layers, computing
 from andon.model.masks import MISFITS, Masking, masked, possible_maskings
 from andon.model.memory import CUDA_UNIT, StorageWatch
 from andon.step.flat import FlatParameters

@@ -1,4 +1,5 @@
-"""Dropout on a GPU with the masks that a CPU would draw, for groups that have ranks on both.
+"""Functions that draw random numbers; and dropout on a GPU with the masks that a CPU would draw, for groups that have
+ranks on both.
 
 A device's generator is its own, so the same key gives other masks on a GPU than on a CPU; who computes a micro-batch
 would then decide what it drops. Here the numbers come from a CPU's generator, drawn as torch's own CPU kernels draw
@@ -8,19 +9,50 @@ them, and go to the GPU as masks. That takes time, which is why a group of GPUs 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from andon.step.stochastic import STOCHASTIC, UnkeyedRandomnessError
-
 _functional = torch.nn.functional
+STOCHASTIC: frozenset[Callable[..., Any]] = frozenset(
+    {
+        _functional.dropout,
+        _functional.dropout1d,
+        _functional.dropout2d,
+        _functional.dropout3d,
+        _functional.alpha_dropout,
+        _functional.feature_alpha_dropout,
+        _functional.scaled_dot_product_attention,
+        _functional.multi_head_attention_forward,
+        _functional.rrelu,
+        torch.dropout,
+        torch.alpha_dropout,
+        torch.feature_dropout,
+        torch.bernoulli,
+        torch.rand,
+        torch.randn,
+        torch.rand_like,
+        torch.randn_like,
+        torch.randint,
+        torch.randperm,
+        torch.normal,
+        torch.Tensor.bernoulli_,
+        torch.Tensor.bernoulli,
+        torch.Tensor.normal_,
+        torch.Tensor.uniform_,
+    }
+)
+"""Functions that may draw random numbers, as a model calls them."""
 _DROPOUT = (_functional.dropout, torch.dropout)
 _OTHER_NAMES = {"train": "training"}
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+
+
+class UnkeyedRandomnessError(ValueError):
+    """The model draws random numbers in a way that cannot be keyed by micro-batch."""
 
 
 class HostDrawnDropout(TorchFunctionMode):

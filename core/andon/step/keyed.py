@@ -19,8 +19,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from andon.step.host_drawn import HostDrawnDropout
-from andon.step.stochastic import STOCHASTIC, UnkeyedRandomnessError
+from andon.step.host_drawn import STOCHASTIC, HostDrawnDropout, UnkeyedRandomnessError
 
 
 def key(seed: int, step: int, micro_batch: int) -> int:

@@ -61,7 +61,10 @@ def hold_to_budget(backend: Backend, step: int, planned: int) -> Mapping[str, in
     process = {"process_peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
     if not planned:
         return process
-    local = [torch.tensor([_peak(device)], dtype=torch.int64, device=device) for device in backend.devices]
+    local = [
+        torch.tensor([torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0], device=device)
+        for device in backend.devices
+    ]
     peaks = [int(peak) for peak in backend.gather(local)]
     if enforced():
         try:
@@ -70,10 +73,6 @@ def hold_to_budget(backend: Backend, step: int, planned: int) -> Mapping[str, in
             if 0 in backend.ranks:
                 say(f"warning: {over}")
     return {"planned": planned, "peak": max(peaks), **process}
-
-
-def _peak(device: torch.device) -> int:
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
 def _explain(peaks: Sequence[int], planned: int, step: int) -> Finding:

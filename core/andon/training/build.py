@@ -18,19 +18,17 @@ from andon.backend.base import Backend
 from andon.console.problems import InputError, Problem
 from andon.metrics.scores import Scores
 from andon.model.adapter import AdapterSpec, attach, trainable_parameters
-from andon.model.build import ModelSpec, build_base
-from andon.model.checkpointing import checkpoint_layers
+from andon.model.build import ModelSpec, build_base, checkpoint_layers
 from andon.model.compiled import compile_backbone
-from andon.model.lengths import Shape
 from andon.model.masks import masking_of
+from andon.model.task import Shape
 from andon.run.checkpoint import Checkpoint
 from andon.step.audit import NO_AUDIT, AuditSpec
 from andon.step.keyed import KeyedRandomness, needs_full_interception
 from andon.step.optimizer import OptimizerSpec
 from andon.step.plan import BatchPlan
-from andon.step.replica import Replica
+from andon.step.replica import Replica, restore_state
 from andon.step.schedule import WarmupCosine
-from andon.step.state import restore_state
 from andon.step.step import TrainingStep
 from andon.step.task import Task
 from andon.training.history import Repeats

@@ -14,8 +14,7 @@ from andon.data.rows import DataSet
 from andon.data.tokens import Tokenizer, byte_tokenizer, pretrained_tokenizer
 from andon.model.adapter import AdapterSpec
 from andon.model.build import ModelSpec
-from andon.model.lengths import length_step
-from andon.model.task import ClassificationTask
+from andon.model.task import ClassificationTask, length_step
 from andon.step.plan import BatchPlan
 from andon.training.rows import Rows, read_rows
 

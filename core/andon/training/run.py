@@ -26,7 +26,7 @@ from andon.run.ledger import LedgerError, LedgerWriter
 from andon.run.provenance import fingerprint
 from andon.run.summary import Head, Summary, write_summary
 from andon.step.audit import describe
-from andon.step.state import state_tensors
+from andon.step.replica import state_tensors
 from andon.training.budget import hold_to_budget
 from andon.training.evaluation import evaluate
 from andon.training.history import History, Repeats, require_repeated, retracted

@@ -13,10 +13,8 @@ from typing import Any
 
 import torch
 
-from andon.backend.base import Backend
-from andon.backend.clocked import ClockedBackend
-from andon.backend.determinism import demand_determinism
-from andon.backend.devices import placement
+from andon.backend.base import Backend, ClockedBackend
+from andon.backend.devices import demand_determinism, placement
 from andon.backend.group import GroupBackend, groups_of
 from andon.backend.inprocess import InlineBackend, ThreadsBackend
 from andon.backend.machine import look_at, none_works, of_all_ranks, refuse_unfit, refuse_without_nccl
@@ -26,7 +24,7 @@ from andon.console.problems import InputError, Problem
 from andon.launch.heartbeat import Heartbeat, Timeouts
 from andon.launch.joining import join
 from andon.launch.rank import end_now, watched_by
-from andon.model.lengths import padded_lengths, shapes_of
+from andon.model.task import padded_lengths, shapes_of
 from andon.run.folder import RunFolder
 from andon.run.provenance import environment
 from andon.step.audit import AuditSpec, default_every

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ from andon.step.micro_batch import Leaf
 from andon.step.plan import BatchPlan
 from andon.step.replica import Replica
 from andon.step.task import Task
-from andon_contracts.record import RankPart, Step
+from andon_contracts.record import Step
 
 _TURNS = 3
 """Passes that are timed; the first of a device is slow, so the fastest counts."""
@@ -71,14 +72,10 @@ def recorded_shares(ledger: Path, world_size: int, micro_batches: int) -> tuple[
     try:
         for record in read_ledger(ledger):
             if isinstance(record, Step) and len(record.ranks) == world_size:
-                found = tuple(len(part.leaves) for part in sorted(record.ranks, key=_rank_of))
+                found = tuple(len(part.leaves) for part in sorted(record.ranks, key=attrgetter("rank")))
     except LedgerError as error:
         raise InputError([Problem("", f"{error}; who computed what cannot be read from it")]) from error
     return found if found is not None and sum(found) == micro_batches else None
-
-
-def _rank_of(part: RankPart) -> int:
-    return part.rank
 
 
 def _of_two_kinds(backend: Backend) -> bool:
