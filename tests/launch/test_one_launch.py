@@ -26,7 +26,7 @@ from tests.cli.command import andon
 from tests.launch.pipes import PATIENCE_S
 from tests.launch.test_supervisor import Agent
 from tests.support.hostile import Hostile, listening_ports
-from tests.training.runs import Runs, outcome, write_jsonl
+from tests.training.runs import Runs, outcome, summary, write_jsonl
 
 RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "other"}
 """What torchrun tells the first of two ranks, as far as it is read before ranks meet."""
@@ -105,6 +105,7 @@ def test_a_run_goes_on_while_somebody_writes_garbage_into_its_store(
     assert first.returncode == 0, said
     for rank in range(2):
         assert said.count(f"andon: rank {rank} dropped ") == 1, said
+    assert summary(tmp_path / "run")["dropped_values"] > 0
     assert runs.train(tmp_path / "alone") == 0
     assert outcome(tmp_path / "run") == outcome(tmp_path / "alone")
 

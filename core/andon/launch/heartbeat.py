@@ -131,6 +131,11 @@ class Heartbeat:
         self._exit, self._last = code, cause or "finished"
         self._say_farewell()
 
+    @property
+    def dropped(self) -> int:
+        """How many values of the store were dropped so far, which no rank had put there."""
+        return self._checked.dropped
+
     def view(self) -> View:
         """What is known now."""
         mine = Sign(**vars(self._told()), state="runs", host=self._host)

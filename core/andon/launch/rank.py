@@ -108,6 +108,11 @@ def watched_by(heartbeat: Heartbeat) -> None:
     _state.heartbeat = heartbeat
 
 
+def dropped_values() -> int:
+    """How many values of the ranks' store this rank has dropped so far, which no rank had put there."""
+    return 0 if _state.heartbeat is None else _state.heartbeat.dropped
+
+
 def end_now(report: Report) -> None:
     """End this process from a thread that is not the main one, which hangs; nothing where it is ending already."""
     if not _state.ending.acquire(blocking=False):

@@ -32,6 +32,7 @@ class Summary(Part):
     true only for a run that reached its planned or early end: such a run is not resumed. `memory`
     is in bytes: `planned` and `peak` of the GPU that needed most, `process_peak` of rank 0's process. `data_changed`:
     which files of the data were no longer what was trained on as the run ended, and what is there instead.
+    `dropped_values` counts what rank 0 found in the ranks' store and no rank had put there; None: nothing.
     """
 
     run: str
@@ -51,6 +52,7 @@ class Summary(Part):
     eval: Mapping[str, Any] = field(default_factory=dict)
     best_step: Count | None = None
     memory: Mapping[str, Count] = field(default_factory=dict)
+    dropped_values: Count | None = None
     data_changed: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -17,6 +17,7 @@ from andon.config.schema import Config
 from andon.console.exits import Exit
 from andon.console.messages import say
 from andon.console.problems import InputError, Problem
+from andon.launch.rank import dropped_values
 from andon.metrics.scores import Scores
 from andon.model.build import backbone_of
 from andon.model.compiled import CompiledPasses
@@ -365,6 +366,7 @@ def _summarise(
             eval=scores.as_dict() if scores is not None else {},
             best_step=progress.best_step or None,
             memory=memory,
+            dropped_values=dropped_values() or None,
             data_changed=changed,
         ),
     )
