@@ -130,6 +130,9 @@ def _be_a_rank(
             )
         if config.run.dir is None:
             raise InputError([Problem("run.dir", "name a run folder (--run-dir): all ranks of torchrun must share it")])
+        if context.rank == 0 and asked is None:
+            with suppress(InputError):  # what only that number makes wrong is not asked for
+                _tell_of_others(load_config(config_path, overrides, flags), context.world_size)
         folder = Path(config.run.dir)
         if RunFolder(folder).state() is State.FOREIGN:
             raise InputError([_foreign(folder)])
@@ -141,6 +144,14 @@ def _be_a_rank(
     signal.pthread_sigmask(signal.SIG_BLOCK, preemption.PREEMPTION_SIGNALS)
     preemption.begin()
     run_rank(work)
+
+
+def _tell_of_others(written: Config, started: int) -> None:
+    """That torchrun started another number of workers than the configuration names: some may not have come."""
+    wanted = written.run.workers
+    if "workers" in written.run.model_fields_set and wanted != started:
+        missing = f"; {wanted - started} are missing" if wanted > started else ""
+        say(f"warning: run.workers is {wanted}, torchrun started {started}{missing} (--workers {wanted} refuses that)")
 
 
 def _folder_of(config: Config) -> RunFolder | None:

@@ -111,8 +111,15 @@ def _choice(session: Session) -> tuple[Standpoint | None, int]:
         return Standpoint(None, history), _ANEW
     _require_its_ledger(session, checkpoint, history)
     total = session.material.plan.total_steps
-    say(f"resume: from {checkpoint.path.name}, {checkpoint.step} of {total} steps done")
+    say(
+        f"resume: from {checkpoint.path.name}, {checkpoint.step} of {total} steps done{_other_number(session, history)}"
+    )
     return Standpoint(checkpoint, history), checkpoint.step
+
+
+def _other_number(session: Session, history: History) -> str:
+    now = session.run.backend.world_size
+    return f", on {history.world} workers; now there are {now}" if history.world not in (0, now) else ""
 
 
 def _tell_of_other_machine(session: Session) -> None:

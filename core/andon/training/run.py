@@ -12,6 +12,9 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
+import torch
+
+from andon.backend.base import Backend
 from andon.config.identity import config_digest
 from andon.config.schema import Config
 from andon.console.exits import Exit
@@ -52,6 +55,9 @@ from andon_contracts.fields import Real
 from andon_contracts.policy import evaluations, reset_evaluations
 from andon_contracts.record import TRAINER_DIGESTS, Broken, End, Plan, Record, Resume, Start
 from andon_contracts.violation import Violation
+
+CLOCKS_S = 2.0
+"""How far apart, in seconds, clocks of ranks may be before that is said."""
 
 
 def train(config: Config, folder: RunFolder, stop_asked: Callable[[], bool], started: float | None = None) -> Exit:
@@ -108,7 +114,13 @@ def _train(session: Session, standpoint: Standpoint, stop_asked: Callable[[], bo
 
 
 def agree_on_start(session: Session, progress: Progress) -> None:
-    """Every rank starts from the same state, data, versions and place in the plan. Raises `Violation` on all ranks."""
+    """Every rank starts from the same state, data, versions and place in the plan. Raises `Violation` on all ranks.
+
+    That clocks of ranks are apart is said: reports and rendezvous go by them, and no bit does.
+    """
+    apart = clocks_apart(session.run.backend)
+    if apart and session.run.writes:
+        say(f"warning: {apart}")
     session.run.step.attest_start(
         {
             "configuration": _number(config_digest(session.config)),
@@ -120,6 +132,21 @@ def agree_on_start(session: Session, progress: Progress) -> None:
             "progress": _number(repr(progress)),
         }
     )
+
+
+def clocks_apart(backend: Backend) -> str:
+    """Whose clocks are further apart than `CLOCKS_S`, in words; empty where none are. Collective."""
+    if len(backend.ranks) == backend.world_size:
+        return ""
+
+    def gathered(number: int) -> list[int]:
+        return [int(each) for each in backend.gather([torch.tensor([number], device=backend.devices[0])])]
+
+    gathered(0)  # from here on all ranks are at one place
+    seen = gathered(time.time_ns() // 1000)
+    off = {rank: (each - seen[0]) / 1e6 for rank, each in enumerate(seen) if abs(each - seen[0]) > CLOCKS_S * 1e6}
+    told = ", ".join(f"rank {rank}'s is {abs(by):.1f} s {'ahead' if by > 0 else 'behind'}" for rank, by in off.items())
+    return f"the clocks of the ranks are apart: {told}, by rank 0's" if off else ""
 
 
 def _versions(session: Session) -> dict[str, str]:
