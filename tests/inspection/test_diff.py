@@ -13,7 +13,7 @@ import torch
 
 from andon.config.load import template
 from andon.console.problems import InputError
-from andon.inspection.difference import Comparison, Report, compare, read_side
+from andon.inspection.difference import Comparison, Differences, compare, read_side
 from andon.inspection.tensors import tensors_apart
 from andon.run.checkpoint import save_checkpoint
 from andon.run.ledger import differing
@@ -25,7 +25,7 @@ from tests.training.runs import Runs
 SAME, DIFFERENT, INCOMPARABLE = Comparison.SAME, Comparison.DIFFERENT, Comparison.INCOMPARABLE
 
 
-def of(tmp_path: Path, one: Sequence[Record], other: Sequence[Record]) -> Report:
+def of(tmp_path: Path, one: Sequence[Record], other: Sequence[Record]) -> Differences:
     """The comparison of two ledgers."""
     return compare(read_side(write(tmp_path / "a.jsonl", one)), read_side(write(tmp_path / "b.jsonl", other)))
 

@@ -22,14 +22,14 @@ _ADDITIVE = 1e-3
 
 
 @dataclass(frozen=True)
-class Part:
+class ForwardPass:
     """Rows that one forward pass had together, and the random state with which it began; None: as it is."""
 
     ids: Sequence[int]
     random: Tensor | None = None
 
 
-def law(probe: OptimizerProbe, reference: Reference, parts: Sequence[Part]) -> list[Tensor]:
+def law(probe: OptimizerProbe, reference: Reference, parts: Sequence[ForwardPass]) -> list[Tensor]:
     """The gradient of the mean loss over the rows of `parts` by one process, each part by itself and as it was drawn.
 
     Buffers, random state and `.grad` stay as they were.
@@ -46,7 +46,7 @@ def law(probe: OptimizerProbe, reference: Reference, parts: Sequence[Part]) -> l
     return [t / max(rows, 1) for t in total]
 
 
-def additive(probe: OptimizerProbe, reference: Reference, parts: Sequence[Part]) -> bool:
+def additive(probe: OptimizerProbe, reference: Reference, parts: Sequence[ForwardPass]) -> bool:
     """Whether the mean loss over all rows is that over the parts, where nothing is random and no row sees another."""
     module = probe.subject.inner
     modes = [(each, each.training) for each in module.modules()]
@@ -78,7 +78,7 @@ def _aside(probe: OptimizerProbe) -> Iterator[None]:
                 buffer.copy_(value)
 
 
-def _loss(probe: OptimizerProbe, reference: Reference, part: Part) -> tuple[Tensor, int]:
+def _loss(probe: OptimizerProbe, reference: Reference, part: ForwardPass) -> tuple[Tensor, int]:
     """The reference's loss of the part, whose forward pass begins with the part's random state."""
     waiting = [] if part.random is None else [part.random]
     device = next(iter(probe.parameters.values())).device

@@ -10,7 +10,7 @@ from torch import nn
 from andon_contracts.act import Scene
 from andon_contracts.laws.law import Observations, Seen
 from andon_contracts.laws.loop import GRADIENT_LAW
-from andon_contracts.watch.audit import Part, additive, compare, law
+from andon_contracts.watch.audit import ForwardPass, additive, compare, law
 from andon_contracts.watch.exchange import Exchange
 from andon_contracts.watch.judging import Verdicts
 from andon_contracts.watch.model_probe import ForwardTap, mixes_rows, random_state
@@ -74,7 +74,7 @@ class Auditor:
         if all(o.values["sums"] for o in seen):
             self._verdicts.judge(GRADIENT_LAW, Seen(seen, None), scene())
 
-    def _parts(self, probe: OptimizerProbe, step: int, ids: Sequence[int]) -> list[Part] | None:
+    def _parts(self, probe: OptimizerProbe, step: int, ids: Sequence[int]) -> list[ForwardPass] | None:
         """How the rows are to be recomputed: all at once, or as they were; None where what is needed was not seen."""
         batches = self._rows.batches
         known = [batch.random for batch in batches if batch.random is not None]
@@ -87,12 +87,12 @@ class Auditor:
         }
         seen = self._exchange(step, "batches", values)
         if not any(o.values["drew"] or o.values["mixes"] for o in seen):
-            return [Part(ids)]
+            return [ForwardPass(ids)]
         if not all(o.values["known"] for o in seen):
             return None
         return self._apart(step, ids, seen)
 
-    def _apart(self, step: int, ids: Sequence[int], seen: Observations) -> list[Part]:
+    def _apart(self, step: int, ids: Sequence[int], seen: Observations) -> list[ForwardPass]:
         """Each batch of each rank with its random state."""
         words = max(o.values["words"] for o in seen)
         table = torch.zeros(max(o.values["batches"] for o in seen), 1 + words, dtype=torch.int64)
@@ -100,13 +100,13 @@ class Auditor:
             row[0] = batch.rows
             if batch.random is not None:
                 row[1:] = batch.random
-        parts: list[Part] = []
+        parts: list[ForwardPass] = []
         first = 0
         for o in self._exchange(step, "random states", {}, table.flatten()):
             assert o.payload is not None
             for row in o.payload.cpu().view(table.shape):
                 count = int(row[0])
                 if count:
-                    parts.append(Part(ids[first : first + count], row[1:]))
+                    parts.append(ForwardPass(ids[first : first + count], row[1:]))
                 first += count
         return parts

@@ -60,7 +60,7 @@ def pieces(tensor: torch.Tensor) -> int:
 
 
 @dataclass(frozen=True)
-class Slot:
+class ParameterSlot:
     """A place in the model that holds a parameter."""
 
     owner: nn.Module
@@ -95,7 +95,9 @@ class ModelProbe:
         )
         self.modules = list(self.inner.modules())
         self.slots = [
-            Slot(owner, attribute, f"{prefix}.{attribute}" if prefix else attribute, parameter, parameter.requires_grad)
+            ParameterSlot(
+                owner, attribute, f"{prefix}.{attribute}" if prefix else attribute, parameter, parameter.requires_grad
+            )
             for prefix, owner in self.inner.named_modules()
             for attribute, parameter in owner._parameters.items()
             if parameter is not None

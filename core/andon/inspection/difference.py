@@ -35,7 +35,7 @@ class Comparison(Enum):
 
 
 @dataclass
-class Report:
+class Differences:
     """Lines for a reader, and what they come to."""
 
     lines: list[str] = field(default_factory=list)
@@ -82,9 +82,9 @@ def _digests(recorded: Recorded) -> dict[str, str]:
     return {**found, **read_provenance(recorded.folder.provenance).digests}
 
 
-def compare(one: Side, other: Side) -> Report:
+def compare(one: Side, other: Side) -> Differences:
     """Everything that differs between both, and the first step at which they part."""
-    report = Report()
+    report = Differences()
     if _settings(report, one, other):
         report.result = Comparison.DIFFERENT
     if one.recorded is not None and other.recorded is not None:
@@ -101,7 +101,7 @@ def compare(one: Side, other: Side) -> Report:
     return report
 
 
-def _settings(report: Report, one: Side, other: Side) -> bool:
+def _settings(report: Differences, one: Side, other: Side) -> bool:
     """Whether the configurations define different runs; keys that only place a run are listed and do not count."""
     if not one.config or not other.config:
         return _identities(report, one, other)
@@ -114,7 +114,7 @@ def _settings(report: Report, one: Side, other: Side) -> bool:
     return any(key not in PLACING for key in keys)
 
 
-def _identities(report: Report, one: Side, other: Side) -> bool:
+def _identities(report: Differences, one: Side, other: Side) -> bool:
     starts = [side.recorded.start if side.recorded is not None else None for side in (one, other)]
     first, second = starts
     if first is None or second is None:
@@ -126,7 +126,7 @@ def _identities(report: Report, one: Side, other: Side) -> bool:
     return True
 
 
-def _pairs(report: Report, part: str, one: Mapping[str, str], other: Mapping[str, str]) -> bool:
+def _pairs(report: Differences, part: str, one: Mapping[str, str], other: Mapping[str, str]) -> bool:
     """One line for each name that both have with different values; whether there is one."""
     odd = [name for name in sorted(one.keys() & other.keys()) if one[name] != other[name]]
     for name in odd:
@@ -144,7 +144,7 @@ def _unlike(one: str, other: str) -> tuple[str, str, str]:
     return ("" if of_training else " (evaluation)"), shown[0], shown[1]
 
 
-def _plans(report: Report, one: Recorded, other: Recorded) -> None:
+def _plans(report: Differences, one: Recorded, other: Recorded) -> None:
     if one.start is None or other.start is None:
         return
     first, second = one.start.plan.to_json(), other.start.plan.to_json()
@@ -153,7 +153,7 @@ def _plans(report: Report, one: Recorded, other: Recorded) -> None:
             report.add("plan", f"{name}: {first.get(name)} | {second.get(name)}")
 
 
-def _machines(report: Report, one: Recorded, other: Recorded) -> bool:
+def _machines(report: Differences, one: Recorded, other: Recorded) -> bool:
     """Whether what both ran on can give other bits: versions, hardware, flags."""
     step = first_difference(one.trajectory, other.trajectory)[0] or 0
     first, second = (side.fingerprints.get(step, side.fingerprints.get(0, {})) for side in (one, other))
@@ -164,7 +164,7 @@ def _machines(report: Report, one: Recorded, other: Recorded) -> bool:
     return first != second
 
 
-def _steps(report: Report, one: Recorded, other: Recorded) -> bool:
+def _steps(report: Differences, one: Recorded, other: Recorded) -> bool:
     """Whether the trajectories part, and where."""
     step, fields = first_difference(one.trajectory, other.trajectory)
     common = len(one.trajectory.keys() & other.trajectory.keys())
@@ -189,7 +189,7 @@ def _steps(report: Report, one: Recorded, other: Recorded) -> bool:
     return True
 
 
-def _places(report: Report, one: Recorded, other: Recorded) -> None:
+def _places(report: Differences, one: Recorded, other: Recorded) -> None:
     placed = [
         " then ".join(dict.fromkeys(f"{step.world} {step.backend} workers" for step in side.trajectory.values()))
         for side in (one, other)
@@ -198,7 +198,7 @@ def _places(report: Report, one: Recorded, other: Recorded) -> None:
         report.add("place", f"{placed[0] or _UNKNOWN} | {placed[1] or _UNKNOWN}")
 
 
-def _untold(report: Report, one: Recorded, other: Recorded) -> None:
+def _untold(report: Differences, one: Recorded, other: Recorded) -> None:
     """The fields that steps of one side alone have: they were not told to the other's watch, and are not compared."""
     common = sorted(one.trajectory.keys() & other.trajectory.keys())
     for name in CAUSAL:

@@ -18,7 +18,7 @@ from andon.config.identity import differences
 from andon.config.load import load_config
 from andon.config.schema import Config
 from andon.console.problems import InputError, Problem
-from andon.inspection.difference import Comparison, Report
+from andon.inspection.difference import Comparison, Differences
 from andon.inspection.recorded import Recorded, open_recorded
 from andon.run.atomic import write_json
 from andon.run.checkpoint import Checkpoint, load_checkpoint
@@ -176,9 +176,9 @@ def _text(value: object) -> str:
     return f"{value.value:.9g} ({value.hex})" if isinstance(value, Real) else str(value)
 
 
-def report_of(result: Replayed, first: int, last: int) -> Report:
+def report_of(result: Replayed, first: int, last: int) -> Differences:
     """The outcome for a reader: exit 0 the same, 1 different, 2 not comparable."""
-    report = Report()
+    report = Differences()
     report.add("from", f"{result.source}, after step {result.after}, on {result.place}")
     for difference in result.machine:
         report.add("machine", f"{difference} (the run's, this one's)")

@@ -10,7 +10,7 @@ from typing import Any
 from andon.config.schema import IN_PROCESS
 from andon.console.exits import Exit
 from andon.console.problems import InputError, Problem
-from andon.inspection.difference import Report
+from andon.inspection.difference import Differences
 from andon.inspection.recorded import open_recorded
 from andon.launch.launcher import launch
 
@@ -25,7 +25,7 @@ class ReplayFailed(RuntimeError):
         self.ends_with = ends_with
 
 
-def replay_run(path: Path, steps: str, workers: int | None, backend: str | None) -> Report:
+def replay_run(path: Path, steps: str, workers: int | None, backend: str | None) -> Differences:
     """Do the steps `steps` (A:B) of the run at `path` again and say what differs from its ledger.
 
     workers, backend: where; None: as in the run. Raises `InputError` for a run or steps that cannot be done again,

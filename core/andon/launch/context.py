@@ -29,7 +29,7 @@ class RankContext:
 
         The agent is this process's parent unless the launcher named another.
         """
-        found = _Reader(os.environ if environ is None else environ)
+        found = _Variables(os.environ if environ is None else environ)
         world = found.number("WORLD_SIZE", least=1)
         local_world = found.number("LOCAL_WORLD_SIZE", least=1, most=world, default=world)
         rank = found.number("RANK", least=0, most=world - 1)
@@ -45,7 +45,7 @@ def is_rank(environ: Mapping[str, str] | None = None) -> bool:
     return RUN_ID in (os.environ if environ is None else environ)
 
 
-class _Reader:
+class _Variables:
     """Reads variables and notes every one that is missing or senseless."""
 
     _UNBOUNDED = 1 << 31

@@ -165,7 +165,7 @@ class Generation:
         found = [Process.of(pid) for pid in self.pids.values()]
         self._workers = [process for process in found if process is not None]
         members = enumerate(self.crew.members)
-        shown = [resizing.Agent(rank, member.pid, member.worker) for rank, member in members]
+        shown = [resizing.AgentProcess(rank, member.pid, member.worker) for rank, member in members]
         resizing.show(self.run_folder, self.bounds, self.number, shown)
 
     @property

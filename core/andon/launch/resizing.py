@@ -23,7 +23,7 @@ _SEEN, _ASKED = "agents.json", "resize"
 
 
 @dataclass(frozen=True)
-class Agent:
+class AgentProcess:
     """One agent as others may see it: process ids of it and of its worker."""
 
     rank: int
@@ -31,7 +31,7 @@ class Agent:
     worker: int
 
 
-def show(run_folder: Path, bounds: Bounds, generation: int, agents: list[Agent]) -> None:
+def show(run_folder: Path, bounds: Bounds, generation: int, agents: list[AgentProcess]) -> None:
     """Say who trains here now. `generation` counts from 1. Raises `InputError` where the disk refuses."""
     us = Process.of(os.getpid())
     path = run_folder / REPORTS / _SEEN
