@@ -11,7 +11,7 @@ from pathlib import Path
 
 from andon.run.atomic import write_whole
 from andon_falsify.compliance.loop_power import LoopAttempt, LoopLaboratory, matrix
-from andon_falsify.faults.looped.registry import FAULTS, NOT_SHOWN
+from andon_falsify.faults.looped import FAULTS
 from andon_falsify.ranks.pool import RankPools
 
 _INTRODUCTION = """# Faults of a loop and the claims that see them
@@ -23,8 +23,8 @@ it that has what the fault needs: DDP, a schedule, dropout), on 2 ranks (gloo) w
 last batch, and judged from outside as `andon falsify --subject` judges any loop. It must change what is seen, and the
 claim named for it must fall with a counterexample that says why: **KILLED** stands under that claim, `fell` under every
 other. Two controls: the same loop without the fault holds on every claim that applies, none being unknown; and what the
-loop itself checks is no part of any verdict, so that a guard that is off changes nothing here. Codes are those of
-[Faults that `andon.watch` catches](watch-faults.md). Scale hides behind AdamW and clipping: those faults are planted
+loop itself checks is no part of any verdict, so that a guard that is off changes nothing here. The same faults are
+held to [what `andon.watch` catches](watch-faults.md). Scale hides behind AdamW and clipping: those faults are planted
 with it, and with SGD without clipping.
 """
 
@@ -32,21 +32,22 @@ with it, and with SGD without clipping.
 def main() -> int:
     """Try all faults; 0 if each changed something and fell by its claim for its reason, and nothing fell without it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    codes = sorted({fault.code for fault in FAULTS})
+    shown = [fault for fault in FAULTS if not isinstance(fault.outside, str)]
+    codes = sorted({fault.code for fault in shown})
     parser.add_argument("--fault", action="append", choices=codes, metavar="CODE", help="again for another; else all")
     parser.add_argument("--write", type=Path, help="the file to write, if all faults are tried")
     options = parser.parse_args()
     trials: list[LoopAttempt] = []
     with RankPools() as pools:
         laboratory = LoopLaboratory(pools, every_claim=True)
-        for fault in FAULTS:
+        for fault in shown:
             if options.fault is None or fault.code in options.fault:
                 trials.append(laboratory.attempt(fault))
                 print(f"{fault.name}: {'; '.join(trials[-1].problems) or 'killed'}", flush=True)
     held = sum(not trial.problems for trial in trials)
-    shown = {trial.fault.code for trial in trials}
-    closing = f"{held} of {len(trials)} faults killed, of {len(shown)} entries of the catalogue"
-    left_out = "\n".join(f"- {code}: {why}." for code, why in NOT_SHOWN.items())
+    entries = {trial.fault.code for trial in trials}
+    closing = f"{held} of {len(trials)} faults killed, of {len(entries)} entries of the catalogue"
+    left_out = "\n".join(f"- {fault.name}: {fault.outside}." for fault in FAULTS if isinstance(fault.outside, str))
     text = f"{_INTRODUCTION}\n{matrix(trials)}\n\n{closing}. No run of a loop shows:\n\n{left_out}\n"
     print(text)
     if options.write is not None and options.fault is None:

@@ -24,13 +24,14 @@ from tests.watch.clean_loops import (
     warm_up,
 )
 from tests.watch.clean_models import Checkpointed, LayerDrop, Normed, SparseEmbedding, WithUnused
+from tests.watch.watched import all_told
 
 UNUSED = {"allow": {"gradient-present": "the layer is there for another task"}}
 
 KINDS = {
     "plain loop": Kind(RightLoop(wrap=by_hand)),
     "plain loop, gradients zeroed, not None": Kind(RightLoop(wrap=by_hand, set_to_none=False)),
-    "plain loop, all lines told": Kind(clean_state.all_told),
+    "plain loop, all lines told": Kind(all_told, ("transformers", "peft"), "heavy"),
     "DDP": Kind(RightLoop()),
     "DDP, gradient views, static graph": Kind(RightLoop(wrap=ddp_views, clip=0.1)),
     "FSDP2": Kind(clean_peers.sharded),

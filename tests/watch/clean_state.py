@@ -16,7 +16,7 @@ import andon
 from tests.watch.clean import Seen, ignore, seen_by
 from tests.watch.clean_loops import SKIPS_FROM, adamw, momentum
 from tests.watch.clean_models import Normed
-from tests.watch.loop import ROWS, Loop, Model, data, plan
+from tests.watch.loop import ROWS, Model, data, plan
 
 
 def _share() -> tuple[Tensor, Tensor]:
@@ -215,13 +215,3 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> No
         optimizer.zero_grad()
         _backward(model)
         optimizer.step()
-
-
-def all_told(steps: int) -> Seen:
-    """The loop in which the faults are planted, without any, telling its watch all that can be told."""
-    loop = Loop()
-    loop.steps = steps
-    once = {"plan", "rows", "contents", "reference", "clip", "groups", "schedule", "trainable"}
-    loop.lines = frozenset(once | {"batch", "content", "reduced", "loss"})
-    loop.run()
-    return seen_by(loop.watch)

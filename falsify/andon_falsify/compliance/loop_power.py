@@ -16,7 +16,7 @@ from andon_falsify.checkers import halts, resume_equal
 from andon_falsify.claims.of_loop import CLAIMS, verdicts
 from andon_falsify.claims.statements import RANDOMNESS
 from andon_falsify.compliance.power import Observation
-from andon_falsify.faults.looped.fault import LoopFault
+from andon_falsify.faults.looped.fault import LoopFault, Outside
 from andon_falsify.loops.sightings import LoopSightings
 from andon_falsify.loops.subject import LoopSubject
 from andon_falsify.loops.task import shaped
@@ -32,9 +32,10 @@ _FURTHER = {resume_equal.CLAIM.name: resuming, halts.CLAIM.name: halting, RANDOM
 
 @dataclass(frozen=True)
 class LoopAttempt:
-    """A fault that was planted, and the right loop on the same case."""
+    """A fault that was planted, what is judged of it, and the right loop on the same case."""
 
     fault: LoopFault
+    outside: Outside
     clean: Observation
     planted: Observation
 
@@ -46,23 +47,23 @@ class LoopAttempt:
     @property
     def shown(self) -> Counterexample | None:
         """The counterexample to the claim of the fault, and for its reason; None where there is none."""
-        verdict = self.planted.verdicts.get(self.fault.claim)
+        verdict = self.planted.verdicts.get(self.outside.claim)
         found = verdict.counterexamples if verdict is not None else ()
-        return next((each for each in found if re.search(self.fault.says, str(each))), None)
+        return next((each for each in found if re.search(self.outside.says, str(each))), None)
 
     @property
     def problems(self) -> list[str]:
         """What is wrong with the suite, or with the fault."""
-        clean, verdict = self.clean.verdicts, self.planted.verdicts.get(self.fault.claim)
+        clean, verdict = self.clean.verdicts, self.planted.verdicts.get(self.outside.claim)
         found = [f"without the fault: {each}" for each in clean.values() if each.outcome in _BAD]
-        if clean[self.fault.claim].outcome is not Outcome.HOLDS:
-            found.append(f"without the fault: {clean[self.fault.claim]}")
+        if clean[self.outside.claim].outcome is not Outcome.HOLDS:
+            found.append(f"without the fault: {clean[self.outside.claim]}")
         if not self.changed:
             found.append("the fault changed nothing")
-        if self.fault.claim not in self.planted.fallen:
-            found.append(f"not seen by {self.fault.claim}; fallen: {self.planted.fallen or 'none'}; {verdict}")
+        if self.outside.claim not in self.planted.fallen:
+            found.append(f"not seen by {self.outside.claim}; fallen: {self.planted.fallen or 'none'}; {verdict}")
         elif self.shown is None:
-            found.append(f"seen for another reason than {self.fault.says!r}: {verdict}")
+            found.append(f"seen for another reason than {self.outside.says!r}: {verdict}")
         return found
 
 
@@ -82,12 +83,17 @@ class LoopLaboratory:
         self._kept: dict[tuple[Case, str], Observation] = {}
 
     def attempt(self, fault: LoopFault) -> LoopAttempt:
-        """Plant `fault`, and observe the right loop on its case."""
-        right = fault.case.but(fault=fault.right.__name__)
-        further = fault.claim if fault.claim in _FURTHER else ""
+        """Plant `fault`, and observe the right loop on its case. Raises `ValueError` for one that has no claim."""
+        outside = fault.outside
+        if isinstance(outside, str):
+            msg = f"no claim sees {fault.name}: {outside}"
+            raise ValueError(msg)
+        right = outside.case.but(fault=fault.right.__name__)
+        further = outside.claim if outside.claim in _FURTHER else ""
         if (right, further) not in self._kept:
             self._kept[right, further] = self._observe(right, further)
-        return LoopAttempt(fault, self._kept[right, further], self._observe(fault.case.but(fault=fault.name), further))
+        planted = self._observe(outside.case.but(fault=fault.name), further)
+        return LoopAttempt(fault, outside, self._kept[right, further], planted)
 
     def _observe(self, case: Case, further: str) -> Observation:
         seen = _Recording(self._subject)
@@ -147,4 +153,4 @@ def matrix(trials: Sequence[LoopAttempt]) -> str:
 def _cell(trial: LoopAttempt, claim: str) -> str:
     if claim not in trial.planted.fallen:
         return ""
-    return "**KILLED**" if claim == trial.fault.claim and trial.shown is not None else "fell"
+    return "**KILLED**" if claim == trial.outside.claim and trial.shown is not None else "fell"

@@ -1,4 +1,4 @@
-"""Faults of this trainer's own promises, so that each claim of the suite is shown to be able to fall."""
+"""Faults of this trainer's own promises, of memory too, so that each claim of the suite is shown to be able to fall."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 import andon_contracts.ledger
 from andon.backend import devices
@@ -17,7 +18,9 @@ from andon.step.optimizer import OptimizerSpec
 from andon.step.plan import BatchPlan
 from andon.step.replica import Replica
 from andon.step.step import TrainingStep
+from andon.step.task import LeafLoss
 from andon_falsify.faults.planting import (
+    BIG,
     MOMENTUM,
     PLAIN,
     SGD,
@@ -129,7 +132,77 @@ def _without_fallback(_: object, stack: ExitStack) -> None:
     body_replaced(stack, devices.placement, _no_fallback)
 
 
-_SOURCE = "this trainer's promises"
+# what is kept that need not be
+
+
+def _every_leaf_kept(parts: Parts, _: ExitStack) -> None:
+    for replica in parts.replicas:
+        kept: list[torch.Tensor] = []
+
+        def leaf(inner: Callable[..., Any], *args: Any, held: Any = kept, own: Any = replica, **named: Any) -> Any:
+            report = inner(*args, **named)
+            held.append(own.parameters.gradient.clone())
+            return report
+
+        def gradients(inner: Callable[..., Any], *args: Any, held: Any = kept, **named: Any) -> Any:
+            held.clear()
+            return inner(*args, **named)
+
+        around(replica, "_leaf", leaf)
+        around(replica, "gradients", gradients)
+
+
+def _graph_kept(parts: Parts, stack: ExitStack) -> None:
+    backward = torch.Tensor.backward
+
+    def keeping(self: torch.Tensor, *args: Any, **named: Any) -> None:
+        backward(self, *args, **{**named, "retain_graph": True})  # type: ignore[no-untyped-call]
+
+    patched(stack, torch.Tensor, "backward", keeping)
+    kept: dict[int, list[torch.Tensor]] = {id(replica.model): [] for replica in parts.replicas}
+
+    def loss_sum(inner: Callable[..., LeafLoss], model: nn.Module, batch: Any) -> LeafLoss:
+        loss = inner(model, batch)
+        kept[id(model)].append(loss.loss_sum)
+        return loss
+
+    def gradients(inner: Callable[..., Any], *args: Any, held: Any, **named: Any) -> Any:
+        held.clear()
+        return inner(*args, **named)
+
+    around(parts.task, "loss_sum", loss_sum)
+    for replica in parts.replicas:
+        held = kept[id(replica.model)]
+        around(replica, "gradients", lambda inner, *a, own=held, **k: gradients(inner, *a, held=own, **k))
+
+
+def _kept_after_update(parts: Parts, make: Callable[[Any], list[torch.Tensor]], *, once: bool) -> None:
+    """After the update every replica holds what `make` makes of it: anew each time, or more and more."""
+    for replica in parts.replicas:
+        kept: list[torch.Tensor] = []
+
+        def apply(inner: Callable[[], None], held: Any = kept, own: Any = replica) -> None:
+            inner()
+            if once:
+                held.clear()
+            held += make(own)
+
+        around(replica, "apply", apply)
+
+
+def _double_moments(parts: Parts, _: ExitStack) -> None:
+    _kept_after_update(parts, lambda own: [moment.double() for moment in own.optimizer_state().values()], once=True)
+
+
+def _second_base(parts: Parts, _: ExitStack) -> None:
+    _kept_after_update(parts, lambda own: [tensor.clone() for tensor in own.frozen().values()], once=True)
+
+
+def _growth(parts: Parts, _: ExitStack) -> None:
+    _kept_after_update(parts, lambda own: [own.parameters.gradient[:64].clone()], once=False)
+
+
+_SOURCE, _MEMORY = "this trainer's promises", "issue 2, memory"
 FAULTS = (
     Fault("masks keyed by rank", _SOURCE, "same-everywhere", _masks_by_rank, SGD),
     Fault("sum in the order of ranks", _SOURCE, "same-everywhere", _sum_by_rank, SGD.but(world=3)),
@@ -143,4 +216,11 @@ FAULTS = (
     Fault("moments lost in a resume", _SOURCE, "resume-equal", _moments_lost, MOMENTUM, "resume"),
     Fault("schedule started over in a resume", _SOURCE, "resume-equal", _started_over, MOMENTUM, "resume"),
     Fault("no fallback to the CPU", _SOURCE, "cpu-fallback", _without_fallback, kind="functions"),
+)
+MEMORY = (
+    Fault("every leaf's gradient kept", _MEMORY, "memory-budget", _every_leaf_kept, BIG),
+    Fault("graphs retained", _MEMORY, "memory-budget", _graph_kept, BIG),
+    Fault("moments in fp64", _MEMORY, "memory-budget", _double_moments, BIG),
+    Fault("second copy of the base", _MEMORY, "memory-budget", _second_base, BIG),
+    Fault("growth with every step", _MEMORY, "memory-budget", _growth, BIG),
 )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from andon_falsify.faults import memory, own_promises, seed_mutants
+from andon_falsify.faults import own_promises, seed_mutants
 from andon_falsify.faults.planting import Fault
 
 FAULTS: tuple[Fault, ...] = (
     *seed_mutants.MISSED,
     *seed_mutants.CAUGHT,
     *seed_mutants.ADDED,
-    *memory.FAULTS,
+    *own_promises.MEMORY,
     *own_promises.FAULTS,
 )
 """Every fault, in the order of the matrix."""

@@ -82,6 +82,9 @@ class PlainLoop:
             raise FloatingPointError("the gradient is not finite")
         if self.case.clip_norm is not None:
             clip_grad_norm_(self.trained, self.case.clip_norm)
+        self._step()
+
+    def _step(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad()
 

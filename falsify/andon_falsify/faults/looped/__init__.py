@@ -1,10 +1,43 @@
-"""Faults planted in a hand-written data-parallel loop, each a small change of a right one.
+"""Every fault of a data-parallel loop, each a small change of a right one: the catalogue of watch and falsifier.
 
 `andon falsify --subject andon_falsify.faults.looped:make --case '{"fault": "F16 sum instead of mean", ...}'`.
 """
 
 from __future__ import annotations
 
-from andon_falsify.faults.looped.registry import make
+from collections.abc import Mapping
 
-__all__ = ["make"]
+from andon_falsify.faults.looped import arithmetic, parameters, precision, replicas, reporting, resuming, rows
+from andon_falsify.faults.looped.fault import LoopFault
+from andon_falsify.faults.looped.right import RIGHT_LOOPS
+from andon_falsify.peers.plain import PlainLoop
+from andon_falsify.subjects.case import Case
+
+FAULTS: tuple[LoopFault, ...] = (
+    *replicas.FAULTS,
+    *arithmetic.FAULTS,
+    *precision.FAULTS,
+    *rows.FAULTS,
+    *parameters.FAULTS,
+    *resuming.FAULTS,
+    *reporting.FAULTS,
+)
+"""Every fault, in the order of the matrix."""
+
+RIGHT: Mapping[str, type[PlainLoop]] = {kind.__name__: kind for kind in (PlainLoop, *RIGHT_LOOPS)}
+"""The right loops by the names of their classes."""
+_BY_NAME = {fault.name: fault for fault in FAULTS}
+
+
+def named(name: str) -> LoopFault:
+    """The fault of that name. Raises `KeyError` for another."""
+    return _BY_NAME[name]
+
+
+def make(case: Case) -> PlainLoop:
+    """The loop that `case.fault` names: a fault, or the class of a right loop; without one the plain right loop.
+
+    Raises `KeyError` for another name.
+    """
+    name = case.fault or PlainLoop.__name__
+    return (RIGHT[name] if name in RIGHT else named(name).loop)(case)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
-from andon_falsify.faults.looped.fault import SGD, LoopFault, on_both
+from andon_falsify.faults.looped.fault import ADAMW, SGD, WATCHED, Inside, LoopFault, Outside
 from andon_falsify.loops.record import global_batch
 from andon_falsify.peers.plain import PlainLoop, cut
 
@@ -165,33 +165,47 @@ class DividedByWhole(Multiplied):
         return len(self.batch) / global_batch(self.case)
 
 
-_GRADIENT, _REPLICAS = "gradient-law", "replicas-agree"
+_HIDDEN = "what a watch sees is trained with AdamW and clipping as it is"
+
+
+def _scale(code: str, what: str, loop: type[PlainLoop], says: str, by: int = 1) -> tuple[LoopFault, LoopFault]:
+    """A wrong scale, with SGD, and with AdamW and clipping, where the weights hardly show it."""
+    return (
+        LoopFault(code, what, loop, _law(by), Outside("gradient-law", says)),
+        LoopFault(code, f"{what}, AdamW clipped", loop, _HIDDEN, Outside("gradient-law", says, ADAMW)),
+    )
+
+
+def _law(by: int) -> Inside:
+    """Found by the gradient, computed again from the rows that were told."""
+    return Inside("gradient-law", by, ("batch", "reference"))
+
+
+_WEIGHTS = (0.5, 1.0, 2.0)
 _SHORT = r"step 2: .*ratio 0\.625 = 5 of 8 rows: a short window is divided as a full one"
-_UNREDUCED = r"step 1, rank 1: the gradient differs"
+_UNREDUCED = Outside("replicas-agree", r"step 1, rank 1: the gradient differs")
+_ROWS = ("batch", "plan")
 FAULTS = (
-    *on_both("F16", "sum instead of mean", SumOfMeans, _GRADIENT, r"step 1: .*ratio 2\.000 = .*world 2"),
-    LoopFault(
-        "F17", "mean of ranks' means", MeanOfMeans, _GRADIENT, r"step 2: .*it is the mean of the means of 2 ranks"
-    ),
-    *on_both("F19", "averaged twice", AveragedTwice, _GRADIENT, r"step 1: .*ratio 0\.500 = .*1 / world 2"),
-    *on_both("F20", "loss times world size", TimesWorld, _GRADIENT, r"step 1: .*ratio 2\.000 = .*world 2"),
-    LoopFault(
-        "F22",
-        "class weights normalised locally",
-        WeighedLocally,
-        _GRADIENT,
-        r"step 1: .*rows? .* counts? .* times",
-        SGD.but(class_weights=(0.5, 1.0, 2.0)),
-    ),
-    LoopFault("F23", "reduction of a temporary", Temporary, _REPLICAS, _UNREDUCED),
-    LoopFault("F25", "collectives in another order", OtherOrder, _REPLICAS, _UNREDUCED),
-    LoopFault("F26", "stale gradient on one rank", Stale, _GRADIENT, r"step 2: .*rank 1's part is that of the update"),
-    LoopFault(
-        "F28", "mean of micro-batches' means", MeanOfMicroMeans, _GRADIENT, "step 2: .*the means of 3 micro-batches"
-    ),
-    *on_both("F29", "accumulation divided twice", DividedTwice, _GRADIENT, r"ratio 0\.500 = 1 / accumulation 2"),
-    LoopFault("F31", "zero_grad missing", NeverZeroed, _GRADIENT, "step 2: .*the gradient of the update before"),
-    LoopFault("F32", "zero_grad for each micro-batch", ZeroedTooOften, _GRADIENT, "step 1: .*not at all"),
-    LoopFault("F34", "partial window dropped", WindowDropped, "samples-once", r"forward passes after the last update"),
-    *on_both("F35", "partial window divided as a full one", DividedByWhole, _GRADIENT, _SHORT),
-)
+    *_scale("F16", "sum instead of mean", SumOfMeans, r"step 1: .*ratio 2\.000 = .*world 2"),
+    LoopFault("F17", "mean of ranks' means", MeanOfMeans, _law(5),
+              Outside("gradient-law", r"step 2: .*it is the mean of the means of 2 ranks")),
+    *_scale("F19", "averaged twice", AveragedTwice, r"step 1: .*ratio 0\.500 = .*1 / world 2"),
+    *_scale("F20", "loss times world size", TimesWorld, r"step 1: .*ratio 2\.000 = .*world 2"),
+    LoopFault("F22", "class weights normalised locally", WeighedLocally,
+              Inside("gradient-law", 1, ("batch", "reference"), WATCHED.but(class_weights=_WEIGHTS)),
+              Outside("gradient-law", r"step 1: .*rows? .* counts? .* times", SGD.but(class_weights=_WEIGHTS))),
+    LoopFault("F23", "reduction of a temporary", Temporary, Inside("gradients-agree", 1), _UNREDUCED),
+    LoopFault("F25", "collectives in another order", OtherOrder, Inside("collectives-agree", 1), _UNREDUCED),
+    LoopFault("F26", "stale gradient on one rank", Stale, _law(2),
+              Outside("gradient-law", r"step 2: .*rank 1's part is that of the update")),
+    LoopFault("F28", "mean of micro-batches' means", MeanOfMicroMeans, _law(5),
+              Outside("gradient-law", "step 2: .*the means of 3 micro-batches")),
+    *_scale("F29", "accumulation divided twice", DividedTwice, r"ratio 0\.500 = 1 / accumulation 2"),
+    LoopFault("F31", "zero_grad missing", NeverZeroed, Inside("gradient-fresh", 2),
+              Outside("gradient-law", "step 2: .*the gradient of the update before")),
+    LoopFault("F32", "zero_grad for each micro-batch", ZeroedTooOften, Inside("samples-once", 1, _ROWS),
+              Outside("gradient-law", "step 1: .*not at all")),
+    LoopFault("F34", "partial window dropped", WindowDropped, Inside("samples-once", 5, _ROWS),
+              Outside("samples-once", r"forward passes after the last update")),
+    *_scale("F35", "partial window divided as a full one", DividedByWhole, _SHORT, by=5),
+)  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a fault of a foreign loop is, and the cases that show one."""
+"""What a fault of a foreign loop is: its loop, what a watch inside finds of it, and what a claim outside says."""
 
 from __future__ import annotations
 
@@ -18,23 +18,53 @@ Without clipping and moments, which hide scale.
 """
 ADAMW = loop_case(rows=make_rows(13), batch_size=8, micro_batches=4)
 """The same with AdamW, clipped."""
+WATCHED = loop_case(rows=make_rows(37), batch_size=8, micro_batches=4, max_steps=6, clip_norm=0.05)
+"""Six updates with AdamW, clipped, on 2 ranks x 2 micro-batches; the fifth has 5 rows and ends the epoch."""
+
+
+@dataclass(frozen=True)
+class Inside:
+    """What `andon.watch` finds of a fault.
+
+    clause: what must name it, at the update `by` at the latest (0: at the start). lines: what the loop tells its watch
+    beside the one line `andon.watch(model, optimizer)`: names of arguments and of calls. at: the update from which it
+    acts, where that is another than outside. resumed: after which update all is saved, lost, and loaded again.
+    """
+
+    clause: str
+    by: int
+    lines: tuple[str, ...] = ()
+    case: Case = WATCHED
+    at: int | None = None
+    resumed: int | None = None
+
+
+@dataclass(frozen=True)
+class Outside:
+    """What is judged of a fault from outside.
+
+    claim: what must fall by it. says: a regular expression that a counterexample of that claim must match, so that it
+    falls for the right reason. case: what is trained.
+    """
+
+    claim: str
+    says: str
+    case: Case = SGD
 
 
 @dataclass(frozen=True)
 class LoopFault:
-    """A right loop with one thing wrong.
+    """A right loop with one thing wrong, declared once for whoever is to notice it.
 
-    code: of the catalogue that docs/loop-faults.md tells of. loop: the loop that has it; the class that it changes is
-    the right one. claim: what must fall by it. says: a regular expression that a counterexample of that claim must
-    match, so that it falls for the right reason. case: what is trained.
+    code: of the catalogue in docs/watch-faults.md and docs/loop-faults.md. loop: the loop that has it; the class that
+    it changes is the right one. inside and outside: what must catch it there, or why nothing there can.
     """
 
     code: str
     what: str
     loop: type[PlainLoop]
-    claim: str
-    says: str
-    case: Case = SGD
+    inside: Inside | str
+    outside: Outside | str
 
     @property
     def name(self) -> str:
@@ -47,9 +77,12 @@ class LoopFault:
         return next(kind for kind in self.loop.__mro__[1:] if kind in (PlainLoop, *RIGHT_LOOPS))
 
 
-def on_both(code: str, what: str, loop: type[PlainLoop], claim: str, says: str) -> tuple[LoopFault, LoopFault]:
-    """The same fault with SGD, and with AdamW and clipping, where the weights hardly show a wrong scale."""
-    return (
-        LoopFault(code, what, loop, claim, says),
-        LoopFault(code, f"{what}, AdamW clipped", loop, claim, says, ADAMW),
-    )
+class Timed(PlainLoop):
+    """A loop that goes wrong at one update, or from it on."""
+
+    at = 2
+
+    @property
+    def due(self) -> bool:
+        """Whether the update that is being made is that one."""
+        return self.done + 1 == self.at

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from andon_falsify.faults.looped.arithmetic import Multiplied
-from andon_falsify.faults.looped.fault import ADAMW, SGD, LoopFault
+from andon_falsify.faults.looped.fault import ADAMW, SGD, WATCHED, Inside, LoopFault, Outside, Timed
 from andon_falsify.faults.looped.right import SCALE, LossScaled
 from andon_falsify.peers.plain import PlainLoop
-from andon_falsify.subjects.case import Case
+from andon_falsify.subjects.case import Case, Poison
 
 
 class ReplicasSummed(PlainLoop):
@@ -23,8 +23,7 @@ class ReplicasSummed(PlainLoop):
         squares = sum((p.grad.square().sum() for p in self.trained if p.grad is not None), torch.zeros(()))
         dist.all_reduce(squares)
         torch.nn.utils.clip_grads_with_norm_(self.trained, self.case.clip_norm, squares.sqrt())
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self._step()
 
 
 class ClippedScaled(LossScaled):
@@ -38,8 +37,7 @@ class ClippedScaled(LossScaled):
         assert self.case.clip_norm is not None
         torch.nn.utils.clip_grad_norm_(self.trained, self.case.clip_norm)
         self._unscale()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self._step()
 
 
 class ClippedUnreduced(PlainLoop):
@@ -51,15 +49,16 @@ class ClippedUnreduced(PlainLoop):
         super()._add_over_ranks(total)
 
     def _apply(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self._step()
 
 
-class Overflowing(Multiplied):
-    """The third gradient is finite, but its norm is not, so that clipping makes it zero."""
+class Overflowing(Multiplied, Timed):
+    """One gradient is finite, but its norm is not, so that clipping makes it zero."""
+
+    at = 3
 
     def _factor(self, ids: Sequence[int]) -> float:
-        return 1e21 if self.done == 2 else 1.0
+        return 1e21 if self.due else 1.0
 
 
 class NanHidden(PlainLoop):
@@ -72,13 +71,13 @@ class NanHidden(PlainLoop):
         super()._add_over_ranks(total)
 
 
-class OwnScale(LossScaled):
-    """Rank 1 has halved its scale after the first update, and the others have not."""
+class OwnScale(Timed, LossScaled):
+    """Rank 1 has halved its scale, and the others have not."""
 
-    @property
-    def scale(self) -> float:
-        """By which the loss is multiplied on this rank."""
-        return SCALE / 2 if dist.get_rank() == 1 and self.done else SCALE
+    def _update(self, batch: list[int]) -> Tensor:
+        if dist.get_rank() == 1 and self.due:
+            self.scaler.update(SCALE / 2)
+        return super()._update(batch)
 
 
 class HalfHead(PlainLoop):
@@ -101,33 +100,25 @@ def _whole(_: nn.Module, __: object, out: Tensor) -> Tensor:
 
 
 _CLIPPED = SGD.but(clip_norm=0.05)
+_ROUNDED = WATCHED.but(lr=2e-8)
 FAULTS = (
-    LoopFault(
-        "F37",
-        "clip norm summed over replicas",
-        ReplicasSummed,
-        "update-law",
-        r"clipped by another norm than the gradient's.*ratio 1\.414",
-        _CLIPPED,
-    ),
-    LoopFault("F38", "clip before unscale", ClippedScaled, "gradient-law", r"step 1: .*ratio 1024\.000", _CLIPPED),
-    LoopFault(
-        "F38",
-        "clipped before the reduction",
-        ClippedUnreduced,
-        "update-law",
-        "step 1: clipped before the gradient was whole",
-        _CLIPPED,
-    ),
-    LoopFault("F40", "overflow zeroed by clip", Overflowing, "gradient-law", r"step 3: .*ratio 1e\+21", ADAMW),
-    LoopFault("F41", "NaN hidden by nan_to_num", NanHidden, "halt-together", "a planted fault left no violation"),
-    LoopFault("F43", "loss scale of one rank", OwnScale, "replicas-agree", "step 2, rank 1: the gradient differs"),
-    LoopFault(
-        "F44",
-        "updates of a 16-bit head rounded away",
-        HalfHead,
-        "update-law",
-        r"score\.weight is not where.*a step of length (\S+), seen a step that ends \1 away",
-        SGD.but(lr=2e-6),
-    ),
-)
+    LoopFault("F37", "clip norm summed over replicas", ReplicasSummed, Inside("clip-once", 2, ("clip", "reduced")),
+              Outside("update-law", r"clipped by another norm than the gradient's.*ratio 1\.414", _CLIPPED)),
+    LoopFault("F38", "clip before unscale", ClippedScaled, Inside("clip-once", 1, ("clip",)),
+              Outside("gradient-law", r"step 1: .*ratio 1024\.000", _CLIPPED)),
+    LoopFault("F38", "clipped before the reduction", ClippedUnreduced, Inside("clip-once", 1, ("clip",)),
+              Outside("update-law", "step 1: clipped before the gradient was whole", _CLIPPED)),
+    LoopFault("F40", "overflow zeroed by clip", Overflowing, Inside("finite", 3),
+              Outside("gradient-law", r"step 3: .*ratio 1e\+21", ADAMW)),
+    LoopFault("F41", "NaN hidden by nan_to_num", NanHidden,
+              Inside("finite", 3, case=WATCHED.but(poison=Poison(3, 2, "nan"))),
+              Outside("halt-together", "a planted fault left no violation")),
+    LoopFault("F43", "loss scale of one rank", OwnScale, Inside("scaler-agrees", 4, ("scaler",), at=4),
+              Outside("replicas-agree", "step 2, rank 1: the gradient differs")),
+    LoopFault("F44", "16-bit head", HalfHead, Inside("precision-sufficient", 0, case=_ROUNDED),
+              "its updates are rounded away, which is a fault of its own in this list"),
+    LoopFault("F44", "updates of a 16-bit head rounded away", HalfHead, Inside("update-applied", 2, case=_ROUNDED),
+              Outside("update-law",
+                      r"score\.weight is not where.*a step of length (\S+), seen a step that ends \1 away",
+                      SGD.but(lr=2e-6))),
+)  # fmt: skip

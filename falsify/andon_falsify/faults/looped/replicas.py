@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from andon_falsify.faults.looped.fault import ADAMW, LoopFault
+from andon_falsify.faults.looped.fault import ADAMW, Inside, LoopFault, Outside, Timed
 from andon_falsify.faults.looped.right import Tracking, Wrapped
 from andon_falsify.loops.task import optimizer
 from andon_falsify.peers.plain import PlainLoop
@@ -22,6 +22,13 @@ class OwnStart(PlainLoop):
         if dist.get_rank():
             drawn = torch.Generator().manual_seed(case.seed + dist.get_rank())
             nn.init.normal_(self.trained[0], std=0.1, generator=drawn)
+
+
+class Unreduced(PlainLoop):
+    """Nothing is reduced."""
+
+    def _add_over_ranks(self, total: Tensor) -> None:
+        dist.all_reduce(total)
 
 
 class Bypassed(Wrapped):
@@ -76,6 +83,28 @@ class ReplacedAfterwards(Wrapped):
         return self.ddp
 
 
+class AddedWhileTraining(Timed):
+    """A module is put into the model in the middle of the run."""
+
+    at = 3
+
+    def _update(self, batch: list[int]) -> Tensor:
+        if self.due:
+            self.model.injected = nn.Linear(2, 2)
+        return super()._update(batch)
+
+
+class ReplacedWhileTraining(Timed):
+    """The head is made anew in the middle of the run, and the optimizer has the old one."""
+
+    at = 3
+
+    def _update(self, batch: list[int]) -> Tensor:
+        if self.due:
+            renew_head(self)
+        return super()._update(batch)
+
+
 class LastAlone(PlainLoop):
     """Only the gradient of the last micro-batch is reduced; the earlier ones are added behind it."""
 
@@ -108,49 +137,65 @@ class Unshared(Tracking):
         pass
 
 
-class MomentAstray(PlainLoop):
-    """One moment of rank 1's optimizer is another after the second update."""
+class MomentAstray(Timed):
+    """One moment of rank 1's optimizer is another after an update."""
 
     def _apply(self) -> None:
         super()._apply()
-        if dist.get_rank() == 1 and self.done == 1:
+        if dist.get_rank() == 1 and self.due:
             self.optimizer.state[self.trained[0]]["exp_avg"].view(-1)[0] += 1
 
 
-class OwnRate(PlainLoop):
-    """Rank 1 lowers its rate after two updates, by a metric of its own."""
+class OwnRate(Timed):
+    """Rank 1 lowers its rate, by a metric of its own."""
+
+    at = 3
 
     def _apply(self) -> None:
-        if dist.get_rank() == 1 and self.done == 2:
+        if dist.get_rank() == 1 and self.due:
             self.optimizer.param_groups[0]["lr"] *= 0.1
         super()._apply()
 
 
-class BitFlipped(PlainLoop):
-    """One weight of rank 1 is another between the second and the third update."""
+class BitFlipped(Timed):
+    """One weight of rank 1 is another between two updates."""
+
+    at = 3
 
     def _update(self, batch: list[int]) -> Tensor:
-        if dist.get_rank() == 1 and self.done == 2:
-            self.trained[0].detach().view(-1)[0] *= 1 + 2.0**-10
+        if dist.get_rank() == 1 and self.due:
+            self._flip(self.trained[0].detach().view(-1))
         return super()._update(batch)
 
+    def _flip(self, weights: Tensor) -> None:
+        weights[0] *= 1 + 2.0**-10
 
-class SpoiltBehind(PlainLoop):
-    """One element of rank 1's gradient is another behind the reduction of the second update."""
+
+class FlippedUnseen(BitFlipped):
+    """The same below torch, as hardware does it: no version counter moves."""
+
+    def _flip(self, weights: Tensor) -> None:
+        weights.data.view(torch.int32)[0] ^= 1 << 12
+
+
+class SpoiltBehind(Timed):
+    """One element of rank 1's gradient is another behind the reduction of an update."""
 
     def _add_over_ranks(self, total: Tensor) -> None:
         super()._add_over_ranks(total)
         gradient = self.trained[-1].grad
-        if dist.get_rank() == 1 and self.done == 1 and gradient is not None:
+        if dist.get_rank() == 1 and self.due and gradient is not None:
             gradient.view(-1)[0] += 0.5
 
 
-class RoundedOtherwise(PlainLoop):
-    """The optimizer of rank 1 rounds one weight the other way."""
+class RoundedOtherwise(Timed):
+    """The optimizer of rank 1 rounds one weight the other way, from one update on."""
+
+    at = 1
 
     def _apply(self) -> None:
         super()._apply()
-        if dist.get_rank() == 1:
+        if dist.get_rank() == 1 and self.done + 1 >= self.at:
             weight = self.trained[-1].detach().view(-1)
             weight[0] = torch.nextafter(weight[0], torch.tensor(torch.inf))
 
@@ -165,20 +210,34 @@ def renew_head(loop: PlainLoop) -> None:
     loop.trained[-1] = new
 
 
-_CLAIM = "replicas-agree"
-_GRADIENT = r"step 1, rank 1: the gradient differs"
+_CLAIM, _SAME, _REDUCED = "replicas-agree", "replicas-agree", Inside("gradients-agree", 1)
+_GRADIENT = Outside(_CLAIM, r"step 1, rank 1: the gradient differs")
 FAULTS = (
-    LoopFault("F01", "initial weights differ", OwnStart, _CLAIM, "before step 1, rank 1: the initial weights differ"),
-    LoopFault("F02", "DDP bypassed through its module", Bypassed, _CLAIM, _GRADIENT),
-    LoopFault("F04", "adapters outside the wrapper", AdaptersAlone, _CLAIM, _GRADIENT),
-    LoopFault("F05", "adapters put in after wrapping", AdapterAfterwards, _CLAIM, _GRADIENT),
-    LoopFault("F07", "cast after wrapping", CastAfterwards, _CLAIM, _GRADIENT),
-    LoopFault("F08", "parameter replaced after wrapping", ReplacedAfterwards, _CLAIM, _GRADIENT),
-    LoopFault("F10", "only the last micro-batch reduced", LastAlone, _CLAIM, _GRADIENT),
-    LoopFault("F11", "buffers not synchronised", Unshared, _CLAIM, "before step 2, rank 1: running statistics differ"),
-    LoopFault("F13", "moment of one rank astray", MomentAstray, _CLAIM, "step 2, rank 1: the optimizer differs", ADAMW),
-    LoopFault("F14", "rank-local learning rate", OwnRate, "schedule", "step 3, rank 1: another learning rate"),
-    LoopFault("F89", "bit flip in a weight", BitFlipped, _CLAIM, "step 2, rank 1: the weights differ"),
-    LoopFault("F91", "corruption after the reduction", SpoiltBehind, _CLAIM, "step 2, rank 1: the gradient differs"),
-    LoopFault("F92", "one rank rounds otherwise", RoundedOtherwise, _CLAIM, "step 1, rank 1: the weights differ"),
-)
+    LoopFault("F01", "initial weights differ", OwnStart, Inside(_SAME, 0),
+              Outside(_CLAIM, "before step 1, rank 1: the initial weights differ")),
+    LoopFault("F02", "nothing reduced", Unreduced, _REDUCED, _GRADIENT),
+    LoopFault("F02", "DDP bypassed through its module", Bypassed, _REDUCED, _GRADIENT),
+    LoopFault("F04", "adapters outside the wrapper", AdaptersAlone, _REDUCED, _GRADIENT),
+    LoopFault("F05", "adapters put in after wrapping", AdapterAfterwards, _REDUCED, _GRADIENT),
+    LoopFault("F05", "module put in while training", AddedWhileTraining, Inside("parameters-kept", 3),
+              Outside("gradient-law", r"step 3: injected\.\w+ has another layout")),
+    LoopFault("F07", "cast after wrapping", CastAfterwards, _REDUCED, _GRADIENT),
+    LoopFault("F08", "parameter replaced after wrapping", ReplacedAfterwards, _REDUCED, _GRADIENT),
+    LoopFault("F08", "parameter replaced while training", ReplacedWhileTraining, Inside("parameters-kept", 3),
+              Outside("gradient-law", r"step 4: 1 of 15 tensors are off the law.*score\.weight")),
+    LoopFault("F10", "only the last micro-batch reduced", LastAlone, _REDUCED, _GRADIENT),
+    LoopFault("F11", "buffers not synchronised", Unshared, Inside("buffers-agree", 1),
+              Outside(_CLAIM, "before step 2, rank 1: running statistics differ")),
+    LoopFault("F13", "moment of one rank astray", MomentAstray, Inside("optimizers-agree", 4, at=3),
+              Outside(_CLAIM, "step 2, rank 1: the optimizer differs", ADAMW)),
+    LoopFault("F14", "rank-local learning rate", OwnRate, Inside("hyperparameters-agree", 5, at=5),
+              Outside("schedule", "step 3, rank 1: another learning rate")),
+    LoopFault("F89", "bit flip in a weight", BitFlipped, Inside(_SAME, 4, at=4),
+              Outside(_CLAIM, "step 2, rank 1: the weights differ")),
+    LoopFault("F89", "bit flip below torch", FlippedUnseen, Inside(_SAME, 4, at=4),
+              Outside(_CLAIM, "step 2, rank 1: the weights differ")),
+    LoopFault("F91", "corruption after the reduction", SpoiltBehind, Inside("gradients-agree", 4, at=4),
+              Outside(_CLAIM, "step 2, rank 1: the gradient differs")),
+    LoopFault("F92", "one rank rounds otherwise", RoundedOtherwise, Inside(_SAME, 4, at=3),
+              Outside(_CLAIM, "step 1, rank 1: the weights differ")),
+)  # fmt: skip

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from andon_falsify.faults.looped.fault import LoopFault
+from andon_falsify.faults.looped.fault import WATCHED, Inside, LoopFault, Outside
 from andon_falsify.faults.looped.right import Tracking
 from andon_falsify.peers.plain import PlainLoop
 
@@ -73,6 +74,16 @@ class TrackingEvaluation(Tracking):
         return found
 
 
+class OwnMetric(PlainLoop):
+    """Every rank evaluates its own rows, by which it is to choose its best checkpoint."""
+
+    def evaluate(self) -> Mapping[str, float]:
+        """See `Evaluates.evaluate`."""
+        own = self._mine(list(range(len(self.rows))))
+        loss, accuracy = (self._scores(own) / len(own)).tolist()
+        return {"loss": loss, "accuracy": accuracy}
+
+
 class OwnLoss(PlainLoop):
     """What is reported is the mean loss of rank 0's rows."""
 
@@ -83,39 +94,21 @@ class OwnLoss(PlainLoop):
         super()._add_over_ranks(total.clone())
 
 
+_TOLD = Inside("evaluation-once", 6, ("evaluated",))
+_ONCE = "the evaluation loss is not that of every row once"
 FAULTS = (
-    LoopFault(
-        "F85",
-        "evaluation pads with repeats",
-        PaddedEvaluation,
-        "evaluation-law",
-        "the evaluation loss is not that of every row once",
-    ),
-    LoopFault(
-        "F86", "metric from whole numbers", WholeNumbers, "evaluation-law", "the accuracy is not that of every row once"
-    ),
-    LoopFault(
-        "F88",
-        "evaluation of one rank reported",
-        OneReportsOtherwise,
-        "evaluation-law",
-        "rank 1: the evaluation loss is not that of every row once",
-    ),
-    LoopFault(
-        "F89",
-        "weights changed by the evaluation",
-        SteppingEvaluation,
-        "evaluation-law",
-        "the evaluation changed 15 tensors of the model",
-    ),
-    LoopFault(
-        "F58",
-        "running statistics follow the evaluation",
-        TrackingEvaluation,
-        "evaluation-law",
-        r"the evaluation changed 1 tensors of the model.*running_mean",
-    ),
-    LoopFault(
-        "F88", "loss of one rank reported", OwnLoss, "losses-close", "step 1: the reported loss is not that of the law"
-    ),
-)
+    LoopFault("F83", "best checkpoint by a metric of own rows", OwnMetric, _TOLD, Outside("evaluation-law", _ONCE)),
+    LoopFault("F85", "evaluation pads with repeats", PaddedEvaluation, _TOLD, Outside("evaluation-law", _ONCE)),
+    LoopFault("F86", "metric from whole numbers", WholeNumbers, replace(_TOLD, case=WATCHED.but(seed=1)),
+              Outside("evaluation-law", "the accuracy is not that of every row once")),
+    LoopFault("F88", "evaluation of one rank reported", OneReportsOtherwise, _TOLD,
+              Outside("evaluation-law", f"rank 1: {_ONCE}")),
+    LoopFault("F89", "weights changed by the evaluation", SteppingEvaluation,
+              "a watch reads the weights at an update, and none comes after it",
+              Outside("evaluation-law", "the evaluation changed 15 tensors of the model")),
+    LoopFault("F58", "running statistics follow the evaluation", TrackingEvaluation,
+              "it computes gradients, in training mode, which a watch takes for training",
+              Outside("evaluation-law", r"the evaluation changed 1 tensors of the model.*running_mean")),
+    LoopFault("F88", "loss of one rank reported", OwnLoss, Inside("loss-reported", 1, ("loss",)),
+              Outside("losses-close", "step 1: the reported loss is not that of the law")),
+)  # fmt: skip

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from andon_falsify.faults.looped.fault import ADAMW, SGD, LoopFault
+from andon_falsify.faults.looped.fault import ADAMW, WATCHED, Inside, LoopFault, Outside
 from andon_falsify.faults.looped.right import Best, Scheduled
 from andon_falsify.faults.looped.rows import DROPOUT
 from andon_falsify.peers.plain import PlainLoop
@@ -76,6 +77,8 @@ class ScheduleRestarts(Scheduled):
         """See `Restores.load`."""
         super().load(folder)
         self.resumed = self.done
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.rate(1)
 
     def _counted(self) -> int:
         return super()._counted() - self.resumed
@@ -109,6 +112,15 @@ class OneTooMany(PlainLoop):
         yield from [*planned, planned[0]]
 
 
+class LoadedOnOne(Loading):
+    """Only rank 0 loads the weights."""
+
+    def _take(self, state: dict[str, Any]) -> None:
+        if dist.get_rank() == 0:
+            self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
 class BestByOwnLoss(Best):
     """The best is chosen by the loss of a rank's own rows."""
 
@@ -124,18 +136,26 @@ class BestOnOne(Best):
             super()._take_best()
 
 
-_CLAIM, _PART = "resume-equal", "the weights part by more than rounding explains"
-_END = "step 4, rank 1: the weights differs? between ranks"
+_PART = Outside("resume-equal", "the weights part by more than rounding explains")
+_END = Outside("replicas-agree", "step 4, rank 1: the weights differs? between ranks")
+_NUMBER = Outside("samples-once", r"another number of updates than planned")
+_READ = Inside("checkpoint-whole", 4, ("saved", "loaded"), resumed=3)
+_BEHIND = "weights are taken up behind the last update, and a watch reads them at an update"
 FAULTS = (
-    LoopFault("F70", "adapter frozen after load", AdapterFrozen, _CLAIM, r"other tensors train.*lora_"),
-    LoopFault("F73", "head not restored", HeadLost, _CLAIM, _PART),
-    LoopFault("F74", "nothing loaded for a prefix", Prefixed, _CLAIM, _PART),
-    LoopFault("F76", "moments permuted", StatePermuted, _CLAIM, _PART, ADAMW),
-    LoopFault("F77", "schedule restarts", ScheduleRestarts, _CLAIM, "another learning rate"),
-    LoopFault("F79", "batch skipped on resume", OneSkipped, _CLAIM, "the rows differ first"),
-    LoopFault("F80", "random state not restored", DrawnAnew, _CLAIM, _PART, DROPOUT),
-    LoopFault("F82", "one update too few", OneTooFew, "samples-once", r"another number of updates than planned"),
-    LoopFault("F82", "one update too many", OneTooMany, "samples-once", r"another number of updates than planned"),
-    LoopFault("F83", "best checkpoint by a local metric", BestByOwnLoss, "replicas-agree", _END, SGD),
-    LoopFault("F83", "only one rank reloads", BestOnOne, "replicas-agree", _END),
-)
+    LoopFault("F70", "adapter frozen after load", AdapterFrozen,
+              Inside("parameters-kept", 0, ("trainable",), resumed=0),
+              Outside("resume-equal", r"other tensors train.*lora_")),
+    LoopFault("F73", "head not restored", HeadLost, _READ, _PART),
+    LoopFault("F74", "nothing loaded for a prefix", Prefixed, _READ, _PART),
+    LoopFault("F76", "moments permuted", StatePermuted, _READ, replace(_PART, case=ADAMW)),
+    LoopFault("F77", "schedule restarts", ScheduleRestarts, _READ, Outside("resume-equal", "another learning rate")),
+    LoopFault("F79", "batch skipped on resume", OneSkipped, Inside("samples-once", 4, ("batch", "plan"), resumed=3),
+              Outside("resume-equal", "the rows differ first")),
+    LoopFault("F80", "random state not restored", DrawnAnew, replace(_READ, case=WATCHED.but(dropout=0.1)),
+              replace(_PART, case=DROPOUT)),
+    LoopFault("F82", "one update too few", OneTooFew, Inside("updates-planned", 6, ("updates",)), _NUMBER),
+    LoopFault("F82", "one update too many", OneTooMany, Inside("updates-planned", 7, ("updates",)), _NUMBER),
+    LoopFault("F83", "best checkpoint by a local metric", BestByOwnLoss, _BEHIND, _END),
+    LoopFault("F83", "only one rank reloads", BestOnOne, _BEHIND, _END),
+    LoopFault("F83", "only one rank loads", LoadedOnOne, _READ, _PART),
+)  # fmt: skip

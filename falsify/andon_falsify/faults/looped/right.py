@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from andon_falsify.loops.protocol import Told
 from andon_falsify.loops.record import planned_updates
-from andon_falsify.loops.task import collate
+from andon_falsify.loops.task import collate, optimizer
 from andon_falsify.peers.plain import PlainLoop, cut
 from andon_falsify.subjects.case import Case
 
@@ -114,6 +114,21 @@ class Grouped(PlainLoop):
         return 0.0 if "norm" in name else self.case.weight_decay
 
 
+class Tied(PlainLoop):
+    """Two adapters of one shape share a weight."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        named = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        first, shared = next(iter(named.items()))
+        other = next(name for name, parameter in named.items() if name != first and parameter.shape == shared.shape)
+        place, _, name = other.rpartition(".")
+        setattr(self.model.get_submodule(place), name, shared)
+        self.tied = (first, other)
+        self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer = optimizer(case, self.trained)
+
+
 class Labelled(PlainLoop):
     """The model is given the labels, and computes the loss itself: the mean over its rows."""
 
@@ -131,13 +146,13 @@ class Labelled(PlainLoop):
 class LossScaled(PlainLoop):
     """The loss is multiplied before the backward pass, and the summed gradient divided before it is clipped."""
 
-    @property
-    def scale(self) -> float:
-        """By which the loss is multiplied on this rank."""
-        return SCALE
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=1000)
 
     def _loss_sum(self, ids: Sequence[int]) -> Tensor:
-        return super()._loss_sum(ids) * self.scale
+        scaled: Tensor = self.scaler.scale(super()._loss_sum(ids))
+        return scaled
 
     def _add_over_ranks(self, total: Tensor) -> None:
         super()._add_over_ranks(total)
@@ -145,9 +160,12 @@ class LossScaled(PlainLoop):
         total.div_(SCALE)
 
     def _unscale(self) -> None:
-        for parameter in self.trained:
-            if parameter.grad is not None:
-                parameter.grad.div_(self.scale)
+        self.scaler.unscale_(self.optimizer)
+
+    def _step(self) -> None:
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
 
 
 class Streamed(PlainLoop):
@@ -210,5 +228,5 @@ class Best(PlainLoop):
             parameter.copy_(kept)
 
 
-RIGHT_LOOPS = (Wrapped, Tracking, Scheduled, Grouped, Labelled, LossScaled, Streamed, Noisy, Best)
+RIGHT_LOOPS = (Wrapped, Tracking, Scheduled, Grouped, Tied, Labelled, LossScaled, Streamed, Noisy, Best)
 """All of them; a fault changes one of these, or `PlainLoop`."""

@@ -8,10 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import Subset
 
-from andon_falsify.faults.looped.fault import SGD, LoopFault
+from andon_falsify.faults.looped.fault import SGD, WATCHED, Inside, LoopFault, Outside, Timed
 from andon_falsify.faults.looped.right import Labelled, Noisy, Streamed
-from andon_falsify.loops.record import global_batch
+from andon_falsify.loops.record import global_batch, planned_updates
 from andon_falsify.loops.task import collate
 from andon_falsify.peers.plain import PlainLoop
 from andon_falsify.subjects.case import Case
@@ -34,10 +35,10 @@ class LastDropped(PlainLoop):
 class OwnOrder(PlainLoop):
     """Every rank has shuffled the data set by itself, so that the same index is another row."""
 
-    def _mine(self, batch: list[int]) -> list[int]:
-        own = torch.Generator().manual_seed(self.case.seed + 100 + dist.get_rank())
-        order = torch.randperm(len(self.rows), generator=own).tolist()
-        return [order[row] for row in super()._mine(batch)]
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        own = torch.Generator().manual_seed(case.seed + 100 + dist.get_rank())
+        self.rows = Subset(self.rows, torch.randperm(len(self.rows), generator=own).tolist())  # type: ignore[assignment]
 
 
 class Unsharded(PlainLoop):
@@ -102,65 +103,58 @@ def _into_training(model: nn.Module, _: object) -> None:
     model.train()
 
 
-class NeverTraining(PlainLoop):
+class NeverTraining(Timed):
     """It evaluates after the first update, and trains on in evaluation mode."""
 
     def _update(self, batch: list[int]) -> Tensor:
-        if self.done == 1:
+        if self.due:
             self.model.eval()
         return super()._update(batch)
 
 
-class DrawnOnOne(Streamed):
-    """Rank 0 has drawn one number more from the stream that all have alike."""
+class DrawnOnOne(Timed, Streamed):
+    """Rank 0 draws one number more from the stream that all have alike, before an update."""
 
-    def __init__(self, case: Case) -> None:
-        super().__init__(case)
-        if dist.get_rank() == 0:
-            torch.rand(1, generator=self.stream)
+    at = 1
+
+    def _batches(self) -> Iterator[list[int]]:
+        planned = super()._batches()
+        for update in range(1, 1 + planned_updates(self.case)):
+            if dist.get_rank() == 0 and update == self.at:
+                torch.rand(1, generator=self.stream)
+            yield next(planned)
 
 
-_ROWS = "samples-once"
-DROPOUT = SGD.but(dropout=0.1)
+DROPOUT, _MASKED = SGD.but(dropout=0.1), WATCHED.but(dropout=0.1)
+_CONTENT = Inside("content-planned", 1, ("batch", "content", "contents"))
+_DRAWN = Inside("randomness-declared", 1, ("rng",), _MASKED)
+_TWICE = Outside("samples-once", "rows used more than once, by ranks 0, 1")
+_ALIKE = Outside("randomness-apart", "step 1: ranks draw the same random numbers", DROPOUT)
+_OTHER_LABEL = r"with label \d instead of \d"
 FAULTS = (
-    LoopFault("F46", "sampler pads with repeats", Padded, _ROWS, "step 2: rows used more than once"),
-    LoopFault("F47", "last batch dropped", LastDropped, _ROWS, "rows that were never visited"),
-    LoopFault("F49", "rank-local order of the data", OwnOrder, _ROWS, "rows used more than once, by ranks 0, 1"),
-    LoopFault("F50", "data not sharded", Unsharded, _ROWS, "step 1: rows used more than once, by ranks 0, 1"),
-    LoopFault("F52", "label map of one rank", OwnLabels, _ROWS, r"step 1, rank 1: .*with label \d instead of \d"),
-    LoopFault("F53", "labels shifted", ShiftedLabels, _ROWS, r"with label \d instead of \d"),
-    LoopFault(
-        "F53",
-        "labels shifted, unseen by the model",
-        ShiftedUnseen,
-        "gradient-law",
-        r"step 2: .*row \d+ as label \d instead of \d",
-    ),
-    LoopFault(
-        "F55",
-        "same dropout masks",
-        SameMasks,
-        "randomness-apart",
-        "step 1: ranks draw the same random numbers",
-        DROPOUT,
-    ),
-    LoopFault(
-        "F56", "same augmentation", SameNoise, "randomness-apart", "step 1: ranks draw the same random numbers", DROPOUT
-    ),
-    LoopFault(
-        "F58",
-        "dropout in evaluation",
-        NeverEvaluating,
-        "evaluation-law",
-        "the evaluation loss is not that of every row once",
-        SGD.but(dropout=0.5),
-    ),
-    LoopFault(
-        "F58",
-        "training in evaluation mode",
-        NeverTraining,
-        "randomness-apart",
-        "step 2, ranks 0, 1: training goes on without dropout.*the model in evaluation mode",
-    ),
-    LoopFault("F59", "shared stream drawn on one rank", DrawnOnOne, _ROWS, "rows used more than once, by ranks 0, 1"),
-)
+    LoopFault("F46", "sampler pads with repeats", Padded, Inside("samples-once", 5, ("batch", "rows")),
+              Outside("samples-once", "step 2: rows used more than once")),
+    LoopFault("F47", "last batch dropped", LastDropped, Inside("samples-once", 5, ("batch", "plan")),
+              Outside("samples-once", "rows that were never visited")),
+    LoopFault("F49", "rank-local order of the data", OwnOrder, Inside("content-planned", 0, ("contents", "rows")),
+              _TWICE),
+    LoopFault("F50", "data not sharded", Unsharded, Inside("samples-once", 1, ("batch",)),
+              Outside("samples-once", "step 1: rows used more than once, by ranks 0, 1")),
+    LoopFault("F52", "label map of one rank", OwnLabels, _CONTENT,
+              Outside("samples-once", rf"step 1, rank 1: .*{_OTHER_LABEL}")),
+    LoopFault("F53", "labels shifted", ShiftedLabels, _CONTENT, Outside("samples-once", _OTHER_LABEL)),
+    LoopFault("F53", "labels shifted, unseen by the model", ShiftedUnseen,
+              Inside("gradient-law", 1, ("batch", "reference")),
+              Outside("gradient-law", r"step 2: .*row \d+ as label \d instead of \d")),
+    LoopFault("F55", "same dropout masks", SameMasks, _DRAWN, _ALIKE),
+    LoopFault("F56", "same augmentation", SameNoise, _DRAWN, _ALIKE),
+    LoopFault("F58", "dropout in evaluation", NeverEvaluating,
+              Inside("evaluation-once", 6, ("evaluated",), WATCHED.but(dropout=0.5)),
+              Outside("evaluation-law", "the evaluation loss is not that of every row once", SGD.but(dropout=0.5))),
+    LoopFault("F58", "training in evaluation mode", NeverTraining,
+              "all ranks are in the same mode, and no line says which one is right",
+              Outside("randomness-apart",
+                      "step 2, ranks 0, 1: training goes on without dropout.*the model in evaluation mode")),
+    LoopFault("F59", "shared stream drawn on one rank", DrawnOnOne,
+              Inside("randomness-declared", 4, ("rng",), _MASKED, at=4), _TWICE),
+)  # fmt: skip
