@@ -130,7 +130,7 @@ def test_resume_equal() -> None:
     )
 
 
-@pytest.mark.parametrize("change", ["w=9", "o=9", "g=9", "d=9", "loss=3", "lr=3", "ids=x"])
+@pytest.mark.parametrize("change", ["w=9", "o=9", "g=9", "d=9", "loss=3", "lr=3", "norm=3", "ids=x"])
 def test_resume_equal_rejects_any_difference(change: str) -> None:
     """In a step done again, and in one made only after the resume."""
     again = RESUMED.replace("4: 0[d]", f"4: 0[d] {change}")

@@ -297,3 +297,41 @@ def test_torchs_launcher_names_the_cause(tmp_path: Path) -> None:
     assert (
         f"rank 1 of 2 failed at step 1, before its forward pass, which is no violation: ValueError: {REASON}." in root
     )
+
+
+VANISHING = """
+import os, sys, torch, torch.distributed as dist
+from torch import nn
+import andon
+dist.init_process_group("gloo", init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=2)
+torch.manual_seed(0)
+model = nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with andon.watch(model, optimizer, action="raise"):
+    for step in range(3):
+        model(torch.ones(3, 4)).sum().backward()
+        if step == 1 and dist.get_rank() == int(sys.argv[3]):
+            os._exit(0)
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+def test_a_rank_that_vanished_is_named_where_the_loops_own_error_ends_the_other(tmp_path: Path, gone: int) -> None:
+    """`os._exit(0)` says nothing: the other rank ends by gloo's error in its own collective, and it is told who."""
+    (tmp_path / "loop.py").write_text(VANISHING)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, tmp_path / "loop.py", f"file://{tmp_path}/store", str(rank), str(gone)],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    said = [rank.communicate()[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [int(rank != gone) for rank in (0, 1)]
+    # Whether it left or died its code would say, which its parent may have taken from the system already.
+    assert re.search(rf"rank {gone} of 2 (left|died) at step 2, which is no violation", said[1 - gone])

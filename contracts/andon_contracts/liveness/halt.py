@@ -137,6 +137,7 @@ class HaltSignal:
         """As the end of a `with` block: `failed` with the error that leaves it, if one does, and `close`."""
         if error is not None:
             self.failed(error)
+            say_cause(self.cause, error)  # the interpreter asks nobody of ours any more, once this is closed
         self.close()
 
     def close(self) -> None:
@@ -325,8 +326,7 @@ class HaltSignal:
     def _excepthook(self, kind: type[BaseException], error: BaseException, trace: object) -> None:
         self.failed(error)
         self._hook(kind, error, trace)
-        if self.cause is not None and self.cause.text != str(error) and not isinstance(error, KeyboardInterrupt):
-            _say(self.cause.text)
+        say_cause(self.cause, error)
         self._crash()
 
     def _crash(self) -> None:
@@ -345,6 +345,12 @@ class HaltSignal:
         else:
             self.failed(error)
             self._crash()
+
+
+def say_cause(cause: Cause | None, error: BaseException) -> None:
+    """Say what ends all ranks, where `error`, which ends this one, does not."""
+    if cause is not None and cause.text != str(error) and not isinstance(error, KeyboardInterrupt):
+        _say(cause.text)
 
 
 def own_store(name: str) -> Store | None:

@@ -17,7 +17,7 @@ from andon_contracts.bundle import Evidence, write_cause
 from andon_contracts.causes import Cause
 from andon_contracts.ledger import LedgerFile
 from andon_contracts.liveness.end_messages import POINTS, Teller, Whereabouts
-from andon_contracts.liveness.halt import HaltSignal
+from andon_contracts.liveness.halt import HaltSignal, say_cause
 from andon_contracts.violation import Violation
 from andon_contracts.watch.coverage import closing_lines, coverage, opening_lines
 from andon_contracts.watch.exchange import Exchange
@@ -322,6 +322,7 @@ class Watch:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is not None and self._cord is not None and not self.closed:
             self._cord.failed(error)
+            say_cause(self._cord.cause, error)
         self.close()
 
 

@@ -104,8 +104,15 @@ def _differ(event: StepEvent, twin: StepEvent, how: str, name: str) -> list[Coun
 
 def _state(event: StepEvent) -> dict[str, str]:
     """What must be equal, in causal order; what was not recorded is absent."""
-    state = {"rows": " ".join(map(str, event.ids))} if event.ids else {}
-    state |= {"learning rate": event.lr.hex} if event.lr is not None else {}
-    state |= {"loss": event.loss.hex} if event.loss is not None else {}
-    order = ("content", "gradient", "weights", "optimizer")
-    return state | {name: event.digests[name] for name in order if name in event.digests}
+    digests = event.digests
+    state = {
+        "rows": " ".join(map(str, event.ids)) or None,
+        "learning rate": None if event.lr is None else event.lr.hex,
+        "loss": None if event.loss is None else event.loss.hex,
+        "content": digests.get("content"),
+        "gradient": digests.get("gradient"),
+        "gradient norm": None if event.grad_norm is None else event.grad_norm.hex,
+        "weights": digests.get("weights"),
+        "optimizer": digests.get("optimizer"),
+    }
+    return {name: value for name, value in state.items() if value is not None}
