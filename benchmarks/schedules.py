@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from andon_falsify.claims.ledgers import Run as Ledger
+from andon_falsify.claims.ledgers import RecordedRun as Ledger
 from andon_falsify.claims.ledgers import read_run, verify
 from andon_falsify.verdict import Outcome as Decided
 from falsify.nemesis import judging

@@ -18,7 +18,7 @@ from andon.training.trainer import Progress
 
 def session(backend: str, devices: list[str]) -> Any:
     """As much of a session as says where it runs."""
-    where = SimpleNamespace(backend=SimpleNamespace(name=backend))
+    where = SimpleNamespace(backend=SimpleNamespace(name=backend, world_size=1, ranks=(0,)))
     return SimpleNamespace(run=where, environment=environment(1, devices))
 
 

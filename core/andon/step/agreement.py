@@ -117,8 +117,9 @@ class Agreement:
             if place == 0:
                 held_against = known[len(known) - len(behind) :]
             parts = [known[: len(known) - len(behind)], *([] if facts is None else [facts[place]])]
-            if length < self._width:
-                parts.append(_zeros(device, self._width)[: self._width - length])
+            missing = self._width - sum(part.numel() for part in parts)  # ranks may hold another number of tensors
+            if missing > 0:
+                parts.append(_zeros(device, self._width)[:missing])
             sent.append(torch.cat(parts) if len(parts) > 1 else parts[0])
         gathered = self._backend.gather(sent)
         table = torch.stack(gathered) if len(gathered) > 1 else gathered[0].unsqueeze(0)
