@@ -7,6 +7,7 @@ a line that does not parse is reported in `History.unread` and the rest is read;
 from __future__ import annotations
 
 import hashlib
+import heapq
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -93,9 +94,13 @@ class History:
     def retracted(self) -> frozenset[int]:
         """The lines of updates that a later line takes back: all before it with a number above the one it names."""
         found: set[int] = set()
-        for event in self.of_kind("retraction"):
-            kept = event.step or 0
-            found |= {step.line for step in self.steps if step.line < event.line and step.number > kept}
+        standing: list[tuple[int, int]] = []  # a heap, the highest number first
+        for event in self.events:
+            if isinstance(event, StepEvent):
+                heapq.heappush(standing, (-event.number, event.line))
+            elif event.kind == "retraction":
+                while standing and -standing[0][0] > (event.step or 0):
+                    found.add(heapq.heappop(standing)[1])
         return frozenset(found)
 
     @cached_property

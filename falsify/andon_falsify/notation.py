@@ -44,7 +44,8 @@ def history(text: str, name: str = "history", *, world: int | None = None, backe
             body = b"{not json"
         else:
             fields = _fields(segment, world, backend)
-            body = json.dumps({"v": 1, "seq": len(lines), "prev": prev, **fields}).encode()
+            version = 3 if fields.get("kind") == "retraction" else 1
+            body = json.dumps({"v": version, "seq": len(lines), "prev": prev, **fields}).encode()
         lines.append(body + b"\n")
         prev = chain_digest(body)
     return read_lines(lines, name)

@@ -15,6 +15,8 @@ VERSIONS = (1, 2, 3)
 
 What is left out is None in all of them.
 """
+_RETRACTING = 3
+"""The version that takes updates back."""
 KINDS = frozenset({"start", "step", "eval", "checkpoint", "resume", "violation", "retraction", "end"})
 
 Scalar = TypeVar("Scalar")
@@ -40,6 +42,8 @@ def parse_line(text: str, line: int, digest: str) -> Event:
     seq, prev = whole(fields.get("seq")), _text(fields, "prev")
     if kind == "step":
         return _step(fields, Event(line, kind, seq, prev, digest, fields))
+    if kind == "retraction":
+        _retraction(fields)
     if kind == "start":
         plan = _plan(_mapping(fields, "plan"))
         initial = _text(_mapping(fields, "initial") or _mapping(fields, "digests"), "weights")
@@ -88,6 +92,13 @@ def _step(fields: Mapping[str, object], base: Event) -> StepEvent:
         digests=_digests(fields),
         ranks=tuple(_rank(entry) for entry in _list(fields, "ranks")),
     )
+
+
+def _retraction(fields: Mapping[str, object]) -> None:
+    kept, last = whole(fields.get("step")), whole(fields.get("last"))
+    if (whole(fields.get("v")) or 0) < _RETRACTING or kept is None or last is None or not 0 <= kept < last:
+        msg = f"a retraction of version {_quote(fields.get('v'))} from {_quote(kept)} to {_quote(last)}"
+        raise LineError(msg)
 
 
 def _rank(entry: object) -> RankStep:

@@ -79,6 +79,13 @@ ATTACKS: dict[str, tuple[str, Callable[[Path], object], str]] = {
         "names code in _attn_implementation: 'someone/kernel'",
     ),
     "too many layers": ("config.json", lambda path: change(path, num_hidden_layers=10**9), "more than 1000"),
+    "too many classes": ("config.json", lambda path: change(path, num_labels=3 * 10**8), "more than 1048576"),
+    "layers in a list": ("config.json", lambda path: change(path, block_sizes=[10**9]), "more than 1000"),
+    "a link to a folder": (
+        "labels.json",
+        lambda path: (path.parent / "additional_chat_templates").symlink_to("/etc"),
+        "is no regular file",
+    ),
     "labels that are none": ("labels.json", lambda path: change(path, labels=7), "cannot read the label names"),
     "weights that are none": ("model.safetensors", lambda path: path.write_bytes(b"\x80\x04}."), "cannot load"),
 }
@@ -142,6 +149,19 @@ def test_foreign_text_does_not_act_on_a_terminal(run: Path, tmp_path: Path) -> N
         text = "\n".join(lines)
         assert "title" in text
         assert not any(mark in text for mark in "\x1b\x07\u202e")
+
+
+@pytest.mark.parametrize(("command", "code"), [("show", 2), ("explain", 2), ("verify", 64)])
+def test_a_pipe_in_the_place_of_a_ledger_is_not_waited_for(tmp_path: Path, command: str, code: int) -> None:
+    """Whoever opens one waits for somebody to write; and what the folder is called does not act on a terminal."""
+    folder = tmp_path / f"run{ESCAPES}".replace("/", "")
+    folder.mkdir()
+    os.mkfifo(folder / "ledger.jsonl")
+    ended = andon(command, folder)
+    assert ended.code == code
+    said = "\n".join(ended.said)
+    assert "a pipe or a device" in said
+    assert not any(mark in said for mark in "\x1b\x07\u202e")
 
 
 def test_a_ledger_of_a_thousand_million_ranks_is_read_at_once(tmp_path: Path) -> None:

@@ -140,6 +140,46 @@ def test_resume_equal_rejects_any_difference(change: str) -> None:
     says(resume_equal.check(history(changed)), FALSIFIED, "step 2 of history", "done again after a resume")
 
 
+BROKEN = "1: 0[a] | checkpoint step=1 | 2: 0[b] w=9 | violation clause=base-frozen step=2 applied=True"
+UNBROKEN = BROKEN.partition(" | violation")[0]
+TAKEN = "retraction step=1 last=2 clause=base-frozen"
+AGAIN = "resume step=1 | 2: 0[b] | 3: 0[c] | end"
+
+
+def test_what_a_violation_took_back_is_not_compared() -> None:
+    """It is nobody's truth; without the line that takes it back it would be."""
+    taken = f"{BROKEN} | {TAKEN} | {AGAIN}"
+    says(resume_equal.check(history(taken), history("1: 0[a] | 2: 0[b] | 3: 0[c] | end")), HOLDS)
+    says(resume_equal.check(history(f"{BROKEN} | {AGAIN}")), FALSIFIED, "done again after a resume")
+    assert list(history(f"{BROKEN} | {TAKEN}").trajectory) == [1]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{UNBROKEN} | {TAKEN} | {AGAIN}",
+        f"{UNBROKEN} | {TAKEN}",
+        f"{BROKEN} | {TAKEN.replace('base-frozen', 'finite')} | {AGAIN}",
+        f"{BROKEN} | {TAKEN.replace('step=1 last=2', 'step=0 last=1')} | {AGAIN}",
+        f"{BROKEN} | resume step=1 | {TAKEN} | 2: 0[b]",
+        f"{BROKEN.replace('applied=True', 'action=suspected')} | {TAKEN} | {AGAIN}",
+        "1: 0[a] | 2: 0[b] | 3: 0[c] | violation clause=x step=3 | retraction step=2 last=3 clause=x | resume step=0",
+    ],
+    ids=range(7),
+)
+def test_updates_cannot_be_disowned(text: str) -> None:
+    """Without a violation, with another's, of fewer than stand, after a resume, for a suspicion, to no checkpoint."""
+    says(resume_equal.check(history(text)), FALSIFIED, "taken back without right")
+
+
+def test_a_retraction_over_two_lives_takes_both_back() -> None:
+    """Updates above the named one, whoever made them; those below stand."""
+    lives = "1: 0[a] | 2: 0[b] | 3: 0[c] | resume step=1 | 2: 0[b] | violation clause=x step=2"
+    found = history(f"{lives} | retraction step=1 last=3 clause=x")
+    assert list(found.trajectory) == [1]
+    says(resume_equal.check(found), UNKNOWN)
+
+
 def test_resume_equal_notices_what_is_missing() -> None:
     """A step left out over the resume, an early end, and a run that is not over."""
     skipped = "1: 0[a] | 2: 0[b] | resume step=2 | 4: 0[d] | end"

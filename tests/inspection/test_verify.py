@@ -18,10 +18,12 @@ import typer
 
 from andon_contracts.fields import Real
 from andon_contracts.record import Broken, End, Record, Step
+from andon_falsify.checkers import schedule
 from andon_falsify.claims.ledgers import ALL, read_run, recorded_violations, verify
+from andon_falsify.claims.rows import planned
 from andon_falsify.cli.verify import verify as command
 from andon_falsify.verdict import Outcome, closing_line, exit_code
-from tests.inspection.ledgers import digest, resumed_run, retracted_run, start, step, whole_run, write
+from tests.inspection.ledgers import PLAN, digest, resumed_run, retracted_run, start, step, whole_run, write
 from tests.repository.sources import ROOT
 
 HOLDS, FALSIFIED, NOT_APPLICABLE = Outcome.HOLDS, Outcome.FALSIFIED, Outcome.NOT_APPLICABLE
@@ -84,6 +86,22 @@ def test_what_was_taken_back_is_no_other_result(tmp_path: Path) -> None:
     )
     without = [record for record in records if not isinstance(record, Broken)]
     assert outcomes(write(tmp_path / "without.jsonl", without))["resume-equal"] is FALSIFIED
+
+
+def test_numbers_of_a_ledger_cost_no_work(tmp_path: Path) -> None:
+    """A step, a plan and a world of a thousand million millions are judged as soon as any other."""
+    huge = 10**15
+    records = [start(plan=replace(PLAN, steps=huge), world=huge), step(huge, (2, 0), world=huge)]
+    run = read_run(write(tmp_path / "l.jsonl", records))
+    assert Outcome.UNKNOWN in {verdict.outcome for verdict in verify([run])}  # of the ranks that left no digest
+    assert schedule.check(run.history, schedule.WarmupCosine(1.0, huge)).outcome is FALSIFIED
+    planned(run.history)
+
+
+def test_a_rate_of_an_update_that_was_taken_back_is_judged_too(tmp_path: Path) -> None:
+    """It was made by the schedule or it was not, whatever became of it."""
+    run = read_run(write(tmp_path / "l.jsonl", retracted_run()[:6]))
+    assert schedule.check(run.history, lambda number: 0.5).outcome is HOLDS  # type: ignore[arg-type]
 
 
 def test_a_changed_line_breaks_the_chain(tmp_path: Path) -> None:

@@ -18,10 +18,13 @@ from andon.console.problems import InputError, Problem, ProblemList, did_you_mea
 _MOST_FILES = 10_000
 _MOST_BYTES = 1 << 24
 """Of a file of settings; those of tokenizers and the index of a large model's weights hold more."""
-_MOST_BYTES_OF = {"tokenizer.json": 1 << 28, "vocab.json": 1 << 28, ".index.json": 1 << 26}
-_MOST_LAYERS = 1000
+_MOST_BYTES_OF = dict.fromkeys(("tokenizer.json", "vocab.json", ".txt", ".model"), 1 << 28) | {".index.json": 1 << 26}
+_SETTINGS = (".json", ".jinja", ".txt", ".model")
+_MOST_LAYERS, _MOST_CLASSES = 1000, 1 << 20
 _LONGEST_REASON = 500
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers")
+_LAYERS += ("num_hidden_groups", "block_sizes", "attention_types")
+_CLASSES = ("num_labels", "extra_ids")
 
 
 def require_file(path: Path, *, empty: bool = False) -> None:
@@ -104,8 +107,10 @@ def require_model_folder(folder: Path, where: str) -> None:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    for parent, _, names in os.walk(folder):
-        yield from (Path(parent, name) for name in sorted(names))
+    for parent, folders, names in os.walk(folder):
+        # A library goes through a link to a folder, which this walk does not.
+        links = [name for name in folders if os.path.islink(os.path.join(parent, name))]
+        yield from (Path(parent, name) for name in sorted([*names, *links]))
 
 
 def _unreadable(path: Path, inside: list[Path]) -> str:
@@ -119,7 +124,7 @@ def _unreadable(path: Path, inside: list[Path]) -> str:
         return "is no regular file"
     if path.is_symlink() and not any(real.is_relative_to(place) for place in inside):
         return "is a link that leads out of the folder"
-    if path.suffix == ".json":
+    if path.suffix in _SETTINGS:
         most = next((most for end, most in _MOST_BYTES_OF.items() if path.name.endswith(end)), _MOST_BYTES)
         if found.st_size > most:
             return f"has {found.st_size} bytes, more than {most}"
@@ -141,11 +146,12 @@ def _settings_faults(path: Path) -> Iterator[str]:
         odd = {str(name) for name in named.values() if not _plain(name)} if isinstance(named, dict) else set()
         yield from (f"names weights outside of the folder: {shown(name)}" for name in sorted(odd)[:3])
     for key, value in _leaves(found):
-        if key.endswith("_implementation"):
-            if isinstance(value, str) and not value.replace("_", "").replace("|", "").isalnum():
-                yield f"names code in {key}: {shown(value)}"
-        elif key in _LAYERS and isinstance(value, int) and value > _MOST_LAYERS:
-            yield f"has {key} {value}, more than {_MOST_LAYERS}"
+        named = isinstance(value, str) and key.endswith("_implementation")
+        if named and not str(value).replace("_", "").replace("|", "").isalnum():
+            yield f"names code in {key}: {shown(value)}"
+        for keys, most in ((_LAYERS, _MOST_LAYERS), (_CLASSES, _MOST_CLASSES)):
+            if key in keys and isinstance(value, int) and value > most:
+                yield f"has {key} {value}, more than {most}"
 
 
 def _plain(name: object) -> bool:

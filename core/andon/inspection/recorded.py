@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from andon.config.source import is_folder
+from andon.config.source import is_folder, is_there
 from andon.console.problems import InputError, Problem
 from andon.run.folder import RunFolder
 from andon.run.ledger import LedgerError, head_at, read_ledger
@@ -38,11 +39,15 @@ class Recorded:
     def trajectory(self) -> Mapping[int, Step]:
         """The steps that count, by rising number: the last record of each that was not taken back."""
         last: dict[int, Step] = {}
+        numbers: list[int] = []  # a heap of those in `last`, the highest first
         for record in self.records:
             if isinstance(record, Step):
+                if record.step not in last:
+                    heapq.heappush(numbers, -record.step)
                 last[record.step] = record
             elif isinstance(record, Retraction):
-                last = {step: each for step, each in last.items() if step <= record.step}
+                while numbers and -numbers[0] > record.step:
+                    del last[-heapq.heappop(numbers)]
         return {step: last[step] for step in sorted(last)}
 
     @cached_property
@@ -81,6 +86,8 @@ def open_recorded(path: Path) -> Recorded:
     """
     folder = RunFolder(path) if is_folder(path) else None
     ledger = folder.ledger if folder is not None else path
+    if is_there(ledger) and not ledger.is_file():  # to open a pipe is to wait for who writes to it
+        raise InputError([Problem(str(ledger), "is no file, but a folder, a pipe or a device")])
     try:
         return Recorded(path, ledger, folder, tuple(read_ledger(ledger)))
     except FileNotFoundError:

@@ -53,11 +53,12 @@ def _without_replica(history: History, field: str) -> bool:
 
 def _wrong_world(event: StepEvent) -> list[Counterexample]:
     listed = [entry.rank for entry in event.ranks]
-    size = len(set(listed)) if event.world is None else event.world
-    wrong = sorted({rank for rank in listed if listed.count(rank) > 1 or not 0 <= rank < size})
+    times = Counter(listed)
+    size = len(times) if event.world is None else event.world
+    wrong = sorted(rank for rank, count in times.items() if count > 1 or not 0 <= rank < size)
     if not wrong:
         return []
-    what = f"rank {wrong[0]} is listed {listed.count(wrong[0])} times in a world of {size}"
+    what = f"rank {wrong[0]} is listed {times[wrong[0]]} times in a world of {size}"
     return [Counterexample(what, f"step {event.number}", f"ranks 0 to {size - 1} once each", f"ranks {listed}")]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from andon_falsify.checkers.halts import stops
 from andon_falsify.history import History, StepEvent
 from andon_falsify.verdict import Claim, Counterexample, Verdict, conclude, unknown
 
@@ -18,18 +19,19 @@ def check(resumed: History, uninterrupted: History | None = None) -> Verdict:
 
     Unknown where `resumed` was never resumed, or nothing was done again and there is no other history to compare with.
     A gap in the trajectory falsifies, and so do an end before the uninterrupted run's last update and updates that were
-    taken back without a violation after them.
+    `disowned`, which is judged of a run that was never resumed too.
     """
-    if not any(run.resumed for run in resumed.runs):
+    found = disowned(resumed)
+    if not found and not any(run.resumed for run in resumed.runs):
         return unknown(CLAIM, f"{resumed.name} was never resumed")
-    checked, found = _repeated(resumed)
-    found += _taken_back(resumed)
+    checked, differing = _repeated(resumed)
+    found += differing
     found += _gaps(resumed)
     missing = ""
     if uninterrupted is not None:
-        compared, differing = _against(resumed, uninterrupted)
+        compared, apart = _against(resumed, uninterrupted)
         checked += compared
-        found += differing
+        found += apart
         last, reached = max(uninterrupted.trajectory, default=0), max(resumed.trajectory, default=0)
         if reached < last and resumed.runs[-1].finished:
             found.append(
@@ -53,15 +55,31 @@ def _repeated(history: History) -> tuple[int, list[Counterexample]]:
     return checked, found
 
 
-def _taken_back(history: History) -> list[Counterexample]:
-    """Only a violation takes updates back: else a run that does not repeat itself could disown what it did."""
-    found = []
-    for event in history.of_kind("retraction"):
-        gone = [step for step in history.steps if step.line < event.line and step.number > (event.step or 0)]
-        last = max((step.line for step in gone), default=0)
-        if not any(last < violation.line < event.line for violation in history.of_kind("violation")):
-            what = f"{len(gone)} updates were taken back without a violation after them"
-            found.append(Counterexample(what, f"line {event.line}", "a violation", "none"))
+def disowned(history: History) -> list[Counterexample]:
+    """Updates that were taken back without right: else a run that does not repeat itself could disown what it did.
+
+    Only a violation that stops a run takes updates back, of its clause, with none made since, all that stand up to the
+    last, and down to a checkpoint (or to a resume, or to the start).
+    """
+    found: list[Counterexample] = []
+    checkpoints, last, broken = {0}, 0, None
+    for event in history.events:
+        if isinstance(event, StepEvent):
+            last, broken = max(last, event.number), None
+        elif event.kind in ("checkpoint", "resume"):
+            checkpoints.add(event.step or 0)
+            broken = None if event.kind == "resume" else broken
+        elif event.kind == "violation" and stops(event):
+            broken = event.fields.get("clause")
+        elif event.kind == "retraction":
+            kept, clause = event.step or 0, event.fields.get("clause")
+            wanted = f"a violation of {clause} after step {last}, back to a checkpoint, up to step {last}"
+            if broken is None or clause != broken or kept not in checkpoints or event.fields.get("last") != last:
+                said = f"to step {event.fields.get('last')}, back to step {kept}, after {broken or 'no violation'}"
+                found.append(
+                    Counterexample("updates were taken back without right", f"line {event.line}", wanted, said)
+                )
+            last, broken = min(last, kept), None
     return found
 
 

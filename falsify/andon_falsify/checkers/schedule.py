@@ -56,7 +56,7 @@ def check(history: History, law: Schedule | None, tolerance: float = 1e-12) -> V
     """
     if law is None:
         return not_applicable(CLAIM, "no schedule was declared")
-    expected = {number: law(number) for number in history.trajectory}
+    expected = {event.number: law(event.number) for event in history.steps}
     allowed = tolerance * max(map(abs, expected.values()), default=0.0)
     found: list[Counterexample] = []
     checked, missing = 0, ""
@@ -76,6 +76,6 @@ def _whose(seen: float | None, law: Schedule, history: History, allowed: float) 
     """Which updates have that rate by the law, among four times as many as were made."""
     if seen is None:
         return ""
-    horizon = 4 * max(history.trajectory)
+    horizon = 4 * len(history.steps)
     owners = [step for step in range(1, horizon + 1) if abs(law(step) - seen) <= allowed]
     return f": it is that of step {' or '.join(map(str, owners))}" if 1 <= len(owners) <= 2 else ""

@@ -83,7 +83,7 @@ def _to_the_bit(whole: Trace, cut: Trace, taken_up: Trace) -> Verdict:
 def _of_ledgers(runs: Sequence[Evidence]) -> Verdict:
     """Each resumed run against itself and, where one is given, against the first that was not resumed."""
     histories = [run.told for run in runs]
-    cut = [history for history in histories if any(each.resumed for each in history.runs)]
+    cut = [each for each in histories if any(run.resumed for run in each.runs) or resume_equal.disowned(each)]
     whole = [history for history in histories if history not in cut]
     if not cut:
         return not_applicable(resume_equal.CLAIM, "no run was resumed")

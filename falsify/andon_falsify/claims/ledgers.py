@@ -5,6 +5,7 @@ Where a run folder is given, its configuration gives the schedule, and its check
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -56,6 +57,8 @@ def read_run(path: Path) -> RecordedRun:
     """The run at `path`: a folder with a ledger, or a ledger. Raises `OSError` where there is none."""
     folder = path if path.is_dir() else None
     ledger = path / "ledger.jsonl" if folder is not None else path
+    if ledger.exists() and not ledger.is_file():  # to open a pipe is to wait for who writes to it
+        raise OSError(errno.EINVAL, "is no file, but a pipe or a device", str(ledger))
     return RecordedRun(path, read_history(ledger), folder)
 
 

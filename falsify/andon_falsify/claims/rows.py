@@ -7,7 +7,7 @@ from itertools import islice
 
 from andon_falsify.checkers import plan_followed, samples_once
 from andon_falsify.claims.evidence import Evidence
-from andon_falsify.history import History, RowId
+from andon_falsify.history import MAX_LINES, History, RowId
 from andon_falsify.verdict import Verdict, not_applicable, unknown
 
 
@@ -60,4 +60,6 @@ def planned(history: History) -> Mapping[int, Sequence[RowId]] | None:
     rows = sorted(row for row in first if isinstance(row, int))
     if plan.seed is None or not plan.batch_size or not plan.steps or len(set(rows)) != plan.rows:
         return None
-    return dict(enumerate(islice(plan_followed.published(rows, plan.seed, plan.batch_size), plan.steps), start=1))
+    # However many a line speaks of: no history has more lines, and of those that lack a thousand are enough.
+    steps = min(plan.steps, max(history.trajectory, default=0) + 1000, MAX_LINES)
+    return dict(enumerate(islice(plan_followed.published(rows, plan.seed, plan.batch_size), steps), start=1))

@@ -28,7 +28,7 @@ def verify(runs: Runs) -> None:
     try:
         read = [read_run(path) for path in runs]
     except OSError as error:
-        sys.stderr.write(f"andon: {error.filename}: {error.strerror}\n")
+        sys.stderr.write(legible_line(f"andon: {error.filename}: {error.strerror}") + "\n")
         raise typer.Exit(USAGE) from None
     verdicts = judged(read)
     statements = {claim.name: claim for claim in ALL}
