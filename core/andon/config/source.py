@@ -22,8 +22,10 @@ _MOST_BYTES_OF = dict.fromkeys(("tokenizer.json", "vocab.json", ".txt", ".model"
 _SETTINGS = (".json", ".jinja", ".txt", ".model")
 _MOST_LAYERS, _MOST_CLASSES = 1000, 1 << 20
 _LONGEST_REASON = 500
-_LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers")
-_LAYERS += ("num_hidden_groups", "block_sizes", "attention_types")
+_LAYERS = (
+    *("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers"),
+    *("num_hidden_groups", "block_sizes", "attention_types"),
+)
 _CLASSES = ("num_labels", "extra_ids")
 
 
@@ -146,8 +148,8 @@ def _settings_faults(path: Path) -> Iterator[str]:
         odd = {str(name) for name in named.values() if not _plain(name)} if isinstance(named, dict) else set()
         yield from (f"names weights outside of the folder: {shown(name)}" for name in sorted(odd)[:3])
     for key, value in _leaves(found):
-        named = isinstance(value, str) and key.endswith("_implementation")
-        if named and not str(value).replace("_", "").replace("|", "").isalnum():
+        choice = isinstance(value, str) and key.endswith("_implementation")
+        if choice and not str(value).replace("_", "").replace("|", "").isalnum():
             yield f"names code in {key}: {shown(value)}"
         for keys, most in ((_LAYERS, _MOST_LAYERS), (_CLASSES, _MOST_CLASSES)):
             if key in keys and isinstance(value, int) and value > most:
