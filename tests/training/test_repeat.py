@@ -10,6 +10,8 @@ from andon.run.ledger import LedgerWriter
 from andon.training.history import read_history
 from andon_contracts.fields import Real
 from andon_contracts.record import Broken, Record, Resume, Retraction, Saved, Step, StepDigests
+from andon_falsify.checkers.resume_equal import disowned
+from andon_falsify.history import read_history as ledger_of
 
 HERE: Mapping[str, str] = {"cpu": "this"}
 ELSEWHERE: Mapping[str, str] = {"cpu": "another"}
@@ -102,6 +104,25 @@ def test_a_violation_of_a_resumed_run_takes_back_what_was_done_before_it(tmp_pat
     )
     assert repeated(path, 1, HERE) == {}
     assert read_history(path, HERE).retraction == Retraction(1, 3, "base-frozen", "other weights")
+
+
+def test_a_run_that_could_not_go_on_takes_back_all_that_stands(tmp_path: Path) -> None:
+    """Written before there were retractions: broken at 4, resumed after 2, broken again as 3 came out otherwise. The
+    line that takes both lives back names the highest of them, as `andon verify` demands of it."""
+    path = written(
+        tmp_path / "ledger.jsonl",
+        *(resume(0, HERE), update(1), update(2), Saved(2, "step-00000002", DIGEST), update(3), update(4), violation(4)),
+        *(resume(2, HERE), update(3, loss=0.25), violation(4)),
+    )
+    found = read_history(path, HERE)
+    assert found.retraction == Retraction(2, 4, "base-frozen", "other weights")
+    assert found.last == 2
+    with LedgerWriter(path) as ledger:
+        ledger.append(found.retraction)
+        ledger.append(resume(2, HERE))
+    assert disowned(ledger_of(path)) == []
+    assert read_history(path, HERE).retraction is None
+    assert list(read_history(path, HERE).steps) == [1, 2]
 
 
 def test_without_a_ledger_there_is_nothing_to_repeat(tmp_path: Path) -> None:

@@ -100,9 +100,10 @@ class History:
         elif isinstance(record, Broken):
             self.violations += 1
             self.retraction = retracted(record, self.kept, self.last)
-            self._take_back(self.kept)
+            self._take_back(self.kept)  # `last` stays until a line of the ledger says so
         elif isinstance(record, Retraction):
             self.retraction = None
+            self.last = min(self.last, record.step)
             self._take_back(record.step)
         elif isinstance(record, Saved):
             self.kept = record.step
@@ -115,7 +116,6 @@ class History:
                     self.steps[record.step] = record
 
     def _take_back(self, kept: int) -> None:
-        self.last = min(self.last, kept)
         self.steps = {step: record for step, record in self.steps.items() if step <= kept}
 
 
@@ -152,6 +152,8 @@ def read_history(ledger: Path, fingerprint: Mapping[str, str], checkpoint: Check
                 _note_closing(history, record, step, comparable=comparable)
     except LedgerError as error:
         raise InputError([Problem("", f"{error}; the run cannot be resumed")]) from error
+    if history.retraction is not None:  # which is written before anything else is
+        history.last = history.retraction.step
     return history
 
 

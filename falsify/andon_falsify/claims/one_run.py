@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
-from andon_falsify.checkers import layout_equal, memory_within, replicas_agree
+from andon_falsify.checkers import halts, layout_equal, loss_finite, memory_within, replicas_agree, schedule
 from andon_falsify.claims.evidence import Evidence
-from andon_falsify.verdict import Counterexample, Outcome, Verdict, conclude, merge, not_applicable
+from andon_falsify.history import StepEvent
+from andon_falsify.verdict import Counterexample, Outcome, Verdict, conclude, merge, not_applicable, unknown
 
 if TYPE_CHECKING:
     from andon_falsify.loops.sightings import LoopSightings
-    from andon_falsify.subjects.trace import Trace
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING
-
-from andon_falsify.checkers import halts, loss_finite, schedule
-from andon_falsify.history import StepEvent
-from andon_falsify.verdict import unknown
-
-if TYPE_CHECKING:
     from andon_falsify.subjects.trace import Trace
 
 
