@@ -30,7 +30,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from andon.run.ledger import read_ledger, same_again
+from andon.run.ledger import read_ledger
+from andon.run.repeats import differing
 from andon_contracts.record import Step
 from benchmarks.runs import command, environment, table
 from benchmarks.soak_leak import IN_RANKS, LEAKS
@@ -222,7 +223,7 @@ class Soak:
         mine, other = _steps(self.folder), _steps(undisturbed(self.base / "calm", last))
         if sorted(mine) != list(range(1, last + 1)):
             found.append(f"LOST: {last - len(mine)} of {last} steps are not in the ledger")
-        different = [step for step in mine if step not in other or same_again(other[step], mine[step])]
+        different = [step for step in mine if step not in other or differing(other[step], mine[step])]
         if different:
             found.append(f"OTHER BITS: in {len(different)} of {last} steps, first in step {min(different)}")
         return found

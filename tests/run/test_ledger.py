@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from andon.console.problems import InputError
-from andon.run.ledger import CAUSAL, REPEATED, LedgerError, LedgerWriter, head_at, read_ledger, same_again
+from andon.run.ledger import LedgerError, LedgerWriter, head_at, read_ledger
 from andon_contracts.fields import Real
 from andon_contracts.record import GENESIS, End, RankPart, Step, StepDigests, chain
 from tests.run.crash import Mode, every_failure
@@ -165,32 +165,3 @@ def test_handles_are_returned(tmp_path: Path) -> None:
     with pytest.raises(LedgerError):
         LedgerWriter(path)
     assert set(os.listdir("/proc/self/fd")) <= before
-
-
-def test_same_again_sees_bits_and_not_places() -> None:
-    """Another world size or backend is the same step; one other bit in loss, digest, rows or rate is not."""
-    old = step(2)
-    elsewhere = replace(old, world=4, backend="gloo", ranks=())
-    assert same_again(old, elsewhere) == ()
-    for name, value in (
-        ("loss", Real.of(0.5000000000000001)),
-        ("lr", Real.of(1e-4)),
-        ("grad_norm", Real.of(-1.0)),
-        ("ids", (2, 4)),
-        ("correct", 2),
-        ("epoch", 1),
-        ("position", 5),
-        ("count", 3),
-        ("digests", StepDigests(H, H, "0" * 16, H)),
-    ):
-        (difference,) = same_again(old, replace(old, **{name: value}))  # type: ignore[arg-type]
-        assert difference.startswith(f"{name}: ")
-
-
-def test_what_is_repeated_is_said_once() -> None:
-    """In the order of the record, and by causes with each digest by itself; the rest of a step is where it was done."""
-    digests = {each.name for each in fields(StepDigests)}
-    assert {*REPEATED} - {"position", "digests"} | digests == {*CAUSAL}
-    of_a_watch = {"weights_norm", "gradient_at", "optimizer_index", "skipped"}
-    places = {"step", "world", "backend", "ranks", "tensors"}
-    assert {each.name for each in fields(Step)} - {*REPEATED} == of_a_watch | places

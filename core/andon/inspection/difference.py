@@ -15,8 +15,8 @@ from typing import Any
 from andon.config.identity import PLACING
 from andon.config.load import load_config
 from andon.inspection.recorded import Recorded, open_recorded
-from andon.run.ledger import CAUSAL, differing, value_of
 from andon.run.provenance import read_provenance
+from andon.run.repeats import REPEATED, Difference, differing, lacks, shown
 from andon_contracts.record import Step
 
 _HARDWARE = ("machine", "cpu", "instructions", "threads", "devices")
@@ -166,7 +166,7 @@ def _machines(report: Differences, one: Recorded, other: Recorded) -> bool:
 
 def _steps(report: Differences, one: Recorded, other: Recorded) -> bool:
     """Whether the trajectories part, and where."""
-    step, fields = first_difference(one.trajectory, other.trajectory)
+    step, odd = first_difference(one.trajectory, other.trajectory)
     common = len(one.trajectory.keys() & other.trajectory.keys())
     _places(report, one, other)
     _untold(report, one, other)
@@ -180,11 +180,11 @@ def _steps(report: Differences, one: Recorded, other: Recorded) -> bool:
     counts = [len(side.trajectory) for side in (one, other)]
     more = f"; {counts[0]} | {counts[1]} steps in all" if counts[0] != counts[1] else ""
     report.add("steps", f"part at step {step}; {_before(one, step)}{more}")
-    record, twin = one.trajectory[step], other.trajectory[step]
-    alike = [name for name in CAUSAL if name not in fields and not _one_sided(record, twin, name)]
-    report.add("step", f"{step}: {fields[0]} differs first, {', '.join(alike) or 'nothing'} agree")
-    for name in fields:
-        report.add("step", f"{step}: {name}: {_shown(record, name)} | {_shown(twin, name)}")
+    records, names = (one.trajectory[step], other.trajectory[step]), [each.name for each in odd]
+    alike = [name for name in REPEATED if name not in names and len({lacks(each, name) for each in records}) == 1]
+    report.add("step", f"{step}: {names[0]} differs first, {', '.join(alike) or 'nothing'} agree")
+    for each in odd:
+        report.add("step", f"{step}: {each.name}: {shown(each.then, _SHOWN)} | {shown(each.now, _SHOWN)}")
     report.lines.extend(_tensors(one, other, step))
     return True
 
@@ -201,19 +201,10 @@ def _places(report: Differences, one: Recorded, other: Recorded) -> None:
 def _untold(report: Differences, one: Recorded, other: Recorded) -> None:
     """The fields that steps of one side alone have: they were not told to the other's watch, and are not compared."""
     common = sorted(one.trajectory.keys() & other.trajectory.keys())
-    for name in CAUSAL:
+    for name in REPEATED:
         for side, opposite, called in ((one, other, "first"), (other, one, "second")):
-            if any(_lacks(opposite.trajectory[n], name) and not _lacks(side.trajectory[n], name) for n in common):
+            if any(lacks(opposite.trajectory[n], name) and not lacks(side.trajectory[n], name) for n in common):
                 report.add("not told", f"{name}: only in the {called}, so not compared")
-
-
-def _lacks(record: Step, name: str) -> bool:
-    """Whether the record has nothing for the field: a watch writes what it was told."""
-    return value_of(record, name) in (None, ())
-
-
-def _one_sided(record: Step, twin: Step, name: str) -> bool:
-    return _lacks(record, name) != _lacks(twin, name)
 
 
 def _before(one: Recorded, step: int) -> str:
@@ -221,23 +212,13 @@ def _before(one: Recorded, step: int) -> str:
     return f"steps {earlier[0]} to {earlier[-1]} are the same to the bit" if earlier else "it is the first"
 
 
-def first_difference(one: Mapping[int, Step], other: Mapping[int, Step]) -> tuple[int | None, tuple[str, ...]]:
-    """The first step that both have with different records, and the fields that differ, in causal order.
-
-    A field that only one of both records has is no difference: it was not told to the other's watch.
-    """
+def first_difference(one: Mapping[int, Step], other: Mapping[int, Step]) -> tuple[int | None, tuple[Difference, ...]]:
+    """The first step that both have with different records, and what differs, causes first."""
     for step in sorted(one.keys() & other.keys()):
-        record, twin = one[step], other[step]
-        fields = tuple(name for name in differing(record, twin) if not _one_sided(record, twin, name))
-        if fields:
-            return step, fields
+        odd = differing(one[step], other[step])
+        if odd:
+            return step, odd
     return None, ()
-
-
-def _shown(record: Step, name: str) -> str:
-    value = value_of(record, name)
-    text = f"{value.value:.9g} ({value.hex})" if hasattr(value, "hex") and hasattr(value, "value") else str(value)
-    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
 
 
 def _tensors(one: Recorded, other: Recorded, step: int) -> Iterator[str]:

@@ -7,7 +7,7 @@ initial weights, and what it comes to is only compared.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,16 +23,14 @@ from andon.inspection.recorded import Recorded, open_recorded
 from andon.run.atomic import write_json
 from andon.run.checkpoint import Checkpoint, load_checkpoint
 from andon.run.folder import RunFolder
-from andon.run.ledger import differing, value_of
 from andon.run.provenance import differences as other_machine
 from andon.run.provenance import fingerprint
+from andon.run.repeats import Difference, apart, differing, shown
 from andon.run.sealed import CheckpointError
-from andon.training.history import UNKNOWN, step_record
+from andon.training.history import step_record
 from andon.training.resume import identity_at_start, run_identity
 from andon.training.session import Session, assembled
 from andon_contracts.digest import hex64
-from andon_contracts.fields import Real
-from andon_contracts.record import Step
 
 RESULT = "replay.json"
 """The file in which rank 0 of a process group says what came out."""
@@ -136,44 +134,34 @@ def _compared(session: Session, found: Recorded, source: str, after: int, last: 
     place = f"{session.run.backend.world_size} {session.run.backend.name} workers"
     ours = fingerprint(session.environment)
 
-    def came_to(compared: int, step: int | None, fields: Mapping[str, tuple[str, str]] | None = None) -> Replayed:
+    def came_to(compared: int, step: int | None, odd: Sequence[Difference] = ()) -> Replayed:
+        fields = {each.name: (shown(each.then), shown(each.now)) for each in odd} or None
         machine = other_machine(found.fingerprints.get(step or last, {}), ours)
         return Replayed(source, after, compared, step, fields, machine, place)
 
     start = _state_apart(session, found, after)
-    if start is not None:
-        return came_to(0, 0, {"weights": start})
+    if start:
+        return came_to(0, 0, start)
     run = session.run
     for step in range(after + 1, last + 1):
         batch = run.plan.batch(step)
         result = run.step(batch, run.schedule.rate(step), step)
         now = step_record(batch, result, run.backend.world_size, run.backend.name)
         then = found.trajectory.get(step)
-        fields = _apart(then, now) if then is not None else {}
-        if fields:
-            return came_to(step - after - 1, step, fields)
+        odd = differing(then, now) if then is not None else ()
+        if odd:
+            return came_to(step - after - 1, step, odd)
     return came_to(last - after, None)
 
 
-def _state_apart(session: Session, found: Recorded, after: int) -> tuple[str, str] | None:
-    """The digest of the restored weights in the ledger and now, where they are not the same."""
+def _state_apart(session: Session, found: Recorded, after: int) -> tuple[Difference, ...]:
+    """What is not the same in the restored state as in the ledger: the weights, or nothing."""
     if after:
         record = found.trajectory.get(after)
         then = record.digests.weights if record is not None else None
     else:
         then = found.start.digests.get("weights") if found.start is not None else None
-    now = hex64(session.run.primary.weights_digest())
-    return (then, now) if then not in (None, UNKNOWN, now) and then is not None else None
-
-
-def _apart(then: Step, now: Step) -> dict[str, tuple[str, str]]:
-    """The fields that differ between the ledger's record and the new one, causes first; not those unknown then."""
-    names = [name for name in differing(then, now) if value_of(then, name) != UNKNOWN]
-    return {name: (_text(value_of(then, name)), _text(value_of(now, name))) for name in names}
-
-
-def _text(value: object) -> str:
-    return f"{value.value:.9g} ({value.hex})" if isinstance(value, Real) else str(value)
+    return apart("weights", then, hex64(session.run.primary.weights_digest()))
 
 
 def report_of(result: Replayed, first: int, last: int) -> Differences:

@@ -10,25 +10,9 @@ from pathlib import Path
 from andon.console.problems import InputError, Problem
 from andon.run.atomic import storage
 from andon_contracts.ledger import LedgerError, LedgerFile, read_lines
-from andon_contracts.record import GENESIS, Record, Step, chain
+from andon_contracts.record import GENESIS, Record, chain
 
-__all__ = [
-    "CAUSAL",
-    "REPEATED",
-    "LedgerError",
-    "LedgerWriter",
-    "differing",
-    "digested_ledger",
-    "head_at",
-    "read_ledger",
-    "same_again",
-    "value_of",
-]
-
-REPEATED = ("epoch", "position", "ids", "count", "lr", "loss", "grad_norm", "correct", "digests")
-"""What a step that is done again has as before. Where it ran (world size, backend, who did what) may differ."""
-CAUSAL = ("epoch", "ids", "count", "content", "lr", "loss", "correct", "gradient", "grad_norm", "weights", "optimizer")
-"""The same with each digest by itself, causes before their effects; the position goes with the ids."""
+__all__ = ["LedgerError", "LedgerWriter", "digested_ledger", "head_at", "read_ledger"]
 
 
 class LedgerWriter(LedgerFile):
@@ -98,30 +82,3 @@ def head_at(path: Path, count: int) -> str | None:
         if line.seq + 1 == count:
             return chain(raw)
     return None
-
-
-def same_again(old: Step, new: Step) -> tuple[str, ...]:
-    """`name: old, now new` for each field that differs between two records of one step; empty where it was repeated.
-
-    The clause `resume-exact` allows none.
-    """
-    return tuple(
-        f"{name}: {_short(getattr(old, name))}, now {_short(getattr(new, name))}"
-        for name in REPEATED
-        if getattr(old, name) != getattr(new, name)
-    )
-
-
-def differing(record: Step, twin: Step) -> tuple[str, ...]:
-    """The fields of `CAUSAL` that differ between two records of one step."""
-    return tuple(name for name in CAUSAL if value_of(record, name) != value_of(twin, name))
-
-
-def value_of(record: Step, name: str) -> object:
-    """A field of `record`, or one of its digests."""
-    return getattr(record, name) if hasattr(record, name) else getattr(record.digests, name)
-
-
-def _short(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 300 else text[:297] + "..."

@@ -23,6 +23,7 @@ from andon.model.compiled import compile_backbone
 from andon.model.masks import masking_of
 from andon.model.task import Shape
 from andon.run.checkpoint import Checkpoint
+from andon.run.repeats import Repeats
 from andon.step.audit import NO_AUDIT, AuditSpec
 from andon.step.keyed import KeyedRandomness, needs_full_interception
 from andon.step.optimizer import OptimizerSpec
@@ -31,7 +32,6 @@ from andon.step.replica import Replica, restore_state
 from andon.step.schedule import WarmupCosine
 from andon.step.step import TrainingStep
 from andon.step.task import Task
-from andon.training.history import Repeats
 from andon.training.speed import shares_of
 from andon.training.trainer import Cadence, Journal, Progress, Trainer
 from andon_contracts.liveness.clock import StepClock

@@ -1,7 +1,7 @@
 """What the ledger of a run tells of it: which steps were done before, and how it ended; and the line of a new step.
 
-Steps that are done again after a resume give what they gave before the run was interrupted (`resume-exact`). Every rank
-reads the same ledger and judges the same step, so all of them end alike where one was not repeated.
+Every rank reads the same ledger and judges the same step by it (`run/repeats`), so all of them end alike where one was
+not repeated.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from pathlib import Path
 
 from andon.console.problems import InputError, Problem
 from andon.run.checkpoint import Checkpoint
-from andon.run.ledger import LedgerError, digested_ledger, same_again
+from andon.run.ledger import LedgerError, digested_ledger
+from andon.run.repeats import UNKNOWN
 from andon.step.plan import GlobalBatch
 from andon.step.step import StepResult
 from andon_contracts.digest import hex64
 from andon_contracts.fields import Real
-from andon_contracts.policy import clause, require
 from andon_contracts.record import (
     GENESIS,
     Broken,
@@ -32,39 +32,8 @@ from andon_contracts.record import (
     Step,
     StepDigests,
 )
-from andon_contracts.violation import Finding
 
 _CLOSING = ("finished", "early-stopping")
-UNKNOWN = "0" * 16
-"""The digest of what was not looked at, because the contracts were off."""
-
-
-def _explain(step: int, differences: tuple[str, ...]) -> Finding:
-    return Finding(seen=f"the step was done before with other results: {'; '.join(differences)}", step=step)
-
-
-@clause("resume-exact", _explain)
-def _repeated_exactly(step: int, differences: tuple[str, ...]) -> bool:
-    """A step that is done again gives what it gave."""
-    return not differences
-
-
-@require(_repeated_exactly)
-def require_repeated(step: int, differences: tuple[str, ...]) -> None:
-    """Nothing differs between both records of `step`. Raises `Violation` (`resume-exact`)."""
-
-
-class Repeats:
-    """The records of steps that an interrupted run did after the point from which it goes on."""
-
-    def __init__(self, earlier: Mapping[int, Step] | None = None) -> None:
-        self._earlier = dict(earlier or {})
-
-    def judge(self, record: Step) -> None:
-        """Raises `Violation` (`resume-exact`) where `record` is of a step that was done before with other results."""
-        earlier = self._earlier.pop(record.step, None)
-        if earlier is not None and UNKNOWN not in (earlier.digests.weights, record.digests.weights):
-            require_repeated(record.step, same_again(earlier, record))
 
 
 @dataclass

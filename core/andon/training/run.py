@@ -28,12 +28,13 @@ from andon.model.masks import Masking, masking_of
 from andon.run.folder import RunFolder
 from andon.run.ledger import LedgerError, LedgerWriter
 from andon.run.provenance import fingerprint
+from andon.run.repeats import Repeats, apart, require_repeated
 from andon.run.summary import Head, Summary, write_summary
 from andon.step.audit import describe
 from andon.step.replica import state_tensors
 from andon.training.budget import hold_to_budget
 from andon.training.evaluation import evaluate
-from andon.training.history import History, Repeats, require_repeated, retracted
+from andon.training.history import History, retracted
 from andon.training.journal import (
     HELD_OUT,
     FolderJournal,
@@ -307,7 +308,7 @@ def finish(session: Session, journal: Journal, outcome: Outcome, history: Histor
     epoch, weights = run.plan.epoch_of(progress.step), run.primary.weights_digest()
     scored = evaluation_of(progress.step, epoch, scores) if scores is not None else None
     end = End(progress.step, outcome.reason, {"weights": hex64(weights)}, final_loss=Real.of(progress.last_loss))
-    require_repeated(progress.step, (*_other("scores", history.evaluated, scored), *_other("end", history.ended, end)))
+    require_repeated(progress.step, (*apart("scores", history.evaluated, scored), *apart("end", history.ended, end)))
     if not isinstance(journal, FolderJournal):
         return
     passes = backbone_of(run.primary.model).forward
@@ -319,11 +320,6 @@ def finish(session: Session, journal: Journal, outcome: Outcome, history: Histor
     if history.ended != end:
         journal.append(end)
     _summarise(session, journal, outcome, weights, scores, history, memory)
-
-
-def _other(what: str, before: Record | None, now: Record | None) -> tuple[str, ...]:
-    """The difference between what the ledger has already and what came out now."""
-    return () if before in (None, now) else (f"{what}: {before}, now {now}",)
 
 
 def record_violation(

@@ -17,10 +17,11 @@ import torch
 from andon.backend.base import Backend
 from andon.console.problems import InputError
 from andon.metrics.scores import Scores
+from andon.run.repeats import Repeats
 from andon.step.plan import BatchPlan, GlobalBatch
 from andon.step.schedule import WarmupCosine
 from andon.step.step import Pending, RankFailed, StepResult, TrainingStep
-from andon.training.history import Repeats, step_record
+from andon.training.history import step_record
 from andon_contracts.liveness.clock import StepClock
 from andon_contracts.liveness.diagnosis import UPDATE
 from andon_contracts.record import Step

@@ -14,8 +14,9 @@ from andon.backend.base import Backend
 from andon.run.checkpoint import newest_valid
 from andon.run.folder import RunFolder
 from andon.run.ledger import LedgerWriter
+from andon.run.repeats import Repeats
 from andon.step.replica import state_tensors
-from andon.training.history import Repeats, read_history
+from andon.training.history import read_history
 from andon.training.journal import FolderJournal, MetricsWriter, Retention, progress_from
 from andon.training.progress import ProgressView
 from andon.training.trainer import Progress
