@@ -20,7 +20,6 @@ from andon_contracts.watch.values import state_digest
 from andon_falsify.faults.looped.fault import WATCHED, Inside
 from andon_falsify.faults.looped.right import Labelled, Scheduled
 from andon_falsify.faults.planting import around
-from andon_falsify.loops.record import planned_updates
 from andon_falsify.loops.task import collate, dataset, model
 from andon_falsify.peers.plain import PlainLoop
 from tests.watch.clean import Seen, seen_by
@@ -110,7 +109,7 @@ class Watched:
             "schedule": lambda: self.loop.rate,
             "trainable": self._trainable,
             "tied": lambda: [self.loop.tied],
-            "updates": lambda: planned_updates(case),
+            "updates": lambda: case.updates(case.global_batch),
             "scaler": lambda: self.loop.scaler,
         }
 

@@ -138,11 +138,10 @@ def reason(found: Counterexample, case: Case) -> tuple[str, ...]:
 
 
 def _factors(case: Case) -> dict[str, int]:
-    batch = case.local_batch * case.accumulation * case.world
     return {
         "accumulation": case.accumulation,
         "world": case.world,
         "local batch": case.local_batch,
-        "global batch": batch,
-        "updates of an epoch": -(-len(case.rows) // batch),
+        "global batch": case.global_batch,
+        "updates of an epoch": case.updates_of_epoch(case.global_batch),
     }

@@ -15,7 +15,6 @@ from andon_falsify.claims.evidence import Evidence, of_trace
 from andon_falsify.claims.of_loop import CLAIMS, failed, head_of, shortened, verdicts
 from andon_falsify.claims.statements import EVALUATION, RANDOMNESS
 from andon_falsify.claims.table import judged_by, unmet
-from andon_falsify.loops.record import global_batch, planned_updates
 from andon_falsify.loops.sightings import first_of
 from andon_falsify.subjects.case import Case, Poison, make_rows
 from andon_falsify.subjects.trace import Subject, Trace
@@ -122,9 +121,9 @@ def _saved_and_cut(trace: Trace, after: int) -> tuple[int, int]:
 
 def poison_of(case: Case) -> Poison:
     """Where `halting` plants a NaN: in the last rank, in an update with all its rows, not the first if there is one."""
-    size = global_batch(case)
-    later = 2 if len(case.rows) >= 2 * size else -(-len(case.rows) // size) + 1
-    return Poison(later if later <= planned_updates(case) else 1, case.world - 1, "nan")
+    size = case.global_batch
+    later = 2 if len(case.rows) >= 2 * size else case.updates_of_epoch(size) + 1
+    return Poison(later if later <= case.updates(size) else 1, case.world - 1, "nan")
 
 
 def halting(subject: Subject, trace: Trace) -> Verdict:

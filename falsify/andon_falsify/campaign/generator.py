@@ -92,7 +92,7 @@ def _halting(drawn: random.Random, case: Case, seed: int, _: Sequence[int]) -> T
 
 def _resuming(drawn: random.Random, case: Case, seed: int, worlds: Sequence[int]) -> Trial:
     """Cut off behind a checkpoint and before the last update, taken up by any of the worlds."""
-    each = -(-len(case.rows) // case.batch_size)
+    each = case.updates_of_epoch()
     longer = case.but(epochs=max(case.epochs, -(-3 // each)))
     updates = each * longer.epochs
     every = drawn.randint(1, updates - 2)

@@ -52,8 +52,7 @@ def candidates(trial: Trial, worlds: Collection[int] = (), accumulations: Collec
 
 def _sound(trial: Trial, case: Case) -> Iterator[Trial]:
     """The trial with `case`, if that is still one of its kind."""
-    updates = -(-len(case.rows) // case.batch_size) * case.epochs
-    updates = updates if case.max_steps is None else min(updates, case.max_steps)
+    updates = case.updates()
     if case.poison is not None and (case.poison.leaf >= case.micro_batches or case.poison.step > updates):
         return
     if trial.kind == RESUME and not (case.checkpoint_every or 0) < (case.stop_after or 0) < updates:
@@ -98,8 +97,7 @@ def _fewer_rows(case: Case) -> Iterator[dict[str, Any]]:
 
 
 def _shorter(case: Case) -> Iterator[dict[str, Any]]:
-    updates = -(-len(case.rows) // case.batch_size) * case.epochs
-    most = updates if case.max_steps is None else min(updates, case.max_steps)
+    most = case.updates()
     if case.epochs > 1:
         yield {"epochs": 1}
     for steps in sorted({1, most // 2, most - 1}):

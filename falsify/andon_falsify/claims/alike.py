@@ -17,7 +17,6 @@ from andon_falsify.checkers import same_everywhere
 from andon_falsify.claims.loop_law import LoopLaw
 from andon_falsify.claims.run_law import piece_of, short_name
 from andon_falsify.claims.trainer_law import update_rule
-from andon_falsify.loops.record import global_batch
 from andon_falsify.loops.sightings import first_of
 from andon_falsify.loops.task import collate, dataset, model, optimizer
 from andon_falsify.reference.training import train
@@ -182,7 +181,7 @@ def across(traces: Sequence[Trace]) -> Verdict:
     claim = same_everywhere.CLAIM
     if len(traces) < 2 or len({(trace.case.world, trace.case.accumulation) for trace in traces}) < 2:
         return unknown(claim, "one number of ranks and one accumulation: there is nothing to compare")
-    sizes = {global_batch(trace.case) for trace in traces}
+    sizes = {trace.case.global_batch for trace in traces}
     if len(sizes) > 1:
         return unknown(claim, f"the global batches have {' and '.join(map(str, sorted(sizes)))} rows: not comparable")
     if any(first_of(trace).draws for trace in traces) and "to_the_bit" not in first_of(traces[0]).claims:

@@ -18,7 +18,6 @@ from andon_falsify.checkers import gradient_law
 from andon_falsify.checkers.ratio import explain_ratio, show_ratio
 from andon_falsify.claims.loop_law import LoopLaw
 from andon_falsify.loops.parameters import trained
-from andon_falsify.loops.record import global_batch
 from andon_falsify.reference.training import RowGradients
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.trace import Trace
@@ -216,7 +215,7 @@ def short_window(ratio: float, visits: Sequence[Sequence[tuple[int, ...]]], case
     alike = len(set(windows)) == 1
     there = {
         "micro-batches": (windows[0], case.accumulation) if alike else (sum(windows), case.accumulation * case.world),
-        "rows": (rows, global_batch(case)),
+        "rows": (rows, case.global_batch),
         "ranks with rows": (sum(map(bool, windows)), case.world),
     }
     fitting = [
@@ -232,7 +231,7 @@ def named_by_window(law: LoopLaw, found: Mapping[int, Verdict]) -> list[Verdict]
 
     Without a full window, or with one that fell, nothing tells a short one from a wrong average, and all stay.
     """
-    full = [step for step in found if law.visited(step) == global_batch(law.case)]
+    full = [step for step in found if law.visited(step) == law.case.global_batch]
     if not full or any(found[step].outcome is Outcome.FALSIFIED for step in full):
         return list(found.values())
     return [

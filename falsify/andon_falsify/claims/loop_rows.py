@@ -7,7 +7,6 @@ from dataclasses import replace
 from andon_falsify.checkers import samples_once
 from andon_falsify.claims.evidence import Evidence
 from andon_falsify.claims.loop_law import LoopLaw
-from andon_falsify.loops.record import global_batch, planned_updates
 from andon_falsify.verdict import Counterexample, Verdict, conclude, first_of_many, merge, not_applicable
 
 _SHOWN = 3
@@ -49,12 +48,12 @@ def _content(law: LoopLaw) -> list[Counterexample]:
 
 def _sizes(law: LoopLaw) -> list[Counterexample]:
     """Updates of more rows than planned, and another number of updates."""
-    found, size = [], global_batch(law.case)
+    found, size = [], law.case.global_batch
     for step in sorted(law.first.made):
         visits = law.visited(step)
         if visits > size:
             found.append(Counterexample("more rows than the global batch has", f"step {step}", str(size), str(visits)))
-    planned, made = planned_updates(law.case), len(law.first.made) + law.first.resumed_from
+    planned, made = law.case.updates(size), len(law.first.made) + law.first.resumed_from
     stopped = law.first.violation is not None or law.case.stop_after is not None
     if made > planned or (made < planned and not stopped):
         found.append(Counterexample("another number of updates than planned", "", str(planned), str(made)))

@@ -25,9 +25,8 @@ Shares = tuple[tuple[int, ...], ...]
 
 def planned(case: Case) -> dict[int, tuple[int, ...]]:
     """The rows of each update, from the published rule."""
-    in_epochs = -(-len(case.rows) // case.batch_size) * case.epochs
-    updates = in_epochs if case.max_steps is None else min(in_epochs, case.max_steps)
-    return dict(enumerate(islice(published(range(len(case.rows)), case.seed, case.batch_size), updates), start=1))
+    batches = published(range(len(case.rows)), case.seed, case.batch_size)
+    return dict(enumerate(islice(batches, case.updates()), start=1))
 
 
 def shares(ids: tuple[int, ...], count: int) -> Shares:
@@ -43,7 +42,7 @@ def shares(ids: tuple[int, ...], count: int) -> Shares:
 
 def rate_law(case: Case) -> schedule.WarmupCosine:
     """The published schedule."""
-    return schedule.WarmupCosine(case.lr, len(planned(case)), 0.1, 1e-6)
+    return schedule.WarmupCosine(case.lr, case.updates(), 0.1, 1e-6)
 
 
 def update_rule(case: Case) -> UpdateRule:

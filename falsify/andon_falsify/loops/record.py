@@ -11,17 +11,6 @@ from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.trace import Sight, Trace, rank_parts
 
 
-def global_batch(case: Case) -> int:
-    """Rows of an update: what the ranks' micro-batches add up to."""
-    return case.local_batch * case.accumulation * case.world
-
-
-def planned_updates(case: Case) -> int:
-    """Updates of the whole case: every epoch ends with what is left of its rows."""
-    all_epochs = -(-len(case.rows) // global_batch(case)) * case.epochs
-    return all_epochs if case.max_steps is None else min(all_epochs, case.max_steps)
-
-
 def trace_of(case: Case, parts: Sequence[LoopSightings], errors: Mapping[int, str], name: str) -> Trace:
     """One trace from what each rank saw. `parts` begins with rank 0."""
     lines = witness.linked(_events(case, parts))
@@ -34,9 +23,9 @@ def _events(case: Case, parts: Sequence[LoopSightings]) -> Iterator[witness.Line
         return
     first = parts[0]
     plan = {
-        "batch_size": global_batch(case),
+        "batch_size": case.global_batch,
         "micro_batches": case.accumulation * case.world,
-        "steps": planned_updates(case),
+        "steps": case.updates(case.global_batch),
     }
     yield witness.opening(case, plan, first.start.get(0, ""), first.resumed_from)
     for step, made in sorted(first.made.items()):
@@ -68,7 +57,7 @@ def in_order(sights: Sequence[Sight]) -> list[int]:
 
 def _epoch(case: Case, first: LoopSightings, step: int) -> int:
     """The epoch of an update: all epochs have equally many, if the loop's count allows it, else as many as planned."""
-    each = -(-len(case.rows) // global_batch(case))
+    each = case.updates_of_epoch(case.global_batch)
     if case.max_steps is None and first.updates and first.updates % case.epochs == 0:
         each = first.updates // case.epochs
     return (step - 1) // each

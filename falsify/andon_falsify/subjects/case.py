@@ -106,6 +106,20 @@ class Case:
         """Rows of a rank's micro-batch; the global batch is `local_batch x accumulation x world` rows."""
         return max(1, self.batch_size // (self.accumulation * self.world))
 
+    @property
+    def global_batch(self) -> int:
+        """Rows of an update of a loop: what the ranks' micro-batches add up to."""
+        return self.local_batch * self.accumulation * self.world
+
+    def updates_of_epoch(self, batch: int = 0) -> int:
+        """Updates of an epoch of batches of `batch` rows, by default `batch_size`; the last has what is left."""
+        return -(-len(self.rows) // (batch or self.batch_size))
+
+    def updates(self, batch: int = 0) -> int:
+        """Updates of the whole case, as far as `max_steps` lets it go."""
+        in_epochs = self.updates_of_epoch(batch) * self.epochs
+        return in_epochs if self.max_steps is None else min(in_epochs, self.max_steps)
+
     def but(self, **changes: Any) -> Case:
         """This case with `changes`."""
         return replace(self, **changes)

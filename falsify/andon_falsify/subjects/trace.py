@@ -197,12 +197,7 @@ def _events(case: Case, parts: Sequence[Sightings]) -> Iterator[witness.Line]:
     if not parts:
         return
     first = parts[0]
-    steps = -(-len(case.rows) // case.batch_size) * case.epochs
-    plan = {
-        "batch_size": case.batch_size,
-        "micro_batches": case.micro_batches,
-        "steps": steps if case.max_steps is None else min(steps, case.max_steps),
-    }
+    plan = {"batch_size": case.batch_size, "micro_batches": case.micro_batches, "steps": case.updates()}
     yield witness.opening(case, plan, first.start.get(0, ""), first.resumed_from)
     for told in first.reported:
         yield witness.update(

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from andon_falsify.faults.looped.fault import ADAMW, SGD, WATCHED, Inside, LoopFault, Outside
-from andon_falsify.loops.record import global_batch
 from andon_falsify.peers.plain import PlainLoop, cut
 
 
@@ -149,7 +148,7 @@ class WindowDropped(PlainLoop):
     """A window of fewer micro-batches is computed, and no update made of it."""
 
     def _update(self, batch: list[int]) -> Tensor:
-        if len(batch) == global_batch(self.case):
+        if len(batch) == self.case.global_batch:
             return super()._update(batch)
         losses = [self._loss_sum(piece) / len(batch) for piece in cut(self._mine(batch), self.case.local_batch)]
         total = torch.stack(losses).sum()
@@ -162,7 +161,7 @@ class DividedByWhole(Multiplied):
     """A window of fewer rows is divided as if it were full."""
 
     def _factor(self, ids: Sequence[int]) -> float:
-        return len(self.batch) / global_batch(self.case)
+        return len(self.batch) / self.case.global_batch
 
 
 _HIDDEN = "what a watch sees is trained with AdamW and clipping as it is"

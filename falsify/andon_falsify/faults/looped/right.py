@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from andon_falsify.loops.protocol import Told
-from andon_falsify.loops.record import planned_updates
 from andon_falsify.loops.task import collate, optimizer
 from andon_falsify.peers.plain import PlainLoop, cut
 from andon_falsify.subjects.case import Case
@@ -81,7 +80,7 @@ class Scheduled(PlainLoop):
 
     def rate(self, update: int) -> float:
         """See `Schedules.rate`."""
-        return 0.5 * self.case.lr * (1 + math.cos(math.pi * update / (1 + planned_updates(self.case))))
+        return 0.5 * self.case.lr * (1 + math.cos(math.pi * update / (1 + self.case.updates(self.case.global_batch))))
 
     def _counted(self) -> int:
         """The update that the schedule is at."""

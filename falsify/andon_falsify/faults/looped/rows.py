@@ -12,7 +12,6 @@ from torch.utils.data import Subset
 
 from andon_falsify.faults.looped.fault import SGD, WATCHED, Inside, LoopFault, Outside, Timed
 from andon_falsify.faults.looped.right import Labelled, Noisy, Streamed
-from andon_falsify.loops.record import global_batch, planned_updates
 from andon_falsify.loops.task import collate
 from andon_falsify.peers.plain import PlainLoop
 from andon_falsify.subjects.case import Case
@@ -29,7 +28,7 @@ class LastDropped(PlainLoop):
     """The last batch of an epoch is left out if it is short."""
 
     def _batches(self) -> Iterator[list[int]]:
-        yield from (batch for batch in super()._batches() if len(batch) == global_batch(self.case))
+        yield from (batch for batch in super()._batches() if len(batch) == self.case.global_batch)
 
 
 class OwnOrder(PlainLoop):
@@ -119,7 +118,7 @@ class DrawnOnOne(Timed, Streamed):
 
     def _batches(self) -> Iterator[list[int]]:
         planned = super()._batches()
-        for update in range(1, 1 + planned_updates(self.case)):
+        for update in range(1, 1 + self.case.updates(self.case.global_batch)):
             if dist.get_rank() == 0 and update == self.at:
                 torch.rand(1, generator=self.stream)
             yield next(planned)
