@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 from andon.cli.commands import app
 from andon.console.problems import InputError, Problem
 from andon_falsify.campaign import runner
-from andon_falsify.campaign.findings import Report
 from andon_falsify.campaign.request import Options, understood
 from andon_falsify.campaign.trial import Trial
+from andon_falsify.report.document import read_json
 from andon_falsify.verdict import Outcome, Verdict
 
 SMALL = {"rows": [5, 0], "batch_size": 4, "hidden": 8, "heads": 1, "inner": 8, "rank": 1, "dropout": 0.0}
@@ -56,7 +56,7 @@ def test_1_where_a_claim_is_falsified_and_its_command_repeats_it(tmp_path: Path)
     words = shlex.split(command.partition(": ")[2])
     assert words[:2] == ["andon", "falsify"]
     assert falsify(*words[2:])[1] == lines
-    (finding,) = Report.from_json(json.loads(report.read_text())).findings
+    (finding,) = read_json(report).findings
     assert (finding.outcome.value, finding.world, finding.seed) == ("falsified", 2, 3)
     assert CLOSING.fullmatch(lines[-1])
 

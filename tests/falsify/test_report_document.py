@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from andon.console.problems import InputError
 from andon_falsify.campaign.findings import Report
-from andon_falsify.report.document import json_bytes, read_json, write_json
+from andon_falsify.report.document import from_plain, json_bytes, read_json, to_plain, write_json
 from andon_falsify.report.junit import write_junit
 from andon_falsify.report.page import write_html
-from tests.falsify.reports import NASTY, campaign, finding, hostile
+from tests.falsify.reports import NASTY, RATIO, campaign, finding, hostile
 
 ANY_TEXT = st.text(st.integers(0, 0x10FFFF).map(chr), min_size=1)
 """Halves of surrogate pairs too: Python gives them for file names that are no UTF-8."""
@@ -38,14 +38,16 @@ def test_a_report_is_read_as_it_was_written(tmp_path: Path) -> None:
 def test_any_text_comes_back(text: str) -> None:
     """Also text that UTF-8 cannot hold: no campaign is lost for a name in its report."""
     report = hostile(text)
-    assert Report.from_json(json.loads(json_bytes(report).decode("utf-8"))) == report
+    assert from_plain(json.loads(json_bytes(report).decode("utf-8")), "it") == report
 
 
 def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
     """JSON has neither NaN nor infinities; a curve that broke off is read as one that broke off."""
     path = tmp_path / "r.json"
-    write_json(replace(campaign(), findings=(finding("gradient-law", curve=(1.0, math.nan, math.inf)),)), path)
-    assert json.loads(path.read_bytes())["findings"][0]["curve"] == [1.0, None, None]
+    odd = finding("gradient-law", outcome="falsified", counterexamples=(replace(RATIO, ratio=math.inf),))
+    write_json(replace(campaign(), findings=(replace(odd, curve=(1.0, math.nan, math.inf)),)), path)
+    (written,) = json.loads(path.read_bytes())["findings"]
+    assert (written["curve"], written["counterexamples"][0]["ratio"]) == ([1.0, None, None], None)
     first, *others = read_json(path).findings[0].curve
     assert first == 1.0
     assert [math.isnan(number) for number in others] == [True, True]
@@ -80,6 +82,11 @@ FAULTS: dict[str, tuple[Callable[[dict[str, Any]], object], list[str]]] = {
     ),
     "schema": (lambda plain: plain.update(schema=2), ["is not a report of schema 1: its schema is 2"]),
     "no findings": (lambda plain: plain.pop("findings"), ["findings is missing"]),
+    "no start": (lambda plain: plain.pop("started"), ["started is missing"]),
+    "no counterexample": (
+        lambda plain: plain["findings"][16].update(counterexamples=[{}]),
+        ["findings[16].counterexamples[0].what is missing"],
+    ),
     "no list": (lambda plain: plain.update(findings={}), ["findings is {}, not a list"]),
     "no object": (lambda plain: plain.update(findings=[7]), ["findings[0] is 7, not an object"]),
     "expected": (lambda plain: plain.update(expected=[{"subject": "a", "claim": "b"}]), ["expected[0].reason"]),
@@ -96,7 +103,7 @@ FAULTS: dict[str, tuple[Callable[[dict[str, Any]], object], list[str]]] = {
 def test_what_is_no_report_is_refused_with_every_reason(tmp_path: Path, fault: str) -> None:
     """All faults are named at once, each with its place and what is there."""
     change, said = FAULTS[fault]
-    plain = copy.deepcopy(campaign().to_json())
+    plain = copy.deepcopy(to_plain(campaign()))
     change(plain)
     path = tmp_path / "r.json"
     path.write_text(json.dumps(plain), encoding="utf-8")
@@ -121,7 +128,7 @@ def test_what_is_no_json_is_refused(tmp_path: Path, content: bytes) -> None:
 def test_a_later_field_does_not_hinder(tmp_path: Path) -> None:
     """Schema 1 may grow: what is not known is passed over."""
     path = tmp_path / "r.json"
-    path.write_text(json.dumps(campaign().to_json() | {"later": 1}), encoding="utf-8")
+    path.write_text(json.dumps(to_plain(campaign()) | {"later": 1}), encoding="utf-8")
     assert read_json(path) == campaign()
 
 

@@ -1,14 +1,12 @@
 """What a campaign found: one finding for each claim, subject, backend, world size and accumulation. Plain values.
 
-It is the one data model of all reports, goes to JSON and back without loss, and needs no torch.
+It is the one data model of all reports (`report.document` has it as JSON), and needs no torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from math import isfinite, nan
-from typing import Any
+from dataclasses import dataclass, field
 
 from andon_falsify.verdict import Counterexample, Outcome, Verdict, closing_line, exit_code, merge
 
@@ -41,7 +39,6 @@ class Finding:
     curve_law: float | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "outcome", Outcome(self.outcome))
         _ = self.verdict  # what is no verdict is no finding
 
     @property
@@ -55,30 +52,6 @@ class Finding:
         layout = {"world": self.world, "accumulation": self.accumulation}
         named = [f"{name} {number}" for name, number in layout.items() if number]
         return ", ".join([self.backend, *named] if self.backend else named)
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values under the names of the fields. What is not finite is null: JSON knows neither NaN nor Inf."""
-        plain = asdict(self)
-        return plain | {
-            "outcome": self.outcome.value,
-            "counterexamples": [asdict(found) | {"ratio": _real(found.ratio)} for found in self.counterexamples],
-            "curve": [_real(number) for number in self.curve],
-            "curve_law": _real(self.curve_law),
-        }
-
-    @classmethod
-    def from_json(cls, plain: Mapping[str, Any]) -> Finding:
-        """What `to_json` wrote. Raises `ValueError` for anything else; fields of a later schema are passed over."""
-        known = _known(cls, plain)
-        try:
-            known["counterexamples"] = tuple(
-                Counterexample(**_known(Counterexample, found)) for found in known.get("counterexamples", ())
-            )
-            known["curve"] = tuple(nan if number is None else float(number) for number in known.get("curve", ()))
-            return cls(**known)
-        except TypeError as error:
-            msg = f"no finding: {error}"
-            raise ValueError(msg) from None
 
 
 @dataclass(frozen=True)
@@ -144,40 +117,6 @@ class Report:
         pairs = dict.fromkeys((finding.subject, finding.claim) for finding in self.findings)
         return dict(zip(pairs, (verdict.outcome for verdict in self.verdicts), strict=True))
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain values under the names of the fields."""
-        return {
-            "schema": self.schema,
-            "started": self.started,
-            "versions": dict(self.versions),
-            "machine": dict(self.machine),
-            "runs": self.runs,
-            "findings": [finding.to_json() for finding in self.findings],
-            "not_selected": list(self.not_selected),
-            "expected": [
-                {"subject": subject, "claim": claim, "reason": reason}
-                for (subject, claim), reason in self.expected.items()
-            ],
-            "statements": dict(self.statements),
-            "untried": dict(self.untried),
-        }
-
-    @classmethod
-    def from_json(cls, plain: Mapping[str, Any]) -> Report:
-        """What `to_json` wrote. Raises `ValueError` for another schema and for what is no report."""
-        if plain.get("schema") != SCHEMA:
-            msg = f"a report of schema {SCHEMA} is read, this has {plain.get('schema')!r}"
-            raise ValueError(msg)
-        known = _known(cls, plain)
-        known["findings"] = tuple(Finding.from_json(found) for found in known.get("findings", ()))
-        known["not_selected"] = tuple(known.get("not_selected", ()))
-        try:
-            known["expected"] = {(each["subject"], each["claim"]): each["reason"] for each in known.get("expected", ())}
-            return cls(**known)
-        except (KeyError, TypeError) as error:
-            msg = f"no report: {error}"
-            raise ValueError(msg) from None
-
 
 def joined(reports: Sequence[Report]) -> Report:
     """Reports of several subjects as one. The first one's start and machine stand. Raises `ValueError` for none."""
@@ -205,12 +144,3 @@ def _united(mappings: Iterable[Mapping[str, str]]) -> dict[str, str]:
         for name, value in mapping.items():
             held.setdefault(name, {})[value] = None
     return {name: " or ".join(values) for name, values in held.items()}
-
-
-def _real(number: float | None) -> float | None:
-    return number if number is not None and isfinite(number) else None
-
-
-def _known(cls: type, plain: Mapping[str, Any]) -> dict[str, Any]:
-    names = {each.name for each in fields(cls)}
-    return {name: value for name, value in plain.items() if name in names}

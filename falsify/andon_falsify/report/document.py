@@ -1,19 +1,23 @@
-"""A report as a JSON file: exact, strict, and looked through when it is read, since it may come from anywhere."""
+"""A report as a JSON file, and back: exact, strict, and looked through when read, since it may come from anywhere.
+
+Names are those of the fields of `Report` and `Finding`. What is not finite is null: JSON knows neither NaN nor Inf.
+"""
 
 from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass
-from enum import EnumType
+from collections.abc import Container, Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from enum import Enum, EnumType
+from math import isfinite, nan
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from andon.console.problems import InputError, Problem, ProblemList
 from andon.run.atomic import write_whole
-from andon_falsify.campaign.findings import SCHEMA, Finding, Report
+from andon_falsify.campaign.findings import SCHEMA, Report
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,7 @@ class _Expected:
     reason: str
 
 
+_FIRST = ("schema", "started", "versions", "machine", "runs")
 _REQUIRED = ("schema", "started", "findings", "runs")
 _NAMES = {str: "text", int: "a whole number", float: "a number or null"}
 
@@ -36,8 +41,26 @@ def write_json(report: Report, path: Path) -> None:
 
 def json_bytes(report: Report) -> bytes:
     """`report` as UTF-8. Half of a surrogate pair, as in a file name that is no UTF-8, is a JSON escape."""
-    text = json.dumps(report.to_json(), indent=2, allow_nan=False, ensure_ascii=False)
+    text = json.dumps(to_plain(report), indent=2, allow_nan=False, ensure_ascii=False)
     return f"{text}\n".encode("utf-8", "backslashreplace")
+
+
+def to_plain(report: Report) -> dict[str, Any]:
+    """`report` as JSON has it."""
+    expected = [_Expected(subject, claim, reason) for (subject, claim), reason in report.expected.items()]
+    return dict.fromkeys(_FIRST) | _plain(vars(report) | {"expected": expected})
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if isfinite(value) else None
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, tuple | list):
+        return [_plain(each) for each in value]
+    if is_dataclass(value):
+        return _plain(vars(value))
+    return {name: _plain(each) for name, each in value.items()} if isinstance(value, Mapping) else value
 
 
 def read_json(path: Path) -> Report:
@@ -51,7 +74,7 @@ def read_json(path: Path) -> Report:
         raise InputError([Problem(str(path), f"cannot be read: {error.strerror}")]) from error
     except (ValueError, RecursionError) as error:
         raise InputError([Problem(str(path), f"is not JSON: {error}")]) from error
-    return _report(plain, str(path))
+    return from_plain(plain, str(path))
 
 
 def _refuse(literal: str) -> None:
@@ -60,84 +83,82 @@ def _refuse(literal: str) -> None:
     raise ValueError(msg)
 
 
-def _report(plain: object, name: str) -> Report:
+def from_plain(plain: object, name: str) -> Report:
+    """What `to_plain` made; `name` is what problems call its source. Fields of a later time are passed over.
+
+    Raises `InputError` with every problem.
+    """
     if not isinstance(plain, dict):
         raise InputError([Problem(name, f"holds {reprlib.repr(plain)}, not a report")])
     if plain.get("schema") != SCHEMA:
         found = reprlib.repr(plain.get("schema"))
         raise InputError([Problem(name, f"is not a report of schema {SCHEMA}: its schema is {found}")])
-    problems = ProblemList()
-    for where, what in _misfits(plain):
-        problems.add(name, f"{where} {what}")
-    problems.raise_if_any()
-    for number, found in enumerate(plain["findings"]):
-        try:
-            Finding.from_json(found)
-        except ValueError as error:
-            problems.add(name, f"findings[{number}] contradicts itself: {error}")
-    problems.raise_if_any()
-    return Report.from_json(plain)
-
-
-def _misfits(plain: Mapping[str, object]) -> Iterator[tuple[str, str]]:
-    """Place and fault of everything in `plain` whose type is not that of the report's field."""
+    reading = _Reading()
     kinds = get_type_hints(Report) | {"expected": tuple[_Expected, ...]}
-    for name, kind in kinds.items():
-        if name in plain:
-            yield from _unlike(plain[name], kind, name)
-        elif name in _REQUIRED:
-            yield name, "is missing"
+    found = reading.named(plain, kinds, _REQUIRED, "")
+    for faults in (reading.misfits, reading.contradictions):
+        problems = ProblemList()
+        for where, what in faults:
+            problems.add(name, f"{where} {what}")
+        problems.raise_if_any()
+    expected = {(each.subject, each.claim): each.reason for each in found.pop("expected", ())}
+    return Report(**found, expected=expected)
 
 
-def _unlike(value: object, kind: Any, where: str) -> Iterator[tuple[str, str]]:
-    """Place and fault of everything in `value`, plain JSON, that is not of the type `kind`."""
-    origin = get_origin(kind)
-    if origin is UnionType:
-        if value is not None:
-            yield from _unlike(value, next(each for each in get_args(kind) if each is not type(None)), where)
-    elif origin is tuple:
-        yield from _unlike_list(value, get_args(kind)[0], where)
-    elif origin is not None and issubclass(origin, Mapping):
-        yield from _unlike_mapping(value, get_args(kind)[1], where)
-    elif is_dataclass(kind):
-        yield from _unlike_object(value, kind, where)
-    elif isinstance(kind, EnumType):
-        allowed: list[str] = [member.value for member in kind]  # type: ignore[var-annotated]
-        if value not in allowed:
-            yield where, f"is {reprlib.repr(value)}, none of {', '.join(allowed)}"
-    elif not _is_plain(value, kind):
-        yield where, f"is {reprlib.repr(value)}, not {_NAMES[kind]}"
+@dataclass
+class _Reading:
+    """Makes values of the types of fields from plain JSON, and notes place and fault of what is none.
 
+    misfits: what is missing or of another type; it is read as None. contradictions: what has the right types and is
+    refused by its class.
+    """
 
-def _is_plain(value: object, kind: type) -> bool:
-    if kind is float:
-        return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
-    return isinstance(value, kind) and not isinstance(value, bool)
+    misfits: list[tuple[str, str]] = field(default_factory=list)
+    contradictions: list[tuple[str, str]] = field(default_factory=list)
 
+    def named(
+        self, plain: Mapping[str, Any], kinds: Mapping[str, Any], required: Container[str], place: str
+    ) -> dict[str, Any]:
+        """What `plain` has under the names of `kinds`, each as its kind."""
+        found = {}
+        for name, kind in kinds.items():
+            if name in plain:
+                found[name] = self._read(plain[name], kind, f"{place}{name}")
+            elif name in required:
+                self.misfits.append((f"{place}{name}", "is missing"))
+        return found
 
-def _unlike_list(value: object, kind: Any, where: str) -> Iterator[tuple[str, str]]:
-    if not isinstance(value, list):
-        yield where, f"is {reprlib.repr(value)}, not a list"
-        return
-    for number, each in enumerate(value):
-        yield from _unlike(each, kind, f"{where}[{number}]")
+    def _read(self, value: Any, kind: Any, where: str) -> Any:
+        origin, inner = get_origin(kind), get_args(kind)
+        if origin is UnionType:
+            own = next(each for each in inner if each is not type(None))
+            return None if value is None else self._read(value, own, where)
+        if origin is tuple:
+            if not isinstance(value, list):
+                return self._misfit(value, "not a list", where)
+            return tuple(self._read(each, inner[0], f"{where}[{number}]") for number, each in enumerate(value))
+        if origin is not None or is_dataclass(kind):
+            if not isinstance(value, dict):
+                return self._misfit(value, "not an object", where)
+            if is_dataclass(kind):
+                return self._made(value, kind, where)
+            return {name: self._read(each, inner[1], f"{where}.{name}") for name, each in value.items()}
+        if isinstance(kind, EnumType):
+            allowed: list[str] = [member.value for member in kind]  # type: ignore[var-annotated]
+            return kind(value) if value in allowed else self._misfit(value, f"none of {', '.join(allowed)}", where)
+        if kind is float and value is None:
+            return nan
+        fits = isinstance(value, int | float if kind is float else kind) and not isinstance(value, bool)
+        return value if fits else self._misfit(value, f"not {_NAMES[kind]}", where)
 
+    def _made(self, value: Mapping[str, Any], kind: Any, where: str) -> Any:
+        required = {each.name for each in fields(kind) if each.default is MISSING and each.default_factory is MISSING}
+        before = len(self.misfits)
+        found = self.named(value, get_type_hints(kind), required, f"{where}.")
+        try:
+            return kind(**found) if len(self.misfits) == before else None
+        except ValueError as error:
+            self.contradictions.append((where, f"contradicts itself: {error}"))
 
-def _unlike_mapping(value: object, kind: Any, where: str) -> Iterator[tuple[str, str]]:
-    if not isinstance(value, dict):
-        yield where, f"is {reprlib.repr(value)}, not an object"
-        return
-    for name, each in value.items():
-        yield from _unlike(each, kind, f"{where}.{name}")
-
-
-def _unlike_object(value: object, kind: Any, where: str) -> Iterator[tuple[str, str]]:
-    if not isinstance(value, dict):
-        yield where, f"is {reprlib.repr(value)}, not an object"
-        return
-    kinds = get_type_hints(kind)
-    for each in fields(kind):
-        if each.name in value:
-            yield from _unlike(value[each.name], kinds[each.name], f"{where}.{each.name}")
-        elif each.default is MISSING and each.default_factory is MISSING:
-            yield f"{where}.{each.name}", "is missing"
+    def _misfit(self, value: Any, what: str, where: str) -> None:
+        self.misfits.append((where, f"is {reprlib.repr(value)}, {what}"))
