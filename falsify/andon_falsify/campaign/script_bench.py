@@ -8,15 +8,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from andon_falsify import checkers
 from andon_falsify.campaign.trial import LAW, RESUME, Trial
-from andon_falsify.checkers import (
-    chain_intact,
-    loss_finite,
-    replicas_agree,
-    resume_equal,
-    same_everywhere,
-    samples_once,
-)
 from andon_falsify.claims.evidence import SCRIPT, Evidence
 from andon_falsify.claims.table import judged, judged_by
 from andon_falsify.history import History
@@ -49,11 +42,11 @@ Layout = tuple[int, int, int]
 """Ranks, rows of a micro-batch, micro-batches of a rank in an update: all that distinguishes two runs of a script."""
 
 ONE_RUN: tuple[Claim, ...] = (
-    replicas_agree.CLAIM,
-    samples_once.CLAIM,
-    same_everywhere.CLAIM,
-    loss_finite.CLAIM,
-    chain_intact.CLAIM,
+    checkers.replicas_agree.CLAIM,
+    checkers.samples_once.CLAIM,
+    checkers.same_everywhere.CLAIM,
+    checkers.loss_finite.CLAIM,
+    checkers.chain_intact.CLAIM,
 )
 
 
@@ -74,10 +67,10 @@ class ScriptBench:
         self.words: tuple[str, ...] = ("--script", command.text)
         self.backends: tuple[str, ...] = ("script",)
         self.every_backend: tuple[str, ...] = ("script",)
-        self.claims: tuple[Claim, ...] = (*ONE_RUN, resume_equal.CLAIM)
+        self.claims: tuple[Claim, ...] = (*ONE_RUN, checkers.resume_equal.CLAIM)
         self.kinds: Mapping[str, frozenset[str]] = {
             LAW: frozenset(claim.name for claim in ONE_RUN),
-            RESUME: frozenset({resume_equal.CLAIM.name}),
+            RESUME: frozenset({checkers.resume_equal.CLAIM.name}),
         }
         self.runs = 0
         self._command = command
@@ -95,14 +88,14 @@ class ScriptBench:
     def attempt(self, trial: Trial) -> Mapping[str, Verdict]:
         """See `Bench.attempt`."""
         if trial.kind == RESUME:
-            return {resume_equal.CLAIM.name: self._resuming(trial.case)}
+            return {checkers.resume_equal.CLAIM.name: self._resuming(trial.case)}
         done = self.done(trial.case)
         why = self._fault(done, trial.case)
         if why:
             return {claim.name: unknown(claim, why) for claim in ONE_RUN}
-        plain = [claim for claim in ONE_RUN if claim is not same_everywhere.CLAIM]
+        plain = [claim for claim in ONE_RUN if claim is not checkers.same_everywhere.CLAIM]
         found = judged(_evidence(done.history), plain) | {
-            same_everywhere.CLAIM.name: self._elsewhere(trial.case, done.history)
+            checkers.same_everywhere.CLAIM.name: self._elsewhere(trial.case, done.history)
         }
         return {claim.name: found[claim.name] for claim in ONE_RUN}
 
@@ -130,25 +123,27 @@ class ScriptBench:
     def _elsewhere(self, case: Case, history: History) -> Verdict:
         alone = case.but(world=1, micro_batches=1)
         if (case.world, case.accumulation) == (1, 1):
-            return not_applicable(same_everywhere.CLAIM, "this is the layout that the others are compared with")
+            return not_applicable(
+                checkers.same_everywhere.CLAIM, "this is the layout that the others are compared with"
+            )
         done = self.done(alone)
         why = self._fault(done, alone)
         if why:
-            return unknown(same_everywhere.CLAIM, f"the run on one rank to compare with: {why}")
+            return unknown(checkers.same_everywhere.CLAIM, f"the run on one rank to compare with: {why}")
         layout = f"{case.world} ranks x {case.accumulation} x {case.local_batch} rows"
         named = replace(history, name=layout)
-        return judged_by(same_everywhere.CLAIM, _evidence(named, alone=done.history))
+        return judged_by(checkers.same_everywhere.CLAIM, _evidence(named, alone=done.history))
 
     def _resuming(self, case: Case) -> Verdict:
         """What is said of resuming on the layout of `case`; each layout is tried once."""
         layout = _layout(case)
         if layout not in self._taken_up:
-            self._taken_up[layout] = judge(resume_equal.CLAIM, self._resumed, case)
+            self._taken_up[layout] = judge(checkers.resume_equal.CLAIM, self._resumed, case)
         return self._taken_up[layout]
 
     def _resumed(self, case: Case) -> Verdict:
         """The run on this layout, and the same one killed half-way and taken up in the same folder."""
-        claim = resume_equal.CLAIM
+        claim = checkers.resume_equal.CLAIM
         if not self._command.resumes:
             return not_applicable(claim, "the command does not say how it resumes ({resume:WORDS} and {folder})")
         whole = self.done(case)

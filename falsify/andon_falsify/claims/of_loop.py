@@ -4,18 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from andon_falsify.checkers import (
-    gradient_law,
-    halts,
-    layout_equal,
-    loss_finite,
-    losses_close,
-    replicas_agree,
-    resume_equal,
-    same_everywhere,
-    samples_once,
-    schedule,
-)
+from andon_falsify import checkers
 from andon_falsify.claims.evidence import of_trace
 from andon_falsify.claims.statements import BASE, EVALUATION, RANDOMNESS, UPDATE
 from andon_falsify.claims.table import judged
@@ -26,19 +15,24 @@ from andon_falsify.verdict import Claim, Verdict, unknown
 _SHOWN = 4
 
 ONE_RUN: tuple[Claim, ...] = (
-    replicas_agree.CLAIM,
-    samples_once.CLAIM,
-    gradient_law.CLAIM,
+    checkers.replicas_agree.CLAIM,
+    checkers.samples_once.CLAIM,
+    checkers.gradient_law.CLAIM,
     UPDATE,
-    losses_close.CLAIM,
-    loss_finite.CLAIM,
-    schedule.CLAIM,
+    checkers.losses_close.CLAIM,
+    checkers.loss_finite.CLAIM,
+    checkers.schedule.CLAIM,
     BASE,
-    layout_equal.CLAIM,
+    checkers.layout_equal.CLAIM,
     EVALUATION,
 )
 """What one run of a case decides."""
-MORE_RUNS: tuple[Claim, ...] = (same_everywhere.CLAIM, resume_equal.CLAIM, halts.CLAIM, RANDOMNESS)
+MORE_RUNS: tuple[Claim, ...] = (
+    checkers.same_everywhere.CLAIM,
+    checkers.resume_equal.CLAIM,
+    checkers.halts.CLAIM,
+    RANDOMNESS,
+)
 """What needs further runs: see `campaign.further`."""
 CLAIMS: tuple[Claim, ...] = (*ONE_RUN, *MORE_RUNS)
 """Every claim that is judged of a loop."""

@@ -4,21 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from andon_falsify.checkers import CLAIMS as CHECKED
-from andon_falsify.checkers import (
-    chain_intact,
-    gradient_law,
-    halts,
-    layout_equal,
-    loss_finite,
-    losses_close,
-    memory_within,
-    plan_followed,
-    replicas_agree,
-    same_everywhere,
-    samples_once,
-    schedule,
-)
+from andon_falsify import checkers
 from andon_falsify.claims.evidence import of_trace
 from andon_falsify.claims.statements import AVERAGE, BASE, FACE, FALLBACK, NON_FINITE, NORM, SHARDS, UPDATE
 from andon_falsify.claims.table import judged
@@ -26,18 +12,18 @@ from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.trace import Trace
 from andon_falsify.verdict import Claim, Verdict, unknown
 
-CLAIMS: tuple[Claim, ...] = (*CHECKED, UPDATE, NORM, BASE, FALLBACK, AVERAGE, NON_FINITE, SHARDS, FACE)
+CLAIMS: tuple[Claim, ...] = (*checkers.CLAIMS, UPDATE, NORM, BASE, FALLBACK, AVERAGE, NON_FINITE, SHARDS, FACE)
 """Every claim about our trainer."""
 _ALWAYS = (
-    replicas_agree.CLAIM,
-    samples_once.CLAIM,
-    plan_followed.CLAIM,
-    loss_finite.CLAIM,
-    schedule.CLAIM,
-    layout_equal.CLAIM,
+    checkers.replicas_agree.CLAIM,
+    checkers.samples_once.CLAIM,
+    checkers.plan_followed.CLAIM,
+    checkers.loss_finite.CLAIM,
+    checkers.schedule.CLAIM,
+    checkers.layout_equal.CLAIM,
     BASE,
 )
-_OF_VALUES = (gradient_law.CLAIM, losses_close.CLAIM, NORM, UPDATE)
+_OF_VALUES = (checkers.gradient_law.CLAIM, checkers.losses_close.CLAIM, NORM, UPDATE)
 """What needs the tensors of every update, of a run in which all of them are finite."""
 
 
@@ -45,13 +31,15 @@ def verdicts(trace: Trace, base: Trace | None = None) -> dict[str, Verdict]:
     """What can be said of `trace`, by claim. `base` is the same case on one rank, to compare with (see `alone`)."""
     case = trace.case
     if not trace.parts:
-        return {replicas_agree.CLAIM.name: unknown(replicas_agree.CLAIM, "; ".join(trace.errors.values()))}
+        return {
+            checkers.replicas_agree.CLAIM.name: unknown(checkers.replicas_agree.CLAIM, "; ".join(trace.errors.values()))
+        }
     asked = [
         (True, _ALWAYS),
-        (trace.ledger is not None, (chain_intact.CLAIM,)),
-        (case.poison is not None, (halts.CLAIM,)),
-        (case.memory, (memory_within.CLAIM,)),
-        (base is not None, (same_everywhere.CLAIM,)),
+        (trace.ledger is not None, (checkers.chain_intact.CLAIM,)),
+        (case.poison is not None, (checkers.halts.CLAIM,)),
+        (case.memory, (checkers.memory_within.CLAIM,)),
+        (base is not None, (checkers.same_everywhere.CLAIM,)),
         (case.values and case.poison is None, _OF_VALUES),
     ]
     evidence = of_trace(trace)

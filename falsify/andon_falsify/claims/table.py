@@ -12,21 +12,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Literal
 
-from andon_falsify.checkers import (
-    chain_intact,
-    gradient_law,
-    halts,
-    layout_equal,
-    loss_finite,
-    losses_close,
-    memory_within,
-    plan_followed,
-    replicas_agree,
-    resume_equal,
-    same_everywhere,
-    samples_once,
-    schedule,
-)
+from andon_falsify import checkers
 from andon_falsify.claims.between import everywhere, resumed
 from andon_falsify.claims.evidence import Evidence, Need, tensors
 from andon_falsify.claims.one_run import finite, halted, layouts, memory, rates, replicas
@@ -101,7 +87,7 @@ def _restores(evidence: Evidence) -> str:
 def chain(evidence: Evidence) -> Verdict:
     """The links of the ledger of the accused; what a resume had cut off of it is said."""
     assert evidence.ledger is not None
-    verdict = chain_intact.check(evidence.ledger)
+    verdict = checkers.chain_intact.check(evidence.ledger)
     resumes = evidence.ledger.of_kind("resume")
     cut = [(each.line, each.fields.get("torn")) for each in resumes if each.fields.get("torn")]
     said = [verdict.why] if verdict.why else []
@@ -110,19 +96,19 @@ def chain(evidence: Evidence) -> Verdict:
 
 
 _CHECKERS = (
-    Checker(replicas_agree.CLAIM, replicas, needs=(_somebody_to_agree_with,)),
-    Checker(samples_once.CLAIM, samples),
-    Checker(plan_followed.CLAIM, plan),
-    Checker(same_everywhere.CLAIM, everywhere, further=("alone", "elsewhere")),
-    Checker(halts.CLAIM, halted, needs=(_halts,), further=("poisoned",)),
-    Checker(resume_equal.CLAIM, resumed, needs=(_restores,), further=("cut", "taken up")),
-    Checker(chain_intact.CLAIM, chain, "accused", needs=(_a_ledger,)),
-    Checker(loss_finite.CLAIM, finite, needs=(_losses_told,)),
-    Checker(schedule.CLAIM, rates),
-    Checker(losses_close.CLAIM, _of("gradient", "losses"), "witness", needs=(tensors("loss of a reference"),)),
-    Checker(memory_within.CLAIM, memory, "witness", needs=(tensors("bytes of memory"),)),
-    Checker(layout_equal.CLAIM, layouts, "witness", needs=(tensors("layout of tensors"),)),
-    Checker(gradient_law.CLAIM, _of("gradient", "gradient"), "witness", needs=(tensors("gradient"), _a_law)),
+    Checker(checkers.replicas_agree.CLAIM, replicas, needs=(_somebody_to_agree_with,)),
+    Checker(checkers.samples_once.CLAIM, samples),
+    Checker(checkers.plan_followed.CLAIM, plan),
+    Checker(checkers.same_everywhere.CLAIM, everywhere, further=("alone", "elsewhere")),
+    Checker(checkers.halts.CLAIM, halted, needs=(_halts,), further=("poisoned",)),
+    Checker(checkers.resume_equal.CLAIM, resumed, needs=(_restores,), further=("cut", "taken up")),
+    Checker(checkers.chain_intact.CLAIM, chain, "accused", needs=(_a_ledger,)),
+    Checker(checkers.loss_finite.CLAIM, finite, needs=(_losses_told,)),
+    Checker(checkers.schedule.CLAIM, rates),
+    Checker(checkers.losses_close.CLAIM, _of("gradient", "losses"), "witness", needs=(tensors("loss of a reference"),)),
+    Checker(checkers.memory_within.CLAIM, memory, "witness", needs=(tensors("bytes of memory"),)),
+    Checker(checkers.layout_equal.CLAIM, layouts, "witness", needs=(tensors("layout of tensors"),)),
+    Checker(checkers.gradient_law.CLAIM, _of("gradient", "gradient"), "witness", needs=(tensors("gradient"), _a_law)),
     Checker(
         UPDATE,
         _of("update", "update"),

@@ -48,7 +48,8 @@ def json_bytes(report: Report) -> bytes:
 def to_plain(report: Report) -> dict[str, Any]:
     """`report` as JSON has it."""
     expected = [_Expected(subject, claim, reason) for (subject, claim), reason in report.expected.items()]
-    return dict.fromkeys(_FIRST) | _plain(vars(report) | {"expected": expected})
+    plain: dict[str, Any] = _plain(vars(report) | {"expected": expected})
+    return dict.fromkeys(_FIRST) | plain
 
 
 def _plain(value: Any) -> Any:
@@ -95,14 +96,14 @@ def from_plain(plain: object, name: str) -> Report:
         raise InputError([Problem(name, f"is not a report of schema {SCHEMA}: its schema is {found}")])
     reading = _Reading()
     kinds = get_type_hints(Report) | {"expected": tuple[_Expected, ...]}
-    found = reading.named(plain, kinds, _REQUIRED, "")
+    entries = reading.named(plain, kinds, _REQUIRED, "")
     for faults in (reading.misfits, reading.contradictions):
         problems = ProblemList()
         for where, what in faults:
             problems.add(name, f"{where} {what}")
         problems.raise_if_any()
-    expected = {(each.subject, each.claim): each.reason for each in found.pop("expected", ())}
-    return Report(**found, expected=expected)
+    expected = {(each.subject, each.claim): each.reason for each in entries.pop("expected", ())}
+    return Report(**entries, expected=expected)
 
 
 @dataclass
