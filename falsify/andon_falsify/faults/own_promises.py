@@ -24,14 +24,16 @@ from andon_falsify.faults.planting import (
     MOMENTUM,
     PLAIN,
     SGD,
-    Changed,
     Fault,
+    Plant,
+    after_updates,
     around,
-    body_replaced,
+    followers,
+    of_function,
     patched,
+    with_rate,
     with_result,
 )
-from andon_falsify.faults.planting import followers as others
 from andon_falsify.subjects.assembly import Parts
 
 
@@ -59,12 +61,8 @@ def _last_batch_dropped(parts: Parts, _: ExitStack) -> None:
 
 
 def _rate_by_micro_batch(parts: Parts, _: ExitStack) -> None:
-    schedule, total = parts.schedule, parts.plan.total_steps
-
-    def rate(step: int) -> float:
-        return schedule.rate(min(total, (step - 1) * parts.case.micro_batches + 1))
-
-    parts.schedule = Changed(schedule, rate=rate)  # type: ignore[assignment]
+    total = parts.plan.total_steps
+    with_rate(parts, lambda step: min(total, (step - 1) * parts.case.micro_batches + 1))
 
 
 def _layout_reversed(parts: Parts, _: ExitStack) -> None:
@@ -83,13 +81,10 @@ def _layout_reversed(parts: Parts, _: ExitStack) -> None:
 
 
 def _base_touched(parts: Parts, _: ExitStack) -> None:
-    for replica in others(parts).values():
+    def touch(own: Replica) -> None:
+        next(iter(own.frozen().values())).view(-1)[0] += 1e-3
 
-        def apply(inner: Callable[[], None], own: Any = replica) -> None:
-            inner()
-            next(iter(own.frozen().values())).view(-1)[0] += 1e-3
-
-        around(replica, "apply", apply)
+    after_updates(followers(parts).values(), touch)
 
 
 def _nan_reported(parts: Parts, _: ExitStack) -> None:
@@ -116,20 +111,11 @@ def _moments_lost(parts: Parts, _: ExitStack) -> None:
 
 
 def _started_over(parts: Parts, _: ExitStack) -> None:
-    schedule = parts.schedule
-
-    def rate(step: int) -> float:
-        return schedule.rate(max(1, step - parts.seen.resumed_from))
-
-    parts.schedule = Changed(schedule, rate=rate)  # type: ignore[assignment]
+    with_rate(parts, lambda step: max(1, step - parts.seen.resumed_from))
 
 
 def _no_fallback(backend: str, workers: int, names: Any, gpus: int | None = None) -> Any:
     raise RuntimeError("no CUDA-capable device is detected")
-
-
-def _without_fallback(_: object, stack: ExitStack) -> None:
-    body_replaced(stack, devices.placement, _no_fallback)
 
 
 # what is kept that need not be
@@ -176,30 +162,26 @@ def _graph_kept(parts: Parts, stack: ExitStack) -> None:
         around(replica, "gradients", lambda inner, *a, own=held, **k: gradients(inner, *a, held=own, **k))
 
 
-def _kept_after_update(parts: Parts, make: Callable[[Any], list[torch.Tensor]], *, once: bool) -> None:
+def _kept_after_updates(make: Callable[[Replica], list[torch.Tensor]], *, once: bool = True) -> Plant:
     """After the update every replica holds what `make` makes of it: anew each time, or more and more."""
-    for replica in parts.replicas:
-        kept: list[torch.Tensor] = []
 
-        def apply(inner: Callable[[], None], held: Any = kept, own: Any = replica) -> None:
-            inner()
+    def plant(parts: Parts, _: ExitStack) -> None:
+        kept: dict[int, list[torch.Tensor]] = {}
+
+        def keep(own: Replica) -> None:
+            held = kept.setdefault(id(own), [])
             if once:
                 held.clear()
             held += make(own)
 
-        around(replica, "apply", apply)
+        after_updates(parts.replicas, keep)
+
+    return plant
 
 
-def _double_moments(parts: Parts, _: ExitStack) -> None:
-    _kept_after_update(parts, lambda own: [moment.double() for moment in own.optimizer_state().values()], once=True)
-
-
-def _second_base(parts: Parts, _: ExitStack) -> None:
-    _kept_after_update(parts, lambda own: [tensor.clone() for tensor in own.frozen().values()], once=True)
-
-
-def _growth(parts: Parts, _: ExitStack) -> None:
-    _kept_after_update(parts, lambda own: [own.parameters.gradient[:64].clone()], once=False)
+_double_moments = _kept_after_updates(lambda own: [moment.double() for moment in own.optimizer_state().values()])
+_second_base = _kept_after_updates(lambda own: [tensor.clone() for tensor in own.frozen().values()])
+_growth = _kept_after_updates(lambda own: [own.parameters.gradient[:64].clone()], once=False)
 
 
 _SOURCE, _MEMORY = "this trainer's promises", "issue 2, memory"
@@ -215,7 +197,7 @@ FAULTS = (
     Fault("line of the ledger lost", _SOURCE, "chain-intact", _line_lost, SGD),
     Fault("moments lost in a resume", _SOURCE, "resume-equal", _moments_lost, MOMENTUM, "resume"),
     Fault("schedule started over in a resume", _SOURCE, "resume-equal", _started_over, MOMENTUM, "resume"),
-    Fault("no fallback to the CPU", _SOURCE, "cpu-fallback", _without_fallback, kind="functions"),
+    of_function("no fallback to the CPU", _SOURCE, "cpu-fallback", devices.placement, _no_fallback),
 )
 MEMORY = (
     Fault("every leaf's gradient kept", _MEMORY, "memory-budget", _every_leaf_kept, BIG),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,6 +18,8 @@ from andon.step.step import Pending, StepResult
 from andon_falsify.subjects.assembly import Parts
 from andon_falsify.subjects.case import Case, make_rows
 
+Plant = Callable[[Any, ExitStack], None]
+"""Changes what the subject was assembled to (for `functions` nothing); the stack is for what has to be undone."""
 Kind = Literal["trainer", "resume", "coordinator", "functions"]
 
 SGD = Case(rows=make_rows(11), optimizer="sgd", lr=0.05, clip_norm=None, weight_decay=0.0)
@@ -44,14 +46,13 @@ BIG = Case(
 class Fault:
     """A wrong, the claim that must fall by it, and the case that shows it.
 
-    source: where it is described. plant: takes what the subject was assembled to (for `functions` nothing), and a
-    stack for what has to be undone; it runs in every process of the run.
+    source: where it is described. plant: runs in every process of the run.
     """
 
     name: str
     source: str
     claim: str
-    plant: Callable[[Any, ExitStack], None]
+    plant: Plant
     case: Case = field(default_factory=Case)
     kind: Kind = "trainer"
 
@@ -73,6 +74,11 @@ def patched(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
     setattr(owner, name, value)
 
 
+def of_function(name: str, source: str, claim: str, function: Callable[..., Any], mutant: Callable[..., Any]) -> Fault:
+    """A fault of a free function: it has the body of `mutant`."""
+    return Fault(name, source, claim, lambda _, stack: body_replaced(stack, function, mutant), kind="functions")
+
+
 def body_replaced(stack: ExitStack, function: Callable[..., Any], mutant: Callable[..., Any]) -> None:
     """Give `function`, under all of its contracts, the body of `mutant` until `stack` closes.
 
@@ -85,8 +91,7 @@ def body_replaced(stack: ExitStack, function: Callable[..., Any], mutant: Callab
     if mutant.__code__.co_freevars:
         msg = f"{mutant.__name__} closes over {mutant.__code__.co_freevars}"
         raise ValueError(msg)
-    stack.callback(setattr, inner, "__code__", inner.__code__)
-    inner.__code__ = mutant.__code__
+    patched(stack, inner, "__code__", mutant.__code__)
 
 
 class Changed:
@@ -160,6 +165,23 @@ def current_batch(parts: Parts) -> Callable[[], GlobalBatch]:
 def followers(parts: Parts) -> Mapping[int, Replica]:
     """The replicas of this process but rank 0's."""
     return {rank: replica for rank, replica in parts.by_rank.items() if rank}
+
+
+def after_updates(replicas: Iterable[Replica], change: Callable[[Replica], object]) -> None:
+    """Have change(replica) behind every update of each of `replicas`."""
+    for replica in replicas:
+
+        def apply(inner: Callable[[], None], own: Replica = replica) -> None:
+            inner()
+            change(own)
+
+        around(replica, "apply", apply)
+
+
+def with_rate(parts: Parts, step_of: Callable[[int], int]) -> None:
+    """Have each update at the rate of the update step_of(its number)."""
+    schedule = parts.schedule
+    parts.schedule = Changed(schedule, rate=lambda step: schedule.rate(step_of(step)))  # type: ignore[assignment]
 
 
 def local_sum(replica: Replica, partial: PartialGradient) -> torch.Tensor:

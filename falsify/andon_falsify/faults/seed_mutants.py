@@ -26,12 +26,14 @@ from andon_falsify.faults.planting import (
     PLAIN,
     SGD,
     Fault,
+    Plant,
+    after_updates,
     around,
     around_updates,
-    body_replaced,
     current_batch,
     followers,
     local_sum,
+    of_function,
     patched,
     rows_of,
     scaled_partials,
@@ -50,12 +52,15 @@ _ADDED = "seed 5.1, add"
 # what the seed's own tests missed
 
 
-def _everything(_: str) -> bool:
-    return True
+def _unsynced(keeps: Callable[[str], bool] = lambda name: True, first: int = 1) -> Plant:
+    """The ranks from `first` on keep their own gradient of the tensors whose names `keeps` accepts."""
 
+    def plant(parts: Parts, _: ExitStack) -> None:
+        for rank, replica in followers(parts).items():
+            if rank >= first:
+                unsynced(replica, keeps)
 
-def _is_bias(name: str) -> bool:
-    return name.endswith("bias")
+    return plant
 
 
 def _returns_zeros(coordinator: DataParallelCoordinator, _: ExitStack) -> None:
@@ -64,11 +69,6 @@ def _returns_zeros(coordinator: DataParallelCoordinator, _: ExitStack) -> None:
         return BatchResult(0.0, 0, 0, 0.0)
 
     around(coordinator, "train_batch_parallel", train)
-
-
-def _no_sync(parts: Parts, _: ExitStack) -> None:
-    for replica in followers(parts).values():
-        unsynced(replica, _everything)
 
 
 def _mean_of_means(parts: Parts, _: ExitStack) -> None:
@@ -101,17 +101,6 @@ class _Overlapping(GlobalBatch):
 
 def _overlapping(parts: Parts, _: ExitStack) -> None:
     with_plan(parts, lambda batch: _Overlapping(batch.step, batch.epoch, batch.position, batch.ids))
-
-
-def _bias_unsynced(parts: Parts, _: ExitStack) -> None:
-    for replica in followers(parts).values():
-        unsynced(replica, _is_bias)
-
-
-def _only_first_synced(parts: Parts, _: ExitStack) -> None:
-    for rank, replica in followers(parts).items():
-        if rank > 1:
-            unsynced(replica, _everything)
 
 
 def _idle(parts: Parts, ranks: Callable[[int], bool], falls_back: Callable[[int, int], bool]) -> None:
@@ -153,12 +142,18 @@ def _no_norm(parts: Parts, _: ExitStack) -> None:
 
 MISSED = (
     Fault("train_batch_parallel returns zeros", _MISSED, "losses-close", _returns_zeros, PLAIN, "coordinator"),
-    Fault("no sync", _MISSED, "replicas-agree", _no_sync, SGD),
+    Fault("no sync", _MISSED, "replicas-agree", _unsynced(), SGD),
     Fault("loss is a mean of shard means", _MISSED, "losses-close", _mean_of_means, SGD),
     Fault("last shard not trained", _MISSED, "gradient-law", _last_shard_untrained, SGD),
     Fault("shards overlap", _MISSED, "samples-once", _overlapping, PLAIN),
-    Fault("bias not synced", _MISSED, "replicas-agree", _bias_unsynced, SGD.but(architecture="encoder")),
-    Fault("only the first replica synced", _MISSED, "replicas-agree", _only_first_synced, SGD.but(world=3)),
+    Fault(
+        "bias not synced",
+        _MISSED,
+        "replicas-agree",
+        _unsynced(lambda name: name.endswith("bias")),
+        SGD.but(architecture="encoder"),
+    ),
+    Fault("only the first replica synced", _MISSED, "replicas-agree", _unsynced(first=2), SGD.but(world=3)),
     # 11 rows in batches of 3: the last batch has as many rows as there are replicas.
     Fault("fallback at n = replicas", _MISSED, "replicas-agree", _fallback_at_equality, SGD.but(batch_size=3)),
     Fault("fallback trains nothing", _MISSED, "update-law", _fallback_trains_nothing, SGD),
@@ -214,32 +209,6 @@ def _accepts_no_devices(devices: Any, *, cpu_fallback: bool = False) -> Any:
     return tuple(torch.device("cpu") for _ in devices or ["cpu"])
 
 
-def _in_average(body: Any) -> Any:
-    return lambda _, stack: body_replaced(stack, average_gradients, body)
-
-
-def _in_search(body: Any) -> Any:
-    return lambda _, stack: body_replaced(stack, has_non_finite, body)
-
-
-def _in_sharding(body: Any) -> Any:
-    return lambda _, stack: body_replaced(stack, shard_samples, body)
-
-
-def _devices(_: object, stack: ExitStack) -> None:
-    body_replaced(stack, resolve_devices, _accepts_no_devices)
-
-
-def _up_unsynced(parts: Parts, _: ExitStack) -> None:
-    for replica in followers(parts).values():
-        unsynced(replica, lambda name: "lora_B" in name)
-
-
-def _head_unsynced(parts: Parts, _: ExitStack) -> None:
-    for replica in followers(parts).values():
-        unsynced(replica, lambda name: "modules_to_save" in name)
-
-
 def _an_ulp_off(parts: Parts, _: ExitStack) -> None:
     for replica in followers(parts).values():
 
@@ -251,18 +220,18 @@ def _an_ulp_off(parts: Parts, _: ExitStack) -> None:
 
 
 CAUGHT = (
-    Fault("average without division", _CAUGHT, "average-law", _in_average(_sum), kind="functions"),
-    Fault("NaN averaged as 0", _CAUGHT, "average-law", _in_average(_nan_to_zero), kind="functions"),
-    Fault("Inf skipped in the average", _CAUGHT, "average-law", _in_average(_inf_skipped), kind="functions"),
-    Fault("only worker 0 averaged", _CAUGHT, "average-law", _in_average(_first_worker_only), kind="functions"),
-    Fault("has_non_finite ignores Inf", _CAUGHT, "non-finite-seen", _in_search(_sees_no_inf), kind="functions"),
-    Fault("only the first element", _CAUGHT, "non-finite-seen", _in_search(_sees_only_the_first), kind="functions"),
-    Fault("remainder dropped", _CAUGHT, "shards-law", _in_sharding(_remainder_dropped), kind="functions"),
-    Fault("shard order reversed", _CAUGHT, "shards-law", _in_sharding(_reversed), kind="functions"),
-    Fault("LoRA B not synced", _CAUGHT, "replicas-agree", _up_unsynced, SGD),
-    Fault("head weight not synced", _CAUGHT, "replicas-agree", _head_unsynced, SGD),
+    of_function("average without division", _CAUGHT, "average-law", average_gradients, _sum),
+    of_function("NaN averaged as 0", _CAUGHT, "average-law", average_gradients, _nan_to_zero),
+    of_function("Inf skipped in the average", _CAUGHT, "average-law", average_gradients, _inf_skipped),
+    of_function("only worker 0 averaged", _CAUGHT, "average-law", average_gradients, _first_worker_only),
+    of_function("has_non_finite ignores Inf", _CAUGHT, "non-finite-seen", has_non_finite, _sees_no_inf),
+    of_function("only the first element", _CAUGHT, "non-finite-seen", has_non_finite, _sees_only_the_first),
+    of_function("remainder dropped", _CAUGHT, "shards-law", shard_samples, _remainder_dropped),
+    of_function("shard order reversed", _CAUGHT, "shards-law", shard_samples, _reversed),
+    Fault("LoRA B not synced", _CAUGHT, "replicas-agree", _unsynced(lambda name: "lora_B" in name), SGD),
+    Fault("head weight not synced", _CAUGHT, "replicas-agree", _unsynced(lambda name: "modules_to_save" in name), SGD),
     Fault("sync off by an ulp", _CAUGHT, "replicas-agree", _an_ulp_off, SGD),
-    Fault("empty list of devices accepted", _CAUGHT, "coordinator-face", _devices, kind="functions"),
+    of_function("empty list of devices accepted", _CAUGHT, "coordinator-face", resolve_devices, _accepts_no_devices),
 )
 
 
@@ -303,13 +272,7 @@ def _nan_masked(parts: Parts, _: ExitStack) -> None:
 
 
 def _own_moments(parts: Parts, _: ExitStack) -> None:
-    for replica in followers(parts).values():
-
-        def apply(inner: Callable[[], None], own: Any = replica) -> None:
-            inner()
-            own.optimizer_state()["exp_avg"].mul_(1.5)
-
-        around(replica, "apply", apply)
+    after_updates(followers(parts).values(), lambda own: own.optimizer_state()["exp_avg"].mul_(1.5))
 
 
 def _stale_fallback(parts: Parts, _: ExitStack) -> None:
@@ -366,10 +329,6 @@ def _sum_in_fp32(grads: Any) -> Any:
     return (total / len(grads)).tolist()
 
 
-def _overflow(_: object, stack: ExitStack) -> None:
-    body_replaced(stack, average_gradients, _sum_in_fp32)
-
-
 _POISONED = SGD.but(poison=Poison(2, 3, "nan"))
 ADDED = (
     Fault("unweighted mean of uneven shards", _ADDED, "gradient-law", _unweighted, SGD),
@@ -382,5 +341,5 @@ ADDED = (
     Fault("rank ignores its shard", _ADDED, "samples-once", _shard_ignored, PLAIN),
     Fault("LoRA detached from the graph", _ADDED, "gradient-law", _detached, SGD),
     Fault("loss computed after the step", _ADDED, "losses-close", _loss_after_step, PLAIN),
-    Fault("fp32 overflow in the average", _ADDED, "average-law", _overflow, kind="functions"),
+    of_function("fp32 overflow in the average", _ADDED, "average-law", average_gradients, _sum_in_fp32),
 )
