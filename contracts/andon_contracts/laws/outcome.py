@@ -13,32 +13,50 @@ from andon_contracts.violation import Finding
 
 @dataclass(frozen=True)
 class Restored:
-    """What is live, or on the disk, against what was saved: digests by name, those found by rank."""
+    """What is live, or on the disk, against what was saved: digests by name, those found by rank.
+
+    fault: why it is not known what is there; "" where it is. ranks: of whom that is said, where they are known.
+    """
 
     saved: Mapping[str, int]
     found: Mapping[str, tuple[int, ...]]
     step: int
+    fault: str = ""
+    ranks: tuple[int, ...] = ()
 
 
 def _first_unrestored(seen: Restored) -> str | None:
-    return next((n for n, saved in seen.saved.items() if any(d != saved for d in seen.found.get(n, (None,)))), None)
+    """The first name that is not there with the digest that was saved, or was not saved at all."""
+    saved, found = seen.saved, seen.found
+    names = dict.fromkeys([*saved, *found])
+    return next((n for n in names if n not in saved or any(d != saved[n] for d in found.get(n, (None,)))), None)
 
 
 def _explain_restored(seen: Restored) -> Finding:
+    if seen.fault:
+        return Finding(seen.fault, seen.step, seen.ranks)
     name = _first_unrestored(seen)
     assert name is not None
     if name not in seen.found:
         return Finding(f"{name} was saved and is not there", seen.step, (), name)
+    if name not in seen.saved:
+        return Finding(f"{name} is there and was not saved", seen.step, (), name)
     saved, found = seen.saved[name], seen.found[name]
     odd = tuple(rank for rank, digest in enumerate(found) if digest != saved)
-    what = f"{name} is not what was saved ({hexadecimal(saved)})"
+    now = ", ".join(dict.fromkeys(hexadecimal(found[rank]) for rank in odd))
+    what = f"{name} is not what was saved (with digest {hexadecimal(saved)}, now {now})"
     return Finding(what, seen.step, odd if len(odd) < len(found) else (), name)
 
 
 RESTORED: tuple[Law[Restored], ...] = (
-    Law("checkpoint-whole/restored", (), lambda seen: _first_unrestored(seen) is None, _explain_restored),
+    Law(
+        "checkpoint-whole/restored",
+        (),
+        lambda seen: not seen.fault and _first_unrestored(seen) is None,
+        _explain_restored,
+    ),
 )
-"""Everything that was digested at the save has that digest on every rank."""
+"""What is there is what was digested at the save: by name, with that digest on every rank, and nothing else."""
 
 
 @dataclass(frozen=True)

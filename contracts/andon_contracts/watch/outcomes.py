@@ -166,7 +166,8 @@ class Outcomes:
     def _judge_restored(self, wanted: Mapping[str, int], found: Mapping[str, tuple[int, ...]]) -> None:
         step = self._probes[0].updates
         saved = {name: digest % _WRAP for name, digest in wanted.items()}
-        live = {name: tuple(digest % _WRAP for digest in by_rank) for name, by_rank in found.items()}
+        # What was not digested at the save, as state that came since, was never to be brought back.
+        live = {name: tuple(digest % _WRAP for digest in found[name]) for name in saved if name in found}
         self._judge_told(RESTORED, Restored(saved, live, step))
 
     def _judge_told(self, laws: Sequence[Law[S]], told: S) -> None:

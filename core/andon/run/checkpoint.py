@@ -12,8 +12,9 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,10 @@ from torch import Tensor
 
 from andon.run.atomic import fsync_folder, json_bytes, remove, storage, temporary_beside, write_new
 from andon.run.sealed import MANIFEST, STATE, TENSORS, CheckpointError, Sealing, manifest_of, read_sealed
-from andon_contracts.digest import hex64, join, tensor_digest
-from andon_contracts.policy import clause, ensure
+from andon_contracts.digest import digests_by_name, hex64, join, tree_digest
+from andon_contracts.laws.law import Judgement, settle
+from andon_contracts.laws.outcome import RESTORED, Restored
 from andon_contracts.record import GENESIS
-from andon_contracts.violation import Finding
 
 _NAME = re.compile(r"step-(\d{8,})(\.old-[0-9a-f]+)?")
 
@@ -44,42 +45,23 @@ class Checkpoint:
     head: tuple[int, str]
 
 
-@dataclass(frozen=True)
-class ReadBack:
-    """The content of a checkpoint as it was found after it was written: digests by name, or why it cannot be read."""
-
-    digests: Mapping[str, str]
-    fault: str = ""
-
-
-def _first_difference(saved: Mapping[str, str], result: ReadBack) -> str:
-    names = sorted(set(saved) | set(result.digests))
-    return next((name for name in names if saved.get(name) != result.digests.get(name)), "")
-
-
-def _lost_in_writing(result: ReadBack, saved: Mapping[str, str], step: int) -> Finding:
-    if result.fault:
-        return Finding(f"what was written cannot be read back: {result.fault}", step=step)
-    name = _first_difference(saved, result)
-    seen = f"saved with digest {saved.get(name, 'none')}, read back with {result.digests.get(name, 'none')}"
-    return Finding(seen, step=step, tensor=name)
-
-
-@clause("checkpoint-whole", explain=_lost_in_writing)
-def read_back_is_saved(result: ReadBack, saved: Mapping[str, str], step: int) -> bool:
-    """By name, the digests read back are those that were saved."""
-    return not result.fault and dict(result.digests) == dict(saved)
-
-
-@ensure(read_back_is_saved)
-def _read_back(folder: Path, step: int, saved: Mapping[str, str]) -> ReadBack:
-    try:
-        found = read_sealed(folder)
-    except CheckpointError as error:
-        return ReadBack({}, str(error))
+def _read_back(folder: Path, step: int) -> dict[str, int]:
+    """The digests of what was written, by name. Raises `CheckpointError` where it cannot be read."""
+    found = read_sealed(folder)
     if found.step != step:
-        return ReadBack({}, f"the step is {found.step}")
-    return ReadBack(_digests(found.tensors))
+        raise CheckpointError(f"the step is {found.step}")
+    return digests_by_name(found.tensors)
+
+
+def _require_saved(saved: Mapping[str, int], step: int, read: Callable[[], Mapping[str, int]]) -> None:
+    """What `read` finds on the disk is what was saved, by name. Raises `Violation` (`checkpoint-whole`)."""
+    found: Mapping[str, int] = {}
+    fault = ""
+    try:
+        found = read()
+    except CheckpointError as error:
+        fault = f"what was written cannot be read back: {error}"
+    settle(Judgement(RESTORED, Restored(saved, {name: (digest,) for name, digest in found.items()}, step, fault)))
 
 
 def save_checkpoint(
@@ -97,28 +79,19 @@ def save_checkpoint(
     Raises `InputError` for a disk that refuses, `Violation` where what is read back is not what was saved, and
     `ValueError` for a state that is not strict JSON; in all cases what was there before still is.
     """
-    saved = _digests(tensors)
+    saved = digests_by_name(tensors)
     final = folder / f"step-{step:08d}"
     temporary = temporary_beside(final)
     with storage(final):
         try:
-            _write(temporary, tensors, state, Sealing(step, hex_join(saved), head))
-            _read_back(temporary, step, saved)
+            _write(temporary, tensors, state, Sealing(step, hex64(join(saved)), head))
+            _require_saved(saved, step, partial(_read_back, temporary, step))
             _put_in_place(temporary, final)
         except BaseException:
             if temporary.exists():
                 remove(temporary)
             raise
     return final
-
-
-@ensure(read_back_is_saved)
-def _read_again(path: Path, saved: Mapping[str, str], step: int) -> ReadBack:
-    try:
-        found = load_checkpoint(path)
-    except CheckpointError as error:
-        return ReadBack({}, str(error))
-    return ReadBack({path.name: found.digest})
 
 
 def is_complete(path: Path) -> bool:
@@ -131,16 +104,7 @@ def require_intact(path: Path, step: int, digest: str) -> None:
 
     Asked before a run goes on although its disk refused a newer one. Raises `Violation` (`checkpoint-whole`).
     """
-    _read_again(path, {path.name: digest}, step)
-
-
-def hex_join(digests: Mapping[str, str]) -> str:
-    """The `tree_digest` as 16 digits from the digests of the names, as 16 digits each."""
-    return hex64(join({name: int(digest, 16) for name, digest in digests.items()}))
-
-
-def _digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    return {name: hex64(tensor_digest(tensor)) for name, tensor in tensors.items()}
+    _require_saved({path.name: int(digest, 16)}, step, lambda: {path.name: int(load_checkpoint(path).digest, 16)})
 
 
 def _write(folder: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any], sealing: Sealing) -> None:
@@ -195,7 +159,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
     found = read_sealed(path)
     if _NAME.fullmatch(path.name) and found.step != _step_of(path):
         raise CheckpointError(f"{path / MANIFEST}: it is of step {found.step}, the folder's name says {_step_of(path)}")
-    digest = hex_join(_digests(found.tensors))
+    digest = hex64(tree_digest(found.tensors))
     if digest != found.digest:
         raise CheckpointError(f"{path / TENSORS}: the tensors have digest {digest}, the manifest says {found.digest}")
     return Checkpoint(path, found.step, found.tensors, found.state, digest, found.head)

@@ -22,10 +22,12 @@ from andon.step.plan import BatchPlan, GlobalBatch
 from andon.step.schedule import WarmupCosine
 from andon.step.step import Pending, RankFailed, StepResult, TrainingStep
 from andon.training.history import step_record
+from andon_contracts.laws.law import Judgement, settle
+from andon_contracts.laws.outcome import RESTORED, Restored
 from andon_contracts.liveness.clock import StepClock
 from andon_contracts.liveness.diagnosis import UPDATE
 from andon_contracts.record import Step
-from andon_contracts.violation import Finding, Violation
+from andon_contracts.violation import Violation
 
 
 @dataclass(frozen=True)
@@ -202,7 +204,7 @@ class Trainer:
         for rank, what in enumerate(map(int, outcomes)):
             if what == _BROKEN:
                 seen = f"rank {rank} did not read back what it wrote"
-                raise Violation.of("checkpoint-whole", Finding(seen, step=self.progress.step, ranks=(rank,)))
+                settle(Judgement(RESTORED, Restored({}, {}, self.progress.step, seen, (rank,))))
             if what == _REFUSED:
                 msg = f"rank {rank} could not write the checkpoint of step {self.progress.step}"
                 raise RankFailed(msg)
