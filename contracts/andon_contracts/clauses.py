@@ -68,10 +68,11 @@ _ALL = (
         "finite",
         ("F-DP-003", "FALSIFY-DDP-003"),
         "invariant",
-        "The loss and the gradient of every micro-batch, and the reduced gradient and its norm, are finite.",
+        "The loss and the gradient of every micro-batch, the reduced gradient and its norm, and what is evaluated are "
+        "finite.",
         "seed N8, V9, V10, V29; faults F40, F41",
         "one pass over each gradient",
-        "every step, before the update",
+        "every step, before the update, and every evaluation",
     ),
     Clause(
         "halt-together",
@@ -380,13 +381,13 @@ _ALL = (
     ),
     Clause(
         "evaluation-once",
-        (),
+        ("samples-once",),
         "post",
         "An evaluation counts every row exactly once, its metrics follow from the rows' counts, two evaluations of the "
         "same weights give the same predictions, and no batch norm is in training mode.",
         "faults F58, F83, F85, F86",
         "one gather of the rows",
-        "every evaluation that is told",
+        "every evaluation, in a watched loop where it is told",
     ),
     Clause(
         "trees-agree",

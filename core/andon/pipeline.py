@@ -28,6 +28,7 @@ from andon.training.build import StepSpec, build_replicas
 from andon.training.build import build_model as build_trainable
 from andon_contracts.agree import Observation
 from andon_contracts.laws.law import Judgement, settle
+from andon_contracts.laws.outcome import OUTPUT, Output
 from andon_contracts.laws.rows import LEAVES, LeafReport, Leaves
 from andon_contracts.observe import nonfinite
 from andon_contracts.policy import clause, enforced, require
@@ -529,5 +530,5 @@ class ClassifyPipeline:
         return hidden
 
     def _judge_output(self, name: str, values: torch.Tensor) -> None:
-        seen = "the forward pass gave values that are not finite"
-        _judge_finite(not nonfinite(values), seen, self.replica.updates, name)
+        odd = (0,) if nonfinite(values) else ()
+        settle(Judgement(OUTPUT, Output(name, 1, odd, self.replica.updates)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,9 @@ from torch import nn
 
 from andon.backend.inprocess import InlineBackend
 from andon.model.task import ClassificationTask
+from andon.training import evaluation
 from andon.training.evaluation import evaluate
+from andon_contracts.policy import evaluations, reset_evaluations
 from andon_contracts.violation import Violation
 
 ROWS = 150
@@ -43,6 +46,14 @@ class RepeatingBackend(InlineBackend):
         return [local[0] for _ in local]
 
 
+class SwappingBackend(InlineBackend):
+    """Its gather gives the ranks' tensors the other way round."""
+
+    def gather(self, local: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What the ranks passed, from the last to the first."""
+        return list(local)[::-1]
+
+
 def rows() -> ClassificationTask:
     """Row r is the one token r, of class 1 if r is odd, but for row 5."""
     labels = [row % 2 for row in range(ROWS)]
@@ -63,13 +74,34 @@ def test_every_row_is_scored_once(world: int) -> None:
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
 def test_logits_that_are_not_finite_are_not_scored(odd: float) -> None:
     """NaN and Inf would be predictions of some class; the row that has them is named instead."""
-    with pytest.raises(Violation, match="1 of 150 rows no finite logits, row 133 first") as found:
+    with pytest.raises(Violation, match="no finite logits: 1 of 150 rows have none, row 133 first") as found:
         evaluate(InlineBackend([CPU] * 2), [ByFirstToken(133, odd)] * 2, rows(), range(ROWS))
     assert found.value.clause == "finite"
 
 
 def test_rows_that_come_back_twice_are_not_scored() -> None:
-    """A gather that loses a rank's rows and repeats another's breaks samples-once, whatever the rows are."""
-    with pytest.raises(Violation) as found:
+    """A gather that loses a rank's rows and repeats another's breaks evaluation-once, whatever the rows are."""
+    with pytest.raises(Violation, match=r"rows \[0, 1, 2, 3, 4, 5, 6, 7\] were counted more than once") as found:
         evaluate(RepeatingBackend([CPU] * 2), [ByFirstToken()] * 2, rows(), range(ROWS))
-    assert found.value.clause == "samples-once"
+    assert found.value.clause == "evaluation-once"
+
+
+def test_rows_that_come_back_in_another_order_are_not_scored() -> None:
+    """Each is there once, and stands where another was planned."""
+    with pytest.raises(Violation, match=r"evaluation-once .* not the planned ones in their order"):
+        evaluate(SwappingBackend([CPU] * 2), [ByFirstToken()] * 2, rows(), range(ROWS))
+
+
+def test_a_score_of_fewer_rows_than_planned_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A confusion matrix that leaves out a row: what is told does not follow from the rows."""
+    inner = evaluation.scores
+    monkeypatch.setattr(evaluation, "scores", lambda *given: replace(inner(*given), rows=ROWS - 1))
+    with pytest.raises(Violation, match=r"evaluation-once .* rows is told as 149.0 on rank 0, the rows give 150.0"):
+        evaluate(InlineBackend([CPU]), [ByFirstToken()], rows(), range(ROWS))
+
+
+def test_each_evaluation_is_held_to_the_rows_that_a_watch_is_held_to() -> None:
+    """Twice to `evaluation-once`, before it is scored and after, and once to `finite`."""
+    reset_evaluations()
+    evaluate(InlineBackend([CPU]), [ByFirstToken()], rows(), range(ROWS))
+    assert evaluations() == {"evaluation-once": 2, "finite": 1}

@@ -61,7 +61,10 @@ RESTORED: tuple[Law[Restored], ...] = (
 
 @dataclass(frozen=True)
 class EvaluationTold:
-    """One evaluation: the ids of all ranks, how many rows there are (None: unknown), metrics told and recomputed."""
+    """One evaluation: the ids of all ranks, how many rows there are (None: unknown), metrics told and recomputed.
+
+    planned: the rows in the order in which those of all ranks, end to end, must be; None: in any.
+    """
 
     step: int
     ids: tuple[tuple[int, ...], ...]
@@ -73,6 +76,7 @@ class EvaluationTold:
     """Whether the same rows had the same predictions when the same weights were evaluated before."""
     training: tuple[str, ...] = ()
     """By rank, the batch norm that was in training mode when the model was last called for it; "" for none."""
+    planned: tuple[int, ...] | None = None
 
 
 def _wrong_metrics(told: EvaluationTold) -> list[tuple[str, int, float]]:
@@ -91,6 +95,8 @@ def _evaluation_fault(told: EvaluationTold) -> str:
         return f"rows {twice[:8]} were counted more than once"
     if told.rows is not None and len(counts) != told.rows:
         return f"{len(counts)} of {told.rows} rows were counted"
+    if told.planned is not None and tuple(row for part in told.ids for row in part) != told.planned:
+        return f"the {len(counts)} rows that were counted are not the planned ones in their order"
     for name, rank, value in _wrong_metrics(told):
         return f"{name} is told as {value!r} on rank {rank}, the rows give {told.counted[name]!r}"
     for name in filter(None, told.training):
@@ -109,6 +115,25 @@ EVALUATED: tuple[Law[EvaluationTold], ...] = (
 )
 """Each row counted once, metrics from the rows' counts, the same predictions for the same weights, no batch norm in
 training mode."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a forward pass without an update gave for so many `rows`; `odd` are those that it gave no finite `name`."""
+
+    name: str
+    rows: int
+    odd: tuple[int, ...]
+    step: int = 0
+
+
+def _explain_output(seen: Output) -> Finding:
+    of_many = f": {len(seen.odd)} of {seen.rows} rows have none, row {seen.odd[0]} first" if seen.rows > 1 else ""
+    return Finding(f"the model gives no finite {seen.name}{of_many}", seen.step, (), seen.name)
+
+
+OUTPUT: tuple[Law[Output], ...] = (Law("finite/output", (), lambda seen: not seen.odd, _explain_output),)
+"""No NaN or Inf is scored or handed out: as a prediction it would count as some class."""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -11,21 +12,10 @@ from andon.backend.base import Backend
 from andon.metrics.scores import Scores, confusion_matrix, scores
 from andon.model.task import ClassificationTask, evaluation_batches, predictions
 from andon.step.shard import balanced_bounds
-from andon_contracts.observe import nonfinite
-from andon_contracts.policy import clause, ensure, require
-from andon_contracts.violation import Finding
+from andon_contracts.laws.law import Judgement, settle
+from andon_contracts.laws.outcome import EVALUATED, OUTPUT, EvaluationTold, Output
 
 _ROWS = 64
-
-
-def _explain_rows(row_ids: Sequence[int], planned: Sequence[int]) -> Finding:
-    return Finding(seen=f"{len(planned)} rows were to be evaluated once each, {len(row_ids)} were, in another order")
-
-
-@clause("samples-once", _explain_rows)
-def _rows_once(row_ids: Sequence[int], planned: Sequence[int]) -> bool:
-    """The rows that the ranks evaluated, end to end, are the planned ones."""
-    return list(row_ids) == list(planned)
 
 
 def evaluate(backend: Backend, models: Sequence[nn.Module], task: ClassificationTask, ids: Sequence[int]) -> Scores:
@@ -33,38 +23,22 @@ def evaluate(backend: Backend, models: Sequence[nn.Module], task: Classification
 
     Whole batches are shared out, and what comes back is bits, scored alike everywhere.
 
-    Raises `Violation` if what came back is not each row once (`samples-once`), or not finite (`finite`).
+    Raises `Violation` if what came back is not each row once, in order, or is scored otherwise (`evaluation-once`), or
+    is not finite (`finite`).
     """
     row_ids, logits = _gathered(backend, models, task, ids)
-    return _scored(row_ids, ids, logits, task)
+    told = EvaluationTold(0, (tuple(row_ids),), len(ids), {}, {}, planned=tuple(ids))
+    settle(Judgement(EVALUATED, told))
+    finite = logits.isfinite().all(dim=1).tolist()
+    odd = tuple(row for row, whole in zip(row_ids, finite, strict=True) if not whole)
+    settle(Judgement(OUTPUT, Output("logits", len(row_ids), odd)))
+    result = _scored(row_ids, logits, task)
+    counted = {"rows": float(len(ids))}
+    settle(Judgement(EVALUATED, replace(told, told={"rows": [float(result.rows)]}, counted=counted)))
+    return result
 
 
-def _explain_nothing(result: Scores, planned: Sequence[int]) -> Finding:
-    return Finding(seen=f"{len(planned)} rows were to be scored, {result.rows} were")
-
-
-@clause("samples-once", _explain_nothing)
-def _all_scored(result: Scores, planned: Sequence[int]) -> bool:
-    """The confusion matrix counts every planned row."""
-    return result.rows == len(planned)
-
-
-def _explain_logits(row_ids: Sequence[int], logits: torch.Tensor) -> Finding:
-    odd = [row for row, finite in zip(row_ids, logits.isfinite().all(dim=1).tolist(), strict=True) if not finite]
-    return Finding(seen=f"the model gives {len(odd)} of {len(row_ids)} rows no finite logits, row {odd[0]} first")
-
-
-@clause("finite", _explain_logits)
-def _logits_finite(row_ids: Sequence[int], logits: torch.Tensor) -> bool:
-    """No NaN or Inf is scored: as a prediction it would count as some class."""
-    return not bool(nonfinite(logits))
-
-
-# Rows before logits before scores: the last decorator of a kind is the first to be looked at.
-@require(_logits_finite)
-@require(_rows_once)
-@ensure(_all_scored)
-def _scored(row_ids: Sequence[int], planned: Sequence[int], logits: torch.Tensor, task: ClassificationTask) -> Scores:
+def _scored(row_ids: Sequence[int], logits: torch.Tensor, task: ClassificationTask) -> Scores:
     labels = task.labels_of(row_ids)
     confusion = confusion_matrix(logits.argmax(dim=1), labels, task.num_labels)
     losses: list[float] = task.row_losses(logits, labels).double().tolist()
