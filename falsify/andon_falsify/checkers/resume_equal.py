@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from andon_falsify.checkers.equal_updates import GIVEN, bits
 from andon_falsify.checkers.halts import stops
 from andon_falsify.history import History, StepEvent
 from andon_falsify.verdict import Claim, Counterexample, Verdict, conclude, unknown
@@ -113,24 +114,11 @@ def _against(resumed: History, whole: History) -> tuple[int, list[Counterexample
 
 
 def _differ(event: StepEvent, twin: StepEvent, how: str, name: str) -> list[Counterexample]:
-    held, other = _state(event), _state(twin)
-    field = next((field for field in other if field in held and held[field] != other[field]), None)
-    if field is None:
+    """The first that differs of what both have; what the update was given comes before what came of it."""
+    held, other = bits(event), bits(twin)
+    differing = [field for field in other if field in held and held[field] != other[field]]
+    field = min(differing, key=lambda field: field not in GIVEN, default="")
+    if not field:
         return []
-    return [Counterexample(f"the {field} {how}", f"step {event.number} of {name}", other[field], held[field])]
-
-
-def _state(event: StepEvent) -> dict[str, str]:
-    """What must be equal, in causal order; what was not recorded is absent."""
-    digests = event.digests
-    state = {
-        "rows": " ".join(map(str, event.ids)) or None,
-        "learning rate": None if event.lr is None else event.lr.hex,
-        "loss": None if event.loss is None else event.loss.hex,
-        "content": digests.get("content"),
-        "gradient": digests.get("gradient"),
-        "gradient norm": None if event.grad_norm is None else event.grad_norm.hex,
-        "weights": digests.get("weights"),
-        "optimizer": digests.get("optimizer"),
-    }
-    return {name: value for name, value in state.items() if value is not None}
+    said = "gradient norm" if field == "grad_norm" else field
+    return [Counterexample(f"the {said} {how}", f"step {event.number} of {name}", other[field], held[field])]

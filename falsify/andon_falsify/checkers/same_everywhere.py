@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import zip_longest
 
+from andon_falsify.checkers.equal_updates import GIVEN, bits
 from andon_falsify.history import History, StepEvent
 from andon_falsify.verdict import Claim, Counterexample, Verdict, conclude, not_applicable, unknown
 
@@ -14,9 +15,6 @@ CLAIM = Claim(
     "The same run on another number of workers or another backend gives the same rows, loss, gradient, weights and "
     "optimizer state at every update, to the bit.",
 )
-
-_FIELDS = ("content", "loss", "gradient", "grad_norm", "learning rate", "weights", "optimizer")
-"""In causal order: the first that differs says where to look."""
 
 
 def check(histories: Sequence[History]) -> Verdict:
@@ -68,15 +66,15 @@ def _step(event: StepEvent, twin: StepEvent, name: str, other: str) -> tuple[int
         index, rows = next((index, pair) for index, pair in pairs_of_rows if pair[0] != pair[1])
         what = f"the rows differ first, at place {index} of the batch"
         return 1, Counterexample(what, where, str(rows[0]), str(rows[1]))
-    pairs = {field: (_value(event, field), _value(twin, field)) for field in _FIELDS}
-    both = {field: pair for field, pair in pairs.items() if None not in pair}
-    checked = len(both.keys() - {"content", "learning rate"})
+    held, other_held = bits(event), bits(twin)
+    both = {field: (held[field], other_held[field]) for field in held if field in other_held and field != "rows"}
+    checked = len(both.keys() - GIVEN)
     differing = [field for field, pair in both.items() if pair[0] != pair[1]]
     if not differing:
         return checked, None
     equal = [field for field in both if field not in differing]
     what = f"the {differing[0]} differs first" + (f" ({', '.join(equal)} agree)" if equal else "")
-    return checked, Counterexample(what, where, str(both[differing[0]][0]), str(both[differing[0]][1]))
+    return checked, Counterexample(what, where, *both[differing[0]])
 
 
 def _initial(first: History, other: History) -> list[Counterexample]:
@@ -94,14 +92,6 @@ def _lengths(first: History, other: History) -> list[Counterexample]:
         return []
     expected, seen = (f"{len(history.trajectory)} updates" for history in (first, other))
     return [Counterexample("another number of updates", f"{other.name} against {first.name}", expected, seen)]
-
-
-def _value(event: StepEvent, field: str) -> str | None:
-    numbers = {"loss": event.loss, "grad_norm": event.grad_norm, "learning rate": event.lr}
-    if field in numbers:
-        number = numbers[field]
-        return None if number is None else number.hex
-    return event.digests.get(field)
 
 
 def _fingerprint(history: History) -> object:

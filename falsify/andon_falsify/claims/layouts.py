@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from andon_falsify.checkers import resume_equal, same_everywhere, samples_once
+from andon_falsify.checkers.equal_updates import DIGESTS, NUMBERS
 from andon_falsify.claims.evidence import SCRIPT
 from andon_falsify.history import History, Number, StepEvent
 from andon_falsify.verdict import Counterexample, Verdict, conclude, unknown
@@ -101,26 +102,10 @@ def _differences(whole: list[StepEvent], again: list[StepEvent], *, exact: bool)
         where = f"step {ours.number}, taken up"
         yield from other_rows(ours, theirs, where)
         yield from [] if exact else measured(ours, theirs, where, number)[1]
-        for name in ("gradient", "weights", "optimizer") if exact else ():
+        for name in DIGESTS if exact else ():  # not what it was given, nor what was told
             held, seen = ours.digests.get(name), theirs.digests.get(name)
             if held != seen:
                 yield Counterexample(f"the {name} is another one than without the kill", where, str(held), str(seen))
-
-
-@dataclass(frozen=True)
-class Measure:
-    """A number of an update that layouts must share."""
-
-    name: str
-    what: str
-
-
-_MEASURES = (
-    Measure("lr", "the learning rate"),
-    Measure("grad_norm", "the norm of the reduced gradient"),
-    Measure("loss", "the loss that is told"),
-    Measure("weights_norm", "the norm of the weights after the update"),
-)
 
 
 def first_difference(ours: StepEvent, theirs: StepEvent, layout: str) -> tuple[int, list[Counterexample]]:
@@ -136,14 +121,14 @@ def first_difference(ours: StepEvent, theirs: StepEvent, layout: str) -> tuple[i
 def measured(ours: StepEvent, theirs: StepEvent, where: str, number: int) -> tuple[int, list[Counterexample]]:
     """How many numbers were compared, and those that are apart in the update `number` since both were alike."""
     checked, found = 0, []
-    for measure in _MEASURES:
-        before, after = getattr(ours, measure.name), getattr(theirs, measure.name)
+    for field, what in NUMBERS.items():
+        before, after = getattr(ours, field), getattr(theirs, field)
         if before is None or after is None:
             continue
         checked += 1
         if not _close(before, after, number):
             ratio = after.value / before.value if before.value and after.value is not None else None
-            found.append(Counterexample(f"{measure.what} is another one", where, str(before), str(after), ratio))
+            found.append(Counterexample(f"{what} is another one", where, str(before), str(after), ratio))
     return checked, found
 
 
