@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, library, nn
 
 from andon_falsify.campaign.further import cut_and_resume
-from andon_falsify.checkers import gradient_law, losses_close
+from andon_falsify.checkers import gradient_law, losses_close, resume_equal
 from andon_falsify.claims.evidence import of_trace
 from andon_falsify.claims.one_run import halted
 from andon_falsify.claims.statements import NORM
-from andon_falsify.claims.table import judged
+from andon_falsify.claims.table import judged, judged_by
 from andon_falsify.compliance.power import Laboratory
 from andon_falsify.faults.registry import named
 from andon_falsify.ranks.pool import RankPools
@@ -67,7 +67,8 @@ def test_a_run_that_is_cut_off_resumes(late: AndonTrainer) -> None:
     assert found.cut.first.at == 6
     assert [each.step for each in found.cut.first.reported] == [1, 2, 3, 4, 5]
     assert found.taken_up.first.resumed_from == 4
-    assert found.verdict.outcome is Outcome.HOLDS, found.verdict
+    verdict = judged_by(resume_equal.CLAIM, found.evidence)
+    assert verdict.outcome is Outcome.HOLDS, verdict
 
 
 @pytest.mark.parametrize("name", ["loss is a mean of shard means", "unweighted mean of uneven shards"])

@@ -6,12 +6,13 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 
-from andon_falsify.campaign.further import drawing, evaluating, halting, judge_loop, resuming
-from andon_falsify.campaign.loop_bench import LoopBench
+from andon_falsify.campaign.loop_bench import LoopBench, judge_evaluation, judge_further, judge_loop
 from andon_falsify.campaign.trial import LAW, Trial
+from andon_falsify.checkers import halts, resume_equal
 from andon_falsify.claims.alike import across
 from andon_falsify.claims.diagnosis import comparisons
 from andon_falsify.claims.of_loop import CLAIMS, verdicts
+from andon_falsify.claims.statements import RANDOMNESS
 from andon_falsify.loops.subject import LoopSubject
 from andon_falsify.loops.task import loop_case, shaped
 from andon_falsify.ranks.pool import RankPools
@@ -126,10 +127,10 @@ def test_an_evaluation_in_training_mode_is_seen(pools: RankPools) -> None:
     wrong, right = (LoopSubject(name, pools=pools) for name in (f"{HERE}:Dropping", f"{PEERS}.plain:make"))
     trace = wrong.run(SGD)
     assert verdicts(trace)["evaluation-law"].outcome is Outcome.HOLDS
-    fallen = evaluating(wrong, trace)
+    fallen = judge_evaluation(wrong, trace)
     assert fallen.outcome is Outcome.FALSIFIED
     assert "with dropout in the model" in str(fallen)
-    assert evaluating(right, right.run(SGD)).outcome is Outcome.HOLDS
+    assert judge_evaluation(right, right.run(SGD)).outcome is Outcome.HOLDS
 
 
 def test_a_row_that_counts_for_nothing_was_not_visited(pools: RankPools) -> None:
@@ -154,7 +155,7 @@ def test_training_without_its_dropout_is_seen_on_one_rank(pools: RankPools) -> N
     case = SGD.but(world=1, micro_batches=1)
     wrong = LoopSubject("andon_falsify.faults.looped.rows:NeverTraining", pools=pools)
     right = LoopSubject(f"{PEERS}.plain:make", pools=pools)
-    fallen, none = (drawing(subject, subject.run(case)) for subject in (wrong, right))
+    fallen, none = (judge_further(RANDOMNESS, subject, subject.run(case)) for subject in (wrong, right))
     assert str(fallen.counterexamples[0]).startswith("step 2, rank 0: training goes on without dropout")
     assert (none.outcome, none.why) == (Outcome.NOT_APPLICABLE, "one rank has nobody to draw the same as")
 
@@ -214,8 +215,8 @@ def test_a_short_window_that_is_divided_as_a_full_one_is_named_so(pools: RankPoo
 def test_a_resume_without_moments_and_a_step_on_nan_are_seen(pools: RankPools) -> None:
     """What needs a second run: the moments of AdamW after a resume, and the NaN of one rank."""
     forgetful, careless = (LoopSubject(f"{HERE}:{name}", pools=pools) for name in ("Forgetful", "Careless"))
-    assert resuming(forgetful, forgetful.run(CLIPPED)).outcome is Outcome.FALSIFIED
-    assert halting(careless, careless.run(SGD)).outcome is Outcome.FALSIFIED
+    assert judge_further(resume_equal.CLAIM, forgetful, forgetful.run(CLIPPED)).outcome is Outcome.FALSIFIED
+    assert judge_further(halts.CLAIM, careless, careless.run(SGD)).outcome is Outcome.FALSIFIED
 
 
 def test_a_model_of_the_loops_own_is_judged_by_its_own_forward_pass(pools: RankPools) -> None:

@@ -10,11 +10,13 @@ import torch
 
 from andon.console.problems import InputError
 from andon_falsify.campaign.further import Resumed, cut_and_resume
+from andon_falsify.checkers import resume_equal
 from andon_falsify.claims.between import same_bits
 from andon_falsify.claims.evidence import of_trace
 from andon_falsify.claims.gradient import UNMIXED_TOLERANCE, unmixed
 from andon_falsify.claims.of_trainer import alone, verdicts
 from andon_falsify.claims.one_run import memory
+from andon_falsify.claims.table import judged_by
 from andon_falsify.compliance.power import untried
 from andon_falsify.faults.planting import BIG, PLAIN, SGD
 from andon_falsify.faults.registry import named
@@ -118,7 +120,8 @@ def test_a_mixed_group_resumes(trainer: AndonTrainer) -> None:
     case = Case(backend="mixed", world=2, epochs=2)
     found = cut_and_resume(trainer, case, after=3, every=2, world=2, fault=None)
     assert found.taken_up.first.resumed_from == 2
-    assert found.verdict.outcome is Outcome.HOLDS, found.verdict
+    verdict = judged_by(resume_equal.CLAIM, found.evidence)
+    assert verdict.outcome is Outcome.HOLDS, verdict
 
 
 def test_other_devices_are_not_compared_to_the_bit(trainer: AndonTrainer) -> None:
@@ -139,8 +142,9 @@ def test_a_run_goes_on_to_the_bit_on_the_same_devices_alone(trainer: AndonTraine
     """On another number of mixed ranks a micro-batch is computed on another device."""
     whole, cut = trainer.run(PLAIN), trainer.run(PLAIN.but(stop_after=1))
     resumed = Resumed(placed(whole, "cpu cuda"), placed(cut, "cpu cuda"), placed(whole, "cpu cuda cpu"))
-    assert resumed.verdict.outcome is Outcome.NOT_APPLICABLE
-    assert "cpu cuda cpu after cpu cuda" in resumed.verdict.why
+    verdict = judged_by(resume_equal.CLAIM, resumed.evidence)
+    assert verdict.outcome is Outcome.NOT_APPLICABLE
+    assert "cpu cuda cpu after cpu cuda" in verdict.why
 
 
 @pytest.mark.parametrize(("off", "outcome"), [(0.5, Outcome.HOLDS), (2.0, Outcome.FALSIFIED)])

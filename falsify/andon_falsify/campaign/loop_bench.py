@@ -1,21 +1,80 @@
-"""A training loop of anyone's on the bench: what is claimed of it, trial by trial."""
+"""A training loop of anyone's on the bench: what is claimed of it, trial by trial or all at once on one case."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from andon_falsify.campaign import further
 from andon_falsify.campaign.reasons import blame
 from andon_falsify.campaign.trial import HALT, LAW, RESUME, Trial
 from andon_falsify.checkers import halts, resume_equal, same_everywhere
 from andon_falsify.claims import of_loop
-from andon_falsify.claims.of_loop import outside
+from andon_falsify.claims.evidence import Evidence, of_trace
+from andon_falsify.claims.of_loop import failed, outside, shortened
 from andon_falsify.claims.statements import EVALUATION, RANDOMNESS
+from andon_falsify.claims.table import judged_by, unmet
 from andon_falsify.subjects.case import Case, Poison
 from andon_falsify.subjects.trace import Remembering, Subject, Trace
-from andon_falsify.verdict import Claim, Verdict, judge, unknown
+from andon_falsify.verdict import Claim, Outcome, Verdict, judge, merge, unknown
 
 _BACKEND = "gloo"
+FURTHER: Mapping[str, Callable[..., Evidence]] = {
+    resume_equal.CLAIM.name: further.resuming,
+    halts.CLAIM.name: further.halting,
+    RANDOMNESS.name: further.drawing,
+}
+"""What makes the runs that a claim asks for instead of the run itself, by the claim's name."""
+
+
+def judge_loop(subject: Subject, case: Case, variants: Sequence[Case] = ()) -> dict[str, Verdict]:
+    """Every claim on `case`: its own run, the same global batches as `variants` have them, a resume, a planted NaN."""
+    trace = subject.run(case)
+    found = of_loop.verdicts(trace)
+    why = failed(trace)
+    if not why:
+        elsewhere = judge_elsewhere(trace, [subject.run(variant) for variant in variants])
+        found[same_everywhere.CLAIM.name] = shortened(elsewhere)
+        for claim in of_loop.MORE_RUNS[1:]:
+            found[claim.name] = judge_further(claim, subject, trace)
+        found[EVALUATION.name] = judge_evaluation(subject, trace)
+    return found | {claim.name: unknown(claim, why) for claim in of_loop.CLAIMS if claim.name not in found}
+
+
+def judge_further(claim: Claim, subject: Subject, trace: Trace, **asked: Any) -> Verdict:
+    """What is said of `claim` by runs that `FURTHER` makes as `asked`; none where it does not apply to `trace`."""
+
+    def check() -> Verdict:
+        if unmet(claim, of_trace(trace)):
+            return judged_by(claim, of_trace(trace))
+        try:
+            return judged_by(claim, FURTHER[claim.name](subject, trace, **asked))
+        except further.Unmade as error:
+            return unknown(claim, str(error))
+
+    return judge(claim, check)
+
+
+def judge_elsewhere(trace: Trace, others: Sequence[Trace]) -> Verdict:
+    """The loop's run against the same global batches on other numbers of ranks and micro-batches."""
+    try:
+        return judged_by(same_everywhere.CLAIM, further.elsewhere(trace, others))
+    except further.Unmade as error:
+        return unknown(same_everywhere.CLAIM, str(error))
+
+
+def judge_evaluation(subject: Subject, trace: Trace) -> Verdict:
+    """The evaluation of `trace`, and that of a model with dropout: an evaluation has it switched off."""
+    plain = judged_by(EVALUATION, of_trace(trace))
+    if plain.outcome is Outcome.NOT_APPLICABLE:
+        return plain
+    try:
+        found = judged_by(EVALUATION, further.with_dropout(subject, trace))
+    except further.Unmade as error:
+        found = unknown(EVALUATION, f"with dropout: {error}")
+    named = tuple(replace(each, where=f"{each.where}, with dropout in the model") for each in found.counterexamples)
+    return merge([plain, replace(found, counterexamples=named)])
 
 
 class LoopBench:
@@ -63,14 +122,14 @@ class LoopBench:
         if why:
             return self._unknown(trial.kind, why)
         if trial.kind == HALT:
-            return {halts.CLAIM.name: judge(halts.CLAIM, further.halting, self._loop, trace)}
+            return {halts.CLAIM.name: judge_further(halts.CLAIM, self._loop, trace)}
         if trial.kind == RESUME:
             after = trial.case.stop_after or 0
-            return {resume_equal.CLAIM.name: judge(resume_equal.CLAIM, further.resuming, self._loop, trace, after)}
+            return {resume_equal.CLAIM.name: judge_further(resume_equal.CLAIM, self._loop, trace, after=after)}
         return of_loop.verdicts(trace) | {
             same_everywhere.CLAIM.name: self._elsewhere(trace),
-            RANDOMNESS.name: judge(RANDOMNESS, further.drawing, self._loop, trace),
-            EVALUATION.name: further.evaluating(self._loop, trace),
+            RANDOMNESS.name: judge_further(RANDOMNESS, self._loop, trace),
+            EVALUATION.name: judge_evaluation(self._loop, trace),
         }
 
     def _elsewhere(self, trace: Trace) -> Verdict:
@@ -81,7 +140,7 @@ class LoopBench:
         if other.errors:
             why = f"the run on one rank to compare with failed: {blame(other.errors)}"
             return unknown(same_everywhere.CLAIM, why)
-        return further.elsewhere(trace, [other])
+        return judge_elsewhere(trace, [other])
 
     def _unknown(self, kind: str, why: str) -> Mapping[str, Verdict]:
         return {claim.name: unknown(claim, why) for claim in self.claims if claim.name in self.kinds[kind]}

@@ -46,10 +46,13 @@ SCRIPT = Noise(gradient=1e-4, loss=1e-4, norm=1e-4)
 class Evidence:
     """One run. seen: what the witness saw. ledger: what the accused wrote. trace: the witness's tensors and facts.
 
-    noise: of its source. others: further runs that a claim asked for, by what they are (`table.Checker.further`);
-    who runs the subject makes them, and a claim never does. configuration: reads what lies beside the ledger, by
-    dotted key; only a claim that asks for it may fail by it. of_script: the ledger is that of a user's own command,
-    whose plan and promises nobody knows. of_loop: it is of anyone's loop, of which only what it declares is known.
+    noise: of its source. others: further runs that a claim asks for, by what they are: "alone" (on one rank),
+    "elsewhere" (other layouts of the same batches), "cut" and "taken up" (one that is killed, and what goes on from its
+    files), "poisoned"; who runs the subject makes them, and a claim never does. configuration: reads what lies beside
+    the ledger, by dotted key; only a claim that asks for it may fail by it. of_script: the ledger is that of a user's
+    own command, whose plan and promises nobody knows. of_loop: it is of anyone's loop, of which only what it declares
+    is known.
+
     Tensors and torch are not at hand where a ledger is judged, so that `andon verify` need not load them.
     """
 

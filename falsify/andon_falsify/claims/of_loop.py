@@ -33,7 +33,7 @@ MORE_RUNS: tuple[Claim, ...] = (
     checkers.halts.CLAIM,
     RANDOMNESS,
 )
-"""What needs further runs: see `campaign.further`."""
+"""What needs further runs: see `campaign.loop_bench`."""
 CLAIMS: tuple[Claim, ...] = (*ONE_RUN, *MORE_RUNS)
 """Every claim that is judged of a loop."""
 
@@ -49,15 +49,10 @@ def verdicts(trace: Trace) -> dict[str, Verdict]:
 def failed(trace: Trace) -> str:
     """What went wrong with the ranks, in words; "" where all of them came to the end."""
     if trace.errors:
-        return "; ".join(f"rank {rank}: {head_of(text)}" for rank, text in sorted(trace.errors.items()))
+        return trace.failures
     if not first_of(trace).made and not first_of(trace).resumed_from:
         return "no step of an optimizer over parameters of the loop's `model` was seen"
     return outside(trace)
-
-
-def head_of(text: str) -> str:
-    """An error without its traceback."""
-    return text.partition("\nTraceback")[0].strip()
 
 
 def shortened(verdict: Verdict) -> Verdict:

@@ -101,12 +101,19 @@ def finite(evidence: Evidence) -> Verdict:
 
 
 def halted(evidence: Evidence) -> Verdict:
-    """A run in which a NaN or infinity was planted; or what a ledger tells of violations and of what is not finite."""
-    trace = evidence.trace
+    """A run in which a NaN or infinity was planted; or what a ledger tells of violations and of what is not finite.
+
+    Of a loop that is `others["poisoned"]`, which must not end by errors of single ranks.
+    """
+    trace = evidence.others["poisoned"][0].trace if evidence.of_loop else evidence.trace
     if trace is None:
         return _recorded(evidence)
     poison = trace.case.poison
     assert poison is not None
+    if evidence.of_loop and trace.errors:
+        where = f"step {poison.step}"
+        apart = Counterexample("the ranks did not stop together", where, f"all stop at {where}", trace.failures)
+        return conclude(halts.CLAIM, 1, [apart])
     if evidence.of_loop and not any(getattr(part, "poisoned", False) for part in trace.parts):
         why = f"the NaN was never planted: the last rank had no row in update {poison.step}"
         return unknown(halts.CLAIM, why)

@@ -1,8 +1,7 @@
-"""Every claim of a run once: what it needs, which account of the run it judges, which further runs it asks for.
+"""Every claim of a run once: what it needs, and which account of the run it judges.
 
 The same entry judges a ledger, a script, a loop and our own trainer. What evidence lacks makes a claim not applicable,
-by its needs and not by a list that somebody keeps. Of a claim with further runs, who runs the subject makes them (see
-`campaign.further`).
+by its needs and not by a list that somebody keeps.
 """
 
 from __future__ import annotations
@@ -26,18 +25,12 @@ Account = Literal["witness", "accused", "either"]
 
 @dataclass(frozen=True)
 class Checker:
-    """What judges one claim.
-
-    needs: why it does not apply, asked in order before `check`. further: runs that are to be in `others`. Such are
-    "alone" (on one rank), "elsewhere" (other layouts of the same batches), "cut" and "taken up" (one that is killed,
-    and what goes on from its files), "poisoned" and "dropout", which take the place of the run itself.
-    """
+    """What judges one claim. needs: why it does not apply, asked in order before `check`."""
 
     claim: Claim
     check: Callable[[Evidence], Verdict]
     account: Account = "either"
     needs: tuple[Need, ...] = ()
-    further: tuple[str, ...] = ()
 
 
 def _of(module: str, name: str) -> Callable[[Evidence], Verdict]:
@@ -99,9 +92,9 @@ _CHECKERS = (
     Checker(checkers.replicas_agree.CLAIM, replicas, needs=(_somebody_to_agree_with,)),
     Checker(checkers.samples_once.CLAIM, samples),
     Checker(checkers.plan_followed.CLAIM, plan),
-    Checker(checkers.same_everywhere.CLAIM, everywhere, further=("alone", "elsewhere")),
-    Checker(checkers.halts.CLAIM, halted, needs=(_halts,), further=("poisoned",)),
-    Checker(checkers.resume_equal.CLAIM, resumed, needs=(_restores,), further=("cut", "taken up")),
+    Checker(checkers.same_everywhere.CLAIM, everywhere),
+    Checker(checkers.halts.CLAIM, halted, needs=(_halts,)),
+    Checker(checkers.resume_equal.CLAIM, resumed, needs=(_restores,)),
     Checker(checkers.chain_intact.CLAIM, chain, "accused", needs=(_a_ledger,)),
     Checker(checkers.loss_finite.CLAIM, finite, needs=(_losses_told,)),
     Checker(checkers.schedule.CLAIM, rates),
@@ -122,14 +115,12 @@ _CHECKERS = (
         _of("evaluation", "evaluation"),
         "witness",
         needs=(tensors("evaluation"), _evaluates),
-        further=("dropout",),
     ),
     Checker(
         RANDOMNESS,
         _of("randomness", "randomness"),
         "witness",
         needs=(tensors("state of a generator"),),
-        further=("dropout",),
     ),
 )
 CHECKERS: Mapping[str, Checker] = {checker.claim.name: checker for checker in _CHECKERS}

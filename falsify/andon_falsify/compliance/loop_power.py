@@ -11,10 +11,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from andon_falsify.campaign.further import drawing, halting, judge_loop, resuming
-from andon_falsify.checkers import halts, resume_equal
+from andon_falsify.campaign.loop_bench import FURTHER, judge_further, judge_loop
 from andon_falsify.claims.of_loop import CLAIMS, verdicts
-from andon_falsify.claims.statements import RANDOMNESS
 from andon_falsify.compliance.power import Observation
 from andon_falsify.faults.looped.fault import LoopFault, Outside
 from andon_falsify.loops.sightings import LoopSightings
@@ -23,11 +21,9 @@ from andon_falsify.loops.task import shaped
 from andon_falsify.ranks.pool import RankPools
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.trace import Subject, Trace
-from andon_falsify.verdict import Counterexample, Outcome, judge
+from andon_falsify.verdict import Counterexample, Outcome
 
 LOOP = "andon_falsify.faults.looped:make"
-_FURTHER = {resume_equal.CLAIM.name: resuming, halts.CLAIM.name: halting, RANDOMNESS.name: drawing}
-"""What is judged by more than one run."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +85,7 @@ class LoopLaboratory:
             msg = f"no claim sees {fault.name}: {outside}"
             raise ValueError(msg)
         right = outside.case.but(fault=fault.right.__name__)
-        further = outside.claim if outside.claim in _FURTHER else ""
+        further = outside.claim if outside.claim in FURTHER else ""
         if (right, further) not in self._kept:
             self._kept[right, further] = self._observe(right, further)
         planted = self._observe(outside.case.but(fault=fault.name), further)
@@ -104,7 +100,7 @@ class LoopLaboratory:
             found = verdicts(trace)
             if further:
                 claim = next(claim for claim in CLAIMS if claim.name == further)
-                found[further] = judge(claim, _FURTHER[further], seen, trace)
+                found[further] = judge_further(claim, seen, trace)
         return Observation(found, hashlib.sha256("".join(map(_signature, seen.traces)).encode()).hexdigest())
 
 

@@ -18,6 +18,7 @@ from andon_falsify.claims.functions import TABLES
 from andon_falsify.claims.of_trainer import CLAIMS, alone, verdicts
 from andon_falsify.claims.one_run import MEMORY_ON_GPUS
 from andon_falsify.claims.statements import FACE
+from andon_falsify.claims.table import judged_by
 from andon_falsify.faults.planting import Fault
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.coordinator import CoordinatorSubject
@@ -121,13 +122,12 @@ class Laboratory:
             return None
         return self._trainer.run(alone(case).but(contracts=True))
 
-    def _resumed(self, name: str | None, case: Case) -> Observation:
+    def _resumed(self, fault: str | None, case: Case) -> Observation:
         longer = case.but(epochs=2)
-        found = cut_and_resume(self._trainer, longer, after=3, every=2, world=case.world, fault=name)
-        stopped = found.taken_up.violation
-        return Observation(
-            {resume_equal.CLAIM.name: found.verdict}, found.taken_up.signature(), stopped[0] if stopped else ""
-        )
+        found = cut_and_resume(self._trainer, longer, after=3, every=2, world=case.world, fault=fault)
+        stopped, name = found.taken_up.violation, resume_equal.CLAIM.name
+        verdict = judged_by(resume_equal.CLAIM, found.evidence)
+        return Observation({name: verdict}, found.taken_up.signature(), stopped[0] if stopped else "")
 
 
 def untried(fault: Fault, backend: str, gpus: int | None = None) -> str:

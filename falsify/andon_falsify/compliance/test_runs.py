@@ -8,12 +8,13 @@ from hypothesis import strategies as st
 
 from andon.backend.devices import placement
 from andon_falsify.campaign.further import cut_and_resume
-from andon_falsify.checkers import losses_close, same_everywhere
+from andon_falsify.checkers import losses_close, resume_equal, same_everywhere
 from andon_falsify.claims.between import same_bits
 from andon_falsify.claims.evidence import of_trace
 from andon_falsify.claims.functions import fallback
 from andon_falsify.claims.of_trainer import alone, verdicts
 from andon_falsify.claims.one_run import halted
+from andon_falsify.claims.table import judged_by
 from andon_falsify.claims.trainer_law import TrainerLaw, shares
 from andon_falsify.compliance.plugin import Court
 from andon_falsify.faults.planting import ADAMW, MOMENTUM
@@ -107,7 +108,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(
     case = RESUMED[name].but(backend=backend, world=world)
     found = cut_and_resume(court.subject, case, after=after, every=2, world=then, fault=None)
     assert found.taken_up.first.resumed_from == after - after % 2
-    court.hold(found.verdict)
+    court.hold(judged_by(resume_equal.CLAIM, found.evidence))
 
 
 @pytest.mark.claim("cpu-fallback")

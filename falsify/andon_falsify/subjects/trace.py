@@ -150,6 +150,12 @@ class Trace:
         return next((part.violation for part in self.parts if part.violation), None)
 
     @property
+    def failures(self) -> str:
+        """What ranks ended with otherwise, each without its traceback; "" where none did."""
+        told = ((rank, text.partition("\nTraceback")[0].strip()) for rank, text in sorted(self.errors.items()))
+        return "; ".join(f"rank {rank}: {text}" for rank, text in told)
+
+    @property
     def stopped_at(self) -> dict[int, int]:
         """For each rank, the update at which it was when the run ended."""
         found = {}
