@@ -1,4 +1,4 @@
-"""What the ledger of a run tells of it: which steps were done before, and how it ended; and the line of a new step.
+"""What the ledger of a run tells of it: what was done, and how it ended; and the lines of a new step and a violation.
 
 Every rank reads the same ledger and judges the same step by it (`run/repeats`), so all of them end alike where one was
 not repeated.
@@ -6,7 +6,7 @@ not repeated.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,6 +32,7 @@ from andon_contracts.record import (
     Step,
     StepDigests,
 )
+from andon_contracts.violation import Violation
 
 _CLOSING = ("finished", "early-stopping")
 
@@ -134,6 +135,28 @@ def _note_closing(history: History, record: Record, step: int, *, comparable: bo
         history.evaluated = record
     elif isinstance(record, End) and record.step == step and record.reason in _CLOSING and comparable:
         history.ended = record
+
+
+def violation_records(violation: Violation, step: int, weights: int, kept: int, last: int) -> Iterator[Record]:
+    """The last lines of a run: the violation, what it takes back, and the end.
+
+    step: the update that was done last. weights: the digest of what it left. kept, last: see `retracted`.
+    """
+    finding = violation.finding
+    broken = Broken(
+        clause=violation.clause or "unnamed",
+        step=finding.step,
+        ranks=finding.ranks,
+        tensor=finding.tensor,
+        seen=finding.seen,
+        details=dict(finding.details),
+        applied=0 < finding.step <= step or None,
+    )
+    yield broken
+    taken_back = retracted(broken, kept, max(step, last))
+    if taken_back is not None:
+        yield taken_back
+    yield End(step, "violation", {"weights": hex64(weights)}, violations=1)
 
 
 def step_record(batch: GlobalBatch, result: StepResult, world_size: int, backend: str) -> Step:

@@ -34,7 +34,7 @@ from andon.step.audit import describe
 from andon.step.replica import state_tensors
 from andon.training.budget import hold_to_budget
 from andon.training.evaluation import evaluate
-from andon.training.history import History, retracted
+from andon.training.history import History, violation_records
 from andon.training.journal import (
     HELD_OUT,
     FolderJournal,
@@ -54,7 +54,7 @@ from andon.training.trainer import Journal, Outcome, Progress, Trainer
 from andon_contracts.digest import hex64
 from andon_contracts.fields import Real
 from andon_contracts.policy import evaluations, reset_evaluations
-from andon_contracts.record import TRAINER_DIGESTS, Broken, End, Plan, Record, Resume, Start
+from andon_contracts.record import TRAINER_DIGESTS, End, Plan, Record, Resume, Start
 from andon_contracts.violation import Violation
 
 CLOCKS_S = 2.0
@@ -331,22 +331,10 @@ def record_violation(
     """
     if not isinstance(journal, FolderJournal):
         return
-    finding = violation.finding
-    broken = Broken(
-        clause=violation.clause or "unnamed",
-        step=finding.step,
-        ranks=finding.ranks,
-        tensor=finding.tensor,
-        seen=finding.seen,
-        details=dict(finding.details),
-        applied=0 < finding.step <= trainer.progress.step or None,
-    )
+    step = trainer.progress.step
     try:
-        journal.append(broken)
-        taken_back = retracted(broken, journal.saved_at, max(trainer.progress.step, history.last))
-        if taken_back is not None:
-            journal.append(taken_back)
-        journal.append(End(trainer.progress.step, "violation", {"weights": hex64(trainer.weights)}, violations=1))
+        for record in violation_records(violation, step, trainer.weights, journal.saved_at, history.last):
+            journal.append(record)
         last = Outcome(trainer.progress, "violation")
         again = replace(history, violations=history.violations + 1, ended=None)
         _summarise(session, journal, last, trainer.weights, None, again, {})

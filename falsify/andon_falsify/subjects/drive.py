@@ -16,13 +16,13 @@ from andon.run.folder import RunFolder
 from andon.run.ledger import LedgerWriter
 from andon.run.repeats import Repeats
 from andon.step.replica import state_tensors
-from andon.training.history import read_history
+from andon.training.history import read_history, violation_records
 from andon.training.journal import FolderJournal, MetricsWriter, Retention, progress_from
 from andon.training.progress import ProgressView
 from andon.training.trainer import Progress
 from andon_contracts.digest import hex64
 from andon_contracts.policy import suspended
-from andon_contracts.record import Broken, End, Plan, Resume, Start
+from andon_contracts.record import End, Plan, Resume, Start
 from andon_contracts.violation import Violation
 from andon_falsify.subjects.assembly import Parts, describe, frozen_of, in_process, put_together
 from andon_falsify.subjects.case import Case
@@ -90,22 +90,26 @@ def _train(parts: Parts, folder: RunFolder, meters: dict[int, StorageMeter]) -> 
     if checkpoint is not None:
         parts.restore(checkpoint)
         progress, parts.seen.resumed_from = progress_from(checkpoint.state), checkpoint.step
-    repeats = Repeats(read_history(folder.ledger, _fingerprint(parts), checkpoint).steps)
+    history = read_history(folder.ledger, _fingerprint(parts), checkpoint)
     # All ranks have read the ledger before rank 0 goes on writing it.
     parts.backend.gather([torch.zeros(1, device=device) for device in parts.backend.devices])
     parts.step = step = WatchedStep(parts)  # type: ignore[assignment]
-    journal = WatchedJournal(parts, step, _journal(parts, folder, progress) if parts.writes else None, meters)
+    inner = None
+    if parts.writes:
+        retention = Retention.of(folder, checkpoint, history, progress.best_step, passing_over=False)
+        inner = _journal(parts, folder, progress, retention)
+    journal = WatchedJournal(parts, step, inner, meters)
+    trainer = parts.trainer(journal, progress, Repeats(history.steps))
     try:
         journal.append(_opening(parts, progress))
         step.attest_start({"progress": progress.step})
-        parts.trainer(journal, progress, repeats).run()
+        trainer.run()
         journal.append(End(parts.plan.total_steps, "finished", {}))
     except Violation as violation:
-        finding = violation.finding
-        clause = violation.clause or "unnamed"
-        parts.seen.violation = (clause, finding.step, str(violation))
-        journal.append(Broken(clause, finding.step, finding.ranks, finding.tensor, finding.seen))
-        journal.append(End(max(finding.step - 1, 0), "violation", {}, violations=1))
+        parts.seen.violation = (violation.clause or "unnamed", violation.finding.step, str(violation))
+        saved_at = inner.saved_at if inner is not None else 0
+        for record in violation_records(violation, trainer.progress.step, trainer.weights, saved_at, history.last):
+            journal.append(record)
     except CutOff:
         pass
     finally:
@@ -117,7 +121,7 @@ def _fingerprint(parts: Parts) -> dict[str, str]:
     return {"machine": "this one", "devices": parts.seen.place}
 
 
-def _journal(parts: Parts, folder: RunFolder, progress: Progress) -> FolderJournal:
+def _journal(parts: Parts, folder: RunFolder, progress: Progress, retention: Retention) -> FolderJournal:
     """The trainer's own, which keeps all checkpoints and shows nothing."""
     return FolderJournal(
         folder=folder,
@@ -127,7 +131,7 @@ def _journal(parts: Parts, folder: RunFolder, progress: Progress) -> FolderJourn
         tensors=lambda: state_tensors(parts.primary),
         fixed_state={},
         keep=sys.maxsize,
-        retention=Retention(passing_over=False),
+        retention=retention,
     )
 
 
