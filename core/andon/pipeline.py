@@ -20,19 +20,20 @@ from andon.model.adapter import AdapterSpec
 from andon.model.build import ModelSpec
 from andon.model.task import ClassificationTask, predictions
 from andon.step.micro_batch import Leaf, plan_leaves, reports_of
-from andon.step.optimizer import OptimizerSpec
+from andon.step.optimizer import OptimizerSpec, read_reduced
 from andon.step.plan import GlobalBatch
-from andon.step.replica import PartialGradient, Replica
+from andon.step.replica import REDUCED_FACTS, PartialGradient, Replica
+from andon.step.step import RATES
 from andon.step.tree import fold
 from andon.training.build import StepSpec, build_replicas
 from andon.training.build import build_model as build_trainable
-from andon_contracts.agree import Observation
-from andon_contracts.laws.law import Judgement, settle
+from andon_contracts.agree import Observation, bits_of, real_of
+from andon_contracts.laws.law import Judgement, Seen, settle
 from andon_contracts.laws.outcome import OUTPUT, Output
 from andon_contracts.laws.rows import LEAVES, LeafReport, Leaves
+from andon_contracts.laws.update import GIVEN, REDUCED, Reduced
 from andon_contracts.observe import nonfinite
-from andon_contracts.policy import clause, enforced, require
-from andon_contracts.violation import Finding
+from andon_contracts.policy import enforced
 
 _TARGETS = {"decoder": ("q_proj", "v_proj"), "encoder": ("query", "value")}
 
@@ -305,21 +306,6 @@ def build_model(model_config: TransformerConfig, config: ClassifyConfig, seed: i
         raise InputError([Problem("model", f"{error.name} is not installed; {install_hint('train')}")]) from error
 
 
-def _explain_not_finite(finite: bool, seen: str, step: int, tensor: str) -> Finding:
-    return Finding(seen=seen, step=step, tensor=tensor)
-
-
-@clause("finite", _explain_not_finite)
-def _is_finite(finite: bool, seen: str, step: int, tensor: str) -> bool:
-    """No NaN or Inf is applied, or mistaken for a large but finite loss (V10, V29)."""
-    return finite
-
-
-@require(_is_finite)
-def _judge_finite(finite: bool, seen: str, step: int, tensor: str) -> None:
-    """Before an update, and after a forward pass without one. Raises `Violation`."""
-
-
 def step_spec(config: ClassifyConfig, micro_batches: int, seed: int, optimizer: OptimizerSpec | None) -> StepSpec:
     """What defines the updates of `config`; micro-batches are computed in `accumulation_steps` parts each (V32)."""
     return StepSpec(
@@ -452,7 +438,7 @@ class ClassifyPipeline:
         if self._sum is None or total_samples < self._samples:
             msg = f"{self._samples} samples are accumulated, so their sum cannot be divided by {total_samples}"
             raise ValueError(msg)
-        norm = self._apply(self._sum, total_samples)
+        norm = self._apply(self._sum, total_samples, "reduced")
         self.zero_gradients()
         return norm
 
@@ -460,16 +446,17 @@ class ClassifyPipeline:
         """Forget what is accumulated."""
         self._sum, self._samples, self._calls = None, 0, 0
 
-    def _apply(self, gradient: torch.Tensor, divisor: int) -> float:
-        replica = self.replica
-        replica.set_gradient([gradient], divisor)
-        norm = float(replica.gradient_norm())
-        seen = f"the gradient to apply has the norm {norm}"
-        _judge_finite(math.isfinite(norm), seen, replica.updates + 1, "gradient")
-        replica.clip(self.config.gradient_clip_norm, norm)
-        replica.set_rate(self._rate)
+    def _apply(self, gradient: torch.Tensor, divisor: int, point: str) -> float:
+        """One update by the laws of the step's own, of one replica; `point` says where its gradient comes from."""
+        replica, limit, checked = self.replica, self.config.gradient_clip_norm, enforced()
+        step = replica.updates + 1
+        facts = replica.take([gradient], divisor, self._rate, limit, checked=checked).tolist()
+        if checked:
+            held = zip((*RATES, *REDUCED_FACTS), (bits_of(self._rate), bits_of(replica.rate), *facts), strict=True)
+            said = Observation(0, step, 0, point, read_reduced(replica.parameters.size, dict(held)))
+            settle(Judgement(REDUCED, Seen([said], Reduced(limit=limit))))
         replica.apply()
-        return norm
+        return real_of(facts[REDUCED_FACTS.index("norm") if checked else 0])
 
     def collect_lora_gradients(self) -> torch.Tensor:
         """What is accumulated, as fp32 [num_trainable_parameters] on the CPU: a SUM over samples (zeros: none).
@@ -495,7 +482,7 @@ class ClassifyPipeline:
         parts = torch.split(given.to(self.device), [math.prod(slot.shape) for slot in parameters.slots])
         for view, part in zip(parameters.views(padded).values(), parts, strict=True):
             view.copy_(part.view(view.shape))
-        return self._apply(padded, 1)
+        return self._apply(padded, 1, GIVEN)
 
     def forward_only(self, ids: Sequence[int], label: int) -> tuple[float, int]:
         """w[label] * cross entropy of one row of token ids, and the class predicted (the first of equals); S17.

@@ -11,6 +11,7 @@ import torch
 from andon.console.problems import InputError
 from andon.pipeline import BatchResult, ClassifyConfig, ClassifyPipeline, SafetySample, TransformerConfig
 from andon.step.optimizer import OptimizerSpec
+from andon_contracts.violation import Violation
 from tests.seed.reference import Reference
 from tests.seed.subject import (
     CONFIG,
@@ -26,6 +27,7 @@ from tests.seed.subject import (
     states,
     weights,
 )
+from tests.support.faults import FAULTS
 
 DROPPING = replace(SMALL, dropout=0.3)
 
@@ -47,6 +49,28 @@ def test_the_two_halves_are_a_batch(pipeline: ClassifyPipeline) -> None:
     norm = pipeline.apply_accumulated_gradients(7)
     assert other.train_batch(samples) == replace(result, grad_norm=norm)
     assert state(other) == state(pipeline) != before
+
+
+@pytest.mark.parametrize("fault", ["rate doubled", "clipped twice", "not clipped"])
+def test_an_update_is_held_to_the_laws_of_the_step(pipeline: ClassifyPipeline, fault: str) -> None:
+    """Another rate than the pipeline's, or a clipping too many or too few, raises before anything is changed."""
+    FAULTS[fault].plant(pipeline.replica)
+    before = state(pipeline)
+    with pytest.raises(Violation) as caught:
+        pipeline.apply_lora_gradients(torch.ones(pipeline.num_trainable_parameters))
+    assert caught.value.clause == FAULTS[fault].clause
+    assert state(pipeline) == before
+
+
+def test_a_gradient_that_was_given_is_not_said_to_come_of_finite_parts(pipeline: ClassifyPipeline) -> None:
+    """Nobody looked at its parts; of one that was accumulated each was looked at."""
+    with pytest.raises(Violation, match=r"finite broken at step 1 .* its norm \(nan\) is not finite$"):
+        pipeline.apply_lora_gradients(torch.full((pipeline.num_trainable_parameters,), math.nan))
+    pipeline.accumulate_gradients(mixed_samples(7))
+    assert pipeline._sum is not None
+    pipeline._sum[0] = math.inf
+    with pytest.raises(Violation, match=r"is not finite although every part was$"):
+        pipeline.apply_accumulated_gradients(7)
 
 
 def test_gradients_accumulate_over_calls(pipeline: ClassifyPipeline) -> None:

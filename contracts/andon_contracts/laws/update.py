@@ -132,11 +132,15 @@ GRADIENTS = agreeing(
 )
 
 
+GIVEN = "given"
+"""The point of an update whose gradient came from a caller, and of which no part was looked at before."""
+
+
 def _explain_finite(seen: Seen[object]) -> Finding:
     ranks = tuple(o.rank for o in seen.said if o.values["nonfinite"] or not math.isfinite(real_of(o.values["norm"])))
-    norm = real_of(seen.said[0].values["norm"])
+    norm, checked = real_of(seen.said[0].values["norm"]), seen.said[0].point != GIVEN
     return Finding(
-        seen=f"the reduced gradient or its norm ({norm}) is not finite although every part was",
+        seen=f"the reduced gradient or its norm ({norm}) is not finite{checked * ' although every part was'}",
         step=seen.step,
         ranks=ranks if len(ranks) < len(seen.said) else (),
         tensor="reduced gradient",

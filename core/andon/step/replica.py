@@ -180,6 +180,23 @@ class Replica:
             torch.div(here, divisor, out=self.master.gradient[start : start + piece.numel()])
             start += piece.numel()
 
+    def take(
+        self, pieces: Sequence[torch.Tensor], divisor: int, rate: float, limit: float | None, *, checked: bool
+    ) -> torch.Tensor:
+        """Make the gradient what the optimizer gets, divided once and clipped once, and set the rate of its update.
+
+        pieces, divisor: see `set_gradient`. Returns int64 on the device: `REDUCED_FACTS`, or where it is not checked
+        the bits of the norm before clipping alone.
+        """
+        self.set_gradient(pieces, divisor)
+        self.set_rate(rate)
+        sums = word_sums([self.master.gradient, self.weights_of_model()], finite=True) if checked else None
+        norm = self.gradient_norm()
+        self.clip(limit, norm)
+        norms = torch.stack([norm] if sums is None else [norm, self.gradient_norm()])
+        bits = norms.double().view(torch.int64)
+        return (bits if sums is None else torch.cat([sums, bits])).to(self.device)
+
     def release(self, partial: PartialGradient) -> None:
         """Take the roots' buffers back for the next step."""
         self._spare.extend(partial.roots.values())

@@ -216,19 +216,10 @@ class TrainingStep:
         pieces = self._reduce([part.roots for part in partials])
 
         def take(index: int) -> torch.Tensor:
-            """Make one replica's gradient what its optimizer gets; `REDUCED_FACTS`, or the norm's bits alone: int64."""
-            replica = self._replicas[index]
-            replica.set_gradient(pieces[index], max(update.rows, 1))
+            replica, rows, limit = self._replicas[index], max(update.rows, 1), self._clip_norm
+            facts = replica.take(pieces[index], rows, update.rate, limit, checked=update.checked)
             replica.release(partials[index])
-            replica.set_rate(update.rate)
-            sums = None
-            if update.checked:
-                sums = word_sums([replica.master.gradient, replica.weights_of_model()], finite=True)
-            norm = replica.gradient_norm()
-            replica.clip(self._clip_norm, norm)
-            norms = torch.stack([norm] if sums is None else [norm, replica.gradient_norm()])
-            bits = norms.double().view(torch.int64)
-            return (bits if sums is None else torch.cat([sums, bits])).to(replica.device)
+            return facts
 
         facts = self._backend.map(take)
         if not update.checked:
