@@ -36,7 +36,7 @@ REDUCED = {
     "clipped": bits_of(0.5),
 }
 UPDATED = {"weights": 13, "optimizer": 14, "updates": 6, "gradient": 11}
-BASE = {"base": 15}
+BASE = {"base": 15, "first base": 15}
 
 
 def observed(good: Values, *changes: Values, world: int = 3, step: int = STEP) -> list[Observation]:
@@ -64,7 +64,7 @@ def update(observations: Sequence[Observation], details: Details = MappingProxyT
 
 def base(observations: Sequence[Observation]) -> None:
     """The laws of the frozen weights."""
-    settle(Judgement(BASE_LAWS, Seen(observations, 15)))
+    settle(Judgement(BASE_LAWS, Seen(observations, None)))
 
 
 JUDGES: Mapping[str, tuple[Judge, Values]] = {
@@ -121,7 +121,7 @@ FAULTS = [
     ("update", {"updates": 7}, "one-update", "count of updates"),
     ("update", {"weights": 9, "optimizer": 9}, "optimizers-agree", "optimizer"),
     ("update", {"weights": 9, "optimizer": 9, "updates": 7}, "one-update", "count of updates"),
-    ("base", {"base": 9}, "base-frozen", "base"),
+    ("base", {"base": 9}, "base-frozen", "frozen weights"),
 ]
 
 
@@ -177,6 +177,22 @@ def test_one_against_one_accuses_nobody(name: str, change: Values) -> None:
     """Of two ranks that differ nobody can say which is wrong; the violation is raised all the same."""
     judge, good = JUDGES[name]
     assert verdict(judge, observed(good, change, world=2))[1].ranks == ()
+
+
+@pytest.mark.parametrize(
+    ("point", "seen", "tensor"),
+    [
+        ("base", "a frozen weight or buffer changed", "base"),
+        ("before 0", "a frozen weight changed", "frozen weights"),
+        ("close", "a frozen weight changed, read once more at the close", "frozen weights"),
+    ],
+)
+def test_what_was_frozen_is_said_by_who_looked(point: str, seen: str, tensor: str) -> None:
+    """Our trainer reads buffers too, a watch reads once more at its close; the law is one."""
+    said = [Observation(rank, STEP, 3, point, {"base": 15 + rank, "first base": 15}) for rank in range(3)]
+    with pytest.raises(Violation) as caught:
+        base(said)
+    assert (caught.value.finding.seen, caught.value.tensor, caught.value.finding.ranks) == (seen, tensor, (1, 2))
 
 
 def test_known_truth_names_both_of_two() -> None:

@@ -14,7 +14,7 @@ from andon_contracts.agree import Observation, bits_of
 from andon_contracts.clauses import CLAUSES
 from andon_contracts.laws.law import Judgement, Law, Seen
 from andon_contracts.laws.loop import AFTER, BEFORE, START, each_by_itself, name_ratio
-from andon_contracts.laws.update import CLIP, RATE, REDUCED, UPDATED, Due, Reduced
+from andon_contracts.laws.update import BASE, CLIP, RATE, REDUCED, UPDATED, Due, Reduced
 from andon_contracts.policy import evaluations, reset_evaluations, suspended
 from andon_contracts.watch.judging import Verdicts
 from andon_contracts.watch.settings import Settings
@@ -191,11 +191,11 @@ def test_where_contracts_are_suspended_nothing_is_judged() -> None:
 
 def test_trainer_and_watch_read_the_same_rows() -> None:
     """A clause that both have at one point is one row: whoever changes it changes it for both."""
-    for ours, theirs in ((REDUCED, BEFORE), (UPDATED, AFTER)):
+    for ours, theirs in ((REDUCED, BEFORE), (UPDATED, AFTER), (BASE, BEFORE)):
         by_id = {law.id: law for law in theirs}
         for law in ours:
             assert by_id.get(law.id, law) is law
-    shared = {law.id for law in (*REDUCED, *UPDATED)} & {law.id for law in (*BEFORE, *AFTER)}
+    shared = {law.id for law in (*REDUCED, *UPDATED, *BASE)} & {law.id for law in (*BEFORE, *AFTER)}
     assert shared == {
         "halt-together/any",
         "learning-rate-planned/reduced",
@@ -204,6 +204,7 @@ def test_trainer_and_watch_read_the_same_rows() -> None:
         "clip-once/reduced",
         "optimizers-agree/updated",
         "replicas-agree/updated",
+        "base-frozen/base",
     }
 
 

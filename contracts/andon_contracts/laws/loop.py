@@ -130,26 +130,6 @@ _BUFFERS: Law[Seen[object]] = Law(
 )
 
 
-def _explain_frozen(seen: Seen[object]) -> Finding:
-    ranks = tuple(o.rank for o in seen.said if o.values["base"] != o.values["first base"])
-    alone = len(seen.said) == 1
-    return Finding(
-        seen="a frozen weight changed" + ", read once more at the close" * (seen.said[0].point == "close"),
-        step=seen.step,
-        ranks=ranks if len(ranks) < len(seen.said) or alone else (),
-        tensor=(*odd_tensors(seen.details, "base"), "frozen weights")[0],
-    )
-
-
-FROZEN: Law[Seen[object]] = Law(
-    "base-frozen/before",
-    ("base", "first base"),
-    lambda seen: all(o.values["base"] == o.values["first base"] for o in seen.said),
-    _explain_frozen,
-)
-"""Every rank's digest of the frozen weights is the one that it had at the start."""
-
-
 # the gradient
 
 
@@ -301,7 +281,7 @@ BEFORE: tuple[Law[Seen[Reduced]], ...] = (
     agreeing("scaler-agrees/before", ("scale",), "the loss scales are not the same", real=True),
     _BUFFERS,
     Law("finite/raw", ("nonfinite", "repaired"), lambda seen: not seen.any("nonfinite"), _explain_raw),
-    FROZEN,
+    update.FROZEN,
     update.UNMOVED,
     _none_has(
         "gradient-fresh/before",

@@ -267,23 +267,32 @@ UPDATED: tuple[Law[Seen[Due]], ...] = (LOCKSTEP, ONE_UPDATE, OPTIMIZERS, REPLICA
 # now and then
 
 
-def _explain_base(seen: Seen[int]) -> Finding:
-    ranks = tuple(each.rank for each in seen.said if each.values["base"] != seen.want)
-    tensor = (*odd_tensors(seen.details, "base"), "base")[0]
-    return Finding(seen="a frozen weight or buffer changed", step=seen.step, ranks=ranks, tensor=tensor)
+BASE_POINT = "base"
+"""The point at which our trainer reads all that is frozen, buffers too. A watch has another law for buffers."""
 
 
-BASE: tuple[Law[Seen[int]], ...] = (
-    LOCKSTEP,
-    Law(
-        "base-frozen/base",
-        ("base",),
-        lambda seen: all(each.values["base"] == seen.want for each in seen.said),
-        _explain_base,
-        look=("base",),
-    ),
+def _explain_frozen(seen: Seen[object]) -> Finding:
+    ranks = tuple(each.rank for each in seen.said if each.values["base"] != each.values["first base"])
+    point = seen.said[0].point
+    what, name = ("weight or buffer", "base") if point == BASE_POINT else ("weight", "frozen weights")
+    return Finding(
+        seen=f"a frozen {what} changed" + ", read once more at the close" * (point == "close"),
+        step=seen.step,
+        ranks=ranks,
+        tensor=(*odd_tensors(seen.details, "base"), name)[0],
+    )
+
+
+FROZEN: Law[Seen[object]] = Law(
+    "base-frozen/base",
+    ("base", "first base"),
+    lambda seen: all(each.values["base"] == each.values["first base"] for each in seen.said),
+    _explain_frozen,
 )
-"""Every rank's digest of frozen weights and buffers is still the one of the start, which is what is wanted."""
+"""Every rank's digest of what is frozen is the one that it had at the start."""
+
+BASE: tuple[Law[Seen[object]], ...] = (LOCKSTEP, FROZEN)
+"""Now and then, and at every checkpoint of ours."""
 
 
 def _audited_wrong(seen: Seen[object]) -> list[Observation]:

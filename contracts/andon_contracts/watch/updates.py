@@ -10,7 +10,8 @@ import torch
 from andon_contracts.act import Scene
 from andon_contracts.agree import Observation
 from andon_contracts.laws.law import Observations, Seen, in_lockstep
-from andon_contracts.laws.loop import AFTER, BEFORE, FROZEN, START, each_by_itself
+from andon_contracts.laws.loop import AFTER, BEFORE, START, each_by_itself
+from andon_contracts.laws.update import FROZEN
 from andon_contracts.observe import Observer
 from andon_contracts.watch.auditing import Auditor
 from andon_contracts.watch.exchange import Exchange

@@ -25,10 +25,9 @@ from andon.step.reduce import PlainReduction, TreeReduction
 from andon.step.replica import REDUCED_FACTS, PartialGradient, Replica
 from andon.step.task import Task
 from andon_contracts.agree import Observation, bits_of, real_of
-from andon_contracts.digest import signed
 from andon_contracts.laws.law import LOCKSTEP, Judgement, Rule, Seen, rules_of, settle
 from andon_contracts.laws.rows import LEAVES, PLANNED, Leaves
-from andon_contracts.laws.update import BASE, REDUCED, START, UPDATED, Due, Reduced
+from andon_contracts.laws.update import BASE, BASE_POINT, REDUCED, START, UPDATED, Due, Reduced
 from andon_contracts.observe import word_sums
 from andon_contracts.policy import enforced
 
@@ -280,9 +279,9 @@ class TrainingStep:
         if not enforced():
             return
         digests = self._backend.map(lambda index: self._replicas[index].base_digest())
-        observed = [{"base": digest} for digest in digests]
-        observations = self._agreement.observe(step, "base", observed)
-        settle(self._agreement.judgement(BASE, Seen(observations, signed(expected)), {"base": Replica.frozen}))
+        observed = [{"base": digest, "first base": expected} for digest in digests]
+        observations = self._agreement.observe(step, BASE_POINT, observed)
+        settle(self._agreement.judgement(BASE, Seen(observations, None), {"base": Replica.frozen}))
 
     def attest_start(self, observed: Mapping[str, int]) -> None:
         """All ranks start from the same layout, weights, base and whatever else is `observed` (name to digest).
