@@ -28,6 +28,7 @@ from andon.pipeline import (
     build_model,
     step_spec,
 )
+from andon.step.flat import REPLACED
 from andon.step.optimizer import OptimizerSpec
 from andon.step.plan import GlobalBatch
 from andon.step.step import StepResult
@@ -75,7 +76,7 @@ def _canonical(device: Device) -> str:
 
 def _explain_detached(detached: Sequence[int], step: int) -> Finding:
     return Finding(
-        seen="weights of the model were replaced by other tensors, which the optimizer does not know",
+        seen=REPLACED,
         step=step,
         ranks=tuple(detached),
         tensor="weights",

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from andon_contracts.agree import Observation, bits_of
 from andon_contracts.clauses import CLAUSES
-from andon_contracts.laws.law import Judgement, Law, Seen
-from andon_contracts.laws.loop import AFTER, BEFORE, START, each_by_itself, name_ratio
+from andon_contracts.laws.law import Details, Judgement, Law, Seen
+from andon_contracts.laws.loop import AFTER, BEFORE, START, TREE, each_by_itself, name_ratio
 from andon_contracts.laws.update import BASE, CLIP, RATE, REDUCED, UPDATED, Due, Reduced
 from andon_contracts.policy import evaluations, reset_evaluations, suspended
 from andon_contracts.watch.judging import Verdicts
@@ -187,6 +187,33 @@ def test_where_contracts_are_suspended_nothing_is_judged() -> None:
         judgement, verdicts = _judgement("before", _seen(modes=0))
         assert judgement.first is None
     assert not verdicts.evaluations
+
+
+@pytest.mark.parametrize(
+    ("changed", "details", "seen", "told"),
+    [
+        ({}, {}, "", ()),
+        (
+            {"places": 9, "leaves": 9},
+            {"places": {"tree['a']": [1, 2, 1]}},
+            "the trees have different leaves",
+            ("1 2 1",),
+        ),
+        ({"leaves": 9}, {"leaves": {"x": [5] * 3, "y": [1, 2, 1]}}, "1 of 2 leaves differ", ("1 2 1",)),
+    ],
+)
+def test_trees_are_held_to_two_rows(
+    changed: Mapping[str, int], details: Details, seen: str, told: Sequence[str]
+) -> None:
+    """Other places come before other leaves; the second look says which, and who is alone with it."""
+    good = {"problem": 0, "places": 3, "leaves": 4}
+    said = [Observation(rank, 0, 1, "tree", good | (changed if rank == 1 else {})) for rank in range(3)]
+    judgement = Judgement(TREE, Seen(said, None, details=details))
+    found = [judgement.violation(law) for law in judgement.broken()]
+    assert [(each.clause, each.finding.seen, each.finding.ranks) for each in found] == [
+        ("trees-agree", seen, (1,)) for _ in told
+    ]
+    assert [each.finding.details[0][1].replace("0", "") for each in found] == list(told)
 
 
 def test_trainer_and_watch_read_the_same_rows() -> None:

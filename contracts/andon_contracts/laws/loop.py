@@ -7,10 +7,22 @@ is none.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from andon_contracts.agree import majority, minority, real_of
 from andon_contracts.laws import update
-from andon_contracts.laws.law import LOCKSTEP, Law, Names, Rule, Seen, agreeing, difference, odd_tensors, ranks_where
+from andon_contracts.laws.law import (
+    LOCKSTEP,
+    Law,
+    Names,
+    Rule,
+    Seen,
+    agreeing,
+    difference,
+    hexadecimal,
+    odd_tensors,
+    ranks_where,
+)
 from andon_contracts.laws.update import Reduced
 from andon_contracts.violation import OTHER_SHAPES, Finding
 
@@ -343,3 +355,33 @@ GRADIENT_LAW: tuple[Law[Seen[object]], ...] = (
     ),
 )
 """On every rank the reduced gradient before clipping is that of one process, up to rounding."""
+
+
+# a tree that a script compares
+
+
+def _explain_places(seen: Seen[object]) -> Finding:
+    place = odd_tensors(seen.details, "places")[0]
+    column = seen.details["places"][place]
+    return Finding("the trees have different leaves", seen.step, minority(column), place, (_digests(place, column),))
+
+
+def _explain_leaves(seen: Seen[object]) -> Finding:
+    looked, odd = seen.details["leaves"], odd_tensors(seen.details, "leaves")
+    what = f"{len(odd)} of {len(looked)} leaves differ"
+    details = tuple(_digests(name, looked[name]) for name in odd)
+    return Finding(what, seen.step, minority(looked[odd[0]]), odd[0], details)
+
+
+def _digests(name: str, by_rank: Sequence[int]) -> tuple[str, str]:
+    return name, " ".join(map(hexadecimal, by_rank))
+
+
+PLACES: Law[Seen[object]] = Law(
+    "trees-agree/places", ("places",), lambda seen: "places" not in seen.differing, _explain_places, stops=True
+)
+LEAVES: Law[Seen[object]] = Law(
+    "trees-agree/leaves", ("leaves",), lambda seen: "leaves" not in seen.differing, _explain_leaves
+)
+TREE: tuple[Law[Seen[object]], ...] = (PLACES, LEAVES)
+"""Every rank's tree has the same leaves, in the same order, with the same bits; explained after a second look."""

@@ -161,3 +161,31 @@ COUNTED: tuple[Law[Count], ...] = (
     ),
 )
 """A run that is over has made the planned number of updates, one that is not has made fewer."""
+
+
+MEMORY_SLACK = 1.1
+"""How many times the plan a GPU may hold at once."""
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """The most bytes that the GPU of each rank held at once, by rank, and how many were planned for any of them."""
+
+    peaks: Sequence[int]
+    planned: int
+    step: int
+
+    def over(self) -> tuple[int, ...]:
+        """The ranks that held more than the plan and its slack."""
+        return tuple(rank for rank, peak in enumerate(self.peaks) if peak > self.planned * MEMORY_SLACK)
+
+
+def _explain_peaks(seen: Peaks) -> Finding:
+    what = f"{max(seen.peaks)} bytes at the peak, {seen.planned} were planned and a tenth more is allowed"
+    return Finding(what, seen.step, seen.over())
+
+
+BUDGET: tuple[Law[Peaks], ...] = (
+    Law("memory-budget/peaks", (), lambda seen: not seen.over(), _explain_peaks, suspicion=True),
+)
+"""No rank's GPU held more at once than the plan and a tenth; a plan that is off makes no result wrong."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from andon_contracts.act import Scene, violation
 from andon_contracts.agree import GroupGather, Observation, gather_observations, gather_short, minority
 from andon_contracts.digest import digests_by_name, mix64
-from andon_contracts.laws.law import LOCKSTEP, Seen, in_lockstep
+from andon_contracts.laws.law import LOCKSTEP, Judgement, Seen
 from andon_contracts.liveness.pending_collectives import PendingCollectives
 from andon_contracts.observe import plain
 from andon_contracts.watch.values import text_digest
@@ -109,8 +109,10 @@ class Exchange:
                 seen = self._gathered(mine)
             finally:
                 self._begun.gathered()
-        if not judged and not in_lockstep(seen):
-            raise violation(LOCKSTEP.clause, LOCKSTEP.explain(Seen(seen, None)), Scene(self.world_size))
+        judgement = Judgement(() if judged else (LOCKSTEP,), Seen(seen, None))
+        if judgement.first is not None:
+            found = judgement.violation(judgement.first)
+            raise violation(found.clause, found.finding, Scene(self.world_size))
         return seen
 
     def _gathered(self, mine: Observation) -> tuple[Observation, ...]:

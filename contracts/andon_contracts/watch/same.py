@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,10 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from andon_contracts.act import Scene, violation
-from andon_contracts.agree import GroupGather, minority, own_group
+from andon_contracts.agree import GroupGather, own_group
 from andon_contracts.digest import tensor_digest
+from andon_contracts.laws.law import Judgement, Seen
+from andon_contracts.laws.loop import PLACES, TREE
 from andon_contracts.observe import plain
-from andon_contracts.violation import Finding, Violation
 from andon_contracts.watch.exchange import WIDTH, Exchange, by_rank
 from andon_contracts.watch.values import text_digest, value_digest
 
@@ -82,14 +84,26 @@ def _compare(leaves: Mapping[str, Any], kinds: Mapping[str, str], exchange: Exch
     if foreign:
         other = f"the tree of rank {', '.join(foreign)} holds what cannot be compared; its own message says what"
         raise ValueError(f"andon.assert_same: {problem or other}")
-    if len({o.values["places"] for o in whole}) > 1:
-        raise _other_places(kinds, exchange)
-    if len({o.values["leaves"] for o in whole}) > 1:
-        raise _other_leaves(leaves, digests, exchange)
+    judgement = Judgement(TREE, Seen(whole, None))
+    law = judgement.first
+    if law is None:
+        return
+    looked: Mapping[str, Sequence[int]]
+    if law is PLACES:
+        looked, element = _places(kinds, exchange)
+    else:
+        looked = exchange.spread(0, "leaves", digests)
+        odd = next(name for name, found in looked.items() if len(set(found)) > 1)
+        element = _difference(leaves[odd], exchange)
+    judgement.seen = replace(judgement.seen, details={law.reads[0]: looked})
+    found = judgement.violation(law)
+    tensors = 0 if law is PLACES else len(leaves)
+    raise violation(found.clause, found.finding, Scene(exchange.world_size, element=element, tensors=tensors))
 
 
-def _other_places(kinds: Mapping[str, str], exchange: Exchange) -> Violation:
-    """Which places not all ranks' trees have alike; where all have, they have them in another order."""
+def _places(kinds: Mapping[str, str], exchange: Exchange) -> tuple[dict[str, list[int]], str]:
+    """What stands at the first place that not all ranks' trees have alike, as digests by rank, and in words; where they
+    have all places alike they have them in another order, which is said of the whole tree."""
     held: list[dict[str, str]] = [dict(json.loads(text)) for text in exchange.texts(0, json.dumps([*kinds.items()]))]
     places = dict.fromkeys(place for one in held for place in one)
     columns = {place: [one.get(place, "nothing") for one in held] for place in places}
@@ -97,27 +111,12 @@ def _other_places(kinds: Mapping[str, str], exchange: Exchange) -> Violation:
     if odd:
         first, column = next(iter(odd.items()))
         shown = by_rank([f"a {kind}" if kind != "nothing" else kind for kind in column])
-        more = f"; {len(odd) - 1} more places" if len(odd) > 1 else ""
-        seen = f"{shown}{more}"
+        seen = f"{shown}; {len(odd) - 1} more places" if len(odd) > 1 else shown
     else:
         orders = [list(one) for one in held]
         column = next(list(here) for here in zip(*orders, strict=True) if len(set(here)) > 1)
         first, seen = "tree", f"the same leaves in another order: {by_rank(column)}"
-    details = ((first, " ".join(f"{text_digest(kind):016x}" for kind in column)),)
-    finding = Finding("the trees have different leaves", ranks=minority(column), tensor=first, details=details)
-    return violation("trees-agree", finding, Scene(exchange.world_size, element=seen))
-
-
-def _other_leaves(leaves: Mapping[str, Any], digests: Mapping[str, int], exchange: Exchange) -> Violation:
-    """Which leaves differ, and how the first of them does."""
-    spread = exchange.spread(0, "leaves", digests)
-    odd = [name for name, found in spread.items() if len(set(found)) > 1]
-    details = tuple((name, " ".join(f"{d % (1 << 64):016x}" for d in spread[name])) for name in odd)
-    finding = Finding(
-        f"{len(odd)} of {len(leaves)} leaves differ", ranks=minority(spread[odd[0]]), tensor=odd[0], details=details
-    )
-    shown = _difference(leaves[odd[0]], exchange)
-    return violation("trees-agree", finding, Scene(exchange.world_size, element=shown, tensors=len(leaves)))
+    return {first: [text_digest(kind) for kind in column]}, seen
 
 
 def _difference(leaf: Any, exchange: Exchange) -> str:

@@ -17,6 +17,8 @@ import torch
 from torch import nn
 
 _ALIGNMENT = 16
+REPLACED = "weights of the model, or their gradients, were replaced by other tensors, which would not be trained"
+"""What is said of parameters that are not `FlatParameters.attached`, whoever looks."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class FlatParameters:
                 parameter.grad = view
 
     def attached(self) -> bool:
-        """Whether every parameter and gradient is still the view that it was made."""
+        """Whether every parameter and gradient is still the view that it was made; where not, they are `REPLACED`."""
         weights = self.weights.data_ptr()
         return all(
             parameter.grad is view and parameter.data_ptr() == weights + 4 * slot.start

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from andon.step.flat import FlatParameters, Master
+from andon.step.flat import REPLACED, FlatParameters, Master
 from andon.step.keyed import KeyedRandomness
 from andon.step.micro_batch import REPORT_FIELDS, Leaf, LeafResult, reports_of_leaves
 from andon.step.optimizer import OptimizerSpec
@@ -118,7 +118,7 @@ class Replica:
         shown = None if keeping is None else keep
         sums = {node: self._keep(fold(node, compute, self._add, self._keep, shown)) for node in roots}
         if not self.parameters.attached():
-            raise RuntimeError("the model replaced a trainable parameter or its gradient; it would not be trained")
+            raise RuntimeError(REPLACED)  # with contracts off too
         return PartialGradient(sums, reports_of_leaves(results, task, self.device, checked=checked), kept)
 
     def nothing(self) -> PartialGradient:

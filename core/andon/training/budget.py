@@ -6,7 +6,7 @@ Compiled passes keep less than eager ones, so the plan of the eager ones is the 
 from __future__ import annotations
 
 import resource
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
@@ -16,10 +16,9 @@ from andon.config.schema import Config
 from andon.console.messages import say
 from andon.training.material import Material
 from andon.training.study import NotPlannable, Study
-from andon_contracts.policy import clause, enforced, require
-from andon_contracts.violation import Finding, Violation
+from andon_contracts.laws.law import Judgement
+from andon_contracts.laws.outcome import BUDGET, Peaks
 
-_SLACK = 1.1
 _GROUPED = ("nccl", "mixed")
 
 
@@ -66,27 +65,8 @@ def hold_to_budget(backend: Backend, step: int, planned: int) -> Mapping[str, in
         for device in backend.devices
     ]
     peaks = [int(peak) for peak in backend.gather(local)]
-    if enforced():
-        try:
-            judge_peaks(peaks, planned, step)
-        except Violation as over:
-            if 0 in backend.ranks:
-                say(f"warning: {over}")
+    judgement = Judgement(BUDGET, Peaks(peaks, planned, step))
+    for law in judgement.broken():
+        if 0 in backend.ranks:
+            say(f"warning: {judgement.violation(law)}")
     return {"planned": planned, "peak": max(peaks), **process}
-
-
-def _explain(peaks: Sequence[int], planned: int, step: int) -> Finding:
-    over = tuple(rank for rank, peak in enumerate(peaks) if peak > planned * _SLACK)
-    seen = f"{max(peaks)} bytes at the peak, {planned} were planned and a tenth more is allowed"
-    return Finding(step=step, ranks=over, seen=seen)
-
-
-@clause("memory-budget", _explain)
-def _within_budget(peaks: Sequence[int], planned: int, step: int) -> bool:
-    """No rank's GPU held more at once than the plan and a tenth."""
-    return max(peaks) <= planned * _SLACK
-
-
-@require(_within_budget)
-def judge_peaks(peaks: Sequence[int], planned: int, step: int) -> None:
-    """Raise `Violation` where a rank's peak (bytes, by rank) is above the plan's and a tenth. step: the last one."""
