@@ -59,15 +59,24 @@ class Process(Part):
 
     def look(self) -> State:
         """What it does now; `elsewhere` where that cannot be seen from here."""
-        return self._state() if self.machine and self.machine == _machine() else "elsewhere"
+        return self.state() if self.machine and self.machine == _machine() else "elsewhere"
+
+    def state(self) -> State:
+        """As `look`, of a process of this machine; `elsewhere` where the system does not say."""
+        fields = _fields(self.pid)
+        if fields is None:
+            return "elsewhere"
+        if not fields or int(fields[_STARTED]) != self.started or fields[_STATE] in "ZX":
+            return "gone"
+        return "stopped" if fields[_STATE] in "Tt" else "runs"
 
     def alive(self) -> bool:
         """Whether it, a process of this machine, is still there and not a zombie. A stopped process is alive."""
-        return self._state() != "gone"
+        return self.state() != "gone"
 
     def stopped(self) -> bool:
         """Whether it is there, but a signal (SIGSTOP) or a debugger keeps it from running."""
-        return self._state() == "stopped"
+        return self.state() == "stopped"
 
     def exit_code(self) -> int | None:
         """The code with which it ended, a signal as a negative number; None where nobody has kept it."""
@@ -114,15 +123,6 @@ class Process(Part):
         with suppress(PermissionError):
             return self._signal(signal.SIGKILL)
         return False
-
-    def _state(self) -> State:
-        """As `look`, of a process of this machine; `elsewhere` where the system does not say."""
-        fields = _fields(self.pid)
-        if fields is None:
-            return "elsewhere"
-        if not fields or int(fields[_STARTED]) != self.started or fields[_STATE] in "ZX":
-            return "gone"
-        return "stopped" if fields[_STATE] in "Tt" else "runs"
 
 
 class Lasting:

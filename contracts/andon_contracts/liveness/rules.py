@@ -1,4 +1,4 @@
-"""What is concluded of a peer from what was seen of it: the one table by which heartbeats and watches decide.
+"""What is concluded of a peer from what was seen of it: the one table by which heartbeats, watches, launchers decide.
 
 Pure. Who looks says what it saw (`Seen`) and for how long something may be so (`Patience`); which words follow is for
 `diagnosis` and `end_messages` to say.

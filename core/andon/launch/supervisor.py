@@ -24,6 +24,7 @@ from andon.launch.preemption import PREEMPTION_SIGNALS, taken
 from andon.launch.report import Report
 from andon_contracts.liveness.diagnosis import named
 from andon_contracts.liveness.process import STOPPED_BY, Lasting, Process
+from andon_contracts.liveness.rules import Patience, Seen, conclude, first
 
 POLL_S = 0.05
 """Seconds between two looks at the ranks."""
@@ -191,8 +192,7 @@ class Supervisor:
         if self._agent.ending and self._all and not self._told_to_end and not self._seen.asked_by:
             self._told_to_end = True
             self._forward(signal.SIGUSR1)
-        self._find_dead()
-        self._find_stopped()
+        self._conclude()
         if time.monotonic() >= self._kill_at:
             self._kill((Exit.RANK_SILENT, f"{named(self._live)} {self._late}") if self._late else None)
 
@@ -231,28 +231,29 @@ class Supervisor:
         if deadline < self._kill_at:
             self._kill_at, self._late = deadline, late
 
-    def _find_dead(self) -> None:
-        for rank, process in list(self._live.items()):
-            if not process.alive():
-                del self._live[rank]
-                self._note_death(rank)
-
-    def _find_stopped(self) -> None:
-        if self._silence_s == math.inf:
-            return
-        stopped = self._stopped.look(rank for rank, process in self._live.items() if process.stopped())
+    def _conclude(self) -> None:
+        """By the table of all who look at ranks: who is dead, and who did not run for too long."""
+        states = {rank: process.state() for rank, process in self._live.items()}
+        stopped = self._stopped.look(rank for rank, state in states.items() if state == "stopped")
         # The others give it up first, where there are any, and say what they waited for.
-        late = [rank for rank, seconds in stopped.items() if seconds > self._silence_s + END_S]
+        patience = Patience(stopped_s=self._silence_s + END_S)
+        found = {
+            rank: conclude(Seen(state, stopped_s=stopped.get(rank, 0.0)), patience) for rank, state in states.items()
+        }
+        for rank in first(found, ["died"])[1]:
+            del self._live[rank]
+            self._note_death(rank)
+        late = first(found, ["stopped"])[1]
         if late and not self._seen.died and self._killed_at is None:
             self._kill((Exit.RANK_SILENT, f"{named(late)} did not run for {self._silence_s:g} s: {STOPPED_BY}"))
 
     def _note_death(self, rank: int) -> None:
         self._seen.died[rank] = time.time()
         report = Report.read(self._folder, rank, self._launch)
-        if report is not None and report.exit == Exit.OK:
+        code = None if report is None else report.exit
+        if conclude(Seen("gone", said=report is not None, exit=code), Patience()) == "left":
             return
-        at_boundary = report is not None and report.exit == Exit.PREEMPTED
-        self._end_by(time.monotonic() + END_S + (self._timeout_s if at_boundary else 0.0), "")
+        self._end_by(time.monotonic() + END_S + (self._timeout_s if code == Exit.PREEMPTED else 0.0), "")
 
     def _kill(self, verdict: tuple[Exit, str] | None) -> None:
         self._kill_at = float("inf")
