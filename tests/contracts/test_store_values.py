@@ -20,9 +20,11 @@ from andon_contracts.liveness.end_messages import Whereabouts
 from andon_contracts.liveness.halt_link import HaltLink, Progress
 from andon_contracts.liveness.pending_collectives import Counts
 from andon_contracts.liveness.process import Process
+from andon_contracts.liveness.signed import Signed, _signature
 from andon_contracts.liveness.store_link import Beat, Checked, Heartbeats
 
 WORLD = 2
+SECRET = bytes(32)
 TOLD = Told(3, 2, "update", waits=True, since_s=0.5, phase_s=0.75, place="train.py:7", ended="x", exit=1, paused_s=0.25)
 PROGRESS = Progress(Whereabouts(2, "at its update", 0.5, 1), Counts(3, 2, "all", 1))
 CAUSE = Cause("died", "rank 1 of 2 died.", 1, 2, ranks=(1,))
@@ -52,11 +54,16 @@ def heard(form: type[Part], *values: bytes) -> tuple[Beat[Any] | None, int]:
 def pulled(value: bytes) -> tuple[list[Cause], int]:
     """What a link learns where this stands for the cause, and what it dropped."""
     store, learned = HashStore(), list[Cause]()
-    store.set("pulled", value)  # type: ignore[arg-type]
-    link = HaltLink(store, 0, WORLD, learned.append, lambda: PROGRESS, print, _fails)  # type: ignore[arg-type]
+    store.set("pulled", signature(value) + value)  # type: ignore[arg-type]
+    link = HaltLink(Signed(store, SECRET), 0, WORLD, learned.append, lambda: PROGRESS, print, _fails)
     link._link.ask(lambda: None, 5.0)
     link.leave()
     return learned, link.checked.dropped
+
+
+def signature(value: bytes) -> bytes:
+    """What a rank puts before this cause, whatever it is."""
+    return _signature(SECRET, "pulled", value).encode()
 
 
 GARBAGE = {
@@ -171,7 +178,7 @@ def test_nothing_that_can_be_written_is_an_error(value: bytes) -> None:
     whole = value == json.dumps(beat(TOLD)).encode()
     for form in (Told, Progress):
         found, dropped = heard(form, value)
-        assert (found is None) == (dropped == 1)
+        assert (found is None) == (dropped == 1 or not value)
         assert found is None or whole
     assert Checked().read("", value, lambda body: Cause.from_json(body).among(WORLD)) is None
 
@@ -180,14 +187,17 @@ def test_a_cause_is_told_where_garbage_stands() -> None:
     """Who pulls replaces what is none, and both learn the cause; who knows it puts it there again."""
     store, learned = HashStore(), list[Cause]()
     store.set("pulled", b"\xff garbage")  # type: ignore[arg-type]
-    links = [HaltLink(store, rank, WORLD, learned.append, lambda: PROGRESS, print, _fails) for rank in range(WORLD)]  # type: ignore[arg-type]
+    links = [
+        HaltLink(Signed(store, SECRET), rank, WORLD, learned.append, lambda: PROGRESS, print, _fails)
+        for rank in range(WORLD)
+    ]
     links[0].publish(CAUSE)
     for link in links:
         link._link.ask(link._routine, 5.0)
     assert learned == [CAUSE, CAUSE]
     store.set("pulled", "garbage again")
     links[1]._link.ask(link._routine, 5.0)
-    assert json.loads(store.get("pulled")) == CAUSE.to_json()
+    assert json.loads(Signed(store, SECRET).get("pulled")) == CAUSE.to_json()
     for link in links:
         link.leave()
 
@@ -195,7 +205,7 @@ def test_a_cause_is_told_where_garbage_stands() -> None:
 def test_a_cause_that_holds_what_no_form_takes_is_told_all_the_same() -> None:
     """A loop may raise a violation of its own making: the others stop for it, without what they could not read."""
     store, learned = HashStore(), list[Cause]()
-    link = HaltLink(store, 0, WORLD, learned.append, lambda: PROGRESS, print, _fails)  # type: ignore[arg-type]
+    link = HaltLink(Signed(store, SECRET), 0, WORLD, learned.append, lambda: PROGRESS, print, _fails)
     odd = Cause("violation", "x" * 3_000_000, 0, -1, "../../mine", ranks=(7, -1), tensor=object())  # type: ignore[arg-type]
     link.publish(odd)
     link._link.ask(lambda: None, 5.0)

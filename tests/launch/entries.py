@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import stat
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,7 +37,8 @@ def echo(payload: Payload) -> int:
         "omp": os.environ["OMP_NUM_THREADS"],
         "variable": os.environ.get("ANDON_TEST_VARIABLE"),
         "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
-        "store": [os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]],
+        "store": os.environ["ANDON_STORE"],
+        "entered by": stat.filemode(Path(os.environ["ANDON_STORE"]).parent.stat().st_mode),
     }
     (Path(payload["folder"]) / f"echo-{context.rank}.json").write_text(json.dumps(found))
     print(f"rank {context.rank} says {payload.get('say')}", flush=True)
@@ -91,13 +93,13 @@ def after_stopped(payload: Payload) -> int:
 
 def all_reduce(payload: Payload) -> int:
     """Sum over gloo for ever, until the rank and step that the payload names meet their fault."""
-    from datetime import timedelta
-
     import torch
     import torch.distributed as dist
 
+    from andon.launch.joining import join
+
     context = RankContext.from_environment()
-    dist.init_process_group("gloo", timeout=timedelta(seconds=payload["timeout_s"]))
+    join("gloo", payload["timeout_s"])
     for step in range(payload["steps"]):
         if step == payload["at"] and context.rank == payload["rank"]:
             if payload["how"] == "raise":

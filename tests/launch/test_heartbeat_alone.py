@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import queue
 import threading
@@ -19,15 +20,21 @@ from andon.launch.report import Report
 from andon_contracts.liveness.clock import StepClock
 from andon_contracts.liveness.diagnosis import UPDATE, Told
 from andon_contracts.liveness.process import Process
+from andon_contracts.liveness.signed import Signed
 from tests.launch.pipes import PATIENCE_S
 
 STEP_S = 0.2
+SECRET = bytes(32)
 WAITS = Told(ticks=1, step=3, phase=UPDATE, waits=True)
 
 
-def beat(told: Told, process: Process | None = None) -> str:
-    """What a rank that is in this process, or in the given one, tells of itself."""
-    return json.dumps({"number": 1, "process": (process or Process.here()).to_json(), "told": told.to_json()})
+_numbers = itertools.count(1)
+
+
+def tell(store: Any, rank: int, told: Told, process: Process | None = None) -> None:
+    """Have a rank that is in this process, or in the given one, tell this of itself."""
+    sign = {"number": next(_numbers), "process": (process or Process.here()).to_json(), "told": told.to_json()}
+    Signed(store, SECRET).set(f"beat {rank}", json.dumps(sign))
 
 
 def wait_for(what: Callable[[], object]) -> None:
@@ -45,7 +52,7 @@ class Alone:
         self.ends: queue.SimpleQueue[Report] = queue.SimpleQueue()
         self.said: list[str] = []
         self.clock = clock
-        self.heart = Heartbeat(store, rank, world, clock, timeouts, self.ends.put, self.said.append)
+        self.heart = Heartbeat(Signed(store, SECRET), rank, world, clock, timeouts, self.ends.put, self.said.append)
 
     def wait_until_known(self, rank: int, what: str) -> None:
         """Until this is told of that rank."""
@@ -72,7 +79,7 @@ def test_who_passes_a_deadline_later_hands_on_what_the_first_saw() -> None:
     """The slow rank 1 has ended by the same deadline and is heard of: it is named, and nobody blames the network."""
     said = f"the update of step 3 took longer than run.step_deadline_s, {STEP_S:g} s: rank 1 of 2 is slow: in a loop"
     store = HashStore()
-    store.set("beat 1", beat(replace(WAITS, waits=False, ended=said, exit=int(Exit.RANK_SILENT))))
+    tell(store, 1, replace(WAITS, waits=False, ended=said, exit=int(Exit.RANK_SILENT)))
     with alone(store, 2, timeouts=Timeouts(PATIENCE_S, STEP_S)) as made:
         made.wait_until_known(1, "ended")
         made.clock.at(3, UPDATE)
@@ -84,7 +91,7 @@ def test_who_passes_a_deadline_later_hands_on_what_the_first_saw() -> None:
 def test_who_passes_a_deadline_after_another_ended_names_that_one() -> None:
     """Rank 1 has ended for a reason of its own: that is what the step took so long for."""
     store = HashStore()
-    store.set("beat 1", beat(replace(WAITS, waits=False, ended="LookupError: x", exit=int(Exit.CRASHED))))
+    tell(store, 1, replace(WAITS, waits=False, ended="LookupError: x", exit=int(Exit.CRASHED)))
     with alone(store, 2, timeouts=Timeouts(PATIENCE_S, STEP_S)) as made:
         made.wait_until_known(1, "ended")
         made.clock.at(3, UPDATE)
@@ -113,14 +120,14 @@ def test_the_update_that_compiles_has_no_deadline() -> None:
 def test_a_deadline_waits_for_a_sign_of_this_step() -> None:
     """What rank 1 told last is of before the step: who is slow is said once it has told where it is now."""
     store = HashStore()
-    store.set("beat 1", beat(replace(WAITS, ticks=0, step=2, waits=False)))
+    tell(store, 1, replace(WAITS, ticks=0, step=2, waits=False))
     clock = StepClock()
     clock.wait()
     with alone(store, 2, clock, Timeouts(1.0, STEP_S, PATIENCE_S)) as made:
         made.wait_until_known(1, "step")
         clock.at(3, UPDATE)
         wait_for(lambda: clock.read().phase_s > 2 * STEP_S)
-        store.set("beat 1", beat(replace(WAITS, ticks=2)))
+        tell(store, 1, replace(WAITS, ticks=2))
         found = made.end()
     late = f"the update of step 3 took longer than run.step_deadline_s, {STEP_S:g} s: "
     assert found.cause.startswith(f"{late}rank 0 of 2 is slow: in the update of step 3")
@@ -146,13 +153,14 @@ class Late(Counted):
         self.asked.append("multi_get")
         first = self.asked.count("multi_get") == 1
         told = WAITS if first else replace(WAITS, ended="LookupError: x", exit=int(Exit.CRASHED))
-        return [beat(told, replace(Process.here(), started=1)).encode() for _ in keys]
+        tell(self._store, 1, told, replace(Process.here(), started=1))
+        return self._store.multi_get(keys)
 
 
 def test_a_rank_that_is_gone_has_the_last_word() -> None:
     """The process of rank 1 is gone before its last words are heard: they are waited for, and not `without a word`."""
     store, clock = Late(HashStore()), StepClock()
-    store.set("beat 1", "told")
+    tell(store, 1, WAITS)
     clock.at(3, UPDATE)
     with alone(store, 2, clock, Timeouts(PATIENCE_S, STEP_S / 2)) as made:
         found = made.end()
@@ -162,7 +170,7 @@ def test_a_rank_that_is_gone_has_the_last_word() -> None:
 def test_a_rank_seen_to_live_is_not_lost() -> None:
     """Rank 1 has told nothing new since long, and its process runs: it is not named where another is lost."""
     store = HashStore()
-    store.set("beat 1", beat(WAITS))
+    tell(store, 1, WAITS)
     with alone(store, 2) as made:
         made.wait_until_known(1, "ticks")
         assert made.heart.explain(Exit.RANK_LOST) == ""
@@ -171,7 +179,7 @@ def test_a_rank_seen_to_live_is_not_lost() -> None:
 def test_a_rank_that_cannot_be_seen_may_be_lost() -> None:
     """Rank 1, on another machine, gives no more signs while the rank waits for one."""
     store = HashStore()
-    store.set("beat 1", beat(WAITS, Process(1, 1, "elsewhere", "far")))
+    tell(store, 1, WAITS, Process(1, 1, "elsewhere", "far"))
     with alone(store, 2) as made:
         made.wait_until_known(1, "ticks")
         assert made.heart.explain(Exit.RANK_LOST).startswith("rank 1 of 2 (on far) gave no sign of life")
@@ -180,7 +188,7 @@ def test_a_rank_that_cannot_be_seen_may_be_lost() -> None:
 def test_a_store_that_is_gone_accuses_nobody() -> None:
     """Once the store has ended nobody can be heard: the store is named, and not the rank on another machine."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    store.set("beat 1", beat(WAITS, Process(1, 1, "elsewhere", "far")))
+    tell(store, 1, WAITS, Process(1, 1, "elsewhere", "far"))
     client = TCPStore("127.0.0.1", store.port, is_master=False)
     with alone(client, 2, timeouts=Timeouts(1.0)) as made:
         made.wait_until_known(1, "ticks")
@@ -224,27 +232,28 @@ class Foreign(Counted):
 def test_a_rank_that_cannot_read_the_others_says_so() -> None:
     """An error of the thread that hears, of whatever kind: the rank ends with it, and tells the others before."""
     store = HashStore()
-    store.set("beat 1", beat(WAITS))
+    tell(store, 1, WAITS)
     with alone(Foreign(store), 2) as made:
         found = made.end()
-    told = json.loads(store.get("beat 0"))["told"]
+    told = json.loads(Signed(store, SECRET).get("beat 0"))["told"]
     assert found.exit == told["exit"] == Exit.CRASHED
     assert found.cause == told["ended"] == "the watch over this rank failed: LookupError: nobody foresaw this"
 
 
 def test_what_no_rank_has_put_into_the_store_is_dropped_and_counted() -> None:
-    """Garbage in the place of a beat ends nothing; the last beat holds, the next one is heard, one line says it."""
+    """Garbage or a lie in the place of a beat ends nothing; the last holds, the next is heard, one line says it."""
     store = HashStore()
-    store.set("beat 1", beat(WAITS))
+    tell(store, 1, WAITS)
     with alone(store, 3, timeouts=Timeouts(1.0)) as made:
         made.wait_until_known(1, "ticks")
-        for garbage in ("not JSON", beat(WAITS)[:-9], "[" * 100_000):
+        unsigned = Signed(store, SECRET).get("beat 1").decode().replace('"ticks": 1', '"ticks": 2')
+        for garbage in ("not JSON", unsigned, "[" * 100_000):
             store.set("beat 1", garbage)
             store.set("beat 2", garbage)
             rounds = made.heart._rounds
             wait_for(lambda rounds=rounds: made.heart._rounds > rounds + 2)  # type: ignore[misc]
         assert made.heart.view().signs[1].ticks == WAITS.ticks
-        store.set("beat 2", beat(WAITS))
+        tell(store, 2, WAITS)
         made.wait_until_known(2, "ticks")
         assert made.ends.empty()
         assert made.said == []
@@ -255,21 +264,21 @@ def test_a_beat_asks_the_store_once_for_all() -> None:
     """However many ranks there are: once all were heard, what a beat costs does not grow with them."""
     store = Counted(HashStore())
     for rank in range(1, 4):
-        store.set(f"beat {rank}", beat(WAITS))
+        tell(store, rank, WAITS)
     with alone(store, 4, timeouts=Timeouts(1.0)) as made:
         wait_for(lambda: all(made.heart.view().signs[rank].ticks for rank in range(1, 4)))
         del store.asked[:]
-        wait_for(lambda: len(store.asked) >= 6)
-        asked = store.asked[:6]
-    assert sorted(asked) == ["multi_get"] * 3 + ["set"] * 3
+        wait_for(lambda: len(store.asked) >= 9)
+        asked = store.asked[:9]
+    assert sorted(asked) == ["check"] * 3 + ["multi_get"] * 3 + ["set"] * 3
 
 
 def test_who_comes_later_is_heard_too() -> None:
     """Those that have told nothing yet hold up nobody, and are asked for until they do."""
     store = HashStore()
-    store.set("beat 2", beat(WAITS))
+    tell(store, 2, WAITS)
     with alone(store, 3, timeouts=Timeouts(1.0)) as made:
         made.wait_until_known(2, "ticks")
         assert not made.heart.view().signs[1].ticks
-        store.set("beat 1", beat(WAITS))
+        tell(store, 1, WAITS)
         made.wait_until_known(1, "ticks")

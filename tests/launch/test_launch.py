@@ -59,7 +59,7 @@ def test_every_rank_gets_the_payload_as_it_was(tmp_path: Path, workers: int) -> 
 
 
 def test_the_place_of_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Today's variables and not the launcher's own rank; no blocked signal; the agent by pid; a store on loopback."""
+    """Today's variables and not the launcher's own rank; no blocked signal; the agent by pid; a store in its folder."""
     monkeypatch.setenv("ANDON_TEST_VARIABLE", "set after the forkserver started")
     monkeypatch.setenv("RANK", "99")
     run(tmp_path, "echo", {"folder": str(tmp_path)})
@@ -67,7 +67,7 @@ def test_the_place_of_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert found["variable"] == "set after the forkserver started"
     assert found["blocked"] == []
     assert found["agent_pid"] == os.getpid()
-    assert found["store"][0] == "127.0.0.1"
+    assert found["entered by"] == "drwx------"
 
 
 @pytest.mark.parametrize("code", [code for code in Exit if code != Exit.OK])
@@ -165,7 +165,7 @@ def test_the_first_cause_wins_over_the_ranks_that_lost_their_peer(
 
 
 def test_ranks_that_agree_end_well(tmp_path: Path) -> None:
-    """The group is made by the agent's own store, used, and taken down; all ranks end with 0."""
+    """The group is made by the launcher's own store, used, and taken down; all ranks end with 0."""
     payload = {"steps": 5, "at": -1, "rank": -1, "how": "", "timeout_s": 30}
     assert run(tmp_path, "all_reduce", payload, workers=3).exit == Exit.OK
 

@@ -13,7 +13,7 @@ from andon.launch.heartbeat import Timeouts
 from andon_contracts.liveness.clock import Pauses, StepClock
 from andon_contracts.liveness.diagnosis import UPDATE
 from tests.launch.pipes import PATIENCE_S
-from tests.launch.test_heartbeat_alone import WAITS, Alone, Counted, alone, beat, wait_for
+from tests.launch.test_heartbeat_alone import WAITS, Alone, Counted, alone, tell, wait_for
 
 SLEPT_S = 3600.0
 TIMEOUTS = Timeouts(600.0, silence_s=600.0)
@@ -79,7 +79,7 @@ def paused(clocks: Clocks, made: Alone, store: Counted) -> None:
 def test_nobody_is_slow_because_all_were_paused(clocks: Clocks, waits: bool) -> None:
     """Rank 0 waits, rank 1 computes or waits too, and all of them are stopped, or their machine sleeps, for an hour."""
     store = Counted(HashStore())
-    store.set("beat 1", beat(replace(WAITS, ticks=0, waits=waits)))
+    tell(store, 1, replace(WAITS, ticks=0, waits=waits))
     with alone(store, 2, timeouts=TIMEOUTS) as made:
         made.clock.at(3, UPDATE)
         made.clock.wait()
@@ -93,7 +93,7 @@ def test_nobody_is_slow_because_all_were_paused(clocks: Clocks, waits: bool) -> 
 def test_a_wait_that_ended_because_of_a_pause_accuses_nobody(clocks: Clocks) -> None:
     """The transport's own clock went on: its wait is over, and what is said is that this process did not run."""
     store = Counted(HashStore())
-    store.set("beat 1", beat(replace(WAITS, ticks=0, waits=False)))
+    tell(store, 1, replace(WAITS, ticks=0, waits=False))
     with alone(store, 2, timeouts=TIMEOUTS) as made:
         made.clock.at(3, UPDATE)
         made.clock.wait()
@@ -106,7 +106,7 @@ def test_a_wait_that_ended_because_of_a_pause_accuses_nobody(clocks: Clocks) -> 
 def test_a_deadline_does_not_count_a_pause(clocks: Clocks) -> None:
     """An hour of sleep in an update that may take ten minutes ends nothing."""
     store = Counted(HashStore())
-    store.set("beat 1", beat(WAITS))
+    tell(store, 1, WAITS)
     with alone(store, 2, timeouts=Timeouts(600.0, 600.0, 600.0)) as made:
         made.clock.at(3, UPDATE)
         made.clock.wait()

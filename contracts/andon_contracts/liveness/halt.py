@@ -10,6 +10,7 @@ otherwise its own timeout ends it, or the end of the rank that it waits for, and
 from __future__ import annotations
 
 import contextlib
+import datetime
 import multiprocessing
 import multiprocessing.util
 import os
@@ -32,6 +33,7 @@ from andon_contracts.liveness.halt_link import POLL_S, HaltLink, Progress
 from andon_contracts.liveness.last_words import within
 from andon_contracts.liveness.peer_monitor import LOOK_S, PeerMonitor
 from andon_contracts.liveness.pending_collectives import PendingCollectives
+from andon_contracts.liveness.signed import TAKEN_AWAY_S, Signed
 from andon_contracts.stacks import doing, line_of
 from andon_contracts.violation import Violation
 
@@ -50,7 +52,7 @@ class HaltSignal:
 
     def __init__(
         self,
-        store: Store,
+        board: Signed,
         rank: int,
         world_size: int,
         begun: PendingCollectives,
@@ -79,7 +81,7 @@ class HaltSignal:
         self._kept = _shared_store()
         self._warns, self._warned = warns, ""
         self._link = HaltLink(
-            store, rank, world_size, self._learn, self._progress, self._warn, self._deafened, _keeper(self._kept)
+            board, rank, world_size, self._learn, self._progress, self._warn, self._deafened, _keeper(self._kept)
         )
         self._monitor = PeerMonitor(self._link, rank, patience_s, begun)
         self._interruptible = blocked.enlist(self.heed)
@@ -362,6 +364,7 @@ def own_store(name: str) -> Store | None:
     if clone is not None:
         with contextlib.suppress(RuntimeError, NotImplementedError):
             shared = clone()
+            shared.set_timeout(datetime.timedelta(seconds=TAKEN_AWAY_S))
     return PrefixStore(f"andon/{name}", shared)
 
 

@@ -17,7 +17,8 @@ from andon_contracts.fields import Count, Part
 from andon_contracts.liveness.end_messages import Whereabouts
 from andon_contracts.liveness.pending_collectives import Counts
 from andon_contracts.liveness.process import Lasting, Process
-from andon_contracts.liveness.store_link import MOST_CHARACTERS, Board, Checked, Heartbeats, StoreLink, whole
+from andon_contracts.liveness.signed import Signed
+from andon_contracts.liveness.store_link import MOST_CHARACTERS, Heartbeats, StoreLink, whole
 
 POLL_S = 0.2
 """How often a rank asks whether somebody pulled the cord."""
@@ -29,8 +30,6 @@ _NEAR = 32
 """So many ranks on either side may run on the same machine and are looked at there."""
 _PULLED = "pulled"
 _WARNED = "unguarded"
-_TRIES = 100
-"""How often a cause is put where something else stands that is none, before it is put there whatever comes."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class HaltLink:
 
     def __init__(
         self,
-        board: Board,
+        board: Signed,
         rank: int,
         world: int,
         learn: Callable[[Cause], None],
@@ -91,7 +90,7 @@ class HaltLink:
         self._told = ""
         """The cause as it stands on the board, once it is known."""
         self._keeper_left = False
-        self.checked = Checked()
+        self.checked = board.checked
         self._beats, self._beat_at = Heartbeats(board, rank, Progress, self.checked), 0.0
         self._silence, self._heard_last = Lasting(2 * _BEAT_S), object()
         self._near = sorted({(rank + offset) % world for offset in range(-_NEAR, _NEAR + 1)} - {rank})
@@ -145,10 +144,10 @@ class HaltLink:
 
     def _routine(self) -> float | None:
         """Hear what there is to hear; seconds until the next time, None once nobody needs this rank any more."""
-        if not self._told and self._board.check([_PULLED]):
+        if not self._told:
             self._take(self._board.get(_PULLED))
         if self._told:
-            if self._read(self._board.get(_PULLED)) is None:  # the others have to find it too
+            if self._board.read(_PULLED, self._form) is None:  # the others have to find it too
                 self._board.set(_PULLED, self._told)
             self.ended = frozenset(r for r in self._near if self._board.check([f"ended {r}"]))
             self.left = frozenset(r for r in self._near if self._board.check([f"left {r}"]))
@@ -180,10 +179,9 @@ class HaltLink:
     def _tell_progress(self) -> None:
         self._beat_at = time.monotonic()
         self._beats.tell(self._progress())
-        if self._board.check([_WARNED]):
-            found = self.checked.read(_WARNED, self._board.get(_WARNED), lambda body: whole(Said, body))
-            if found is not None and found.rank != self._rank:
-                self._warn(found.text)
+        found = self._board.read(_WARNED, lambda body: whole(Said, body))
+        if found is not None and found.rank != self._rank:
+            self._warn(found.text)
         following = self.following
         if following in self.processes and self.processes[following].look() == "elsewhere":
             heard = self._beats.hear([following]).get(following)
@@ -193,16 +191,12 @@ class HaltLink:
             self._heard_last = heard
 
     def _pull(self, cause: Cause) -> None:
-        """Put the cause on the board where none is yet, in the place of whatever is none; learn which one it is."""
+        """Put the cause on the board where none is yet; learn which one it is."""
         told = self._encoded(cause)
-        there: bytes | str = ""
-        for _ in range(_TRIES):
-            there = self._board.compare_set(_PULLED, there, told)
-            self._take(there)
-            if self._told:
-                return
-        self._board.set(_PULLED, told)
-        self._take(told.encode())
+        self._take(self._board.compare_set(_PULLED, "", told))
+        if not self._told:  # what stands there is of a rank, and no cause
+            self._board.set(_PULLED, told)
+            self._take(told.encode())
 
     def _spread(self, text: str) -> None:
         self._board.set(_WARNED, json.dumps(Said(self._rank, text[:MOST_CHARACTERS]).to_json()))
@@ -219,13 +213,10 @@ class HaltLink:
         return told
 
     def _take(self, raw: bytes) -> None:
-        cause = None if self._told else self._read(raw)
+        cause = self.checked.read(_PULLED, raw, self._form) if raw and not self._told else None
         if cause is not None:
             self._told = raw.decode()
             self._learn(cause)
-
-    def _read(self, raw: bytes) -> Cause | None:
-        return self.checked.read(_PULLED, raw, self._form) if raw else None
 
     def _form(self, body: object) -> Cause:
         return whole(Cause, body).among(self._world)

@@ -1,8 +1,7 @@
 """How ranks leave each other values: a board, the one thread of a rank that speaks with it, and signs of life on it.
 
-torch's store is a board. Another transport (sockets in a folder that permissions protect) has to offer the same five
-calls, and nothing in those who use this would change. Whoever can reach a board can put anything there: what comes
-from it is read by `Checked` alone.
+A store is a board, torch's or one behind a socket that permissions protect. Whoever can reach a board can put anything
+there: guards take it for what it is only where `signed` says that a rank put it there, and `Checked` alone reads it.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ Told = TypeVar("Told", bound=Part)
 Read = TypeVar("Read")
 MOST_CHARACTERS = 1 << 16
 """How much text of one kind a rank may tell; more of it is left out."""
-_MOST_BYTES = 1 << 20
+MOST_BYTES = 1 << 20
 """What is longer is none of ours: JSON needs six bytes for a character, and no value has more than two such texts."""
 
 
@@ -65,10 +64,14 @@ class Checked:
         try:
             return form(_json(raw))
         except (ValueError, RecursionError):  # the form's words for what is wrong may nest as deeply
-            if self._last.get(key) != hash(raw):  # however often the same is found there
-                self._last[key] = hash(raw)
-                self.dropped += 1
+            self.drop(key, raw)
             return None
+
+    def drop(self, key: str, raw: bytes) -> None:
+        """Count what was found under `key`, however often the same is found there."""
+        if self._last.get(key) != hash(raw):
+            self._last[key] = hash(raw)
+            self.dropped += 1
 
     def account(self, rank: int) -> str:
         """What was dropped, in words; empty: nothing."""
@@ -77,7 +80,7 @@ class Checked:
 
 
 def _json(raw: bytes) -> object:
-    if len(raw) > _MOST_BYTES:
+    if len(raw) > MOST_BYTES:
         raise ValueError(f"{len(raw)} bytes")
     return json.loads(raw.decode("utf-8"), parse_constant=_refuse)
 
@@ -188,6 +191,8 @@ class Heartbeats(Generic[Told]):
         self._here, self._number = Process.here(), 0
         self._raw: dict[int, bytes] = {}
         self._heard: dict[int, Beat[Told]] = {}
+        self._numbers: dict[int, int] = {}
+        """Of the last sign that was heard of each rank: an older one is not heard again."""
 
     def tell(self, told: Told) -> None:
         """Give a sign of life of this rank."""
@@ -202,13 +207,17 @@ class Heartbeats(Generic[Told]):
         known = [rank for rank in ranks if rank in self._raw or self._board.check([f"beat {rank}"])]
         found = self._board.multi_get([f"beat {rank}" for rank in known]) if known else []
         for rank, raw in zip(known, found, strict=True):
-            if self._raw.get(rank) != raw:
+            if self._raw.get(rank) != raw and raw:
                 self._raw[rank] = raw
-                beat = self._checked.read(f"beat {rank}", raw, self._read)
+                beat = self._checked.read(f"beat {rank}", raw, lambda body, rank=rank: self._read(rank, body))  # type: ignore[misc]
                 if beat is not None:
                     self._heard[rank] = beat
         return {rank: self._heard[rank] for rank in known if rank in self._heard}
 
-    def _read(self, body: object) -> Beat[Told]:
+    def _read(self, rank: int, body: object) -> Beat[Told]:
         found = whole(_Sign, body)
-        return Beat(found.process, whole(self._form, found.told))
+        beat = Beat(found.process, whole(self._form, found.told))
+        if found.number <= self._numbers.get(rank, 0):
+            raise ValueError(f"number {found.number} was heard before")
+        self._numbers[rank] = found.number
+        return beat

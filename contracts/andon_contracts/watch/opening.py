@@ -19,6 +19,7 @@ from andon_contracts.agree import GroupGather, Observation, own_group
 from andon_contracts.ledger import LedgerFile
 from andon_contracts.liveness.halt import HaltSignal, own_store
 from andon_contracts.liveness.pending_collectives import PendingCollectives
+from andon_contracts.liveness.signed import Signed, drawn, secret_in, words_of
 from andon_contracts.watch.exchange import WIDTH, Exchange
 from andon_contracts.watch.ledger import ledger_path, open_ledger
 from andon_contracts.watch.model_probe import ModelProbe
@@ -136,11 +137,13 @@ def _opened(
         file = _opened_ledger(path, settings.start, problems)
         if file is not None:
             undo.callback(file.close)
-        seen = _agreed(exchange, problems, settings.digests(), {"records": int(file is not None), **part})
+        # What signs the ranks' signs of life goes from rank 0 to the others here, and not through their store.
+        told = {"records": int(file is not None), **part, **words_of(drawn())}
+        seen = _agreed(exchange, problems, settings.digests(), told)
         replicas = replicas_of([o.values["part"] for o in seen], [o.values["copies"] for o in seen])
         assert subject is not None
         settings = replace(settings, recording=bool(seen[0].values["records"]))
-        cord = _cord(exchange, settings, place)
+        cord = _cord(exchange, settings, place, secret_in(seen[0].values))
         if cord is not None:
             undo.push(cord.end_with)
         opened = Watch(subject, optimizers, settings, exchange, replicas, cord, file)
@@ -202,7 +205,7 @@ def _wrong_types(model: object, optimizers: Sequence[object]) -> list[str]:
     ]
 
 
-def _cord(exchange: Exchange, settings: Settings, place: _Place) -> HaltSignal | None:
+def _cord(exchange: Exchange, settings: Settings, place: _Place, secret: bytes) -> HaltSignal | None:
     """What any rank may pull to stop all; its name in the store is one on the ranks of the group and on no others."""
     if exchange.world_size == 1:
         return None
@@ -213,7 +216,7 @@ def _cord(exchange: Exchange, settings: Settings, place: _Place) -> HaltSignal |
     if store is None:
         return None
     return HaltSignal(
-        store,
+        Signed(store, secret),
         exchange.rank,
         exchange.world_size,
         PendingCollectives(ranks),

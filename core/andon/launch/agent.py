@@ -3,7 +3,7 @@
 What torch 2.13 does, and what is made of it here:
 
 - Its c10d rendezvous waits up to 0.3 s at random and opens two stores that listen on every interface. One host needs
-  none of it: `LoopbackRendezvous` hands out one store that listens on 127.0.0.1 alone, on a port the kernel chose.
+  none of it: the agent has a store in its own memory, and its ranks meet in one behind a Unix socket (`unix_store`).
 - It waits 30 s for the others once a rank has failed, whatever `shutdown_timeout` says, and its signal handlers raise
   in the middle of whatever runs. In a thread it installs none, and whoever started the thread (`supervisor`) has its
   own clock and ends the ranks; then torch's waits return at once.
@@ -18,14 +18,13 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from datetime import timedelta
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from typing import Any
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
@@ -33,45 +32,30 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 
 from andon.launch.fork_server import starting
 from andon.launch.rank import TRACEBACK, Job, serve
+from andon.launch.unix_store import StoreServer
 
-LOOPBACK = "127.0.0.1"
+_LOOPBACK = "127.0.0.1"
 _MONITOR_S = 0.05
-_STORE_TIMEOUT = timedelta(seconds=60)
 
 
-class LoopbackRendezvous(RendezvousHandler):
-    """The rendezvous of a world of one host: nobody to wait for, and one store for the agent and its ranks."""
+class OneHost(RendezvousHandler):
+    """The rendezvous of a world of one host: nobody to wait for, and a store that nobody else needs."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
-        listener = socket.create_server((LOOPBACK, 0), backlog=512)
-        self._port: int = listener.getsockname()[1]
-        self._store = dist.TCPStore(  # type: ignore[attr-defined]
-            LOOPBACK,
-            self._port,
-            is_master=True,
-            timeout=_STORE_TIMEOUT,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
-
-    @property
-    def port(self) -> int:
-        """Where the store listens."""
-        return self._port
 
     def get_backend(self) -> str:
         """Its name in torch's events."""
-        return "loopback"
+        return "one host"
 
     @property
     def use_agent_store(self) -> bool:
-        """Ranks that initialise by `env://` are clients of this store, so no rank opens a port for one."""
+        """No rank opens a port for a store."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """This host, alone."""
-        return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(LOOPBACK, self._port))
+        """This host, alone; ranks are told of no port."""
+        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(_LOOPBACK, 0))
 
     def is_closed(self) -> bool:
         """Never: it is thrown away with its launch."""
@@ -89,7 +73,7 @@ class LoopbackRendezvous(RendezvousHandler):
         return self._run_id
 
     def shutdown(self) -> bool:
-        """The store goes with the last reference to it."""
+        """There is nothing to end."""
         return True
 
 
@@ -157,8 +141,8 @@ class AgentThread(threading.Thread):
         """Torch's agent from its start to its end; an error of its own is kept in `error`."""
         agent: _Agent | None = None
         try:
-            with _quiet():
-                agent = _Agent(self._spec(), self._note_start)
+            with _quiet(), closing(StoreServer()) as store:
+                agent = _Agent(self._spec(store.address), self._note_start)
                 agent.run()
         except BaseException as error:  # noqa: BLE001 - another thread has to hear of it, whatever it is
             self.error = error
@@ -171,16 +155,16 @@ class AgentThread(threading.Thread):
             self.done = True
             self._changed()
 
-    def _spec(self) -> WorkerSpec:
+    def _spec(self, store: str) -> WorkerSpec:
         return WorkerSpec(
             role="rank",
             local_world_size=self._workers,
             entrypoint=serve,
-            args=(self._job,),
-            rdzv_handler=LoopbackRendezvous(self._run_id),
+            args=(replace(self._job, store=store),),
+            rdzv_handler=OneHost(self._run_id),
             max_restarts=0,
             monitor_interval=_MONITOR_S,
-            local_addr=LOOPBACK,
+            local_addr=_LOOPBACK,
         )
 
     def _note_start(self, pids: dict[int, int]) -> None:

@@ -11,6 +11,8 @@ from andon.console.problems import ProblemList
 RUN_ID = "TORCHELASTIC_RUN_ID"
 AGENT_PID = "ANDON_AGENT_PID"
 """Set by `andon.launch.launcher`, under which a rank's parent is a forkserver and not the agent."""
+STORE = "ANDON_STORE"
+"""Set by it too: the address of the ranks' `unix_store`."""
 
 
 @dataclass(frozen=True)

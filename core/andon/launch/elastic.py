@@ -13,9 +13,10 @@ import math
 import signal
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from andon.console.exits import Exit
 from andon.console.messages import say
@@ -28,9 +29,6 @@ from andon.launch.supervisor import Supervisor, Wake, Watched
 from andon.launch.worker_agents import Crew
 from andon.run.folder import RunFolder
 from andon_contracts.liveness.process import Process
-
-if TYPE_CHECKING:
-    from andon.launch.agent import LoopbackRendezvous
 
 PayloadFor = Callable[[int, bool], Mapping[str, Any]]
 """The payload for so many workers; True: go on where an earlier generation ended."""
@@ -93,15 +91,15 @@ class _Generations:
             say(f"elastic: {cause}{following.why}; going on with {workers} workers from the last checkpoint")
 
     def _generation(self, number: int) -> tuple[LaunchResult, Ended]:
-        from andon.launch.agent import LOOPBACK, LoopbackRendezvous
+        from andon.launch.unix_store import StoreServer
 
         clear(self.run_folder)
         launch = uuid.uuid4().hex
-        rendezvous = LoopbackRendezvous(launch)
         world = len(self.crew.members)
-        self.crew.begin(rendezvous.port, launch, LOOPBACK, self.payload_for(world, number > 1))
-        watched = Generation(self.crew, self.run_folder, self.sizing.bounds, number, rendezvous)
-        seen = Supervisor(watched, self.wake, self.run_folder, *self.bounds, launch=launch).run()
+        with closing(StoreServer()) as store:
+            self.crew.begin(store.address, launch, self.payload_for(world, number > 1))
+            watched = Generation(self.crew, self.run_folder, self.sizing.bounds, number)
+            seen = Supervisor(watched, self.wake, self.run_folder, *self.bounds, launch=launch).run()
         watched.hear_last()
         exits = self.crew.exits
         lost, leaving = self.crew.settle()
@@ -136,8 +134,6 @@ class Generation:
     run_folder: Path
     bounds: Bounds
     number: int
-    store: LoopbackRendezvous
-    """Kept for as long as the workers need it."""
     wanted: int | None = None
     pids: dict[int, int] = field(default_factory=dict)
     _workers: list[Process] = field(default_factory=list, init=False)

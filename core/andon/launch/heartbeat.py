@@ -25,7 +25,8 @@ from andon_contracts.liveness import diagnosis
 from andon_contracts.liveness.clock import StepClock
 from andon_contracts.liveness.diagnosis import UPDATE, Sign, Told, View
 from andon_contracts.liveness.process import Process
-from andon_contracts.liveness.store_link import MOST_CHARACTERS, Beat, Board, Checked, Heartbeats, StoreLink
+from andon_contracts.liveness.signed import Signed
+from andon_contracts.liveness.store_link import MOST_CHARACTERS, Beat, Heartbeats, StoreLink
 from andon_contracts.stacks import doing
 
 _SLOW_TIMES = 10
@@ -80,7 +81,7 @@ class Heartbeat:
 
     def __init__(
         self,
-        board: Board,
+        board: Signed,
         rank: int,
         world: int,
         clock: StepClock,
@@ -88,7 +89,7 @@ class Heartbeat:
         ended: Callable[[Report], None],
         speak: Callable[[str], None] = say,
     ) -> None:
-        """board: of this world alone, which no other thread uses. To be made by the thread that trains."""
+        """board: of this world alone. To be made by the thread that trains."""
         self.clock = clock
         self._rank, self._world, self._timeouts = rank, world, timeouts
         self._ended, self._speak = ended, speak
@@ -101,7 +102,7 @@ class Heartbeat:
         self._slow_from = timeouts.slow_s
         self._words_by: tuple[float, int] | None = None
         clock.pauses.begin(timeouts.pause_s)
-        self._checked = Checked()
+        self._checked = board.checked
         self._beats = Heartbeats(board, rank, Told, self._checked)
         self._link: StoreLink | None = None
         if world > 1:

@@ -1,4 +1,4 @@
-"""How the ranks of one world meet in torch's store, before a process group: who is missing is known, and named.
+"""How the ranks of one world meet in their store, before a process group: who is missing is known, and named.
 
 Torch's launcher keeps one store for all attempts of a run, and gloo reads from it the addresses that an earlier attempt
 left. So ranks first meet: each calls rank 0 with a word that nobody used before, rank 0 answers to that word with the
@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
@@ -24,8 +25,11 @@ from torch.distributed.rendezvous import rendezvous
 from andon.console.exits import Exit
 from andon.console.messages import say
 from andon.console.problems import InputError, Problem
+from andon.launch.context import STORE, RankContext
+from andon.launch.unix_store import unix_store
 from andon_contracts.fields import Count, Hex16, Part
 from andon_contracts.liveness.diagnosis import named
+from andon_contracts.liveness.signed import TAKEN_AWAY_S, Signed, drawn
 from andon_contracts.liveness.store_link import Checked, whole
 
 Form = TypeVar("Form", bound=Part)
@@ -47,27 +51,44 @@ class Refused(RuntimeError):
     ends_with = Exit.RANK_LOST
 
 
-def join(kinds: str, timeout_s: float) -> tuple[Store, int, int]:
-    """Initialise the default process group from torch's variables.
+def join(kinds: str, timeout_s: float) -> tuple[Signed, int, int]:
+    """Initialise the default process group from the variables of torch's launcher, or of ours.
 
-    Gives the part of the store that is this world's alone, through a connection of its own, this rank, and the number
-    of ranks.
+    Gives the part of the store that is this world's alone, through a connection of its own and with values signed,
+    this rank, and the number of ranks.
 
     Raises `InputError` on a rank whose interface does not exist, `Refused` on the others, and `Absent` after
     `timeout_s` with the ranks that are missing, or without them where the store itself is not there.
     """
     timeout = timedelta(seconds=timeout_s)
-    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    try:
-        store, rank, world = next(rendezvous("env://", timeout=timeout))
-        store.set_timeout(timeout)
-    except (dist.DistStoreError, dist.DistNetworkError) as error:
-        raise Absent(f"the ranks' store at {where} cannot be met at within {timeout_s:g} s: {_line(error)}") from error
+    context, address = RankContext.from_environment(), os.environ.get(STORE, "")
+    rank, world = context.rank, context.world_size
+    store: Store = unix_store(address) if address else _torch_store(timeout)
+    store.set_timeout(timeout)
     ours = Meeting(store, rank, world, timeout_s).meet(interface_problem())
     dist.init_process_group(kinds, store=ours, rank=rank, world_size=world, timeout=timeout)
-    # Older torch cannot clone a store of this kind; then the connection is shared.
-    clone = getattr(ours, "clone", None)
-    return ours if clone is None else clone(), rank, world
+    if not address:
+        ours = ours.clone()  # type: ignore[attr-defined]
+        ours.set_timeout(timedelta(seconds=TAKEN_AWAY_S))
+    return Signed(ours, _secret()), rank, world
+
+
+def _secret() -> bytes:
+    """What rank 0 has drawn, through the connections of the group. Collective."""
+    told = torch.frombuffer(bytearray(drawn()), dtype=torch.uint8)
+    dist.broadcast(told, 0)
+    return bytes(told.tolist())
+
+
+def _torch_store(timeout: timedelta) -> Store:
+    """The store of torch's launcher."""
+    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    try:
+        store, _, _ = next(rendezvous("env://", timeout=timeout))
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
+        seconds = timeout.total_seconds()
+        raise Absent(f"the ranks' store at {where} cannot be met at within {seconds:g} s: {_line(error)}") from error
+    return store  # type: ignore[no-any-return]
 
 
 def interface_problem(environ: Mapping[str, str] | None = None) -> str:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from andon.console.exits import Exit
 from andon.console.messages import write
-from andon.launch.context import AGENT_PID, RUN_ID, RankContext
+from andon.launch.context import AGENT_PID, RUN_ID, STORE, RankContext
 from andon.launch.ending import describe, unguarded
 from andon.launch.orphan import die_with_parent
 from andon.launch.preemption import PREEMPTION_SIGNALS
@@ -136,13 +136,17 @@ def _end_unguarded(error: Exception, rank: int) -> None:
 
 @dataclass(frozen=True)
 class Job:
-    """What the launcher gives each of its ranks. `payload` is JSON; not a `str`, in which torch replaces `$` macros."""
+    """What the launcher gives each of its ranks. `payload` is JSON; not a `str`, in which torch replaces `$` macros.
+
+    store: the address of their `unix_store`, known once they are started.
+    """
 
     entry: str
     payload: bytes
     run_folder: str
     agent_pid: int
     environment: Mapping[str, str]
+    store: str = ""
 
 
 def serve(job: Job) -> int:
@@ -151,7 +155,7 @@ def serve(job: Job) -> int:
     Torch's agent takes a function's return for success and waits for it, so 0 must be returned and not exited with.
     """
     _adopt(job.environment)
-    os.environ[AGENT_PID] = str(job.agent_pid)
+    os.environ.update({AGENT_PID: str(job.agent_pid), STORE: job.store})
 
     def work(context: RankContext) -> int:
         return _resolve(job.entry)(json.loads(job.payload))

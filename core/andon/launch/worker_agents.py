@@ -46,7 +46,7 @@ LAST_WORD_S = 2.0
 
 
 def be_agent(orders: Connection, job: Job) -> None:
-    """Serve `orders` until the other end closes. An order is JSON: `variables` of a rank, and its `payload`.
+    """Serve `orders` until the other end closes. An order is JSON: `variables` of a rank, its `payload`, its `store`.
 
     Answers, JSON too: `worker` with the pid of the one that was started, `exit` with its code (negative: minus the
     signal), `leaving` where a signal asked this agent to go.
@@ -90,7 +90,8 @@ class _AgentLoop:
             bind_to_parent(agent)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
             os.environ.update(order["variables"])
-            code = serve(replace(self._job, payload=json.dumps(order["payload"]).encode()))
+            payload = json.dumps(order["payload"]).encode()
+            code = serve(replace(self._job, payload=payload, store=order["store"]))
         except BaseException:  # noqa: BLE001 - what `serve` did not turn into a report is at least seen
             traceback.print_exc()
         leave(code)
@@ -139,11 +140,12 @@ class Member:
         except (EOFError, OSError):
             self.lost = True
 
-    def order(self, variables: Mapping[str, str], payload: Mapping[str, Any]) -> None:
-        """Have it start a worker as the rank that the variables say."""
+    def order(self, variables: Mapping[str, str], payload: Mapping[str, Any], store: str) -> None:
+        """Have it start a worker as the rank that the variables say; store: where it meets the others."""
         self.worker, self.exit = 0, None
         try:
-            self.pipe.send_bytes(json.dumps({"variables": variables, "payload": payload}).encode())
+            order = {"variables": variables, "payload": payload, "store": store}
+            self.pipe.send_bytes(json.dumps(order).encode())
         except OSError:
             self.lost = True
 
@@ -178,14 +180,13 @@ class Crew:
             theirs.close()
             self.members.append(Member(process, ours))
 
-    def begin(self, store_port: int, run_id: str, host: str, payload: Mapping[str, Any]) -> None:
-        """Have every agent start its worker, as ranks of one world that meets at the store."""
+    def begin(self, store: str, run_id: str, payload: Mapping[str, Any]) -> None:
+        """Have every agent start its worker, as ranks of one world that meets in the store of this address."""
         world = str(len(self.members))
         self._ordered_at = time.monotonic()
         for rank, member in enumerate(self.members):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-            meeting = {"MASTER_ADDR": host, "MASTER_PORT": str(store_port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-            member.order(own | meeting | {"TORCHELASTIC_RUN_ID": run_id}, payload)
+            member.order(own | {"TORCHELASTIC_RUN_ID": run_id}, payload, store)
 
     def look(self) -> None:
         """Hear all agents; end one that has not started its worker in time."""

@@ -1,0 +1,211 @@
+"""Somebody on the same machine who is no rank: what they can say to a run, by every port that it listens at.
+
+`Caller` connects to listeners of processes, and says anything; `Forger` is a client of torch's store, and writes there
+what ranks write. Neither reads the memory or the files of a run: that is for its own user alone.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import socket
+import struct
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from pathlib import Path
+from typing import Any
+
+from andon_contracts.causes import Cause
+
+GARBAGE: tuple[bytes, ...] = (
+    b"",
+    b"\xff\xfe\x00",
+    b"null",
+    b"[]",
+    b"7" * 5000,
+    b"[" * 100_000,
+    b'{"kind": "died", "text": "x", "rank": 1, "step": 1}',
+    b'{"number": 1, "process": {"pid": -1, "started": 0}, "told": {}}',
+    b'{"number": NaN, "process": null, "told": [1e999]}',
+)
+Address = tuple[IPv4Address | IPv6Address, int]
+_ANSWER_S = 0.2
+_HELD = 64
+"""So many connections are kept open at most."""
+_VALIDATE, _SET, _GET, _DELETE = 0, 1, 3, 9
+_MAGIC = 0x3C85F7CE
+"""What a client of torch's TCPStore says first (torch/csrc/distributed/c10d/TCPStoreBackend.hpp)."""
+_LISTENS = "0A"
+
+
+def listeners(pids: Iterable[int]) -> list[Address]:
+    """Where these processes of this machine listen by TCP (proc(5)); nothing of one that has ended."""
+    found: set[Address] = set()
+    for pid in pids:
+        with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+            inodes = {_inode(descriptor) for descriptor in Path(f"/proc/{pid}/fd").iterdir()}
+            for table in ("tcp", "tcp6"):
+                for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+                    fields = line.split()
+                    if fields[3] == _LISTENS and f"socket:[{fields[9]}]" in inodes:
+                        found.add(_address(fields[1]))
+    return sorted(found, key=str)
+
+
+def _inode(descriptor: Path) -> str:
+    try:
+        return descriptor.readlink().name
+    except FileNotFoundError:
+        return ""
+
+
+def _address(shown: str) -> Address:
+    """The address of a line of proc(5): words of 32 bits in the byte order of this machine, and a port."""
+    host, _, port = shown.partition(":")
+    words = [host[at : at + 8] for at in range(0, len(host), 8)]
+    return ip_address(b"".join(struct.pack("=I", int(word, 16)) for word in words)), int(port, 16)
+
+
+class Caller:
+    """Connects, says something, and leaves, or does not; `said` counts each kind of it."""
+
+    def __init__(self, seed: int) -> None:
+        self.said: Counter[str] = Counter()
+        self._random = random.Random(seed)
+        self._held: deque[socket.socket] = deque()
+        self._kinds: dict[str, Callable[[], bytes]] = {
+            "nothing": bytes,
+            "garbage": lambda: self._random.randbytes(self._random.randint(1, 4096)),
+            "a long text": lambda: self._random.choice(GARBAGE),
+            "HTTP": lambda: b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+            "TCPStore": self._store_requests,
+            "lengths": lambda: struct.pack("<Q", self._random.choice([0, 1, 1 << 31, 1 << 62, (1 << 64) - 1])) * 4,
+            "a number": lambda: struct.pack("<Q", self._random.randint(0, 1 << self._random.randint(8, 64))),
+        }
+
+    def call(self, host: IPv4Address | IPv6Address, port: int) -> None:
+        """One connection, of a kind that is drawn."""
+        kind = self._random.choice(list(self._kinds))
+        with suppress(OSError):  # it is gone, refuses, or has heard enough
+            link = socket.create_connection((_reached(host), port), _ANSWER_S)
+            link.settimeout(_ANSWER_S)
+            self._held.append(link)
+            self.said[kind] += 1
+            link.sendall(self._kinds[kind]())
+            if self._random.random() < 0.5:
+                link.recv(64)
+        while len(self._held) > (_HELD if self._random.random() < 0.9 else 0):
+            self._held.popleft().close()
+
+    def close(self) -> None:
+        """Let go whatever is held."""
+        while self._held:
+            self._held.pop().close()
+
+    def _store_requests(self) -> bytes:
+        """As a client of a TCPStore that means no good."""
+        magic = _MAGIC if self._random.random() < 0.8 else self._random.getrandbits(32)
+        key = self._random.choice(["/andon/world/x/verdict", "/andon/call 1", "/0//cpu//0/rank_1", "/beat 1"]).encode()
+        named = struct.pack("<Q", len(key)) + key
+        value = struct.pack("<Q", 3) + b"lie"
+        requests = [bytes([_SET]) + named + value, bytes([_GET]) + named, bytes([_DELETE]) + named]
+        return struct.pack("<BI", _VALIDATE, magic) + b"".join(self._random.choices(requests, k=4))
+
+
+def _reached(host: IPv4Address | IPv6Address) -> str:
+    loopback = "::1" if host.version == 6 else "127.0.0.1"
+    return loopback if host.is_unspecified else str(host)
+
+
+class Forger:
+    """A client of a run's TCPStore that writes as ranks do; `forged` counts each kind of it.
+
+    It finds the places of guards by the names of keys, as anybody can who reaches the store.
+    """
+
+    def __init__(self, port: int, seed: int) -> None:
+        import torch.distributed as dist
+
+        self.forged: Counter[str] = Counter()
+        self._store: Any = dist.TCPStore("127.0.0.1", port, is_master=False)  # type: ignore[attr-defined]
+        self._random = random.Random(seed)
+        self._kept: dict[str, list[bytes]] = {}
+        self.kinds: dict[str, Callable[[str, int], None]] = {
+            "garbage": self._garbage,
+            "left": lambda board, rank: self._set(board, f"left {rank}", "1"),
+            "ended": lambda board, rank: self._set(board, f"ended {rank}", "1"),
+            "pulled": self._pulled,
+            "unguarded": lambda board, rank: self._set(
+                board, "unguarded", json.dumps({"rank": rank, "text": "a lie of somebody"})
+            ),
+            "beat": self._beat,
+            "deleted": self._delete,
+            "replayed": self._replay,
+            "of another": self._of_another,
+        }
+
+    def boards(self) -> dict[str, list[int]]:
+        """The boards of guards that are there, with the ranks that beat on each."""
+        found: dict[str, list[int]] = {}
+        for key in self._store.list_keys():
+            match = re.fullmatch(r"/?(.*andon/.*/)beat (\d+)", key)
+            if match:
+                found.setdefault(match[1], []).append(int(match[2]))
+        return found
+
+    def forge(self, kind: str = "") -> int:
+        """Write something, on every board, in the name of a rank of it; how many boards there are."""
+        boards = self.boards()
+        for board, ranks in boards.items():
+            for rank in ranks:
+                self._keep(f"{board}beat {rank}")
+            name = kind or self._random.choice(list(self.kinds))
+            self.kinds[name](board, self._random.choice(ranks))
+            self.forged[name] += 1
+        return len(boards)
+
+    def _set(self, board: str, key: str, value: str | bytes) -> None:
+        self._store.set(board + key, value)
+
+    def _read(self, key: str) -> bytes:
+        """What stands there now, without waiting for it."""
+        found: bytes = self._store.compare_set(key, "-", "-")
+        return found
+
+    def _keep(self, key: str) -> None:
+        found, kept = self._read(key), self._kept.setdefault(key, [])
+        if found not in (b"-", *kept[-8:]):
+            kept.append(found)
+            del kept[:-8]
+
+    def _garbage(self, board: str, rank: int) -> None:
+        key = self._random.choice([f"beat {rank}", "pulled", "unguarded", f"left {rank}"])
+        self._set(board, key, self._random.choice(GARBAGE) + b"%d" % self._random.getrandbits(32))
+
+    def _pulled(self, board: str, rank: int) -> None:
+        cause = Cause("failed", f"rank {rank} failed: a lie.", rank, 1, ranks=(rank,))
+        self._set(board, "pulled", json.dumps(cause.to_json()))
+
+    def _beat(self, board: str, rank: int) -> None:
+        """What the rank told last, with numbers of somebody else in it, with its signature or without."""
+        kept = self._kept.get(f"{board}beat {rank}") or [b""]
+        text = re.sub(rb'"(number|step|pid)": \d+', lambda m: b'"%s": %d' % (m[1], 1 << 40), kept[-1])
+        self._set(board, f"beat {rank}", text[self._random.choice([0, max(text.find(b"{"), 0)]) :])
+
+    def _delete(self, board: str, rank: int) -> None:
+        for name in (f"beat {rank}", "pulled", f"left {rank}", f"ended {rank}", f"saw {rank}"):
+            self._store.delete_key(board + name)
+
+    def _replay(self, board: str, rank: int) -> None:
+        kept = self._kept.get(f"{board}beat {rank}")
+        if kept:
+            self._set(board, f"beat {rank}", kept[0])
+
+    def _of_another(self, board: str, rank: int) -> None:
+        """A signed value of one key under another key, or of another board."""
+        kept = [values[-1] for key, values in self._kept.items() if key != f"{board}beat {rank}" and values]
+        if kept:
+            self._set(board, self._random.choice([f"beat {rank}", f"left {rank}", "pulled"]), self._random.choice(kept))
