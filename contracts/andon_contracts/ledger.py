@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Self
 
 from andon_contracts.record import GENESIS, MAX_LINE, Line, Record, chain, decode_line, encode, link
+from andon_contracts.untrusted import open_regular
 
 
 class LedgerError(ValueError):
@@ -106,13 +107,14 @@ class LedgerFile:
         self.close()
 
 
-def read_lines(path: Path) -> Iterator[tuple[Line, bytes]]:
+def read_lines(path: Path, *, follow: bool = False) -> Iterator[tuple[Line, bytes]]:
     """The lines of the ledger at `path` with their bytes, verified as they are read; a torn last one is left out.
 
-    Raises `LedgerError` at the first line that does not fit, and `FileNotFoundError`.
+    follow: where `path` is a link, those of what it leads to. Raises `LedgerError` at the first line that does not fit,
+    `FileNotFoundError`, and `OSError` for what is no regular file.
     """
     count, digest = 0, GENESIS
-    with path.open("rb") as file:
+    with open_regular(path, follow=follow) as file:
         while raw := file.readline(MAX_LINE + 1):
             if not raw.endswith(b"\n") and len(raw) <= MAX_LINE:
                 return

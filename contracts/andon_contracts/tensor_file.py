@@ -18,6 +18,8 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from andon_contracts.untrusted import read_regular
+
 NAMES: Mapping[torch.dtype, str] = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -36,6 +38,8 @@ NAMES: Mapping[torch.dtype, str] = {
 """The kinds of tensors that the format has, by its names for them."""
 _DTYPES = {name: dtype for dtype, name in NAMES.items()}
 _MOST_HEADER = 1 << 26
+_MOST_BYTES = 1 << 42
+_MOST_DIMENSIONS = 64
 
 
 def open_private(path: Path) -> BinaryIO:
@@ -73,9 +77,12 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         part.unlink(missing_ok=True)
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of `path`, on the CPU. Raises `OSError`, and `ValueError` for what is no such file."""
-    data = path.read_bytes()
+def read_tensors(path: Path, most: int = _MOST_BYTES) -> dict[str, Tensor]:
+    """The tensors of the file `path` of at most so many bytes, on the CPU.
+
+    Raises `OSError`, and `ValueError` for what is no such file.
+    """
+    data = read_regular(path, most)
     size = struct.unpack("<Q", data[:8])[0] if len(data) >= 8 else _MOST_HEADER
     if size > min(len(data) - 8, _MOST_HEADER):
         raise ValueError(f"{path}: the header does not fit into the file")
@@ -85,14 +92,14 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
             raise TypeError("the header is no object")
         body = memoryview(data)[8 + size :]
         return {name: _tensor(body, place) for name, place in header.items() if name != "__metadata__"}
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:  # RecursionError is a RuntimeError
         raise ValueError(f"{path}: {error!r}") from error
 
 
 def _tensor(body: memoryview, place: Mapping[str, Any]) -> Tensor:
     dtype, shape = _DTYPES[place["dtype"]], [int(size) for size in place["shape"]]
     begin, end = (int(offset) for offset in place["data_offsets"])
-    if min(shape, default=0) < 0 or not 0 <= begin <= end <= len(body):
+    if len(shape) > _MOST_DIMENSIONS or min(shape, default=0) < 0 or not 0 <= begin <= end <= len(body):
         raise ValueError("a tensor lies outside the file")
     if math.prod(shape) * dtype.itemsize != end - begin:
         raise ValueError("a tensor's shape does not fit its bytes")

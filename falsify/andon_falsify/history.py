@@ -35,6 +35,7 @@ __all__ = [
 MAX_LINE_BYTES = 16 * 2**20
 MAX_LINES = 1_000_000
 _EXCERPT = 80
+_MOST_PIECES = 16
 _EARLY = "early-stopping"
 _COMPLETE = ("finished", _EARLY)
 
@@ -166,12 +167,17 @@ def chain_digest(line: bytes) -> str:
 
 
 def _bounded(pieces: Iterator[bytes]) -> Iterator[bytes]:
-    """Pieces of a file to lines: an overlong line is passed on once, cut and without its newline."""
-    within = False
+    """Pieces of a file to lines: an overlong line is passed on once, cut and without its newline.
+
+    One without end, as of a file with holes, is the last: whatever came after it would be linked to nothing.
+    """
+    within = 0
     for piece in pieces:
         if not within:
             yield piece
-        within = not piece.endswith(b"\n")
+        within = 0 if piece.endswith(b"\n") else within + 1
+        if within > _MOST_PIECES:
+            return
 
 
 def _read(raw: bytes, number: int) -> Event | Unread:

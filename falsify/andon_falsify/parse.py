@@ -53,7 +53,7 @@ def parse_line(text: str, line: int, digest: str) -> Event:
 
 def _object(text: str) -> Mapping[str, object]:
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
         msg = f"not JSON: {error}"
         raise LineError(msg) from error
@@ -61,6 +61,17 @@ def _object(text: str) -> Mapping[str, object]:
         msg = f"a {type(value).__name__} where an object belongs"
         raise LineError(msg)
     return value
+
+
+def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """An object of JSON. One that says a thing twice says two things: which of them is read, depends on the reader."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in found if names.count(name) > 1)
+        msg = f"{_quote(twice)} stands twice in one object"
+        raise ValueError(msg)
+    return found
 
 
 def _step(fields: Mapping[str, object], base: Event) -> StepEvent:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
+from andon.config.source import quiet_loading
 from andon.console.problems import InputError
 from andon.model.adapter import (
     AdapterSpec,
@@ -25,7 +26,7 @@ from andon.model.adapter import (
     save_base,
     trainable_parameters,
 )
-from andon.model.build import build_base, quiet_loading
+from andon.model.build import build_base
 from andon.model.task import predictions
 from andon_contracts.digest import tree_digest
 from tests.model.tiny import CPU, LORA, TINY, adapted, perturbed, spec, task

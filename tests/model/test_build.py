@@ -15,9 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
+from andon.config.source import quiet_loading
 from andon.console.problems import InputError
 from andon.model.adapter import base_digest, save_base
-from andon.model.build import ModelSpec, build_base, head_names, quiet_loading
+from andon.model.build import ModelSpec, build_base, head_names
 from andon_contracts.digest import tree_digest
 from tests.model.tiny import PAD, TINY, spec
 

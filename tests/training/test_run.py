@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from andon.config.load import load_config
+from andon.config.source import quiet_loading
 from andon.launch.launcher import warm_up
-from andon.model.build import quiet_loading
 from andon.run.folder import RunFolder
 from andon.training.inference import evaluate_run, load_run, predict, read_labelled
 from andon.training.preview import describe

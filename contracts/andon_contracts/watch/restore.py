@@ -12,6 +12,7 @@ from torch import Tensor
 
 from andon_contracts.digest import digests_by_name
 from andon_contracts.observe import flat_digest, plain
+from andon_contracts.untrusted import read_json
 from andon_contracts.watch.optimizer_probe import OptimizerProbe
 from andon_contracts.watch.values import kept_digest, state_digest
 
@@ -84,7 +85,7 @@ def read_digests(path: Path, optimizers: int = 1) -> tuple[dict[str, int], list[
     That is "" where there are. An optimizer whose updates the file does not have made as many as the first one.
     """
     try:
-        found = {name: int(text, 16) for name, text in json.loads(_beside(path).read_text(encoding="utf-8")).items()}
+        found = {name: int(text, 16) for name, text in read_json(_beside(path)).items()}
     except (OSError, ValueError, TypeError, AttributeError) as error:
         return {}, [0] * optimizers, f"{_beside(path)} does not say what was saved: {error}"
     first = found.get("updates", 0)

@@ -111,7 +111,7 @@ def init(folder: Annotated[Path, typer.Argument(help="Where config.yaml is writt
     with storage(target):
         folder.mkdir(parents=True, exist_ok=True)
     write_whole(target, template().encode())
-    put(f"wrote {target}\nnext: andon train {target}")
+    put(f"wrote {target}", f"next: andon train {target}")
 
 
 @app.command()
@@ -144,7 +144,7 @@ def evaluate(
     from andon.training.inference import evaluate_run, load_run, named, read_labelled
 
     rows = read_labelled(folder, data, text_column=text_column, label_column=label_column)
-    put(json.dumps(named(evaluate_run(load_run(folder), rows), rows.labels), indent=2))
+    put(*json.dumps(named(evaluate_run(load_run(folder), rows), rows.labels), indent=2).splitlines())
 
 
 @app.command()

@@ -46,7 +46,7 @@ def plan(
     size = None if gpu_memory is None else int(gpu_memory * 2**30)
     found = forecast(loaded, counts, machine_here(size, max(counts)))
     if as_json:
-        put(json.dumps(found.as_dict(), indent=2))
+        put(*json.dumps(found.as_dict(), indent=2).splitlines())
     else:
         for line in _lines(found):
             put(line)

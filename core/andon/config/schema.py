@@ -23,6 +23,11 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Count = Annotated[int, Field(ge=1)]
+Size = Annotated[int, Field(ge=1, le=1 << 20)]
+"""Of what takes memory or processes by its number; more is a mistake, or meant to do harm."""
+Layers = Annotated[int, Field(ge=1, le=1000)]
+Workers = Annotated[int, Field(ge=1, le=1 << 14)]
+Steps = Annotated[int, Field(ge=1, le=1 << 40)]
 Name = Annotated[str, Field(min_length=1)]
 
 
@@ -46,13 +51,13 @@ class Model(Section):
     architecture: Literal["decoder", "encoder"] = Field(
         default="decoder", description="of the embedded model: Qwen3 or BERT"
     )
-    hidden_size: Count = Field(default=64, description="a multiple of num_attention_heads")
-    num_hidden_layers: Count = 2
-    num_attention_heads: Count = 4
-    num_key_value_heads: Count = Field(default=4, description="divides num_attention_heads (decoder)")
-    intermediate_size: Count = 128
+    hidden_size: Size = Field(default=64, description="a multiple of num_attention_heads")
+    num_hidden_layers: Layers = 2
+    num_attention_heads: Size = 4
+    num_key_value_heads: Size = Field(default=4, description="divides num_attention_heads (decoder)")
+    intermediate_size: Size = 128
     dropout: Share = Field(default=0.1, description="of attention; of an encoder's hidden states too")
-    max_length: Count = Field(default=128, description="tokens of a row; longer ones are cut and counted")
+    max_length: Size = Field(default=128, description="tokens of a row; longer ones are cut and counted")
     dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="of the frozen weights; what trains is float32"
     )
@@ -76,7 +81,7 @@ class Adapter(Section):
     """What is trained besides the classification head."""
 
     kind: Literal["lora", "none"] = Field(default="lora", description="none trains every weight")
-    r: Count = Field(default=16, description="rank")
+    r: Size = Field(default=16, description="rank")
     alpha: Positive = Field(default=32.0, description="the update is scaled by alpha / r")
     dropout: Share = 0.1
     targets: Literal["all-linear"] | Annotated[tuple[Name, ...], BeforeValidator(_as_tuple)] | None = Field(
@@ -138,14 +143,14 @@ class Schedule(Section):
 class Training(Section):
     """How long and in which portions."""
 
-    epochs: Count = 2
-    max_steps: Count | None = Field(default=None, description="end after this many steps; null: after the epochs")
-    batch_size: Count = Field(default=32, description="rows of one step, over all workers")
-    micro_batches: Count = Field(default=8, description="parts of a batch; the result depends on it, not on workers")
+    epochs: Steps = 2
+    max_steps: Steps | None = Field(default=None, description="end after this many steps; null: after the epochs")
+    batch_size: Steps = Field(default=32, description="rows of one step, over all workers")
+    micro_batches: Size = Field(default=8, description="parts of a batch; the result depends on it, not on workers")
     group_by_length: bool = Field(
         default=False, description="rows of similar length share a batch: less padding, another order of rows"
     )
-    pad_to_multiple_of: Count = Field(
+    pad_to_multiple_of: Size = Field(
         default=8, description="padded lengths are multiples of this; 1 wastes least; compile has its own lengths"
     )
     exact: bool = Field(
@@ -154,7 +159,7 @@ class Training(Section):
     compile: Literal["off", "kernels", "graphs"] = Field(
         default="off", description="of the backbone, on GPUs: fused kernels, or these in CUDA graphs"
     )
-    compile_lengths: Count = Field(default=4, description="padded lengths that are compiled; each takes a minute")
+    compile_lengths: Size = Field(default=4, description="padded lengths that are compiled; each takes a minute")
     activation_checkpointing: bool = Field(
         default=False, description="layers keep their input alone and compute the rest again: less memory, more time"
     )
@@ -181,7 +186,7 @@ class Contracts(Section):
     audit_every: Annotated[int, Field(ge=0)] | None = Field(
         default=None, description="steps between two audits; 0: none; null: so many that they cost a hundredth"
     )
-    audit_coverage: Count | Literal["all"] = Field(
+    audit_coverage: Size | Literal["all"] = Field(
         default=1, description="micro-batches of each rank that another one computes again in an audit, or all"
     )
 
@@ -194,7 +199,7 @@ _DEVICE = re.compile(r"cpu|(cuda:)?\d{1,4}")
 class Run(Section):
     """Where a run lives and what it says; none of this changes its result."""
 
-    workers: Count = Field(default=2, description="ranks on this machine")
+    workers: Workers = Field(default=2, description="ranks on this machine")
     backend: Literal["inline", "threads", "gloo", "nccl", "mixed"] = Field(
         default="gloo", description="where ranks live: inline and threads in one process, gloo, nccl, mixed in one each"
     )

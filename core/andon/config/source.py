@@ -7,13 +7,15 @@ first, and nothing in it is run.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from andon.console.problems import InputError, Problem, ProblemList, did_you_mean, shown
+from andon_contracts.legible import legible
 
 _MOST_FILES = 10_000
 _MOST_BYTES = 1 << 24
@@ -68,8 +70,9 @@ def is_folder(path: Path) -> bool:
 
 
 @contextmanager
-def loading(source: str, where: str) -> Iterator[None]:
-    """Inside, a library reads the folder `source` (or what the hub has under that name); its files are looked at first.
+def loading(source: str, where: str, what: str = "") -> Iterator[None]:
+    """Inside, transformers reads `what` of the folder `source` (or of what the hub has under that name), whose files
+    are looked at first. It shows no progress, warns of nothing (a head is new by design), and its errors are legible.
 
     Raises `InputError` at `where`, for a folder that `require_model_folder` refuses and for whatever the library
     raises: which exceptions files of others bring about in it nobody can list.
@@ -78,12 +81,41 @@ def loading(source: str, where: str) -> Iterator[None]:
     if is_folder(folder):
         require_model_folder(folder, where)
     try:
-        yield
+        with quiet_loading():
+            yield
     except InputError:
         raise
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise InputError([Problem(where, f"cannot load {shown(source)}: {reason[:_LONGEST_REASON]}")]) from error
+        named = f"the {what} of {source!r}" if what else repr(source)
+        raise InputError([Problem(where, f"cannot load {named}: {reason[:_LONGEST_REASON]}")]) from error
+
+
+@contextmanager
+def quiet_loading() -> Iterator[None]:
+    """Inside, transformers shows no progress and warns of nothing, and what it says of an error is legible."""
+    from transformers.utils import logging as theirs
+
+    level, bars = theirs.get_verbosity(), theirs.is_progress_bar_enabled()
+    theirs.set_verbosity_error()
+    theirs.disable_progress_bar()
+    handlers = logging.getLogger("transformers").handlers
+    for handler in handlers:
+        handler.addFilter(_written_out)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(_written_out)
+        theirs.set_verbosity(level)
+        if bars:
+            theirs.enable_progress_bar()
+
+
+def _written_out(record: logging.LogRecord) -> bool:
+    """What a library says of a file quotes the file."""
+    record.msg, record.args = legible(record.getMessage()), ()
+    return True
 
 
 def require_model_folder(folder: Path, where: str) -> None:
@@ -147,7 +179,12 @@ def _settings_faults(path: Path) -> Iterator[str]:
         named = found.get("weight_map")
         odd = {str(name) for name in named.values() if not _plain(name)} if isinstance(named, dict) else set()
         yield from (f"names weights outside of the folder: {shown(name)}" for name in sorted(odd)[:3])
-    for key, value in _leaves(found):
+    yield from setting_faults(found)
+
+
+def setting_faults(settings: Mapping[str, object]) -> Iterator[str]:
+    """What is wrong with a model's settings: names of code, and numbers that no model has."""
+    for key, value in _leaves(settings):
         choice = isinstance(value, str) and key.endswith("_implementation")
         if choice and not str(value).replace("_", "").replace("|", "").isalnum():
             yield f"names code in {key}: {shown(value)}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from contextlib import suppress
 
-from andon_contracts.legible import legible
+from andon_contracts.legible import legible, legible_line
 
 BROKEN_STREAM = (OSError, ValueError)
 """What writing to a stream raises whose reader has gone, that is full, or that was closed."""
@@ -18,25 +18,26 @@ BROKEN_STREAM = (OSError, ValueError)
 
 def say(text: str) -> None:
     """Each line of `text` with the command's name in front, in one write: lines of ranks do not come in between."""
-    write("".join(f"andon: {legible(line)}\n" for line in text.splitlines() or [""]))
+    write("".join(f"andon: {line}\n" for line in text.splitlines() or [""]))
 
 
 def write(text: str) -> None:
-    """`text` as it is, at once, to standard error as far as that takes it."""
+    """`text` at once to standard error, as far as that takes it."""
     with suppress(*BROKEN_STREAM):
-        sys.stderr.write(text)
+        sys.stderr.write(legible(text))
         sys.stderr.flush()
 
 
-def put(line: str) -> bool:
-    """Write `line` to standard output; whether anybody still reads: `andon predict RUN | head -1` is no error.
+def put(*lines: str) -> bool:
+    """Write `lines` to standard output; whether anybody still reads: `andon predict RUN | head -1` is no error.
 
+    Each stays one line: a line break in it is written out, so that no text of others can look like a line of ours.
     Raises `OSError` for a full disk.
     """
     import typer  # which a run without commands does without
 
     try:
-        typer.echo(legible(line))
+        typer.echo("\n".join(map(legible_line, lines)))
     except BrokenPipeError:
         return False
     return True

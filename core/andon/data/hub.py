@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from andon.console.problems import InputError, Problem
 
 _ANSWER_S = 10.0
 """Seconds that the hub has to answer."""
+
+
+def at_hand(base: str) -> str:
+    """The folder of the model `base` on this machine: itself, or where the hub's cache has it.
+
+    For a name that no user gave, but a run folder, which may be anybody's: nothing is fetched for it. Raises
+    `InputError` where the model is not here.
+    """
+    from huggingface_hub import snapshot_download
+
+    if Path(base).expanduser().is_dir():
+        return base
+    try:
+        return snapshot_download(base, local_files_only=True)
+    except Exception as error:  # a name that can be none, or a cache without it
+        what = f"the run's base {base!r} is no folder here and not in the hub's cache; fetch it first: hf download"
+        raise InputError([Problem("model.base", f"{what} {shlex.quote(base)}")]) from error
 
 
 def require_on_hub(name: str) -> None:

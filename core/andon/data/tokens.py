@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from andon.config.source import require_model_folder
+from andon.config.source import loading
 from andon.console.problems import InputError, Problem
 from andon.data.hub import require_on_hub
 from andon.data.labels import text_fault
@@ -27,7 +27,6 @@ _NOT_CONTENT = (
     "tokenizer_file",
 )
 """Keys of tokenizer_config.json that say where a tokenizer came from and not what it does."""
-_LONGEST_REASON = 200
 
 
 class Tokenizer(Protocol):
@@ -191,22 +190,16 @@ def pretrained_tokenizer(path_or_hub_id: str, *, local_only: bool) -> HuggingFac
 
     Without a padding token its end token pads. Raises `InputError` when there is no tokenizer, or neither token.
     """
-    if Path(path_or_hub_id).is_dir():
-        require_model_folder(Path(path_or_hub_id), "model.base")
-    elif path_or_hub_id.startswith((".", "/", "~")):
+    if not Path(path_or_hub_id).is_dir() and path_or_hub_id.startswith((".", "/", "~")):
         raise InputError([Problem("model.base", f"there is no folder {path_or_hub_id!r}")])
     if not local_only:
         require_on_hub(path_or_hub_id)
     from transformers import AutoTokenizer
 
-    try:
+    with loading(path_or_hub_id, "model.base", "tokenizer"):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             path_or_hub_id, local_files_only=local_only, trust_remote_code=False
         )
-    except Exception as error:  # which ones files of others bring about in a library nobody can list
-        reason = " ".join(str(error).split())[:_LONGEST_REASON] or type(error).__name__
-        what = f"no tokenizer could be read from {path_or_hub_id!r}: {reason}"
-        raise InputError([Problem("model.base", what)]) from error
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         what = f"the tokenizer of {path_or_hub_id!r} knows no token but special ones: are its files there?"
         raise InputError([Problem("model.base", what)])

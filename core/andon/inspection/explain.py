@@ -19,6 +19,7 @@ from andon_contracts.clauses import CLAUSES
 from andon_contracts.record import Broken
 from andon_contracts.stacks import pending
 from andon_contracts.tensor_file import read_tensors
+from andon_contracts.untrusted import read_json
 
 _ENDS = {"failed": "failed", "out of memory": "ran out of memory", "died": "died", "hangs": "hangs", "left": "left"}
 _SHOWN = 300
@@ -26,6 +27,8 @@ _MOST_IDS = 16
 _MOST_FRAMES = 6
 _MOST_TENSORS = 8
 _MOST_BYTES = 1 << 28
+_MOST_RANKS = 1024
+_MOST_THREADS = 64
 
 
 def explain(path: Path) -> Iterator[str]:
@@ -35,7 +38,7 @@ def explain(path: Path) -> Iterator[str]:
     """
     folder = is_folder(path)
     if path.suffix == ".json" and path.is_file():
-        yield from _bundle(path)
+        yield from _bundle(path, named=True)
         return
     files = sorted(path.glob("*.json")) if folder and not (path / "ledger.jsonl").exists() else []
     for file in files:
@@ -58,8 +61,9 @@ def _run(path: Path) -> Iterator[str]:
             yield f"  repeat   andon replay {path} --steps {record.step - 1}"
 
 
-def _bundle(path: Path) -> Iterator[str]:
-    body = _json(path)
+def _bundle(path: Path, *, named: bool = False) -> Iterator[str]:
+    """named: by the user, who may name a link."""
+    body = _json(path, follow=named)
     try:
         version = body["record"].pop("v")
         record = Broken.from_json(body["record"], version=version)
@@ -72,12 +76,12 @@ def _bundle(path: Path) -> Iterator[str]:
         yield f"  {name}: {_short(value)}"
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _json(path: Path, *, follow: bool) -> dict[str, Any]:
     try:
-        body = json.loads(path.read_bytes())
+        body = read_json(path, follow=follow)
     except OSError as error:
         raise InputError([Problem(str(path), f"cannot be read: {error.strerror}")]) from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise InputError([Problem(str(path), f"is no bundle: {error}")]) from error
     return _mapping(body)
 
@@ -86,10 +90,14 @@ def _mapping(found: object) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def _list(found: object) -> list[Any]:
+    return found if isinstance(found, list) else []
+
+
 def _lines(body: Mapping[str, Any], details: Mapping[str, Any], scene: Mapping[str, Any]) -> Iterator[str]:
     """Lines on the broken clause: its promise, and where; `scene` is what a bundle says besides its record."""
     clause = CLAUSES.get(body["clause"])
-    cause = scene.get("cause", "violation")
+    cause = str(scene.get("cause", "violation"))
     yield (
         f"{body['clause']} broken at step {body['step']}"
         if cause == "violation"
@@ -102,7 +110,8 @@ def _lines(body: Mapping[str, Any], details: Mapping[str, Any], scene: Mapping[s
     of = f" of {scene['world']}" if scene.get("world") else ""
     yield f"  ranks    {' '.join(map(str, body.get('ranks') or ())) or 'not attributable'}{of}"
     if body.get("tensor"):
-        yield f"  where    {body['tensor']}{', ' + scene['element'] if scene.get('element') else ''}"
+        element = f", {scene['element']}" if scene.get("element") else ""
+        yield f"  where    {body['tensor']}{element}"
     yield f"  seen     {body['seen']}"
     for name in ("before", "likely"):
         if scene.get(name):
@@ -123,24 +132,29 @@ def _short(value: object) -> str:
 
 def _of_ranks(folder: Path, tensor: str) -> Iterator[str]:
     """Each rank's batch and where it was, from the `rank-R.json` in `folder`, and how copies of `tensor` differ."""
-    parts = {path: _read(path) for path in sorted(folder.glob("rank-*.json"), key=_number) if path.stem.count(".") == 0}
+    paths = [path for path in folder.glob("rank-*.json") if path.stem.count(".") == 0]
+    parts = {path: _read(path) for path in sorted(paths, key=_number)[:_MOST_RANKS]}
+    if len(paths) > _MOST_RANKS:
+        yield f"  {len(paths)} ranks left their part; the first {_MOST_RANKS} are read"
     for path, part in parts.items():
         if isinstance(part, str):
             yield f"  {path.stem:<8} cannot be read: {part}"
             continue
         yield from _of_rank(folder, part)
-    yield from _differences([part for part in parts.values() if isinstance(part, dict)], folder, tensor)
+    yield from _differences({path: part for path, part in parts.items() if isinstance(part, dict)}, tensor)
 
 
 def _number(path: Path) -> tuple[int, str]:
-    digits = path.stem.removeprefix("rank-").partition(".")[0]
-    return (int(digits) if digits.isdecimal() else 0, path.name)
+    digits = path.stem.removeprefix("rank-")
+    return (int(digits) if digits.isascii() and digits.isdecimal() else 0, path.name)
 
 
 def _read(path: Path) -> dict[str, Any] | str:
     try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        found = read_json(path)
+    except OSError as error:
+        return str(error.strerror)
+    except ValueError as error:
         return str(error)
     return found if isinstance(found, dict) else "it is no object"
 
@@ -150,12 +164,12 @@ def _of_rank(folder: Path, part: Mapping[str, Any]) -> Iterator[str]:
         f"  rank {part.get('rank')}   process {part.get('pid')} on {part.get('host')}, step {part.get('step')}, "
         + ", ".join(str(part[name]) for name in ("point", "doing") if part.get(name))
     )
-    ids = part.get("ids") or []
+    ids = _list(part.get("ids"))
     if ids:
         more = f" and {len(ids) - _MOST_IDS} more" if len(ids) > _MOST_IDS else ""
         yield f"    batch       rows {' '.join(map(str, ids[:_MOST_IDS]))}{more}"
-    for thread in part.get("threads") or []:
-        frames = thread.get("frames") or []
+    for thread in map(_mapping, _list(part.get("threads"))[:_MOST_THREADS]):
+        frames = _list(thread.get("frames"))
         if thread.get("main"):
             yield from (f"    {'stack' if not i else '':<11} {frame}" for i, frame in enumerate(frames[-_MOST_FRAMES:]))
         else:
@@ -167,9 +181,10 @@ def _of_rank(folder: Path, part: Mapping[str, Any]) -> Iterator[str]:
 def _state(part: Mapping[str, Any]) -> Iterator[str]:
     tensors = part.get("tensors")
     if isinstance(tensors, dict):
-        left_out = tensors.get("left out") or []
+        left_out = _list(tensors.get("left out"))
         limit = f"; {len(left_out)} left out, over {tensors.get('limit bytes')} bytes" if left_out else ""
-        yield f"    state       {len(part.get('digests') or ())} tensors in {tensors.get('file')} (safetensors){limit}"
+        count = len(_mapping(part.get("digests")))
+        yield f"    state       {count} tensors in {tensors.get('file')} (safetensors){limit}"
     else:
         yield f"    state       {tensors or 'none: this rank was elsewhere when it learned of it'}"
 
@@ -180,35 +195,34 @@ def _collectives(folder: Path, part: Mapping[str, Any]) -> Iterator[str]:
     if not isinstance(record, dict):
         yield f"    collectives {said if record is None else record}"
         return
-    entries = [entry for entry in record.get("entries") or [] if isinstance(entry, dict)]
+    entries = [entry for entry in _list(record.get("entries")) if isinstance(entry, dict)]
     yield from (f"    collectives {line}" for line in pending(entries, 3))
 
 
-def _differences(parts: list[dict[str, Any]], folder: Path, tensor: str) -> Iterator[str]:
+def _differences(parts: Mapping[Path, Mapping[str, Any]], tensor: str) -> Iterator[str]:
     """Which tensors differ between ranks by their digests; of the broken one also in how many elements, and how far."""
-    digests = {part["rank"]: part["digests"] for part in parts if isinstance(part.get("digests"), dict)}
+    digests = {path: part["digests"] for path, part in parts.items() if isinstance(part.get("digests"), dict)}
     names = dict.fromkeys(name for known in digests.values() for name in known)
-    odd = [name for name in names if len({known.get(name) for known in digests.values()}) > 1]
+    odd = [name for name in names if len({str(known.get(name)) for known in digests.values()}) > 1]
     # Each rank has the gradients and buffers of its own rows, until they are reduced: they say nothing by themselves.
     for name in odd[:_MOST_TENSORS]:
-        yield f"  differs  {name}{_how_far(folder, list(digests), name) if tensor in name else ''}"
+        yield f"  differs  {name}{_how_far(list(digests), name) if tensor in name else ''}"
     if len(odd) > _MOST_TENSORS:
         yield f"  differs  and {len(odd) - _MOST_TENSORS} more"
 
 
-def _how_far(folder: Path, ranks: list[int], name: str) -> str:
-    copies = {}
-    for rank in ranks:
-        path = folder / f"rank-{rank}.safetensors"
+def _how_far(parts: list[Path], name: str) -> str:
+    """How copies of the tensor `name` differ that lie beside these parts of ranks."""
+    copies = []
+    for path in parts:
         try:
-            if path.stat().st_size <= _MOST_BYTES:
-                copies[rank] = read_tensors(path)[name].flatten()
+            copies.append(read_tensors(path.with_suffix(".safetensors"), _MOST_BYTES)[name].flatten())
         except (OSError, ValueError, KeyError):
             continue
-    if len(copies) < 2 or len({copy.shape for copy in copies.values()}) > 1:
+    if len(copies) < 2 or len({(copy.shape, copy.dtype) for copy in copies}) > 1 or not copies[0].numel():
         return ""
-    stacked = torch.stack([copy.view(torch.uint8).view(copy.numel(), -1) for copy in copies.values()])
+    stacked = torch.stack([copy.view(torch.uint8).view(copy.numel(), -1) for copy in copies])
     elements = int((stacked != stacked[0]).any(0).any(-1).sum())
-    values = torch.stack([copy.double() for copy in copies.values()])
+    values = torch.stack([(torch.view_as_real(copy) if copy.is_complex() else copy).double() for copy in copies])
     spread = float((values.amax(0) - values.amin(0)).max())
     return f": {elements} of {values.shape[1]} elements, by up to {spread:g}"

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from andon.config.source import is_folder, is_there
+from andon.config.source import is_folder
 from andon.console.problems import InputError, Problem
 from andon.run.folder import RunFolder
 from andon.run.ledger import LedgerError, head_at, read_ledger
-from andon_contracts.record import Record, Resume, Retraction, Start, Step
+from andon_contracts.record import MAX_LINE, Record, Resume, Retraction, Start, Step
+from andon_contracts.untrusted import open_regular
 
 
 @dataclass(frozen=True)
@@ -70,13 +71,16 @@ class Recorded:
     def head(self) -> tuple[int, str]:
         """Lines, and the digest of the last of them."""
         count = len(self.records)
-        return count, head_at(self.ledger, count) or ""
+        return count, head_at(self.ledger, count, follow=self.folder is None) or ""
 
     @property
     def torn(self) -> int:
         """Bytes of an unfinished last line, which a crash leaves."""
-        data = self.ledger.read_bytes()
-        return len(data) - (data.rfind(b"\n") + 1)
+        whole = 0
+        with open_regular(self.ledger, follow=self.folder is None) as file:
+            while raw := file.readline(MAX_LINE + 1):
+                whole += len(raw) if raw.endswith(b"\n") else 0
+            return file.tell() - whole
 
 
 def open_recorded(path: Path) -> Recorded:
@@ -86,10 +90,8 @@ def open_recorded(path: Path) -> Recorded:
     """
     folder = RunFolder(path) if is_folder(path) else None
     ledger = folder.ledger if folder is not None else path
-    if is_there(ledger) and not ledger.is_file():  # to open a pipe is to wait for who writes to it
-        raise InputError([Problem(str(ledger), "is no file, but a folder, a pipe or a device")])
     try:
-        return Recorded(path, ledger, folder, tuple(read_ledger(ledger)))
+        return Recorded(path, ledger, folder, tuple(read_ledger(ledger, follow=folder is None)))
     except FileNotFoundError:
         what = "there is no such run" if folder is None else f"holds no run: it has no {ledger.name}"
         raise InputError([Problem(str(path), what)]) from None

@@ -15,20 +15,19 @@ from typing import Any
 import torch.distributed as dist
 
 from andon.config.identity import differences
-from andon.config.load import load_config
 from andon.config.schema import Config
 from andon.console.problems import InputError, Problem
 from andon.inspection.difference import Comparison, Differences
 from andon.inspection.recorded import Recorded, open_recorded
 from andon.run.atomic import write_json
-from andon.run.checkpoint import Checkpoint, load_checkpoint
+from andon.run.checkpoint import Checkpoint, newest_valid
 from andon.run.folder import RunFolder
 from andon.run.provenance import differences as other_machine
 from andon.run.provenance import fingerprint
 from andon.run.repeats import Difference, apart, differing, shown
-from andon.run.sealed import CheckpointError
+from andon.training.existing import config_at_hand
 from andon.training.history import step_record
-from andon.training.resume import identity_at_start, run_identity
+from andon.training.resume import identity_at_start, identity_of, run_identity
 from andon.training.session import Session, assembled
 from andon_contracts.digest import hex64
 
@@ -72,8 +71,8 @@ def settings(folder: RunFolder, workers: int | None, backend: str | None) -> Con
     """The run's configuration, placed on `workers` and `backend` where they are given, its contracts on."""
     flags = {"run.workers": workers, "run.backend": backend}
     given = {key: value for key, value in flags.items() if value is not None}
-    return load_config(
-        folder.config,
+    return config_at_hand(
+        folder,
         ["contracts.enabled=true", "contracts.audit_every=0", *(["run.devices=null"] if given else [])],
         given,
     )
@@ -90,6 +89,9 @@ def replay(config: Config, path: Path, first: int, last: int) -> Replayed:
     with assembled(config, found.folder, writing=False) as session:
         checkpoint = _nearest(found.folder, first)
         _require_same(session, checkpoint)
+        total = session.run.plan.total_steps
+        if last > total:
+            raise InputError([Problem(str(found.ledger), f"it has a step {last} of a run of {total}")])
         after = checkpoint.step if checkpoint is not None else 0
         if checkpoint is not None:
             session.run.restore(checkpoint)
@@ -108,17 +110,11 @@ def replay_rank(payload: Mapping[str, Any]) -> int:
 
 def _nearest(folder: RunFolder, first: int) -> Checkpoint | None:
     """The latest valid checkpoint that was written before step `first`; None: the run starts from its beginning."""
-    steps = {path: int(path.name[5:]) for path in folder.checkpoints.glob("step-*") if path.name[5:].isdigit()}
-    for path in sorted((path for path in steps if steps[path] < first), key=steps.__getitem__, reverse=True):
-        try:
-            return load_checkpoint(path)
-        except CheckpointError:  # an older one, or the initial weights, serve as well
-            continue
-    return None
+    return newest_valid(folder.checkpoints, before=first)[0]  # an older one, or the initial weights, serve as well
 
 
 def _require_same(session: Session, checkpoint: Checkpoint | None) -> None:
-    was = checkpoint.state["identity"] if checkpoint is not None else identity_at_start(session)
+    was = identity_of(checkpoint) if checkpoint is not None else identity_at_start(session)
     changed = differences(was, run_identity(session)) if was is not None else []
     # Another kind of device is another machine: its bits are not comparable, which the fingerprint says.
     changed = [each for each in changed if each[0] != "run.device_kind"]

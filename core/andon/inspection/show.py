@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from andon.config.load import load_config
 from andon.console.problems import InputError, Problem
 from andon.data.rows import Row
 from andon.inspection.recorded import Recorded
 from andon.run.folder import RunFolder
 from andon.run.provenance import read_provenance
+from andon.training.existing import config_of
 from andon.training.rows import read_rows
 from andon_contracts.fields import Real
 from andon_contracts.record import (
@@ -46,7 +46,7 @@ def texts_of(folder: RunFolder | None) -> Texts:
     if folder is None or not folder.config.exists():
         return Texts(missing="a ledger alone names rows by id; their texts are not in it")
     try:
-        found = read_rows(load_config(folder.config))
+        found = read_rows(config_of(folder))
         recorded = read_provenance(folder.provenance).digest("data")
     except InputError as error:
         return Texts(missing=f"the texts are not at hand: {error}")

@@ -19,6 +19,7 @@ from andon_contracts.error_file import write_error_file
 from andon_contracts.liveness.diagnosis import named
 from andon_contracts.liveness.process import ending
 from andon_contracts.liveness.rules import NOTICED
+from andon_contracts.untrusted import read_json
 
 FOLDER = REPORTS
 """Where in a run folder the reports lie."""
@@ -65,11 +66,9 @@ class Report:
         """
         path = path_of(run_folder, rank)
         try:
-            text = path.read_text(encoding="utf-8")
+            found = cls(**read_json(path))
         except OSError:
             return None
-        try:
-            found = cls(**json.loads(text))
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path}: not a report of a rank: {error}") from error
         return found if launch in ("", found.launch) else None

@@ -6,7 +6,6 @@ that is asked for until the launcher has taken it.
 
 from __future__ import annotations
 
-import json
 import os
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -18,8 +17,10 @@ from andon.launch.sizes import Bounds
 from andon.run.atomic import storage, write_json, write_whole
 from andon.run.folder import REPORTS
 from andon_contracts.liveness.process import Process
+from andon_contracts.untrusted import read_json, read_regular
 
 _SEEN, _ASKED = "agents.json", "resize"
+_MOST_BYTES = 1 << 10
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def taken(run_folder: Path) -> str | None:
     """What was asked for since the last call, as it was written; None where nothing was."""
     path = run_folder / REPORTS / _ASKED
     try:
-        found = path.read_text(encoding="utf-8", errors="replace")[:40].strip()
+        found = read_regular(path, _MOST_BYTES).decode("utf-8", "replace")[:40].strip()
         path.unlink()
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -81,7 +82,7 @@ def ask(run_folder: Path, workers: int) -> None:
     """
     path = run_folder / REPORTS / _SEEN
     try:
-        found = json.loads(path.read_bytes())
+        found = read_json(path)
         launcher, bounds = Process(**found["launcher"]), Bounds(found["least"], found["most"])
     except (FileNotFoundError, NotADirectoryError):
         launcher = None

@@ -7,6 +7,7 @@ the classification head for others) is drawn from the spec's own seed, and the p
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from andon.config.source import is_folder, loading
+from andon.config.source import is_folder, loading, setting_faults
 from andon.console.problems import InputError, Problem, ProblemList
 from andon.step.keyed import replaying
 
@@ -66,6 +67,7 @@ def build_base(spec: ModelSpec) -> nn.Module:
     exceed the vocabulary, and rows longer than the model has positions.
     """
     _check(spec)
+    _check_memory(spec)
     with seeded(spec.seed), torch.device("cpu"):
         model: nn.Module = _embedded(spec) if spec.base is None else _pretrained(spec)
     _check_fit(model.config, spec)
@@ -130,6 +132,17 @@ def _check_sizes(spec: ModelSpec, found: ProblemList) -> None:
         found.add("model.num_key_value_heads", f"{spec.num_key_value_heads} does not divide the {heads}")
 
 
+def _check_memory(spec: ModelSpec) -> None:
+    """An embedded model is drawn in fp32 in this machine's memory, whatever sizes somebody wrote down."""
+    products = 4 * spec.hidden_size**2 + 3 * spec.hidden_size * spec.intermediate_size
+    embeddings = (spec.vocab_size + spec.max_length) * spec.hidden_size
+    needed = 4 * (spec.num_hidden_layers * products + embeddings)
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if spec.base is None and needed > there:
+        what = f"its sizes ask for {needed / 2**30:.1f} GiB of weights; this machine has {there / 2**30:.1f}"
+        raise InputError([Problem("model", what)])
+
+
 def _label_names(spec: ModelSpec) -> dict[str, Any]:
     return {
         "num_labels": spec.num_labels,
@@ -177,7 +190,7 @@ def _pretrained(spec: ModelSpec) -> Any:
 
     source, local = _source(str(spec.base))
     config = _configuration(spec, source, local)  # not its values to the model, which refuses those that it lacks
-    with loading(str(spec.base), "model.base"), quiet_loading():
+    with loading(str(spec.base), "model.base"):
         model, report = AutoModelForSequenceClassification.from_pretrained(
             source,
             config=config,
@@ -196,7 +209,7 @@ def _configured(spec: ModelSpec) -> Any:
     from transformers import AutoModelForSequenceClassification
 
     config = _configuration(spec, *_source(str(spec.base)))
-    with loading(str(spec.base), "model.base"), quiet_loading():
+    with loading(str(spec.base), "model.base"):
         return AutoModelForSequenceClassification.from_config(
             config, dtype=_DTYPES[spec.dtype], trust_remote_code=False
         )
@@ -207,8 +220,11 @@ def _configuration(spec: ModelSpec, source: str, local: bool) -> Any:
     from transformers import AutoConfig
 
     given = {"pad_token_id": spec.pad_id, "use_cache": False, **_label_names(spec)}
-    with loading(str(spec.base), "model.base"), quiet_loading():
+    with loading(str(spec.base), "model.base"):
         config = AutoConfig.from_pretrained(source, local_files_only=local, trust_remote_code=False, **given)
+    faults = [Problem("model.base", f"{spec.base!r} {fault}") for fault in setting_faults(config.to_dict())]
+    if faults:  # of a folder they are found before; what the hub has is seen here first
+        raise InputError(faults)
     if config.get_text_config() is not config:
         what = f"{spec.base!r} is several models in one ({', '.join(config.sub_configs)}); give one of text alone"
         raise InputError([Problem("model.base", what)])
@@ -228,22 +244,6 @@ def _source(base: str) -> tuple[str, bool]:
     if base.startswith((".", "/", "~")) or base.count("/") > 1:
         raise InputError([Problem("model.base", f"there is no folder {base!r}")])
     return base, False
-
-
-@contextmanager
-def quiet_loading() -> Iterator[None]:
-    """No progress bar, and no report on the head that is new by design (`_check_complete` looks at what is not)."""
-    from transformers.utils import logging
-
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
 
 
 def _check_complete(model: Any, report: Any, spec: ModelSpec) -> None:

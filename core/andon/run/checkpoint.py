@@ -9,6 +9,7 @@ Nothing in it is pickled.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import secrets
@@ -27,7 +28,7 @@ from andon_contracts.laws.law import Judgement, settle
 from andon_contracts.laws.outcome import RESTORED, Restored
 from andon_contracts.record import GENESIS
 
-_NAME = re.compile(r"step-(\d{8,})(\.old-[0-9a-f]+)?")
+_NAME = re.compile(r"step-([0-9]{8,15})(\.old-[0-9a-f]+)?")
 
 
 @dataclass(frozen=True)
@@ -165,15 +166,15 @@ def load_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(path, found.step, found.tensors, found.state, digest, found.head)
 
 
-def newest_valid(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The valid checkpoint of the latest step in `folder`, and for each later one why it was rejected.
+def newest_valid(folder: Path, before: float = math.inf) -> tuple[Checkpoint | None, list[str]]:
+    """The valid checkpoint of the latest step below `before` in `folder`, and for each later one why it was rejected.
 
     Raises `InputError` for a folder that cannot be read: a run must not begin anew because its disk fails.
     """
     rejected: list[str] = []
     with storage(folder, "read"):
         named = _named(folder, links=True) if folder.is_dir() else {}
-    for step in sorted(named, reverse=True):
+    for step in sorted((step for step in named if step < before), reverse=True):
         for path in named[step]:
             try:
                 return load_checkpoint(path), rejected

@@ -16,6 +16,7 @@ from pathlib import Path
 from andon.console.problems import InputError, Problem
 from andon.run.atomic import clean_leftovers, is_leftover, remove, storage
 from andon.run.ownership import OWNER_LIMIT, claimed, open_lock, refuse_claimed, sign, take
+from andon_contracts.untrusted import open_regular
 
 REPORTS = "reports"
 """Where ranks say how they ended; under torchrun it may be there before the folder has an owner."""
@@ -231,9 +232,7 @@ def _json_object(data: bytes) -> dict[str, object]:
 def _head(path: Path, limit: int) -> bytes:
     """The first `limit` bytes of a file; nothing where there is none. Raises `InputError` where the disk fails."""
     try:
-        if not path.is_file():  # to open a pipe is to wait for who writes to it
-            return b""
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return file.read(limit)
     except OSError as error:
         if error.errno == errno.EIO:  # what cannot be read may be a run: it is neither begun anew nor called foreign

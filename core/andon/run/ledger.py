@@ -56,12 +56,13 @@ class LedgerWriter(LedgerFile):
             raise InputError([Problem(str(self.path), what)])
 
 
-def read_ledger(path: Path) -> Iterator[Record]:
+def read_ledger(path: Path, *, follow: bool = False) -> Iterator[Record]:
     """The records of the ledger at `path`, verified as they are read; a torn last line is left out.
 
-    Raises `LedgerError` at the first line that does not fit, and `FileNotFoundError`.
+    follow: where `path` is a link, those of what it leads to. Raises `LedgerError` at the first line that does not fit,
+    and `OSError` where there is none or no regular file.
     """
-    for line, _ in read_lines(path):
+    for line, _ in read_lines(path, follow=follow):
         yield line.record
 
 
@@ -71,14 +72,14 @@ def digested_ledger(path: Path) -> Iterator[tuple[Record, str]]:
         yield line.record, chain(raw)
 
 
-def head_at(path: Path, count: int) -> str | None:
+def head_at(path: Path, count: int, *, follow: bool = False) -> str | None:
     """The digest of line `count` (from 1; 0: the digest before the first), or None where the ledger is shorter.
 
     A checkpoint quotes the head that the ledger had: another digest here means that the two do not belong together.
     """
     if count == 0:
         return GENESIS
-    for line, raw in read_lines(path):
+    for line, raw in read_lines(path, follow=follow):
         if line.seq + 1 == count:
             return chain(raw)
     return None

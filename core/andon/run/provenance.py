@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from andon.console.problems import InputError, Problem
 from andon.run.atomic import write_json
 from andon_contracts.fingerprint import environment as environment_of_process
 from andon_contracts.fingerprint import fingerprint as fingerprint
+from andon_contracts.untrusted import read_json
 
 _CORE = Path(__file__).resolve().parents[1]
 _COMPILED_BY = ("model", "fast")
@@ -97,10 +97,10 @@ class Provenance:
 def read_provenance(path: Path) -> Provenance:
     """The file that `write_provenance` wrote. Raises `InputError` for one that cannot be read or is another."""
     try:
-        found = json.loads(path.read_bytes())
+        found = read_json(path)
     except OSError as error:
         raise InputError([Problem(str(path), f"cannot be read: {error.strerror}")]) from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise InputError([Problem(str(path), f"is no provenance of a run: {error}")]) from error
     parts = [_mapping(found).get(name) for name in ("digests", "fingerprint")]
     if not all(isinstance(part, dict) and all(isinstance(value, str) for value in part.values()) for part in parts):

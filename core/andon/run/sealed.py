@@ -7,7 +7,6 @@ import json
 import os
 import stat
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from andon.run.atomic import json_bytes
+from andon_contracts.untrusted import read_regular
 
 TENSORS = "tensors.safetensors"
 STATE = "state.json"
@@ -114,26 +114,14 @@ def _check_names(folder: Path) -> None:
 
 
 def _read_regular(path: Path, size: int | None) -> bytes:
-    """The bytes of a regular file of `size` bytes (None: any), opened without following links and read once."""
+    """The bytes of a regular file of `size` bytes (None: any)."""
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        data = read_regular(path, _LIMITS[path.name] if size is None else min(size, _LIMITS[path.name]))
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
-    try:
-        status = os.fstat(handle)
-        if not stat.S_ISREG(status.st_mode):
-            raise CheckpointError(f"{path}: it is not a regular file")
-        if size is not None and status.st_size != size:
-            raise CheckpointError(f"{path}: it has {status.st_size} bytes, the manifest says {size}")
-        if status.st_size > _LIMITS[path.name]:
-            raise CheckpointError(f"{path}: {status.st_size} bytes are more than the {_LIMITS[path.name]} allowed")
-        with open(handle, "rb", closefd=False) as file:
-            return file.read(status.st_size)
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}") from error
-    finally:
-        with suppress(OSError):  # what was read was read
-            os.close(handle)
+    if size is not None and len(data) != size:
+        raise CheckpointError(f"{path}: it has {len(data)} bytes, the manifest says {size}")
+    return data
 
 
 def _read_listed(path: Path, listed: Mapping[str, Any]) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from typing import Any
 from andon.console.problems import InputError, Problem
 from andon.run.atomic import write_json
 from andon_contracts.fields import Count, Hex16, Part, Real
+from andon_contracts.untrusted import read_json
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,10 @@ def write_summary(path: Path, summary: Summary) -> None:
 def read_summary(path: Path) -> Summary:
     """The summary at `path`. Raises `InputError` naming the file and the field that is wrong or missing."""
     try:
-        return Summary.from_json(json.loads(path.read_bytes()))
+        return Summary.from_json(read_json(path))
     except OSError as error:
         raise InputError([Problem(str(path), f"cannot be read: {error.strerror}")]) from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise InputError([Problem(str(path), f"is no summary of a run: {error}")]) from error
 
 

@@ -49,6 +49,12 @@ class OptimizerSpec:
         return _MOMENTS[self.name]
 
     @property
+    def kept(self) -> frozenset[str]:
+        """The names of all that it keeps once it has made an update."""
+        moments = self.moments if self.name != "sgd" or self.momentum else ()
+        return frozenset((*moments, *(("step",) if self.counts else ())))
+
+    @property
     def counts(self) -> bool:
         """Whether it counts its updates itself, in an fp32 `step`."""
         return self.name in _COUNTING

@@ -321,15 +321,14 @@ def restore_state(replica: Replica, tensors: Mapping[str, torch.Tensor], updates
     Raises `ValueError` naming every tensor that is missing, unexpected, or of another shape or dtype; nothing is
     changed then.
     """
-    flat = replica.parameters
-    kinds = {name.split("/")[1] for name in tensors if name.startswith(f"{OPTIMIZER}/")}
+    flat, kept = replica.parameters, replica.spec.kept if updates else frozenset()
+    moments = kept & {*replica.spec.moments}
     wanted = {f"{WEIGHTS}/{slot.name}": slot.shape for slot in flat.slots}
-    moments = {kind for kind in kinds if f"{OPTIMIZER}/{kind}" not in tensors}
     wanted |= {f"{OPTIMIZER}/{kind}/{slot.name}": slot.shape for kind in moments for slot in flat.slots}
-    wanted |= {f"{OPTIMIZER}/{kind}": () for kind in kinds - moments}
+    wanted |= {f"{OPTIMIZER}/{kind}": () for kind in kept - moments}
     _check(tensors, wanted)
     state = {kind: _flattened(replica, tensors, f"{OPTIMIZER}/{kind}") for kind in sorted(moments)}
-    state |= {kind: tensors[f"{OPTIMIZER}/{kind}"] for kind in sorted(kinds - moments)}
+    state |= {kind: tensors[f"{OPTIMIZER}/{kind}"] for kind in sorted(kept - moments)}
     replica.restore(_flattened(replica, tensors, WEIGHTS), state, updates)
 
 

@@ -106,9 +106,14 @@ class Run:
         return self.backend.ranks[0] == 0
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Put every replica into the state of `checkpoint`. Raises `ValueError` for one of another model."""
-        for replica in self.replicas:
-            restore_state(replica, checkpoint.tensors, checkpoint.step)
+        """Put every replica into the state of `checkpoint`. Raises `InputError` for one of another model or plan."""
+        try:
+            if checkpoint.step > self.plan.total_steps:
+                raise ValueError(f"it is of step {checkpoint.step}, and the run has {self.plan.total_steps}")
+            for replica in self.replicas:
+                restore_state(replica, checkpoint.tensors, checkpoint.step)
+        except ValueError as error:
+            raise InputError([Problem(str(checkpoint.path), f"is no checkpoint of this run: {error}")]) from error
 
     def trainer(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from andon.config.identity import differences, identity
@@ -10,6 +11,7 @@ from andon.config.schema import Config
 from andon.config.source import is_there
 from andon.console.messages import say
 from andon.console.problems import InputError, Problem
+from andon.data.hub import at_hand
 from andon.run.folder import RunFolder, State
 from andon.run.ledger import LedgerError, read_ledger
 from andon.run.provenance import read_provenance
@@ -28,6 +30,29 @@ def require_run(path: Path) -> RunFolder:
         what = f"has no trained adapter yet; finish it: {go_on_with(folder)}"
         raise InputError([Problem(str(path), what)])
     return folder
+
+
+def config_of(folder: RunFolder, overrides: Sequence[str] = (), flags: Mapping[str, object] | None = None) -> Config:
+    """The configuration that lies in `folder`, changed as by `load_config`, which says what it raises.
+
+    The folder may be anybody's: a link in the place of the file is an `InputError` too.
+    """
+    if folder.config.is_symlink():
+        raise InputError([Problem(str(folder.config), "is a link; put what it leads to in its place")])
+    return load_config(folder.config, overrides, flags)
+
+
+def config_at_hand(
+    folder: RunFolder, overrides: Sequence[str] = (), flags: Mapping[str, object] | None = None
+) -> Config:
+    """As `config_of`, its base one that is on this machine: nothing is fetched for what somebody's folder names.
+
+    Raises `InputError` for a base that is not here.
+    """
+    config = config_of(folder, overrides, flags)
+    if config.model.base is None:
+        return config
+    return config_of(folder, overrides, {**(flags or {}), "model.base": at_hand(config.model.base)})
 
 
 def how_far(folder: RunFolder) -> str:
@@ -60,7 +85,7 @@ def require_same_as_finished(config: Config, folder: RunFolder) -> None:
     other data. The kind of device does not matter to a run that has nothing left to do, nor do files that are gone.
     """
     try:
-        was = load_config(folder.config)
+        was = config_of(folder)
     except InputError:
         return  # it cannot be told any more
     changed = [each for each in differences(identity(was), identity(config)) if each[0] != "run.device_kind"]
@@ -129,7 +154,7 @@ def _last_written(folder: RunFolder) -> tuple[int, str]:
 
 def _identity_of(folder: RunFolder) -> dict[str, object] | None:
     try:
-        return identity(load_config(folder.config))
+        return identity(config_of(folder))
     except InputError:
         return None
 

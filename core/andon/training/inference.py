@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from andon.backend.inprocess import InlineBackend
-from andon.config.load import load_config
 from andon.config.schema import Config
 from andon.config.source import loading
 from andon.console.messages import say
@@ -22,11 +21,12 @@ from andon.data.rows import DataSet
 from andon.data.tokens import Tokenizer, pretrained_tokenizer
 from andon.metrics.scores import Scores
 from andon.model.adapter import attach, base_digest, load_adapter, read_labels
-from andon.model.build import build_base, quiet_loading
+from andon.model.build import build_base
 from andon.model.task import collate, predictions
 from andon.run.folder import RunFolder
 from andon.run.provenance import read_provenance
 from andon.training.evaluation import evaluate
+from andon.training.existing import config_at_hand, config_of
 from andon.training.material import adapter_spec, loss_weights, model_spec, task_of
 from andon.training.rows import read_rows
 from andon_contracts.digest import hex64
@@ -58,7 +58,7 @@ def load_run(folder: RunFolder) -> TrainedRun:
     Raises `InputError` for a base whose weights are not those that the adapter was trained on.
     """
     torch.set_num_threads(1)
-    config = load_config(folder.config)
+    config = config_at_hand(folder)
     labels = read_labels(folder.adapter)
     tokenizer = pretrained_tokenizer(str(folder.adapter), local_only=True)
     adapter = adapter_spec(config)
@@ -75,7 +75,7 @@ def load_run(folder: RunFolder) -> TrainedRun:
 def _whole_model(folder: RunFolder, num_labels: int) -> nn.Module:
     from transformers import AutoModelForSequenceClassification
 
-    with loading(str(folder.adapter), str(folder.path)), quiet_loading():
+    with loading(str(folder.adapter), str(folder.path)):
         model: nn.Module = AutoModelForSequenceClassification.from_pretrained(
             str(folder.adapter),
             num_labels=num_labels,
@@ -102,7 +102,7 @@ def read_labelled(
 
     text_column, label_column: where they stand in this file; None: where the run's configuration says.
     """
-    columns = load_config(folder.config).data
+    columns = config_of(folder).data
     return read(
         data,
         text_column=text_column or columns.text_column,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from andon.console.messages import say
-from andon.console.problems import InputError
+from andon.console.problems import InputError, Problem
 from andon.metrics.scores import Scores
 from andon.run.atomic import fsync_folder, storage, write_all, write_whole
 from andon.run.checkpoint import Checkpoint, is_complete, prune, require_intact, save_checkpoint
@@ -268,14 +268,17 @@ def _exact(values: dict[str, Any]) -> dict[str, Any]:
     return {name: value.hex() if isinstance(value, float) else value for name, value in values.items()}
 
 
-def progress_from(state: Mapping[str, Any]) -> Progress:
-    """The progress that a checkpoint's state holds. Raises `ValueError` for one of another form."""
+def progress_from(checkpoint: Checkpoint) -> Progress:
+    """The progress that the checkpoint's state holds. Raises `InputError` for one of another form or step."""
     try:
-        found = state["progress"]
+        found = checkpoint.state["progress"]
         values: dict[str, Any] = {
             name: float.fromhex(value) if isinstance(value, str) else int(value) for name, value in found.items()
         }
-        return Progress(**values)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        msg = f"the checkpoint's state has no usable progress: {error}"
-        raise ValueError(msg) from error
+        progress = Progress(**values)
+        if progress.step != checkpoint.step or not 0 <= progress.best_step <= progress.step:
+            raise ValueError(f"it is of step {progress.step}, its best of step {progress.best_step}")
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
+        what = f"its state has no usable progress: {error}"
+        raise InputError([Problem(str(checkpoint.path), what)]) from error
+    return progress

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from andon.config.identity import differences, identity
-from andon.config.load import load_config
 from andon.console.messages import say
 from andon.console.problems import InputError, Problem
 from andon.run.checkpoint import Checkpoint, load_checkpoint, newest_valid
@@ -17,7 +16,7 @@ from andon.run.provenance import differences as other_machine
 from andon.run.provenance import fingerprint, read_provenance
 from andon.run.sealed import CheckpointError
 from andon.step.step import RankFailed
-from andon.training.existing import require_same_as_finished
+from andon.training.existing import config_of, require_same_as_finished
 from andon.training.history import History, read_history
 from andon.training.session import Session
 from andon_contracts.digest import hex64
@@ -132,13 +131,21 @@ def _tell_of_other_machine(session: Session) -> None:
 
 
 def _require_same_run(session: Session, checkpoint: Checkpoint | None) -> None:
-    was = checkpoint.state["identity"] if checkpoint is not None else identity_at_start(session)
+    was = identity_of(checkpoint) if checkpoint is not None else identity_at_start(session)
     changed = differences(was, run_identity(session)) if was is not None else []
     if changed:
         raise InputError(
             Problem(key, f"was {before!r} when the run began, is {now!r}; a resumed run keeps what defines it")
             for key, before, now in changed
         )
+
+
+def identity_of(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The identity of the run that wrote `checkpoint`. Raises `InputError` where its state has none."""
+    found = checkpoint.state.get("identity")
+    if not isinstance(found, dict):
+        raise InputError([Problem(str(checkpoint.path), "its state does not say what run it is of")])
+    return found
 
 
 def identity_at_start(session: Session) -> dict[str, Any] | None:
@@ -148,7 +155,7 @@ def identity_at_start(session: Session) -> dict[str, Any] | None:
         return None
     was = read_provenance(folder.provenance)
     named = {name: was.digest(name) for name in ("data", "tokenizer", "base", "initial_weights")}
-    return identity(load_config(folder.config)) | named | {"labels": list(session.material.labels)}
+    return identity(config_of(folder)) | named | {"labels": list(session.material.labels)}
 
 
 def _require_its_ledger(session: Session, checkpoint: Checkpoint, history: History) -> None:

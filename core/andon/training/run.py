@@ -82,7 +82,7 @@ def train(config: Config, folder: RunFolder, stop_asked: Callable[[], bool], sta
 
 def _train(session: Session, standpoint: Standpoint, stop_asked: Callable[[], bool]) -> Outcome:
     checkpoint, history = standpoint.checkpoint, standpoint.history
-    progress = progress_from(checkpoint.state) if checkpoint is not None else Progress()
+    progress = progress_from(checkpoint) if checkpoint is not None else Progress()
     agree_on_start(session, progress)  # from here on rank 0 may write to what all have read
     journal = open_journal(session, standpoint, progress)
     run, material = session.run, session.material

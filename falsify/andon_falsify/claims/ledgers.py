@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from andon.console.problems import InputError, Problem
 from andon_falsify.checkers import CLAIMS, chain_intact, resume_equal, same_everywhere
 from andon_falsify.claims.evidence import SCRIPT, Evidence
 from andon_falsify.claims.statements import HEADS
@@ -22,6 +23,7 @@ ALL: tuple[Claim, ...] = (*CLAIMS, HEADS)
 """Every claim that is said something of."""
 _TOGETHER = (same_everywhere.CLAIM.name, resume_equal.CLAIM.name)
 """What all ledgers decide at once."""
+_MOST_BYTES = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class RecordedRun:
             return {}
         from andon.config.load import load_config
 
+        if config.is_symlink():
+            raise InputError([Problem(str(config), "is a link; put what it leads to in its place")])
         found = load_config(config).model_dump(mode="json")
         return {
             f"{part}.{key}": each
@@ -59,6 +63,8 @@ def read_run(path: Path) -> RecordedRun:
     ledger = path / "ledger.jsonl" if folder is not None else path
     if ledger.exists() and not ledger.is_file():  # to open a pipe is to wait for who writes to it
         raise OSError(errno.EINVAL, "is no file, but a pipe or a device", str(ledger))
+    if folder is not None and ledger.is_symlink():
+        raise OSError(errno.EINVAL, "is a link; put what it leads to in its place", str(ledger))
     return RecordedRun(path, read_history(ledger), folder)
 
 
@@ -141,7 +147,19 @@ def _heads(run: RecordedRun) -> Verdict:
 def quoted(folder: Path) -> Iterator[tuple[str, int, str]]:
     """Each (file, count of lines, digest of the last) that a checkpoint's manifest or the summary says."""
     for path in [*sorted(folder.glob("checkpoints/step-*/manifest.json")), folder / "summary.json"]:
-        if not path.exists():
-            continue
-        head = json.loads(path.read_bytes())["ledger"]
-        yield str(path.relative_to(folder)), int(head["count"]), str(head["digest"])
+        if path.exists():
+            try:
+                head = json.loads(_bytes_of(path))["ledger"]
+                quote = int(head["count"]), str(head["digest"])
+            except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
+                msg = f"{path} says nothing of the ledger: {error}"
+                raise ValueError(msg) from error
+            yield str(path.relative_to(folder)), *quote
+
+
+def _bytes_of(path: Path) -> bytes:
+    """What the file holds: a pipe, which has no end, and a link, which leads anywhere, are none of a run's files."""
+    if path.is_symlink() or not path.is_file() or path.stat().st_size > _MOST_BYTES:
+        msg = f"{path} is a link, no regular file, or longer than {_MOST_BYTES} bytes"
+        raise ValueError(msg)
+    return path.read_bytes()

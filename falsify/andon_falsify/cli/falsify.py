@@ -127,12 +127,11 @@ def _refuse_unwritable(files: dict[str, Path]) -> None:
 
 def _listeners() -> Listeners:
     """The first line on standard output; a line for each trial where somebody looks at standard error."""
-    from andon_contracts.legible import legible_line
     from andon_falsify.campaign.runner import Listeners
     from andon_falsify.campaign.wording import opening_line, trial_line
 
     def began(bench: Bench, campaign: Campaign) -> None:
-        put(legible_line(opening_line(bench, campaign)))
+        put(opening_line(bench, campaign))
 
     def told(trial: Trial, verdicts: dict[str, Verdict]) -> None:
         if sys.stderr is not None and sys.stderr.isatty():
@@ -143,12 +142,11 @@ def _listeners() -> Listeners:
 
 def _show(report: Report, files: dict[str, Path], *, cut_short: bool = False) -> None:
     """On standard output, where nothing that a subject says may move the cursor or hide what stands there."""
-    from andon_contracts.legible import legible_line
     from andon_falsify.campaign.wording import verdict_lines
 
     rest = "in the file of --json" if "--json" in files and not cut_short else "--json FILE writes them"
     for line in (*verdict_lines(report, cut_short=cut_short, rest=rest), report.closing_line):
-        if not put(legible_line(line)):
+        if not put(line):
             return
 
 

@@ -89,7 +89,7 @@ def _train(parts: Parts, folder: RunFolder, meters: dict[int, StorageMeter]) -> 
     progress = Progress()
     if checkpoint is not None:
         parts.restore(checkpoint)
-        progress, parts.seen.resumed_from = progress_from(checkpoint.state), checkpoint.step
+        progress, parts.seen.resumed_from = progress_from(checkpoint), checkpoint.step
     history = read_history(folder.ledger, _fingerprint(parts), checkpoint)
     # All ranks have read the ledger before rank 0 goes on writing it.
     parts.backend.gather([torch.zeros(1, device=device) for device in parts.backend.devices])

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import random
+from collections.abc import Callable
 from functools import cache
 from io import BytesIO
 
+from andon.config.load import to_yaml
+from andon.config.schema import Config
 from andon.run.summary import Head, Summary
-from andon_contracts.fields import Real
+from andon_contracts.causes import Cause
+from andon_contracts.fields import Part, Real
+from andon_contracts.liveness.end_messages import Whereabouts
+from andon_contracts.liveness.halt_link import Progress, Said
+from andon_contracts.liveness.pending_collectives import Counts
+from andon_contracts.liveness.store_link import whole
 from andon_contracts.record import GENESIS, End, Plan, RankPart, Record, Start, Step, StepDigests, chain, encode
+from andon_falsify.campaign.findings import Finding, Report
+from andon_falsify.report.document import json_bytes
+from andon_falsify.verdict import Counterexample, Outcome
 
 _TEXTS = ("one good day", 'a "quoted", comma', "ünïcödé ☃", "line\\n in it", "0", "x" * 300)
 
@@ -79,6 +91,46 @@ def _run(steps: int) -> tuple[bytes, ...]:
 def ledger_lines(draw: random.Random) -> list[bytes]:
     """The lines of a ledger of one to six updates, each with its line feed."""
     return list(_run(draw.randint(1, 6)))
+
+
+def run_files() -> dict[str, bytes]:
+    """What lies right in the folder of a run of three updates, but for its provenance."""
+    return {
+        "ledger.jsonl": b"".join(_run(3)),
+        "config.yaml": to_yaml(Config()).encode(),
+        "summary.json": summary_file(),
+        ".lock": b'{"andon_run": 1}\n',
+    }
+
+
+@cache
+def messages() -> tuple[tuple[bytes, Callable[[object], object]], ...]:
+    """What ranks tell each other, each with the form by which it is read."""
+    cause = Cause("violation", "they differ", 1, 3, "replicas-agree", "they differ", "w", (1,))
+    progress = Progress(Whereabouts(1, "before the update", 0.5, 1), Counts(3, 2, "world", 1))
+    return (
+        (_bytes(cause), lambda body: whole(Cause, body).among(2)),
+        (_bytes(progress), lambda body: whole(Progress, body)),
+        (_bytes(Said(1, "text")), lambda body: whole(Said, body)),
+    )
+
+
+def _bytes(part: Part) -> bytes:
+    return json.dumps(part.to_json()).encode()
+
+
+@cache
+def report_file() -> bytes:
+    """The report of a campaign with one finding of each outcome."""
+    example = Counterexample("it is another", "step 3, rank 1", "1.0", "1.5", 1.5, "3 / 2", 1, "again")
+    law = functools.partial(Finding, "gradient-law", 1, "ddp", "2.13.0", "gloo", 2, 1)
+    findings = (
+        law(Outcome.HOLDS, checked=3, curve=(1.0, 2.0), curve_name="gradient / law", curve_law=1.0),
+        law(Outcome.FALSIFIED, checked=3, counterexamples=(example,)),
+        law(Outcome.UNKNOWN, why="because"),
+        law(Outcome.NOT_APPLICABLE, why="because"),
+    )
+    return json_bytes(Report("2026-01-02T03:04:05Z", findings=findings, statements={"gradient-law": "is the law"}))
 
 
 @cache

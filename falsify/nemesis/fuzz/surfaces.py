@@ -18,16 +18,30 @@ from andon.config.load import load_config, to_yaml
 from andon.config.schema import Config
 from andon.console.problems import InputError
 from andon.data.readers import read
-from andon.run.checkpoint import load_checkpoint, save_checkpoint
+from andon.data.tokens import pretrained_tokenizer
+from andon.inspection.explain import explain
+from andon.inspection.recorded import open_recorded
+from andon.inspection.show import overview
+from andon.model.adapter import read_labels
+from andon.model.build import ModelSpec, build_base
+from andon.run.checkpoint import load_checkpoint, newest_valid, save_checkpoint
+from andon.run.folder import RunFolder
 from andon.run.ledger import LedgerError, head_at, read_ledger
+from andon.run.provenance import read_provenance
 from andon.run.sealed import MANIFEST, STATE, TENSORS, CheckpointError
 from andon.run.summary import read_summary
+from andon.training.existing import config_at_hand, how_far
+from andon_contracts.legible import legible_line
+from andon_contracts.liveness.store_link import Checked
 from andon_contracts.record import chain
 from andon_falsify.claims.ledgers import read_run, verify
+from andon_falsify.report.document import read_json
 from andon_falsify.verdict import Outcome
 
+from . import folders
+from .folders import attacked, guarded
 from .mutations import damaged
-from .samples import DATA_FILES, ledger_lines, summary_file
+from .samples import DATA_FILES, ledger_lines, messages, report_file, summary_file
 
 Attempt = Callable[[random.Random, Path], str]
 
@@ -154,6 +168,73 @@ def summary(draw: random.Random, folder: Path) -> str:
     return ""
 
 
+def model_folder(draw: random.Random, folder: Path) -> str:
+    """A model's folder: a model with its tokenizer and labels, or `InputError`; nothing outside opened, no code run."""
+    inside = folder / "model"
+    with guarded(inside) as wrong:
+        attacked(draw, inside, folders.model_folder())
+        with contextlib.suppress(InputError):
+            labels = read_labels(inside)
+            tokenizer = pretrained_tokenizer(str(inside), local_only=True)
+            build_base(ModelSpec(len(labels), labels, tokenizer.vocab_size, tokenizer.pad_id, str(inside)))
+        return wrong()
+
+
+def bundle(draw: random.Random, folder: Path) -> str:
+    """A bundle as `andon explain` reads it: lines, or `InputError`."""
+    inside = folder / "bundle"
+    with guarded(inside) as wrong:
+        attacked(draw, inside, folders.bundle_folder())
+        with contextlib.suppress(InputError):
+            for line in explain(inside):
+                legible_line(line)
+        return wrong()
+
+
+def run_folder(draw: random.Random, folder: Path) -> str:
+    """A run's folder as `show`, `verify`, `eval` and a resume look at it: each ends in words."""
+    inside = folder / "run"
+    with guarded(inside) as wrong:
+        attacked(draw, inside, folders.run_folder())
+        run = RunFolder(inside)
+        looks: tuple[Callable[[], object], ...] = (
+            run.state,
+            lambda: list(overview(open_recorded(inside))),
+            lambda: read_summary(run.summary),
+            lambda: read_provenance(run.provenance),
+            lambda: newest_valid(run.checkpoints),
+            lambda: config_at_hand(run),
+            lambda: how_far(run),
+        )
+        for look in looks:
+            with contextlib.suppress(InputError, ValueError):
+                look()
+        with contextlib.suppress(InputError, OSError):
+            failed = [verdict.why for verdict in verify([read_run(inside)]) if "the checker failed" in verdict.why]
+            unread = ("manifest.json", "summary.json", "config.yaml")  # a claim that needs one says that it has none
+            if any(not any(name in why for name in unread) for why in failed):
+                return failed[0]
+        return wrong()
+
+
+def report(draw: random.Random, folder: Path) -> str:
+    """A campaign's report: read, or `InputError`."""
+    path = folder / "report.json"
+    path.write_bytes(damaged(draw, report_file()))
+    with contextlib.suppress(InputError):
+        read_json(path)
+    return ""
+
+
+def message(draw: random.Random, folder: Path) -> str:
+    """A value in the ranks' store: one of its form, or dropped and counted; never an error in a guard."""
+    del folder
+    value, form = draw.choice(messages())
+    raw, checked = damaged(draw, value), Checked()
+    found = checked.read("key", raw, form)
+    return "" if (found is None) == (checked.dropped == 1) else "it was neither read nor counted"
+
+
 SURFACES: tuple[Surface, ...] = (
     Surface("config", config),
     Surface("--set", override),
@@ -162,4 +243,9 @@ SURFACES: tuple[Surface, ...] = (
     Surface("ledger", ledger),
     Surface("history", history),
     Surface("summary", summary),
+    Surface("model folder", model_folder),
+    Surface("bundle", bundle),
+    Surface("run folder", run_folder),
+    Surface("report", report),
+    Surface("message", message),
 )
