@@ -19,8 +19,8 @@ from andon_falsify.checkers import (
 from andon_falsify.checkers.distance import Values, common_factor, flat, gap
 from andon_falsify.checkers.ratio import explain_ratio
 from andon_falsify.history import History, read_lines
-from andon_falsify.notation import history
 from andon_falsify.verdict import Outcome, Verdict
+from tests.falsify.notation import history
 
 HOLDS, FALSIFIED, UNKNOWN, INAPPLICABLE = Outcome.HOLDS, Outcome.FALSIFIED, Outcome.UNKNOWN, Outcome.NOT_APPLICABLE
 

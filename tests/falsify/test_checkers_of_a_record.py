@@ -16,8 +16,8 @@ from andon_falsify.checkers import (
     schedule,
 )
 from andon_falsify.history import History, read_lines
-from andon_falsify.notation import history
 from andon_falsify.verdict import Outcome, Verdict
+from tests.falsify.notation import history
 
 HOLDS, FALSIFIED, UNKNOWN, INAPPLICABLE = Outcome.HOLDS, Outcome.FALSIFIED, Outcome.UNKNOWN, Outcome.NOT_APPLICABLE
 
@@ -171,7 +171,7 @@ def test_schedule_infers_nothing_without_a_law_or_rates() -> None:
 def test_checkers_import_neither_trainer_nor_contracts_nor_torch() -> None:
     """Of our packages a checker, a history and a verdict know only andon_falsify; they need no torch."""
     folder = Path(andon_falsify.checkers.__file__).parent
-    beside = [folder.parent / f"{name}.py" for name in ("events", "history", "notation", "parse", "verdict")]
+    beside = [folder.parent / f"{name}.py" for name in ("events", "history", "parse", "verdict")]
     checkers = sorted(folder.glob("*.py"))
     assert len(checkers) >= 15
     wrong = []

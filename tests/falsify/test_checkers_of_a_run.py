@@ -13,8 +13,8 @@ from andon_falsify.checkers import (
     samples_once,
 )
 from andon_falsify.history import read_lines
-from andon_falsify.notation import history
 from andon_falsify.verdict import Outcome, Verdict
+from tests.falsify.notation import history
 
 HOLDS, FALSIFIED, UNKNOWN, INAPPLICABLE = Outcome.HOLDS, Outcome.FALSIFIED, Outcome.UNKNOWN, Outcome.NOT_APPLICABLE
 

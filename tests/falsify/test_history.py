@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from andon_falsify.checkers import chain_intact
 from andon_falsify.history import History, StepEvent, Unread, read_history, read_lines
-from andon_falsify.notation import history
 from andon_falsify.verdict import Outcome
+from tests.falsify.notation import history
 
 STEP = {"v": 1, "kind": "step", "seq": 0, "prev": "0" * 16, "step": 1}
 JSON = st.recursive(

@@ -15,7 +15,7 @@ from __future__ import annotations
 import pytest
 
 from andon_falsify.checkers import loss_finite, schedule
-from andon_falsify.notation import history
+from andon_falsify.history import read_lines
 from andon_falsify.verdict import not_applicable
 
 
@@ -26,7 +26,8 @@ def test_forgets_to_hold(court):
 
 @pytest.mark.claim("loss-finite")
 def test_holds(court):
-    court.hold(loss_finite.check(history("start | 1: 0[a] loss=1 | end")))
+    line = b'{"v":1,"kind":"step","step":1,"loss":1.0,"grad_norm":1.0}\\n'
+    court.hold(loss_finite.check(read_lines([line], "it")))
 
 
 @pytest.mark.claim("memory-budget")

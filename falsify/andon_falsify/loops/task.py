@@ -6,13 +6,13 @@ Every call gives new objects of the same content, on every rank alike.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, DistributedSampler
 
 from andon_falsify.subjects.assembly import model_of
 from andon_falsify.subjects.case import PAD, VOCABULARY, Case, Rows, make_rows
@@ -114,6 +114,15 @@ def optimizer(case: Case, parameters: Iterable[nn.Parameter]) -> torch.optim.Opt
     if case.optimizer == "sgd":
         return torch.optim.SGD(trained, lr=case.lr, momentum=case.momentum, weight_decay=case.weight_decay)
     return torch.optim.AdamW(trained, lr=case.lr, weight_decay=case.weight_decay)
+
+
+def windows(case: Case, sampler: DistributedSampler[int], loader: Iterable[Any]) -> Iterator[list[Any]]:
+    """The micro-batches of each update, as `loader` gives them; the last of an epoch has what is left."""
+    for epoch in range(case.epochs):
+        sampler.set_epoch(epoch)
+        batches = list(loader)
+        for start in range(0, len(batches), case.accumulation):
+            yield batches[start : start + case.accumulation]
 
 
 def as_launched() -> None:

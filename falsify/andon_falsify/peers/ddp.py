@@ -6,16 +6,14 @@ is DDP's own. (https://docs.pytorch.org/tutorials/intermediate/ddp_tutorial.html
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader, DistributedSampler
 
 from andon_falsify.loops.protocol import Told
-from andon_falsify.loops.task import collate, dataset, model, optimizer
+from andon_falsify.loops.task import collate, dataset, model, optimizer, windows
 from andon_falsify.subjects.case import Case
 
 
@@ -32,7 +30,7 @@ class DdpLoop:
 
     def train(self, told: Told) -> None:
         """See `Loop.train`."""
-        for update, window in enumerate(self._windows(), start=1):
+        for update, window in enumerate(windows(self.case, self.sampler, self.loader), start=1):
             for place, batch in enumerate(window, start=1):
                 with nullcontext() if place == len(window) else self.model.no_sync():
                     loss = self.model(**batch).loss / self.case.accumulation
@@ -43,17 +41,6 @@ class DdpLoop:
             self.optimizer.zero_grad()
             if update == self.case.max_steps:
                 return
-
-    def _windows(self) -> Iterator[list[dict[str, Tensor]]]:
-        """The micro-batches of each update; the last of an epoch takes what is left."""
-        for epoch in range(self.case.epochs):
-            self.sampler.set_epoch(epoch)
-            window = []
-            for place, batch in enumerate(self.loader, start=1):
-                window.append(batch)
-                if place % self.case.accumulation == 0 or place == len(self.loader):
-                    yield window
-                    window = []
 
 
 def make(case: Case) -> DdpLoop:

@@ -5,17 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.fabric.strategies.ddp import DDPStrategy
-from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 from andon_falsify.loops.protocol import Told
-from andon_falsify.loops.task import as_launched, collate, dataset, model, optimizer
+from andon_falsify.loops.task import as_launched, collate, dataset, model, optimizer, windows
 from andon_falsify.subjects.case import Case
 
 
@@ -42,7 +40,7 @@ class FabricLoop:
 
     def train(self, told: Told) -> None:
         """See `Loop.train`."""
-        for update, window in enumerate(self._windows(), start=1):
+        for update, window in enumerate(windows(self.case, self.sampler, self.loader), start=1):
             for place, batch in enumerate(window, start=1):
                 with self.fabric.no_backward_sync(self.model, enabled=place < len(window)):
                     self.fabric.backward(self.model(**batch).loss / self.case.accumulation)
@@ -52,13 +50,6 @@ class FabricLoop:
             self.optimizer.zero_grad()
             if update == self.case.max_steps:
                 return
-
-    def _windows(self) -> Iterator[list[dict[str, Tensor]]]:
-        for epoch in range(self.case.epochs):
-            self.sampler.set_epoch(epoch)
-            batches = list(self.loader)
-            for start in range(0, len(batches), self.case.accumulation):
-                yield batches[start : start + self.case.accumulation]
 
 
 def make(case: Case) -> FabricLoop:

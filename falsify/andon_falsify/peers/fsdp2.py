@@ -5,17 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader, DistributedSampler
 
 from andon_falsify.loops.protocol import Told
-from andon_falsify.loops.task import collate, dataset, model, optimizer
+from andon_falsify.loops.task import collate, dataset, model, optimizer, windows
 from andon_falsify.subjects.case import Case
 
 
@@ -39,7 +37,7 @@ class Fsdp2Loop:
     def train(self, told: Told) -> None:
         """See `Loop.train`."""
         sharded: Any = self.model
-        for update, window in enumerate(self._windows(), start=1):
+        for update, window in enumerate(windows(self.case, self.sampler, self.loader), start=1):
             for place, batch in enumerate(window, start=1):
                 sharded.set_requires_gradient_sync(place == len(window))
                 loss = self.model(**batch).loss / self.case.accumulation
@@ -50,13 +48,6 @@ class Fsdp2Loop:
             self.optimizer.zero_grad()
             if update == self.case.max_steps:
                 return
-
-    def _windows(self) -> Iterator[list[dict[str, Tensor]]]:
-        for epoch in range(self.case.epochs):
-            self.sampler.set_epoch(epoch)
-            batches = list(self.loader)
-            for start in range(0, len(batches), self.case.accumulation):
-                yield batches[start : start + self.case.accumulation]
 
 
 def make(case: Case) -> Fsdp2Loop:

@@ -57,11 +57,10 @@ class PlainLoop:
 
     def _batches(self) -> Iterator[list[int]]:
         """The global batches of all epochs, the same on every rank and for every number of ranks."""
-        size = self.case.local_batch * self.case.accumulation * self.case.world
         batches = []
         for epoch in range(self.case.epochs):
             order = torch.randperm(len(self.rows), generator=torch.Generator().manual_seed(self.case.seed + epoch))
-            batches += cut(order.tolist(), size)
+            batches += cut(order.tolist(), self.case.global_batch)
         yield from batches[: self.case.max_steps]
 
     def _loss_sum(self, ids: Sequence[int]) -> Tensor:

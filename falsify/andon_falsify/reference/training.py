@@ -79,6 +79,20 @@ def row_losses(logits: Tensor, labels: Tensor, class_weights: Tensor | None = No
     return weights[labels] * (log_normaliser - chosen)
 
 
+def _losses(
+    model: Model,
+    params: Params,
+    pieces: Sequence[Piece],
+    class_weights: Tensor | None,
+    masks: Callable[[int], Masks] | None,
+) -> Iterator[Tensor]:
+    """The losses of the rows of each of `pieces` that has any."""
+    for index, piece in enumerate(pieces):
+        if len(piece.labels):
+            logits = model.logits(params, piece.tokens, piece.attention, masks(index) if masks else no_dropout)
+            yield row_losses(logits, piece.labels, class_weights)
+
+
 def row_gradients(
     model: Model,
     params: Params,
@@ -92,15 +106,10 @@ def row_gradients(
     Raises `ValueError` for a batch of no rows.
     """
     leaves = {name: params[name].detach().double().requires_grad_() for name in trainable}
-    whole = {**params, **leaves}
     losses: list[Tensor] = []
     parts: dict[str, list[Tensor]] = {name: [] for name in leaves}
-    for index, piece in enumerate(pieces):
-        rows = len(piece.labels)
-        if not rows:
-            continue
-        logits = model.logits(whole, piece.tokens, piece.attention, masks(index) if masks else no_dropout)
-        of_piece = row_losses(logits, piece.labels, class_weights)
+    for of_piece in _losses(model, {**params, **leaves}, pieces, class_weights, masks):
+        rows = len(of_piece)
         found = torch.autograd.grad(
             of_piece,
             list(leaves.values()),
@@ -132,15 +141,11 @@ def gradient(
     has loss 0 and gradient 0.
     """
     leaves = {name: params[name].detach().double().requires_grad_() for name in trainable}
-    whole = {**params, **leaves}
     count = sum(len(piece.labels) for piece in pieces)
     total = 0.0
     sums = {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
-    for index, piece in enumerate(pieces):
-        if not len(piece.labels):
-            continue
-        logits = model.logits(whole, piece.tokens, piece.attention, masks(index) if masks else no_dropout)
-        loss = row_losses(logits, piece.labels, class_weights).sum()
+    for of_piece in _losses(model, {**params, **leaves}, pieces, class_weights, masks):
+        loss = of_piece.sum()
         found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
         total += float(loss.detach())
         for name, part in zip(leaves, found, strict=True):

@@ -17,8 +17,8 @@ from andon_contracts.policy import suspended
 from andon_contracts.violation import Violation
 from andon_falsify.subjects.assembly import frozen_of, plan_of
 from andon_falsify.subjects.case import VOCABULARY, Case
-from andon_falsify.subjects.trace import Reported, Sightings, Trace, Values, assemble_trace, digest
-from andon_falsify.subjects.watching import keep_weights, state_digests
+from andon_falsify.subjects.trace import Reported, Sightings, Trace, assemble_trace, copied, digest
+from andon_falsify.subjects.watching import keep_weights, state_digests, watch_gradient
 
 Plant = Callable[[DataParallelCoordinator, ExitStack], None]
 
@@ -91,7 +91,7 @@ def samples_of(case: Case) -> list[SafetySample]:
 
 def _describe(coordinator: DataParallelCoordinator, case: Case, seen: Sightings) -> None:
     model: Any = coordinator.pipelines[0].model
-    seen.state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    seen.state = copied(model.state_dict())
     seen.config = model.get_base_model().config.to_dict()
     seen.primary = next(i for i, p in enumerate(coordinator.pipelines) if p is coordinator.primary_pipeline)
     for rank, pipeline in enumerate(coordinator.pipelines):
@@ -103,23 +103,15 @@ def _describe(coordinator: DataParallelCoordinator, case: Case, seen: Sightings)
 
 
 def _watch(rank: int, replica: Replica, case: Case, seen: Sightings) -> None:
-    inner, compute, plan = replica.set_gradient, replica.gradients, plan_of(case)
+    compute, plan = replica.gradients, plan_of(case)
 
     def gradients(step: int, leaves: Sequence[Leaf], *given: Any, **named: Any) -> PartialGradient:
         batch = plan.batch(step).ids
         seen.of(rank, step).leaves += [tuple(batch[place] for place in leaf.ids) for leaf in leaves]
         return compute(step, leaves, *given, **named)
 
-    def set_gradient(*given: Any) -> None:
-        inner(*given)
-        step = len(seen.reported) + 1
-        held = replica.reduced_gradient()
-        seen.of(rank, step).gradient = digest(held)
-        if rank == 0:
-            seen.values[step] = Values({name: value.clone() for name, value in held.items()}, {})
-
-    replica.set_gradient = set_gradient  # type: ignore[method-assign,assignment]
     replica.gradients = gradients  # type: ignore[method-assign]
+    watch_gradient(seen, rank, replica, values=True)
 
 
 def _train(coordinator: DataParallelCoordinator, case: Case, seen: Sightings) -> None:
@@ -129,6 +121,7 @@ def _train(coordinator: DataParallelCoordinator, case: Case, seen: Sightings) ->
         for step in range(1, plan.total_steps + 1):
             batch = plan.batch(step)
             coordinator.learning_rate = rate = schedule.rate(step)
+            seen.at = step
             told = coordinator.train_batch_parallel([samples[row] for row in batch.ids])
             seen.reported.append(
                 Reported(

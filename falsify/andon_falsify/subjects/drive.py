@@ -29,7 +29,7 @@ from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.meter import StorageMeter
 from andon_falsify.subjects.placing import devices_of, place_of_bits
 from andon_falsify.subjects.trace import CutOff, Sightings, digest
-from andon_falsify.subjects.watching import WatchedJournal, WatchedStep, state_digests, watch_gradients
+from andon_falsify.subjects.watching import WatchedJournal, WatchedStep, state_digests, watch_gradient
 
 Plant = Callable[[Parts, ExitStack], None]
 """Changes the parts of a run, and has the stack undo what is not a part's own."""
@@ -54,7 +54,8 @@ def drive(case: Case, backend: Backend, plant: Plant | None = None, *, late: boo
         if plant is not None:
             plant(parts, stack)
         describe(parts)
-        watch_gradients(parts)
+        for rank, replica in parts.by_rank.items():
+            watch_gradient(parts.seen, rank, replica, values=case.values)
         path = case.folder or stack.enter_context(tempfile.TemporaryDirectory(prefix="andon-falsify-"))
         folder = RunFolder(Path(path))
         folder.checkpoints.mkdir(exist_ok=True, parents=True)

@@ -21,21 +21,16 @@ from andon_falsify.subjects.meter import StorageMeter
 from andon_falsify.subjects.trace import CutOff, Reported, Sightings, Tensors, Values, copied, digest
 
 
-def watch_gradients(parts: Parts) -> None:
-    """Note every replica's reduced gradient as it was set; to be called after faults are planted."""
-    for rank, replica in parts.by_rank.items():
-        _after_set_gradient(parts, rank, replica)
-
-
-def _after_set_gradient(parts: Parts, rank: int, replica: Replica) -> None:
+def watch_gradient(seen: Sightings, rank: int, replica: Replica, *, values: bool) -> None:
+    """Note a replica's reduced gradient as it was set, and of rank 0 its `values`; after faults are planted."""
     inner = replica.set_gradient
 
     def set_gradient(pieces: Sequence[torch.Tensor], divisor: int) -> None:
         inner(pieces, divisor)
-        step, held = parts.seen.at, replica.reduced_gradient()
-        parts.seen.of(rank, step).gradient = digest(held)
-        if rank == 0 and parts.case.values:
-            parts.seen.values[step] = Values(copied(held), {})
+        held = replica.reduced_gradient()
+        seen.of(rank, seen.at).gradient = digest(held)
+        if rank == 0 and values:
+            seen.values[seen.at] = Values(copied(held), {})
 
     replica.set_gradient = set_gradient  # type: ignore[method-assign]
 

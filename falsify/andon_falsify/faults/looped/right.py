@@ -175,9 +175,8 @@ class Streamed(PlainLoop):
         self.stream = torch.Generator().manual_seed(case.seed)
 
     def _batches(self) -> Iterator[list[int]]:
-        size = self.case.local_batch * self.case.accumulation * self.case.world
         for _ in range(self.case.epochs):
-            yield from cut(torch.randperm(len(self.rows), generator=self.stream).tolist(), size)
+            yield from cut(torch.randperm(len(self.rows), generator=self.stream).tolist(), self.case.global_batch)
 
 
 class Noisy(PlainLoop):
