@@ -8,8 +8,8 @@ import pytest
 from torch._C._distributed_c10d import HashStore, Store
 
 from andon.launch.joining import Meeting
+from falsify.nemesis.attacker import GARBAGE
 from tests.launch.pipes import PATIENCE_S
-from tests.support.hostile import GARBAGE
 
 WORDS = ("0" * 16, "1" * 16)
 
