@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import ceil
 
 from andon_falsify.history import History, RowId, StepEvent
@@ -17,16 +17,18 @@ CLAIM = Claim(
 )
 
 _SHOWN = 8
+_ORDERED = 8
+"""Fewer rows may come in the same order twice by chance."""
 
 
-def check(history: History, ids: Collection[RowId] | None = None, *, order_from: int = 8) -> Verdict:
+def check(history: History) -> Verdict:
     """Check every update's split, then every epoch of the trajectory (an update done again counts once).
 
-    `ids` are the training rows; by default those of the start line, and where it lists none its number of rows.
+    The training rows are those of the start line, and where it lists none its number of rows is held to.
     An epoch is judged complete when a later one began, or the plan was done and left room for all of its batches; an
     incomplete one may not repeat a row.
-    Orders are compared between complete epochs of at least `order_from` rows, since few rows can fall in the same
-    order by chance. Unknown where ranks or batches list no rows, or no epoch was complete.
+    Orders are compared between complete epochs of at least 8 rows. Unknown where ranks or batches list no rows, or no
+    epoch was complete.
     """
     found: list[Counterexample] = []
     checked, missing = 0, ""
@@ -36,14 +38,14 @@ def check(history: History, ids: Collection[RowId] | None = None, *, order_from:
             continue
         checked += 1
         found += _split(event)
-    rows = tuple(ids) if ids is not None else history.plan.ids
+    rows = history.plan.ids
     size = len(rows) if rows is not None else history.plan.rows
     epochs = _epochs(history)
     complete = _complete(history, epochs)
     for epoch, visits in epochs.items():
         whole = epoch in complete
         found += _visits(epoch, visits, rows if whole else None, size if whole else None)
-    orders = [(epoch, epochs[epoch]) for epoch in complete if len(epochs[epoch]) >= order_from]
+    orders = [(epoch, epochs[epoch]) for epoch in complete if len(epochs[epoch]) >= _ORDERED]
     found += _orders(orders)
     if not complete:
         missing = missing or _why_none(history)

@@ -24,27 +24,24 @@ Schedule = Callable[[int], float]
 class WarmupCosine:
     """Linear warm-up, then half a cosine from `peak` down to `minimum` at the last update.
 
-    With T = `total` updates, w = floor(`fraction` * T), and x = t - `shift` for update t from 1:
-        lr = peak * x / w                                                       for x <= w
-        lr = minimum + (peak - minimum) * (1 + cos(pi * (x - w) / (T - w))) / 2 for x >  w
-    `shift` 0 reaches the peak at update w and the minimum at T; 1 is the convention that counts updates already made,
-    so that a warm-up starts with a rate of 0. A `minimum` above the peak is taken as the peak.
+    With T = `total` updates, w = floor(`fraction` * T), for update t from 1:
+        lr = peak * t / w                                                       for t <= w
+        lr = minimum + (peak - minimum) * (1 + cos(pi * (t - w) / (T - w))) / 2 for t >  w
+    The peak is reached at update w and the minimum at T. A `minimum` above the peak is taken as the peak.
     """
 
     peak: float
     total: int
     fraction: float = 0.1
     minimum: float = 0.0
-    shift: int = 0
 
     def __call__(self, step: int) -> float:
         """The learning rate of update `step`; beyond `total` it stays at the minimum."""
         low = min(self.minimum, self.peak)
         warmup = math.floor(self.fraction * self.total)
-        place = step - self.shift
-        if place <= warmup:
-            return self.peak * place / warmup if warmup else self.peak
-        turn = min(1.0, (place - warmup) / (self.total - warmup)) if self.total > warmup else 1.0
+        if step <= warmup:
+            return self.peak * step / warmup
+        turn = min(1.0, (step - warmup) / (self.total - warmup)) if self.total > warmup else 1.0
         return low + (self.peak - low) * 0.5 * (1.0 + math.cos(math.pi * turn))
 
 

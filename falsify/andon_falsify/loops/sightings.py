@@ -88,7 +88,6 @@ class LoopSightings(Sightings):
     """What the loop declares of its optimizer besides, by update and torch's names of settings."""
     claims: frozenset[str] = frozenset()
     sharded: bool = False
-    architecture: str = ""
     recomputed: dict[int, RowGradients] = field(default_factory=dict)
     poisoned: bool = False
     """Whether the planted value was really planted on this rank."""

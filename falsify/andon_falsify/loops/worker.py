@@ -136,7 +136,6 @@ def _describe(loop: Loop, seen: LoopSightings, rank: int) -> None:
     state = {name: whole(tensor) for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
     if rank == 0:
         base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
-        seen.architecture = type(base).__name__
         seen.state = state
         config = getattr(base, "config", None)
         seen.config = config.to_dict() if config is not None else {}
