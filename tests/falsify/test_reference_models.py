@@ -182,11 +182,6 @@ def test_an_adapter_without_a_scale_is_refused() -> None:
         Layers(params).linear(torch.ones(1, 2), "m")
 
 
-def test_rank_stabilised_scale_divides_by_the_root() -> None:
-    """alpha / sqrt(r) instead of alpha / r."""
-    assert (Lora(6.0).scale(4), Lora(6.0, rank_stabilized=True).scale(4)) == (1.5, 3.0)
-
-
 @pytest.mark.parametrize(
     "setting",
     [

@@ -28,14 +28,13 @@ def no_dropout(name: str, shape: tuple[int, ...]) -> Tensor | None:
 
 @dataclass(frozen=True)
 class Lora:
-    """How much of B @ A is added: alpha / r, or alpha / sqrt(r) if `rank_stabilized`. r is read from A's shape."""
+    """How much of B @ A is added: alpha / r, where r is read from A's shape."""
 
     alpha: float
-    rank_stabilized: bool = False
 
     def scale(self, rank: int) -> float:
         """The factor for adapters of rank `rank`."""
-        return self.alpha / (math.sqrt(rank) if self.rank_stabilized else rank)
+        return self.alpha / rank
 
 
 def canonical_name(name: str, adapter: str = "default") -> str | None:
