@@ -1,4 +1,4 @@
-"""Histories written down in a line, so that each fault has a smallest history that shows it.
+"""Histories written down in a line, so that each fault has a smallest history that shows it; and what is said of one.
 
     history("start rows=4 steps=2 | 1: 0[a b] 1[c d] w=7,7 loss=0.5 | violation finite step=2")
 
@@ -22,6 +22,7 @@ import re
 
 from andon_falsify.events import RowId
 from andon_falsify.history import History, chain_digest, read_lines
+from andon_falsify.verdict import Outcome, Verdict
 
 _RANK = re.compile(r"(\d+)(?:@([\d,]+))?\[([^\]]*)\]")
 _DIGESTS = {"w": "weights", "o": "optimizer", "g": "gradient"}
@@ -49,6 +50,12 @@ def history(text: str, name: str = "history", *, world: int | None = None, backe
         lines.append(body + b"\n")
         prev = chain_digest(body)
     return read_lines(lines, name)
+
+
+def says(verdict: Verdict, outcome: Outcome, *words: str) -> None:
+    """Assert the outcome and that its text has each of `words`."""
+    assert verdict.outcome is outcome, verdict
+    assert [word for word in words if word not in str(verdict)] == [], verdict
 
 
 def _fields(segment: str, world: int | None, backend: str) -> dict[str, object]:

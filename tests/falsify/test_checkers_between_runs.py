@@ -19,16 +19,10 @@ from andon_falsify.checkers import (
 from andon_falsify.checkers.distance import Values, common_factor, flat, gap
 from andon_falsify.checkers.ratio import explain_ratio
 from andon_falsify.history import History, read_lines
-from andon_falsify.verdict import Outcome, Verdict
-from tests.falsify.notation import history
+from andon_falsify.verdict import Outcome
+from tests.falsify.notation import history, says
 
 HOLDS, FALSIFIED, UNKNOWN, INAPPLICABLE = Outcome.HOLDS, Outcome.FALSIFIED, Outcome.UNKNOWN, Outcome.NOT_APPLICABLE
-
-
-def says(verdict: Verdict, outcome: Outcome, *words: str) -> None:
-    """Assert the outcome and that its text has each of `words`."""
-    assert verdict.outcome is outcome, verdict
-    assert [word for word in words if word not in str(verdict)] == [], verdict
 
 
 ONE = "start fingerprint=x w=5 | 1: 0[a b] | 2: 0[c d] | end"

@@ -16,16 +16,10 @@ from andon_falsify.checkers import (
     schedule,
 )
 from andon_falsify.history import History, read_lines
-from andon_falsify.verdict import Outcome, Verdict
-from tests.falsify.notation import history
+from andon_falsify.verdict import Outcome
+from tests.falsify.notation import history, says
 
 HOLDS, FALSIFIED, UNKNOWN, INAPPLICABLE = Outcome.HOLDS, Outcome.FALSIFIED, Outcome.UNKNOWN, Outcome.NOT_APPLICABLE
-
-
-def says(verdict: Verdict, outcome: Outcome, *words: str) -> None:
-    """Assert the outcome and that its text has each of `words`."""
-    assert verdict.outcome is outcome, verdict
-    assert [word for word in words if word not in str(verdict)] == [], verdict
 
 
 def test_chain_intact() -> None:

@@ -36,8 +36,9 @@ def judge_loop(subject: Subject, case: Case, variants: Sequence[Case] = ()) -> d
     if not why:
         elsewhere = judge_elsewhere(trace, [subject.run(variant) for variant in variants])
         found[same_everywhere.CLAIM.name] = shortened(elsewhere)
-        for claim in of_loop.MORE_RUNS[1:]:
-            found[claim.name] = judge_further(claim, subject, trace)
+        for claim in of_loop.MORE_RUNS:
+            if claim.name in FURTHER:
+                found[claim.name] = judge_further(claim, subject, trace)
         found[EVALUATION.name] = judge_evaluation(subject, trace)
     return found | {claim.name: unknown(claim, why) for claim in of_loop.CLAIMS if claim.name not in found}
 
