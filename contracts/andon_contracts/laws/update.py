@@ -127,6 +127,20 @@ UNMOVED: Law[Seen[Reduced]] = Law(
 )
 """Before an update all ranks have the weights that the last one left."""
 
+KEPT: Law[Seen[int]] = Law(
+    "optimizers-agree/reduced",
+    ("optimizer",),
+    lambda seen: all(each.values["optimizer"] == seen.want for each in seen.said),
+    lambda seen: Finding(
+        f"the optimizer state is not what the last update left (digest {hexadecimal(seen.want)}); "
+        "something outside the step changed it",
+        seen.step,
+        tuple(each.rank for each in seen.said if each.values["optimizer"] != seen.want),
+        "optimizer",
+    ),
+)
+"""Of a rank that is alone: with others, what one of them lost is seen once the update has used it."""
+
 GRADIENTS = agreeing(
     "gradients-agree/reduced", ("gradient",), "the reduced gradients are not the same", device=True, look=("gradient",)
 )

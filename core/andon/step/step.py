@@ -25,9 +25,10 @@ from andon.step.reduce import PlainReduction, TreeReduction
 from andon.step.replica import REDUCED_FACTS, PartialGradient, Replica
 from andon.step.task import Task
 from andon_contracts.agree import Observation, bits_of, real_of
+from andon_contracts.digest import signed
 from andon_contracts.laws.law import LOCKSTEP, Judgement, Rule, Seen, rules_of, settle
 from andon_contracts.laws.rows import LEAVES, PLANNED, Leaves
-from andon_contracts.laws.update import BASE, BASE_POINT, REDUCED, START, UPDATED, Due, Reduced
+from andon_contracts.laws.update import BASE, BASE_POINT, KEPT, REDUCED, START, UPDATED, Due, Reduced
 from andon_contracts.observe import word_sums
 from andon_contracts.policy import enforced
 
@@ -88,6 +89,7 @@ class TrainingStep:
         for replica, device in zip(replicas, backend.devices, strict=True):
             replica.gate(self._gate.on(device) if self.late else None)
         self._weights: int | None = None
+        self._optimizer: int | None = None
         self._weights_there: torch.Tensor | None = None
 
     def __call__(self, batch: GlobalBatch, rate: float, updates: int, *, stop: bool = False) -> StepResult:
@@ -233,7 +235,7 @@ class TrainingStep:
 
     def _go_unchecked(self, update: Pending, norm: torch.Tensor) -> None:
         update.norm = float(norm.view(torch.float64)[0])
-        self._weights = None  # what is left behind without contracts, no later step can be held to
+        self._weights = self._optimizer = None  # what is left behind without contracts, no later step can be held to
 
     def _judge_reduced(self, update: Pending, observations: Sequence[Observation]) -> None:
         size = self._replicas[0].parameters.size
@@ -241,6 +243,9 @@ class TrainingStep:
         want = Reduced(Rule.SAME if self._weights is None else self._weights, self._clip_norm)
         looks = {"gradient": Replica.reduced_gradient, "weights": _weights}
         settle(self._agreement.judgement(REDUCED, Seen(said, want), looks))
+        if self._backend.world_size == 1 and not self.late and self._optimizer is not None:
+            kept = {"optimizer": signed(self._replicas[0].optimizer_digest())}
+            settle(Judgement((KEPT,), Seen([replace(said[0], values=kept)], self._optimizer)))
         update.norm = real_of(said[0].values["norm"])
         update.gradients = tuple(each.values["gradient"] for each in said)
 
@@ -261,7 +266,7 @@ class TrainingStep:
         said = [replace(each, values=read_state(spec, size, each.values)) for each in observations]
         looks = {"weights": _weights, "optimizer": Replica.optimizer_state}
         settle(self._agreement.judgement(UPDATED, Seen(said, Due(update.updates)), looks))
-        self._weights = said[0].values["weights"]
+        self._weights, self._optimizer = said[0].values["weights"], said[0].values["optimizer"]
         update.ranks = tuple(
             {
                 "gradient": gradient % UNSIGNED,
@@ -295,6 +300,7 @@ class TrainingStep:
         observations = self._agreement.observe(0, "start", values)
         settle(Judgement(START, Seen(observations, None)))
         self._weights = observations[0].values["weights"] if enforced() else None
+        self._optimizer = signed(self._replicas[0].optimizer_digest()) if enforced() else None
         self._weights_there = None
         if self.late and enforced():
             self._weights_there = word_sums([self._replicas[0].weights_of_model()], finite=False)[0]

@@ -6,6 +6,7 @@ not repeated.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -121,7 +122,9 @@ def read_history(ledger: Path, fingerprint: Mapping[str, str], checkpoint: Check
             elif number > count and checkpoint is not None:
                 _note_closing(history, record, step, comparable=comparable)
     except LedgerError as error:
-        raise InputError([Problem("", f"{error}; the run cannot be resumed")]) from error
+        config = shlex.quote(str(ledger.with_name("config.yaml")))
+        anew = f"put the file back as it was, or begin anew: andon train {config} --run-dir ANOTHER_FOLDER"
+        raise InputError([Problem("", f"{error}; the run cannot be resumed: {anew}")]) from error
     if history.retraction is not None:  # which is written before anything else is
         history.last = history.retraction.step
     return history
