@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 from andon.backend.base import Backend
 from andon.backend.group import GroupBackend
 from andon.backend.inprocess import InlineBackend, ThreadsBackend
+from andon.step.optimizer import OptimizerSpec
 from andon.step.plan import GlobalBatch
 from andon.step.replica import Replica
 from andon.step.step import RankFailed, TrainingStep
@@ -230,6 +232,17 @@ def test_weights_that_all_ranks_moved_alike_are_found() -> None:
         one.parameters.weights.data[0] += 1.0
     caught = violation_of(lambda: ordinary(step, SETTINGS.batches()[1]), replicas)
     assert (caught.clause, caught.step, caught.ranks, caught.applied) == ("replicas-agree", 2, (0, 1), False)
+
+
+@pytest.mark.parametrize("moment", ["exp_avg", "exp_avg_sq"])
+def test_a_moment_of_a_lone_rank_that_moved_is_found_before_it_is_used(moment: str) -> None:
+    """Nobody is there to compare with: it is held to what its own last update left."""
+    step, (lone,) = build(InlineBackend([CPU]), replace(SETTINGS, optimizer=OptimizerSpec()))
+    ordinary(step, SETTINGS.batches()[0])
+    ordinary(step, SETTINGS.batches()[1])
+    lone.optimizer_state()[moment][-1] += 1e-3
+    caught = violation_of(lambda: ordinary(step, SETTINGS.batches()[2]), [lone])
+    assert (caught.clause, caught.step, caught.ranks, caught.applied) == ("optimizers-agree", 3, (0,), False)
 
 
 def test_weights_that_moved_after_the_start_are_found_at_the_first_update() -> None:
