@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from andon_contracts.liveness.open_store import open_store
 from andon_contracts.watch.judging import Verdicts
 from andon_contracts.watch.model_probe import ModelProbe, Several
 from andon_contracts.watch.replicas import Replicas
@@ -116,7 +117,8 @@ def opening_lines(found: Mapping[str, Cover], world: int, trainable: int) -> lis
     width = max(map(len, found))
     rows = [f"  {name:<{width}}  {cover.state:<14}  {cover.why}".rstrip() for name, cover in found.items()]
     head = f"andon.watch: {world} rank{'s' * (world > 1)}, {trainable} trainable tensors"
-    return [head, *rows, *filter(None, [_apart()])]
+    reached = open_store() if dist.is_available() and dist.is_initialized() else ""
+    return [head, *rows, *filter(None, [_apart(), reached and f"  warning: {reached}"])]
 
 
 def _apart() -> str:

@@ -29,6 +29,7 @@ from andon.launch.context import STORE, RankContext
 from andon.launch.unix_store import unix_store
 from andon_contracts.fields import Count, Hex16, Part
 from andon_contracts.liveness.diagnosis import named
+from andon_contracts.liveness.open_store import open_store
 from andon_contracts.liveness.signed import TAKEN_AWAY_S, Signed, drawn
 from andon_contracts.liveness.store_link import Checked, whole
 
@@ -66,6 +67,9 @@ def join(kinds: str, timeout_s: float) -> tuple[Signed, int, int]:
     store: Store = unix_store(address) if address else _torch_store(timeout)
     store.set_timeout(timeout)
     ours = Meeting(store, rank, world, timeout_s).meet(interface_problem())
+    reached = open_store() if rank == 0 else ""
+    if reached:
+        say(f"warning: {reached}")
     dist.init_process_group(kinds, store=ours, rank=rank, world_size=world, timeout=timeout)
     if not address:
         ours = ours.clone()  # type: ignore[attr-defined]

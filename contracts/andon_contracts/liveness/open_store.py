@@ -1,0 +1,57 @@
+"""Whether others reach the store of a launcher whose ranks are all on this machine (proc(5), Linux alone)."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from pathlib import Path
+
+_LISTENS = "0A"
+_LOOPBACK = "lo"
+
+
+def open_store(environ: Mapping[str, str] | None = None, net: Path = Path("/proc/net")) -> str:
+    """What to say of a store that listens to other machines, though no rank is on one; empty: nothing.
+
+    Nothing either on a machine without a network, on one where the store is not, and where the launcher does not say
+    how many ranks are here. environ: the variables of torch's launcher.
+    """
+    given = os.environ if environ is None else environ
+    port = given.get("MASTER_PORT", "")
+    here = "WORLD_SIZE" in given and given["WORLD_SIZE"] == given.get("LOCAL_WORLD_SIZE")
+    if not here or not port.isdecimal() or not _has_network(net):
+        return ""
+    open_at = [address for address in _listening(int(port), net) if not address.is_loopback]
+    if not open_at:
+        return ""
+    where = "on all interfaces" if any(address.is_unspecified for address in open_at) else f"at {open_at[0]}"
+    return (
+        f"the ranks' store listens {where} (port {port}), though all ranks are on this machine: "
+        "who reaches it can end this run, and with a c10d rendezvous run code as you (docs/multi-node.md)"
+    )
+
+
+def _has_network(net: Path) -> bool:
+    routes = [line.split()[0] for line in _lines(net / "route")[1:]]
+    addresses = [line.split()[-1] for line in _lines(net / "if_inet6")]
+    return any(interface != _LOOPBACK for interface in (*routes, *addresses))
+
+
+def _listening(port: int, net: Path) -> Iterator[IPv4Address | IPv6Address]:
+    """The addresses at which something listens at this port: words of 32 bits in the byte order of this machine."""
+    for line in (*_lines(net / "tcp")[1:], *_lines(net / "tcp6")[1:]):
+        fields = line.split()
+        host, _, number = fields[1].partition(":")
+        if fields[3] == _LISTENS and int(number, 16) == port:
+            words = [int(host[at : at + 8], 16) for at in range(0, len(host), 8)]
+            address = ip_address(struct.pack(f"={len(words)}I", *words))
+            yield getattr(address, "ipv4_mapped", None) or address
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:  # another system, or none of this kind of address
+        return []
