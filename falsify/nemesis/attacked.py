@@ -30,6 +30,7 @@ from .watched_loop import REASON
 WORKERS = 4
 _LIMIT_S = 180.0
 _PAUSE_S = 0.005
+_PATIENT = "run.timeout_s=60"
 _CALLS = 20
 """So many in a row, before it is looked where a run listens now."""
 _EACH = 3
@@ -45,15 +46,18 @@ class Attacked:
     halted: str = ""
 
 
-def train(folder: Path, seed: int | None) -> Attacked:
-    """`andon train` in `folder / "run"`; with a seed: attacked. Its bits are for the caller to compare."""
+def train(folder: Path, seed: int | None, *, guesses: bool = False) -> Attacked:
+    """`andon train` in `folder / "run"`; with a seed: attacked. Its bits are for the caller to compare.
+
+    guesses: as `Caller` makes them.
+    """
     folder.mkdir(parents=True)
     for name in ("rows", "held"):
         (folder / f"{name}.jsonl").write_bytes(b"".join(row_lines(name, 86 if name == "rows" else 30)))
-    settings = [part for value in SETTINGS for part in ("--set", value)]
+    settings = [part for value in (*SETTINGS, _PATIENT) for part in ("--set", value)]
     files = ["--data", str(folder / "rows.jsonl"), "--eval-data", str(folder / "held.jsonl")]
     arguments = command(folder / "run", "--workers", str(WORKERS), *files, *settings)
-    log, caller = folder / "said", Caller(seed or 0)
+    log, caller = folder / "said", Caller(seed or 0, guesses=guesses)
     with log.open("wb") as said:
         process = subprocess.Popen(arguments, stdout=said, stderr=said, env=environment())
     loss = ""
@@ -167,6 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m falsify.nemesis.attacked", description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--guesses", action="store_true", help="say to gloo what a rank would: known to end runs")
     asked = parser.parse_args(arguments)
     deadline, said, lost, halted, runs = time.monotonic() + asked.seconds, Counter[str](), 0, 0, 0
     with tempfile.TemporaryDirectory(prefix="andon-attacked-") as place:
@@ -180,7 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         while time.monotonic() < deadline:
             runs += 1
             folder, seed = beside / str(runs), asked.seed * 1_000_003 + runs
-            found = train(folder, seed) if runs % 2 else watch(folder, seed, bits)
+            found = train(folder, seed, guesses=asked.guesses) if runs % 2 else watch(folder, seed, bits)
             loss = found.loss
             if runs % 2 and not loss and Undisturbed(folder / "run").result != whole:
                 loss = f"its bits are {Undisturbed(folder / 'run').result}, and not {whole}"

@@ -72,7 +72,8 @@ def _address(shown: str) -> Address:
 class Caller:
     """Connects, says something, and leaves, or does not; `said` counts each kind of it."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, guesses: bool = False) -> None:
+        """guesses: also numbers of 8 bytes, by which gloo takes who connects for a rank, while ranks connect."""
         self.said: Counter[str] = Counter()
         self._random = random.Random(seed)
         self._held: deque[socket.socket] = deque()
@@ -82,9 +83,10 @@ class Caller:
             "a long text": lambda: self._random.choice(GARBAGE),
             "HTTP": lambda: b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
             "TCPStore": self._store_requests,
-            "lengths": lambda: struct.pack("<Q", self._random.choice([0, 1, 1 << 31, 1 << 62, (1 << 64) - 1])) * 4,
-            "a number": lambda: struct.pack("<Q", self._random.randint(0, 1 << self._random.randint(8, 64))),
+            "lengths": lambda: struct.pack("<Q", self._random.choice([1 << 31, 1 << 62, (1 << 64) - 1])) * 4,
         }
+        if guesses:
+            self._kinds["a number"] = lambda: struct.pack("<Q", self._random.randrange(1 << 8))
 
     def call(self, host: IPv4Address | IPv6Address, port: int) -> None:
         """One connection, of a kind that is drawn."""
