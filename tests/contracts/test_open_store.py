@@ -14,8 +14,9 @@ HEAD = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrn
 ROUTES = "Iface\tDestination\tGateway\n"
 ETH = f"{ROUTES}eth0\t00000000\t010200C0\n"
 LOOPBACK6 = f"{'0' * 31}1 01 80 10 80       lo\n"
-HERE = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "MASTER_PORT": "29400"}
 PORT = "72D8"
+NUMBER = int(PORT, 16)
+HERE = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "MASTER_PORT": str(NUMBER)}
 
 pytestmark = pytest.mark.skipif(sys.byteorder != "little", reason="the lines are those of such a machine")
 
@@ -36,7 +37,7 @@ def net(folder: Path, address: str, state: str = "0A", routes: str = ETH) -> Pat
 def test_it_says_where_others_reach_the_store(tmp_path: Path, address: str, where: str) -> None:
     """One line, with the port, and what it means."""
     said = open_store(HERE, net(tmp_path, address))
-    assert said.startswith(f"the ranks' store listens {where} (port 29400), though all ranks are on this machine: ")
+    assert said.startswith(f"the ranks' store listens {where} (port {NUMBER}), though all ranks are on this machine: ")
     assert "\n" not in said
 
 
@@ -51,7 +52,7 @@ def test_the_loopback_alone_is_no_alarm(tmp_path: Path, address: str) -> None:
     [
         {},
         HERE | {"WORLD_SIZE": "8"},
-        HERE | {"MASTER_PORT": "29401"},
+        HERE | {"MASTER_PORT": str(NUMBER + 1)},
         HERE | {"MASTER_PORT": "x"},
         {name: value for name, value in HERE.items() if name != "LOCAL_WORLD_SIZE"},
     ],
