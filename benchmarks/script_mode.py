@@ -1,6 +1,7 @@
-"""Three scripts in the style of public tutorials, each once wrong and once mended: `python -m benchmarks.script_mode`.
+"""Scripts in the style of public tutorials, each once wrong and once mended: `python -m benchmarks.script_mode`.
 
-Wrong, the suite must say so and name the reason; mended, every claim that applies must hold.
+Wrong, the suite must say so and name the reason; where layouts are not alike, that nothing is known, and why. Mended,
+every claim that applies must hold.
 """
 
 from __future__ import annotations
@@ -24,19 +25,29 @@ _EXAMPLES = Path(__file__).parents[1] / "examples" / "scripts"
 
 @dataclass(frozen=True)
 class Script:
-    """An example with its command line, and the words that a counterexample of the wrong one must have."""
+    """An example with its command line, and what must be said of the one that is not mended: verdict and words."""
 
     name: str
     arguments: str
     reason: str
     watched: str = ""
+    outcome: Outcome = Outcome.FALSIFIED
 
 
 SCRIPTS = (
     Script("ddp_accumulation.py", "--accumulate {accumulation}", "= accumulation 2", "-m andon watch"),
     Script("all_reduce_by_hand.py", "", "= world"),
     Script("ragged_epoch.py", "--folder {folder} {resume:--resume}", "a mean of unequal means"),
+    *(
+        Script("unlike.py", f"--kind {kind}", reason, "-m andon watch", Outcome.UNKNOWN)
+        for kind, reason in (
+            ("unseeded", "your script is not seeded"),
+            ("by-rank", "the rows are not known"),
+            ("accelerate", "use_seedable_sampler=True"),
+        )
+    ),
 )
+_CODES = {Outcome.HOLDS: 0, Outcome.FALSIFIED: 1, Outcome.UNKNOWN: 2}
 
 
 def main() -> int:
@@ -67,11 +78,15 @@ def _judged(script: Script, world: str, *, mended: bool) -> tuple[tuple[str, ...
             return (script.name, "", f"exit {done.returncode}", done.stderr.strip(), "NO", ""), False
         report = read_json(file)
     seconds = f"{time.perf_counter() - began:.0f}"
-    fallen = [finding for finding in report.findings if finding.outcome is Outcome.FALSIFIED]
-    said = str(fallen[0].counterexamples[0]).partition("; seed")[0] if fallen else report.closing_line
-    right = done.returncode == 0 if mended else done.returncode == 1 and script.reason in said
-    verdict = f"{fallen[0].claim} falsified" if fallen else ("holds" if done.returncode == 0 else "unknown")
-    return (script.name, "mended" if mended else "wrong", verdict, said, "yes" if right else "NO", seconds), right
+    wanted = Outcome.HOLDS if mended else script.outcome
+    decisive = [finding for finding in report.findings if finding.outcome is wanted]
+    said = report.closing_line
+    if decisive and not mended:
+        said = decisive[0].why or str(decisive[0].counterexamples[0]).partition("; seed")[0]
+    right = done.returncode == _CODES[wanted] and (mended or script.reason in said)
+    verdict = {code: outcome.value for outcome, code in _CODES.items()}.get(done.returncode, f"exit {done.returncode}")
+    kind = "mended" if mended else script.arguments if script.outcome is Outcome.UNKNOWN else "wrong"
+    return (script.name, kind, verdict, said, "yes" if right else "NO", seconds), right
 
 
 if __name__ == "__main__":

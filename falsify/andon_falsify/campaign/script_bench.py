@@ -11,12 +11,13 @@ from pathlib import Path
 from andon_falsify import checkers
 from andon_falsify.campaign.trial import LAW, RESUME, Trial
 from andon_falsify.claims.evidence import SCRIPT, Evidence
+from andon_falsify.claims.layouts import not_seeded, unlike
 from andon_falsify.claims.table import judged, judged_by
 from andon_falsify.history import History
 from andon_falsify.scripts.command import Command
 from andon_falsify.scripts.running import Done, run
 from andon_falsify.subjects.case import Case, make_rows
-from andon_falsify.verdict import Claim, Verdict, judge, not_applicable, unknown
+from andon_falsify.verdict import Claim, Outcome, Verdict, judge, not_applicable, unknown
 
 _GLOBAL_BATCH = 12
 """Rows of a global batch: it can be dealt to 1, 2, 3, 4 and 6 micro-batches."""
@@ -76,6 +77,7 @@ class ScriptBench:
         self._command = command
         self._deadline_s = _TIMES * deadline_s
         self._known: dict[Layout, Done] = {}
+        self._once_more: dict[Layout, Done] = {}
         self._taken_up: dict[Layout, Verdict] = {}
 
     def suited(self, case: Case) -> Case:
@@ -94,20 +96,23 @@ class ScriptBench:
         if why:
             return {claim.name: unknown(claim, why) for claim in ONE_RUN}
         plain = [claim for claim in ONE_RUN if claim is not checkers.same_everywhere.CLAIM]
-        found = judged(_evidence(done.history), plain) | {
+        found = judged(_evidence(done.history, {}), plain) | {
             checkers.same_everywhere.CLAIM.name: self._elsewhere(trial.case, done.history)
         }
         return {claim.name: found[claim.name] for claim in ONE_RUN}
 
     def done(self, case: Case) -> Done:
         """The run on the layout of `case`; each layout is run once."""
+        return self._run_once(case, self._known)
+
+    def _run_once(self, case: Case, known: dict[Layout, Done]) -> Done:
         layout = _layout(case)
-        if layout not in self._known:
+        if layout not in known:
             with tempfile.TemporaryDirectory(prefix="andon-script-") as folder:
                 self.runs += 1
                 words = self._command.words(case, str(Path(folder) / "run"))
-                self._known[layout] = run(words, Path(folder), self._deadline_s)
-        return self._known[layout]
+                known[layout] = run(words, Path(folder), self._deadline_s)
+        return known[layout]
 
     def _fault(self, done: Done, case: Case) -> str:
         """Why a run gives nothing to judge."""
@@ -130,9 +135,19 @@ class ScriptBench:
         why = self._fault(done, alone)
         if why:
             return unknown(checkers.same_everywhere.CLAIM, f"the run on one rank to compare with: {why}")
-        layout = f"{case.world} ranks x {case.accumulation} x {case.local_batch} rows"
-        named = replace(history, name=layout)
-        return judged_by(checkers.same_everywhere.CLAIM, _evidence(named, alone=done.history))
+        named = replace(history, name=f"{case.world} ranks x {case.accumulation} x {case.local_batch} rows")
+        layout = {"world": case.world, "accumulation": case.accumulation}
+        found = judged_by(checkers.same_everywhere.CLAIM, _evidence(named, layout, alone=done.history))
+        why = "" if found.outcome is Outcome.HOLDS else self._not_seeded(alone, done.history)
+        return unknown(checkers.same_everywhere.CLAIM, why) if why else found
+
+    def _not_seeded(self, alone: Case, history: History) -> str:
+        """Why nothing can be compared with `history`, the run on one rank: the same once more differs; "" if not."""
+        again = self._run_once(alone, self._once_more)
+        if why := self._fault(again, alone):
+            return f"the run on one rank, once more: {why}"
+        apart = unlike(history, again.history)
+        return not_seeded("two runs on one rank", apart) if apart else ""
 
     def _resuming(self, case: Case) -> Verdict:
         """What is said of resuming on the layout of `case`; each layout is tried once."""
@@ -160,7 +175,7 @@ class ScriptBench:
         why = self._fault(again, case)
         if why:
             return unknown(claim, why)
-        evidence = _evidence(whole.history, **{"cut": cut.history, "taken up": again.history})
+        evidence = _evidence(whole.history, {}, **{"cut": cut.history, "taken up": again.history})
         return judged_by(claim, evidence)
 
     def _cut_and_taken_up(self, case: Case, after: int, updates: int) -> tuple[Done, Done | None]:
@@ -190,7 +205,7 @@ def _reached(step: int, ledger: Path) -> bool:
         return False
 
 
-def _evidence(history: History, **others: History) -> Evidence:
+def _evidence(history: History, layout: Mapping[str, int], **others: History) -> Evidence:
     """The ledger of a run of the command, with those of `others` by what they are."""
-    held = {name: (_evidence(other),) for name, other in others.items()}
-    return Evidence(None, history, SCRIPT, others=held, of_script=True)
+    held = {name: (_evidence(other, {}),) for name, other in others.items()}
+    return Evidence(None, history, SCRIPT, others=held, of_script=True, layout=layout)

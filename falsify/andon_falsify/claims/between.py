@@ -23,7 +23,7 @@ def everywhere(evidence: Evidence) -> Verdict:
     """
     alone, elsewhere = evidence.others.get("alone", ()), evidence.others.get("elsewhere", ())
     if evidence.of_script:
-        return same_layouts(alone[0].told, evidence.told, evidence.told.name)
+        return same_layouts(alone[0].told, evidence.told, evidence.layout)
     if evidence.of_loop:
         from andon_falsify.claims.alike import across
 

@@ -50,8 +50,8 @@ class Evidence:
     "elsewhere" (other layouts of the same batches), "cut" and "taken up" (one that is killed, and what goes on from its
     files), "poisoned"; who runs the subject makes them, and a claim never does. configuration: reads what lies beside
     the ledger, by dotted key; only a claim that asks for it may fail by it. of_script: the ledger is that of a user's
-    own command, whose plan and promises nobody knows. of_loop: it is of anyone's loop, of which only what it declares
-    is known.
+    own command, whose plan and promises nobody knows. layout: the numbers of its layout by name. of_loop: it is of
+    anyone's loop, of which only what it declares is known.
 
     Tensors and torch are not at hand where a ledger is judged, so that `andon verify` need not load them.
     """
@@ -63,6 +63,7 @@ class Evidence:
     others: Mapping[str, tuple[Evidence, ...]] = field(default_factory=dict)
     configuration: Callable[[], Mapping[str, object]] = dict
     of_script: bool = False
+    layout: Mapping[str, int] = field(default_factory=dict)
     of_loop: bool = False
 
     @cached_property

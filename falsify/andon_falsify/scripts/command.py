@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import re
+import glob
+import os
 import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from andon.console.problems import InputError, Problem
 from andon_falsify.subjects.case import Case
 
-_RESUME = re.compile(r"\{resume:([^{}]*)\}")
-_PLACES = ("world", "local_batch", "accumulation", "folder")
+_RESUME = "{resume:"
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,8 @@ class Command:
     `{resume:WORDS}`.
 
     `{folder}` becomes a folder that is new for every run and the same for a run and its resumption. `{resume:WORDS}`
-    becomes nothing, and `WORDS` where a run that was killed is to be taken up.
+    becomes nothing, and `WORDS` where a run that was killed is to be taken up. These may have places in them, and
+    braces of their own that are closed; of a path with `*` in it they name the newest.
     """
 
     text: str
@@ -35,10 +37,12 @@ class Command:
             )
             if f"{{{name}}}" not in text
         ]
-        if _RESUME.search(text) and "{folder}" not in text:
+        if _RESUME in text and "{folder}" not in text:
             wrong.append(Problem("--script", "has {resume:...} but no {folder}: where is what is to be resumed?"))
         try:
-            shlex.split(text)
+            parts = list(_parts(text))
+            shlex.split("".join(part for part, _ in parts))
+            shlex.split("".join(part for part, resuming in parts if not resuming))
         except ValueError as error:
             wrong.append(Problem("--script", f"cannot be split into words: {str(error).lower()}"))
         if wrong:
@@ -53,12 +57,47 @@ class Command:
     @property
     def resumes(self) -> bool:
         """Whether it says how a run is taken up."""
-        return _RESUME.search(self.text) is not None
+        return _RESUME in self.text
 
     def words(self, case: Case, folder: str, *, resumed: bool = False) -> list[str]:
         """The command for the layout of `case`, as words."""
-        text = _RESUME.sub(r"\1" if resumed else "", self.text)
-        values = (case.world, case.local_batch, case.accumulation, shlex.quote(folder))
-        for name, value in zip(_PLACES, values, strict=True):
-            text = text.replace(f"{{{name}}}", str(value))
-        return shlex.split(text)
+        values = {
+            "world": str(case.world),
+            "local_batch": str(case.local_batch),
+            "accumulation": str(case.accumulation),
+            "folder": shlex.quote(folder),
+        }
+        filled = ""
+        for part, resuming in _parts(self.text):
+            for name, value in values.items():
+                part = part.replace(f"{{{name}}}", value)
+            if not resuming:
+                filled += part
+            elif resumed:
+                filled += shlex.join(map(_newest, shlex.split(part)))
+        return shlex.split(filled)
+
+
+def _parts(text: str) -> Iterator[tuple[str, bool]]:
+    """What stands outside of `{resume:...}`, and each time what stands within (True), in order.
+
+    Raises `ValueError` for one that is not closed.
+    """
+    outside, found, rest = text.partition(_RESUME)
+    yield outside, False
+    while found:
+        depth, end = 1, 0
+        while depth:
+            if end == len(rest):
+                msg = "a {resume: is not closed"
+                raise ValueError(msg)
+            depth += {"{": 1, "}": -1}.get(rest[end], 0)
+            end += 1
+        yield rest[: end - 1], True
+        outside, found, rest = rest[end:].partition(_RESUME)
+        yield outside, False
+
+
+def _newest(word: str) -> str:
+    """The newest path that `word` is a pattern of; itself where there is none, or it is no pattern."""
+    return max(glob.glob(word), key=os.path.getmtime) if "*" in word and glob.glob(word) else word
