@@ -7,23 +7,37 @@ from collections.abc import Sequence
 
 import torch
 
-from tests.watch import clean_peers, clean_state
+from tests.watch import clean_peers, clean_rows, clean_state
 from tests.watch.clean import Kind, Seen
 from tests.watch.clean_loops import (
     RightLoop,
     by_hand,
+    by_sign,
     compiled,
     compiled_to_code,
     ddp_finding_unused,
     ddp_views,
+    falling,
     foreach,
     fused,
+    held_in_a_tensor,
     lbfgs,
     momentum,
+    of_a_subclass,
+    permuted,
     sgd,
+    slow_warm_up,
     warm_up,
 )
-from tests.watch.clean_models import Checkpointed, LayerDrop, Normed, SparseEmbedding, WithUnused
+from tests.watch.clean_models import (
+    Caching,
+    Checkpointed,
+    LayerDrop,
+    LayerNormed,
+    Normed,
+    SparseEmbedding,
+    WithUnused,
+)
 from tests.watch.watched import all_told
 
 UNUSED = {"allow": {"gradient-present": "the layer is there for another task"}}
@@ -69,6 +83,23 @@ KINDS = {
     "two optimizers in turn": Kind(clean_state.alternating),
     "LBFGS": Kind(RightLoop(optimizer=lbfgs, closure=True)),
     "resumed in the middle": Kind(clean_state.resumed),
+    "groups clipped apart": Kind(RightLoop(clip=0.05, clip_apart=True, told={"clip": 0.05})),
+    "clipped by the largest element": Kind(RightLoop(clip=0.01, clip_order=float("inf"), told={"clip": 0.01})),
+    "clipped by the sum of magnitudes": Kind(RightLoop(clip=0.1, clip_order=1.0, told={"clip": 0.1})),
+    "rate in a float32 tensor, planned": Kind(
+        RightLoop(optimizer=held_in_a_tensor, rate=falling, told={"schedule": falling})
+    ),
+    "warm-up from a rate that rounds away": Kind(RightLoop(model=LayerNormed, rate=slow_warm_up)),
+    "Rprop, a parameter of one element": Kind(RightLoop(model=LayerNormed, optimizer=by_sign)),
+    "subclass that calls its parent's step": Kind(RightLoop(optimizer=of_a_subclass)),
+    "permuted gradients, plain loop": Kind(RightLoop(wrap=permuted)),
+    "cache that grows with the rows of a rank": Kind(RightLoop(model=Caching, wrap=by_hand, ragged=True)),
+    "rows as arrays": Kind(clean_rows.Told(form=clean_rows.as_array, plan=True, scored=True)),
+    "rows as scalars of others": Kind(clean_rows.Told(form=clean_rows.as_scalars)),
+    "rows, resumed in mid-epoch": Kind(clean_rows.Told(start=8)),
+    "rows, resumed in mid-epoch, planned": Kind(clean_rows.Told(start=8, plan=True)),
+    "rows, batches left out on purpose": Kind(clean_rows.Told(skips=clean_rows.every_tenth)),
+    "every rank scores all rows": Kind(clean_rows.Told(scored=True)),
     "torch.compile, traced": Kind(RightLoop(wrap=compiled), weight="heavy"),
     "torch.compile, to code": Kind(RightLoop(wrap=compiled_to_code), weight="slow"),
     "Accelerate": Kind(clean_peers.accelerated, ("accelerate",), "heavy"),

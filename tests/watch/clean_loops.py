@@ -53,6 +53,30 @@ def lbfgs(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.LBFGS(parameters, lr=1e-2, max_iter=3)
 
 
+def held_in_a_tensor(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """AdamW whose rate is a float32 tensor, as for graphs."""
+    return torch.optim.AdamW(parameters, lr=torch.tensor(1e-2), foreach=False)
+
+
+def by_sign(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Leaves an element as it is where its gradient's sign turned."""
+    return torch.optim.Rprop(parameters, lr=1e-3)
+
+
+class Reporting(torch.optim.SGD):
+    """A subclass that calls its parent's step, which torch wraps too where a plain SGD was made."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        """One update."""
+        return super().step(closure)
+
+
+def of_a_subclass(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """`Reporting`, behind a plain optimizer of the parent class."""
+    sgd(parameters)
+    return Reporting(parameters, lr=1e-2)
+
+
 def by_hand(model: nn.Module) -> nn.Module:
     """No wrapper: the loop itself broadcasts buffers and reduces gradients."""
     return model
@@ -84,6 +108,24 @@ def compiled_to_code(model: nn.Module) -> nn.Module:
     return whole
 
 
+def permuted(model: nn.Module) -> nn.Module:
+    """By hand, with the gradients of all matrices as columns: dense, and not in torch's order."""
+    for p in model.parameters():
+        if p.dim() == 2 and p.requires_grad:
+            p.data = p.data.t().contiguous().t()
+    return model
+
+
+def slow_warm_up(step: int) -> float:
+    """So small that a weight of 1.0 cannot hold its first updates."""
+    return 2e-8 * step
+
+
+def falling(step: int) -> float:
+    """Rates that no binary number is."""
+    return 1e-2 / step
+
+
 def warm_up(step: int) -> float:
     """From 0, which the first update has."""
     return 1e-3 * min(step - 1, 10)
@@ -98,6 +140,8 @@ class RightLoop:
     wrap: Callable[[nn.Module], nn.Module] = ddp
     accumulate: int = 1
     clip: float | None = None
+    clip_order: float = 2.0
+    clip_apart: bool = False
     clip_value: float | None = None
     rate: Callable[[int], float] | None = None
     set_to_none: bool = True
@@ -139,7 +183,7 @@ class Run:
     def step(self, step: int) -> None:
         """One update, or one that the scaler skips."""
         if self.how.rate is not None:
-            self.optimizer.param_groups[0]["lr"] = self.how.rate(step)
+            self.set_rate(self.how.rate(step))
         if self.how.closure:
             self.optimizer.step(lambda: float(self.backward(step)))
         else:
@@ -151,10 +195,20 @@ class Run:
         if self.how.evaluate and self.rank == 0:
             self.evaluate()
 
+    def set_rate(self, rate: float) -> None:
+        """In the tensor, where the optimizer holds one."""
+        group = self.optimizer.param_groups[0]
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+
     def clip(self) -> None:
         """As was asked."""
         if self.how.clip is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.how.clip)
+            whole = [p for p in self.model.parameters() if p.requires_grad]
+            for part in (whole[:1], whole[1:]) if self.how.clip_apart else (whole,):
+                nn.utils.clip_grad_norm_(part, self.how.clip, norm_type=self.how.clip_order)
         if self.how.clip_value is not None:
             nn.utils.clip_grad_value_(self.model.parameters(), self.how.clip_value)
 
@@ -176,16 +230,17 @@ class Run:
         for number, part in enumerate(parts, 1):
             self.model.require_backward_grad_sync = number == len(parts)  # type: ignore[assignment]
             total += self.micro_batch(x[part], y[part], rows)
-        if self.how.wrap is by_hand:
+        if self.how.wrap in (by_hand, permuted):
             self.reduce()
         dist.all_reduce(total)
         return total
 
     def micro_batch(self, x: Tensor, y: Tensor, rows: int) -> Tensor:
         """Forward and backward; the share of these rows in the mean over all `rows`."""
-        if self.how.wrap is by_hand:
-            for buffer in self.model.buffers():
-                dist.broadcast(buffer, 0)
+        if self.how.wrap in (by_hand, permuted):
+            for name, buffer in self.model.named_buffers():
+                if name in self.model.state_dict():
+                    dist.broadcast(buffer, 0)
         dtype = self.how.autocast
         with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
             share = nn.functional.cross_entropy(self.model(x), y, reduction="sum") / rows

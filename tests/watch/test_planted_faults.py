@@ -92,6 +92,8 @@ def document(seen: list[list[Pair]]) -> str:
         "written by `tests/watch/test_planted_faults.py`. `step` is the update of the finding (0: at the start), `by`",
         "the step at which the fault shows at the latest. Lines beside the one line `andon.watch(model, opt)`: the",
         "arguments `plan`, `contents`, `reference` and so on, and the calls `w.batch`, `w.reduced` and so on.",
+        "Where nobody is seen to reduce gradients (F02, nothing reduced) the finding comes after the update, as a",
+        "suspicion: weights may be brought together later. Where they never are, it is a violation at the close.",
         "",
         "| fault | what | lines needed | clause | step | by |",
         "| --- | --- | --- | --- | --- | --- |",

@@ -123,23 +123,29 @@ _HYPERPARAMETERS: Law[Seen[object]] = Law(
 )
 
 
+def _parted(seen: Seen[object], name: str) -> bool:
+    # A rank that had no forward pass, which says 0, is held to nothing.
+    return name in seen.differing and len({value for value in seen.column(name) if value}) > 1
+
+
 def _explain_buffers(seen: Seen[object]) -> Finding:
     reshaped = odd_tensors(seen.details, "shapes of buffers")
     odd = reshaped or odd_tensors(seen.details, "buffers")
     what = OTHER_SHAPES if reshaped else "are not the same"
-    found = difference(Seen(seen.said, None), "buffers", f"the buffers with which the forward pass began {what}")
+    name = "buffers" if _parted(seen, "buffers") else "caches"
+    found = difference(Seen(seen.said, None), name, f"the buffers with which the forward pass began {what}")
     # What a forward pass begins with is what the update before it left.
     return Finding(found.seen, max(found.step - 1, 0), found.ranks, (*odd, "buffers")[0])
 
 
 _BUFFERS: Law[Seen[object]] = Law(
     "buffers-agree/before",
-    ("buffers",),
-    # A rank that had no forward pass, which says 0, is held to nothing.
-    lambda seen: "buffers" not in seen.differing or len({value for value in seen.column("buffers") if value}) <= 1,
+    ("buffers", "caches"),
+    lambda seen: not _parted(seen, "buffers") and not (_parted(seen, "caches") and not _parted(seen, "cache shapes")),
     _explain_buffers,
-    look=("buffers",),
+    look=("buffers", "caches"),
 )
+"""What a checkpoint has is the same everywhere. A cache, which it has not, may be longer on one rank than another."""
 
 
 # the gradient
@@ -164,7 +170,7 @@ def _explain_norm(seen: Seen[object]) -> Finding:
 
 def _explain_collectives(seen: Seen[object]) -> Finding:
     if seen.any("strided"):
-        return _indexed(seen, "strided", "was given to a collective although it is not contiguous in memory")
+        return _indexed(seen, "strided", "was given to a collective although it is not dense in memory")
     return difference(seen, "collectives", "the ranks reduced different tensors, or in a different order")
 
 
@@ -346,6 +352,40 @@ AFTER: tuple[Law[Seen[object]], ...] = (
         suspicion=True,
     ),
 )
+
+
+def _explain_parted(seen: Seen[object]) -> Finding:
+    what = (
+        "the trainable weights part here, and nothing was seen to reduce their gradients. Where the loop brings them "
+        "together later (local SGD) this is right, and they are held to agree there; where it never does, the close "
+        "says so"
+    )
+    return Finding(what, seen.step, (), (*odd_tensors(seen.details, "weights"), "weights")[0])
+
+
+PARTED: tuple[Law[Seen[object]], ...] = (
+    Law(
+        "replicas-agree/parted",
+        ("weights",),
+        lambda seen: "weights" not in seen.differing,
+        _explain_parted,
+        look=("weights",),
+        suspicion=True,
+    ),
+)
+"""After an update of a loop whose reducer is not known: whether parting is right, only what follows can tell."""
+
+
+def _explain_never(seen: Seen[object]) -> Finding:
+    since = seen.said[0].values["parted"]
+    what = f"the ranks' weights parted after update {since} and never agreed again until the close"
+    return Finding(what, seen.step, (), "weights")
+
+
+NEVER_MET: tuple[Law[Seen[object]], ...] = (
+    Law("replicas-agree/close", ("parted",), lambda seen: not seen.any("parted"), _explain_never),
+)
+"""At the close, by what each rank knows of all."""
 GRADIENT_LAW: tuple[Law[Seen[object]], ...] = (
     Law(
         "gradient-law/audit",

@@ -78,6 +78,12 @@ class EvaluationTold:
     """By rank, the batch norm that was in training mode when the model was last called for it; "" for none."""
     planned: tuple[int, ...] | None = None
 
+    @property
+    def counted_once(self) -> tuple[tuple[int, ...], ...]:
+        """The ids that each rank adds: those of one rank, where every rank evaluated the same rows for itself."""
+        first = self.ids[0]
+        return self.ids[:1] if all(part == first for part in self.ids) else self.ids
+
 
 def _wrong_metrics(told: EvaluationTold) -> list[tuple[str, int, float]]:
     return [
@@ -89,7 +95,7 @@ def _wrong_metrics(told: EvaluationTold) -> list[tuple[str, int, float]]:
 
 
 def _evaluation_fault(told: EvaluationTold) -> str:
-    counts = Counter(row for part in told.ids for row in part)
+    counts = Counter(row for part in told.counted_once for row in part)
     twice = [row for row, count in counts.items() if count > 1]
     if twice:
         return f"rows {twice[:8]} were counted more than once"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from andon_contracts.agree import minority
@@ -147,6 +147,10 @@ class BatchTold:
     epoch: frozenset[int] = frozenset()
     rows: int | None = None
     expected: Mapping[int, int] | None = None
+    resumed: bool = False
+    """Whether the present epoch had begun before anything was told: it may end at any time."""
+    before: frozenset[int] = frozenset()
+    """The rows that the epoch before this one lacked when it ended, if this is the first update since."""
 
     def union(self) -> list[int]:
         """All ids, in order of rank."""
@@ -173,12 +177,35 @@ def _rows_fault(told: BatchTold) -> tuple[str, tuple[int, ...]]:
     again = [row for row in union if row in told.epoch]
     if outside:
         return f"rows {outside[:8]} are none of the {told.rows}", holders(outside)
-    if again:
+    late = [row for row in union if row in told.before]
+    if late and len(late) == len(union):
+        return f"rows {late[:8]} came when the rows of the epoch had begun to come again without them", holders(late)
+    if again and not begins_anew(told, union):
         return (
             f"rows {again[:8]} came again when {told.rows - len(told.epoch)} rows of the epoch had not come",
             holders(again),
         )
     return "", ()
+
+
+def begins_anew(told: BatchTold, union: Iterable[int]) -> bool:
+    """Whether an update with the rows `union` may begin an epoch although the one before lacks some rows.
+
+    A loop may leave out batches on purpose: the rest of an epoch is then small, and a new one draws from all rows. Of
+    an update that brings most of what was lacking, or one that comes long before the end, that cannot be.
+    """
+    if told.rows is None:
+        return False
+    if told.resumed:
+        return True
+    rows = set(union)
+    lacking = told.rows - len(told.epoch)
+    brought = len(rows - told.epoch)
+    return lacking * _SKIPPED <= told.rows and brought <= 1 + 2 * len(rows) * lacking / told.rows
+
+
+_SKIPPED = 4
+"""An epoch that lacks more than one row of so many was not ended by leaving batches out."""
 
 
 def _explain_rows(told: BatchTold) -> Finding:

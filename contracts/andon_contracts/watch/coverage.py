@@ -73,15 +73,15 @@ def _limits(subject: ModelProbe, optimizers: Sequence[torch.optim.Optimizer], re
         found |= dict.fromkeys(_REPLICAS, Cover("not applicable", "the parameters are sharded: no shard has a replica"))
     if subject.sharded:
         found["update-applied"] = Cover("degraded", "this rank's shards only")
-    if any(type(each).__name__ == "ZeroRedundancyOptimizer" for each in optimizers):
-        found["optimizers-agree"] = Cover("not applicable", "each rank keeps a part of the optimizer state")
-    if isinstance(subject.inner, Several):
+    if not subject.reducers and isinstance(subject.inner, Several):
         found["buffers-agree"] = Cover("not observable", "several modules: no one forward pass after which to look")
-    if not subject.buffers():
+    elif not subject.homes:
+        found["buffers-agree"] = Cover("not applicable", "DDP was told not to share buffers: each rank has its own")
+    elif not subject.buffers_by_name():
         found["buffers-agree"] = Cover("not applicable", "the model has no buffers")
     elif subject.begins_unseen:
         found["buffers-agree"] = Cover("not observable", "compiled code broadcasts them, and hooks in it do not run")
-    if "DistributedDataParallel" in subject.wrappers:
+    if subject.reducers:
         found["collectives-agree"] = Cover("degraded", "DDP's own reductions run below Python")
     return found
 

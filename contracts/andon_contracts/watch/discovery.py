@@ -65,6 +65,19 @@ def outermost(model: nn.Module) -> nn.Module:
     return _best(roots, held) if roots else model
 
 
+def reducers_of(model: nn.Module) -> list[DistributedDataParallel]:
+    """The wrappers that reduce gradients of parameters of `model`: in it in order, then those around it or its parts.
+
+    Of several wrappers of one module, each: the loop calls one of them.
+    """
+    inside = [each for each in model.modules() if isinstance(each, DistributedDataParallel)]
+    known, held = set(map(id, inside)), {id(parameter) for parameter in model.parameters()}
+    around = [each for each in _living(DistributedDataParallel) if id(each) not in known and "_modules" in vars(each)]
+    mine = [each for each in around if any(id(parameter) in held for parameter in each.parameters())]
+    place = {id(module): index for index, module in enumerate(model.modules())}
+    return inside + sorted(mine, key=lambda each: place.get(id(unwrap(each)[0]), len(place)))
+
+
 def _order(optimizer: torch.optim.Optimizer, place: Mapping[int, int]) -> tuple[int, int, list[int], str, int]:
     """The first parameter comes first, then who holds more; then what else tells optimizers of the same ones apart."""
     held = sorted(_places(optimizer, place))

@@ -186,15 +186,18 @@ class Reductions:
         self._calls: list[tuple[object, ...]] = []
         self._next = 0
         self.strided = 0
-        """The last member (index plus one) whose gradient was reduced although it is not contiguous; 0: none."""
+        """The last member (index plus one) whose gradient was reduced although it has holes in memory; 0: none."""
 
     def add(self, tensor: Tensor) -> None:
         """`tensor` is about to be reduced."""
         index = self._index(tensor)
-        self._calls.append((index, tuple(tensor.shape), str(tensor.dtype)))
+        strided = tensor.layout == torch.strided and not tensor.is_contiguous()
+        # A backend sums memory as it lies: permuted alike on all ranks it comes out right, with holes it does not.
+        order = tensor.stride() if strided else ()
+        self._calls.append((index, tuple(tensor.shape), order, str(tensor.dtype)))
         if index >= 0:
             self._next = index + 1
-            if tensor.layout == torch.strided and not tensor.is_contiguous():
+            if strided and not _is_dense(tensor):
                 self.strided = index + 1
 
     def _index(self, tensor: Tensor) -> int:
@@ -212,6 +215,17 @@ class Reductions:
     def clear(self) -> None:
         """Another window begins."""
         self._calls, self._next, self.strided = [], 0, 0
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill their memory without holes or overlap, in whatever order."""
+    filled = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != filled:
+                return False
+            filled *= size
+    return True
 
 
 def _is(tensor: Tensor, gradient: Tensor | None) -> bool:

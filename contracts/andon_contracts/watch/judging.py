@@ -71,8 +71,8 @@ class Verdicts:
             self.take(judgement.violation(law), scene, closer, facts, suspicion=law.suspicion)
 
     def known(self, clause: str) -> bool:
-        """Whether the clause has been reported or silenced: its further findings are only counted."""
-        return clause in self.settings.allow or self.counts[clause] + self.suspected[clause] > 0
+        """Whether a violation of the clause was reported, or is silenced: further ones are only counted."""
+        return clause in self.settings.allow or self.counts[clause] > 0
 
     def take(
         self,
@@ -83,15 +83,17 @@ class Verdicts:
         *,
         suspicion: bool = False,
         alone: bool = False,
+        by_all: bool = False,
     ) -> None:
         """Count a finding; the first of its clause is explained, bundled and acted upon.
 
-        alone: only this rank knows it. It then says so itself, and there is no bundle.
+        alone: this rank judges by itself, so that there is no bundle. by_all: each of the others finds the same.
         """
         if found.clause in self.settings.allow:
             self.silenced[found.clause] += 1
             return
-        first = not self.known(found.clause)
+        # What was only suspected before is said once more where it is certain.
+        first = not (self.counts[found.clause] or (suspicion and self.suspected[found.clause]))
         (self.suspected if suspicion else self.counts)[found.clause] += 1
         if not first and (suspicion or self.settings.action != "raise"):
             return
@@ -103,7 +105,7 @@ class Verdicts:
         self.findings.append(whole)
         if self.record is not None:
             self.record(whole, self._word(suspicion=suspicion), scene.applied)
-        self._act(whole, suspicion=suspicion, aloud=alone or self.rank == 0)
+        self._act(whole, suspicion=suspicion, aloud=self.rank == 0 or (alone and not by_all))
 
     def _word(self, *, suspicion: bool) -> str:
         if suspicion:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from andon_contracts.act import Scene, agreed
 from andon_contracts.laws.law import Details, Judgement, Law, Observations, Seen, in_lockstep
-from andon_contracts.laws.loop import AFTER, BEFORE, START
+from andon_contracts.laws.loop import PARTED, START
 from andon_contracts.laws.update import GRADIENTS, OPTIMIZERS, REPLICAS, Reduced
 from andon_contracts.observe import plain
 from andon_contracts.violation import Violation
@@ -56,8 +56,10 @@ class Locator:
         closer = closer_look(self.exchange, 0, scene, {"replicas-agree": tensors})
         self.verdicts.take_all(judgement, scene, closer)
 
-    def before(self, probe: OptimizerProbe, judgement: Judgement[Seen[Reduced]]) -> None:
-        """Before an update of `probe`'s optimizer something is broken."""
+    def before(
+        self, probe: OptimizerProbe, judgement: Judgement[Seen[Reduced]], laws: Sequence[Law[Seen[Reduced]]]
+    ) -> None:
+        """Before an update of `probe`'s optimizer something is broken of `laws`."""
         said, gradients, buffers = judgement.seen.said, probe.gradients_by_name(), self.subject.buffers_by_name()
         step = said[0].step
         looks: dict[str, _Look] = {
@@ -65,11 +67,12 @@ class Locator:
             "weights": partial(self._tensors, step, "weights", dict(probe.parameters)),
             "gradient": partial(self._tensors, step, "gradient", gradients),
             "buffers": partial(self._buffers, step, buffers),
+            "caches": partial(self._buffers, step, buffers),
             "hyperparameters": lambda: {
                 "hyperparameters": self.exchange.spread(step, "hyperparameters", probe.hyperparameters_by_key())
             },
         }
-        self._look(judgement, BEFORE, looks)
+        self._look(judgement, laws, looks)
         tensors: dict[str, Mapping[str, Tensor]] = {
             "replicas-agree": probe.parameters,
             "gradients-agree": {name: g for name, g in gradients.items() if g.numel()},
@@ -79,16 +82,24 @@ class Locator:
         closer = closer_look(self.exchange, probe.updates + 1, scene, tensors)
         self.verdicts.take_all(judgement, scene, closer, self._facts())
 
-    def after(self, probe: OptimizerProbe, judgement: Judgement[Seen[object]], before: Observations) -> None:
-        """After an update of `probe`'s optimizer, before which the ranks observed `before`, something is broken."""
+    def after(
+        self,
+        probe: OptimizerProbe,
+        judgement: Judgement[Seen[object]],
+        laws: Sequence[Law[Seen[object]]],
+        before: Observations,
+    ) -> None:
+        """After an update of `probe`'s optimizer, before which the ranks observed `before`, `laws` are broken."""
         step = judgement.seen.step
         looks = {
             "weights": partial(self._tensors, step, "weights", dict(probe.parameters)),
             "optimizer": partial(self._states, step, probe),
         }
-        self._look(judgement, AFTER, looks)
+        self._look(judgement, laws, looks)
         scene = self.scene(probe, before, applied=True)
-        closer = closer_look(self.exchange, probe.updates, scene, {"replicas-agree": probe.parameters}, probe)
+        # Of what is only suspected no element is looked for: that they differ is not what is to be said.
+        certain: dict[str, Mapping[str, Tensor]] = {} if PARTED[0] in laws else {"replicas-agree": probe.parameters}
+        closer = closer_look(self.exchange, probe.updates, scene, certain, probe)
         self.verdicts.take_all(judgement, scene, closer, self._facts())
 
     def note_equal(self, step: int, seen: Seen[object]) -> None:

@@ -13,6 +13,7 @@ from operator import attrgetter, is_
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
 from andon_contracts.laws.loop import change_of
@@ -79,12 +80,17 @@ class ModelProbe:
         optimizers: Sequence[torch.optim.Optimizer],
         declared: Sequence[str] | None,
         tied: Sequence[tuple[str, str]],
+        reducers: Sequence[DistributedDataParallel] = (),
     ) -> None:
-        """declared: name patterns of the trainable parameters; tied: pairs of names that share a tensor."""
+        """declared: name patterns of the trainable parameters; tied: pairs of names that share a tensor.
+
+        reducers: what wraps `model`, parts of it or what holds it, wherever that stands.
+        """
         self.outer = model
         self.inner, wrapping = unwrap(model)
         self.wrappers = tuple(type(each).__name__ for each in wrapping)
-        self.unused_expected = any(getattr(each, "find_unused_parameters", False) for each in wrapping)
+        self.reducers = [WrapperProbe(each) for each in reducers]
+        self.unused_expected = any(each.find_unused_parameters for each in reducers)
         compiled = self.wrappers.index("OptimizedModule") if "OptimizedModule" in self.wrappers else None
         in_place = getattr(self.inner, "_compiled_call_impl", None) is not None
         # Hooks inside of what is compiled do not run.
@@ -93,6 +99,7 @@ class ModelProbe:
         self.begins_unseen = in_place or (
             compiled is not None and "DistributedDataParallel" in self.wrappers[compiled:]
         )
+        self.homes = _homes(self.called, self.inner, reducers)
         self.modules = list(self.inner.modules())
         self.slots = [
             ParameterSlot(
@@ -146,8 +153,11 @@ class ModelProbe:
         return [b for module in self.modules for b in module._buffers.values() if b is not None]
 
     def buffers_by_name(self) -> dict[str, torch.Tensor]:
-        """The buffers that are there now, by name."""
-        return dict(self.inner.named_buffers())
+        """The buffers that are there now and are compared, by name."""
+        if not self.reducers:
+            return dict(self.inner.named_buffers())
+        held = {id(b) for home in self.homes for kept in home.buffers() for b in kept}
+        return {name: b for name, b in self.inner.named_buffers() if id(b) in held}
 
     def modes(self) -> bytes:
         """The mode of every module, in order."""
@@ -256,6 +266,68 @@ class ModelProbe:
         if any(getattr(module, "merged", False) is True for module in self.inner.modules()):
             return "an adapter is merged into its base now"
         return ""
+
+
+class WrapperProbe:
+    """A wrapper that reduces gradients behind a backward pass: whether it does so in the present window."""
+
+    def __init__(self, module: DistributedDataParallel) -> None:
+        self.module = module
+        self._parameters = {id(p) for p in module.parameters()}
+        self._called = self._asked = False
+
+    def holds(self, members: set[int]) -> bool:
+        """Whether any of the parameters, by identity, is one of its own."""
+        return not self._parameters.isdisjoint(members)
+
+    def forward(self) -> None:
+        """A forward pass of the wrapper begins."""
+        if torch.is_grad_enabled():
+            self._called = True
+            self._asked |= bool(self.module.require_backward_grad_sync)
+
+    def turn(self) -> None:
+        """Another window begins."""
+        self._called = self._asked = False
+
+    @property
+    def reduces(self) -> bool:
+        """Whether the gradients are to be those of all ranks. What goes past the wrapper is a fault and no choice."""
+        return not getattr(self.module, "_comm_hooks", ()) and (self._asked or not self._called)
+
+
+@dataclass(frozen=True)
+class Home:
+    """A module whose buffers are to agree when it is called, because it stands in a wrapper, or in none at all."""
+
+    called: nn.Module
+    inner: nn.Module
+
+    def buffers(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The buffers that a checkpoint has, and those that it has not, in the order of the modules."""
+        kept: list[Tensor] = []
+        caches: list[Tensor] = []
+        for module in self.inner.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    (caches if name in module._non_persistent_buffers_set else kept).append(buffer)
+        return kept, caches
+
+
+def _homes(called: nn.Module, inner: nn.Module, reducers: Sequence[DistributedDataParallel]) -> list[Home]:
+    """Where buffers are looked at. Those outside of all wrappers nobody makes alike: each rank has its own."""
+    inside = set(map(id, inner.modules()))
+    found: dict[int, Home] = {}
+    for each in reducers:
+        # Told not to share buffers, a wrapper leaves each rank its own on purpose.
+        if each.broadcast_buffers:
+            innermost, wrapping = unwrap(each)
+            compiled = next((w for w in wrapping if type(w).__name__ == "OptimizedModule"), innermost)
+            at = called if innermost is inner else compiled
+            if id(innermost) in inside or innermost is inner:
+                found.setdefault(id(innermost), Home(at, innermost))
+    told_not_to = bool(reducers) and not any(each.broadcast_buffers for each in reducers)
+    return list(found.values()) if found or told_not_to else [Home(called, inner)]
 
 
 def _first_odd(found: Sequence[object], known: Sequence[object]) -> int:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from andon_contracts.observe import Observer, chained, flat_digest, plain
+from andon_contracts.watch.values import text_digest
 
 ROUND = 64
 """Looks within which every frozen weight was read, and every large buffer."""
@@ -107,6 +108,47 @@ class Buffers:
                 self._marks, self._now = marks, self._large.look(large).digest
             found += [self._now, self._part.look(_turn(large, update)).digest]
         return chained(len(found), found)
+
+
+class BufferLooks:
+    """The digests of buffers with which the forward passes of a window began, by the module that was called."""
+
+    def __init__(self, homes: int) -> None:
+        self._found: list[tuple[int, int, int] | None] = [None] * homes
+
+    def add(self, home: int, digests: tuple[int, int, int]) -> None:
+        """What was found of the buffers of module `home`: `BufferProbe.digests`."""
+        self._found[home] = digests
+
+    def values(self) -> dict[str, int]:
+        """The integers of a message; 0 where there was no forward pass."""
+        columns = zip(*[each or (0, 0, 0) for each in self._found], strict=True) if any(self._found) else ((0,),) * 3
+        names = ("buffers", "caches", "cache shapes")
+        return {name: chained(len(c), c) if any(c) else 0 for name, c in zip(names, columns, strict=True)}
+
+    def clear(self) -> None:
+        """Another window begins."""
+        self._found = [None] * len(self._found)
+
+
+class BufferProbe:
+    """The buffers of one module: those that a checkpoint has, and caches, which may grow on one rank alone."""
+
+    def __init__(self) -> None:
+        self._kept, self._caches = Buffers(), Buffers()
+
+    def portable(self, portable: bool) -> None:
+        """Whether digests must be the same on all kinds of devices, because the ranks' devices differ."""
+        self._kept.portable(portable)
+        self._caches.portable(portable)
+
+    def digests(self, kept: Sequence[Tensor], caches: Sequence[Tensor], update: int) -> tuple[int, int, int]:
+        """Of the buffers in a checkpoint, of the others, and of the shapes of these; 0 where there are none."""
+        return (
+            self._kept.digest(kept, update) if kept else 0,
+            self._caches.digest(caches, update) if caches else 0,
+            text_digest([tuple(each.shape) for each in caches]) if caches else 0,
+        )
 
 
 def _by_size(buffers: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:

@@ -20,6 +20,7 @@ from andon_contracts.ledger import LedgerFile
 from andon_contracts.liveness.halt import HaltSignal, own_store
 from andon_contracts.liveness.pending_collectives import PendingCollectives
 from andon_contracts.liveness.signed import Signed, drawn, secret_in, words_of
+from andon_contracts.watch.discovery import reducers_of
 from andon_contracts.watch.exchange import WIDTH, Exchange
 from andon_contracts.watch.ledger import ledger_path, open_ledger
 from andon_contracts.watch.model_probe import ModelProbe
@@ -130,7 +131,8 @@ def _opened(
         path = ledger_path(ledger, _first_rank(place.group)) if exchange.rank == 0 else None
         optimizers = [_unwrapped(each) for each in given]
         problems = _wrong_types(model, optimizers)
-        subject = None if problems else ModelProbe(model, optimizers, settings.trainable, settings.tied)
+        reducers = [] if problems else reducers_of(model)
+        subject = None if problems else ModelProbe(model, optimizers, settings.trainable, settings.tied, reducers)
         if subject is not None:
             problems = settings.problems(subject) + _conflicts(model, optimizers, exchange)
         part = _part(subject, place.replicate, exchange.rank, problems)
@@ -201,7 +203,7 @@ def _wrong_types(model: object, optimizers: Sequence[object]) -> list[str]:
     return found + [
         f"optimizer must be a torch optimizer, not {type(each).__name__}"
         for each in optimizers
-        if not isinstance(each, torch.optim.Optimizer)
+        if not isinstance(each, torch.optim.Optimizer) or not hasattr(each, "_optimizer_step_pre_hooks")
     ]
 
 
@@ -227,10 +229,16 @@ def _cord(exchange: Exchange, settings: Settings, place: _Place, secret: bytes) 
 
 
 def _unwrapped(optimizer: Any) -> Any:
-    """The optimizer inside a wrapper that delegates (Accelerate, Fabric)."""
-    while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-        optimizer = optimizer.optimizer
-    return optimizer
+    """The optimizer inside a wrapper that delegates: Accelerate's, Fabric's, torch's `PostLocalSGDOptimizer`."""
+    while True:
+        # What never came to `Optimizer.__init__` has no hooks of its own, whatever its type: another one steps for it.
+        delegates = isinstance(optimizer, torch.optim.Optimizer) and not hasattr(optimizer, "_optimizer_step_pre_hooks")
+        names = ("optimizer", "optim") if delegates else ("optimizer",)
+        found = (getattr(optimizer, name, None) for name in names)
+        inner = next((each for each in found if isinstance(each, torch.optim.Optimizer)), None)
+        if inner is None:
+            return optimizer
+        optimizer = inner
 
 
 def _conflicts(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], exchange: Exchange) -> list[str]:

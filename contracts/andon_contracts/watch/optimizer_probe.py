@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any
@@ -12,20 +13,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from andon_contracts.agree import bits_of
-from andon_contracts.observe import Look, Observer, extremes, numbers, plain
+from andon_contracts.observe import Look, Observer, plain
+from andon_contracts.watch.clipping import Clips
 from andon_contracts.watch.gradient_coverage import GradientCoverage
 from andon_contracts.watch.gradient_hooks import GradientHooks, Reductions
 from andon_contracts.watch.model_probe import ModelProbe
+from andon_contracts.watch.model_state import BufferLooks
+from andon_contracts.watch.motion import Motion
 from andon_contracts.watch.optimizer_state import OptimizerState
 from andon_contracts.watch.rows import Rows
 from andon_contracts.watch.settings import Settings
+from andon_contracts.watch.synchrony import Reducer, Synchrony
 from andon_contracts.watch.values import Nest, Text, kept_digest, layout_digest, state_digest
 
 _REREAD = 16
 """The weights are read again before every so many-th update, whatever their versions say."""
-_SPARSE = 64
-_NOISE = 1e-5
-"""Gradients that are so much smaller than the largest are rounding errors of zero, as before a batch norm."""
 _version = attrgetter("_version")
 
 
@@ -50,7 +52,9 @@ class OptimizerProbe:
         self.taps = GradientHooks(held, self._thrown_away)
         self.presence = GradientCoverage(held, self.names, subject, self.taps)
         self.reductions = Reductions(held)
-        self.buffers: int | None = None
+        self.looks = BufferLooks(len(subject.homes))
+        self.synchrony = Synchrony()
+        self._elements_reduced = 0
         self.gradient_before_clip: list[Tensor] | None = None
         self.audit_due = settings.reference is not None
         self._members = tuple(held)
@@ -58,6 +62,7 @@ class OptimizerProbe:
         self._layout = layout_digest(self.parameters)
         self._slot = {name: index for index, name in enumerate(subject.names)}
         self._declared = self._declared_values()
+        self._clips = Clips(held)
         self._norm: float | None = None
         self._reduced: int | None = None
         self._share = 0.0
@@ -69,8 +74,7 @@ class OptimizerProbe:
         self._observers = {"gradient": Observer(), "weights": Observer(stable=True)}
         self._texts = {"present": Text(), "modes": Text()}
         self._nest = Nest()
-        self._before: list[Tensor] = []
-        self._moving: list[int] = []
+        self._motion = Motion(optimizer, held)
 
     def _declared_values(self) -> list[tuple[int, int, str, Any]]:
         """(index of the parameter, of its group, hyperparameter, value) for what `groups` says of names."""
@@ -88,6 +92,13 @@ class OptimizerProbe:
         """The learning rate of the first group."""
         return float(self.optimizer.param_groups[0].get("lr", 0.0))
 
+    def _planned(self, step: int) -> float:
+        """The learning rate planned for update `step`, at the precision in which the optimizer holds its own."""
+        if self.settings.schedule is None:
+            return self.rate
+        planned = float(self.settings.schedule(step))
+        return self.rate if _holds(self.optimizer.param_groups[0].get("lr", 0.0), planned) else planned
+
     def gradients(self) -> list[Tensor]:
         """The gradients that are there now, in order."""
         return [p.grad for p in self._members if p.grad is not None]
@@ -98,6 +109,8 @@ class OptimizerProbe:
             return
         if norm is not None and self._norm is None and self.settings.clip is None and not self.settings.recording:
             self._norm = float(norm)
+        if norm is not None and self.settings.clip is not None and not self.subject.sharded:
+            self._clips.add(parameters, norm)
         self.reduced()
 
     def reduced(self) -> None:
@@ -132,9 +145,12 @@ class OptimizerProbe:
 
     def reducing(self, tensor: Tensor, group: object) -> None:
         """The loop is about to reduce a tensor over all ranks."""
-        if self.taps.muted or not (group is None or group is dist.group.WORLD):
+        if self.taps.muted:
             return
-        self.reductions.add(tensor)
+        if group is None or group is dist.group.WORLD:
+            self.reductions.add(tensor)
+        if group is None or (isinstance(group, dist.ProcessGroup) and dist.get_world_size(group) == self.world):
+            self._elements_reduced += tensor.numel()
 
     def before(self) -> dict[str, int]:
         """What is seen just before an update, as integers; the names and their number never change."""
@@ -147,28 +163,30 @@ class OptimizerProbe:
         asked = told is None or bool(raw.nonfinite) or self.settings.clip is not None or self.settings.recording
         gradient = self._look_at_gradient(norm=asked)
         used = gradient.norm if asked or told is None else told
-        norm = used if told is None else told
+        apart = None if self.settings.clip is None else self._clips.left(self.settings.clip)
+        norm, clipped = apart or (used if told is None else told, used)
         bad = 0 if skipped else raw.nonfinite
         self.presence.window(raw)
-        self._remember(step)
+        self._motion.remember(step - self.settings.start)
         return {
             "change": self.subject.change(self.optimizer),
             "layout": self._layout,
             "hyperparameters": self._hyperparameters(),
             "rate": bits_of(self.rate),
-            "planned": bits_of(self.rate if self.settings.schedule is None else float(self.settings.schedule(step))),
+            "planned": bits_of(self._planned(step)),
             "ungrouped": self._ungrouped(),
             "modes": self._texts["modes"].digest(self.subject.modes()),
-            "buffers": 0 if self.buffers is None else self.buffers,
+            **self.looks.values(),
             "nonfinite": self._place(bad),
             "repaired": int(bad > 0 and used < float("inf")),
             "collectives": self.reductions.digest(),
             "strided": self._place(self.reductions.strided),
             **self._weights_before(step),
+            "reduces": self._reducer().value,
             "gradient": gradient.digest,
             **self._recorded(used, skipped=skipped),
             "norm": bits_of(0.0 if skipped else norm),
-            "clipped": bits_of(0.0 if skipped else used),
+            "clipped": bits_of(0.0 if skipped else clipped),
             "stale": self._place(raw.stale),
             "missing": self._place(self.presence.missing()),
             "scale": 0 if self.settings.scaler is None else bits_of(float(self.settings.scaler.get_scale())),
@@ -210,7 +228,7 @@ class OptimizerProbe:
 
     def _ungrouped(self) -> int:
         groups = self.optimizer.param_groups
-        odd = (index for index, group, key, value in self._declared if groups[group].get(key) != value)
+        odd = (index for index, group, key, value in self._declared if not _holds(groups[group].get(key), value))
         return next(odd, -1) + 1
 
     def _weights_before(self, step: int) -> dict[str, int]:
@@ -218,10 +236,21 @@ class OptimizerProbe:
 
         They are where a version says that they were written, and now and then; else it is that of the update before.
         """
-        read = self._marks() != self._versions or step % _REREAD == 0
+        read = self._marks() != self._versions or step % _REREAD == 0 or self.synchrony.watchful
+        left = self._weights
         if read:
             self._weights = self._observers["weights"].look(self._members).digest
-        return {"weights": self._weights, "weights read": int(read)}
+        return {"weights": self._weights, "weights read": int(read), "written": int(self._weights != left)}
+
+    def _reducer(self) -> Reducer:
+        """Who was seen to reduce the gradients of this window."""
+        mine = [each for each in self.subject.reducers if each.holds(self._mine)]
+        if self.subject.sharded or any(each.reduces for each in mine):
+            return Reducer.KNOWN
+        there = sum(p.numel() for p in self._members if p.grad is not None)
+        if self._elements_reduced and self._elements_reduced >= there / 2:
+            return Reducer.KNOWN
+        return Reducer.LEFT_OUT if mine else Reducer.UNKNOWN
 
     def _marks(self) -> list[int]:
         return [*map(_version, self._members), *map(Tensor.data_ptr, self._members)]
@@ -231,22 +260,6 @@ class OptimizerProbe:
         """Whether no version counter of the weights moved since the last update, of which there was one."""
         return self._marks() == self._versions
 
-    def _remember(self, step: int) -> None:
-        window = step - self.settings.start
-        self._before, self._moving = [], []
-        if window <= 4 or window & (window - 1) == 0 or window % _SPARSE == 0:
-            self._before = [plain(p).clone() for p in self._members]
-            rates = {id(p): float(group.get("lr", 1)) for group in self.optimizer.param_groups for p in group["params"]}
-            found = [
-                (i, *extremes(p.grad))
-                for i, p in enumerate(self._members)
-                if p.grad is not None and plain(p.grad).numel() and rates[id(p)]
-            ]
-            lows, highs = numbers([low for _, low, _ in found]), numbers([high for _, _, high in found])
-            sizes = {i: max(abs(low), abs(high)) for (i, _, _), low, high in zip(found, lows, highs, strict=True)}
-            least = _NOISE * max(sizes.values(), default=0.0)
-            self._moving = [i for i, size in sizes.items() if size > least]
-
     def after(self) -> dict[str, int]:
         """What is seen just after an update; the count of updates has risen."""
         self.updates += 1
@@ -255,8 +268,7 @@ class OptimizerProbe:
         self._weights = seen.digest
         self._versions = self._marks()
         share = self._norm_share(self._members, seen.norm) if self.settings.recording else 0.0
-        unmoved = [i for i in self._moving if torch.equal(self._before[i], plain(self._members[i]))]
-        self._before, self._moving = [], []
+        unmoved = self._motion.unmoved()
         return {
             "weights": self._weights,
             "norm share": bits_of(share),
@@ -288,12 +300,16 @@ class OptimizerProbe:
 
     def _begin_window(self) -> None:
         self.taps.reset()
-        self.buffers = None
+        self.looks.clear()
+        for each in self.subject.reducers:
+            each.turn()
         self._forget_reduced()
 
     def _forget_reduced(self) -> None:
         self._norm, self._reduced, self.gradient_before_clip = None, None, None
+        self._elements_reduced = 0
         self.reductions.clear()
+        self._clips.clear()
 
     def discard(self) -> None:
         """The gradients were thrown away, perhaps with nothing in them: what the window showed is of no concern."""
@@ -309,3 +325,10 @@ class OptimizerProbe:
         """Take every hook off."""
         self.taps.close()
         self.presence.close()
+
+
+def _holds(held: object, value: object) -> bool:
+    """Whether `held` is `value`, at the precision of a tensor that holds it."""
+    if isinstance(held, Tensor) and held.numel() == 1 and held.is_floating_point() and isinstance(value, float | int):
+        return math.isclose(float(held), value, rel_tol=torch.finfo(held.dtype).eps)
+    return bool(held == value)

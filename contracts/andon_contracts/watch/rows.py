@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -11,12 +13,25 @@ from andon_contracts.watch.values import value_digest
 
 
 def ids_of(ids: Sequence[int] | torch.Tensor) -> list[int]:
-    """Row ids as integers. Raises `ValueError` for what is no flat sequence of integers."""
-    found = ids.tolist() if isinstance(ids, torch.Tensor) else list(ids)
-    if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in found):
-        msg = f"ids must be a flat sequence of integers from 0, not {str(found)[:80]}"
+    """Row ids as integers, of anything that counts as one: numpy's, tensors of one element.
+
+    Raises `ValueError` for what is no flat sequence of integers.
+    """
+    given: Iterable[Any] = ids.tolist() if isinstance(ids, torch.Tensor) else ids
+    given = list(given)
+    try:
+        found = [operator.index(each) for each in given]
+    except TypeError:
+        found = [-1]
+    if any(row < 0 for row in found) or any(_is_truth(each) for each in given):
+        msg = f"ids must be a flat sequence of integers from 0, not {str(given)[:80]}"
         raise ValueError(msg)
     return found
+
+
+def _is_truth(value: object) -> bool:
+    """Whether it is true or false, which torch and Python would count as 1 and 0."""
+    return isinstance(value, bool) or getattr(value, "dtype", None) is torch.bool
 
 
 def contents_of(content: Sequence[object], count: int) -> list[int]:

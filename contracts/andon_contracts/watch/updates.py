@@ -10,8 +10,8 @@ import torch
 from andon_contracts.act import Scene
 from andon_contracts.agree import Observation
 from andon_contracts.laws.law import Observations, Seen, in_lockstep
-from andon_contracts.laws.loop import AFTER, BEFORE, START, each_by_itself
-from andon_contracts.laws.update import FROZEN
+from andon_contracts.laws.loop import AFTER, BEFORE, NEVER_MET, PARTED, START, each_by_itself
+from andon_contracts.laws.update import FROZEN, Reduced
 from andon_contracts.observe import Observer
 from andon_contracts.watch.auditing import Auditor
 from andon_contracts.watch.exchange import Exchange
@@ -19,11 +19,12 @@ from andon_contracts.watch.judging import Verdicts
 from andon_contracts.watch.ledger import Recorder, Told
 from andon_contracts.watch.locate import Locator
 from andon_contracts.watch.model_probe import ModelProbe
-from andon_contracts.watch.model_state import Buffers, FrozenBase
+from andon_contracts.watch.model_state import BufferProbe, FrozenBase
 from andon_contracts.watch.optimizer_probe import OptimizerProbe
 from andon_contracts.watch.outcomes import Outcomes
 from andon_contracts.watch.replicas import Replicas
 from andon_contracts.watch.rows import Rows
+from andon_contracts.watch.synchrony import State
 from andon_contracts.watch.user_reports import UserReports
 from andon_contracts.watch.values import roles_digest
 
@@ -55,7 +56,7 @@ class Updates:
         self._before_laws, self._after_laws = verdicts.alive(BEFORE), verdicts.alive(AFTER)
         self._want = each_by_itself(self._settings.clip or None)
         self._base = FrozenBase(list(subject.frozen.values()))
-        self._buffers = Buffers()
+        self._buffers = [BufferProbe() for _ in subject.homes]
         self._seen_before: Observations = ()
         self._aligned: Observations = ()
         self.spent = 0.0
@@ -94,13 +95,14 @@ class Updates:
         kinds = {parameter.device.type for parameter in self._subject.parameters.values()}
         seen = Seen(self._exchange(0, "devices", {"on the CPU": int(kinds == {"cpu"})}), None)
         differ = bool(seen.differing)
-        self._buffers.portable(differ)
+        for each in self._buffers:
+            each.portable(differ)
         for probe in self._probes:
             probe.portable(differ)
         return differ
 
-    def forward(self) -> None:
-        """A forward pass begins."""
+    def forward(self, home: int) -> None:
+        """A forward pass of the module begins whose number among those that hold buffers is `home`."""
         if not torch.is_grad_enabled():
             self.outcomes.norm_in_training = self._subject.norm_in_training()
         if "buffers-agree" not in self._verdicts.live or not torch.is_grad_enabled():
@@ -109,9 +111,9 @@ class Updates:
         if not probes or any(probe.taps.muted for probe in probes):
             return
         began = time.perf_counter()
-        digest = self._buffers.digest(self._subject.buffers(), self.made + 1)
+        digests = self._buffers[home].digests(*self._subject.homes[home].buffers(), self.made + 1)
         for probe in probes:
-            probe.buffers = digest
+            probe.looks.add(home, digests)
         self.spent += time.perf_counter() - began
 
     def after(self, probe: OptimizerProbe) -> None:
@@ -122,9 +124,13 @@ class Updates:
         seen = self._exchange(probe.updates, f"after {self._number(probe)}", values, judged=True)
         self._record(probe, seen)
         aligned: Seen[object] = Seen(self._replicas.align(seen), None, self._subject.names)
-        judgement = self._verdicts.judgement(self._after_laws, aligned)
+        waiting = probe.synchrony.after(aligned) if in_lockstep(seen) else frozenset[str]()
+        laws = tuple(law for law in self._after_laws if law.clause not in waiting)
+        if probe.synchrony.parted(probe.updates):
+            laws += self._verdicts.alive(PARTED)
+        judgement = self._verdicts.judgement(laws, aligned)
         if judgement.first is not None:
-            self.locator.after(probe, judgement, self._aligned)
+            self.locator.after(probe, judgement, laws, self._aligned)
         self.locator.note_equal(probe.updates, aligned)
         probe.moments_equal = "optimizer" not in aligned.differing
         probe.turn()
@@ -151,14 +157,33 @@ class Updates:
         self._seen_before = self._exchange(step, f"before {self._number(probe)}", values, judged=True)
         observations = self._aligned = self._replicas.align(self._seen_before)
         self.reports.told_rows = Told()
-        judgement = self._verdicts.judgement(self._before_laws, Seen(observations, self._want, self._subject.names))
+        seen: Seen[Reduced] = Seen(observations, self._want, self._subject.names)
+        waiting = probe.synchrony.before(seen) if in_lockstep(observations) else frozenset[str]()
+        laws = tuple(law for law in self._before_laws if law.clause not in waiting)
+        judgement = self._verdicts.judgement(laws, seen)
         if judgement.first is not None:
-            self.locator.before(probe, judgement)
+            self.locator.before(probe, judgement, laws)
         if in_lockstep(observations):
             self.outcomes.judge_count(probe.updates, over=False)
             ids = self.reports.judge_rows(observations, probe.skipped)
-            self.auditor(probe, step, ids, lambda: self.locator.scene(probe, observations, applied=False))
+            # What no one has reduced yet is no gradient of all rows.
+            if probe.synchrony.known:
+                self.auditor(probe, step, ids, lambda: self.locator.scene(probe, observations, applied=False))
         self.spent += time.perf_counter() - began
+
+    def judge_parted(self) -> list[str]:
+        """Hold weights that parted to having agreed again, at the close. Each rank knows it of all.
+
+        Returns what the loop turned out to do, in lines.
+        """
+        for probe in self._probes:
+            parted = probe.synchrony.since if probe.synchrony.state is State.APART else 0
+            said = (Observation(self._exchange.rank, probe.updates, 0, "close", {"parted": parted}),)
+            judgement = self._verdicts.judgement(self._verdicts.alive(NEVER_MET) if parted else (), Seen(said, None))
+            for law in judgement.broken():
+                scene = Scene(self._exchange.world_size, applied=True)
+                self._verdicts.take(judgement.violation(law), scene, alone=True, by_all=True)
+        return list(filter(None, (probe.synchrony.closing_line() for probe in self._probes)))
 
     def judge_base(self) -> str:
         """Read all frozen weights once more, and hold them to the start: this rank alone, because a close is.

@@ -40,6 +40,9 @@ class UserReports:
         self._epochs = 0
         self._streams: dict[str, tuple[int, int]] = {}
         self._epoch: set[int] = set()
+        self._resumed = verdicts.settings.start > 0
+        self._lacked: frozenset[int] = frozenset()
+        """What the epoch before lacked when it ended, until the next update is judged."""
         self._contents: dict[int, int] = {}
 
     def batch(self, ids: Sequence[int] | Tensor, content: Sequence[object] | None = None) -> None:
@@ -123,6 +126,8 @@ class UserReports:
             frozenset(self._epoch),
             rows,
             self._expected(step, union) if contents else None,
+            self._resumed,
+            self._lacked,
         )
         laws = (SAMPLES_TOLD, CONTENT_TOLD) if contents else (SAMPLES_TOLD,)
         self._verdicts.judge(laws, told, Scene(self._exchange.world_size))
@@ -163,7 +168,9 @@ class UserReports:
         """These rows were used in the present epoch, or in one that they begin."""
         rows = self._settings.rows
         if rows is not None:
+            self._lacked = frozenset()
             if self._epoch & set(union):
+                self._lacked = frozenset() if self._resumed else frozenset(range(rows)) - self._epoch - set(union)
                 self._turn_epoch()
             self._epoch |= set(union)
             if len(self._epoch) >= rows:
@@ -171,4 +178,5 @@ class UserReports:
 
     def _turn_epoch(self) -> None:
         self._epoch.clear()
+        self._resumed = False
         self._epochs += 1

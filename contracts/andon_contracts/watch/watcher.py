@@ -203,7 +203,11 @@ class Watch:
 
     def _hook(self) -> None:
         called = self._subject.called
-        self._undo.append(called.register_forward_pre_hook(ForwardTap(self._forward)).remove)
+        for number, home in enumerate(self._subject.homes):
+            tap = ForwardTap(partial(self._forward, number))
+            self._undo.append(home.called.register_forward_pre_hook(tap).remove)
+        for wrapper in self._subject.reducers:
+            self._undo.append(wrapper.module.register_forward_pre_hook(ForwardTap(wrapper.forward)).remove)
         self._undo += self._updates.auditor.hooks(called)
         if self._begun is not None and not self._subject.begins_unseen:
             for each in self._begun.follow(self._subject.outer):
@@ -245,6 +249,8 @@ class Watch:
             self._cord.heed(again=again)
 
     def _pre(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        if _within_a_step(optimizer):
+            return None
         self._heed(again=True)
         self._at(2)
         probe = self._probes[id(optimizer)]
@@ -262,12 +268,14 @@ class Watch:
 
         return ((args[0], checked), {}) if args else (args, {**kwargs, "closure": checked})
 
-    def _forward(self) -> None:
+    def _forward(self, home: int) -> None:
         self._heed()
         self._at(1)
-        self._updates.forward()
+        self._updates.forward(home)
 
     def _post(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if _within_a_step(optimizer):
+            return
         self._updates.after(self._probes[id(optimizer)])
         self._at(0)
 
@@ -288,11 +296,12 @@ class Watch:
         atexit.unregister(self._leave)
         whole = time.perf_counter() - self._began
         spent = self._updates.spent + sum(probe.taps.spent for probe in self._probes.values())
-        unread = ""
+        unread: list[str] = []
         reason = reason_of(sys.exc_info()[1] or self._last_error)
         try:
             if reason == "finished":
-                unread = self._updates.judge_base()
+                unread = self._updates.judge_parted()
+                unread.append(self._updates.judge_base())
                 self._outcomes.judge_count(self._updates.made, over=True)
         finally:
             self._exchange.close()
@@ -300,7 +309,7 @@ class Watch:
             lines = closing_lines(
                 self._cover, self._verdicts, self._updates.steps, spent / whole if whole else 0.0, self._reports.untold
             )
-            self._say([*lines, *filter(None, [unread, self._recorder.closing_line()])])
+            self._say([*lines, *filter(None, [*unread, self._recorder.closing_line()])])
 
     def _record_cause(self, cause: Cause | None) -> None:
         """What stopped the loop from elsewhere goes into the ledger here, where no line is being written."""
@@ -324,6 +333,18 @@ class Watch:
             self._cord.failed(error)
             say_cause(self._cord.cause, error)
         self.close()
+
+
+def _within_a_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the step at hand was called by another step of the same optimizer, as a subclass calls its parent's."""
+    # Torch wraps the `step` of every class that an optimizer was made of. The stack says it after an error too.
+    frame = sys._getframe(2)
+    wrapper, outer = frame.f_code, frame.f_back
+    while outer is not None:
+        if outer.f_code is wrapper and outer.f_locals.get("self") is optimizer:
+            return True
+        outer = outer.f_back
+    return False
 
 
 def _intercept_zero(probe: OptimizerProbe, rows: Rows) -> Callable[[], None]:

@@ -215,7 +215,8 @@ _GRADIENT = Outside(_CLAIM, r"step 1, rank 1: the gradient differs")
 FAULTS = (
     LoopFault("F01", "initial weights differ", OwnStart, Inside(_SAME, 0),
               Outside(_CLAIM, "before step 1, rank 1: the initial weights differ")),
-    LoopFault("F02", "nothing reduced", Unreduced, _REDUCED, _GRADIENT),
+    # Nobody is seen to reduce: weights that part are suspected at once, and certain at the close.
+    LoopFault("F02", "nothing reduced", Unreduced, Inside(_SAME, 1), _GRADIENT),
     LoopFault("F02", "DDP bypassed through its module", Bypassed, _REDUCED, _GRADIENT),
     LoopFault("F04", "adapters outside the wrapper", AdaptersAlone, _REDUCED, _GRADIENT),
     LoopFault("F05", "adapters put in after wrapping", AdapterAfterwards, _REDUCED, _GRADIENT),

@@ -1,0 +1,130 @@
+"""When the ranks of a loop must agree: before each update, after it, or where the loop synchronises its weights.
+
+Who reduces is known where DDP, FSDP2 or the loop's own collectives are seen to: the ranks must then agree before the
+update. Otherwise the update decides, whatever the gradients were: an optimizer may reduce inside its `step`. Weights
+that part although nobody was seen to reduce may be brought together later, as local SGD does. That is known once they
+agree again; at first it is a suspicion, and at the close, where they never did, a violation.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from andon_contracts.laws.law import Seen
+
+_SEVERAL = 2
+"""After so many updates with equal weights, weights that part are a fault, whoever reduces."""
+_GAPS, _SLACK = 4, 16
+"""Weights that agree again now and then are overdue after four times the longest time apart, and sixteen updates."""
+
+
+class Reducer(Enum):
+    """What is known of who makes the gradients of an update those of all ranks."""
+
+    UNKNOWN = 0
+    KNOWN = 1
+    LEFT_OUT = 2
+    """A wrapper that reduces was told not to, or what it does instead is somebody else's function."""
+
+
+class State(Enum):
+    """How the ranks' weights are."""
+
+    TOGETHER = "equal after every update so far, or held to it"
+    APART = "they parted, and nobody knows yet whether they will be brought together"
+    LOCAL = "they part, and were brought together before"
+
+
+class Synchrony:
+    """What the updates of one optimizer have shown of how its ranks agree. All ranks have the same."""
+
+    def __init__(self) -> None:
+        self.state = State.TOGETHER
+        self.since = 0
+        """The update after which the weights parted last."""
+        self.met = 0
+        """How often they agreed again."""
+        self.longest = 0
+        """The most updates that they were apart and then agreed."""
+        self.known = True
+        """Whether, in the window at hand, the ranks are to agree before the update."""
+        self._reduced_before = False
+        self._left_out = False
+        self._agreed = 0
+        self._inside = 0
+        self._written_apart = 0
+        self._states_equal = False
+
+    def before(self, seen: Seen[object]) -> frozenset[str]:
+        """The clauses that are not to be judged before this update."""
+        how = {Reducer(value) for value in seen.column("reduces")}
+        seen_to = len(seen.said) == 1 or Reducer.KNOWN in how
+        alike = "gradient" not in seen.differing
+        self._left_out = Reducer.LEFT_OUT in how or (self._reduced_before and not seen_to)
+        self._reduced_before |= seen_to
+        self.known = seen_to or alike
+        if self.state is State.TOGETHER:
+            return frozenset() if self.known else _OF_GRADIENTS
+        if "weights" not in seen.differing:
+            self._meet(seen.step - 1)
+        elif self.state is State.APART and self.known:
+            # Whoever brings weights together does not reduce gradients besides: they are to agree all the time.
+            self.state = State.TOGETHER
+            return frozenset()
+        elif all(seen.column("written")):
+            if self.state is State.LOCAL and not self._written_apart:
+                return _OF_GRADIENTS | _OF_STATES
+            self._written_apart += self.state is State.APART
+        return _OF_GRADIENTS | _OF_STATES | _OF_WEIGHTS
+
+    def after(self, seen: Seen[object]) -> frozenset[str]:
+        """The clauses that are not to be judged after this update. `parted` says whether it is a suspicion instead."""
+        equal = "weights" not in seen.differing
+        if self.state is not State.TOGETHER:
+            if equal:
+                self._meet(seen.step)
+            return frozenset() if self.overdue(seen.step) else _OF_STATES | _OF_WEIGHTS
+        if equal:
+            self._agreed += 1
+            self._inside += not self.known
+            return self._of_states(seen)
+        if self.known or self._inside or (self._agreed >= _SEVERAL and not self._left_out):
+            return frozenset()
+        self.state, self.since = State.APART, seen.step
+        return _OF_STATES | _OF_WEIGHTS
+
+    def _of_states(self, seen: Seen[object]) -> frozenset[str]:
+        """Equal weights: optimizers that never kept the same each have a part of the states, as sharded ones do."""
+        self._states_equal |= "optimizer" not in seen.differing
+        apart = "optimizer" in seen.differing and "updates" not in seen.differing
+        return _OF_STATES if apart and not self._states_equal else frozenset()
+
+    def parted(self, step: int) -> bool:
+        """Whether the weights parted just now, after update `step`, and nobody knows yet whether rightly."""
+        return self.state is State.APART and self.since == step
+
+    def overdue(self, step: int) -> bool:
+        """Whether weights that agreed again now and then have not for far longer than ever before."""
+        return self.state is State.LOCAL and step - self.since > _GAPS * self.longest + _SLACK
+
+    @property
+    def watchful(self) -> bool:
+        """Whether the weights are to be read before every update, whatever their versions say."""
+        return self.state is not State.TOGETHER
+
+    def _meet(self, step: int) -> None:
+        self.longest = max(self.longest, step - self.since + 1)
+        self.met += 1
+        self.state, self.since = State.LOCAL, step + 1
+
+    def closing_line(self) -> str:
+        """What the loop turned out to be, where its ranks are not equal after every update."""
+        if self.state is not State.LOCAL:
+            return ""
+        apart = f"at most {self.longest} update{'s' * (self.longest > 1)} apart"
+        return f"  replicas-agree: held where the loop synchronises its weights, {self.met} times, {apart}"
+
+
+_OF_GRADIENTS = frozenset({"gradients-agree"})
+_OF_STATES = frozenset({"optimizers-agree", "buffers-agree"})
+_OF_WEIGHTS = frozenset({"replicas-agree"})
