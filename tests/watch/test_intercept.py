@@ -12,6 +12,7 @@ import andon
 from andon_contracts.violation import Violation
 from andon_contracts.watch import Watch
 from andon_contracts.watch.intercept import listen, unlisten
+from andon_contracts.watch.loaders import Yielded
 
 LIMIT = 0.5
 
@@ -73,6 +74,9 @@ class _Ear:
         """Nothing."""
 
     def lost(self, error: BaseException) -> None:
+        """Nothing."""
+
+    def yielded(self, batch: Yielded) -> None:
         """Nothing."""
 
 

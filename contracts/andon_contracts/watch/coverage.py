@@ -19,7 +19,16 @@ from andon_contracts.watch.settings import Settings
 State = Literal["live", "degraded", "not applicable", "not observable"]
 _REPLICAS = ("replicas-agree", "gradients-agree", "optimizers-agree")
 _BETWEEN = ("hyperparameters-agree", "modes-agree", "buffers-agree", "collectives-agree")
-_ALONE = ("parameters-kept", "finite", "gradient-fresh", "gradient-present", "update-applied", "precision-sufficient")
+_ALONE = (
+    "parameters-kept",
+    "finite",
+    "gradient-fresh",
+    "gradient-present",
+    "update-applied",
+    "precision-sufficient",
+    "order-renewed",
+    "training-mode",
+)
 
 
 @dataclass(frozen=True)
@@ -98,7 +107,7 @@ def _declared(settings: Settings, world: int) -> dict[str, Cover]:
         "gradient-law": when(settings.reference, "reference="),
         "samples-once": Cover(
             "degraded" if settings.plan is None else "live",
-            "needs w.batch; " * (settings.plan is None) + "no plan=: no row twice" * (settings.plan is None),
+            "of torch's data loaders and w.batch; no plan=: no row twice" * (settings.plan is None),
         ),
         "content-planned": Cover(
             "live" if settings.contents else "degraded",

@@ -36,6 +36,11 @@ class Raw:
     """(parameter, smallest, largest element) of each gradient."""
 
     @property
+    def sign(self) -> int:
+        """One integer in [0, 2^62) that gradients of other rows have otherwise; 0 where all are zero."""
+        return hash(tuple(sorted(self.extremes))) % (1 << 62) if self.nonzero else 0
+
+    @property
     def touched(self) -> set[int]:
         """Parameters that got a gradient."""
         return {owner for owner, _, _ in self.extremes}

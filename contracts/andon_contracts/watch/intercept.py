@@ -1,4 +1,5 @@
-"""The loop's own calls, seen while a watch is open: clipping, and reductions through `torch.distributed`.
+"""The loop's own calls, seen while a watch is open: clipping, reductions through `torch.distributed`, loss scaling, and
+what torch's data loaders draw and yield.
 
 The calls are made as before; the listeners are told first, each that was there when the call was made: one that is told
 may begin or end to listen. A name that a script imported earlier (`from torch.nn.utils import clip_grad_norm_`) is seen
@@ -15,9 +16,12 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch.nn.utils import clip_grad
+from torch.utils.data import dataloader
 
 from andon_contracts.liveness.halt import HaltSignal
+from andon_contracts.watch.loaders import Yielded, drawn, ended, yielded
 from andon_contracts.watch.optimizer_probe import OptimizerProbe
+from andon_contracts.watch.practice import Practice
 
 
 class Listener(Protocol):
@@ -40,6 +44,9 @@ class Listener(Protocol):
 
     def lost(self, error: BaseException) -> None:
         """A reduction raised `error`."""
+
+    def yielded(self, batch: Yielded) -> None:
+        """A data loader has given the loop a batch, perhaps ahead of its use."""
 
 
 _listeners: list[Listener] = []
@@ -76,6 +83,8 @@ def _install() -> None:
     _replace(torch.amp.GradScaler, "step", _around_scaled_step)
     for home in (dist, dist.distributed_c10d):
         _replace(home, "all_reduce", _around_reduce)
+    _replace(dataloader._BaseDataLoaderIter, "_next_index", _around_draw)
+    _replace(dataloader._BaseDataLoaderIter, "__next__", _around_yield)
 
 
 def _restore() -> None:
@@ -141,12 +150,40 @@ def _around_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
     return reduce
 
 
+def _around_draw(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def draw(iterator: Any) -> Any:
+        index = original(iterator)
+        drawn(iterator, index)
+        return index
+
+    return draw
+
+
+def _around_yield(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def following(iterator: Any) -> Any:
+        try:
+            batch = original(iterator)
+        except StopIteration:
+            ended(iterator)
+            raise
+        if torch.is_grad_enabled():
+            found = yielded(iterator, batch)
+            for listener in list(_listeners):
+                listener.yielded(found)
+        return batch
+
+    return following
+
+
 class Hearing:
     """What a watch hears of the loop's own calls, handed on to the optimizers that they concern."""
 
-    def __init__(self, probes: Mapping[int, OptimizerProbe], signal: HaltSignal | None) -> None:
+    def __init__(self, probes: Mapping[int, OptimizerProbe], signal: HaltSignal | None, practice: Practice) -> None:
         """probes: by the identity of their optimizer. signal: what stops all ranks, and knows who waits for whom."""
         self._probes = probes
+        self._practice = practice
         self._signal = signal
         self._begun = None if signal is None else signal.begun
 
@@ -180,3 +217,7 @@ class Hearing:
         """A reduction of the loop failed."""
         if self._signal is not None:
             self._signal.lost(error)
+
+    def yielded(self, batch: Yielded) -> None:
+        """A data loader has given the loop a batch."""
+        self._practice.yielded(batch)

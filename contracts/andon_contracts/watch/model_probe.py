@@ -121,11 +121,17 @@ class ModelProbe:
             (n, m) for n, m in self.inner.named_modules() if isinstance(m, _BatchNorm) and m.track_running_stats
         ]
         self.sharded = any(is_sharded(parameter) for parameter in self.parameters.values())
+        self.every_rank_has_rows = not self.sharded or self._only_data_parallel()
+        """Whether no ranks share the rows of a batch, as they do under tensor parallelism."""
         self._optimizers = tuple(optimizers)
         self._groups = self._members()
         self._counts = self._sizes()
         self._declared = declared
         self._tied = tied
+
+    def _only_data_parallel(self) -> bool:
+        meshes = [getattr(parameter, "device_mesh", None) for parameter in self.parameters.values()]
+        return hasattr(self.inner, "set_requires_gradient_sync") and all(m is None or m.ndim == 1 for m in meshes)
 
     def _first_of_each(self) -> dict[str, nn.Parameter]:
         found: dict[int, tuple[str, nn.Parameter]] = {}

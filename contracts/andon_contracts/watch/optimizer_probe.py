@@ -188,6 +188,7 @@ class OptimizerProbe:
             "norm": bits_of(0.0 if skipped else norm),
             "clipped": bits_of(0.0 if skipped else clipped),
             "stale": self._place(raw.stale),
+            "raw": raw.sign,
             "missing": self._place(self.presence.missing()),
             "scale": 0 if self.settings.scaler is None else bits_of(float(self.settings.scaler.get_scale())),
         }

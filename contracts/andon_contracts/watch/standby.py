@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from andon_contracts.liveness.halt import own_store
 from andon_contracts.watch.discovery import members, optimizer_of, trained_by
 from andon_contracts.watch.intercept import listen, unlisten
+from andon_contracts.watch.loaders import Yielded
 from andon_contracts.watch.opening import is_watched, opened_so_far, watch_script
 from andon_contracts.watch.watcher import Watch
 
@@ -118,6 +119,9 @@ class Standby:
         """Of no concern before there is a watch."""
 
     def lost(self, error: BaseException) -> None:
+        """Of no concern before there is a watch."""
+
+    def yielded(self, batch: Yielded) -> None:
         """Of no concern before there is a watch."""
 
     def _open(self, optimizer: torch.optim.Optimizer) -> Watch | None:

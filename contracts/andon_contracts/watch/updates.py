@@ -22,6 +22,7 @@ from andon_contracts.watch.model_probe import ModelProbe
 from andon_contracts.watch.model_state import BufferProbe, FrozenBase
 from andon_contracts.watch.optimizer_probe import OptimizerProbe
 from andon_contracts.watch.outcomes import Outcomes
+from andon_contracts.watch.practice import Practice
 from andon_contracts.watch.replicas import Replicas
 from andon_contracts.watch.rows import Rows
 from andon_contracts.watch.synchrony import State
@@ -53,6 +54,10 @@ class Updates:
         self.auditor = Auditor(exchange, verdicts, rows, probes)
         self.reports = UserReports(exchange, verdicts, rows)
         self.outcomes = Outcomes(exchange, verdicts, probes, recorder, subject)
+        apart = replicas.cut or not subject.every_rank_has_rows
+        self.practice = Practice(
+            exchange, verdicts, subject, apart=apart, muted=lambda: any(probe.taps.muted for probe in probes)
+        )
         self._before_laws, self._after_laws = verdicts.alive(BEFORE), verdicts.alive(AFTER)
         self._want = each_by_itself(self._settings.clip or None)
         self._base = FrozenBase(list(subject.frozen.values()))
@@ -134,6 +139,7 @@ class Updates:
         self.locator.note_equal(probe.updates, aligned)
         probe.moments_equal = "optimizer" not in aligned.differing
         probe.turn()
+        self.practice.turn()
         self.spent += time.perf_counter() - began
 
     def _record(self, probe: OptimizerProbe, after: Observations) -> None:
@@ -153,7 +159,13 @@ class Updates:
         """An update of `probe`'s optimizer is about to be made."""
         began = time.perf_counter()
         step = probe.updates + 1
-        values = {**probe.before(), **self.reports.told(), "base": self._base.digest(), "first base": self._base.first}
+        values = {
+            **probe.before(),
+            **self.reports.told(),
+            **self.practice.values(),
+            "base": self._base.digest(),
+            "first base": self._base.first,
+        }
         self._seen_before = self._exchange(step, f"before {self._number(probe)}", values, judged=True)
         observations = self._aligned = self._replicas.align(self._seen_before)
         self.reports.told_rows = Told()
@@ -165,6 +177,7 @@ class Updates:
             self.locator.before(probe, judgement, laws)
         if in_lockstep(observations):
             self.outcomes.judge_count(probe.updates, over=False)
+            self.practice.judge(self._seen_before)
             ids = self.reports.judge_rows(observations, probe.skipped)
             # What no one has reduced yet is no gradient of all rows.
             if probe.synchrony.known:

@@ -71,7 +71,7 @@ class Watch:
         probes = list(self._probes.values())
         self._updates = Updates(subject, probes, exchange, replicas, self._verdicts, self._recorder, self._rows)
         self._reports, self._outcomes = self._updates.reports, self._updates.outcomes
-        self.hearing = Hearing(self._probes, cord)
+        self.hearing = Hearing(self._probes, cord, self._updates.practice)
         self._began = time.perf_counter()
         self._undo: list[Callable[[], object]] = []
         self._say(opening_lines(self._cover, exchange.world_size, len(subject.trainable)))
@@ -208,7 +208,7 @@ class Watch:
             self._undo.append(home.called.register_forward_pre_hook(tap).remove)
         for wrapper in self._subject.reducers:
             self._undo.append(wrapper.module.register_forward_pre_hook(ForwardTap(wrapper.forward)).remove)
-        self._undo += self._updates.auditor.hooks(called)
+        self._undo += self._updates.auditor.hooks(called) + self._updates.practice.hooks()
         if self._begun is not None and not self._subject.begins_unseen:
             for each in self._begun.follow(self._subject.outer):
                 tap = ForwardTap(partial(self._begun.forward, each))
@@ -309,6 +309,7 @@ class Watch:
             lines = closing_lines(
                 self._cover, self._verdicts, self._updates.steps, spent / whole if whole else 0.0, self._reports.untold
             )
+            lines += self._updates.practice.lines()
             self._say([*lines, *filter(None, [*unread, self._recorder.closing_line()])])
 
     def _record_cause(self, cause: Cause | None) -> None:

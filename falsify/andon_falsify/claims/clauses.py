@@ -62,6 +62,8 @@ MAP: tuple[Kinship, ...] = (
     Kinship("hyperparameters-agree", "part", ("schedule", "update-law")),
     Kinship("groups-planned", "part", ("update-law",)),
     Kinship("modes-agree", "part", ("randomness-apart",)),
+    Kinship("order-renewed", "part", ("samples-once",), "of our trainer, whose plan has an order for each epoch"),
+    Kinship("training-mode", "part", ("randomness-apart",)),
     Kinship("buffers-agree", "part", ("replicas-agree",), "of a loop, its running statistics"),
     Kinship("parameters-kept", "part", ("update-law", "base-frozen", "gradient-law")),
     Kinship("gradient-present", "part", ("gradient-law",)),

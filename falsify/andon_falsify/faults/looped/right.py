@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from itertools import islice
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Sampler
+from torch.utils.data.distributed import DistributedSampler
 
 from andon_falsify.loops.protocol import Told
 from andon_falsify.loops.task import collate, optimizer
@@ -226,5 +230,57 @@ class Best(PlainLoop):
             parameter.copy_(kept)
 
 
-RIGHT_LOOPS = (Wrapped, Tracking, Scheduled, Grouped, Tied, Labelled, LossScaled, Streamed, Noisy, Best)
+class Loaded(PlainLoop):
+    """Torch's data loader gives it its rows, of which a `DistributedSampler` deals out every rank's share."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.sampler = self._sampler()
+        self.loader = DataLoader(
+            self.rows,  # type: ignore[arg-type]
+            batch_size=case.local_batch,
+            sampler=self.sampler,
+            collate_fn=collate,
+        )
+
+    def _sampler(self) -> Sampler[int]:
+        """What says which rows this rank has, and in which order."""
+        return DistributedSampler(self.rows, seed=self.case.seed)  # type: ignore[arg-type]
+
+    def _begin(self, epoch: int) -> None:
+        """Before a pass over the rows."""
+        if isinstance(self.sampler, DistributedSampler):
+            self.sampler.set_epoch(epoch)
+
+    def _batches(self) -> Iterator[Any]:
+        updates = range(self.case.max_steps or self.case.epochs * len(self.loader))
+        yield from (batch for _, batch in zip(updates, self._windows(), strict=False))
+
+    def _windows(self) -> Iterator[list[dict[str, Tensor]]]:
+        """The micro-batches of each update."""
+        for epoch in range(self.case.epochs):
+            self._begin(epoch)
+            micro_batches = iter(self.loader)
+            while window := list(islice(micro_batches, self.case.accumulation)):
+                yield window
+
+    def _update(self, batch: Any) -> Tensor:
+        rows = torch.tensor(float(sum(len(each["labels"]) for each in batch)))
+        dist.all_reduce(rows)
+        total = torch.zeros(())
+        for each in batch:
+            loss = self._loss_sum(each) / rows
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        self._add_over_ranks(total)
+        self._apply()
+        return total
+
+    def _loss_sum(self, ids: Any) -> Tensor:
+        labels = ids["labels"]
+        given = {name: tensor for name, tensor in ids.items() if name != "labels"}
+        return cross_entropy(self.model(**given).logits, labels, self.weights, reduction="sum")
+
+
+RIGHT_LOOPS = (Loaded, Wrapped, Tracking, Scheduled, Grouped, Tied, Labelled, LossScaled, Streamed, Noisy, Best)
 """All of them; a fault changes one of these, or `PlainLoop`."""

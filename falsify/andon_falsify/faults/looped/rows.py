@@ -8,13 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import Subset
+from torch.utils.data import DataLoader, RandomSampler, Sampler, Subset
+from torch.utils.data.distributed import DistributedSampler
 
 from andon_falsify.faults.looped.fault import SGD, WATCHED, Inside, LoopFault, Outside, Timed
-from andon_falsify.faults.looped.right import Labelled, Noisy, Streamed
+from andon_falsify.faults.looped.right import Labelled, Loaded, Noisy, Streamed
 from andon_falsify.loops.task import collate
 from andon_falsify.peers.plain import PlainLoop
-from andon_falsify.subjects.case import Case
+from andon_falsify.subjects.case import Case, make_rows
 
 
 class Padded(PlainLoop):
@@ -45,6 +46,38 @@ class Unsharded(PlainLoop):
 
     def _mine(self, batch: list[int]) -> list[int]:
         return batch[: len(super()._mine(batch))]
+
+
+class NotDealtOut(Loaded):
+    """Nothing deals out the rows, and all ranks shuffle them alike."""
+
+    def _sampler(self) -> Sampler[int]:
+        return RandomSampler(self.rows, generator=torch.Generator().manual_seed(self.case.seed))  # type: ignore[arg-type]
+
+
+class OwnShuffle(Loaded):
+    """The sampler of every rank is seeded by itself, so that their shares are of different orders."""
+
+    def _sampler(self) -> Sampler[int]:
+        return DistributedSampler(self.rows, seed=self.case.seed + dist.get_rank())  # type: ignore[arg-type]
+
+
+class OwnSplit(Loaded):
+    """Every rank has split off other rows to train on."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        own = torch.randperm(len(self.rows), generator=torch.Generator().manual_seed(dist.get_rank()))
+        rows = Subset(self.rows, own[: len(own) // 2].tolist())
+        self.sampler = DistributedSampler(rows, seed=case.seed)
+        self.loader = DataLoader(rows, batch_size=case.local_batch, sampler=self.sampler, collate_fn=collate)
+
+
+class SameOrder(Loaded):
+    """The sampler is not told of a new epoch."""
+
+    def _begin(self, epoch: int) -> None:
+        pass
 
 
 class OwnLabels(Labelled):
@@ -129,6 +162,9 @@ _CONTENT = Inside("content-planned", 1, ("batch", "content", "contents"))
 _DRAWN = Inside("randomness-declared", 1, ("rng",), _MASKED)
 _TWICE = Outside("samples-once", "rows used more than once, by ranks 0, 1")
 _ALIKE = Outside("randomness-apart", "step 1: ranks draw the same random numbers", DROPOUT)
+_EVEN = WATCHED.but(rows=make_rows(36))
+_EPOCHS = _EVEN.but(max_steps=8)
+_TWICE_LOADED = Outside("samples-once", "rows used more than once", SGD.but(rows=make_rows(16)))
 _OTHER_LABEL = r"with label \d instead of \d"
 FAULTS = (
     LoopFault("F46", "sampler pads with repeats", Padded, Inside("samples-once", 5, ("batch", "rows")),
@@ -139,6 +175,11 @@ FAULTS = (
               _TWICE),
     LoopFault("F50", "data not sharded", Unsharded, Inside("samples-once", 1, ("batch",)),
               Outside("samples-once", "step 1: rows used more than once, by ranks 0, 1")),
+    LoopFault("F50", "loader not dealt out", NotDealtOut, Inside("samples-once", 2, (), _EVEN), _TWICE_LOADED),
+    LoopFault("F50", "sampler seeded by rank", OwnShuffle, Inside("samples-once", 2, (), _EVEN.but(seed=3)), _TWICE_LOADED),
+    LoopFault("F50", "split of each rank's own", OwnSplit, Inside("samples-once", 2, (), _EVEN.but(seed=3)), _TWICE_LOADED),
+    LoopFault("F51", "epochs in one order", SameOrder, Inside("order-renewed", 7, (), _EPOCHS), 
+              "every row is visited once in each epoch, and no claim says that epochs have orders of their own"),
     LoopFault("F52", "label map of one rank", OwnLabels, _CONTENT,
               Outside("samples-once", rf"step 1, rank 1: .*{_OTHER_LABEL}")),
     LoopFault("F53", "labels shifted", ShiftedLabels, _CONTENT, Outside("samples-once", _OTHER_LABEL)),
@@ -151,7 +192,7 @@ FAULTS = (
               Inside("evaluation-once", 6, ("evaluated",), WATCHED.but(dropout=0.5)),
               Outside("evaluation-law", "the evaluation loss is not that of every row once", SGD.but(dropout=0.5))),
     LoopFault("F58", "training in evaluation mode", NeverTraining,
-              "all ranks are in the same mode, and no line says which one is right",
+              Inside("training-mode", 3, (), _MASKED),
               Outside("randomness-apart",
                       "step 2, ranks 0, 1: training goes on without dropout.*the model in evaluation mode")),
     LoopFault("F59", "shared stream drawn on one rank", DrawnOnOne,

@@ -1,0 +1,239 @@
+"""What torch's data loaders give a loop: the rows of each batch by their indices, as it was yielded, pass by pass.
+
+Drawn is not yielded: with workers an iterator draws ahead, and with `in_order=False` it yields in another order. So
+each draw is kept under the number that the iterator itself gives it, until that number is no longer outstanding.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import RandomSampler, Subset
+from torch.utils.data.distributed import DistributedSampler
+
+from andon_contracts.digest import mix64
+
+_SHUFFLERS = ("SeedableRandomSampler", "SubsetRandomSampler")
+"""Samplers, beside torch's own, whose passes are permutations that must not come again."""
+_REPEATS = ("repetitions", "num_repeats")
+"""How samplers that repeat rows on purpose (RASampler, RepeatAugSampler) call the number of times."""
+_SAMPLED = 64
+"""So many elements of a row, spread over it, stand for its content."""
+_LONGEST = 4096
+"""Integers of a row that are more than these are not taken for tokens."""
+_IGNORED = -100
+"""What torch's losses take for no label."""
+_REMEMBERED = 64
+"""So many rows of a pass are kept in their order."""
+_DEEPEST = 4
+
+
+@dataclass(eq=False)
+class Pass:
+    """One pass of a loop over a data loader, on this rank.
+
+    number: 1 for the first one over this sampler. size: the rows of the data set; 0: unknown. shuffles: whether the
+    sampler is one of those that promise another permutation in each pass. most: how often a row may come in it;
+    0: unknown, or any number of times.
+    """
+
+    number: int
+    size: int
+    shuffles: bool
+    most: int
+    sampler: str
+    before: Pass | None = None
+    order: list[int] = field(default_factory=list)
+    """The first rows, in order."""
+    batches: int = 0
+    """How many batches were trained on."""
+    rows: int = 0
+    """How many rows were yielded."""
+    over: bool = False
+    """Whether the loader has come to its end."""
+
+
+@dataclass(eq=False)
+class Yielded:
+    """A batch of a data loader. keys: of each row its index and content; None where either cannot be seen.
+
+    places: the addresses of the memory of its tensors, by which it is known in a forward pass.
+    """
+
+    source: Pass
+    ids: tuple[int, ...] | None
+    keys: Tensor | None
+    places: frozenset[int]
+    so_far: int = 0
+    """How many rows the pass had yielded with it."""
+
+
+_drawn: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
+_passes: weakref.WeakKeyDictionary[Any, Pass] = weakref.WeakKeyDictionary()
+"""The present pass of each iterator."""
+_latest: weakref.WeakKeyDictionary[Any, Pass] = weakref.WeakKeyDictionary()
+"""The latest pass over each sampler."""
+
+
+def drawn(iterator: Any, index: Any) -> None:
+    """An iterator of a data loader has drawn the index of a batch, or of a row."""
+    _drawn.setdefault(iterator, {})[getattr(iterator, "_send_idx", 0)] = index
+
+
+def yielded(iterator: Any, batch: object) -> Yielded:
+    """What the loop is given now."""
+    index = _index(iterator)
+    ids = _ids(index, iterator._dataset)
+    found = _passes.get(iterator)
+    if found is None or iterator._num_yielded == 1:
+        found = _passes[iterator] = _begun(iterator)
+    tensors = list(tensors_in(batch))
+    keys = None if ids is None else row_keys(ids, tensors)
+    found.rows += 0 if ids is None else len(ids)
+    found.order += (ids or ())[: _REMEMBERED - len(found.order)]
+    return Yielded(found, ids, keys, places_of(tensors), found.rows)
+
+
+def ended(iterator: Any) -> None:
+    """The iterator has nothing more to give."""
+    found = _passes.get(iterator)
+    if found is not None:
+        found.over = True
+
+
+def _index(iterator: Any) -> Any:
+    """What was drawn for the batch that was yielded last; None where that is not known."""
+    outstanding = _drawn.get(iterator, {})
+    waiting = getattr(iterator, "_task_info", {})
+    gone = [number for number in outstanding if number not in waiting]
+    taken = [outstanding.pop(number) for number in gone]
+    return taken[0] if len(taken) == 1 else None
+
+
+def _ids(index: Any, dataset: Any) -> tuple[int, ...] | None:
+    """The rows of a drawn index in the innermost data set of subsets."""
+    listed = index if isinstance(index, list | tuple) else [index]
+    try:
+        found = [each.__index__() for each in listed]
+        while isinstance(dataset, Subset):
+            found = [dataset.indices[each].__index__() for each in found]
+            dataset = dataset.dataset
+    except (AttributeError, TypeError, IndexError):
+        return None  # keys that are no integers, or an iterable data set, which has none
+    return tuple(found)
+
+
+def _begun(iterator: Any) -> Pass:
+    sampler = iterator._index_sampler
+    try:
+        before = _latest.get(sampler)
+    except TypeError:  # a list of indices, say, which cannot be known again
+        before = None
+    inner = _innermost(sampler)
+    shuffles = _shuffles(inner)
+    repeats = next((getattr(inner, name) for name in _REPEATS if isinstance(getattr(inner, name, None), int)), 1)
+    try:
+        size = len(iterator._dataset)
+    except TypeError:
+        size = 0
+    found = Pass(
+        1 if before is None else before.number + 1,
+        size,
+        shuffles,
+        1 if shuffles or type(inner).__name__ == "SequentialSampler" else repeats if repeats > 1 else 0,
+        type(inner).__name__,
+        before,
+    )
+    if before is not None:
+        before.before = None  # one is enough
+    with suppress(TypeError):
+        _latest[sampler] = found
+    return found
+
+
+def _innermost(sampler: Any) -> Any:
+    """The sampler of rows inside of those that make batches of it, or deal it out."""
+    for _ in range(_DEEPEST):
+        inner = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
+        if inner is None:
+            break
+        sampler = inner
+    return sampler
+
+
+def _shuffles(sampler: Any) -> bool:
+    if isinstance(sampler, DistributedSampler):
+        return bool(sampler.shuffle) and type(sampler) is DistributedSampler
+    if type(sampler) is RandomSampler:
+        return not sampler.replacement
+    return type(sampler).__name__ in _SHUFFLERS
+
+
+def tensors_in(value: object, depth: int = _DEEPEST) -> Iterator[Tensor]:
+    """The tensors in a batch or in the arguments of a call, in order, without their autograd."""
+    if isinstance(value, Tensor):
+        if value.layout == torch.strided and not value.is_meta:
+            yield value.detach()
+    elif depth and isinstance(value, Mapping):
+        for each in value.values():
+            yield from tensors_in(each, depth - 1)
+    elif depth and isinstance(value, list | tuple):
+        for each in value:
+            yield from tensors_in(each, depth - 1)
+
+
+def places_of(tensors: Sequence[Tensor]) -> frozenset[int]:
+    """Where the memory of `tensors` begins."""
+    return frozenset(each.untyped_storage().data_ptr() for each in tensors if each.numel())
+
+
+def row_keys(ids: Sequence[int], tensors: Sequence[Tensor]) -> Tensor | None:
+    """int64 [rows]: one key for each row's index and content; None where no tensor on the CPU has a row for each."""
+    own = [t for t in tensors if t.dim() and t.shape[0] == len(ids) and t.device.type == "cpu" and t.numel()]
+    if not own or not ids:
+        return None
+    found = mix64(torch.tensor(ids, dtype=torch.int64))
+    mask = next(filter(_is_mask, own), None)
+    for place, tensor in enumerate(own, start=1):
+        words, shown = _words(_spread(tensor)), None
+        if _is_tokens(tensor):
+            shown = (words != 0) & (words != _IGNORED)
+            if mask is not None and mask.shape == tensor.shape:
+                shown &= mask != 0
+        mixed = mix64(words + (place << 32))
+        # How far a row is padded depends on the rows beside it: padding counts for nothing, and places neither.
+        found = mix64(found + (mixed if shown is None else mixed * shown).sum(1))
+    return found
+
+
+def _is_tokens(tensor: Tensor) -> bool:
+    return tensor.dim() == 2 and not tensor.dtype.is_floating_point and tensor.shape[1] <= _LONGEST
+
+
+def _is_mask(tensor: Tensor) -> bool:
+    """Whether it says which places of the others are padding."""
+    return _is_tokens(tensor) and bool(((tensor == 0) | (tensor == 1)).all())
+
+
+def _spread(tensor: Tensor) -> Tensor:
+    """[rows, elements]: some elements of each row, spread evenly over it; of tokens all."""
+    rows = tensor.reshape(tensor.shape[0], -1)
+    return rows if _is_tokens(tensor) else rows[:, :: max(rows.shape[1] // _SAMPLED, 1)]
+
+
+def _words(rows: Tensor) -> Tensor:
+    """int64 [rows, elements]: the bits of each element."""
+    real = torch.view_as_real(rows).flatten(1) if rows.is_complex() else rows.contiguous()
+    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return real.view(kinds[real.element_size()]).to(torch.int64)
+
+
+def total(keys: Tensor) -> int:
+    """One integer in int64 of a set of keys, whatever their order."""
+    return int(mix64(keys).sum())

@@ -1,0 +1,281 @@
+"""What a loop does without telling: which rows it trains on, by its data loaders and by what its model is given, and in
+which mode the model is. Kept for the update at hand, held to the other ranks, and forgotten behind it.
+
+Yielded is not trained: Accelerate reads one batch ahead, the Trainer of transformers a window. A batch is trained on
+when a forward pass is given its memory; where none is (it was copied to a device), the oldest one of the loader that
+yielded last is. What is left at the close was never used.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from andon_contracts.act import Scene
+from andon_contracts.laws.law import Observations, Seen
+from andon_contracts.laws.practice import COURSE, PASS, ROWS
+from andon_contracts.laws.practice import Practice as Practised
+from andon_contracts.observe import flat_digest
+from andon_contracts.watch.exchange import Exchange
+from andon_contracts.watch.judging import Verdicts
+from andon_contracts.watch.loaders import Pass, Yielded, places_of, tensors_in, total
+from andon_contracts.watch.model_probe import ModelProbe, Several
+
+_AHEAD = 64
+"""So many batches may be yielded before they are used."""
+_SAMPLED = 1024
+"""About so many elements of a tensor stand for what a forward pass was given."""
+_SPARSE = 64
+_LEAST = 6
+"""Fewer rows may come in the same order by chance."""
+_MOST = 1 << 16
+"""A pass of more rows than these is not held to the end."""
+
+
+class Practice:
+    """See the module. The ranks call `values` and `judge` alike, at each update."""
+
+    def __init__(
+        self, exchange: Exchange, verdicts: Verdicts, subject: ModelProbe, *, apart: bool, muted: Callable[[], bool]
+    ) -> None:
+        """apart: whether ranks hold parts of the model, so that some rightly train on the same rows.
+
+        muted: whether it is a watch that runs the model.
+        """
+        self._exchange = exchange
+        self._verdicts = verdicts
+        self._subject = subject
+        self._apart = apart or exchange.world_size == 1
+        self._muted = muted
+        self._waiting: deque[Yielded] = deque(maxlen=_AHEAD)
+        self._latest: Pass | None = None
+        self._used: Yielded | None = None
+        self._window: list[Yielded] = []
+        self._held: list[Yielded] = []
+        self._given: list[Tensor] = []
+        self._modes: set[bool] = set()
+        self._trained = False
+        self._evaluating = 0
+        self._alike = self._unseen = 0
+        self._again = 0
+        self._passes: dict[int, _Counted] = {}
+        self._loaders: list[Pass] = []
+
+    def hooks(self) -> list[Callable[[], None]]:
+        """See the forward passes from now on; what ends that."""
+        several = isinstance(self._subject.inner, Several)
+        modules = list(self._subject.inner.children()) if several else [self._subject.called]
+        return [
+            each.register_forward_pre_hook(_Tap(self._forward), with_kwargs=True).remove  # type: ignore[arg-type]
+            for each in modules
+        ]
+
+    def yielded(self, batch: Yielded) -> None:
+        """A data loader has given the loop a batch."""
+        self._waiting.append(batch)
+        self._latest = batch.source
+
+    def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if self._muted():
+            return
+        tensors = list(tensors_in((args, kwargs)))
+        batch = self._taken(places_of(tensors))
+        if not torch.is_grad_enabled():
+            return
+        self._modes.add(module.training)
+        self._given += [_sampled(each) for each in tensors if each.numel()]
+        if batch is not None:
+            whole = any(each.dim() and each.shape[0] == len(batch.ids or ()) for each in tensors)
+            if not whole:  # a part of a batch that all ranks read, say; which rows are in it cannot be seen
+                batch.ids = batch.keys = None
+            self._train_on(batch)
+
+    def _taken(self, places: frozenset[int]) -> Yielded | None:
+        """The batch that a forward pass with this memory uses, if it is none that was used already."""
+        known = next((each for each in reversed(self._waiting) if each.places & places), None)
+        if known is None and self._used is not None and self._used.places & places:
+            return None
+        found = known or next((each for each in self._waiting if each.source is self._latest), None)
+        if found is not None:
+            passed = list(self._waiting)[: self._waiting.index(found) + 1]
+            for each in passed:
+                if each.source is found.source:
+                    self._waiting.remove(each)
+        self._used = found or self._used
+        return found
+
+    def _train_on(self, batch: Yielded) -> None:
+        source = batch.source
+        source.batches += 1
+        if source not in self._loaders:
+            self._loaders.append(source)
+        self._window.append(batch)
+        if batch.keys is not None:
+            self._held.append(batch)
+        before = source.before
+        if before is not None and source.shuffles and before.batches > 1 and source.batches > 1:
+            count = min(len(source.order), len(before.order))
+            first = source.order[:count]
+            if count >= _LEAST and first == before.order[:count] and first != sorted(first):
+                self._again = source.number
+        elif source.batches > 1:
+            source.before = None
+
+    def values(self) -> dict[str, int]:
+        """The integers of an update."""
+        ids = [each.ids for each in self._window]
+        known = (
+            bool(ids) and all(each is not None for each in ids) and all(each.keys is not None for each in self._window)
+        )
+        keys = [each.keys for each in self._window if each.keys is not None]
+        if self._modes:
+            self._evaluating = self._evaluating + 1 if self._modes == {False} and self._moody() else 0
+            self._trained = self._trained or True in self._modes
+        return {
+            "drawn": sum(len(each) for each in ids if each is not None) if known else 0,
+            "drawn keys": total(torch.cat(keys)) if known else 0,
+            "held": sum(len(each.ids or ()) for each in self._held),
+            "given": flat_digest(self._given) >> 1 if self._given else 0,
+            "order again": self._again,
+            "evaluating": (1 if self._trained else 2) if self._evaluating > 1 else 0,
+        }
+
+    def _moody(self) -> bool:
+        """Whether any module does something else in evaluation mode."""
+        return any(
+            (isinstance(each, _DropoutNd) and each.p > 0)
+            or (isinstance(each, _BatchNorm) and each.track_running_stats)
+            or (isinstance(each, nn.MultiheadAttention | nn.RNNBase) and each.dropout > 0)
+            for each in self._subject.modules
+        )
+
+    def judge(self, observations: Observations) -> None:
+        """Hold what all ranks said of an update to the laws. Gathers rows at some updates."""
+        step, scene = observations[0].step, Scene(self._exchange.world_size)
+        seen: Seen[object] = Seen(observations, None)
+        self._verdicts.judge(COURSE, seen, scene)
+        if self._apart:
+            return
+        if seen.any("drawn") or seen.any("given"):
+            one = {name: len(set(seen.column(name))) == 1 and seen.any(name) for name in ("drawn keys", "given", "raw")}
+            known = all(seen.column("drawn"))
+            self._alike = self._alike + 1 if known and one["drawn keys"] and one["given"] else 0
+            alike = (one["given"] or one["raw"]) and not known
+            self._unseen = self._unseen + 1 if alike else 0
+        rows = [row for each in self._window for row in each.ids or ()]
+        self._verdicts.judge(ROWS, Practised(observations, self._alike, self._unseen, rows=rows), scene)
+        window = step - self._verdicts.settings.start
+        if (window <= 4 or window & (window - 1) == 0 or window % _SPARSE == 0) and seen.any("held"):
+            self._judge_passes(observations, scene)
+
+    def _judge_passes(self, observations: Observations, scene: Scene) -> None:
+        """Gather the rows since the last time, by pass, and hold each pass to have each row once."""
+        columns: list[list[int]] = [[], [], [], [], [], []]
+        for each in self._held:
+            source, ids, keys = each.source, each.ids or (), [] if each.keys is None else each.keys.tolist()
+            number = self._loaders.index(source) if source in self._loaders else 0
+            alike = (number, source.size, source.most, each.so_far)
+            for row, key in zip(ids, keys, strict=True):
+                for column, value in zip(columns, (row, key, *alike), strict=True):
+                    column.append(value)
+        self._held = []
+        parts = self._exchange.columns(observations[0].step, columns)
+        numbers = sorted({number for part in parts for number in part[2]})
+        for number in numbers:
+            counted = self._passes.setdefault(number, _Counted())
+            for rank, part in enumerate(parts):
+                for row, key, _, size, most, so_far in _rows_of(part, number):
+                    counted.add(rank, row, key, size, most, so_far)
+            keys = counted.repeated()
+            ranks = counted.ranks_of(keys, self._exchange.world_size)
+            self._verdicts.judge(PASS, Practised(observations, repeated=counted.rows(keys), ranks=ranks), scene)
+        for number in [each for each in self._passes if each < max(numbers, default=0) - 1]:
+            del self._passes[number]
+
+    def turn(self) -> None:
+        """The update was made."""
+        self._window, self._given, self._again = [], [], 0
+        self._modes.clear()
+
+    def lines(self) -> list[str]:
+        """What the passes that ended left out or had twice, for the end."""
+        world = self._exchange.world_size
+        found: dict[str, None] = {}
+        for each in self._loaders:
+            spare = world * each.rows - each.size
+            if each.over and each.most == 1 and 0 < abs(spare) < each.size:
+                what = f"{spare} rows more than the {each.size} of the data fill up" if spare > 0 else ""
+                what = what or f"{-spare} of the {each.size} rows of the data are left out of"
+                found[f"  rows: {what} a pass over them ({each.sampler})"] = None
+        return list(found)
+
+
+def _rows_of(part: list[list[int]], number: int) -> Iterator[tuple[int, ...]]:
+    return (row for row in zip(*part, strict=True) if row[2] == number)
+
+
+class _Counted:
+    """How often each row came in one pass, on all ranks."""
+
+    def __init__(self) -> None:
+        self._count = Counter[int]()
+        self._row: dict[int, int] = {}
+        self._ranks: dict[int, set[int]] = {}
+        self._size, self._most, self._so_far = 0, 1, dict[int, int]()
+
+    def add(self, rank: int, row: int, key: int, size: int, most: int, so_far: int) -> None:
+        """A row came on a rank."""
+        self._size, self._most = max(size, self._size), 0 if 0 in (most, self._most) else max(most, self._most)
+        self._so_far[rank] = max(so_far, self._so_far.get(rank, 0))
+        if len(self._count) < _MOST:
+            self._count[key] += 1
+            self._row[key] = row
+            self._ranks.setdefault(key, set()).add(rank)
+
+    def repeated(self) -> list[int]:
+        """The keys of rows that came too often; none while that only fills up the end of the pass."""
+        if not self._most:
+            return []
+        again = [key for key, count in self._count.items() if count > self._most]
+        spare = sum(self._count[key] - self._most for key in again)
+        return again if spare > max(0, sum(self._so_far.values()) - self._most * self._size) else []
+
+    def ranks_of(self, keys: list[int], world: int) -> tuple[int, ...]:
+        """The ranks that had any of these rows; none where that is all."""
+        found = sorted({rank for key in keys for rank in self._ranks[key]})
+        return tuple(found) if len(found) < world else ()
+
+    def rows(self, keys: list[int]) -> list[int]:
+        """Their indices."""
+        return sorted(self._row[key] for key in keys)
+
+
+@dataclass
+class _Tap:
+    """A hook before a forward pass. Copies of the model are not watched."""
+
+    see: Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], None] | None
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """The module's forward pass begins."""
+        if self.see is not None and not torch.compiler.is_compiling():
+            self.see(module, args, kwargs)
+
+    def __deepcopy__(self, memo: object) -> _Tap:
+        return _Tap(None)
+
+    def __reduce__(self) -> tuple[type[_Tap], tuple[None]]:
+        return _Tap, (None,)
+
+
+def _sampled(tensor: Tensor) -> Tensor:
+    """A copy of about `_SAMPLED` elements, spread over the tensor."""
+    flat = tensor.reshape(-1)
+    return flat[:: max(flat.numel() // _SAMPLED, 1)].clone()

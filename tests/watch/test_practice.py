@@ -1,0 +1,339 @@
+"""What a loop does without telling: right loops that look like faulty ones stay silent, and the closing lines say what
+is no fault.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import multiprocessing
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, Subset, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+import andon
+from andon_contracts.violation import Violation
+from tests.support.ranks import run_ranks
+
+ROWS = 40
+
+
+def rows(count: int = ROWS) -> TensorDataset:
+    """Rows with features and a label, alike on all ranks."""
+    draws = torch.Generator().manual_seed(5)
+    return TensorDataset(torch.randn(count, 6, generator=draws), torch.randint(0, 3, (count,), generator=draws))
+
+
+def net() -> nn.Module:
+    """A model whose mode matters."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 3))
+
+
+@dataclass(frozen=True)
+class Course:
+    """A loop: how it gets its batches in an epoch, and what it does around its updates."""
+
+    batches: Callable[[int], Iterator[Any]]
+    before: Callable[[nn.Module], None] = lambda _: None
+    behind: Callable[[nn.Module], None] = lambda _: None
+    epochs: int = 2
+
+    def run(self) -> list[tuple[str, int]]:
+        """What a watch with no further line finds: clauses and steps."""
+        model = DistributedDataParallel(net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        found: list[tuple[str, int]] = []
+
+        def note(each: Violation) -> None:
+            found.append((each.clause, each.step))
+
+        torch.manual_seed(100 + dist.get_rank())
+        with andon.watch(model, optimizer, action=note) as watch:
+            for epoch in range(self.epochs):
+                self.before(model)
+                for x, y in self.batches(epoch):
+                    nn.functional.cross_entropy(model(x), y).backward()
+                    self.behind(model)
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return found + [(each.clause, each.step) for each in watch.findings if (each.clause, each.step) not in found]
+
+
+def _dealt(data: Any, epoch: int, *, drop: bool = False, **options: Any) -> Iterator[Any]:
+    sampler = DistributedSampler(data, seed=1, drop_last=drop)
+    sampler.set_epoch(epoch)
+    yield from DataLoader(data, **{"batch_size": 4, "sampler": sampler, **options})
+
+
+def distributed(epoch: int) -> Iterator[Any]:
+    """As the documentation of torch has it."""
+    yield from _dealt(rows(), epoch)
+
+
+def padded(epoch: int) -> Iterator[Any]:
+    """One row comes twice, because there is an odd number of them."""
+    yield from _dealt(rows(45), epoch)
+
+
+def dropped(epoch: int) -> Iterator[Any]:
+    """One row is left out, and a short batch."""
+    yield from _dealt(rows(45), epoch, drop=True)
+
+
+def _with_workers(epoch: int, **options: Any) -> Iterator[Any]:
+    # A rank of the tests is a daemon, which may else have no processes of its own.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    yield from _dealt(rows(), epoch, num_workers=2, **options)
+
+
+def from_workers(epoch: int) -> Iterator[Any]:
+    """Two workers draw ahead."""
+    yield from _with_workers(epoch)
+
+
+def in_any_order(epoch: int) -> Iterator[Any]:
+    """Batches come as they are ready."""
+    yield from _with_workers(epoch, in_order=False)
+
+
+def ahead(epoch: int) -> Iterator[Any]:
+    """The next batch is read before the one at hand is used, as Accelerate does, and given to the model as a copy."""
+    held: Any = None
+    for batch in _dealt(rows(), epoch):
+        if held is not None:
+            yield [each.clone() for each in held]
+        held = batch
+    yield [each.clone() for each in held]
+
+
+def cut_by_rank(epoch: int) -> Iterator[Any]:
+    """All ranks read the same global batches, and each uses its part."""
+    draws = torch.Generator().manual_seed(epoch)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for x, y in DataLoader(rows(), batch_size=8, sampler=RandomSampler(rows(), generator=draws)):
+        yield x[rank::world], y[rank::world]
+
+
+def own_shard(epoch: int) -> Iterator[Any]:
+    """Every rank has its own part of the data, and shuffles it as the others do theirs."""
+    x, y = rows().tensors
+    rank, world = dist.get_rank(), dist.get_world_size()
+    shard = TensorDataset(x[rank::world], y[rank::world])
+    yield from DataLoader(shard, batch_size=4, sampler=RandomSampler(shard, generator=_seeded(epoch)))
+
+
+def with_replacement(epoch: int) -> Iterator[Any]:
+    """Rows are drawn, not dealt out."""
+    draws = _seeded(10 * epoch + dist.get_rank())
+    sampler = RandomSampler(rows(), replacement=True, generator=draws)
+    yield from DataLoader(rows(), batch_size=4, sampler=sampler)
+
+
+class RASampler(Sampler[int]):
+    """Repeated augmentation: every row comes on several ranks, as torchvision's does it."""
+
+    def __init__(self, count: int, repetitions: int, epoch: int) -> None:
+        self.count, self.repetitions, self.epoch = count, repetitions, epoch
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.randperm(self.count, generator=_seeded(self.epoch)).tolist()
+        repeated = [row for row in order for _ in range(self.repetitions)]
+        yield from repeated[dist.get_rank() : self.count : dist.get_world_size()]
+
+
+def repeated_on_purpose(epoch: int) -> Iterator[Any]:
+    """Rows come three times, on any rank."""
+    yield from DataLoader(rows(), batch_size=4, sampler=RASampler(ROWS, 3, epoch))
+
+
+def oversampled(epoch: int) -> Iterator[Any]:
+    """Rows of a rare class are in the list of rows several times."""
+    order = torch.cat([torch.arange(ROWS), torch.arange(6).repeat(4)])
+    order = order[torch.randperm(len(order), generator=_seeded(epoch))][dist.get_rank() :: dist.get_world_size()]
+    yield from DataLoader(rows(), batch_size=4, sampler=order.tolist())
+
+
+class InOrder:
+    """A loader of the rows in their order, kept for all epochs."""
+
+    def __init__(self) -> None:
+        self.loader: Any = None
+
+    def __call__(self, epoch: int) -> Iterator[Any]:
+        """A pass over it."""
+        if self.loader is None:
+            self.loader = DataLoader(rows(), batch_size=4, sampler=DistributedSampler(rows(), shuffle=False))
+        yield from self.loader
+
+
+class Peeking:
+    """Before the first epoch one batch is looked at, and its sampler is told of epochs from then on."""
+
+    def __init__(self) -> None:
+        self.loader: Any = None
+
+    def __call__(self, epoch: int) -> Iterator[Any]:
+        """A pass over it."""
+        if self.loader is None:
+            self.loader = DataLoader(rows(), batch_size=4, sampler=DistributedSampler(rows()))
+            next(iter(self.loader))
+        self.loader.sampler.set_epoch(epoch)
+        yield from self.loader
+
+
+class Stream(IterableDataset[Any]):
+    """Rows without indices, another part on each rank."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from list(rows())[dist.get_rank() :: dist.get_world_size()]
+
+
+def streamed(epoch: int) -> Iterator[Any]:
+    """No row has an index."""
+    yield from DataLoader(Stream(), batch_size=4)
+
+
+def one_skipped(epoch: int) -> Iterator[Any]:
+    """A batch is left out on all ranks, on purpose."""
+    for number, batch in enumerate(_dealt(rows(45), epoch)):
+        if number != 1:
+            yield batch
+
+
+def freezes_batch_norm(model: nn.Module) -> None:
+    """Into training mode, but for the batch norms."""
+    model.train()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm1d):
+            module.eval()
+
+
+def evaluates_in_between(model: nn.Module) -> None:
+    """Between backward pass and update, with gradients, on the same rows everywhere; and back into training mode."""
+    model.eval()
+    model(torch.ones(4, 6))
+    model.train()
+
+
+RIGHT = {
+    "distributed sampler": Course(distributed),
+    "padded": Course(padded),
+    "last batch dropped": Course(dropped),
+    "workers": Course(from_workers),
+    "workers, in any order": Course(in_any_order),
+    "one batch ahead, copied": Course(ahead),
+    "global batch cut by rank": Course(cut_by_rank),
+    "own shard of each rank, one seed": Course(own_shard),
+    "with replacement": Course(with_replacement),
+    "repeated augmentation": Course(repeated_on_purpose),
+    "oversampled": Course(oversampled),
+    "rows in order": Course(InOrder()),
+    "a batch looked at first": Course(Peeking()),
+    "iterable data": Course(streamed),
+    "a batch left out": Course(one_skipped),
+    "batch norm frozen": Course(distributed, before=freezes_batch_norm),
+    "evaluation between backward pass and update": Course(distributed, behind=evaluates_in_between),
+}
+
+
+def _seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def every_right_course() -> dict[str, list[tuple[str, int]]]:
+    """What is found of each."""
+    return {name: course.run() for name, course in RIGHT.items()}
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, list[tuple[str, int]]]]:
+    """By rank."""
+    return [outcome.get() for outcome in run_ranks(2, every_right_course, deadline_s=200.0)]
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_loop_that_looks_like_a_faulty_one_is_not_accused(
+    found: list[dict[str, list[tuple[str, int]]]], name: str
+) -> None:
+    """Nothing is said of it."""
+    assert [each[name] for each in found] == [[], []]
+
+
+def same_stream(epoch: int) -> Iterator[Any]:
+    """All ranks read the same rows, which have no indices."""
+    yield from DataLoader(Whole(), batch_size=4)
+
+
+class Whole(IterableDataset[Any]):
+    """All rows, on every rank."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from rows()
+
+
+def same_from_workers(epoch: int) -> Iterator[Any]:
+    """Nothing deals out the rows, and workers draw ahead."""
+    yield from _with_workers(epoch, sampler=RandomSampler(rows(), generator=_seeded(epoch)), in_order=False)
+
+
+def one_split(epoch: int) -> Iterator[Any]:
+    """A split that is seeded alike, dealt out: right, and of the same form as one that is not."""
+    half = Subset(rows(), torch.randperm(ROWS, generator=_seeded(0))[:20].tolist())
+    yield from _dealt(half, epoch)
+
+
+def stays_in_evaluation(model: nn.Module) -> None:
+    """Without a way back."""
+    model.eval()
+
+
+WRONG = {
+    "the same stream on all ranks": (Course(same_stream), "samples-once", 3),
+    "the same rows from workers": (Course(same_from_workers, epochs=1), "samples-once", 1),
+    "never in training mode": (Course(distributed, before=stays_in_evaluation), "training-mode", 2),
+}
+
+
+def every_wrong_course() -> dict[str, list[tuple[str, int]]]:
+    """What is found of each."""
+    right = {"one split": Course(one_split).run()}
+    return right | {name: course.run() for name, (course, _, _) in WRONG.items()}
+
+
+def test_what_has_no_index_and_no_way_back_is_suspected() -> None:
+    """Rows that are given to the model alike on all ranks, and a model that was never put into training mode."""
+    for outcome in run_ranks(2, every_wrong_course):
+        found = outcome.get()
+        assert found.pop("one split") == []
+        assert {name: found[name][:1] for name in WRONG} == {
+            name: [(clause, step)] for name, (_, clause, step) in WRONG.items()
+        }
+
+
+def closing(tmp: str) -> list[str]:
+    """Of a pass that was filled up, and of one that was cut short."""
+    lines = []
+    for batches in (padded, dropped):
+        text = io.StringIO()
+        with contextlib.redirect_stderr(text):
+            Course(batches, epochs=1).run()
+        lines += [line for line in text.getvalue().splitlines() if line.startswith("  rows:")]
+    return lines
+
+
+def test_what_a_sampler_adds_or_leaves_out_is_a_closing_line() -> None:
+    """Neither is a violation; both are said."""
+    lines = run_ranks(2, closing, "")[0].get()
+    assert lines == [
+        "  rows: 1 rows more than the 45 of the data fill up a pass over them (DistributedSampler)",
+        "  rows: 1 of the 45 rows of the data are left out of a pass over them (DistributedSampler)",
+    ]
