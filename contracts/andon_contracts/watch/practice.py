@@ -72,10 +72,7 @@ class Practice:
         """See the forward passes from now on; what ends that."""
         several = isinstance(self._subject.inner, Several)
         modules = list(self._subject.inner.children()) if several else [self._subject.called]
-        return [
-            each.register_forward_pre_hook(_Tap(self._forward), with_kwargs=True).remove  # type: ignore[arg-type]
-            for each in modules
-        ]
+        return [each.register_forward_pre_hook(_Tap(self._forward), with_kwargs=True).remove for each in modules]
 
     def yielded(self, batch: Yielded) -> None:
         """A data loader has given the loop a batch."""

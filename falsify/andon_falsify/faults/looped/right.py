@@ -237,7 +237,7 @@ class Loaded(PlainLoop):
         super().__init__(case)
         self.sampler = self._sampler()
         self.loader = DataLoader(
-            self.rows,  # type: ignore[arg-type]
+            self.rows,
             batch_size=case.local_batch,
             sampler=self.sampler,
             collate_fn=collate,
@@ -245,7 +245,7 @@ class Loaded(PlainLoop):
 
     def _sampler(self) -> Sampler[int]:
         """What says which rows this rank has, and in which order."""
-        return DistributedSampler(self.rows, seed=self.case.seed)  # type: ignore[arg-type]
+        return DistributedSampler(self.rows, seed=self.case.seed)
 
     def _begin(self, epoch: int) -> None:
         """Before a pass over the rows."""

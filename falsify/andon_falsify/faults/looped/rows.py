@@ -52,14 +52,14 @@ class NotDealtOut(Loaded):
     """Nothing deals out the rows, and all ranks shuffle them alike."""
 
     def _sampler(self) -> Sampler[int]:
-        return RandomSampler(self.rows, generator=torch.Generator().manual_seed(self.case.seed))  # type: ignore[arg-type]
+        return RandomSampler(self.rows, generator=torch.Generator().manual_seed(self.case.seed))
 
 
 class OwnShuffle(Loaded):
     """The sampler of every rank is seeded by itself, so that their shares are of different orders."""
 
     def _sampler(self) -> Sampler[int]:
-        return DistributedSampler(self.rows, seed=self.case.seed + dist.get_rank())  # type: ignore[arg-type]
+        return DistributedSampler(self.rows, seed=self.case.seed + dist.get_rank())
 
 
 class OwnSplit(Loaded):
@@ -163,6 +163,7 @@ _DRAWN = Inside("randomness-declared", 1, ("rng",), _MASKED)
 _TWICE = Outside("samples-once", "rows used more than once, by ranks 0, 1")
 _ALIKE = Outside("randomness-apart", "step 1: ranks draw the same random numbers", DROPOUT)
 _EVEN = WATCHED.but(rows=make_rows(36))
+_OVERLAP = Inside("samples-once", 2, (), _EVEN.but(seed=3))
 _EPOCHS = _EVEN.but(max_steps=8)
 _TWICE_LOADED = Outside("samples-once", "rows used more than once", SGD.but(rows=make_rows(16)))
 _OTHER_LABEL = r"with label \d instead of \d"
@@ -176,9 +177,9 @@ FAULTS = (
     LoopFault("F50", "data not sharded", Unsharded, Inside("samples-once", 1, ("batch",)),
               Outside("samples-once", "step 1: rows used more than once, by ranks 0, 1")),
     LoopFault("F50", "loader not dealt out", NotDealtOut, Inside("samples-once", 2, (), _EVEN), _TWICE_LOADED),
-    LoopFault("F50", "sampler seeded by rank", OwnShuffle, Inside("samples-once", 2, (), _EVEN.but(seed=3)), _TWICE_LOADED),
-    LoopFault("F50", "split of each rank's own", OwnSplit, Inside("samples-once", 2, (), _EVEN.but(seed=3)), _TWICE_LOADED),
-    LoopFault("F51", "epochs in one order", SameOrder, Inside("order-renewed", 7, (), _EPOCHS), 
+    LoopFault("F50", "sampler seeded by rank", OwnShuffle, _OVERLAP, _TWICE_LOADED),
+    LoopFault("F50", "split of each rank's own", OwnSplit, _OVERLAP, _TWICE_LOADED),
+    LoopFault("F49", "epochs in one order", SameOrder, Inside("order-renewed", 7, (), _EPOCHS),
               "every row is visited once in each epoch, and no claim says that epochs have orders of their own"),
     LoopFault("F52", "label map of one rank", OwnLabels, _CONTENT,
               Outside("samples-once", rf"step 1, rank 1: .*{_OTHER_LABEL}")),
