@@ -71,8 +71,10 @@ class Practice:
     def hooks(self) -> list[Callable[[], None]]:
         """See the forward passes from now on; what ends that."""
         several = isinstance(self._subject.inner, Several)
-        modules = list(self._subject.inner.children()) if several else [self._subject.called]
-        return [each.register_forward_pre_hook(_Tap(self._forward), with_kwargs=True).remove for each in modules]
+        whole = list(self._subject.inner.children()) if several else [self._subject.called]
+        modules = {id(each): each for each in (*whole, *(home.called for home in self._subject.homes))}
+        tap = _Tap(self._forward)
+        return [each.register_forward_pre_hook(tap, with_kwargs=True).remove for each in modules.values()]
 
     def yielded(self, batch: Yielded) -> None:
         """A data loader has given the loop a batch."""

@@ -309,8 +309,9 @@ class Watch:
             lines = closing_lines(
                 self._cover, self._verdicts, self._updates.steps, spent / whole if whole else 0.0, self._reports.untold
             )
-            lines += self._updates.practice.lines()
-            self._say([*lines, *filter(None, [*unread, self._recorder.closing_line()])])
+            self._say(
+                [*lines, *self._updates.practice.lines(), *filter(None, [*unread, self._recorder.closing_line()])]
+            )
 
     def _record_cause(self, cause: Cause | None) -> None:
         """What stopped the loop from elsewhere goes into the ledger here, where no line is being written."""
