@@ -53,11 +53,12 @@ _listeners: list[Listener] = []
 _originals: list[tuple[Any, str, Callable[..., Any]]] = []
 
 
-def listen(listener: Listener) -> None:
-    """Tell `listener` from now on."""
+def listen(listener: Listener) -> Callable[[], None]:
+    """Tell `listener` from now on; what ends it."""
     if not _listeners:
         _install()
     _listeners.append(listener)
+    return functools.partial(unlisten, listener)
 
 
 def unlisten(listener: Listener) -> None:

@@ -21,7 +21,7 @@ from andon_contracts.liveness.halt import HaltSignal, say_cause
 from andon_contracts.violation import Violation
 from andon_contracts.watch.coverage import closing_lines, coverage, opening_lines
 from andon_contracts.watch.exchange import Exchange
-from andon_contracts.watch.intercept import Hearing, listen, unlisten
+from andon_contracts.watch.intercept import Hearing, listen
 from andon_contracts.watch.judging import Verdicts
 from andon_contracts.watch.ledger import Recorder, reason_of
 from andon_contracts.watch.locate import REPLICATED, tensors_of
@@ -219,8 +219,7 @@ class Watch:
             probe.taps.cord = self._cord
             self._undo.append(probe.close)
             self._undo.append(_intercept_zero(probe, self._rows))
-        listen(self.hearing)
-        self._undo.append(partial(unlisten, self.hearing))
+        self._undo.append(listen(self.hearing))
         atexit.register(self._leave)
 
     def pull(self, reason: str) -> NoReturn:
