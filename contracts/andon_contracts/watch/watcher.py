@@ -199,7 +199,7 @@ class Watch:
 
     def _say(self, lines: Sequence[str]) -> None:
         if self._exchange.rank == 0:
-            print("\n".join(lines), file=sys.stderr, flush=True)
+            print("\n".join(filter(None, lines)), file=sys.stderr, flush=True)
 
     def _hook(self) -> None:
         called = self._subject.called
@@ -308,9 +308,7 @@ class Watch:
             lines = closing_lines(
                 self._cover, self._verdicts, self._updates.steps, spent / whole if whole else 0.0, self._reports.untold
             )
-            self._say(
-                [*lines, *self._updates.practice.lines(), *filter(None, [*unread, self._recorder.closing_line()])]
-            )
+            self._say([*lines, *self._updates.practice.lines(), *unread, self._recorder.closing_line()])
 
     def _record_cause(self, cause: Cause | None) -> None:
         """What stopped the loop from elsewhere goes into the ledger here, where no line is being written."""
