@@ -280,7 +280,7 @@ _SYNCED = Guard(
     plants=(Plant.of("no_fsync"),),
 )
 _REJECTED = ("resume: rejected", f"/{TENSORS}:", f"/{STATE}:", f"/{MANIFEST}:", "resume: from step-")
-_GONE = Promise((2,), ("cannot be written: the folder is gone",), heal_says=("starting anew",))
+_GONE = Promise((2,), ("the folder is gone|was removed, moved or replaced",), heal_says=("starting anew",))
 _POWER = Promise((-9,), heal_says=("resume: from step-000000",))
 _NEWEST = "of the tensors, the state and the manifest of the three newest checkpoints"
 

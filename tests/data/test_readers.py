@@ -68,6 +68,15 @@ def test_a_byte_order_mark_crlf_blank_lines_and_either_name_of_the_text_are_read
     assert read(lines).labels == ("0", "1")
 
 
+def test_semicolons_between_fields_are_found(tmp_path: Path) -> None:
+    """Spreadsheets of half the world write CSV with them; a comma in the header makes them plain text."""
+    path = tmp_path / "rows.csv"
+    path.write_text('text;label\n"one, two";yes\nthree;no\n')
+    assert [(row.text, row.label) for row in read(path).rows] == [("one, two", 1), ("three", 0)]
+    path.write_text('"te;xt",label\none,yes\nthree;four,no\n')
+    assert [row.text for row in read(path, text_column="te;xt").rows] == ["one", "three;four"]
+
+
 def test_named_columns_are_used_and_others_are_left_alone(tmp_path: Path) -> None:
     """Only the two columns matter, whatever else a file holds."""
     path = written(tmp_path, "a.csv", "category,text,question\nx,1,who\ny,2,what\n")

@@ -128,6 +128,9 @@ def test_configurations_are_compared_before_a_run_starts(tmp_path: Path) -> None
     report = compare(read_side(one), read_side(other))
     assert report.result is SAME
     assert report.lines[0].startswith("config    run.workers: 2 | 3 (places the run")
+    one, other = _configs(tmp_path, **{"  train: null": "  train: a.csv"})
+    (line,) = [line for line in compare(read_side(one), read_side(other)).lines if "data.train" in line]
+    assert line == "config    data.train: None | 'a.csv' (a name: what it stands for is compared by its digest)"
 
 
 def _checkpoint(folder: Path, weight: torch.Tensor, moment: torch.Tensor) -> Path:

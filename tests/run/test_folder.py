@@ -261,10 +261,10 @@ def test_a_lock_that_cannot_be_read_makes_no_folder_foreign(tmp_path: Path, monk
         pass
     (tmp_path / "config.yaml").touch()
 
-    def failing(self: Path, *_: object) -> object:
-        raise OSError(errno.EIO, "Input/output error", str(self))
+    def failing(path: Path, *_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error", str(path))
 
-    monkeypatch.setattr(Path, "open", failing)
+    monkeypatch.setattr(os, "open", failing)
     with pytest.raises(InputError, match=r"\.lock: cannot be read: Input/output error"):
         RunFolder(tmp_path).state()
 

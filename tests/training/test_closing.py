@@ -16,6 +16,7 @@ from andon.run.folder import RunFolder
 from andon.run.ledger import LedgerWriter, read_ledger
 from andon.training import run
 from andon.training.run import train
+from andon_contracts import ledger
 from andon_contracts.fields import Real
 from andon_contracts.record import Broken, End, Evaluation, Record
 from andon_contracts.violation import Violation
@@ -49,9 +50,9 @@ def cut(folder: Path, lines: int) -> None:
 
 
 def scored(folder: Path) -> list[dict[str, Any]]:
-    """What the metrics say of the rows never trained on."""
+    """What the metrics say of the last scores."""
     lines = map(json.loads, RunFolder(folder).metrics.read_text().splitlines())
-    return [line for line in lines if line.get("what") == "held-out"]
+    return [line for line in lines if line.get("what") == "last validation"]
 
 
 def without_counts(folder: Path) -> dict[str, Any]:
@@ -105,14 +106,14 @@ def test_killed_again_and_again_it_writes_each_once(
 def test_a_resume_reads_the_ledger_twice(runs: Runs, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once for all that it tells of before, and once as it is opened to be written to: a long run has a long ledger."""
     cut(copy, 2)
-    inner, opened = Path.open, []
+    inner, opened = ledger.open_regular, []
 
-    def noted(path: Path, *arguments: Any, **options: Any) -> Any:
+    def noted(path: Path, **options: Any) -> Any:
         opened.append(path.name)
-        return inner(path, *arguments, **options)
+        return inner(path, **options)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "open", noted)
+        patched.setattr(ledger, "open_regular", noted)
         assert go_on(runs, copy) == Exit.OK
     assert opened.count("ledger.jsonl") == 2
 

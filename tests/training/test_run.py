@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from andon.config.load import load_config
 from andon.config.source import quiet_loading
@@ -116,7 +117,38 @@ def test_the_ledger_has_a_line_for_each_step(whole: Path) -> None:
         assert len(rows) == len(set(rows)) == 41
     metrics = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in metrics if "loss" in line and "what" not in line] == list(range(1, STEPS + 1))
-    assert [line["what"] for line in metrics if "what" in line] == ["validation", "validation", "held-out"]
+    assert [line["what"] for line in metrics if "what" in line] == ["validation", "validation", "last validation"]
+
+
+def test_scores_of_rows_that_chose_the_checkpoint_are_not_called_held_out(
+    runs: Runs, whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Without rows of their own the last scores are of the validation rows, everywhere where they are told."""
+    assert (summary(whole)["evaluated_on"], summary(whole)["labels"]) == ("last validation", ["blue", "green", "red"])
+    for name, more, other in (("none", (), "held-out"), ("some", (f"data.eval={runs.data}",), "last validation")):
+        capfd.readouterr()
+        assert runs.train(tmp_path / name, *more, "training.max_steps=1") == 0
+        said, called = capfd.readouterr().err, summary(tmp_path / name)["evaluated_on"]
+        assert f"{called} accuracy" in said
+        assert f"{called} after step 1: " in said
+        assert other not in said
+
+
+def test_the_embedded_model_on_rows_of_ones_own_is_warned_of(
+    runs: Runs, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It has seen no language, and nobody would look for the reason there."""
+    assert runs.train(tmp_path / "run", "training.max_steps=1") == 0
+    assert capfd.readouterr().err.count("warning: no --model is given") == 1
+    assert any(line.startswith("warning: no --model") for line in describe(load_config(None, runs.overrides())))
+
+
+def test_an_adapter_says_what_it_is(whole: Path) -> None:
+    """The card names the base, the classes and how it is loaded; its head is YAML."""
+    _, front, text = (whole / "adapter" / "README.md").read_text().split("---\n", 2)
+    assert yaml.safe_load(front)["base_model"] == str((whole / "base").resolve())
+    assert "3 classes: `blue`, `green`, `red`" in " ".join(text.split())
+    assert "AutoPeftModelForSequenceClassification.from_pretrained" in text
 
 
 def test_stock_peft_loads_the_adapter(runs: Runs, whole: Path) -> None:

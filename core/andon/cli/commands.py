@@ -12,6 +12,17 @@ from typing import Annotated, Any
 import typer
 
 from andon.cli import inspect, plan, plugins
+from andon.cli.options import (
+    Backend,
+    BaseModel,
+    ConfigFile,
+    EvalData,
+    LabelColumn,
+    Overrides,
+    TextColumn,
+    TrainData,
+    material,
+)
 from andon.config.source import is_there, require_file
 from andon.console.messages import put
 from andon.console.problems import InputError, Problem, ProblemList
@@ -43,12 +54,6 @@ def andon(
     """Data-parallel LoRA training of text classifiers, every step a checked fact."""
 
 
-ConfigFile = Annotated[Path | None, typer.Argument(help="YAML file; without one, the embedded example is trained.")]
-Overrides = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one key, as in optimizer.lr=1e-3.")
-]
-
-
 @app.command()
 def train(
     config: ConfigFile = None,
@@ -58,14 +63,14 @@ def train(
     max_restarts: Annotated[
         int | None, typer.Option(min=0, help="With MIN:MAX, at one size without a new checkpoint; 3 by default.")
     ] = None,
-    backend: Annotated[str | None, typer.Option(help="inline, threads, gloo, nccl or mixed.")] = None,
+    backend: Backend = None,
     resume: Annotated[str | None, typer.Option(help="auto: go on in --run-dir, or the newest unfinished.")] = None,
     run_dir: Annotated[str | None, typer.Option(help="Folder of the run; a new one under runs/ by default.")] = None,
-    data: Annotated[str | None, typer.Option(help="Training rows: JSONL, CSV, TSV or Parquet.")] = None,
-    eval_data: Annotated[str | None, typer.Option(help="Rows to evaluate on, never trained on.")] = None,
-    text_column: Annotated[str | None, typer.Option(help="Column of the texts.")] = None,
-    label_column: Annotated[str | None, typer.Option(help="Column of the labels.")] = None,
-    model: Annotated[str | None, typer.Option(help="Hugging Face model folder or hub id of the base.")] = None,
+    data: TrainData = None,
+    eval_data: EvalData = None,
+    text_column: TextColumn = None,
+    label_column: LabelColumn = None,
+    model: BaseModel = None,
     overrides: Overrides = None,
 ) -> None:
     """Train a classifier. The result is the same to the bit for every number of workers."""
@@ -77,11 +82,7 @@ def train(
         "run.backend": backend,
         "run.resume": resume,
         "run.dir": run_dir,
-        "data.train": data,
-        "data.eval": eval_data,
-        "data.text_column": text_column,
-        "data.label_column": label_column,
-        "model.base": model,
+        **material(data, eval_data, text_column, label_column, model),
     }
     given = {key: value for key, value in flags.items() if value is not None}
     raise typer.Exit(int(run_training(config, overrides or (), given, sizing=sizing)))
@@ -116,13 +117,21 @@ def init(folder: Annotated[Path, typer.Argument(help="Where config.yaml is writt
 
 @app.command()
 def check(
-    config: Annotated[Path, typer.Argument(help="YAML file to check.")],
+    config: ConfigFile = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Ranks on this machine.")] = None,
+    backend: Backend = None,
+    data: TrainData = None,
+    eval_data: EvalData = None,
+    text_column: TextColumn = None,
+    label_column: LabelColumn = None,
+    model: BaseModel = None,
     overrides: Overrides = None,
 ) -> None:
     """Say what a run would do. Reads configuration, data, tokenizer and model as the run would."""
     from andon.config.load import load_config
 
-    loaded = load_config(config, overrides or ())
+    flags = {"run.workers": workers, "run.backend": backend}
+    loaded = load_config(config, overrides or (), flags | material(data, eval_data, text_column, label_column, model))
     from andon.training.preview import describe
 
     for line in describe(loaded):

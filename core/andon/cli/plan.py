@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from andon.cli.options import (
+    Backend,
+    BaseModel,
+    ConfigFile,
+    EvalData,
+    LabelColumn,
+    Overrides,
+    TextColumn,
+    TrainData,
+    material,
+)
 from andon.console.exits import Exit
 from andon.console.messages import put
 from andon.console.problems import InputError, Problem
@@ -22,7 +32,7 @@ _WHERE = {"cpu": "{} on the CPU", "cuda": "{} on GPUs, each", "host": "{} that s
 
 
 def plan(
-    config: Annotated[Path, typer.Argument(help="YAML file.")],
+    config: ConfigFile = None,
     workers: Annotated[
         str | None, typer.Option(help="Numbers of workers, as in 1,2,4; run.workers by default.")
     ] = None,
@@ -30,16 +40,21 @@ def plan(
         float | None, typer.Option(metavar="GIB", help="Plan for GPUs with so much memory, whatever is here.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, in bytes.")] = False,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one key, as in optimizer.lr=1e-3.")
-    ] = None,
+    backend: Backend = None,
+    data: TrainData = None,
+    eval_data: EvalData = None,
+    text_column: TextColumn = None,
+    label_column: LabelColumn = None,
+    model: BaseModel = None,
+    overrides: Overrides = None,
 ) -> None:
     """Say what memory a run needs on each device. Ends with 0 where it fits, with 2 where not."""
     from andon.config.load import load_config
 
     if gpu_memory is not None and not 0 < gpu_memory < 2**20:
         raise InputError([Problem("--gpu-memory", f"{gpu_memory} is no size of a GPU in GiB")])
-    loaded = load_config(config, overrides or ())
+    made_of = material(data, eval_data, text_column, label_column, model)
+    loaded = load_config(config, overrides or (), {"run.backend": backend, **made_of})
     counts = _numbers(workers) if workers is not None else (loaded.run.workers,)
     from andon.training.forecast import forecast, machine_here
 

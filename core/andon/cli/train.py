@@ -262,7 +262,7 @@ def _report(folder: RunFolder, code: Exit) -> None:
     found = read_summary(folder.summary)
     say(
         f"done: {found.steps} steps on {found.world_size} {found.backend} workers in {found.wall_s:.1f} s, "
-        f"held-out accuracy {found.eval['accuracy']:.4f}, macro-F1 {found.eval['macro_f1']:.4f}"
+        f"{found.evaluated_on} accuracy {found.eval['accuracy']:.4f}, macro-F1 {found.eval['macro_f1']:.4f}"
     )
     broken = f"violations before it was resumed: {found.violations}" if found.violations else "no violation"
     say(f"weights {found.weights_digest}, {sum(found.contracts.values())} clause evaluations, {broken}")

@@ -9,13 +9,12 @@ from typing import Any
 
 from andon.config.schema import Config, Run
 
+NAMING = frozenset({"data.train", "data.eval", "data.text_column", "data.label_column", "model.base"})
+"""Keys that name what a run is made of. Files and folders may move: digests of what is in them are compared instead,
+by whoever reads them."""
 PLACING = frozenset(
     {
-        "data.train",
-        "data.eval",
-        "data.text_column",
-        "data.label_column",
-        "model.base",
+        *NAMING,
         "training.keep_checkpoints",
         "training.checkpoint_every",
         "contracts.enabled",
@@ -25,8 +24,7 @@ PLACING = frozenset(
         *(f"run.{key}" for key in Run.model_fields),
     }
 )
-"""Keys that may change between a run and its resume. Files and folders may move: digests of what is in them are
-compared instead, by whoever reads them."""
+"""Keys that may change between a run and its resume."""
 
 
 LATER = (

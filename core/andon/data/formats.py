@@ -6,6 +6,7 @@ import codecs
 import csv
 import importlib
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -96,6 +97,14 @@ def _integer(digits: str) -> int:
 def _no_constant(name: str) -> NoReturn:
     msg = f"{name} is no JSON number"
     raise ValueError(msg)
+
+
+def comma_of(path: Path) -> str:
+    """What stands between the fields of a CSV file: a semicolon where its header has those and no comma, as
+    spreadsheets of many countries write them; else a comma."""
+    header = next((text for _, text in numbered_lines(path, ProblemList()) if text.strip()), "")
+    plain = re.sub(r'"[^"]*"', "", header)
+    return ";" if ";" in plain and "," not in plain else ","
 
 
 def delimited(path: Path, delimiter: str, problems: ProblemList) -> Table:

@@ -10,7 +10,7 @@ from pathlib import Path
 from andon.config.load import FLAGS
 from andon.config.source import require_file
 from andon.console.problems import InputError, Problem, ProblemList, did_you_mean, shown
-from andon.data.formats import Record, Table, delimited, json_lines, parquet
+from andon.data.formats import Record, Table, comma_of, delimited, json_lines, parquet
 from andon.data.labels import label_fault, label_names, same_kind, text_fault
 from andon.data.rows import DataSet, Row
 
@@ -23,7 +23,7 @@ ID_COLUMN = "id"
 _FORMATS: dict[str, Callable[[Path, ProblemList], Table]] = {
     ".jsonl": json_lines,
     ".json": json_lines,
-    ".csv": lambda path, problems: delimited(path, ",", problems),
+    ".csv": lambda path, problems: delimited(path, comma_of(path), problems),
     ".tsv": lambda path, problems: delimited(path, "\t", problems),
     ".parquet": lambda path, _: parquet(path),
 }

@@ -12,7 +12,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from andon.config.identity import PLACING
+from andon.config.identity import NAMING, PLACING
 from andon.config.load import load_config
 from andon.inspection.recorded import Recorded, open_recorded
 from andon.run.provenance import read_provenance
@@ -109,7 +109,8 @@ def _settings(report: Differences, one: Side, other: Side) -> bool:
         key for key in sorted(one.config.keys() | other.config.keys()) if one.config.get(key) != other.config.get(key)
     ]
     for key in keys:
-        placing = " (places the run, no part of its result)" if key in PLACING else ""
+        named = " (a name: what it stands for is compared by its digest)" if key in NAMING else ""
+        placing = named or (" (places the run, no part of its result)" if key in PLACING else "")
         report.add("config", f"{key}: {one.config.get(key)!r} | {other.config.get(key)!r}{placing}")
     return any(key not in PLACING for key in keys)
 

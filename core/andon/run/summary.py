@@ -13,6 +13,9 @@ from andon.run.atomic import write_json
 from andon_contracts.fields import Count, Hex16, Part, Real
 from andon_contracts.untrusted import read_json
 
+HELD_OUT, LAST_VALIDATION = "held-out", "last validation"
+"""What the last scores are of: rows that decided nothing, or those by which the best checkpoint was chosen."""
+
 
 @dataclass(frozen=True)
 class Head(Part):
@@ -27,12 +30,13 @@ class Summary(Part):
     """The result of a run.
 
     `steps` counts updates, `contracts` how often the process of rank 0 evaluated each clause, `violations` those
-    that were broken; `final_loss` is the loss of the last update, None before the first; `eval` holds the scores on
-    rows never trained on as JSON; `wall_s` is in seconds; `reason` is that of the ledger's end record. `finished` is
-    true only for a run that reached its planned or early end: such a run is not resumed. `memory`
-    is in bytes: `planned` and `peak` of the GPU that needed most, `process_peak` of rank 0's process. `data_changed`:
-    which files of the data were no longer what was trained on as the run ended, and what is there instead.
-    `dropped_values` counts what rank 0 found in the ranks' store and no rank had put there; None: nothing.
+    that were broken; `final_loss` is the loss of the last update, None before the first; `eval` holds the last scores
+    as JSON, `evaluated_on` says of which rows, `labels` in which order the classes stand in them; `wall_s` is in
+    seconds; `reason` is that of the ledger's end record. `finished` is true only for a run that reached its planned or
+    early end: such a run is not resumed. `memory` is in bytes: `planned` and `peak` of the GPU that needed most,
+    `process_peak` of rank 0's process. `data_changed`: which files of the data were no longer what was trained on as
+    the run ended, and what is there instead. `dropped_values` counts what rank 0 found in the ranks' store and no rank
+    had put there; None: nothing.
     """
 
     run: str
@@ -52,6 +56,8 @@ class Summary(Part):
     eval: Mapping[str, Any] = field(default_factory=dict)
     best_step: Count | None = None
     memory: Mapping[str, Count] = field(default_factory=dict)
+    evaluated_on: str = HELD_OUT
+    labels: tuple[str, ...] = ()
     dropped_values: Count | None = None
     data_changed: Mapping[str, str] = field(default_factory=dict)
 

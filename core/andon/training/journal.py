@@ -20,6 +20,7 @@ from andon.run.checkpoint import Checkpoint, is_complete, prune, require_intact,
 from andon.run.folder import RunFolder
 from andon.run.ledger import LedgerWriter
 from andon.run.sealed import MANIFEST
+from andon.run.summary import HELD_OUT, LAST_VALIDATION
 from andon.step.plan import GlobalBatch
 from andon.step.step import StepResult
 from andon.training.history import History
@@ -27,9 +28,6 @@ from andon.training.progress import ProgressView
 from andon.training.trainer import Progress
 from andon_contracts.fields import Real
 from andon_contracts.record import Evaluation, Record, Saved, Step
-
-HELD_OUT = "held-out"
-"""What the scores of the rows never trained on are called among the metrics."""
 
 
 class SilentJournal:
@@ -85,7 +83,9 @@ class MetricsWriter:
 def _is_up_to(line: bytes, done: int) -> bool:
     try:
         found = json.loads(line)
-        return line.endswith(b"\n") and int(found["step"]) <= done and found.get("what") != HELD_OUT
+        return (
+            line.endswith(b"\n") and int(found["step"]) <= done and found.get("what") not in (HELD_OUT, LAST_VALIDATION)
+        )
     except (ValueError, KeyError, TypeError, AttributeError):
         return False
 

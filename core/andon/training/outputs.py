@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,6 +17,9 @@ from andon.run.atomic import whole_folder, write_json, write_whole
 from andon.run.folder import RunFolder
 from andon.run.provenance import write_provenance
 from andon.training.material import Material
+from andon_contracts.legible import legible_line
+
+_MOST_LABELS = 20
 
 
 def write_start(
@@ -60,7 +64,38 @@ def write_adapter(folder: RunFolder, model: nn.Module, material: Material) -> No
         reference = str(beside.resolve())
     with whole_folder(folder.adapter) as path:
         export_adapter(model, path, reference or "", material.labels)
+        (path / "README.md").write_text(_card(reference, material), encoding="utf-8")
         _save_tokenizer(material, path)
+
+
+def _card(reference: str | None, material: Material) -> str:
+    """What whoever finds the adapter has to know of it: of what, from what, and how it is loaded."""
+    whole = material.adapter.kind == "none"
+    head = {"library_name": "transformers" if whole else "peft", "pipeline_tag": "text-classification"}
+    front = "".join(
+        f"{key}: {json.dumps(value)}\n" for key, value in (head | ({} if whole else {"base_model": reference})).items()
+    )
+    kind = (
+        "A text classifier" if whole else f"A LoRA adapter of rank {material.adapter.r} on `{reference}`, with its head"
+    )
+    loader = "AutoModelForSequenceClassification" if whole else "AutoPeftModelForSequenceClassification"
+    labels = ", ".join(f"`{legible_line(name)}`" for name in material.labels[:_MOST_LABELS])
+    more = f" and {len(material.labels) - _MOST_LABELS} more" if len(material.labels) > _MOST_LABELS else ""
+    return f"""---
+{front}---
+
+# A text classifier
+
+{kind}, trained by Andon on {len(material.plan.ids)} rows (SHA-256 of the data `{material.rows.digest[:16]}`), for
+{len(material.labels)} classes: {labels}{more}.
+
+    from {"transformers" if whole else "peft"} import {loader}
+
+    model = {loader}.from_pretrained("THIS FOLDER", num_labels={len(material.labels)})
+
+`labels.json` names the classes in the order of their numbers; texts are cut to
+{material.config.model.max_length} tokens. Scores are in `summary.json` of the run, every update in its `ledger.jsonl`.
+"""
 
 
 def _save_tokenizer(material: Material, path: Path) -> None:

@@ -36,7 +36,6 @@ from andon.training.budget import hold_to_budget
 from andon.training.evaluation import evaluate
 from andon.training.history import History, violation_records
 from andon.training.journal import (
-    HELD_OUT,
     FolderJournal,
     MetricsWriter,
     Retention,
@@ -48,7 +47,7 @@ from andon.training.material import idleness
 from andon.training.outputs import write_adapter, write_start
 from andon.training.progress import ProgressView
 from andon.training.resume import AlreadyFinished, Standpoint, restore, run_identity
-from andon.training.rows import changed_since
+from andon.training.rows import changed_since, unfit_model
 from andon.training.session import Session, assembled
 from andon.training.trainer import Journal, Outcome, Progress, Trainer
 from andon_contracts.digest import hex64
@@ -82,6 +81,8 @@ def train(config: Config, folder: RunFolder, stop_asked: Callable[[], bool], sta
 
 def _train(session: Session, standpoint: Standpoint, stop_asked: Callable[[], bool]) -> Outcome:
     checkpoint, history = standpoint.checkpoint, standpoint.history
+    if session.run.writes and unfit_model(session.config):
+        say(unfit_model(session.config))
     progress = progress_from(checkpoint) if checkpoint is not None else Progress()
     agree_on_start(session, progress)  # from here on rank 0 may write to what all have read
     journal = open_journal(session, standpoint, progress)
@@ -315,7 +316,7 @@ def finish(session: Session, journal: Journal, outcome: Outcome, history: Histor
     if isinstance(passes, CompiledPasses) and passes.eager:
         say(f"compile: {passes.eager} training passes of rank 0 ran eagerly, since their micro-batches were not full")
     if scores is not None:
-        journal.evaluated(progress.step, epoch, scores, HELD_OUT, recorded=history.evaluated == scored)
+        journal.evaluated(progress.step, epoch, scores, material.rows.last_scores, recorded=history.evaluated == scored)
         write_adapter(session.folder, run.primary.model, material)
     if history.ended != end:
         journal.append(end)
@@ -376,6 +377,8 @@ def _summarise(
             final_loss=Real.of(progress.last_loss),
             eval=scores.as_dict() if scores is not None else {},
             best_step=progress.best_step or None,
+            evaluated_on=session.material.rows.last_scores,
+            labels=tuple(session.material.labels),
             memory=memory,
             dropped_values=dropped_values() or None,
             data_changed=changed,
