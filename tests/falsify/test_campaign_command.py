@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
+from io import StringIO
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from typer.testing import CliRunner
@@ -15,14 +21,18 @@ from typer.testing import CliRunner
 from andon.cli.commands import app
 from andon.console.problems import InputError, Problem
 from andon_falsify.campaign import runner
+from andon_falsify.campaign.findings import Report
 from andon_falsify.campaign.request import Options, understood
 from andon_falsify.campaign.trial import Trial
+from andon_falsify.cli.progress import Progress
 from andon_falsify.report.document import read_json
-from andon_falsify.verdict import Outcome, Verdict
+from andon_falsify.subjects.case import Case
+from andon_falsify.verdict import Counterexample, Outcome, Verdict
 
 SMALL = {"rows": [5, 0], "batch_size": 4, "hidden": 8, "heads": 1, "inner": 8, "rank": 1, "dropout": 0.0}
 BROKEN = SMALL | {"fault": "last shard not trained", "contracts": False, "optimizer": "sgd", "clip_norm": None}
 HERE = ("--backend", "inline", "--world", "2", "--accumulation", "1")
+FELL = Verdict("gradient-law", Outcome.FALSIFIED, checked=1, counterexamples=(Counterexample("it is off"),))
 CLOSING = re.compile(r"checked \d+ of \d+ claims, \d+ runs, \d+ not applicable, \d+ unknown")
 
 
@@ -112,7 +122,7 @@ def test_verdicts_are_shown_where_a_report_cannot_be_written(tmp_path: Path, mon
     def full(*_: object) -> None:
         raise InputError([Problem("r.json", "no space left on device")])
 
-    monkeypatch.setattr("andon_falsify.report.document.write_json", full)
+    monkeypatch.setattr("andon_falsify.cli.files.write_json", full)
     code, lines, said = exact(SMALL, "--claim", "gradient-law", "--json", str(tmp_path / "r.json"))
     assert code == 64
     assert "no space left" in said
@@ -131,6 +141,128 @@ def test_130_after_an_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (code, said.strip()) == (130, "andon: interrupted")
     assert lines[1] == "not tried yet (1): gradient-law"
     assert CLOSING.fullmatch(lines[-1])
+
+
+def test_reports_are_whole_after_every_trial_and_after_an_interruption(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A campaign of two places that is interrupted at the second: what the first said is in the files before that."""
+    paths = {name: tmp_path / f"r.{name}" for name in ("json", "junit", "html")}
+    seen: list[Report] = []
+
+    def attempt(_: object, trial: Trial) -> dict[str, Verdict]:
+        seen.append(read_json(paths["json"]))
+        assert len(ElementTree.parse(paths["junit"]).findall(".//testcase")) == 1
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        return {"gradient-law": Verdict("gradient-law", Outcome.HOLDS, checked=7)}
+
+    monkeypatch.setattr("andon_falsify.campaign.trainer_bench.AndonBench.attempt", attempt)
+    words = ("--backend", "inline", "--world", "2,3", "--accumulation", "1", "--claim", "gradient-law")
+    code, lines, _ = falsify(*words, *(f"--{name}={path}" for name, path in paths.items()))
+    last = read_json(paths["json"])
+    assert [(each.findings[0].outcome, each.unfinished) for each in (*seen, last)] == [
+        (Outcome.UNKNOWN, "it goes on"),
+        (Outcome.HOLDS, "it goes on"),
+        (Outcome.HOLDS, "interrupted"),
+    ]
+    assert (code, lines[-2], last.exit_code) == (130, "not all was tried: interrupted", 2)
+    assert "not all was tried: interrupted" in paths["html"].read_text()
+    assert [path.name for path in tmp_path.iterdir() if path not in paths.values()] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "ends", "code", "said"),
+    [
+        ((), lambda: os.kill(os.getpid(), signal.SIGTERM), 143, "ended by SIGTERM"),
+        (("--deadline", "0.01"), lambda: None, 2, "the deadline of 0.01 s is over"),
+    ],
+)
+def test_a_campaign_that_is_ended_leaves_whole_reports(
+    words: tuple[str, ...],
+    ends: Callable[[], None],
+    code: int,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By SIGTERM, as a workflow that is cancelled, and by a deadline, in a trial that would never end."""
+
+    def endless(*_: object) -> None:
+        ends()
+        threading.Event().wait()
+
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGALRM)]
+    monkeypatch.setattr("andon_falsify.campaign.trainer_bench.AndonBench.attempt", endless)
+    junit, report = tmp_path / "r.xml", tmp_path / "r.json"
+    found = exact(SMALL, "--claim", "gradient-law", "--json", str(report), "--junit", str(junit), *words)
+    if report.exists():  # a deadline may be over before anything could be written
+        assert read_json(report).unfinished == said
+        assert ElementTree.parse(junit).getroot().tag == "testsuites"
+    assert (found[0], found[2].strip()) == (code, f"andon: {said}")
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGALRM)] == handlers
+
+
+def test_a_page_is_made_from_the_json_at_any_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is run; the code and the lines are those of the campaign that wrote it."""
+    report, page, again = tmp_path / "r.json", tmp_path / "r.html", tmp_path / "again.html"
+    words = ("--claim", "gradient-law", "--name", "my run", "--json", str(report), "--html", str(page))
+    code, lines, _ = exact(BROKEN, *words)
+    monkeypatch.setattr("andon_falsify.campaign.runner.run_campaign", None)
+    found = falsify("--report", str(report), "--html", str(again))
+    assert (found[0], found[1][-1], code) == (1, lines[-1], 1)
+    assert again.read_bytes() == page.read_bytes()
+    assert read_json(report).findings[0].subject == "my run"
+    assert falsify("--report", str(page))[0] == 64
+
+
+def test_a_claim_that_is_expected_to_fail_fails_nothing(tmp_path: Path) -> None:
+    """It falls with its reason and 0; where it holds, the reason is out of date: 2."""
+    report, junit = tmp_path / "r.json", tmp_path / "r.xml"
+    reason = ("--expected-failed", "gradient-law: the last shard: later")
+    words = ("--claim", "gradient-law", *reason, "--junit", str(junit))
+    code, lines, _ = exact(BROKEN, *words, "--json", str(report))
+    assert (code, read_json(report).exit_code) == (0, 0)
+    assert lines[1].endswith(", as expected: the last shard: later")
+    (skipped,) = ElementTree.parse(junit).iter("skipped")
+    assert skipped.attrib["message"].startswith("falsified, as expected: the last shard: later; step 1")
+    code, lines, _ = exact(SMALL, *words)
+    assert (code, lines[1].endswith("but expected to fall: the last shard: later")) == (2, True)
+    assert len(list(ElementTree.parse(junit).iter("failure"))) == 1
+
+
+def test_somebody_who_reads_a_log_sees_that_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a trial takes its time: how many are done, and what fell."""
+    spoken, lines = threading.Event(), list[str]()
+
+    def heard(text: str) -> None:
+        lines.append(text)
+        if "1 of 3" in text:
+            spoken.set()
+
+    monkeypatch.setattr("andon_falsify.cli.progress.say", heard)
+    monkeypatch.setattr(sys, "stderr", StringIO())
+    with Progress(every_s=0.001) as progress:
+        progress.begin(3)
+        progress.told(Trial("law", Case()), {"gradient-law": FELL})
+        assert spoken.wait(60)
+    assert re.fullmatch(r"1 of 3 trials after \d+ s, falsified: gradient-law", lines[-1])
+
+
+def test_somebody_at_a_terminal_sees_every_trial_and_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What came of it stands above the bar, as it is: brackets are no markup."""
+
+    class Terminal(StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stderr", screen := Terminal())
+    with Progress() as progress:
+        progress.begin(3)
+        progress.told(Trial("law", Case(backend="[red]", world=1, micro_batches=1)), {"gradient-law": FELL})
+    assert "andon: law at [red], world 1, accumulation 1: 1 falsified" in screen.getvalue()
+    assert "falsified: gradient-law" in screen.getvalue()
+    assert "1/3" in screen.getvalue()
 
 
 def test_what_a_subject_says_cannot_act_on_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,6 +302,10 @@ def test_what_a_subject_says_cannot_act_on_the_terminal(monkeypatch: pytest.Monk
         (["--subject", "a:b", "--script", "x"], "two ways to name one thing"),
         (["--script", " "], "--script: names no command"),
         (["--case", "{}"], "--case: is one case, so that it needs one each of"),
+        (["--deadline", "0"], "--deadline: must be seconds, more than 0, not 0"),
+        (["--name", " "], "--name: names nothing"),
+        (["--expected-failed", "gradient-law"], "--expected-failed: must be CLAIM: REASON, not 'gradient-law'"),
+        (["--expected-failed", "gradient: x"], "--expected-failed: there is no claim 'gradient'; did you mean gradi"),
         (["--json", "/nowhere/at/all.json"], "--json: /nowhere/at is no folder"),
         (["--backend", "glo"], "there is no backend 'glo'; did you mean gloo?"),
         (["--claim", "gradient"], "there is no claim 'gradient'; did you mean gradient-law?"),

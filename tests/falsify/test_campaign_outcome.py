@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from andon_falsify.campaign.findings import Finding, Report, joined
+from andon_falsify.report.document import from_plain, to_plain
 from andon_falsify.verdict import Counterexample, Outcome
 
 FALLEN = Counterexample("off", "step 1", "1", "4", 4.0, "4.000 = accumulation 2 x world 2", 7, "andon falsify")
@@ -56,6 +57,27 @@ def test_exit_codes(outcomes: list[Outcome], code: int) -> None:
     found = [finding(str(place), outcome) for place, outcome in enumerate(outcomes)]
     expected = {("mine", each.claim): "known" for each in found}
     assert report(*found, expected=expected).exit_code == code
+
+
+@pytest.mark.parametrize(
+    ("excused", "other", "unfinished", "code"),
+    [
+        (Outcome.FALSIFIED, Outcome.HOLDS, "", 0),
+        (Outcome.FALSIFIED, Outcome.NOT_APPLICABLE, "", 0),
+        (Outcome.FALSIFIED, Outcome.UNKNOWN, "", 2),
+        (Outcome.FALSIFIED, Outcome.FALSIFIED, "", 1),
+        (Outcome.HOLDS, Outcome.HOLDS, "", 2),
+        (Outcome.UNKNOWN, Outcome.HOLDS, "", 2),
+        (Outcome.FALSIFIED, Outcome.HOLDS, "interrupted", 2),
+        (Outcome.FALSIFIED, Outcome.FALSIFIED, "interrupted", 1),
+    ],
+)
+def test_what_is_excused_fails_nothing_but_by_holding(
+    excused: Outcome, other: Outcome, unfinished: str, code: int
+) -> None:
+    """It counts as checked; the others, and what was left untried, count as ever, in a file that is read again too."""
+    found = report(finding("a", excused), finding("b", other), excused=("a",), unfinished=unfinished)
+    assert (found.exit_code, from_plain(to_plain(found), "file").exit_code) == (code, code)
 
 
 def test_a_surprise_is_a_fall_unannounced_or_one_that_did_not_happen() -> None:

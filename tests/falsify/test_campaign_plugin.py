@@ -75,6 +75,22 @@ def test_a_subject_is_judged_claim_by_claim(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not INSTALLED, reason="Andon is not installed, so that pytest knows nothing of its entry point")
+@pytest.mark.parametrize(
+    ("claim", "code", "said"),
+    [("samples-once", 0, "falsified, as expected"), ("replicas-agree", 1, "holds, but expected to fall")],
+)
+def test_only_a_named_claim_is_judged_and_may_fall(claim: str, code: int, said: str) -> None:
+    """One test; the example repeats rows, which the reason excuses, and where there is nothing to excuse it fails."""
+    words = ("--subject", "mytrainer:make", "--backend", "gloo", "--world", "2", "--accumulation", "1")
+    expected = ("--claim", claim, "--expected-failed", f"{claim}: padded", "--name", "mine")
+    done = run(ROOT / "examples", "--pyargs", "andon_falsify", *words, *expected)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert f"{claim}: {said}: padded" in done.stdout
+    assert "checked 1 of 14 claims, " in done.stdout
+    assert ("1 xfailed" if code == 0 else "1 passed") in done.stdout
+
+
+@pytest.mark.skipif(not INSTALLED, reason="Andon is not installed, so that pytest knows nothing of its entry point")
 def test_other_suites_notice_nothing(tmp_path: Path) -> None:
     """A suite with options of the same names runs where Andon is installed, and no torch is loaded for it."""
     (tmp_path / "conftest.py").write_text(OTHERS)
@@ -89,6 +105,8 @@ def test_other_suites_notice_nothing(tmp_path: Path) -> None:
         (["--world", "2"], "--world: of which trainer? add --subject or --script (--subject andon for our own)"),
         (["--subject", "andon", "--world", "two"], "--world: must be numbers from 1 to 64"),
         (["--subject", "plane", "--budget", "big"], "--budget: must be one of"),
+        (["--claim", "samples-once"], "--claim: of which trainer? add"),
+        (["--subject", "plain", "--claim", "samples"], "there is no claim 'samples'; did you mean samples-once?"),
         (["--subject", "plain", "--backend", "nccl"], "there is no backend 'nccl'"),
     ],
 )

@@ -62,7 +62,9 @@ class Report:
     runs: cases that were run. not_selected: claims that the budget or the user left out, by name.
     expected: the claims that are known to fall, by (subject, claim), each with its reason.
     statements: what each claim says, by its name, for those who read the report without the code.
+    excused: of the claims that are expected to fall, by name, those that fail nothing when they do.
     untried: the backends that were named by hand and on which nothing could be run here, each with the reason.
+    unfinished: why there is more to be tried than was, "" where there is not.
     """
 
     started: str
@@ -72,8 +74,10 @@ class Report:
     runs: int = 0
     not_selected: tuple[str, ...] = ()
     expected: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    excused: tuple[str, ...] = ()
     statements: Mapping[str, str] = field(default_factory=dict)
     untried: Mapping[str, str] = field(default_factory=dict)
+    unfinished: str = ""
     schema: int = SCHEMA
 
     @property
@@ -91,11 +95,17 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """1 if any claim is falsified; else 2 if any is unknown, none was checked, or none where it was asked for.
-
-        Else 0. Nothing is excused.
+        """1 if any claim is falsified that is not excused; else 2 if any is unknown, none was checked, or none where it
+        was asked for, an excused one holds, or there is more to be tried; else 0.
         """
-        return exit_code(self.verdicts) or (2 if self.untried else 0)
+        counted, passed = [], False
+        for (_, claim), verdict in zip(self.outcomes(), self.verdicts, strict=True):
+            if claim in self.excused and verdict.outcome is Outcome.FALSIFIED:
+                verdict = Verdict(claim, Outcome.HOLDS, checked=max(verdict.checked, 1))
+            elif claim in self.excused:
+                passed = passed or verdict.outcome is Outcome.HOLDS
+            counted.append(verdict)
+        return exit_code(counted) or (2 if self.untried or self.unfinished or passed else 0)
 
     @property
     def surprises(self) -> tuple[str, ...]:
@@ -132,8 +142,10 @@ def joined(reports: Sequence[Report]) -> Report:
         runs=sum(report.runs for report in reports),
         not_selected=tuple(name for report in reports for name in report.not_selected),
         expected={key: reason for report in reports for key, reason in report.expected.items()},
+        excused=tuple(dict.fromkeys(name for report in reports for name in report.excused)),
         statements={name: text for report in reports for name, text in report.statements.items()},
         untried={backend: why for report in reports for backend, why in report.untried.items()},
+        unfinished=next((report.unfinished for report in reports if report.unfinished), ""),
     )
 
 

@@ -100,8 +100,8 @@ class Interpreter:
         for trial in self.campaign.trials:
             if self.campaign.bench.kinds[trial.kind] & self.campaign.claims and not self._moot(trial):
                 found = self._tried(trial)
-                self.told(trial, found)
                 self.said += [Said(trial, verdict) for verdict in found.values()]
+                self.told(trial, found)
         if not self.campaign.exact:
             self.said += list(self._smallest())
         return self.said

@@ -16,12 +16,18 @@ from andon_falsify.ranks.pool import RankPools
 
 
 def open_bench(request: Request, pools: RankPools) -> Bench:
-    """The subject of `request` on its bench; its ranks are those of `pools`.
+    """The subject of `request` on its bench, by the name that reports give it; its ranks are those of `pools`.
 
     Raises `InputError` for a subject in a package that is not there, before anything is run.
 
     Nothing of a foreign subject is imported here: that is the business of its ranks, which may die of it.
     """
+    bench = _bench(request, pools)
+    bench.subject = request.name or bench.subject
+    return bench
+
+
+def _bench(request: Request, pools: RankPools) -> Bench:
     if request.script is not None:
         return open_script(request.script, request.budget.deadline_s)
     if request.subject == OURS:

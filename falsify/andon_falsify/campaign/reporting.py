@@ -27,6 +27,7 @@ class Origin:
     versions: Mapping[str, str]
     machine: Mapping[str, str]
     expected: Mapping[tuple[str, str], str]
+    excused: tuple[str, ...] = ()
 
 
 def report(bench: Bench, said: Sequence[Said], selected: frozenset[str], origin: Origin) -> Report:
@@ -44,6 +45,7 @@ def report(bench: Bench, said: Sequence[Said], selected: frozenset[str], origin:
         runs=bench.runs,
         not_selected=tuple(claim.name for claim in bench.claims if claim.name not in selected),
         expected=dict(origin.expected),
+        excused=origin.excused,
         statements={claim.name: claim.statement for claim in bench.claims},
     )
 

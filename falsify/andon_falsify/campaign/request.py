@@ -8,8 +8,8 @@ from __future__ import annotations
 import difflib
 import re
 import reprlib
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from andon.console.problems import InputError, Problem
 from andon_falsify.campaign.budget import BUDGETS, Budget
@@ -34,13 +34,16 @@ class Options:
     budget: str = "quick"
     claims: tuple[str, ...] = ()
     case: str | None = None
+    name: str | None = None
+    expected_failed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Request:
     """What the options mean. Empty worlds, accumulations or backends: those of the budget, and of the machine.
 
-    subject: a bundled name, `module:make`, or our own trainer. case: a trial as JSON, to be run exactly as it is.
+    subject: a bundled name, `module:make`, or our own trainer. case: a trial as JSON, to be run exactly as it is. name:
+    what reports call the subject, "" for its own. expected_failed: the reasons of claims that may fall, by claim.
     """
 
     subject: str
@@ -52,6 +55,8 @@ class Request:
     budget: Budget
     claims: tuple[str, ...]
     case: str | None
+    name: str = ""
+    expected_failed: Mapping[str, str] = field(default_factory=dict)
 
 
 def understood(options: Options) -> Request:
@@ -64,6 +69,9 @@ def understood(options: Options) -> Request:
     if options.budget not in BUDGETS:
         wrong.append(Problem("--budget", f"must be one of {', '.join(BUDGETS)}, not {options.budget!r}"))
     wrong += _subject_problems(options)
+    if options.name is not None and not options.name.strip():
+        wrong.append(Problem("--name", "names nothing"))
+    expected_failed = _reasons(options.expected_failed, wrong)
     if options.case is not None and not all(len(given) == 1 for given in (backends, worlds, accumulations, seeds)):
         need = "--backend, --world, --accumulation and --seed"
         wrong.append(Problem("--case", f"is one case, so that it needs one each of {need}"))
@@ -79,6 +87,8 @@ def understood(options: Options) -> Request:
         budget=BUDGETS[options.budget],
         claims=tuple(ALIASES.get(name, name) for given in options.claims for name in _words(given)),
         case=options.case,
+        name=(options.name or "").strip(),
+        expected_failed=expected_failed,
     )
 
 
@@ -92,6 +102,17 @@ def check_names(option: str, given: Sequence[str], known: Collection[str], what:
             wrong.append(Problem(option, f"there is no {what} {name!r}; {meant}"))
     if wrong:
         raise InputError(wrong)
+
+
+def _reasons(given: Sequence[str], wrong: list[Problem]) -> dict[str, str]:
+    """`samples-once: it pads`, each, by claim."""
+    found = {}
+    for text in given:
+        claim, _, reason = (part.strip() for part in text.partition(":"))
+        if not claim or not reason:
+            wrong.append(Problem("--expected-failed", f"must be CLAIM: REASON, not {reprlib.repr(text)}"))
+        found[ALIASES.get(claim, claim)] = reason
+    return found
 
 
 def _subject_problems(options: Options) -> list[Problem]:

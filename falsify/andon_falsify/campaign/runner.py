@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import platform
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from andon_falsify.campaign.request import Request, check_names
 from andon_falsify.campaign.trial import Trial, read_trial
 from andon_falsify.peers.registry import PEERS, installed
 from andon_falsify.ranks.pool import RankPools
+from andon_falsify.verdict import Verdict
 
 Began = Callable[[Bench, Campaign], None]
 """Is told what is about to be run."""
@@ -26,10 +27,11 @@ Began = Callable[[Bench, Campaign], None]
 
 @dataclass(frozen=True)
 class Listeners:
-    """Who is told of what goes on: when a campaign begins, and of every trial."""
+    """Who is told of what goes on: when a campaign begins, of every trial, and what is known before and after each."""
 
     began: Began = lambda bench, campaign: None
     told: Told = lambda trial, verdicts: None
+    known: Callable[[Report], None] | None = None
 
 
 class CutShortError(Exception):
@@ -52,11 +54,24 @@ def run_campaign(request: Request, listeners: Listeners | None = None) -> Report
         campaign = planned(request, bench)
         origin = origin_of(request)
         listeners.began(bench, campaign)
-        interpreter = Interpreter(campaign, listeners.told)
+
+        def so_far(why: str = "it goes on") -> Report:
+            return replace(report(bench, interpreter.said, campaign.claims, origin), unfinished=why)
+
+        def told(trial: Trial, verdicts: Mapping[str, Verdict]) -> None:
+            listeners.told(trial, verdicts)
+            if listeners.known is not None:
+                listeners.known(so_far())
+
+        interpreter = Interpreter(campaign, told)
         try:
+            if listeners.known is not None:
+                listeners.known(so_far())
             interpreter.run()
-        except (Exception, KeyboardInterrupt) as error:
-            raise CutShortError(report(bench, interpreter.said, campaign.claims, origin)) from error
+        except KeyboardInterrupt as stop:
+            raise CutShortError(so_far(str(stop) or "interrupted")) from stop
+        except Exception as error:
+            raise CutShortError(so_far(f"internal error: {type(error).__name__}: {error}")) from error
         found = report(bench, interpreter.said, campaign.claims, origin)
         return replace(found, untried=_untried(request.backends, campaign.trials))
 
@@ -78,6 +93,7 @@ def planned(request: Request, bench: Bench) -> Campaign:
     """
     names = tuple(claim.name for claim in bench.claims)
     check_names("--claim", request.claims, names, "claim")
+    check_names("--expected-failed", tuple(request.expected_failed), names, "claim")
     check_names("--backend", request.backends, bench.every_backend, "backend")
     trials = _exactly(request) if request.case is not None else _drawn(request, bench)
     judged = frozenset().union(*(bench.kinds.get(trial.kind, frozenset()) for trial in trials))
@@ -119,13 +135,16 @@ def _exactly(request: Request) -> Sequence[Trial]:
 
 
 def origin_of(request: Request) -> Origin:
-    """Now, here, with these libraries; and what is known of a bundled subject as it is installed."""
+    """Now, here, with these libraries; what is known of a bundled subject as installed, and what the user says."""
     peer = PEERS.get(request.subject) if request.script is None else None
+    name = request.name or request.script or request.subject
+    known = {(name, claim): reason for (_, claim), reason in (peer.expectations if peer is not None else {}).items()}
     return Origin(
         started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         versions=versions(peer.measured if peer is not None else ()),
         machine=fingerprint(),
-        expected=peer.expectations if peer is not None else {},
+        expected=known | {(name, claim): reason for claim, reason in request.expected_failed.items()},
+        excused=tuple(request.expected_failed),
     )
 
 

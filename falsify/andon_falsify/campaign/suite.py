@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from andon_falsify.campaign.interpreter import Bench, Campaign, Interpreter
@@ -45,6 +45,11 @@ class Suite:
     def claims(self) -> tuple[Claim, ...]:
         """Every claim there is of the subject."""
         return self._bench.claims
+
+    @property
+    def expected_failed(self) -> Mapping[str, str]:
+        """Why claims may fall, by claim."""
+        return self._request.expected_failed
 
     @property
     def runs(self) -> int:

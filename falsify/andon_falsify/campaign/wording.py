@@ -57,6 +57,8 @@ def verdict_lines(report: Report, *, cut_short: bool = False, rest: str = "in th
         yield f"not selected ({len(report.not_selected)}): {', '.join(report.not_selected)}"
     for backend, why in report.untried.items():
         yield f"nothing was run on {backend}, which was asked for: {why}"
+    if report.unfinished:
+        yield f"not all was tried: {report.unfinished}"
 
 
 def counterexample_lines(verdict: Verdict, rest: str = "in the file of --json") -> Iterator[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,16 +12,16 @@ from typer.core import TyperCommand
 
 from andon.console.messages import put, say
 from andon.console.problems import InputError, Problem
+from andon_falsify.cli.stops import code_of, stops
 
 if TYPE_CHECKING:
     from andon_falsify.campaign.findings import Report
     from andon_falsify.campaign.interpreter import Bench, Campaign
     from andon_falsify.campaign.request import Options
-    from andon_falsify.campaign.runner import Listeners
-    from andon_falsify.campaign.trial import Trial
-    from andon_falsify.verdict import Verdict
+    from andon_falsify.campaign.runner import CutShortError
+    from andon_falsify.cli.files import ReportFiles
 
-USAGE, INTERNAL, INTERRUPTED = 64, 70, 130
+USAGE, INTERNAL = 64, 70
 _TRACEBACK = "ANDON_TRACEBACK"
 _USAGE_ERROR, _SHOWN_BY_TYPER = typer.BadParameter.__mro__[1:3]
 """What typer raises for options that it cannot read, and all that it shows itself."""
@@ -49,9 +48,9 @@ class FalsifyCommand(TyperCommand):
             return super().invoke(ctx)
         except (typer.Exit, typer.Abort, _SHOWN_BY_TYPER):  # type: ignore[misc]
             raise
-        except KeyboardInterrupt:
-            say("interrupted")
-            raise typer.Exit(INTERRUPTED) from None
+        except KeyboardInterrupt as stop:
+            say(str(stop) or "interrupted")
+            raise typer.Exit(code_of(stop)) from None
         except Exception as error:
             raise typer.Exit(_internal(error)) from error
 
@@ -70,81 +69,94 @@ def falsify(
     budget: Annotated[str, typer.Option(help="quick, standard or deep.")] = "quick",
     claim: Annotated[list[str] | None, typer.Option(help="Only this claim; again for another.")] = None,
     case: Annotated[str | None, typer.Option(help="Exactly this case, as a counterexample gives it.")] = None,
-    json: Annotated[Path | None, typer.Option(help="Write the report to this file, as JSON.")] = None,
-    junit: Annotated[Path | None, typer.Option(help="Write it as JUnit XML.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write it as one HTML page.")] = None,
+    name: Annotated[str | None, typer.Option(help="What reports call the subject.")] = None,
+    expected_failed: Annotated[
+        list[str] | None, typer.Option(help='"CLAIM: REASON": it may fall, and fails nothing then; again for another.')
+    ] = None,
+    deadline: Annotated[
+        float | None, typer.Option(help="End after so many seconds, with what is known by then.")
+    ] = None,
+    json: Annotated[
+        Path | None, typer.Option(help="Write the report to this file, as JSON, after every trial.")
+    ] = None,
+    junit: Annotated[Path | None, typer.Option(help="Write it as JUnit XML, after every trial.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write it as one HTML page, at the end.")] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="Try nothing: read this report of --json, and write the others of it.")
+    ] = None,
 ) -> None:
     """Try to prove a trainer wrong; 0 all hold, 1 a claim is falsified, 2 one is unknown, 64 usage, 70 internal."""
     from andon_falsify.campaign.request import Options
+    from andon_falsify.cli.files import ReportFiles
 
-    options = Options(subject, script, backend, world, accumulation, seed, budget, tuple(claim or ()), case)
-    files = {"--json": json, "--junit": junit, "--html": html}
-    raise typer.Exit(_ended(options, {option: path for option, path in files.items() if path is not None}))
+    paths = {"--json": json, "--junit": junit, "--html": html}
+    options = Options(
+        subject=subject,
+        script=script,
+        backend=backend,
+        world=world,
+        accumulation=accumulation,
+        seed=seed,
+        budget=budget,
+        claims=tuple(claim or ()),
+        case=case,
+        name=name,
+        expected_failed=tuple(expected_failed or ()),
+    )
+    try:
+        if deadline is not None and not 0 < deadline < float("inf"):
+            raise InputError([Problem("--deadline", f"must be seconds, more than 0, not {deadline:g}")])
+        files = ReportFiles({option: path for option, path in paths.items() if path is not None})
+        code = _ended(options, files, deadline) if report is None else _read(report, files)
+    except InputError as error:
+        _warn(str(error))
+        code = USAGE
+    raise typer.Exit(code)
 
 
 falsify.command_class = FalsifyCommand  # type: ignore[attr-defined]
 
 
-def _ended(options: Options, files: dict[str, Path]) -> int:
-    """Run the campaign and write what it found; the exit code."""
+def _read(path: Path, files: ReportFiles) -> int:
+    """Write what the report in `path` says, and show it; the exit code of its campaign. Raises `InputError`."""
+    from andon_falsify.report.document import read_json
+
+    found = read_json(path)
+    files.write(found)
+    _show(found, files)
+    return found.exit_code
+
+
+def _ended(options: Options, files: ReportFiles, deadline_s: float | None) -> int:
+    """Run the campaign and write what it found; the exit code. Raises `InputError`."""
     from andon_falsify.campaign.request import understood
 
-    try:
-        request = understood(options)
-        _refuse_unwritable(files)
-        from andon_falsify.campaign.runner import CutShortError, run_campaign
-
-        try:
-            report = run_campaign(request, _listeners())
-        except CutShortError as cut:
-            _show(cut.report, files, cut_short=True)
-            return _cut_short(cut)
-    except InputError as error:
-        _warn(str(error))
-        return USAGE
-    try:
-        _write(report, files)
-    except InputError as error:
-        _warn(str(error))
-        return USAGE
-    finally:
-        _show(report, files)
-    return report.exit_code
-
-
-def _refuse_unwritable(files: dict[str, Path]) -> None:
-    """Raises `InputError` before anything is run, where a report could not be written afterwards."""
-    wrong = []
-    for option, path in files.items():
-        if path.is_dir():
-            wrong.append(Problem(option, f"{path} is a folder"))
-        elif not os.access(path.parent, os.W_OK | os.X_OK):
-            there = "cannot be written to" if path.parent.is_dir() else "is no folder"
-            wrong.append(Problem(option, f"{path.parent} {there}"))
-    if wrong:
-        raise InputError(wrong)
-
-
-def _listeners() -> Listeners:
-    """The first line on standard output; a line for each trial where somebody looks at standard error."""
-    from andon_falsify.campaign.runner import Listeners
-    from andon_falsify.campaign.wording import opening_line, trial_line
+    request = understood(options)
+    from andon_falsify.campaign.runner import CutShortError, Listeners, run_campaign
+    from andon_falsify.campaign.wording import opening_line
+    from andon_falsify.cli.progress import Progress
 
     def began(bench: Bench, campaign: Campaign) -> None:
         put(opening_line(bench, campaign))
+        progress.begin(len(campaign.trials))
 
-    def told(trial: Trial, verdicts: dict[str, Verdict]) -> None:
-        if sys.stderr is not None and sys.stderr.isatty():
-            _warn(trial_line(trial, verdicts))
+    try:
+        with stops(deadline_s), Progress() as progress:
+            found = run_campaign(request, Listeners(began, progress.told, files.known if files else None))
+    except CutShortError as cut:
+        return _cut_short(cut, files)
+    try:
+        files.write(found)
+    finally:
+        _show(found, files)
+    return found.exit_code
 
-    return Listeners(began, told)  # type: ignore[arg-type]
 
-
-def _show(report: Report, files: dict[str, Path], *, cut_short: bool = False) -> None:
+def _show(report: Report, files: ReportFiles, *, cut_short: bool = False) -> None:
     """On standard output, where nothing that a subject says may move the cursor or hide what stands there."""
     from andon_falsify.campaign.wording import verdict_lines
 
-    rest = "in the file of --json" if "--json" in files and not cut_short else "--json FILE writes them"
+    rest = "in the file of --json" if "--json" in files else "--json FILE writes them"
     for line in (*verdict_lines(report, cut_short=cut_short, rest=rest), report.closing_line):
         if not put(line):
             return
@@ -157,23 +169,18 @@ def _warn(text: str) -> None:
     say(legible(text))
 
 
-def _write(report: Report, files: dict[str, Path]) -> None:
-    from andon_falsify.report.document import write_json
-    from andon_falsify.report.junit import write_junit
-    from andon_falsify.report.page import write_html
-
-    writers = {"--json": write_json, "--junit": write_junit, "--html": write_html}
-    for option, path in files.items():
-        writers[option](report, path)
-
-
-def _cut_short(cut: BaseException) -> int:
-    """Say what ended the campaign that is no finding."""
+def _cut_short(cut: CutShortError, files: ReportFiles) -> int:
+    """Write and show what was known when a campaign was ended by what is no finding, and say what that was."""
+    try:
+        files.write(cut.report)
+    except InputError as error:
+        _warn(str(error))
+    _show(cut.report, files, cut_short=True)
     cause = cut.__cause__
-    if isinstance(cause, KeyboardInterrupt):
-        say("interrupted")
-        return INTERRUPTED
-    return _internal(cause)
+    if not isinstance(cause, KeyboardInterrupt):
+        return _internal(cause)
+    say(cut.report.unfinished)
+    return code_of(cause, cut.report.exit_code)
 
 
 def _internal(cause: BaseException | None) -> int:

@@ -6,7 +6,7 @@ What it needs of a test travels in the properties of its report, under the names
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,9 +21,13 @@ ACCEPTED = (Outcome.HOLDS, Outcome.NOT_APPLICABLE)
 
 
 class Count:
-    """The verdicts of a session. `claims` are all that there are of its subject, for the count's N."""
+    """The verdicts of a session. `claims` are all that there are of its subject, for the count's N.
 
-    def __init__(self, claims: Sequence[Claim]) -> None:
+    expected_failed: why some may fall, by name; one that is falsified nowhere fails the session.
+    """
+
+    def __init__(self, claims: Sequence[Claim], expected_failed: Mapping[str, str] | None = None) -> None:
+        self._expected_failed = expected_failed or {}
         self._claims = {claim.name: claim for claim in claims}
         self._verdicts: dict[str, list[Verdict]] = {}
         self._selected: dict[str, str] = {}
@@ -62,11 +66,16 @@ class Count:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """A claim that is unknown fails the session, as a falsified one does."""
+        """A claim that is unknown fails the session, as a falsified one does, and one that was to fall and holds."""
         if hasattr(session.config, "workerinput") or session.exitstatus != pytest.ExitCode.OK:
             return
-        if any(verdict.outcome not in ACCEPTED for verdict in self.verdicts()):
+        if any(self._fails(verdict) for verdict in self.verdicts()):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def _fails(self, verdict: Verdict) -> bool:
+        if verdict.claim in self._expected_failed and verdict.outcome is not Outcome.UNKNOWN:
+            return verdict.outcome is Outcome.HOLDS
+        return verdict.outcome not in ACCEPTED
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """The claims that do not simply hold, and the count."""
@@ -77,6 +86,9 @@ class Count:
         for verdict in verdicts:
             if verdict.outcome is not Outcome.HOLDS:
                 terminalreporter.write_line(_summed_up(verdict))
+            if reason := self._expected_failed.get(verdict.claim):
+                expected = "as expected" if verdict.outcome is Outcome.FALSIFIED else "but expected to fall"
+                terminalreporter.write_line(f"{verdict.claim}: {verdict.outcome.value}, {expected}: {reason}")
         left_out = len(self._claims) - len(verdicts)
         terminalreporter.write_line(closing_line(verdicts, self._runs, left_out))
 

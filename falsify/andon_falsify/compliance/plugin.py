@@ -37,6 +37,8 @@ _SUITE = pytest.StashKey[Suite]()
 _OF_A_SUBJECT = "test_subject.py"
 _FOLDERS = (Path(__file__).parent, Path(__file__).parents[2])
 """Where compliance tests lie: in the package, and in a checkout beside it those that collect them."""
+_ONCE = ("subject", "script", "world", "accumulation", "seed", "budget", "name")
+_AGAIN = ("claim", "expected_failed")
 _PROFILES = {"quick": "andon-dev", "standard": "andon-ci", "deep": "andon-deep"}
 """How hard hypothesis searches, by budget, where neither its own option nor the project says."""
 
@@ -67,11 +69,15 @@ class Court:
         """The trainer itself, for checks that run it several times."""
         return self._subject
 
-    def hold(self, *verdicts: Verdict) -> None:
-        """Enter `verdicts` into the count; the test fails unless each holds or does not apply."""
+    def enter(self, *verdicts: Verdict) -> None:
+        """Enter `verdicts` into the count."""
         for verdict in verdicts:
             entry = json.dumps([verdict.claim, verdict.outcome.value, verdict.checked, counting.shown(verdict)])
             self._node.user_properties.append((counting.VERDICT, entry))
+
+    def hold(self, *verdicts: Verdict) -> None:
+        """Enter `verdicts` into the count; the test fails unless each holds or does not apply."""
+        self.enter(*verdicts)
         broken = [counting.shown(verdict) for verdict in verdicts if verdict.outcome not in counting.ACCEPTED]
         if broken:
             pytest.fail("\n".join(broken), pytrace=False)
@@ -92,6 +98,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--accumulation", help="micro-batches of a rank in an update, as in 1,2")
     group.addoption("--seed", help="what cases are drawn from: a number, or several as in 0-199")
     group.addoption("--budget", help="quick, standard or deep")
+    group.addoption("--claim", action="append", help="only this claim about it (again for another)")
+    group.addoption("--name", help="what to call the trainer")
+    group.addoption(
+        "--expected-failed", action="append", help='"CLAIM: REASON": it may fall, and fails nothing then (again)'
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -101,7 +112,8 @@ def pytest_configure(config: pytest.Config) -> None:
     suite = _suite(config)
     if suite is not None:
         config.stash[_SUITE] = suite
-    config.pluginmanager.register(counting.Count(suite.claims if suite is not None else CLAIMS), "andon-falsify-count")
+    count = counting.Count(CLAIMS) if suite is None else counting.Count(suite.claims, suite.expected_failed)
+    config.pluginmanager.register(count, "andon-falsify-count")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -112,13 +124,15 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 def _suite(config: pytest.Config) -> Suite | None:
     """The campaign that the options ask for. Raises `UsageError` with all that is wrong with them."""
-    given = {name: config.getoption(name) for name in ("subject", "script", "world", "accumulation", "seed", "budget")}
+    given = {name: config.getoption(name) for name in (*_ONCE, *_AGAIN)}
     given = {name: value for name, value in given.items() if value is not None}
     if not given:
         return None
     if "subject" not in given and "script" not in given:
-        options = ", ".join(f"--{name}" for name in given)
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise pytest.UsageError(f"{options}: of which trainer? add --subject or --script (--subject andon for our own)")
+    given = {name: tuple(value) if name in _AGAIN else value for name, value in given.items()}
+    given["claims"] = given.pop("claim", ())
     try:
         return Suite(understood(Options(**given, backend=",".join(config.getoption("backend") or ()) or None)))
     except InputError as error:

@@ -39,13 +39,17 @@ class Column:
 
 @dataclass(frozen=True)
 class Cell:
-    """The findings of one claim on one subject, in the order of the report. reason: why it is expected to fall."""
+    """The findings of one claim on one subject, in the order of the report.
+
+    reason: why it is expected to fall. excused: whether it then fails nothing.
+    """
 
     claim: str
     version: int
     subject: Column
     findings: tuple[Finding, ...]
     reason: str | None
+    excused: bool = False
 
     @cached_property
     def outcome(self) -> Outcome:
@@ -122,7 +126,14 @@ def tabulate(report: Report) -> Table:
     for finding in report.findings:
         held.setdefault((finding.claim, Column(finding.subject, finding.subject_version)), []).append(finding)
     cells = tuple(
-        Cell(claim, found[0].version, subject, tuple(found), report.expected.get((subject.name, claim)))
+        Cell(
+            claim,
+            found[0].version,
+            subject,
+            tuple(found),
+            report.expected.get((subject.name, claim)),
+            claim in report.excused,
+        )
         for (claim, subject), found in held.items()
     )
     judged = Counter(cell.claim for cell in cells)

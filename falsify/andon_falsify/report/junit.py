@@ -1,7 +1,8 @@
 """A report as JUnit XML, so that any continuous integration shows it: one test case for each claim and place.
 
-Falsified and unknown are failures, a claim that does not apply is skipped with its reason, and a claim that was
-expected to fall and holds is a failure too. No times are written: none were measured for a single claim.
+Falsified and unknown are failures, a claim that does not apply is skipped with its reason, and so is one that falls
+and is excused; a claim that was expected to fall and holds is a failure too. No times are written: none were measured
+for a single claim.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def junit_bytes(report: Report) -> bytes:
 def _suite(report: Report, table: Table, subject: Column) -> ElementTree.Element:
     suite = ElementTree.Element("testsuite", name=legible(str(subject)), timestamp=legible(report.started))
     left_out = {"not selected": ", ".join(report.not_selected)} if report.not_selected else {}
-    about = {"subject": subject.name, "version": subject.version, **left_out}
+    unfinished = {"not all was tried": report.unfinished} if report.unfinished else {}
+    about = {"subject": subject.name, "version": subject.version, **left_out, **unfinished}
     _properties(suite, {**report.versions, **report.machine, **about})
     for cell in table.of(subject):
         for (backend, world), findings in _by_place(cell).items():
@@ -76,13 +78,16 @@ def _result(case: ElementTree.Element, cell: Cell, findings: Sequence[Finding]) 
     """What is said of one test case, in words that stand alone."""
     verdict = merge(finding.verdict for finding in findings)
     reasons = [] if cell.reason is None else [f"expected to be falsified: {cell.reason}"]
-    if verdict.outcome is Outcome.NOT_APPLICABLE:
+    examples = [str(example) for example in verdict.counterexamples]
+    if cell.excused and verdict.outcome is Outcome.FALSIFIED:
+        said = f"{Mark.EXPECTED.value}: {cell.reason}; {examples[0]}"
+        ElementTree.SubElement(case, "skipped", type="expected failure", message=legible(said))
+    elif verdict.outcome is Outcome.NOT_APPLICABLE:
         ElementTree.SubElement(case, "skipped", type="not applicable", message=legible(verdict.why or "not applicable"))
     elif verdict.outcome is Outcome.HOLDS:
         if cell.mark is Mark.PASSED:
             _fail(case, Mark.PASSED.value, f"holds, but was {reasons[0]}", [str(verdict)])
     else:
-        examples = [str(example) for example in verdict.counterexamples]
         said = examples[0] if examples else verdict.why
         places = [f"{finding.place}: {finding.verdict}" for finding in findings]
         _fail(case, verdict.outcome.value, said or verdict.outcome.value, [*reasons, *places])
