@@ -67,6 +67,9 @@ class _Ear:
     def skipped(self, optimizer: object) -> None:
         """Nothing."""
 
+    def unscaling(self, scaler: object, optimizer: object) -> None:
+        """Nothing."""
+
     def reducing(self, tensor: Tensor, group: object, waits: bool) -> None:
         """Nothing."""
 

@@ -102,6 +102,10 @@ def document(seen: list[list[Pair]]) -> str:
     lines += [
         _row(fault, inside, pairs[0][1]) for (fault, inside), pairs in sorted(rows, key=lambda row: row[0][0].code)
     ]
+    codes = sorted({fault.code for fault, _ in SEEN})
+    alone = [code for code in codes if any(fault.code == code and not inside.lines for fault, inside in SEEN)]
+    lines += ["", f"By the one line alone, in one of their forms at least: {len(alone)} of {len(codes)} entries of the"]
+    lines += [f"catalogue, {', '.join(alone)}."]
     lines += ["", "Of the faults that claims see, these are not here:", ""]
     lines += [f"- {fault.name}: {fault.inside}." for fault in FAULTS if isinstance(fault.inside, str)]
     return "\n".join(lines) + "\n"

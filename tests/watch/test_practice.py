@@ -217,6 +217,32 @@ def freezes_batch_norm(model: nn.Module) -> None:
             module.eval()
 
 
+def clips_and_reports(model: nn.Module) -> None:
+    """The norm is clipped, and a loss averaged over the ranks behind that."""
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    dist.all_reduce(torch.ones(()))
+
+
+def begins_anew(model: nn.Module) -> None:
+    """A clipped gradient is thrown away, and another one computed."""
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    model.zero_grad()
+    model(torch.randn(4, 6)).square().mean().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+def clips_parts(model: nn.Module) -> None:
+    """Two halves of the model are clipped apart."""
+    nn.utils.clip_grad_norm_(list(model.parameters())[:2], 0.1)
+    nn.utils.clip_grad_norm_(list(model.parameters())[2:], 0.1)
+
+
+def clips_on_one_rank(model: nn.Module) -> None:
+    """The others use the gradient as it is, which is small enough for them."""
+    if dist.get_rank() == 0:
+        nn.utils.clip_grad_norm_(model.parameters(), 1e6)
+
+
 def evaluates_in_between(model: nn.Module) -> None:
     """Between backward pass and update, with gradients, on the same rows everywhere; and back into training mode."""
     model.eval()
@@ -241,6 +267,9 @@ RIGHT = {
     "iterable data": Course(streamed),
     "a batch left out": Course(one_skipped),
     "batch norm frozen": Course(distributed, before=freezes_batch_norm),
+    "clipped, and a loss reduced behind that": Course(distributed, behind=clips_and_reports),
+    "clipped, thrown away, clipped": Course(distributed, behind=begins_anew),
+    "parts clipped apart": Course(distributed, behind=clips_parts),
     "evaluation between backward pass and update": Course(distributed, behind=evaluates_in_between),
 }
 
@@ -299,6 +328,7 @@ def stays_in_evaluation(model: nn.Module) -> None:
 WRONG = {
     "the same stream on all ranks": (Course(same_stream), "samples-once", 3),
     "the same rows from workers": (Course(same_from_workers, epochs=1), "samples-once", 1),
+    "clipped on one rank": (Course(distributed, behind=clips_on_one_rank), "clip-placed", 1),
     "never in training mode": (Course(distributed, before=stays_in_evaluation), "training-mode", 2),
 }
 
@@ -317,6 +347,39 @@ def test_what_has_no_index_and_no_way_back_is_suspected() -> None:
         assert {name: found[name][:1] for name in WRONG} == {
             name: [(clause, step)] for name, (_, clause, step) in WRONG.items()
         }
+
+
+@pytest.mark.parametrize("updates", [1, 3])
+def test_a_process_that_never_joins_the_others_is_suspected_then_found(
+    monkeypatch: pytest.MonkeyPatch, updates: int
+) -> None:
+    """A suspicion at the second update, a violation at the close; one update alone says nothing."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watch = andon.watch(model, optimizer, action=lambda _: None)
+    for _ in range(updates):
+        model(torch.ones(2, 3)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert [(each.clause, each.step) for each in watch.findings] == [("ranks-joined", 2)] * (updates > 1)
+    assert watch.violations == 0
+    watch.close()
+    assert watch.violations == (updates > 1)
+
+
+def test_a_process_that_is_to_be_alone_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Independent jobs under one launcher."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with andon.watch(model, optimizer, allow={"ranks-joined": "jobs of their own"}) as watch:
+        for _ in range(2):
+            model(torch.ones(2, 3)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert watch.violations == 0
+    assert watch.findings == ()
 
 
 def closing(tmp: str) -> list[str]:

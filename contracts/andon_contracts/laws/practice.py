@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from andon_contracts.laws.law import Law, Observations, Seen
+from andon_contracts.laws.law import Law, Observations, Seen, ranks_where
 from andon_contracts.violation import Finding
 
 SURE = 2
@@ -94,6 +94,50 @@ def _explain_mode(seen: Seen[object]) -> Finding:
     )
 
 
+_PLACES = ((2, "while a loss scaler had them multiplied"), (4, "before they were reduced"))
+_CLIPPED, _UNFINISHED = 1, 8
+
+
+def _clipped_early(seen: Seen[object]) -> str:
+    """When the gradients were clipped too early; "": they were not."""
+    return next((when for bit, when in _PLACES if any(each & bit for each in seen.column("clipping"))), "")
+
+
+def _explain_clip(seen: Seen[object]) -> Finding:
+    what = f"the gradients were clipped {_clipped_early(seen)}: not by the norm of what is applied"
+    return Finding(what, seen.step, (), "gradient")
+
+
+def _unfinished(seen: Seen[object]) -> bool:
+    return any(each & _UNFINISHED for each in seen.column("clipping"))
+
+
+def _explain_micro(seen: Seen[object]) -> Finding:
+    what = "the gradients were clipped for each micro-batch, and not once for the update"
+    return Finding(what, seen.step, (), "gradient")
+
+
+def _explain_clipped_alike(seen: Seen[object]) -> Finding:
+    ranks = tuple(each.rank for each in seen.said if each.values["clipping"] & _CLIPPED)
+    return Finding("only some ranks clipped their gradients", seen.step, ranks, "gradient")
+
+
+CLIPPED_ALIKE: Law[Seen[object]] = Law(
+    "clip-placed/ranks",
+    ("clipping",),
+    lambda seen: len({each & _CLIPPED for each in seen.column("clipping")}) == 1,
+    _explain_clipped_alike,
+)
+"""All ranks clip, or none."""
+
+
+def _explain_alone(seen: Seen[object]) -> Finding:
+    what = "WORLD_SIZE says that there are several processes, and this one made no process group: it trains by itself"
+    return Finding(what, seen.step, ranks_where(seen, "alone"), "process group")
+
+
+JOINED: Law[Seen[object]] = Law("ranks-joined/close", ("alone",), lambda seen: not seen.any("alone"), _explain_alone)
+"""At the close: processes that were started together trained together."""
 COURSE: tuple[Law[Seen[object]], ...] = (
     Law("order-renewed/pass", ("order again",), lambda seen: not seen.any("order again"), _explain_order),
     Law("training-mode/forward", ("evaluating",), lambda seen: 1 not in seen.column("evaluating"), _explain_mode),
@@ -104,5 +148,8 @@ COURSE: tuple[Law[Seen[object]], ...] = (
         _explain_mode,
         suspicion=True,
     ),
+    Law("clip-placed/before", ("clipping",), lambda seen: not _clipped_early(seen), _explain_clip),
+    Law("clip-placed/micro-batch", ("clipping",), lambda seen: not _unfinished(seen), _explain_micro, suspicion=True),
+    Law("ranks-joined/before", ("alone",), lambda seen: not seen.any("alone"), _explain_alone, suspicion=True),
 )
-"""At every update: passes have orders of their own, and what is trained is in training mode."""
+"""At every update: passes have orders of their own, what is trained is in training mode, and clipping has its place."""

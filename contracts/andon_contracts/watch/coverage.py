@@ -28,6 +28,8 @@ _ALONE = (
     "precision-sufficient",
     "order-renewed",
     "training-mode",
+    "clip-placed",
+    "ranks-joined",
 )
 
 

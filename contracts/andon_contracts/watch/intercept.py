@@ -36,6 +36,9 @@ class Listener(Protocol):
     def skipped(self, optimizer: object) -> None:
         """A loss scaler has left out an update of `optimizer`."""
 
+    def unscaling(self, scaler: object, optimizer: object) -> None:
+        """A loss scaler is about to divide the gradients of `optimizer`."""
+
     def reducing(self, tensor: torch.Tensor, group: object, waits: bool) -> None:
         """`tensor` is about to be reduced over `group`; `resumed` follows, if the loop waits for it."""
 
@@ -82,6 +85,7 @@ def _install() -> None:
     for home in (clip_grad, torch.nn.utils):
         _replace(home, "clip_grad_value_", _around_value_clip)
     _replace(torch.amp.GradScaler, "step", _around_scaled_step)
+    _replace(torch.amp.GradScaler, "unscale_", _around_unscale)
     for home in (dist, dist.distributed_c10d):
         _replace(home, "all_reduce", _around_reduce)
     _replace(dataloader._BaseDataLoaderIter, "_next_index", _around_draw)
@@ -120,6 +124,16 @@ def _around_scaled_step(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return step
+
+
+def _around_unscale(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def unscale(scaler: Any, optimizer: Any) -> Any:
+        for listener in list(_listeners):
+            listener.unscaling(scaler, optimizer)
+        return original(scaler, optimizer)
+
+    return unscale
 
 
 def _around_value_clip(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -190,6 +204,8 @@ class Hearing:
 
     def clipping(self, parameters: Sequence[torch.Tensor], norm: torch.Tensor | None) -> None:
         """The loop is about to clip."""
+        mine = [each for each in parameters if any(probe.holds(each) for probe in self._probes.values())]
+        self._practice.clips.clipping(mine)
         for probe in self._probes.values():
             probe.clipping(parameters, norm)
 
@@ -200,14 +216,20 @@ class Hearing:
 
     def skipped(self, optimizer: object) -> None:
         """A loss scaler has left out an update."""
+        self._practice.clips.clear()
         self._probes[id(optimizer)].skip()
 
     def reducing(self, tensor: torch.Tensor, group: object, waits: bool) -> None:
         """The loop is about to reduce."""
+        self._practice.clips.reducing(tensor, group)
         if self._begun is not None:
             self._begun.reducing(group, waits=waits)
         for probe in self._probes.values():
             probe.reducing(tensor, group)
+
+    def unscaling(self, scaler: object, optimizer: object) -> None:
+        """A loss scaler is about to divide."""
+        self._practice.clips.unscaling(scaler, optimizer)
 
     def resumed(self) -> None:
         """The call that reduces is over."""

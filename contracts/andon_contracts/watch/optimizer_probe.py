@@ -87,6 +87,10 @@ class OptimizerProbe:
             for key, value in values.items()
         ]
 
+    def holds(self, parameter: Tensor) -> bool:
+        """Whether the optimizer holds it."""
+        return id(parameter) in self._mine
+
     @property
     def rate(self) -> float:
         """The learning rate of the first group."""

@@ -8,25 +8,30 @@ yielded last is. What is left at the close was never used.
 
 from __future__ import annotations
 
+import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from andon_contracts.act import Scene
+from andon_contracts.agree import Observation
 from andon_contracts.laws.law import Observations, Seen
-from andon_contracts.laws.practice import COURSE, PASS, ROWS
+from andon_contracts.laws.practice import CLIPPED_ALIKE, COURSE, JOINED, PASS, ROWS
 from andon_contracts.laws.practice import Practice as Practised
 from andon_contracts.observe import flat_digest
+from andon_contracts.watch.clip_place import ClipPlace
 from andon_contracts.watch.exchange import Exchange
 from andon_contracts.watch.judging import Verdicts
 from andon_contracts.watch.loaders import Pass, Yielded, places_of, tensors_in, total
 from andon_contracts.watch.model_probe import ModelProbe, Several
+from andon_contracts.watch.rows import Rows
 
 _AHEAD = 64
 """So many batches may be yielded before they are used."""
@@ -43,7 +48,14 @@ class Practice:
     """See the module. The ranks call `values` and `judge` alike, at each update."""
 
     def __init__(
-        self, exchange: Exchange, verdicts: Verdicts, subject: ModelProbe, *, apart: bool, muted: Callable[[], bool]
+        self,
+        exchange: Exchange,
+        verdicts: Verdicts,
+        subject: ModelProbe,
+        rows: Rows,
+        *,
+        apart: bool,
+        muted: Callable[[], bool],
     ) -> None:
         """apart: whether ranks hold parts of the model, so that some rightly train on the same rows.
 
@@ -61,6 +73,9 @@ class Practice:
         self._held: list[Yielded] = []
         self._given: list[Tensor] = []
         self._modes: set[bool] = set()
+        self._forwards = 0
+        self.clips = ClipPlace(lambda: self._forwards, lambda: rows.discarded)
+        self._updates = 0
         self._trained = False
         self._evaluating = 0
         self._alike = self._unseen = 0
@@ -88,6 +103,7 @@ class Practice:
         batch = self._taken(places_of(tensors))
         if not torch.is_grad_enabled():
             return
+        self._forwards += 1
         self._modes.add(module.training)
         self._given += [_sampled(each) for each in tensors if each.numel()]
         if batch is not None:
@@ -143,6 +159,8 @@ class Practice:
             "held": sum(len(each.ids or ()) for each in self._held),
             "given": flat_digest(self._given) >> 1 if self._given else 0,
             "order again": self._again,
+            "clipping": self.clips.seen,
+            "alone": int(self._updates > 0 and self.is_alone()),
             "evaluating": (1 if self._trained else 2) if self._evaluating > 1 else 0,
         }
 
@@ -162,6 +180,7 @@ class Practice:
         self._verdicts.judge(COURSE, seen, scene)
         if self._apart:
             return
+        self._verdicts.judge((CLIPPED_ALIKE,), seen, scene)
         if seen.any("drawn") or seen.any("given"):
             one = {name: len(set(seen.column(name))) == 1 and seen.any(name) for name in ("drawn keys", "given", "raw")}
             known = all(seen.column("drawn"))
@@ -202,6 +221,23 @@ class Practice:
         """The update was made."""
         self._window, self._given, self._again = [], [], 0
         self._modes.clear()
+        self.clips.clear()
+        self._updates += 1
+
+    def is_alone(self) -> bool:
+        """Whether a launcher started several processes, and this one has made no process group with the others."""
+        asked = os.environ.get("WORLD_SIZE", "")
+        joined = dist.is_available() and dist.is_initialized()
+        return not joined and asked.isdecimal() and int(asked) > 1
+
+    def judge_close(self) -> None:
+        """What only the end can tell: a process that never joined the others. This one alone says it."""
+        if self._updates > 1 and self.is_alone() and JOINED.clause in self._verdicts.live:
+            values = self.values() | {"alone": 1}
+            said: Seen[object] = Seen((Observation(0, self._updates, 0, "close", values),), None)
+            found = self._verdicts.judgement((JOINED,), said)
+            if found.first is not None:
+                self._verdicts.take(found.violation(JOINED), Scene(1, applied=True), alone=True)
 
     def lines(self) -> list[str]:
         """What the passes that ended left out or had twice, for the end."""

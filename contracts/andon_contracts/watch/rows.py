@@ -67,6 +67,8 @@ class Rows:
         self.passed: list[list[int]] = []
         """Those of windows that were computed and whose update a loss scaler left out, by window."""
         self.used = False
+        self.discarded = 0
+        """How often gradients were thrown away."""
         self._fresh = 0
 
     def add(self, ids: Sequence[int], contents: Sequence[int]) -> None:
@@ -83,6 +85,7 @@ class Rows:
 
     def discard(self) -> None:
         """The gradients so far were thrown away, and with them all rows but those of the batch at hand."""
+        self.discarded += 1
         kept = len(self.ids) - self._fresh
         del self.ids[:kept], self.contents[:kept]
         self.batches = self.batches[-1:] if self._fresh else []

@@ -112,6 +112,9 @@ class Standby:
     def skipped(self, optimizer: object) -> None:
         """Of no concern before there is a watch."""
 
+    def unscaling(self, scaler: object, optimizer: object) -> None:
+        """Of no concern before there is a watch."""
+
     def reducing(self, tensor: torch.Tensor, group: object, waits: bool) -> None:
         """Of no concern before there is a watch."""
 

@@ -56,7 +56,7 @@ class Updates:
         self.outcomes = Outcomes(exchange, verdicts, probes, recorder, subject)
         apart = replicas.cut or not subject.every_rank_has_rows
         self.practice = Practice(
-            exchange, verdicts, subject, apart=apart, muted=lambda: any(probe.taps.muted for probe in probes)
+            exchange, verdicts, subject, rows, apart=apart, muted=lambda: any(probe.taps.muted for probe in probes)
         )
         self._before_laws, self._after_laws = verdicts.alive(BEFORE), verdicts.alive(AFTER)
         self._want = each_by_itself(self._settings.clip or None)

@@ -302,6 +302,7 @@ class Watch:
                 unread = self._updates.judge_parted()
                 unread.append(self._updates.judge_base())
                 self._outcomes.judge_count(self._updates.made, over=True)
+                self._updates.practice.judge_close()
         finally:
             self._exchange.close()
             self._recorder.close(reason)

@@ -64,6 +64,8 @@ MAP: tuple[Kinship, ...] = (
     Kinship("modes-agree", "part", ("randomness-apart",)),
     Kinship("order-renewed", "part", ("samples-once",), "of our trainer, whose plan has an order for each epoch"),
     Kinship("training-mode", "part", ("randomness-apart",)),
+    Kinship("clip-placed", "part", ("update-law", "gradient-law")),
+    Kinship("ranks-joined", "part", ("replicas-agree",), "of ranks that train apart"),
     Kinship("buffers-agree", "part", ("replicas-agree",), "of a loop, its running statistics"),
     Kinship("parameters-kept", "part", ("update-law", "base-frozen", "gradient-law")),
     Kinship("gradient-present", "part", ("gradient-law",)),

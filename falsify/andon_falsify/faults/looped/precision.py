@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from andon_falsify.faults.looped.arithmetic import Multiplied
 from andon_falsify.faults.looped.fault import ADAMW, SGD, WATCHED, Inside, LoopFault, Outside, Timed
-from andon_falsify.faults.looped.right import SCALE, LossScaled
+from andon_falsify.faults.looped.right import SCALE, LossScaled, Wrapped
 from andon_falsify.peers.plain import PlainLoop
 from andon_falsify.subjects.case import Case, Poison
 
@@ -38,6 +38,16 @@ class ClippedScaled(LossScaled):
         torch.nn.utils.clip_grad_norm_(self.trained, self.case.clip_norm)
         self._unscale()
         self._step()
+
+
+class ClippedEach(Wrapped):
+    """What has been summed is clipped after each micro-batch."""
+
+    def _loss_sum(self, ids: Sequence[int]) -> Tensor:
+        if any(parameter.grad is not None for parameter in self.trained):
+            assert self.case.clip_norm is not None
+            torch.nn.utils.clip_grad_norm_(self.trained, self.case.clip_norm)
+        return super()._loss_sum(ids)
 
 
 class ClippedUnreduced(PlainLoop):
@@ -104,10 +114,12 @@ _ROUNDED = WATCHED.but(lr=2e-8)
 FAULTS = (
     LoopFault("F37", "clip norm summed over replicas", ReplicasSummed, Inside("clip-once", 2, ("clip", "reduced")),
               Outside("update-law", r"clipped by another norm than the gradient's.*ratio 1\.414", _CLIPPED)),
-    LoopFault("F38", "clip before unscale", ClippedScaled, Inside("clip-once", 1, ("clip",)),
+    LoopFault("F38", "clip before unscale", ClippedScaled, Inside("clip-placed", 1),
               Outside("gradient-law", r"step 1: .*ratio 1024\.000", _CLIPPED)),
-    LoopFault("F38", "clipped before the reduction", ClippedUnreduced, Inside("clip-once", 1, ("clip",)),
+    LoopFault("F38", "clipped before the reduction", ClippedUnreduced, Inside("clip-placed", 1),
               Outside("update-law", "step 1: clipped before the gradient was whole", _CLIPPED)),
+    LoopFault("F38", "clipped for each micro-batch", ClippedEach, Inside("clip-placed", 1),
+              Outside("gradient-law", r"step 1: .*rows .* count 0\.\d+ times", _CLIPPED)),
     LoopFault("F40", "overflow zeroed by clip", Overflowing, Inside("finite", 3),
               Outside("gradient-law", r"step 3: .*ratio 1e\+21", ADAMW)),
     LoopFault("F41", "NaN hidden by nan_to_num", NanHidden,
