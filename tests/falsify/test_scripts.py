@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import psutil
 import pytest
@@ -20,6 +22,7 @@ from andon_falsify.claims.evidence import SCRIPT
 from andon_falsify.claims.layouts import gone_on_by_command as resumed
 from andon_falsify.claims.layouts import same_layouts, unlike
 from andon_falsify.history import History, chain_digest, read_lines
+from andon_falsify.report.document import read_json
 from andon_falsify.scripts.command import Command
 from andon_falsify.scripts.running import _last_words, run
 from andon_falsify.subjects.case import Case
@@ -325,6 +328,26 @@ def test_an_interrupted_run_leaves_nothing_running(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         run([sys.executable, "-c", program], tmp_path / "run", 30.0, interrupted)
     assert not psutil.pid_exists(int(pid.read_text()))
+
+
+def test_a_campaign_that_is_terminated_ends_its_script_and_leaves_its_report(tmp_path: Path) -> None:
+    """As a process: a workflow that is cancelled leaves no training behind, and files that can be read."""
+    pid, report, junit = tmp_path / "pid", tmp_path / "r.json", tmp_path / "r.xml"
+    os.mkfifo(pid)
+    program = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(1000)"
+    command = shlex.join([sys.executable, "-c", program]) + " {world} {local_batch}"
+    words = ["--script", command, "--name", "mine", "--json", str(report), "--junit", str(junit)]
+    with subprocess.Popen(
+        [sys.executable, "-m", "andon", "falsify", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as campaign:
+        training = int(pid.read_text())  # which waits until the script has begun
+        campaign.terminate()
+        lines, said = campaign.communicate()
+    assert (campaign.returncode, said) == (143, "andon: ended by SIGTERM\n")
+    assert lines.startswith("mine on script; budget quick")
+    assert not psutil.pid_exists(training) or psutil.Process(training).status() == psutil.STATUS_ZOMBIE
+    assert read_json(report).unfinished == "ended by SIGTERM"
+    assert {suite.attrib["name"] for suite in ElementTree.parse(junit).iter("testsuite")} == {"mine"}
 
 
 def test_temporary_files_of_a_command_go_with_its_folder(tmp_path: Path) -> None:
