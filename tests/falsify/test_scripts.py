@@ -215,6 +215,28 @@ def test_rows_come_once_in_every_stretch(batches: list[list[int]], outcome: Outc
     assert samples(ledger(*({"ids": batch} for batch in batches))).outcome is outcome
 
 
+@pytest.mark.parametrize(
+    ("clause", "action", "outcome"),
+    [
+        ("samples-once", "warned", Outcome.FALSIFIED),
+        ("samples-once", "suspected", Outcome.NOT_APPLICABLE),
+        ("clip-once", "warned", Outcome.NOT_APPLICABLE),
+    ],
+)
+def test_rows_that_come_again_at_the_data_loader_fall_though_none_are_told(
+    clause: str, action: str, outcome: Outcome
+) -> None:
+    """The watch sees which rows a loader deals out, and its ledger says what was wrong; a suspicion is none."""
+    (step,) = lines({"grad_norm": 1.0})
+    seen = {"kind": "violation", "clause": clause, "action": action, "seen": "rows [1] came again", "step": 2, "v": 3}
+    broken = json.dumps({"seq": 1, "prev": chain_digest(step.removesuffix(b"\n")), **seen}).encode() + b"\n"
+    verdict = samples(read_lines([step, broken], "ledger"))
+    assert verdict.outcome is outcome
+    assert [str(found) for found in verdict.counterexamples] == [
+        "step 2, at its data loader: rows [1] came again"
+    ] * len(verdict.counterexamples)
+
+
 def steps(*weights: int) -> History:
     """Updates that leave weights of these digests."""
     return ledger(*({"digests": {"weights": f"{number:016x}", "gradient": "0" * 16}} for number in weights))

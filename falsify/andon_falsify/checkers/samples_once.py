@@ -57,10 +57,16 @@ def check(history: History) -> Verdict:
 def check_visits(history: History) -> Verdict:
     """The same of a history that tells which rows its ranks had, and not what was planned, as a script's.
 
-    Of R rows that are ever visited, every R visits in a row visit each once: epochs, whatever their borders.
+    Of R rows that are ever visited, every R visits in a row visit each once: epochs, whatever their borders. Where it
+    tells none, what its watch saw itself at the data loaders falsifies; that it saw nothing wrong proves nothing.
     """
     visits = [row for step in history.trajectory.values() for row in step.ids]
     if not visits:
+        seen = [event.fields for event in history.of_kind("violation") if event.fields.get("clause") == CLAIM.name]
+        broken = [fields for fields in seen if fields.get("action") != "suspected"]
+        if broken:
+            what, step = broken[0].get("seen"), broken[0].get("step")
+            return conclude(CLAIM, len(broken), [Counterexample(f"{what}", f"step {step}, at its data loader")])
         return not_applicable(CLAIM, "the script tells no rows (w.batch)")
     rows, found, checked = set(visits), list[Counterexample](), 0
     for epoch, start in enumerate(range(0, len(visits), len(rows))):
