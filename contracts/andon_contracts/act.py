@@ -9,7 +9,7 @@ from pathlib import Path
 from andon_contracts.agree import Observation, minority, real_of
 from andon_contracts.bundle import Evidence, explaining, write_account, write_part
 from andon_contracts.clauses import CLAUSES
-from andon_contracts.violation import OTHER_SHAPES, Finding, Violation
+from andon_contracts.violation import NOT_SEEN_REDUCED, OTHER_SHAPES, Finding, Violation
 
 _OF_A_TREE = "trees-agree"
 """The clause of `assert_same`, which is asked for by itself: there is no update, and no watch that could be silent."""
@@ -123,7 +123,7 @@ def _silencing(clause: str, scene: Scene) -> str:
 
 def _likely(clause: str, finding: Finding, scene: Scene) -> str:
     """What usually is the cause of a broken clause, given what else was seen."""
-    if OTHER_SHAPES in finding.seen:
+    if OTHER_SHAPES in finding.seen or NOT_SEEN_REDUCED in finding.seen:
         return ""
     if clause in ("replicas-agree", "optimizers-agree") and "lr differs" in scene.before:
         return CLAUSES["hyperparameters-agree"].likely

@@ -11,6 +11,8 @@ one that is stopped or that the others waited for in vain, `left` one that close
 
 OTHER_SHAPES = "have not the same shapes on all ranks"
 """What a finding says of tensors that no element of can be compared; no cause of it is usual."""
+NOT_SEEN_REDUCED = "nothing was seen to reduce their gradients"
+"""What a finding says of weights that part where that may be right; no cause of it is usual."""
 
 
 @dataclass(frozen=True)

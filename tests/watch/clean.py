@@ -6,11 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from andon_contracts.laws.loop import AFTER, BEFORE, START
 from andon_contracts.violation import Violation
 from andon_contracts.watch import Watch
-
-SUSPICIONS = frozenset(law.clause for law in (*START, *BEFORE, *AFTER) if law.suspicion)
 
 
 @dataclass(frozen=True)
@@ -33,15 +30,17 @@ class Kind:
     run: Callable[[int], Seen]
     needs: tuple[str, ...] = ()
     weight: Literal["light", "heavy", "slow"] = "light"
+    suspected: frozenset[str] = frozenset()
+    """Clauses of which docs/watch.md announces one suspicion, until the loop has shown what it is."""
 
 
 def seen_by(*watches: Watch) -> Seen:
     """What closed watches saw in all."""
-    found = [each for w in watches for each in w.findings]
+    found = [(each.clause in w._verdicts.counts, str(each)) for w in watches for each in w.findings]
     return Seen(
         sum(sum(w.evaluations.values()) for w in watches),
-        tuple(str(each) for each in found if each.clause not in SUSPICIONS),
-        tuple(str(each) for each in found if each.clause in SUSPICIONS),
+        tuple(said for certain, said in found if certain),
+        tuple(said for certain, said in found if not certain),
     )
 
 

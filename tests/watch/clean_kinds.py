@@ -7,10 +7,12 @@ from collections.abc import Sequence
 
 import torch
 
-from tests.watch import clean_peers, clean_rows, clean_state
+from tests.watch import clean_communication, clean_peers, clean_rows, clean_state
 from tests.watch.clean import Kind, Seen
+from tests.watch.clean_communication import Holding, InsideStep, Parting, Taught
 from tests.watch.clean_loops import (
     RightLoop,
+    adamw,
     by_hand,
     by_sign,
     compiled,
@@ -38,9 +40,13 @@ from tests.watch.clean_models import (
     SparseEmbedding,
     WithUnused,
 )
+from tests.watch.clean_twins import planted
 from tests.watch.watched import all_told
 
 UNUSED = {"allow": {"gradient-present": "the layer is there for another task"}}
+
+PARTS = frozenset({"replicas-agree"})
+"""Of loops whose weights part at first one suspicion is said."""
 
 KINDS = {
     "plain loop": Kind(RightLoop(wrap=by_hand)),
@@ -100,6 +106,37 @@ KINDS = {
     "rows, resumed in mid-epoch, planned": Kind(clean_rows.Told(start=8, plan=True)),
     "rows, batches left out on purpose": Kind(clean_rows.Told(skips=clean_rows.every_tenth)),
     "every rank scores all rows": Kind(clean_rows.Told(scored=True)),
+    "step that reduces and deals out parameters": Kind(InsideStep(clean_communication.dealt)),
+    "step that reduces and deals out parameters, clipping": Kind(InsideStep(clean_communication.dealt, clip=0.1)),
+    "step that deals out parameters, DDP": Kind(RightLoop(optimizer=clean_communication.dealt_behind)),
+    "step that deals out parameters, reduced by hand": Kind(
+        RightLoop(optimizer=clean_communication.dealt_behind, wrap=by_hand)
+    ),
+    "step that reduces and deals out slices": Kind(InsideStep(clean_communication.Sliced)),
+    "step that deals out slices, DDP": Kind(RightLoop(optimizer=clean_communication.Sliced)),
+    "ZeroRedundancyOptimizer": Kind(RightLoop(optimizer=clean_communication.zero_redundancy)),
+    "local SGD": Kind(Parting(), suspected=PARTS),
+    "local SGD, every update": Kind(Parting(every=1), suspected=PARTS),
+    "local SGD, through .data": Kind(Parting(by="data"), suspected=PARTS),
+    "local SGD, copied back": Kind(Parting(by="copy", every=7), suspected=PARTS),
+    "local SGD, AdamW": Kind(Parting(optimizer=adamw), suspected=PARTS),
+    "local SGD, no_sync of DDP": Kind(Parting(wrapped=True), suspected=PARTS),
+    "local SGD behind a reduced warm-up": Kind(Parting(warm_up=6, model=LayerNormed), suspected=PARTS),
+    "local SGD behind a reduced warm-up, DDP": Kind(Parting(warm_up=6, wrapped=True), suspected=PARTS),
+    "local SGD inside the optimizer's step": Kind(
+        Parting(every=10**9, optimizer=clean_communication.averaging), suspected=PARTS
+    ),
+    "PostLocalSGDOptimizer": Kind(clean_communication.post_local, suspected=PARTS),
+    "DDP inside a task, with an average": Kind(Holding()),
+    "DDP inside a task, with an average that has gradients": Kind(Holding(frozen=False)),
+    "DDP inside a task, average on rank 0": Kind(Holding(on=(0,)), suspected=frozenset({"base-frozen"})),
+    "DDP inside a task, the inner module watched": Kind(Holding(given="inner")),
+    "two wrapped modules in one, adversaries": Kind(clean_communication.rivals),
+    "mean teacher in the model": Kind(Taught()),
+    "mean teacher in the model, every third update": Kind(Taught(every=3)),
+    "momentum encoder, moved in the forward pass": Kind(Taught(every=0)),
+    "momentum encoder, by new data": Kind(Taught(every=0, follow=clean_communication.by_new_data)),
+    "ReLoRA": Kind(clean_communication.merging),
     "torch.compile, traced": Kind(RightLoop(wrap=compiled), weight="heavy"),
     "torch.compile, to code": Kind(RightLoop(wrap=compiled_to_code), weight="slow"),
     "Accelerate": Kind(clean_peers.accelerated, ("accelerate",), "heavy"),
@@ -116,3 +153,15 @@ def installed(kind: Kind) -> bool:
 def run_kinds(names: Sequence[str], steps: int) -> dict[str, Seen]:
     """What a watch saw on this rank of each kind, of so many steps."""
     return {name: KINDS[name].run(steps) for name in names}
+
+
+def run_twin(name: str, fault: str, steps: int) -> Seen:
+    """What a watch saw on this rank of that kind with a fault of `clean_twins`."""
+    with planted(fault):
+        return KINDS[name].run(steps)
+
+
+def unannounced(name: str, seen: Seen) -> tuple[str, ...]:
+    """What was said of the kind beyond the suspicions that are announced of it, each once."""
+    known = KINDS[name].suspected
+    return (*seen.violations, *(said for said in seen.suspicions if said.partition(" ")[0] not in known))

@@ -14,7 +14,7 @@ from andon_contracts.agree import Observation, bits_of
 from andon_contracts.clauses import CLAUSES
 from andon_contracts.laws.law import Details, Judgement, Law, Seen
 from andon_contracts.laws.loop import AFTER, BEFORE, START, TREE, each_by_itself, name_ratio
-from andon_contracts.laws.update import BASE, CLIP, RATE, REDUCED, UPDATED, Due, Reduced
+from andon_contracts.laws.update import CLIP, RATE, REDUCED, UPDATED, Due, Reduced
 from andon_contracts.policy import evaluations, reset_evaluations, suspended
 from andon_contracts.watch.judging import Verdicts
 from andon_contracts.watch.settings import Settings
@@ -45,6 +45,8 @@ RIGHT = {
     "scale": 0,
     "base": 12,
     "first base": 12,
+    "followed": 12,
+    "first followed": 12,
     "rows": 0,
     "with content": 0,
     "loss sum": 0,
@@ -65,7 +67,7 @@ WRONG: dict[str, list[tuple[str, int]]] = {
     "scaler-agrees": [("scale", 1)],
     "buffers-agree": [("buffers", 1), ("caches", 1)],
     "finite": [("nonfinite", 1), ("norm", bits_of(float("nan")))],
-    "base-frozen": [("base", 0)],
+    "base-frozen": [("base", 0), ("followed", 0)],
     "replicas-agree": [("weights", 0)],
     "gradient-fresh": [("stale", 1)],
     "gradient-present": [("missing", 1)],
@@ -222,11 +224,11 @@ def test_trees_are_held_to_two_rows(
 
 def test_trainer_and_watch_read_the_same_rows() -> None:
     """A clause that both have at one point is one row: whoever changes it changes it for both."""
-    for ours, theirs in ((REDUCED, BEFORE), (UPDATED, AFTER), (BASE, BEFORE)):
+    for ours, theirs in ((REDUCED, BEFORE), (UPDATED, AFTER)):
         by_id = {law.id: law for law in theirs}
         for law in ours:
             assert by_id.get(law.id, law) is law
-    shared = {law.id for law in (*REDUCED, *UPDATED, *BASE)} & {law.id for law in (*BEFORE, *AFTER)}
+    shared = {law.id for law in (*REDUCED, *UPDATED)} & {law.id for law in (*BEFORE, *AFTER)}
     assert shared == {
         "halt-together/any",
         "learning-rate-planned/reduced",
@@ -235,7 +237,6 @@ def test_trainer_and_watch_read_the_same_rows() -> None:
         "clip-once/reduced",
         "optimizers-agree/updated",
         "replicas-agree/updated",
-        "base-frozen/base",
     }
 
 

@@ -32,13 +32,14 @@ def _adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def _update(model: nn.Module, optimizer: torch.optim.Optimizer, *, reduce: bool = True) -> None:
+def _update(model: nn.Module, optimizer: torch.optim.Optimizer, *, spoilt: bool = False) -> None:
     optimizer.zero_grad()
     generator = torch.Generator().manual_seed(dist.get_rank())
     model(torch.randn(3, 4, generator=generator)).square().sum().backward()
     for p in model.parameters():
-        if reduce and p.grad is not None:
+        if p.grad is not None:
             dist.all_reduce(p.grad)
+            p.grad *= 1 + spoilt * dist.get_rank()
     optimizer.step()
 
 
@@ -83,7 +84,7 @@ def _two_ranks(_: str) -> str:
     model = _model()
     optimizer = _adam(model)
     with andon.watch(model, optimizer, action="raise"), pytest.raises(Violation) as caught:
-        _update(model, optimizer, reduce=False)
+        _update(model, optimizer, spoilt=True)
     return str(caught.value)
 
 
@@ -99,7 +100,7 @@ def _allowed(_: str) -> tuple[list[str], int]:
     reasons = dict.fromkeys(("gradients-agree", "replicas-agree", "optimizers-agree"), "a trial")
     with andon.watch(model, optimizer, action="raise", allow=reasons) as w:
         for _step in range(3):
-            _update(model, optimizer, reduce=False)
+            _update(model, optimizer, spoilt=True)
     return [found.clause for found in w.findings], w.evaluations["gradients-agree"]
 
 
@@ -220,7 +221,7 @@ def _kept(model: nn.Module, ddp: nn.Module) -> nn.Module:
     return ddp
 
 
-TRAPS = {_bypassed: "gradients-agree", _cast: "gradients-agree", _rewrapped: "gradients-agree", _kept: ""}
+TRAPS = {_bypassed: "replicas-agree", _cast: "gradients-agree", _rewrapped: "gradients-agree", _kept: ""}
 
 
 def _trapped() -> list[list[str]]:

@@ -24,7 +24,7 @@ from andon_contracts.laws.law import (
     ranks_where,
 )
 from andon_contracts.laws.update import Reduced
-from andon_contracts.violation import OTHER_SHAPES, Finding
+from andon_contracts.violation import NOT_SEEN_REDUCED, OTHER_SHAPES, Finding
 
 CHANGES = (
     "kept",
@@ -146,6 +146,66 @@ _BUFFERS: Law[Seen[object]] = Law(
     look=("buffers", "caches"),
 )
 """What a checkpoint has is the same everywhere. A cache, which it has not, may be longer on one rank than another."""
+
+
+# what is not trained
+
+
+def _alike(seen: Seen[object]) -> bool:
+    """Whether several ranks all changed what is frozen, and to the same where they began with the same."""
+    if len(seen.said) == 1 or any(o.values["base"] == o.values["first base"] for o in seen.said):
+        return False
+    return "base" not in seen.differing or "first base" in seen.differing
+
+
+def _explain_alike(seen: Seen[object]) -> Finding:
+    what = "a frozen weight changed, on all ranks alike"
+    return Finding(what, seen.step, (), (*odd_tensors(seen.details, "base"), "frozen weights")[0])
+
+
+_FROZEN: Law[Seen[object]] = Law(
+    "base-frozen/before",
+    ("base", "first base"),
+    lambda seen: update.FROZEN.holds(seen) or _alike(seen),
+    update.FROZEN.explain,
+)
+_FROZEN_ALIKE: Law[Seen[object]] = Law(
+    "base-frozen/alike",
+    ("base", "first base"),
+    lambda seen: update.FROZEN.holds(seen) or not _alike(seen),
+    _explain_alike,
+    suspicion=True,
+)
+"""What all ranks write alike a loop may mean, and hardware does not do: nobody is stopped for it."""
+
+
+def _moved(seen: Seen[object]) -> list[int]:
+    return [o.rank for o in seen.said if o.values["followed"] != o.values["first followed"]]
+
+
+def _first_alone(seen: Seen[object]) -> bool:
+    """Whether rank 0 alone moved what follows the trained weights, as loops do that save and score it there."""
+    return len(seen.said) > 1 and _moved(seen) == [0]
+
+
+def _explain_followers(seen: Seen[object]) -> Finding:
+    return difference(Seen(seen.said, None), "followed", "a copy of the trained weights, which follows them, differs")
+
+
+_FOLLOWERS: Law[Seen[object]] = Law(
+    "base-frozen/followed",
+    ("followed", "first followed"),
+    lambda seen: "followed" not in seen.differing or _first_alone(seen),
+    _explain_followers,
+)
+_FOLLOWERS_OF_RANK_0: Law[Seen[object]] = Law(
+    "base-frozen/followed-on-0",
+    ("followed", "first followed"),
+    lambda seen: not _first_alone(seen),
+    _explain_followers,
+    suspicion=True,
+)
+"""A teacher, a momentum encoder or an average is the same on all ranks, or moved by rank 0 alone."""
 
 
 # the gradient
@@ -299,7 +359,10 @@ BEFORE: tuple[Law[Seen[Reduced]], ...] = (
     agreeing("scaler-agrees/before", ("scale",), "the loss scales are not the same", real=True),
     _BUFFERS,
     Law("finite/raw", ("nonfinite", "repaired"), lambda seen: not seen.any("nonfinite"), _explain_raw),
-    update.FROZEN,
+    _FROZEN,
+    _FROZEN_ALIKE,
+    _FOLLOWERS,
+    _FOLLOWERS_OF_RANK_0,
     update.UNMOVED,
     _none_has(
         "gradient-fresh/before",
@@ -356,9 +419,8 @@ AFTER: tuple[Law[Seen[object]], ...] = (
 
 def _explain_parted(seen: Seen[object]) -> Finding:
     what = (
-        "the trainable weights part here, and nothing was seen to reduce their gradients. Where the loop brings them "
-        "together later (local SGD) this is right, and they are held to agree there; where it never does, the close "
-        "says so"
+        f"the trainable weights part here, and {NOT_SEEN_REDUCED}. Where the loop brings them together later (local "
+        "SGD) this is right, and they are held to agree there; where it never does, the close says so"
     )
     return Finding(what, seen.step, (), (*odd_tensors(seen.details, "weights"), "weights")[0])
 

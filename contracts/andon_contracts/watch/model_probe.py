@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
 from andon_contracts.laws.loop import change_of
-from andon_contracts.observe import norm_of
+from andon_contracts.observe import norm_of, plain
 
 _REPLACED, _TOGGLED, _ADDED, _MISSING, _FOREIGN, _UNDECLARED, _FROZEN, _UNTIED = range(1, 9)
 _modules_of, _parameters_of, _requires_grad = map(attrgetter, ("_modules", "_parameters", "requires_grad"))
@@ -219,8 +219,9 @@ class ModelProbe:
             for i, slot in enumerate(self.slots):
                 if slot.trainable != any(fnmatch.fnmatchcase(slot.name, pattern) for pattern in self._declared):
                     return change_of(_UNDECLARED if slot.trainable else _FROZEN, i)
+        copies = self._copies()
         for i, slot in enumerate(self.slots):
-            if slot.trainable and id(slot.parameter) not in held:
+            if slot.trainable and id(slot.parameter) not in held | copies:
                 return change_of(_MISSING, i)
         for each in self._optimizers:
             for parameter in (p for group in each.param_groups for p in group["params"]):
@@ -231,6 +232,34 @@ class ModelProbe:
             if by_name[one].parameter is not by_name[other].parameter:
                 return change_of(_UNTIED, self.names.index(one))
         return 0
+
+    def followers(self) -> dict[str, nn.Parameter]:
+        """The frozen parameters of modules that are copies of what is trained: teachers, averages."""
+        copies = self._copies()
+        return {name: parameter for name, parameter in self.frozen.items() if id(parameter) in copies}
+
+    def _copies(self) -> set[int]:
+        """The parameters, by identity, of modules that nobody trains and that have the layout of one that is trained.
+
+        And its values, or half as many elements as all that is trained: a frozen layer of many that are made alike is
+        no copy of one that is trained.
+        """
+        held = {member for group in self._groups for member in group}
+        trained: dict[object, list[nn.Module]] = {}
+        others: list[nn.Module] = []
+        whole = sum(p.numel() for p in self.parameters.values() if id(p) in held)
+        for module in self.modules:
+            ids = {id(p) for p in module.parameters()}
+            if ids and ids.isdisjoint(held):
+                others.append(module)
+            elif ids:
+                trained.setdefault(_layout(module), []).append(module)
+        found: set[int] = set()
+        for module in others:
+            size = sum(p.numel() for p in module.parameters())
+            if any(2 * size >= whole or _same_values(module, each) for each in trained.get(_layout(module), ())):
+                found |= {id(p) for p in module.parameters()}
+        return found
 
     def change(self, stepping: torch.optim.Optimizer | None = None) -> int:
         """A `change_of` for the first thing that is not as it was at the start; 0 where all is.
@@ -272,6 +301,18 @@ class ModelProbe:
         if any(getattr(module, "merged", False) is True for module in self.inner.modules()):
             return "an adapter is merged into its base now"
         return ""
+
+
+def _layout(module: nn.Module) -> object:
+    return tuple((name, tuple(p.shape)) for name, p in module.named_parameters())
+
+
+def _same_values(one: nn.Module, other: nn.Module) -> bool:
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return all(
+        a.device == b.device and a.dtype == b.dtype and not a.is_meta and torch.equal(plain(a), plain(b))
+        for a, b in pairs
+    )
 
 
 class WrapperProbe:

@@ -34,6 +34,10 @@ class FrozenBase:
         """The digest at the start, in [0, 2^64)."""
         self._now = self.first
 
+    def __bool__(self) -> bool:
+        """Whether there is anything frozen."""
+        return bool(self._frozen)
+
     def digest(self) -> int:
         """The digest of what was last read of each weight; one call for each update."""
         if not self.untouched:
@@ -55,6 +59,11 @@ class FrozenBase:
     def untouched(self) -> bool:
         """Whether no version counter moved since the last look."""
         return self._marks == self._marked()
+
+    def accept(self) -> int:
+        """What is there now is the base from here on. Returns its digest."""
+        self.first = self.last_look()
+        return self.first
 
     def last_look(self) -> int:
         """The digest of all as they are now, whatever was read before."""
@@ -108,6 +117,32 @@ class Buffers:
                 self._marks, self._now = marks, self._large.look(large).digest
             found += [self._now, self._part.look(_turn(large, update)).digest]
         return chained(len(found), found)
+
+
+class Followers:
+    """Frozen copies of what is trained, which a loop moves after it: teachers, momentum encoders, averages.
+
+    A part of them is read at each update, all within `ROUND`, and nothing is kept of it: they change at any time.
+    """
+
+    def __init__(self, copies: Sequence[Tensor]) -> None:
+        self._copies = copies
+        self._first = [flat_digest(part) for part in _parts(copies)]
+
+    def digests(self, update: int) -> dict[str, int]:
+        """Of the part whose turn is at `update`: as it is now, and as it was at the start; 0 where there is none."""
+        if not self._first:
+            return {"followed": 0, "first followed": 0}
+        turns = self._turns(update)
+        now = [flat_digest(part) for index, part in enumerate(_parts(self._copies)) if index in turns]
+        first = [self._first[index] for index in turns]
+        return {"followed": chained(len(now), now), "first followed": chained(len(first), first)}
+
+    def _turns(self, update: int) -> range:
+        parts, turn = len(self._first), update % ROUND
+        if parts < ROUND:
+            return range(update % parts, update % parts + 1)
+        return range(parts * turn // ROUND, parts * (turn + 1) // ROUND)
 
 
 class BufferLooks:

@@ -8,12 +8,13 @@ agree again; at first it is a suspicion, and at the close, where they never did,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 
 from andon_contracts.laws.law import Seen
 
 _SEVERAL = 2
-"""After so many updates with equal weights, weights that part are a fault, whoever reduces."""
+"""After so many updates that moved the weights alike, weights that part are a fault, whoever reduces."""
 _GAPS, _SLACK = 4, 16
 """Weights that agree again now and then are overdue after four times the longest time apart, and sixteen updates."""
 
@@ -51,7 +52,8 @@ class Synchrony:
         self._reduced_before = False
         self._left_out = False
         self._agreed = 0
-        self._inside = 0
+        self._alike = self._unlike = 0
+        self._left: Sequence[int] = ()
         self._written_apart = 0
         self._states_equal = False
 
@@ -62,7 +64,12 @@ class Synchrony:
         alike = "gradient" not in seen.differing
         self._left_out = Reducer.LEFT_OUT in how or (self._reduced_before and not seen_to)
         self._reduced_before |= seen_to
-        self.known = seen_to or alike
+        # Whose gradients agreed in every update so far has them reduced, by whomever, before it.
+        learned = self._alike > 0 and not (self._unlike or self._left_out)
+        self._alike += alike and any(seen.column("norm"))
+        self._unlike += not alike
+        self.known = seen_to or alike or learned
+        self._left = seen.column("weights")
         if self.state is State.TOGETHER:
             return frozenset() if self.known else _OF_GRADIENTS
         if "weights" not in seen.differing:
@@ -85,10 +92,10 @@ class Synchrony:
                 self._meet(seen.step)
             return frozenset() if self.overdue(seen.step) else _OF_STATES | _OF_WEIGHTS
         if equal:
-            self._agreed += 1
-            self._inside += not self.known
+            # An update that moves nothing, as the first of a warm-up, shows nothing.
+            self._agreed += seen.column("weights") != self._left
             return self._of_states(seen)
-        if self.known or self._inside or (self._agreed >= _SEVERAL and not self._left_out):
+        if self.known or (self._agreed >= _SEVERAL and not self._left_out):
             return frozenset()
         self.state, self.since = State.APART, seen.step
         return _OF_STATES | _OF_WEIGHTS

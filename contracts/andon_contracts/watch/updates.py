@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -19,7 +20,7 @@ from andon_contracts.watch.judging import Verdicts
 from andon_contracts.watch.ledger import Recorder, Told
 from andon_contracts.watch.locate import Locator
 from andon_contracts.watch.model_probe import ModelProbe
-from andon_contracts.watch.model_state import BufferProbe, FrozenBase
+from andon_contracts.watch.model_state import BufferProbe, Followers, FrozenBase
 from andon_contracts.watch.optimizer_probe import OptimizerProbe
 from andon_contracts.watch.outcomes import Outcomes
 from andon_contracts.watch.practice import Practice
@@ -60,7 +61,9 @@ class Updates:
         )
         self._before_laws, self._after_laws = verdicts.alive(BEFORE), verdicts.alive(AFTER)
         self._want = each_by_itself(self._settings.clip or None)
-        self._base = FrozenBase(list(subject.frozen.values()))
+        follows = subject.followers()
+        self._base = FrozenBase([p for name, p in subject.frozen.items() if name not in follows])
+        self._followers = Followers(list(follows.values()))
         self._buffers = [BufferProbe() for _ in subject.homes]
         self._seen_before: Observations = ()
         self._aligned: Observations = ()
@@ -159,15 +162,14 @@ class Updates:
         """An update of `probe`'s optimizer is about to be made."""
         began = time.perf_counter()
         step = probe.updates + 1
-        values = {
-            **probe.before(),
-            **self.reports.told(),
-            **self.practice.values(),
-            "base": self._base.digest(),
-            "first base": self._base.first,
-        }
+        seen_here = probe.before()
+        together = probe.synchrony.state is State.TOGETHER
+        merges = bool(seen_here["written"]) and together and bool(self._base)
+        base = {"base": self._base.last_look() if merges else self._base.digest(), "first base": self._base.first}
+        told = {**self.reports.told(), **self.practice.values()}
+        values = {**seen_here, **told, **base, **self._followers.digests(step)}
         self._seen_before = self._exchange(step, f"before {self._number(probe)}", values, judged=True)
-        observations = self._aligned = self._replicas.align(self._seen_before)
+        observations = self._aligned = self._merged(self._replicas.align(self._seen_before))
         self.reports.told_rows = Told()
         seen: Seen[Reduced] = Seen(observations, self._want, self._subject.names)
         waiting = probe.synchrony.before(seen) if in_lockstep(observations) else frozenset[str]()
@@ -183,6 +185,21 @@ class Updates:
             if probe.synchrony.known:
                 self.auditor(probe, step, ids, lambda: self.locator.scene(probe, observations, applied=False))
         self.spent += time.perf_counter() - began
+
+    def _merged(self, observations: Observations) -> Observations:
+        """`observations`, with a base as it is now where all ranks merged what they trained into it (ReLoRA).
+
+        They wrote the trained weights and the base, alike, between two updates.
+        """
+        if not self._base or not in_lockstep(observations) or not all(o.values["written"] for o in observations):
+            return observations
+        seen: Seen[object] = Seen(observations, None)
+        moved = all(o.values["base"] != o.values["first base"] for o in observations)
+        apart = "weights" in seen.differing or ("base" in seen.differing and "first base" not in seen.differing)
+        if apart or not moved:
+            return observations
+        self._base.accept()
+        return tuple(replace(o, values={**o.values, "first base": o.values["base"]}) for o in observations)
 
     def judge_parted(self) -> list[str]:
         """Hold weights that parted to having agreed again, at the close. Each rank knows it of all.
@@ -205,7 +222,8 @@ class Updates:
         Where the model was changed after its last update, by a merge or a load, they may rightly be others.
         """
         clause = FROZEN.clause
-        if clause not in self._verdicts.live or self._verdicts.known(clause) or not self.steps:
+        known = self._verdicts.known(clause) or self._verdicts.suspected[clause]
+        if clause not in self._verdicts.live or known or not self.steps:
             return ""
         touched = not (self._base.untouched and all(probe.untouched for probe in self._probes))
         why = "weights were written after the last update" if touched else self._subject.became()
