@@ -24,12 +24,12 @@ class Kind:
     """A right loop of so many steps.
 
     needs: the packages that it uses beside torch. weight: "light"; "heavy", where it loads large libraries; "slow",
-    where it compiles for many seconds, which only the benchmark does.
+    where it compiles for many seconds, and "many", where it is one of many of its family: both only the benchmark runs.
     """
 
     run: Callable[[int], Seen]
     needs: tuple[str, ...] = ()
-    weight: Literal["light", "heavy", "slow"] = "light"
+    weight: Literal["light", "heavy", "slow", "many"] = "light"
     suspected: frozenset[str] = frozenset()
     """Clauses of which docs/watch.md announces one suspicion, until the loop has shown what it is."""
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tests.watch import clean_communication, clean_peers, clean_rows, clean_state
+from tests.watch import clean_communication, clean_peers, clean_rows, clean_state, clean_variety
 from tests.watch.clean import Kind, Seen
 from tests.watch.clean_communication import Holding, InsideStep, Parting, Taught
 from tests.watch.clean_loops import (
@@ -41,6 +41,7 @@ from tests.watch.clean_models import (
     WithUnused,
 )
 from tests.watch.clean_twins import planted
+from tests.watch.clean_variety import COURSES, MODELS, OPTIMIZERS, REDUCTIONS, WRAPPERS
 from tests.watch.watched import all_told
 
 UNUSED = {"allow": {"gradient-present": "the layer is there for another task"}}
@@ -143,6 +144,17 @@ KINDS = {
     "Lightning Fabric": Kind(clean_peers.fabric, ("lightning",), "heavy"),
     "Trainer of transformers": Kind(clean_peers.transformers_trainer, ("transformers", "accelerate"), "heavy"),
 }
+
+
+KINDS |= {f"DDP, {name}": Kind(RightLoop(optimizer=make), weight="many") for name, make in OPTIMIZERS.items()}
+KINDS |= {
+    f"plain loop, reduced: {name}": Kind(clean_variety.Reduced(reduce), weight="many")
+    for name, reduce in REDUCTIONS.items()
+}
+KINDS |= {f"DDP, {name}": Kind(RightLoop(wrap=wrap), weight="many") for name, wrap in WRAPPERS.items()}
+KINDS |= {f"DDP, {name}": Kind(RightLoop(model=model), weight="many") for name, model in MODELS.items()}
+KINDS |= {f"DDP, {name}": Kind(course, weight="many") for name, course in COURSES.items()}
+KINDS["DDP that leaves statistics to the ranks"] = Kind(RightLoop(model=Normed, wrap=clean_variety.own_buffers))
 
 
 def installed(kind: Kind) -> bool:

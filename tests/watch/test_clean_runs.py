@@ -15,6 +15,7 @@ from tests.watch.clean_kinds import KINDS, installed, run_kinds
 
 STEPS = 20
 PER_START = 16
+DEADLINE_S = 300.0
 LIGHT = [name for name, kind in KINDS.items() if kind.weight == "light"]
 HEAVY = [name for name, kind in KINDS.items() if kind.weight == "heavy"]
 ROOT = Path(__file__).parents[2]
@@ -26,7 +27,7 @@ def seen() -> dict[str, list[Seen]]:
     found: dict[str, list[Seen]] = {}
     for first in range(0, len(LIGHT), PER_START):
         part = LIGHT[first : first + PER_START]
-        by_rank = [outcome.get() for outcome in run_ranks(2, run_kinds, part, STEPS)]
+        by_rank = [outcome.get() for outcome in run_ranks(2, run_kinds, part, STEPS, deadline_s=DEADLINE_S)]
         found |= {name: [one[name] for one in by_rank] for name in part}
     return found
 
