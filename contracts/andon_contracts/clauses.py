@@ -295,6 +295,19 @@ _ALL = (
         likely="the clip call stands before `scaler.unscale_`, before the reduction, or inside the accumulation",
     ),
     Clause(
+        "copies-agree",
+        (),
+        "invariant",
+        "What is kept beside the model in its form and updated (an average of weights, a teacher) is the same on every "
+        "rank that keeps it.",
+        "issue 17 item 2",
+        "one look for it among the objects of the process, one digest",
+        "updates 1, 2, 4, 8 and so on",
+        likely="it is updated on one rank only, or of weights that were not the same",
+        between_ranks=True,
+        of_the_update_before=True,
+    ),
+    Clause(
         "ranks-joined",
         (),
         "invariant",

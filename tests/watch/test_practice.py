@@ -5,9 +5,10 @@ is no fault.
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import multiprocessing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -243,6 +244,29 @@ def clips_on_one_rank(model: nn.Module) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 1e6)
 
 
+class Following:
+    """A copy of the model that follows it between updates: kept on these ranks, and kept up on those."""
+
+    def __init__(self, kept: Sequence[int], followed: Sequence[int], form: str = "module") -> None:
+        self.kept, self.followed, self.form = kept, followed, form
+        self.held: Any = None
+
+    def __call__(self, model: nn.Module) -> None:
+        """The copy takes up the weights as they are."""
+        inner = model.module
+        if self.held is None and dist.get_rank() in self.kept:
+            assert isinstance(inner, nn.Module)
+            shadows = {name: p.detach().clone() for name, p in inner.named_parameters()}
+            forms = {"module": lambda: copy.deepcopy(inner), "table": lambda: shadows}
+            self.held = forms.get(self.form, lambda: list(shadows.values()))()
+        if dist.get_rank() in self.followed:
+            tensors = self.held.parameters() if self.form == "module" else self.held
+            tensors = tensors.values() if self.form == "table" else tensors
+            with torch.no_grad():
+                for one, parameter in zip(tensors, inner.parameters(), strict=True):  # type: ignore[operator]
+                    one.lerp_(parameter, 0.5)
+
+
 def evaluates_in_between(model: nn.Module) -> None:
     """Between backward pass and update, with gradients, on the same rows everywhere; and back into training mode."""
     model.eval()
@@ -270,6 +294,10 @@ RIGHT = {
     "clipped, and a loss reduced behind that": Course(distributed, behind=clips_and_reports),
     "clipped, thrown away, clipped": Course(distributed, behind=begins_anew),
     "parts clipped apart": Course(distributed, behind=clips_parts),
+    "average of weights on all ranks": Course(distributed, behind=Following((0, 1), (0, 1))),
+    "average of weights on rank 0": Course(distributed, behind=Following((0,), (0,))),
+    "copy of the start on all ranks": Course(distributed, behind=Following((0, 1), ())),
+    "shadows on rank 0": Course(distributed, behind=Following((0,), (0,), "list")),
     "evaluation between backward pass and update": Course(distributed, behind=evaluates_in_between),
 }
 
@@ -311,7 +339,7 @@ class Whole(IterableDataset[Any]):
 
 def same_from_workers(epoch: int) -> Iterator[Any]:
     """Nothing deals out the rows, and workers draw ahead."""
-    yield from _with_workers(epoch, sampler=RandomSampler(rows(), generator=_seeded(epoch)), in_order=False)
+    yield from _with_workers(epoch, sampler=RandomSampler(rows(), generator=_seeded(epoch)))
 
 
 def one_split(epoch: int) -> Iterator[Any]:
@@ -329,6 +357,9 @@ WRONG = {
     "the same stream on all ranks": (Course(same_stream), "samples-once", 3),
     "the same rows from workers": (Course(same_from_workers, epochs=1), "samples-once", 1),
     "clipped on one rank": (Course(distributed, behind=clips_on_one_rank), "clip-placed", 1),
+    "average kept up on one rank": (Course(distributed, behind=Following((0, 1), (0,))), "copies-agree", 1),
+    "shadows kept up on one rank": (Course(distributed, behind=Following((0, 1), (0,), "list")), "copies-agree", 1),
+    "table kept up on one rank": (Course(distributed, behind=Following((0, 1), (0,), "table")), "copies-agree", 1),
     "never in training mode": (Course(distributed, before=stays_in_evaluation), "training-mode", 2),
 }
 

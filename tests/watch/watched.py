@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -83,6 +84,7 @@ class Watched:
         if "evaluated" in self._lines:
             self.loop.model.register_forward_hook(self._hear_answers)
             around(self.loop, "_scores", self._scores)
+        gc.collect()  # what an earlier loop left behind does not stand beside this one's model
         known = self._known()
         given = {name: known[name]() for name in self._lines & known.keys()}
         every = {"every": 1} if "reference" in self._lines else {}
@@ -210,6 +212,8 @@ class Watched:
         kept = [state_digest(self.loop.optimizer.state.get(p, {})) for group in groups for p in group["params"]]
         rates = [(group["lr"], group["weight_decay"]) for group in groups]
         tensors = [flat_digest(self.loop.model.parameters()), flat_digest(self.loop.model.buffers())]
+        beside = getattr(self.loop, "average", None)
+        tensors += [] if beside is None else [flat_digest(beside.parameters())]
         return (*tensors, tuple(kept), tuple(rates), repr(self._told))
 
 

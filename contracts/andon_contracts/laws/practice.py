@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from andon_contracts.laws.law import Law, Observations, Seen, ranks_where
+from andon_contracts.laws.law import Law, Observations, Seen, hexadecimal, ranks_where
 from andon_contracts.violation import Finding
 
 SURE = 2
@@ -136,6 +136,44 @@ def _explain_alone(seen: Seen[object]) -> Finding:
     return Finding(what, seen.step, ranks_where(seen, "alone"), "process group")
 
 
+COPIES = 3
+"""How many copies of the model are compared."""
+
+
+def _states(seen: Seen[object]) -> list[list[int]]:
+    """By rank, the copies that it keeps."""
+    return [[state for i in range(COPIES) if (state := each.values[f"copy {i}"])] for each in seen.said]
+
+
+def _odd_copies(seen: Seen[object]) -> tuple[int, ...]:
+    """The ranks without a copy that was kept up on another one, which has as many of them."""
+    if "weights" in seen.differing:
+        return ()
+    kept = _states(seen)
+    changed = [
+        (len(states), state)
+        for each, states in zip(seen.said, kept, strict=True)
+        for place, state in enumerate(states)
+        if each.values["copies changed"] >> place & 1
+    ]
+    odd = [any(len(states) == count and state not in states for count, state in changed) for states in kept]
+    return tuple(rank for rank, is_odd in enumerate(odd) if is_odd)
+
+
+def _explain_copy(seen: Seen[object]) -> Finding:
+    shown = ", ".join(f"rank {rank}: {' '.join(map(hexadecimal, each))}" for rank, each in enumerate(_states(seen)))
+    what = f"a copy of the model beside it was kept up, and is not the same on the ranks that keep one ({shown})"
+    ranks = _odd_copies(seen)
+    return Finding(what, max(seen.step - 1, 0), ranks if 2 * len(ranks) < len(seen.said) else (), "copy of the model")
+
+
+COPIED: Law[Seen[object]] = Law(
+    "copies-agree/before",
+    (*(f"copy {place}" for place in range(COPIES)), "copies changed"),
+    lambda seen: not _odd_copies(seen),
+    _explain_copy,
+)
+"""What is kept beside the model and updated is the same on all ranks that keep it; one rank alone may."""
 JOINED: Law[Seen[object]] = Law("ranks-joined/close", ("alone",), lambda seen: not seen.any("alone"), _explain_alone)
 """At the close: processes that were started together trained together."""
 COURSE: tuple[Law[Seen[object]], ...] = (

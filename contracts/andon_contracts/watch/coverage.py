@@ -18,7 +18,7 @@ from andon_contracts.watch.settings import Settings
 
 State = Literal["live", "degraded", "not applicable", "not observable"]
 _REPLICAS = ("replicas-agree", "gradients-agree", "optimizers-agree")
-_BETWEEN = ("hyperparameters-agree", "modes-agree", "buffers-agree", "collectives-agree")
+_BETWEEN = ("hyperparameters-agree", "modes-agree", "buffers-agree", "collectives-agree", "copies-agree")
 _ALONE = (
     "parameters-kept",
     "finite",

@@ -17,7 +17,7 @@ from andon_contracts.liveness.pending_collectives import PendingCollectives
 from andon_contracts.observe import plain
 from andon_contracts.watch.values import text_digest
 
-WIDTH = 64
+WIDTH = 96
 """Integers in a message: its header and its values, with room to spare."""
 _BLOCKS = 1024
 _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

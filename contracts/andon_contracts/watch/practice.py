@@ -23,10 +23,11 @@ from torch.nn.modules.dropout import _DropoutNd
 from andon_contracts.act import Scene
 from andon_contracts.agree import Observation
 from andon_contracts.laws.law import Observations, Seen
-from andon_contracts.laws.practice import CLIPPED_ALIKE, COURSE, JOINED, PASS, ROWS
+from andon_contracts.laws.practice import CLIPPED_ALIKE, COPIED, COURSE, JOINED, PASS, ROWS
 from andon_contracts.laws.practice import Practice as Practised
 from andon_contracts.observe import flat_digest
 from andon_contracts.watch.clip_place import ClipPlace
+from andon_contracts.watch.copies import Copies
 from andon_contracts.watch.exchange import Exchange
 from andon_contracts.watch.judging import Verdicts
 from andon_contracts.watch.loaders import Pass, Yielded, places_of, tensors_in, total
@@ -75,6 +76,7 @@ class Practice:
         self._modes: set[bool] = set()
         self._forwards = 0
         self.clips = ClipPlace(lambda: self._forwards, lambda: rows.discarded)
+        self._copies = Copies(subject)
         self._updates = 0
         self._trained = False
         self._evaluating = 0
@@ -160,6 +162,7 @@ class Practice:
             "given": flat_digest(self._given) >> 1 if self._given else 0,
             "order again": self._again,
             "clipping": self.clips.seen,
+            **self._copies.values(due=not self._apart and self._doubled(self._updates + 1)),
             "alone": int(self._updates > 0 and self.is_alone()),
             "evaluating": (1 if self._trained else 2) if self._evaluating > 1 else 0,
         }
@@ -180,7 +183,7 @@ class Practice:
         self._verdicts.judge(COURSE, seen, scene)
         if self._apart:
             return
-        self._verdicts.judge((CLIPPED_ALIKE,), seen, scene)
+        self._verdicts.judge((CLIPPED_ALIKE, COPIED), seen, scene)
         if seen.any("drawn") or seen.any("given"):
             one = {name: len(set(seen.column(name))) == 1 and seen.any(name) for name in ("drawn keys", "given", "raw")}
             known = all(seen.column("drawn"))
@@ -223,6 +226,10 @@ class Practice:
         self._modes.clear()
         self.clips.clear()
         self._updates += 1
+
+    @staticmethod
+    def _doubled(update: int) -> bool:
+        return update & (update - 1) == 0
 
     def is_alone(self) -> bool:
         """Whether a launcher started several processes, and this one has made no process group with the others."""

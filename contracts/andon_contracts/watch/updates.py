@@ -162,11 +162,12 @@ class Updates:
         """An update of `probe`'s optimizer is about to be made."""
         began = time.perf_counter()
         step = probe.updates + 1
+        practised = self.practice.values()  # ahead of copies that are made here
         seen_here = probe.before()
         together = probe.synchrony.state is State.TOGETHER
         merges = bool(seen_here["written"]) and together and bool(self._base)
         base = {"base": self._base.last_look() if merges else self._base.digest(), "first base": self._base.first}
-        told = {**self.reports.told(), **self.practice.values()}
+        told = {**self.reports.told(), **practised}
         values = {**seen_here, **told, **base, **self._followers.digests(step)}
         self._seen_before = self._exchange(step, f"before {self._number(probe)}", values, judged=True)
         observations = self._aligned = self._merged(self._replicas.align(self._seen_before))

@@ -65,6 +65,7 @@ MAP: tuple[Kinship, ...] = (
     Kinship("order-renewed", "part", ("samples-once",), "of our trainer, whose plan has an order for each epoch"),
     Kinship("training-mode", "part", ("randomness-apart",)),
     Kinship("clip-placed", "part", ("update-law", "gradient-law")),
+    Kinship("copies-agree", "none", (), "a trainer under trial shows its model alone"),
     Kinship("ranks-joined", "part", ("replicas-agree",), "of ranks that train apart"),
     Kinship("buffers-agree", "part", ("replicas-agree",), "of a loop, its running statistics"),
     Kinship("parameters-kept", "part", ("update-law", "base-frozen", "gradient-law")),

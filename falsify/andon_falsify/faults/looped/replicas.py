@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from andon_falsify.faults.looped.fault import ADAMW, Inside, LoopFault, Outside, Timed
-from andon_falsify.faults.looped.right import Tracking, Wrapped
+from andon_falsify.faults.looped.right import Averaged, Tracking, Wrapped
 from andon_falsify.loops.task import optimizer
 from andon_falsify.peers.plain import PlainLoop
 from andon_falsify.subjects.case import Case
@@ -22,6 +22,14 @@ class OwnStart(PlainLoop):
         if dist.get_rank():
             drawn = torch.Generator().manual_seed(case.seed + dist.get_rank())
             nn.init.normal_(self.trained[0], std=0.1, generator=drawn)
+
+
+class FollowingOnOne(Averaged):
+    """The average of the weights is kept up on rank 0 only, and the others keep theirs."""
+
+    def _follow(self) -> None:
+        if dist.get_rank() == 0:
+            super()._follow()
 
 
 class Unreduced(PlainLoop):
@@ -241,4 +249,6 @@ FAULTS = (
               Outside(_CLAIM, "step 2, rank 1: the gradient differs")),
     LoopFault("F92", "one rank rounds otherwise", RoundedOtherwise, Inside(_SAME, 4, at=3),
               Outside(_CLAIM, "step 1, rank 1: the weights differ")),
+    LoopFault("F89", "average of weights kept up on one rank", FollowingOnOne, Inside("copies-agree", 2),
+              "what stands beside the model is no part of what a loop shows"),
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -282,5 +283,25 @@ class Loaded(PlainLoop):
         return cross_entropy(self.model(**given).logits, labels, self.weights, reduction="sum")
 
 
-RIGHT_LOOPS = (Loaded, Wrapped, Tracking, Scheduled, Grouped, Tied, Labelled, LossScaled, Streamed, Noisy, Best)
+class Averaged(PlainLoop):
+    """It keeps a moving average of its weights beside the model, on every rank."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.average = copy.deepcopy(self.model).requires_grad_(False)
+
+    def _step(self) -> None:
+        super()._step()
+        self._follow()
+
+    @torch.no_grad()
+    def _follow(self) -> None:
+        for kept, parameter in zip(self.average.parameters(), self.model.parameters(), strict=True):
+            kept.lerp_(parameter, 0.1)
+
+
+RIGHT_LOOPS = (
+    *(Averaged, Loaded, Wrapped, Tracking, Scheduled, Grouped),
+    *(Tied, Labelled, LossScaled, Streamed, Noisy, Best),
+)
 """All of them; a fault changes one of these, or `PlainLoop`."""
