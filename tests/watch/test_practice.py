@@ -8,6 +8,7 @@ import contextlib
 import copy
 import io
 import multiprocessing
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -411,6 +412,32 @@ def test_a_process_that_is_to_be_alone_says_so(monkeypatch: pytest.MonkeyPatch) 
             optimizer.zero_grad()
     assert watch.violations == 0
     assert watch.findings == ()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "filled"),
+    [
+        (
+            ["train.py", "--lr", "1e-3", "--batch-size", "8", "--accum=2"],
+            "--batch-size {local_batch} --accum={accumulation}'",
+        ),
+        (["train.py", "--lr", "1e-3"], "--lr 1e-3'; put {local_batch} and {accumulation} where it takes them"),
+    ],
+)
+def test_the_closing_lines_name_the_command_that_would_see_the_scale(arguments: list[str], filled: str) -> None:
+    """The script's own arguments stand in it, with the places that the falsifier fills."""
+    lines = [line for outcome in run_ranks(2, scale, arguments) for line in outcome.get()]
+    assert len(lines) == 1
+    assert lines[0].endswith(filled)
+
+
+def scale(arguments: list[str]) -> list[str]:
+    """The line of the scale, of this rank."""
+    sys.argv = arguments
+    text = io.StringIO()
+    with contextlib.redirect_stderr(text):
+        Course(distributed, epochs=1).run()
+    return [line for line in text.getvalue().splitlines() if line.startswith("  gradient scale:")]
 
 
 def closing(tmp: str) -> list[str]:
