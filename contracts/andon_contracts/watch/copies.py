@@ -40,9 +40,11 @@ class Copies:
         own = {id(each) for each in (*tensors.values(), *(each.grad for each in tensors.values()))}
         trained = set[int]()
         candidates: list[tuple[str, list[Tensor]]] = []
+        counts = {len(tensors), sum(each.requires_grad for each in tensors.values())}
+        model = type(self._subject.inner)
         for each in gc.get_objects():
             kind = type(each)
-            if kind is type(self._subject.inner) or kind in (list, dict, OrderedDict):
+            if kind is model or (kind in (list, dict, OrderedDict) and len(each) in counts):
                 candidates += self._of_this_form(each, tensors)
             elif issubclass(kind, torch.optim.Optimizer):
                 trained |= {id(p) for group in each.param_groups for p in group["params"]}

@@ -28,7 +28,7 @@ from andon_contracts.agree import Observation
 from andon_contracts.laws.law import Observations, Seen
 from andon_contracts.laws.practice import CLIPPED_ALIKE, COPIED, COURSE, JOINED, PASS, ROWS
 from andon_contracts.laws.practice import Practice as Practised
-from andon_contracts.observe import flat_digest
+from andon_contracts.observe import Observer
 from andon_contracts.watch.clip_place import ClipPlace
 from andon_contracts.watch.copies import Copies
 from andon_contracts.watch.exchange import Exchange
@@ -81,6 +81,7 @@ class Practice:
         self._window: list[Yielded] = []
         self._held: list[Yielded] = []
         self._given: list[Tensor] = []
+        self._observer = Observer()
         self._modes: set[bool] = set()
         self._forwards = 0
         self.clips = ClipPlace(lambda: self._forwards, lambda: rows.discarded)
@@ -167,7 +168,7 @@ class Practice:
             "drawn": sum(len(each) for each in ids if each is not None) if known else 0,
             "drawn keys": total(torch.cat(keys)) if known else 0,
             "held": sum(len(each.ids or ()) for each in self._held),
-            "given": flat_digest(self._given) >> 1 if self._given else 0,
+            "given": self._observer.look(self._given).digest >> 1 if self._given else 0,
             "order again": self._again,
             "clipping": self.clips.seen,
             **self._copies.values(due=not self._apart and self._doubled(self._updates + 1)),
