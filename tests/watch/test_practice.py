@@ -8,6 +8,7 @@ import contextlib
 import copy
 import io
 import multiprocessing
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -398,6 +399,25 @@ def test_a_process_that_never_joins_the_others_is_suspected_then_found(
     assert watch.violations == 0
     watch.close()
     assert watch.violations == (updates > 1)
+
+
+def _leaves_its_group() -> tuple[int, int]:
+    os.environ["WORLD_SIZE"] = "2"
+    model = DistributedDataParallel(nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watch = andon.watch(model, optimizer, action=lambda _: None)
+    for step in range(3):
+        model(torch.full((2, 3), 1.0 + dist.get_rank() + step)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    dist.destroy_process_group()
+    watch.close()
+    return watch.violations, len(watch.findings)
+
+
+def test_a_group_that_is_taken_down_before_the_close_was_joined() -> None:
+    """As right scripts end, and a watch that is closed by the end of the process."""
+    assert [outcome.get() for outcome in run_ranks(2, _leaves_its_group)] == [(0, 0), (0, 0)]
 
 
 def test_a_process_that_is_to_be_alone_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

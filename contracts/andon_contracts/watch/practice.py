@@ -74,6 +74,7 @@ class Practice:
         self._verdicts = verdicts
         self._subject = subject
         self._apart = apart or exchange.world_size == 1
+        self._joined = exchange.world_size > 1
         self._muted = muted
         self._waiting: deque[Yielded] = deque(maxlen=_AHEAD)
         self._latest: Pass | None = None
@@ -243,8 +244,9 @@ class Practice:
     def is_alone(self) -> bool:
         """Whether a launcher started several processes, and this one has made no process group with the others."""
         asked = os.environ.get("WORLD_SIZE", "")
-        joined = dist.is_available() and dist.is_initialized()
-        return not joined and asked.isdecimal() and int(asked) > 1
+        # A script may take its group down before it ends.
+        self._joined = self._joined or (dist.is_available() and dist.is_initialized())
+        return not self._joined and asked.isdecimal() and int(asked) > 1
 
     def judge_close(self) -> None:
         """What only the end can tell: a process that never joined the others. This one alone says it."""

@@ -36,6 +36,7 @@ class Tried:
 def fuzz(surface: Surface, seed: int, numbers: Iterable[int]) -> Tried:
     """Try the cases `numbers` of `surface`. Must run in the main thread: the deadline is an alarm."""
     found = Tried()
+    surface.prepare()
     with tempfile.TemporaryDirectory(prefix="andon-fuzz-") as base:
         for number in numbers:
             folder = Path(base) / "case"

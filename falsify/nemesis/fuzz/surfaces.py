@@ -52,6 +52,8 @@ class Surface:
 
     name: str
     attempt: Attempt
+    prepare: Callable[[], object] = lambda: None
+    """What is imported and made once, before the first case: its time is no case's."""
 
 
 def config(draw: random.Random, folder: Path) -> str:
@@ -243,9 +245,9 @@ SURFACES: tuple[Surface, ...] = (
     Surface("ledger", ledger),
     Surface("history", history),
     Surface("summary", summary),
-    Surface("model folder", model_folder),
-    Surface("bundle", bundle),
-    Surface("run folder", run_folder),
+    Surface("model folder", model_folder, folders.model_folder),
+    Surface("bundle", bundle, folders.bundle_folder),
+    Surface("run folder", run_folder, folders.run_folder),
     Surface("report", report),
     Surface("message", message),
 )
