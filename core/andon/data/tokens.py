@@ -200,16 +200,16 @@ def pretrained_tokenizer(path_or_hub_id: str, *, local_only: bool) -> HuggingFac
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             path_or_hub_id, local_files_only=local_only, trust_remote_code=False
         )
-    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
-        what = f"the tokenizer of {path_or_hub_id!r} knows no token but special ones: are its files there?"
-        raise InputError([Problem("model.base", what)])
-    ids = [tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id]
-    pad_id = next((id_ for id_ in ids if id_ is not None), None)
-    if pad_id is None:
-        what = f"the tokenizer of {path_or_hub_id!r} has no padding token and no end token to pad with"
-        raise InputError([Problem("model.base", what)])
-    others = [tokenizer.unk_token_id, tokenizer.eos_token_id, tokenizer.sep_token_id, tokenizer.bos_token_id]
-    empty_id = next((id_ for id_ in others if id_ is not None and id_ != pad_id), None)
-    if empty_id is None:
-        empty_id = min(set(tokenizer.get_vocab().values()) - {pad_id})
+        if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+            what = f"the tokenizer of {path_or_hub_id!r} knows no token but special ones: are its files there?"
+            raise InputError([Problem("model.base", what)])
+        ids = [tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id]
+        pad_id = next((id_ for id_ in ids if id_ is not None), None)
+        if pad_id is None:
+            what = f"the tokenizer of {path_or_hub_id!r} has no padding token and no end token to pad with"
+            raise InputError([Problem("model.base", what)])
+        others = [tokenizer.unk_token_id, tokenizer.eos_token_id, tokenizer.sep_token_id, tokenizer.bos_token_id]
+        empty_id = next((id_ for id_ in others if id_ is not None and id_ != pad_id), None)
+        if empty_id is None:
+            empty_id = min(set(tokenizer.get_vocab().values()) - {pad_id})
     return HuggingFaceTokenizer(tokenizer, pad_id, empty_id)
