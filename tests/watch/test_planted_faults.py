@@ -94,6 +94,7 @@ def document(seen: list[list[Pair]]) -> str:
         "arguments `plan`, `contents`, `reference` and so on, and the calls `w.batch`, `w.reduced` and so on.",
         "Where nobody is seen to reduce gradients (F02, nothing reduced) the finding comes after the update, as a",
         "suspicion: weights may be brought together later. Where they never are, it is a violation at the close.",
+        "A base that all ranks changed alike (F68, base touched) is a suspicion: a loop may do that on purpose.",
         "",
         "| fault | what | lines needed | clause | step | by |",
         "| --- | --- | --- | --- | --- | --- |",
