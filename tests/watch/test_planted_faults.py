@@ -13,8 +13,11 @@ from andon_falsify.faults.looped.fault import Inside, LoopFault
 from tests.support.ranks import run_ranks
 from tests.watch.watched import Trace, Watched
 
+pytestmark = pytest.mark.timeout(900)
+"""Each worker of a parallel run makes all of the loops: what one fixture does is the time of its first test."""
+
 WORLD = 2
-CHUNK = 16
+CHUNK = 8
 DEADLINE_S = 200.0
 Pair = tuple[Trace, Trace]
 SEEN = tuple((fault, fault.inside) for fault in FAULTS if isinstance(fault.inside, Inside))

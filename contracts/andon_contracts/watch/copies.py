@@ -18,6 +18,8 @@ from andon_contracts.observe import flat_digest
 from andon_contracts.watch.model_probe import ModelProbe
 from andon_contracts.watch.values import text_digest
 
+_HOLDERS = frozenset({list, dict, OrderedDict})
+
 
 class Copies:
     """The copies of a model that this rank keeps."""
@@ -42,11 +44,14 @@ class Copies:
         candidates: list[tuple[str, list[Tensor]]] = []
         counts = {len(tensors), sum(each.requires_grad for each in tensors.values())}
         model = type(self._subject.inner)
-        for each in gc.get_objects():
+        objects = gc.get_objects()
+        # Each type is asked once: there may be a million objects.
+        optimizers = {kind for kind in set(map(type, objects)) if issubclass(kind, torch.optim.Optimizer)}
+        for each in objects:
             kind = type(each)
-            if kind is model or (kind in (list, dict, OrderedDict) and len(each) in counts):
+            if kind is model or (kind in _HOLDERS and len(each) in counts):
                 candidates += self._of_this_form(each, tensors)
-            elif issubclass(kind, torch.optim.Optimizer):
+            elif kind in optimizers:
                 trained |= {id(p) for group in each.param_groups for p in group["params"]}
         strange = [(name, held) for name, held in candidates if not ({*map(id, held)} & (own | trained))]
         found = sorted((flat_digest(held) + text_digest(name)) >> 2 or 1 for name, held in strange)

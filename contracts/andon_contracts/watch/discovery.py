@@ -100,8 +100,11 @@ def _optimizers() -> list[torch.optim.Optimizer]:
 
 
 def _living(kind: type[Kind]) -> list[Kind]:
-    # The type, not isinstance: a proxy may do anything when it is asked for its class.
-    return [each for each in gc.get_objects() if issubclass(type(each), kind)]
+    # The type, not isinstance: a proxy may do anything when it is asked for its class. Each type is asked once: there
+    # may be a million objects.
+    objects = gc.get_objects()
+    wanted = {each for each in set(map(type, objects)) if issubclass(each, kind)}
+    return [each for each in objects if type(each) in wanted] if wanted else []
 
 
 def _model_of(wanted: Sequence[torch.Tensor]) -> nn.Module:
