@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,14 +40,29 @@ def both(first: int) -> list[Pair]:
     return pairs
 
 
+class Pairs(Sequence[list[Pair]]):
+    """By fault, then by rank: what a run without it left and found, and one with it; run as they are asked for."""
+
+    def __init__(self) -> None:
+        self._parts: dict[int, list[list[Pair]]] = {}
+
+    def __len__(self) -> int:
+        return len(SEEN)
+
+    def __getitem__(self, number: Any) -> Any:
+        if not 0 <= number < len(SEEN):
+            raise IndexError(number)
+        part, place = divmod(number, CHUNK)
+        if part not in self._parts:
+            by_rank = [outcome.get() for outcome in run_ranks(WORLD, both, part * CHUNK, deadline_s=DEADLINE_S)]
+            self._parts[part] = [list(pairs) for pairs in zip(*by_rank, strict=True)]
+        return self._parts[part][place]
+
+
 @pytest.fixture(scope="module")
-def seen() -> list[list[Pair]]:
-    """By fault, then by rank: what a run without it left and found, and one with it."""
-    found: list[list[Pair]] = []
-    for first in range(0, len(SEEN), CHUNK):
-        by_rank = [outcome.get() for outcome in run_ranks(WORLD, both, first, deadline_s=DEADLINE_S)]
-        found += [list(pairs) for pairs in zip(*by_rank, strict=True)]
-    return found
+def seen() -> Pairs:
+    """All of them."""
+    return Pairs()
 
 
 numbered = pytest.mark.parametrize(
@@ -54,13 +71,13 @@ numbered = pytest.mark.parametrize(
 
 
 @numbered
-def test_the_fault_changes_state(seen: list[list[Pair]], number: int, inside: Inside) -> None:
+def test_the_fault_changes_state(seen: Pairs, number: int, inside: Inside) -> None:
     """What is planted is real: on some rank, the run leaves other weights, moments, rates or reports than without."""
     assert any(right.states != wrong.states for right, wrong in seen[number])
 
 
 @numbered
-def test_the_fault_is_caught_by_its_clause_in_time(seen: list[list[Pair]], number: int, inside: Inside) -> None:
+def test_the_fault_is_caught_by_its_clause_in_time(seen: Pairs, number: int, inside: Inside) -> None:
     """The clause that names the fault finds it, on every rank alike, at the step of the catalogue or earlier."""
     found = [wrong.found for _, wrong in seen[number]]
     assert found[0] == found[1]
@@ -70,12 +87,12 @@ def test_the_fault_is_caught_by_its_clause_in_time(seen: list[list[Pair]], numbe
 
 
 @numbered
-def test_the_same_run_without_the_fault_raises_nothing(seen: list[list[Pair]], number: int, inside: Inside) -> None:
+def test_the_same_run_without_the_fault_raises_nothing(seen: Pairs, number: int, inside: Inside) -> None:
     """The watch that catches the fault, told the same lines, is silent on the run that is right."""
     assert [right.found for right, _ in seen[number]] == [[], []]
 
 
-def test_the_table_in_the_docs_is_what_was_seen(seen: list[list[Pair]]) -> None:
+def test_the_table_in_the_docs_is_what_was_seen(seen: Pairs) -> None:
     """docs/watch-faults.md says for each fault the lines, the clause and the step; `ANDON_WRITE_DOCS=1` writes it."""
     path = Path(__file__).parents[2] / "docs" / "watch-faults.md"
     text = document(seen)
@@ -84,7 +101,7 @@ def test_the_table_in_the_docs_is_what_was_seen(seen: list[list[Pair]]) -> None:
     assert path.read_text(encoding="utf-8") == text
 
 
-def document(seen: list[list[Pair]]) -> str:
+def document(seen: Pairs) -> str:
     """The table, from what was seen on rank 0, and why some faults are not in it."""
     lines = [
         "# Faults that `andon.watch` catches",
