@@ -24,9 +24,10 @@ def test_the_three_replicas_do_the_same_and_one_is_watched(trained: str) -> None
         assert found["same_weights_as_unwatched"]
         assert found["pairs"] == PAIRS
         assert found["trained_tensors"] == (14 if trained == "lora" else 20)
-        # Eleven tests of clauses before each update, four after it, seven at the start or where rows are told.
+        # Eleven tests of clauses before each update, four after it, seven at the start or where rows are told, and up
+        # to a dozen of what the loop does without telling: rows, modes, clips, copies, reductions.
         evaluations = float(str(found["evaluations_per_step"]))
-        assert 12 < evaluations < 20
+        assert 12 < evaluations < 36
         assert len(rows_of(found)) == 6
         for name in PIECES:
             assert len(spent[name]) == WARM_UP + PAIRS + 1
