@@ -13,9 +13,6 @@ from tests.support.ranks import run_ranks
 from tests.watch.clean import Seen
 from tests.watch.clean_kinds import KINDS, installed, run_kinds
 
-pytestmark = pytest.mark.timeout(900)
-"""Each worker of a parallel run makes all of the loops: what one fixture does is the time of its first test."""
-
 STEPS = 20
 PER_START = 8
 DEADLINE_S = 150.0

@@ -7,10 +7,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+import andon
 from andon_contracts.watch.model_state import ROUND, SMALL_BYTES, Buffers, FrozenBase
 from andon_contracts.watch.optimizer_state import OptimizerState
+from tests.support.ranks import run_ranks
 
 # frozen weights
 
@@ -100,3 +104,30 @@ def test_any_difference_in_what_an_optimizer_keeps_is_seen() -> None:
     optimizer.state[parameters[1]] = {"steps" if name == "step" else name: value for name, value in state.items()}
     found.add(kept.look().digest)
     assert len(found) == 7
+
+
+def _touched_before(update: int) -> list[tuple[str, int]]:
+    """What is found where all ranks change a frozen weight alike, just before the forward pass of `update`."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2))
+    model[0].requires_grad_(False)
+    wrapped = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    watch = andon.watch(wrapped, optimizer, action=lambda _: None)
+    for step in (1, 2, 3):
+        if step == update:
+            with torch.no_grad():
+                model[0].weight.mul_(1.5)
+        rows = torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        wrapped(rows).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    watch.close()
+    return [(found.clause, found.step) for found in watch.findings]
+
+
+@pytest.mark.parametrize("update", [1, 2])
+def test_a_base_that_changes_alike_without_a_merge_is_seen_from_the_first_update_on(update: int) -> None:
+    """A merge writes what is trained as well; before the first update nothing was left that could be written over."""
+    for outcome in run_ranks(2, _touched_before, update):
+        assert outcome.get() == [("base-frozen", update)]

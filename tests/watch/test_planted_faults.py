@@ -15,9 +15,6 @@ from andon_falsify.faults.looped.fault import Inside, LoopFault
 from tests.support.ranks import run_ranks
 from tests.watch.watched import Trace, Watched
 
-pytestmark = pytest.mark.timeout(900)
-"""Each worker of a parallel run makes all of the loops: what one fixture does is the time of its first test."""
-
 WORLD = 2
 CHUNK = 8
 DEADLINE_S = 200.0
@@ -92,6 +89,7 @@ def test_the_same_run_without_the_fault_raises_nothing(seen: Pairs, number: int,
     assert [right.found for right, _ in seen[number]] == [[], []]
 
 
+@pytest.mark.timeout(900)  # it makes again what other workers of a parallel run made
 def test_the_table_in_the_docs_is_what_was_seen(seen: Pairs) -> None:
     """docs/watch-faults.md says for each fault the lines, the clause and the step; `ANDON_WRITE_DOCS=1` writes it."""
     path = Path(__file__).parents[2] / "docs" / "watch-faults.md"

@@ -26,9 +26,6 @@ import andon
 from andon_contracts.violation import Violation
 from tests.support.ranks import run_ranks
 
-pytestmark = pytest.mark.timeout(900)
-"""Each worker of a parallel run makes all of the loops: what one fixture does is the time of its first test."""
-
 ROWS = 40
 
 

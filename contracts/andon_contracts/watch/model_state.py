@@ -38,8 +38,10 @@ class FrozenBase:
         """Whether there is anything frozen."""
         return bool(self._frozen)
 
-    def digest(self) -> int:
-        """The digest of what was last read of each weight; one call for each update."""
+    def digest(self, *, whole: bool = False) -> int:
+        """The digest of what was last read of each weight; one call for each update. whole: read all of them now."""
+        if whole:
+            return self.last_look()
         if not self.untouched:
             return self.first if self._thawed() else self.last_look()
         parts, looks = len(self._parts), self._looks

@@ -245,7 +245,9 @@ class OptimizerProbe:
         left = self._weights
         if read:
             self._weights = self._observers["weights"].look(self._members).digest
-        return {"weights": self._weights, "weights read": int(read), "written": int(self._weights != left)}
+        # Before the first update nothing is known of what was left, so that nothing was written since.
+        written = left != 0 and self._weights != left
+        return {"weights": self._weights, "weights read": int(read), "written": int(written)}
 
     def _reducer(self) -> Reducer:
         """Who was seen to reduce the gradients of this window."""

@@ -166,7 +166,7 @@ class Updates:
         seen_here = probe.before()
         together = probe.synchrony.state is State.TOGETHER
         merges = bool(seen_here["written"]) and together and bool(self._base)
-        base = {"base": self._base.last_look() if merges else self._base.digest(), "first base": self._base.first}
+        base = {"base": self._base.digest(whole=merges), "first base": self._base.first}
         told = {**self.reports.told(), **practised}
         values = {**seen_here, **told, **base, **self._followers.digests(step)}
         self._seen_before = self._exchange(step, f"before {self._number(probe)}", values, judged=True)
