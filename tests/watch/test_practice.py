@@ -10,14 +10,14 @@ import io
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, Subset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
@@ -269,6 +269,33 @@ class Following:
                     one.lerp_(parameter, 0.5)
 
 
+class Residual:
+    """What each rank keeps of its own for each parameter, and adds to: the rest of a compression, say."""
+
+    def __init__(self) -> None:
+        self.held: list[Tensor] = []
+
+    def __call__(self, model: nn.Module) -> None:
+        """Another one is added."""
+        self.held = self.held or [torch.zeros_like(p) for p in model.parameters()]
+        for each in self.held:
+            each.add_(torch.randn(each.shape, generator=_seeded(dist.get_rank())), alpha=1e-3)
+
+
+class BestSoFar:
+    """A copy of the weights that each rank takes when it finds them good, by what it saw itself."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.best: Mapping[str, Tensor] = {}
+
+    def __call__(self, model: nn.Module) -> None:
+        """On rank 0 every second time, on rank 1 every third."""
+        self.calls += 1
+        if self.calls % (2 + dist.get_rank()) == 0:
+            self.best = copy.deepcopy({name: p.detach() for name, p in model.module.named_parameters()})  # type: ignore[union-attr, operator]
+
+
 def evaluates_in_between(model: nn.Module) -> None:
     """Between backward pass and update, with gradients, on the same rows everywhere; and back into training mode."""
     model.eval()
@@ -297,6 +324,8 @@ RIGHT = {
     "clipped, thrown away, clipped": Course(distributed, behind=begins_anew),
     "parts clipped apart": Course(distributed, behind=clips_parts),
     "average of weights on all ranks": Course(distributed, behind=Following((0, 1), (0, 1))),
+    "residuals of each rank's own": Course(distributed, behind=Residual()),
+    "best weights by each rank's own measure": Course(distributed, behind=BestSoFar()),
     "average of weights on rank 0": Course(distributed, behind=Following((0,), (0,))),
     "copy of the start on all ranks": Course(distributed, behind=Following((0, 1), ())),
     "shadows on rank 0": Course(distributed, behind=Following((0,), (0,), "list")),

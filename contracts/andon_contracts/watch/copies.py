@@ -1,24 +1,28 @@
 """What a loop keeps beside its model and of its form: an average of weights, a teacher, a list or table of shadows.
 
-Nobody names it, so it is looked for among the objects of the process, now and then.
+Nobody names it, so it is looked for among the objects of the process, now and then. What is no nearer to the weights
+than nothing would be (moments, residuals of a compression, a rank's own gradients) is none of it.
 """
 
 from __future__ import annotations
 
 import gc
+import math
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from andon_contracts.laws.practice import COPIES
-from andon_contracts.observe import flat_digest
+from andon_contracts.observe import flat_digest, plain
 from andon_contracts.watch.model_probe import ModelProbe
 from andon_contracts.watch.values import text_digest
 
 _HOLDERS = frozenset({list, dict, OrderedDict})
+_NEAR = 0.5
+"""A copy is no farther from the weights than this share of their norm."""
 
 
 class Copies:
@@ -27,17 +31,26 @@ class Copies:
     def __init__(self, subject: ModelProbe) -> None:
         self._subject = subject
         self._states: list[int] = []
+        self._update = 0
+        """The number of the update before which the copies were last looked at."""
 
-    def values(self, *, due: bool) -> dict[str, int]:
-        """The state of each copy, 0 for none, and which of them have another one than when it was last due."""
-        found = self._look() if due else []
-        states = [*found, *[0] * COPIES][:COPIES]
-        changed = sum(1 << i for i, state in enumerate(found) if self._states and state not in self._states)
-        self._states = found if due else self._states
+    def values(self, update: int) -> dict[str, int]:
+        """Before an update: the state of each copy, 0 for none, and which of them are kept up.
+
+        They are looked for before the updates 1, 2, 4, 8 and so on, and before the next one after each. A copy that has
+        another state then, and is not the weights as they are, is kept up: what was taken in between (the best so far,
+        by what this rank saw) is the weights.
+        """
+        if not _doubled(update) and not _doubled(update - 1):
+            return {**{f"copy {place}": 0 for place in range(COPIES)}, "copies changed": 0}
+        found, before = self._look(), self._states if self._update == update - 1 else []
+        self._states, self._update = [state for state, _ in found], update
+        states = [*self._states, *[0] * COPIES][:COPIES]
+        changed = sum(1 << i for i, (state, fresh) in enumerate(found) if before and not fresh and state not in before)
         return {**{f"copy {place}": state for place, state in enumerate(states)}, "copies changed": changed}
 
-    def _look(self) -> list[int]:
-        """The states of all copies; none where there are too many to be compared."""
+    def _look(self) -> list[tuple[int, bool]]:
+        """The states of all copies, and which are the weights as they are; none where there are too many."""
         tensors = dict(self._subject.parameters)
         own = {id(each) for each in (*tensors.values(), *(each.grad for each in tensors.values()))}
         trained = set[int]()
@@ -54,7 +67,12 @@ class Copies:
             elif kind in optimizers:
                 trained |= {id(p) for group in each.param_groups for p in group["params"]}
         strange = [(name, held) for name, held in candidates if not ({*map(id, held)} & (own | trained))]
-        found = sorted((flat_digest(held) + text_digest(name)) >> 2 or 1 for name, held in strange)
+        found: list[tuple[int, bool]] = []
+        for name, held in strange:
+            apart = _distance(held, tensors.values())
+            if apart <= _NEAR:
+                found.append(((flat_digest(held) + text_digest(name)) >> 2 or 1, apart == 0.0))
+        found.sort()
         return found if len(found) <= COPIES else []
 
     def _of_this_form(self, each: Any, tensors: dict[str, nn.Parameter]) -> Iterator[tuple[str, list[Tensor]]]:
@@ -77,6 +95,21 @@ class Copies:
                 if _alike(each, list(wanted.values())) and not any(t.requires_grad for t in each):
                     yield "list", list(each)
                     break
+
+
+def _doubled(update: int) -> bool:
+    return update > 0 and update & (update - 1) == 0
+
+
+@torch.no_grad()
+def _distance(held: Sequence[Tensor], parameters: Iterable[Tensor]) -> float:
+    """How far the tensors are from the parameters, or from the trained ones, in norms of those; 0.0: they are equal."""
+    whole = list(parameters)
+    wanted = whole if len(held) == len(whole) else [each for each in whole if each.requires_grad]
+    pairs = [(plain(one), plain(other)) for one, other in zip(held, wanted, strict=True)]
+    apart = sum(float((one.to(other.device).float() - other.float()).square().sum()) for one, other in pairs)
+    norm = sum(float(other.float().square().sum()) for _, other in pairs)
+    return math.sqrt(apart / norm) if norm else math.inf
 
 
 def _alike(held: Sequence[object], parameters: Sequence[Tensor]) -> bool:

@@ -237,17 +237,16 @@ class OptimizerProbe:
         return next(odd, -1) + 1
 
     def _weights_before(self, step: int) -> dict[str, int]:
-        """The digest of the weights, and whether they were read for it.
+        """The digest of the weights, whether they were read for it, and whether they were written since they were left.
 
-        They are where a version says that they were written, and now and then; else it is that of the update before.
+        They are read where a version says that they were written, and now and then; before the first update nothing
+        is known of what was left.
         """
         read = self._marks() != self._versions or step % _REREAD == 0 or self.synchrony.watchful
         left = self._weights
         if read:
             self._weights = self._observers["weights"].look(self._members).digest
-        # Before the first update nothing is known of what was left, so that nothing was written since.
-        written = left != 0 and self._weights != left
-        return {"weights": self._weights, "weights read": int(read), "written": int(written)}
+        return {"weights": self._weights, "weights read": int(read), "written": int(left not in (0, self._weights))}
 
     def _reducer(self) -> Reducer:
         """Who was seen to reduce the gradients of this window."""

@@ -172,7 +172,7 @@ class Practice:
             "given": self._observer.look(self._given).digest >> 1 if self._given else 0,
             "order again": self._again,
             "clipping": self.clips.seen,
-            **self._copies.values(due=not self._apart and self._doubled(self._updates + 1)),
+            **self._copies.values(0 if self._apart else self._updates + 1),
             "alone": int(self._updates > 0 and self.is_alone()),
             "evaluating": (1 if self._trained else 2) if self._evaluating > 1 else 0,
         }
@@ -236,10 +236,6 @@ class Practice:
         self._modes.clear()
         self.clips.clear()
         self._updates += 1
-
-    @staticmethod
-    def _doubled(update: int) -> bool:
-        return update & (update - 1) == 0
 
     def is_alone(self) -> bool:
         """Whether a launcher started several processes, and this one has made no process group with the others."""
