@@ -1,0 +1,1 @@
+"""Defects of data-parallel training in known projects, shown on their own code: docs/findings.md."""
