@@ -193,6 +193,23 @@ class Peeking:
         yield from self.loader
 
 
+class LooksFirst:
+    """Looks at one batch before each epoch, as torch's tutorial of DDP does for its size, and then begins anew."""
+
+    def __init__(self, *, tells: bool) -> None:
+        self.loader: Any = None
+        self.tells = tells
+
+    def __call__(self, epoch: int) -> Iterator[Any]:
+        """A pass over it."""
+        if self.loader is None:
+            self.loader = DataLoader(rows(), batch_size=4, sampler=DistributedSampler(rows()))
+        next(iter(self.loader))
+        if self.tells:
+            self.loader.sampler.set_epoch(epoch)
+        yield from self.loader
+
+
 class Stream(IterableDataset[Any]):
     """Rows without indices, another part on each rank."""
 
@@ -317,6 +334,7 @@ RIGHT = {
     "oversampled": Course(oversampled),
     "rows in order": Course(InOrder()),
     "a batch looked at first": Course(Peeking()),
+    "a batch looked at before each epoch": Course(LooksFirst(tells=True)),
     "iterable data": Course(streamed),
     "a batch left out": Course(one_skipped),
     "batch norm frozen": Course(distributed, before=freezes_batch_norm),
@@ -385,6 +403,11 @@ def stays_in_evaluation(model: nn.Module) -> None:
 
 
 WRONG = {
+    "the order of the first epoch, a batch looked at before each": (
+        Course(LooksFirst(tells=False)),
+        "order-renewed",
+        7,
+    ),
     "the same stream on all ranks": (Course(same_stream), "samples-once", 3),
     "the same rows from workers": (Course(same_from_workers, epochs=1), "samples-once", 1),
     "clipped on one rank": (Course(distributed, behind=clips_on_one_rank), "clip-placed", 1),

@@ -135,6 +135,8 @@ def _begun(iterator: Any) -> Pass:
         before = _latest.get(sampler)
     except TypeError:  # a list of indices, say, which cannot be known again
         before = None
+    if before is not None and not before.batches:
+        before = before.before  # a look at a first batch, or an evaluation
     inner = _innermost(sampler)
     shuffles = _shuffles(inner)
     repeats = next((getattr(inner, name) for name in _REPEATS if isinstance(getattr(inner, name, None), int)), 1)
