@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -131,3 +132,17 @@ def test_a_base_that_changes_alike_without_a_merge_is_seen_from_the_first_update
     """A merge writes what is trained as well; before the first update nothing was left that could be written over."""
     for outcome in run_ranks(2, _touched_before, update):
         assert outcome.get() == [("base-frozen", update)]
+
+
+def test_a_model_that_is_saved_whole_under_a_watch_loads_without_a_word_of_it(tmp_path: Path) -> None:
+    """A script that allows its own classes to `weights_only` gets its model, and need not know of our hooks."""
+    torch.manual_seed(0)
+    model, rows = nn.Linear(3, 2), torch.ones(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with andon.watch(model, optimizer):
+        model(rows).square().sum().backward()
+        optimizer.step()
+        torch.save(model, tmp_path / "model.pt")
+        with torch.serialization.safe_globals([nn.Linear]):
+            loaded = torch.load(tmp_path / "model.pt", weights_only=True)
+        assert torch.equal(loaded(rows), model(rows))

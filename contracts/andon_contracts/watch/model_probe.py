@@ -408,6 +408,10 @@ class ForwardTap:
         return ForwardTap, (None,)
 
 
+# A loop that saves its whole model saves these with it, and may load it with `weights_only`.
+torch.serialization.add_safe_globals([ForwardTap])
+
+
 def random_state(device: torch.device) -> Tensor | None:
     """The random state from which a model on `device` draws, as int64 words; None for devices that are not known."""
     if device.type not in ("cpu", "cuda"):

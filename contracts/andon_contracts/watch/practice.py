@@ -343,6 +343,9 @@ class _Tap:
         return _Tap, (None,)
 
 
+torch.serialization.add_safe_globals([_Tap])  # as `ForwardTap`
+
+
 def _sampled(tensor: Tensor) -> Tensor:
     """A copy of about `_SAMPLED` elements, spread over the tensor."""
     flat = tensor.reshape(-1)

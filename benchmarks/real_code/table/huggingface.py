@@ -1,0 +1,175 @@
+"""Hugging Face: Accelerate, TRL, timm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.real_code.data import glue, images, preferences, texts
+from benchmarks.real_code.row import Patch, Plant, Row
+
+_EVALUATE = """\"\"\"A metric that needs no script from a hub.\"\"\"
+
+
+class _Accuracy:
+    def __init__(self):
+        self.right = self.all = 0
+
+    def add_batch(self, predictions, references):
+        self.right += int((predictions == references).sum())
+        self.all += len(references)
+
+    def compute(self, predictions=None, references=None):
+        if predictions is not None:
+            self.add_batch(predictions, references)
+        found, self.right, self.all = {"accuracy": self.right / self.all, "f1": 0.0}, 0, 0
+        return found
+
+
+def load(*names):
+    return _Accuracy()
+"""
+_GLUE = {"parts": ("examples",), "modules": ("datasets",), "prepare": glue, "arguments": "--cpu"}
+
+
+def _accelerate(path: str, family: str, **kwargs: Any) -> Row:
+    folder = path.rpartition("/")[0]
+    return Row(
+        name=f"huggingface/accelerate/{kwargs.pop('called', path.removeprefix('examples/').removesuffix('.py'))}",
+        repository="huggingface/accelerate",
+        commit="16cb6eb80dd9aa8b4df1a63ef57863e455d53b83",
+        path=path,
+        family=family,
+        files={f"{folder}/evaluate.py": _EVALUATE},
+        **(_GLUE | kwargs),
+    )
+
+
+def _trl(called: str, family: str, data: str, prepare: Callable[[Path], None], more: str) -> Row:
+    return Row(
+        name=f"huggingface/trl/{called}",
+        repository="huggingface/trl",
+        commit="f2cd57710ae345ea6428ae95363267fcf38a3dc8",
+        path=f"trl/scripts/{called}.py",
+        family=family,
+        folder="",
+        parts=(f"trl/scripts/{called}.py",),
+        arguments=f"--model_name_or_path tiny-llama --dataset_name {data} --output_dir out --max_steps 10 --use_cpu"
+        f" --per_device_train_batch_size 2 --report_to none --bf16 false --learning_rate 1e-3 --save_strategy no"
+        f" {more}",
+        prepare=prepare,
+        modules=("trl", "datasets", "peft"),
+    )
+
+
+_NOT_PREPARED = Plant(
+    "the data loader is not prepared",
+    (
+        Patch(
+            "model, optimizer, train_dataloader, eval_dataloader, lr_scheduler = accelerator.prepare(",
+            "model, optimizer, _, eval_dataloader, lr_scheduler = accelerator.prepare(",
+        ),
+    ),
+    ("samples-once",),
+)
+
+ROWS = (
+    _accelerate(
+        "examples/nlp_example.py",
+        "Accelerate, DDP: a loader that is sharded, padded and one batch ahead",
+        plants=(
+            _NOT_PREPARED,
+            Plant("gradients are never set to zero", (Patch("optimizer.zero_grad()", "pass"),), ("gradient-fresh",)),
+            Plant(
+                "the model is not prepared",
+                (
+                    Patch(
+                        "        model, optimizer, train_dataloader, eval_dataloader, lr_scheduler\n",
+                        "        torch.nn.Identity(), optimizer, train_dataloader, eval_dataloader, lr_scheduler\n",
+                    ),
+                    Patch(
+                        "    model, optimizer, train_dataloader, eval_dataloader, lr_scheduler = ",
+                        "    _, optimizer, train_dataloader, eval_dataloader, lr_scheduler = ",
+                    ),
+                ),
+                ("gradients-agree", "replicas-agree"),
+            ),
+        ),
+    ),
+    _accelerate(
+        "examples/nlp_example.py",
+        "Accelerate without a GPU and without cpu=True: every rank by itself, on the same rows",
+        called="nlp_example without --cpu",
+        arguments="",
+    ),
+    _accelerate(
+        "examples/by_feature/gradient_accumulation.py",
+        "Accelerate: accumulation in no_sync",
+        arguments="--cpu --gradient_accumulation_steps 3",
+    ),
+    _accelerate(
+        "examples/by_feature/local_sgd.py",
+        "local SGD: weights part, and are averaged now and then",
+        arguments="--cpu --local_sgd_steps 4",
+    ),
+    _accelerate(
+        "examples/by_feature/ddp_comm_hook.py",
+        "DDP with a communication hook: gradients are reduced as bf16",
+        arguments="--cpu --ddp_comm_hook bf16",
+    ),
+    _accelerate(
+        "examples/by_feature/ddp_comm_hook.py",
+        "DDP with PowerSGD, which keeps an error by rank",
+        called="by_feature/ddp_comm_hook, PowerSGD",
+        arguments="--cpu --ddp_comm_hook power_sgd",
+    ),
+    _accelerate(
+        "examples/by_feature/automatic_gradient_accumulation.py",
+        "Accelerate: accumulation of a batch size that is looked for",
+    ),
+    _accelerate(
+        "examples/by_feature/checkpointing.py",
+        "Accelerate: states saved after each epoch",
+        arguments="--cpu --checkpointing_steps epoch --output_dir out",
+    ),
+    _accelerate(
+        "examples/by_feature/early_stopping.py",
+        "Accelerate: a loop that all ranks leave early",
+    ),
+    _accelerate(
+        "examples/cv_example.py",
+        "Accelerate: a frozen body, one-cycle schedule",
+        arguments="--cpu --data_dir pets",
+        prepare=images,
+        modules=("timm", "torchvision"),
+        patches=(
+            Patch('"batch_size": 64, "image_size": 224', '"batch_size": 8, "image_size": 32'),
+            Patch('"resnet50d", pretrained=True', '"resnet18d", pretrained=False'),
+            Patch("shuffle=True, batch_size=batch_size, num_workers=4", "shuffle=True, batch_size=batch_size"),
+            Patch("shuffle=False, batch_size=batch_size, num_workers=4", "shuffle=False, batch_size=batch_size"),
+        ),
+    ),
+    _trl("sft", "HF Trainer, DDP: supervised fine-tuning", "texts", texts, "--gradient_accumulation_steps 2"),
+    _trl(
+        "dpo",
+        "HF Trainer, DDP: LoRA; the base is the reference",
+        "pairs",
+        preferences,
+        "--use_peft --lora_r 4 --lora_target_modules q_proj v_proj",
+    ),
+    Row(
+        name="huggingface/pytorch-image-models/train",
+        repository="huggingface/pytorch-image-models",
+        commit="aa4b5850c1543fa488abf260f18390eda46cf85d",
+        path="train.py",
+        family="a task that holds DDP; an average of the weights; label smoothing, mixup; padded samplers",
+        arguments="--data-dir images --model test_vit --img-size 160 --num-classes 2 --batch-size 4 --epochs 2"
+        " --workers 0 --val-split train --model-ema --device cpu --opt adamw --lr 1e-3"
+        " --warmup-epochs 0 --mixup 0.2 --output out",
+        parts=("train.py", "timm"),
+        gpu=True,
+        prepare=images,
+        modules=("torchvision", "PIL"),
+    ),
+)
