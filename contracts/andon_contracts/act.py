@@ -32,6 +32,8 @@ class Scene:
     """Whether the loop makes its update all the same, because nothing is raised."""
     by_command: bool = False
     """Whether the command `andon watch` opened the watch, so that its options are what silences a clause."""
+    also: tuple[str, ...] = ()
+    """What else did not hold of the same observations: effects, as far as anybody can tell."""
 
 
 def violation(clause: str, finding: Finding, scene: Scene) -> Violation:
@@ -102,6 +104,7 @@ def message(clause: str, finding: Finding, scene: Scene) -> str:
         ("where", _where(clause, finding, scene)),
         # Between ranks the bits of an element say it; the digests that are seen besides are in the bundle.
         ("seen", "" if scene.element and CLAUSES[clause].between_ranks else finding.seen),
+        *(("also", each) for each in scene.also),
         ("before", scene.before),
         ("likely", f"{likely}  [inference, not proof]" if (likely := _likely(clause, finding, scene)) else ""),
         ("state", "" if clause == _OF_A_TREE else _state(finding, scene)),

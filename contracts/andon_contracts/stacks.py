@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+import sysconfig
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import CodeType
 from typing import Any
 
 import torch
 
 _OURS = ("andon_contracts",)
+_MACHINERY = (*_OURS, "torch", "icontract", "threading", "multiprocessing")
+"""Packages of which no line is ever named."""
+_INSTALLED = tuple(
+    {os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+)
+"""Where the code of Python and of installed packages is: what a user wrote is elsewhere."""
 _MOST_FRAMES = 64
 _PLACES = (
     ("torch.utils.data", "in the data loader"),
@@ -39,26 +48,38 @@ def _frames(frame: Any) -> list[str]:
 
 def doing(ident: int) -> str:
     """Where the thread is: in a collective, in backward, in the data loader; and the line of the user's loop."""
-    frame = sys._current_frames().get(ident)
-    place, line = "", ""
-    while frame is not None and not (place and line):
-        module = frame.f_globals.get("__name__", "")
-        if not place:
-            place = next((word for package, word in _PLACES if module.startswith(package)), "")
-        if not line and module.partition(".")[0] not in (*_OURS, "torch", "threading", "multiprocessing"):
-            line = f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"
-        frame = frame.f_back
-    return ", ".join(part for part in (place, line) if part) or "where no Python runs"
+    frames = list(traceback.walk_stack(sys._current_frames().get(ident)))
+    modules = [str(frame.f_globals.get("__name__", "")) for frame, _ in frames]
+    places = (word for module in modules for package, word in _PLACES if module.startswith(package))
+    return ", ".join(filter(None, (next(places, ""), _line(frames, " ")))) or "where no Python runs"
 
 
 def line_of(error: BaseException) -> str:
     """The innermost line of the user's own code that `error` came through; empty where there is none."""
-    found = [
-        f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"
-        for frame, line in traceback.walk_tb(error.__traceback__)
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in (*_OURS, "torch")
-    ]
-    return found[-1] if found else ""
+    return _line(reversed(list(traceback.walk_tb(error.__traceback__))), " in ")
+
+
+def line_here() -> str:
+    """The innermost line of the user's own code that this thread is in, as `file:line`; empty where there is none."""
+    return _line(traceback.walk_stack(sys._getframe(1)), "")
+
+
+def _line(innermost_first: Iterable[tuple[Any, int]], function: str) -> str:
+    """The first of these frames that is the user's, else of a library. function: what stands before its name."""
+    library = ""
+    for frame, line in innermost_first:
+        if str(frame.f_globals.get("__name__", "")).partition(".")[0] in _MACHINERY:
+            continue
+        code: CodeType = frame.f_code
+        shown = f"{code.co_filename}:{line}" + (f"{function}{code.co_name}" if function else "")
+        if not _is_installed(code.co_filename):
+            return shown
+        library = library or shown
+    return library
+
+
+def _is_installed(file: str) -> bool:
+    return file.startswith((*_INSTALLED, "<frozen ")) or f"{os.sep}site-packages{os.sep}" in file
 
 
 def collectives() -> tuple[Mapping[str, Any] | None, str]:

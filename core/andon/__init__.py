@@ -22,12 +22,10 @@ if TYPE_CHECKING:
     from andon_contracts.clauses import CLAUSES as CLAUSES
     from andon_contracts.violation import Halted as Halted
     from andon_contracts.violation import Violation as Violation
-    from andon_contracts.watch import AndonWarning as AndonWarning
     from andon_contracts.watch import assert_same as assert_same
     from andon_contracts.watch import watch as watch
 
 _HOME = {
-    "AndonWarning": "andon_contracts.watch",
     "BatchResult": "andon.pipeline",
     "CLAUSES": "andon_contracts.clauses",
     "ClassifyConfig": "andon.pipeline",

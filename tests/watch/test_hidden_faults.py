@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import warnings
 from collections.abc import Callable
 from typing import Literal
 
@@ -64,14 +63,12 @@ def _frozen_run(end: Callable[[nn.Sequential], None], updates: int = 3) -> andon
     model[0].requires_grad_(False)
     optimizer = torch.optim.AdamW(model[2].parameters(), lr=1e-2)
     watch = andon.watch(model, optimizer)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", andon.AndonWarning)
-        for _ in range(updates):
-            _backward(model)
-            optimizer.step()
-            optimizer.zero_grad()
-        end(model)
-        watch.close()
+    for _ in range(updates):
+        _backward(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    end(model)
+    watch.close()
     return watch
 
 
@@ -211,18 +208,16 @@ def _cached(size_of: Callable[[int], int]) -> list[str]:
     model = _model()
     model.register_buffer("cache", torch.zeros(1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", andon.AndonWarning)
-        with andon.watch(model, optimizer) as watch:
-            for update in range(2):
-                _backward(model)
-                if update == 1 and size_of(1) == 1:
-                    p = next(model.parameters())
-                    assert p.grad is not None
-                    p.grad.add_(dist.get_rank())
-                optimizer.step()
-                optimizer.zero_grad()
-                model.cache = torch.ones(size_of(dist.get_rank()))
+    with andon.watch(model, optimizer) as watch:
+        for update in range(2):
+            _backward(model)
+            if update == 1 and size_of(1) == 1:
+                p = next(model.parameters())
+                assert p.grad is not None
+                p.grad.add_(dist.get_rank())
+            optimizer.step()
+            optimizer.zero_grad()
+            model.cache = torch.ones(size_of(dist.get_rank()))
     return [str(found) for found in watch.findings]
 
 
@@ -318,11 +313,9 @@ def test_a_parameter_without_elements_needs_no_gradient() -> None:
         model[0].register_parameter("spare", nn.Parameter(torch.zeros(elements)))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         watch = andon.watch(model, optimizer)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", andon.AndonWarning)
-            for _ in range(3):
-                _backward(model)
-                optimizer.step()
-                optimizer.zero_grad()
+        for _ in range(3):
+            _backward(model)
+            optimizer.step()
+            optimizer.zero_grad()
         watch.close()
         assert [found.clause for found in watch.findings] == suspicions

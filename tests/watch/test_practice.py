@@ -411,9 +411,9 @@ WRONG = {
     "the same stream on all ranks": (Course(same_stream), "samples-once", 3),
     "the same rows from workers": (Course(same_from_workers, epochs=1), "samples-once", 1),
     "clipped on one rank": (Course(distributed, behind=clips_on_one_rank), "clip-placed", 1),
-    "average kept up on one rank": (Course(distributed, behind=Following((0, 1), (0,))), "copies-agree", 1),
-    "shadows kept up on one rank": (Course(distributed, behind=Following((0, 1), (0,), "list")), "copies-agree", 1),
-    "table kept up on one rank": (Course(distributed, behind=Following((0, 1), (0,), "table")), "copies-agree", 1),
+    "average kept up on one rank": (Course(distributed, behind=Following((0, 1), (0,))), "copies-agree", 2),
+    "shadows kept up on one rank": (Course(distributed, behind=Following((0, 1), (0,), "list")), "copies-agree", 2),
+    "table kept up on one rank": (Course(distributed, behind=Following((0, 1), (0,), "table")), "copies-agree", 2),
     "never in training mode": (Course(distributed, before=stays_in_evaluation), "training-mode", 2),
 }
 

@@ -107,7 +107,6 @@ def _never_together() -> list[tuple[str, str]]:
     return [*said, (str(caught.value.clause), str(caught.value))]
 
 
-@pytest.mark.filterwarnings("ignore::andon.AndonWarning")
 def test_what_never_comes_together_is_one_suspicion_and_a_violation_at_the_close() -> None:
     """Nothing is raised before, since local SGD looks the same; every rank raises then."""
     for outcome in run_ranks(2, _never_together):

@@ -104,6 +104,28 @@ _PARAMETERS: Law[Seen[object]] = Law(
 )
 
 
+def _explain_modes(seen: Seen[object]) -> Finding:
+    odd = odd_tensors(seen.details, "modes")
+    if not odd:
+        return difference(
+            seen, "modes", "some modules are in training mode on some ranks and in evaluation mode on others"
+        )
+    trained = seen.details["modes"][odd[0]]
+    named = [" and ".join(str(rank) for rank, each in enumerate(trained) if each == mode) for mode in (1, 0)]
+    what = f"{odd[0]} is in training mode on rank {named[0]}, in evaluation mode on rank {named[1]}"
+    others = f", and so {'is' if len(odd) == 2 else 'are'} {len(odd) - 1} more modules" * (len(odd) > 1)
+    return Finding(what + others, seen.step, minority(trained), odd[0])
+
+
+_MODES: Law[Seen[object]] = Law(
+    "modes-agree/before",
+    ("modes",),
+    lambda seen: "modes" not in seen.differing,
+    _explain_modes,
+    look=("modes",),
+)
+
+
 def _explain_hyperparameters(seen: Seen[object]) -> Finding:
     if "rate" in seen.differing:
         return difference(seen, "rate", "the learning rates are not the same", real=True)
@@ -160,7 +182,7 @@ def _alike(seen: Seen[object]) -> bool:
 
 def _explain_alike(seen: Seen[object]) -> Finding:
     what = "a frozen weight changed, on all ranks alike"
-    return Finding(what, seen.step, (), (*odd_tensors(seen.details, "base"), "frozen weights")[0])
+    return Finding(what, seen.step, (), update.frozen_tensor(seen, "frozen weights"))
 
 
 _FROZEN: Law[Seen[object]] = Law(
@@ -323,11 +345,13 @@ def _size(error: float) -> float:
 def _explain_law(seen: Seen[object]) -> Finding:
     worst = max(seen.said, key=lambda o: _size(real_of(o.values["error"])))
     ratio, error, rest = (real_of(worst.values[name]) for name in ("ratio", "error", "rest"))
-    if rest <= RATIO_TOLERANCE:
+    if rest <= RATIO_TOLERANCE and abs(ratio - 1) >= RATIO_TOLERANCE:
         factor = name_ratio(ratio, len(seen.said), worst.values["micro-batches"])
         what = f"the reduced gradient is {ratio:.3f} x the law{factor}"
     else:
-        what = f"the reduced gradient is off the law by {error:.3g} of its norm, and by no factor"
+        what = f"the reduced gradient is off the law by {error:.3g} of its norm" + ", and by no factor" * (
+            rest > RATIO_TOLERANCE
+        )
     return Finding(f"{what}: the law is the gradient of one process over all rows", seen.step, (), "gradient")
 
 
@@ -348,11 +372,7 @@ START: tuple[Law[Seen[object]], ...] = (
 BEFORE: tuple[Law[Seen[Reduced]], ...] = (
     LOCKSTEP,
     _PARAMETERS,
-    agreeing(
-        "modes-agree/before",
-        ("modes",),
-        "some modules are in training mode on some ranks and in evaluation mode on others",
-    ),
+    _MODES,
     _HYPERPARAMETERS,
     update.RATE,
     _none_has("groups-planned/before", "ungrouped", "has not the hyperparameters that were declared for its name"),

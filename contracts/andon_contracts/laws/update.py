@@ -285,6 +285,12 @@ BASE_POINT = "base"
 """The point at which our trainer reads all that is frozen, buffers too. A watch has another law for buffers."""
 
 
+def frozen_tensor(seen: Seen[object], otherwise: str) -> str:
+    """The frozen tensor that changed, as far as any rank knows it; else what the ranks differ in, or `otherwise`."""
+    at = next((at for each in seen.said if (at := each.values.get("base at", 0))), 0)
+    return seen.names[at - 1] if at else (*odd_tensors(seen.details, "base"), otherwise)[0]
+
+
 def _explain_frozen(seen: Seen[object]) -> Finding:
     ranks = tuple(each.rank for each in seen.said if each.values["base"] != each.values["first base"])
     point = seen.said[0].point
@@ -293,7 +299,7 @@ def _explain_frozen(seen: Seen[object]) -> Finding:
         seen=f"a frozen {what} changed" + ", read once more at the close" * (point == "close"),
         step=seen.step,
         ranks=ranks,
-        tensor=(*odd_tensors(seen.details, "base"), name)[0],
+        tensor=frozen_tensor(seen, name),
     )
 
 

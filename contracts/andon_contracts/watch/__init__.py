@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from andon_contracts.watch.judging import AndonWarning
 from andon_contracts.watch.opening import watch
 from andon_contracts.watch.same import assert_same
 from andon_contracts.watch.watcher import Watch
 
-__all__ = ["AndonWarning", "Watch", "assert_same", "watch"]
+__all__ = ["Watch", "assert_same", "watch"]

@@ -9,7 +9,8 @@ from __future__ import annotations
 import gc
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -30,75 +31,78 @@ class Copies:
 
     def __init__(self, subject: ModelProbe) -> None:
         self._subject = subject
+        self._found: list[Any] = []
         self._states: list[int] = []
-        self._update = 0
-        """The number of the update before which the copies were last looked at."""
 
     def values(self, update: int) -> dict[str, int]:
         """Before an update: the state of each copy, 0 for none, and which of them are kept up.
 
-        They are looked for before the updates 1, 2, 4, 8 and so on, and before the next one after each. A copy that has
-        another state then, and is not the weights as they are, is kept up: what was taken in between (the best so far,
-        by what this rank saw) is the weights.
+        They are searched for before update 2, and each time 16 times as far, since that takes as long as a step; and
+        looked at again before the next update. A copy that has another state then, and is not the weights as they are,
+        is kept up: what was taken in between (the best so far, by what this rank saw) is the weights.
         """
-        if not _doubled(update) and not _doubled(update - 1):
-            return {**{f"copy {place}": 0 for place in range(COPIES)}, "copies changed": 0}
-        found, before = self._look(), self._states if self._update == update - 1 else []
-        self._states, self._update = [state for state, _ in found], update
-        states = [*self._states, *[0] * COPIES][:COPIES]
-        changed = sum(1 << i for i, (state, fresh) in enumerate(found) if before and not fresh and state not in before)
+        if _is_due(update):
+            self._found = self._search()
+        seen, before = self._look(), self._states
+        if _is_due(update):
+            self._states = [state for state, _ in seen]
+        else:
+            self._found, self._states = [], []
+        states = [*(state for state, _ in seen), *[0] * COPIES][:COPIES]
+        changed = sum(1 << i for i, (state, fresh) in enumerate(seen) if before and not fresh and state not in before)
         return {**{f"copy {place}": state for place, state in enumerate(states)}, "copies changed": changed}
 
-    def _look(self) -> list[tuple[int, bool]]:
-        """The states of all copies, and which are the weights as they are; none where there are too many."""
-        tensors = dict(self._subject.parameters)
-        own = {id(each) for each in (*tensors.values(), *(each.grad for each in tensors.values()))}
-        trained = set[int]()
-        candidates: list[tuple[str, list[Tensor]]] = []
-        counts = {len(tensors), sum(each.requires_grad for each in tensors.values())}
+    def _search(self) -> list[Any]:
+        """What has a tensor of the same form for each parameter, and holds none that is trained, and no gradient."""
+        tensors = self._subject.parameters
+        sizes = {len(tensors), sum(each.requires_grad for each in tensors.values())}
         model = type(self._subject.inner)
         objects = gc.get_objects()
-        # Each type is asked once: there may be a million objects.
-        optimizers = {kind for kind in set(map(type, objects)) if issubclass(kind, torch.optim.Optimizer)}
-        for each in objects:
-            kind = type(each)
-            if kind is model or (kind in _HOLDERS and len(each) in counts):
-                candidates += self._of_this_form(each, tensors)
-            elif kind in optimizers:
-                trained |= {id(p) for group in each.param_groups for p in group["params"]}
-        strange = [(name, held) for name, held in candidates if not ({*map(id, held)} & (own | trained))]
-        found: list[tuple[int, bool]] = []
-        for name, held in strange:
-            apart = _distance(held, tensors.values())
+        # There may be a million objects: nothing here takes them up one by one.
+        kinds = list(map(type, objects))
+        optimizers = {kind for kind in set(kinds) if issubclass(kind, torch.optim.Optimizer)}
+        chosen = list(compress(objects, map((_HOLDERS | optimizers | {model}).__contains__, kinds)))
+        del objects
+        known = {id(each) for each in (*tensors.values(), *(each.grad for each in tensors.values()))}
+        for each in chosen:
+            if type(each) in optimizers:
+                known |= {id(p) for group in each.param_groups for p in group["params"]}
+        return [
+            each
+            for each in chosen
+            if (type(each) is model or (type(each) in _HOLDERS and len(each) in sizes))
+            and known.isdisjoint(map(id, self._tensors_of(each) or tensors.values()))
+        ]
+
+    def _look(self) -> list[tuple[int, bool]]:
+        """The states of all copies found, and which are the weights as they are; none where there are too many."""
+        seen: list[tuple[int, bool]] = []
+        for each in self._found:
+            held = self._tensors_of(each)
+            apart = _distance(held, self._subject.parameters.values()) if held else math.inf
             if apart <= _NEAR:
-                found.append(((flat_digest(held) + text_digest(name)) >> 2 or 1, apart == 0.0))
-        found.sort()
-        return found if len(found) <= COPIES else []
+                seen.append(((flat_digest(held) + text_digest(type(each).__name__)) >> 2 or 1, apart == 0.0))
+        return sorted(seen) if len(seen) <= COPIES else []
 
-    def _of_this_form(self, each: Any, tensors: dict[str, nn.Parameter]) -> Iterator[tuple[str, list[Tensor]]]:
-        """The tensors of an object that holds one of the same form for each parameter, with the object's kind."""
-        trainable = {name: p for name, p in tensors.items() if p.requires_grad}
+    def _tensors_of(self, each: Any) -> list[Tensor]:
+        """The tensors of an object that holds one of the same form for each parameter, or for each trained one."""
+        tensors = dict(self._subject.parameters)
+        forms = (tensors, {name: p for name, p in tensors.items() if p.requires_grad})
         if isinstance(each, nn.Module):
-            if each is not self._subject.inner:
-                named = dict(each.named_parameters())
-                if list(named) == list(tensors) and _alike(list(named.values()), list(tensors.values())):
-                    yield "module", list(named.values())
+            named = {} if each is self._subject.inner else dict(each.named_parameters())
+            forms = (tensors, tensors)
         elif isinstance(each, dict):
-            for names in (tensors, trainable):
-                if len(names) > 1 and len(each) == len(names) and list(each) == list(names):
-                    held = list(each.values())
-                    if _alike(held, list(names.values())) and not any(isinstance(v, nn.Parameter) for v in held):
-                        yield "table", held
-                    break
-        elif len(each) > 1 and len(each) in (len(tensors), len(trainable)) and isinstance(each[0], Tensor):
-            for wanted in (tensors, trainable):
-                if _alike(each, list(wanted.values())) and not any(t.requires_grad for t in each):
-                    yield "list", list(each)
-                    break
+            named = {} if len(each) < 2 or any(isinstance(v, nn.Parameter) for v in each.values()) else each
+        else:
+            lone = len(each) < 2 or not isinstance(each[0], Tensor) or any(getattr(t, "requires_grad", 0) for t in each)
+            names = next((form for form in forms if len(form) == len(each)), {})
+            named = {} if lone else dict(zip(names, each, strict=True))
+        return next((list(named.values()) for form in forms if named and _alike(named, form)), [])
 
 
-def _doubled(update: int) -> bool:
-    return update > 0 and update & (update - 1) == 0
+def _is_due(update: int) -> bool:
+    """Whether the update is number 2, 32, 512, 8,192 and so on."""
+    return update > 1 and update & (update - 1) == 0 and update.bit_length() % 4 == 2
 
 
 @torch.no_grad()
@@ -112,8 +116,9 @@ def _distance(held: Sequence[Tensor], parameters: Iterable[Tensor]) -> float:
     return math.sqrt(apart / norm) if norm else math.inf
 
 
-def _alike(held: Sequence[object], parameters: Sequence[Tensor]) -> bool:
-    return len(held) == len(parameters) and all(
+def _alike(held: dict[Any, Any], parameters: dict[str, nn.Parameter]) -> bool:
+    """Whether the one has a tensor of the same name and shape for each of the others, in order."""
+    return list(held) == list(parameters) and all(
         isinstance(one, Tensor) and one.shape == other.shape and not one.is_meta
-        for one, other in zip(held, parameters, strict=True)
+        for one, other in zip(held.values(), parameters.values(), strict=True)
     )

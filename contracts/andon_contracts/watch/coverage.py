@@ -39,6 +39,8 @@ class Cover:
 
     state: State
     why: str = ""
+    remedy: str = ""
+    """What a user would add so that it is looked at."""
 
     @property
     def live(self) -> bool:
@@ -99,7 +101,7 @@ def _limits(subject: ModelProbe, optimizers: Sequence[torch.optim.Optimizer], re
 
 def _declared(settings: Settings, world: int) -> dict[str, Cover]:
     def when(given: object, word: str) -> Cover:
-        return Cover("live") if given else Cover("not observable", f"{word} was not given")
+        return Cover("live") if given else Cover("not observable", f"{word} was not given", word)
 
     return {
         "learning-rate-planned": when(settings.schedule, "schedule="),
@@ -123,13 +125,29 @@ def _declared(settings: Settings, world: int) -> dict[str, Cover]:
     }
 
 
-def opening_lines(found: Mapping[str, Cover], world: int, trainable: int) -> list[str]:
-    """The table that a watch prints when it begins."""
-    width = max(map(len, found))
-    rows = [f"  {name:<{width}}  {cover.state:<14}  {cover.why}".rstrip() for name, cover in found.items()]
+def opening_lines(
+    found: Mapping[str, Cover], world: int, trainable: int, *, verbose: bool, by_command: bool
+) -> list[str]:
+    """What a watch prints when it begins: what is watched, and what is not with the line that would change it.
+
+    verbose: a table of all clauses besides.
+    """
     head = f"andon.watch: {world} rank{'s' * (world > 1)}, {trainable} trainable tensors"
+    live = sum(cover.live for cover in found.values())
+    table = "--verbose" if by_command else "verbose=True"
+    missing = [f"{name} ({cover.remedy})" for name, cover in found.items() if cover.remedy and not cover.live]
+    whys = dict.fromkeys(c.why for c in found.values() if c.state == "not observable" and not c.remedy)
+    unseen = [f"{', '.join(n for n, c in found.items() if c.why == why and not c.live)} ({why})" for why in whys]
+    where = "a line in the script would: andon.watch(model, optimizer, ...)" if by_command else "these arguments would"
+    lines = [
+        f"{head}; {live} of {len(found)} clauses are held" + f", {table} lists them" * (not verbose),
+        f"  not watched: {', '.join([*unseen, *missing])}" + f"; {where}" * bool(missing) if missing or unseen else "",
+    ]
+    if verbose:
+        width = max(map(len, found))
+        lines += [f"  {name:<{width}}  {cover.state:<14}  {cover.why}".rstrip() for name, cover in found.items()]
     reached = open_store() if dist.is_available() and dist.is_initialized() else ""
-    return [head, *rows, *filter(None, [_apart(), reached and f"  warning: {reached}"])]
+    return [*filter(None, [*lines, _apart(), reached and f"  warning: {reached}"])]
 
 
 def _apart() -> str:

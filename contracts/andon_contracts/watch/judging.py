@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,14 +12,36 @@ from andon_contracts.act import Scene, conclude
 from andon_contracts.bundle import Evidence
 from andon_contracts.clauses import CLAUSES
 from andon_contracts.laws.law import Judgement, Law
+from andon_contracts.stacks import line_here
 from andon_contracts.violation import Violation
 from andon_contracts.watch.settings import Settings
 
 S = TypeVar("S")
 
 
-class AndonWarning(UserWarning):
-    """A clause of a watched loop does not hold, and the watch was told to warn."""
+_PART = frozenset({"replicas-agree", "gradients-agree", "optimizers-agree", "hyperparameters-agree", "scaler-agrees"})
+"""What parts the ranks' weights for good."""
+_PARTED = frozenset({"replicas-agree", "gradients-agree", "optimizers-agree", "buffers-agree"})
+"""What no longer says anything of its own once the weights have parted."""
+
+
+def say(text: str) -> None:
+    """A message to the user, behind the line of his loop that led here; no filter of warnings can lose it."""
+    line = line_here()
+    print(f"{line}: {text}" if line else text, file=sys.stderr, flush=True)
+
+
+def _effect(found: Violation) -> str:
+    return f"{found.clause}, step {found.step}: {found.finding.seen}"
+
+
+@dataclass
+class _Cause:
+    """A violation, the clauses of it and of its effects, and the last step of these."""
+
+    finding: Violation
+    clauses: set[str]
+    until: int
 
 
 @dataclass
@@ -40,6 +61,7 @@ class Verdicts:
     """Told of each finding that is acted upon: what is done, and whether the update had been made."""
     evidence: Evidence = field(default_factory=Evidence)
     """What this rank has for a bundle."""
+    _causes: list[_Cause] = field(default_factory=list)
 
     def alive(self, laws: Sequence[Law[S]]) -> tuple[Law[S], ...]:
         """Those of `laws` that can be looked at here."""
@@ -62,13 +84,20 @@ class Verdicts:
         closer: Callable[[Violation], Scene] | None = None,
         facts: Mapping[str, object] | None = None,
     ) -> None:
-        """Act upon each law that is broken.
+        """Act upon the laws that are broken: the first that is certain is the finding, the others are its effects.
 
         closer: looks closer, with collectives, at a finding: all ranks do it or none.
         Raises `Violation` on every rank alike where the action is to raise.
         """
-        for law in judgement.broken():
-            self.take(judgement.violation(law), scene, closer, facts, suspicion=law.suspicion)
+        broken = [(judgement.violation(law), law.suspicion) for law in judgement.broken()]
+        certain = [found for found, suspicion in broken if not suspicion and found.clause not in self.settings.allow]
+        first = certain[0] if certain and self._is_news(certain[0]) else None
+        effects = [found for found, _ in broken if found.clause not in self.settings.allow and found is not first]
+        for found, suspicion in broken:
+            if first is None or found.clause in self.settings.allow:
+                self.take(found, scene, closer, facts, suspicion=suspicion)
+        if first is not None:
+            self.take(first, scene, closer, facts, effects=effects)
 
     def known(self, clause: str) -> bool:
         """Whether a violation of the clause was reported, or is silenced: further ones are only counted."""
@@ -84,10 +113,12 @@ class Verdicts:
         suspicion: bool = False,
         alone: bool = False,
         by_all: bool = False,
+        effects: Sequence[Violation] = (),
     ) -> None:
-        """Count a finding; the first of its clause is explained, bundled and acted upon.
+        """Count a finding; the first of its clause is explained, bundled and acted upon, unless it is an effect.
 
         alone: this rank judges by itself, so that there is no bundle. by_all: each of the others finds the same.
+        effects: what else did not hold of the same observations; it is listed under the finding.
         """
         if found.clause in self.settings.allow:
             self.silenced[found.clause] += 1
@@ -97,15 +128,48 @@ class Verdicts:
         (self.suspected if suspicion else self.counts)[found.clause] += 1
         if not first and (suspicion or self.settings.action != "raise"):
             return
-        scene = scene if closer is None else closer(found)
         goes_on, applied = suspicion or self.settings.action == "warn", CLAUSES[found.clause].of_the_update_before
-        by_command = self.settings.by_command
-        scene = replace(scene, goes_on=goes_on, applied=scene.applied or applied, by_command=by_command)
+        applied = scene.applied or applied
+        aloud = self.rank == 0 or (alone and not by_all)
+        cause = self._cause_of(found)
+        if cause is not None:
+            self._note_effect(cause, found, applied=applied)
+            if aloud:
+                say(f"andon: of the same cause as {cause.finding.clause}: {_effect(found)}")
+            return
+        scene = scene if closer is None else closer(found)
+        by_command, also = self.settings.by_command, tuple(map(_effect, effects))
+        scene = replace(scene, goes_on=goes_on, applied=applied, by_command=by_command, also=also)
         whole = conclude(found, scene, Evidence() if alone else self.evidence, facts or {})
         self.findings.append(whole)
         if self.record is not None:
             self.record(whole, self._word(suspicion=suspicion), scene.applied)
-        self._act(whole, suspicion=suspicion, aloud=self.rank == 0 or (alone and not by_all))
+        if not suspicion:
+            cause = _Cause(whole, {found.clause}, found.step)
+            self._causes.append(cause)
+            for each in effects:
+                self.counts[each.clause] += 1
+                self._note_effect(cause, each, applied=scene.applied)
+        self._act(whole, suspicion=suspicion, aloud=aloud)
+
+    def _is_news(self, found: Violation) -> bool:
+        return (self.settings.action == "raise" or not self.counts[found.clause]) and self._cause_of(found) is None
+
+    def _cause_of(self, found: Violation) -> _Cause | None:
+        """The violation whose effect this is: of the same update, or one by which the ranks' weights parted."""
+        if self.settings.action == "raise":  # that ended the loop, or it goes on as if nothing had been
+            return None
+        for cause in reversed(self._causes):
+            parted = found.clause in _PARTED and not _PART.isdisjoint(cause.clauses)
+            if parted or found.step == cause.until:
+                return cause
+        return None
+
+    def _note_effect(self, cause: _Cause, effect: Violation, *, applied: bool) -> None:
+        cause.clauses.add(effect.clause)
+        cause.until = max(cause.until, effect.step)
+        if self.record is not None:
+            self.record(effect, self._word(suspicion=False), applied)
 
     def _word(self, *, suspicion: bool) -> str:
         if suspicion:
@@ -123,15 +187,4 @@ class Verdicts:
         elif action == "raise" and not suspicion:
             raise whole
         elif aloud:
-            warnings.warn(f"andon.Violation: {whole}", AndonWarning, stackline())
-
-
-def stackline() -> int:
-    """How many frames up the first one is that is neither ours nor torch's: the line of the user's loop."""
-    frame, depth = sys._getframe(1), 1
-    while frame.f_back is not None:
-        name = frame.f_globals.get("__name__", "").partition(".")[0]
-        if name not in ("andon_contracts", "torch", "icontract"):
-            return depth
-        frame, depth = frame.f_back, depth + 1
-    return depth
+            say(f"andon.Violation: {whole}")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +37,7 @@ from andon_contracts.record import (
     StepDigests,
 )
 from andon_contracts.violation import Halted, Violation
-from andon_contracts.watch.judging import AndonWarning, stackline
+from andon_contracts.watch.judging import say
 from andon_contracts.watch.model_probe import ModelProbe
 from andon_contracts.watch.values import layout_digest, text_digest
 
@@ -255,7 +254,7 @@ class Recorder:
         if self.lost:
             return
         self.lost = f"it ends before its time, since the disk refuses: {error.strerror}"
-        warnings.warn(f"andon.watch: ledger: {self.lost}", AndonWarning, stackline())
+        say(f"andon.watch: ledger: {self.lost}")
 
 
 def reason_of(error: BaseException | None) -> str:

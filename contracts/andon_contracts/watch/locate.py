@@ -68,6 +68,7 @@ class Locator:
             "gradient": partial(self._tensors, step, "gradient", gradients),
             "buffers": partial(self._buffers, step, buffers),
             "caches": partial(self._buffers, step, buffers),
+            "modes": lambda: {"modes": self.exchange.spread(step, "modes of modules", self.subject.modes_by_name())},
             "hyperparameters": lambda: {
                 "hyperparameters": self.exchange.spread(step, "hyperparameters", probe.hyperparameters_by_key())
             },

@@ -169,6 +169,10 @@ class ModelProbe:
         """The mode of every module, in order."""
         return bytes([module.training for module in self.modules])
 
+    def modes_by_name(self) -> dict[str, int]:
+        """Whether each module is in training mode, by its name; the model's own is "the model"."""
+        return {name or "the model": int(each.training) for name, each in self.inner.named_modules()}
+
     def norm_in_training(self) -> int:
         """The number, from 1, of the first batch norm with statistics of its own that is in training mode; 0: none."""
         return next((number for number, (_, norm) in enumerate(self._norms, 1) if norm.training), 0)

@@ -27,10 +27,12 @@ class FrozenBase:
     def __init__(self, frozen: Sequence[torch.nn.Parameter]) -> None:
         self._frozen = frozen
         self._parts: list[list[Tensor]] = []
+        self._pieces: list[list[int]] = []
+        """By part that has several tensors, the digest of each as it was at first."""
         self._sums: list[int] = []
         self._marks: list[int] = []
         self._looks = 0
-        self.first = self._read_all()
+        self.first = self._begin()
         """The digest at the start, in [0, 2^64)."""
         self._now = self.first
 
@@ -64,8 +66,25 @@ class FrozenBase:
 
     def accept(self) -> int:
         """What is there now is the base from here on. Returns its digest."""
-        self.first = self.last_look()
+        self.first = self._now = self._begin()
         return self.first
+
+    def changed(self) -> torch.nn.Parameter | None:
+        """The first weight that is not what it was at first; None where there is none."""
+        for part, first, pieces in zip(_parts(self._frozen), self._first_sums, self._pieces, strict=True):
+            if flat_digest(part) != first:
+                odd = (each for each, was in zip(part, pieces, strict=False) if flat_digest([each]) != was)
+                place = next(odd, part[0]).data_ptr()
+                ends = ((p, plain(p).data_ptr(), p.numel() * p.element_size()) for p in self._frozen)
+                return next((p for p, begin, size in ends if begin <= place < begin + size), None)
+        return None
+
+    def _begin(self) -> int:
+        """Read all, as what it is held to. Returns the digest."""
+        found = self._read_all()
+        self._first_sums = list(self._sums)
+        self._pieces = [[flat_digest([each]) for each in part] if len(part) > 1 else [] for part in self._parts]
+        return found
 
     def last_look(self) -> int:
         """The digest of all as they are now, whatever was read before."""
@@ -78,7 +97,7 @@ class FrozenBase:
         if len(left) == len(self._frozen):
             return False
         self._frozen = left
-        self.first = self.last_look()
+        self.accept()
         return True
 
     def _marked(self) -> list[int]:

@@ -64,6 +64,7 @@ def watch(
     hard_stop: bool = False,
     timeout: datetime.timedelta = _TIMEOUT,
     patience: datetime.timedelta = _PATIENCE,
+    verbose: bool = False,
 ) -> Watch:
     """Hold a training loop to the contracts of a step. Collective: call it on every rank, after wrapping the model.
 
@@ -81,7 +82,7 @@ def watch(
     replicate: the group, or the dimension of a device mesh, of the ranks that hold what this one holds, where not all
     do; shards say it themselves. hard_stop: end ranks that are blocked elsewhere.
     timeout: how long a rank waits for the others. patience: how long a rank's process may be stopped, or one on another
-    machine give no sign of life, before all halt.
+    machine give no sign of life, before all halt. verbose: list every clause at the opening, and how it is looked at.
 
     Raises `ValueError` on every rank where any rank got something wrong, and what `action` says for what does not
     hold at the start already.
@@ -90,7 +91,7 @@ def watch(
         checks=checks, action=action, allow=dict(allow or {}), log=log, folder=folder, trainable=trainable,
         tied=tuple(tied), clip=clip, groups=dict(groups or {}), schedule=schedule, scaler=scaler, reference=reference,
         every=every, plan=plan, rows=rows, contents=contents, start=start,
-        updates=updates, hard_stop=hard_stop,
+        updates=updates, hard_stop=hard_stop, verbose=verbose,
     )  # fmt: skip
     place = _Place(group, replicate, timeout, patience)
     optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
@@ -105,9 +106,12 @@ def watch_script(
     allow: Mapping[str, str] | None = None,
     folder: str | None = None,
     hard_stop: bool = False,
+    verbose: bool = False,
 ) -> Watch:
     """As `watch` with these options, for the command `andon watch`: messages name the command's own options."""
-    settings = Settings(action=action, allow=dict(allow or {}), folder=folder, hard_stop=hard_stop, by_command=True)
+    settings = Settings(
+        action=action, allow=dict(allow or {}), folder=folder, hard_stop=hard_stop, verbose=verbose, by_command=True
+    )
     return _opened(model, optimizers, settings, _Place(None, None, _TIMEOUT, _PATIENCE), None)
 
 

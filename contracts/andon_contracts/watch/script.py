@@ -53,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--folder", metavar="PATH", help="where bundles of violations are written")
     parser.add_argument("--checks", default="step", help="step; an audit needs a reference, so a line in the script")
     parser.add_argument("--hard-stop", action="store_true", help="end ranks that are blocked where no Python runs")
+    parser.add_argument("--verbose", action="store_true", help="list every clause at the opening")
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGS...]")
     return parser
@@ -74,6 +75,7 @@ def parse(arguments: Sequence[str]) -> Asked:
     if problems:
         parser.error("; ".join(problems))
     options = {"action": given.action, "allow": allow, "folder": given.folder, "hard_stop": given.hard_stop}
+    options["verbose"] = given.verbose
     return Asked(options, given.ledger, given.module, given.command)
 
 

@@ -59,6 +59,8 @@ class Settings:
     hard_stop: bool = False
     recording: bool = False
     """Whether rank 0 writes a ledger: all ranks then look at what only a ledger needs."""
+    verbose: bool = False
+    """Whether the opening lines list every clause."""
     by_command: bool = False
     """Whether the command `andon watch` asked for it, so that messages name its options."""
 

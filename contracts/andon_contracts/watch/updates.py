@@ -166,7 +166,7 @@ class Updates:
         seen_here = probe.before()
         together = probe.synchrony.state is State.TOGETHER
         merges = bool(seen_here["written"]) and together and bool(self._base)
-        base = {"base": self._base.digest(whole=merges), "first base": self._base.first}
+        base = self._base_values(self._base.digest(whole=merges))
         told = {**self.reports.told(), **practised}
         values = {**seen_here, **told, **base, **self._followers.digests(step)}
         self._seen_before = self._exchange(step, f"before {self._number(probe)}", values, judged=True)
@@ -186,6 +186,13 @@ class Updates:
             if probe.synchrony.known:
                 self.auditor(probe, step, ids, lambda: self.locator.scene(probe, observations, applied=False))
         self.spent += time.perf_counter() - began
+
+    def _base_values(self, digest: int) -> dict[str, int]:
+        """What is said of the frozen weights: their digests now and at first, and the place of one that changed."""
+        said = self._verdicts.known(FROZEN.clause) or self._verdicts.suspected[FROZEN.clause]
+        changed = None if said or digest == self._base.first else self._base.changed()
+        place = 0 if changed is None else self._subject.names.index(self._subject.name_of()[id(changed)]) + 1
+        return {"base": digest, "first base": self._base.first, "base at": place}
 
     def _merged(self, observations: Observations) -> Observations:
         """`observations`, with a base as it is now where all ranks merged what they trained into it (ReLoRA).
@@ -230,9 +237,9 @@ class Updates:
         why = "weights were written after the last update" if touched else self._subject.became()
         if why:
             return f"  base-frozen: not read once more at the end, because {why}"
-        values = {"base": self._base.last_look(), "first base": self._base.first}
+        values = self._base_values(self._base.last_look())
         said = (Observation(self._exchange.rank, self.made, 0, "close", values),)
-        judgement = self._verdicts.judgement((FROZEN,), Seen(said, None))
+        judgement = self._verdicts.judgement((FROZEN,), Seen(said, None, self._subject.names))
         if judgement.first is not None:
             self._verdicts.take(judgement.violation(FROZEN), Scene(self._exchange.world_size, applied=True), alone=True)
         return ""

@@ -74,7 +74,8 @@ class Watch:
         self.hearing = Hearing(self._probes, cord, self._updates.practice)
         self._began = time.perf_counter()
         self._undo: list[Callable[[], object]] = []
-        self._say(opening_lines(self._cover, exchange.world_size, len(subject.trainable)))
+        shown = {"verbose": settings.verbose, "by_command": settings.by_command}
+        self._say(opening_lines(self._cover, exchange.world_size, len(subject.trainable), **shown))
         self._begin()
 
     def _begin(self) -> None:

@@ -1,0 +1,174 @@
+"""What a watch says, and how: on standard error, behind the user's own line, and one finding for one cause."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import andon
+from andon_contracts.clauses import CLAUSES
+from tests.support.ranks import run_ranks
+
+
+def _net() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 8), nn.Sequential(nn.Dropout(0.1), nn.Linear(8, 3)))
+
+
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, at: Callable[[int], object]) -> None:
+    for step in range(1, steps + 1):
+        torch.manual_seed(100 * step + (dist.get_rank() if dist.is_initialized() else 0))
+        optimizer.zero_grad()
+        model(torch.randn(5, 4)).square().mean().backward()
+        at(step)
+        optimizer.step()
+
+
+def _opened(verbose: bool) -> list[str]:
+    said = io.StringIO()
+    model = _net()
+    with contextlib.redirect_stderr(said):
+        watch = andon.watch(model, torch.optim.SGD(model.parameters(), lr=0.1), verbose=verbose)
+        lines = said.getvalue().splitlines()
+        watch.close()
+    return lines
+
+
+def test_two_lines_open_a_watch_and_the_table_is_there_for_who_asks() -> None:
+    """The second one names each argument that would have more watched; verbose lists every clause of a watch once."""
+    first, second = _opened(verbose=False)
+    assert re.fullmatch(
+        r"andon.watch: 1 rank, 4 trainable tensors; \d+ of 32 clauses are held, verbose=True lists them", first
+    )
+    for argument in ("schedule=", "groups=", "clip=", "reference=", "updates="):
+        assert f"({argument})" in second
+    assert second.startswith("  not watched: replicas-agree, gradients-agree")
+    table = _opened(verbose=True)
+    assert table[0].endswith("clauses are held")
+    named = [line.split()[0] for line in table[2:]]
+    assert len(named) == len(set(named)) == 32
+    assert set(named) <= set(CLAUSES)
+
+
+LIBRARY = """
+def update(optimizer):
+    optimizer.step()
+"""
+SCRIPT = """
+import warnings
+
+import torch
+from torch import nn
+
+import andon
+import driver
+
+warnings.filterwarnings("ignore")
+model = nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+watch = andon.watch(model, optimizer)
+model(torch.full((1, 2), float("inf"))).sum().backward()
+driver.update(optimizer)
+"""
+
+
+def test_a_message_cannot_be_filtered_away_and_names_the_users_line(tmp_path: Path) -> None:
+    """The update is made by an installed library; what is named is the line of the script that called it."""
+    library, script = tmp_path / "site-packages", tmp_path / "train.py"
+    library.mkdir()
+    (library / "driver.py").write_text(LIBRARY)
+    script.write_text(SCRIPT)
+    begin = f"import sys; sys.path.insert(0, {str(library)!r}); import runpy; runpy.run_path({str(script)!r})"
+    done = subprocess.run([sys.executable, "-c", begin], capture_output=True, text=True, check=False)
+    line = SCRIPT.splitlines().index("driver.update(optimizer)") + 1
+    assert f"{script}:{line}: andon.Violation: finite broken at step 1" in done.stderr
+
+
+def _one_rate_apart() -> tuple[list[str], dict[str, int], str]:
+    model = DistributedDataParallel(_net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    said, heard = io.StringIO(), list[str]()
+
+    def part(step: int) -> None:
+        if step == 2 and dist.get_rank() == 1:
+            optimizer.param_groups[0]["lr"] = 0.05
+
+    def note(told: dict[str, object]) -> None:
+        heard.append(str(told["andon/clause"]))
+
+    with contextlib.redirect_stderr(said), andon.watch(model, optimizer, log=note) as watch:
+        _train(model, optimizer, 4, part)
+    assert [found.clause for found in watch.findings] == heard
+    return heard, dict(watch._verdicts.counts), said.getvalue()
+
+
+def test_what_follows_from_a_finding_is_listed_under_it() -> None:
+    """One rate parts the weights, and then gradients and all: one finding; the rest is counted, and a line each."""
+    for rank, outcome in enumerate(run_ranks(2, _one_rate_apart)):
+        heard, counts, said = outcome.get()
+        assert heard == ["hyperparameters-agree"]
+        assert counts["replicas-agree"] == 5  # after updates 2, 3 and 4, and before 3 and 4
+        assert said.count("andon.Violation: ") == (rank == 0)
+        assert said.count("of the same cause as hyperparameters-agree: replicas-agree, step 2: ") == (rank == 0)
+
+
+def _two_in_one_update() -> str:
+    model = _net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        andon.watch(model, optimizer, action="raise", clip=1.0, schedule=lambda _: 0.2),
+        pytest.raises(andon.Violation) as caught,
+    ):
+        _train(model, optimizer, 1, lambda _: [p.grad.mul_(1e6) for p in model.parameters() if p.grad is not None])
+    return str(caught.value)
+
+
+def test_one_message_has_all_that_did_not_hold_of_an_update() -> None:
+    """The first of the table of laws is the finding, and what else was seen stands in it."""
+    said = _two_in_one_update()
+    assert said.startswith("learning-rate-planned broken at step 1")
+    assert re.search(r"^  also +clip-once, step 1: ", said, re.MULTILINE)
+
+
+def _one_module_apart() -> list[str]:
+    inner = _net()
+    model = DistributedDataParallel(inner)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found: list[str] = []
+    with andon.watch(model, optimizer, action=lambda each: found.append(str(each))):
+        inner[1][0].train(dist.get_rank() == 0)  # type: ignore[index]
+        _train(model, optimizer, 1, lambda _: None)
+    return found
+
+
+def test_a_mode_that_differs_is_named_by_module_and_ranks() -> None:
+    """And not by two digests."""
+    for outcome in run_ranks(2, _one_module_apart):
+        (said,) = outcome.get()
+        assert "1.0 is in training mode on rank 0, in evaluation mode on rank 1" in said
+
+
+@pytest.mark.parametrize("name", ["0.weight", "0.bias"])
+def test_a_frozen_weight_that_changed_is_named_in_one_process_too(name: str) -> None:
+    """There is no other rank with which tensors could be compared, and both are read together."""
+    model = _net()
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    found: list[andon.Violation] = []
+    with andon.watch(model, optimizer, action=found.append):
+        _train(model, optimizer, 1, lambda _: None)
+        with torch.no_grad():
+            model.get_parameter(name).add_(1.0)
+        _train(model, optimizer, 1, lambda _: None)
+    assert [(each.clause, each.tensor) for each in found] == [("base-frozen", name)]
