@@ -28,9 +28,10 @@ class ClipPlace:
         """The gradients of `parameters` are about to be clipped."""
         if self._thrown_away() != self._thrown:
             self.clear()
-        if any(self._clipped.get(id(each), (each, self._passes()))[1] < self._passes() for each in parameters):
+        passes = self._passes()
+        if self._clipped and any(self._clipped.get(id(each), (each, passes))[1] < passes for each in parameters):
             self.seen |= UNFINISHED
-        self._clipped.update({id(each): (each, self._passes()) for each in parameters if each.grad is not None})
+        self._clipped.update({id(each): (each, passes) for each in parameters if each.grad is not None})
         self.seen |= CLIPPED * bool(self._clipped)
 
     def reducing(self, tensor: Tensor, group: object) -> None:

@@ -198,14 +198,14 @@ class Hearing:
     def __init__(self, probes: Mapping[int, OptimizerProbe], signal: HaltSignal | None, practice: Practice) -> None:
         """probes: by the identity of their optimizer. signal: what stops all ranks, and knows who waits for whom."""
         self._probes = probes
+        self._held = frozenset[int]().union(*(probe.held for probe in probes.values()))
         self._practice = practice
         self._signal = signal
         self._begun = None if signal is None else signal.begun
 
     def clipping(self, parameters: Sequence[torch.Tensor], norm: torch.Tensor | None) -> None:
         """The loop is about to clip."""
-        mine = [each for each in parameters if any(probe.holds(each) for probe in self._probes.values())]
-        self._practice.clips.clipping(mine)
+        self._practice.clips.clipping([each for each in parameters if id(each) in self._held])
         for probe in self._probes.values():
             probe.clipping(parameters, norm)
 

@@ -327,7 +327,7 @@ class WrapperProbe:
         self._parameters = {id(p) for p in module.parameters()}
         self._called = self._asked = False
 
-    def holds(self, members: set[int]) -> bool:
+    def holds(self, members: frozenset[int]) -> bool:
         """Whether any of the parameters, by identity, is one of its own."""
         return not self._parameters.isdisjoint(members)
 

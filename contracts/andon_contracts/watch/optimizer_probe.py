@@ -58,7 +58,7 @@ class OptimizerProbe:
         self.gradient_before_clip: list[Tensor] | None = None
         self.audit_due = settings.reference is not None
         self._members = tuple(held)
-        self._mine = {id(p) for p in held}
+        self.held = frozenset(map(id, held))
         self._layout = layout_digest(self.parameters)
         self._slot = {name: index for index, name in enumerate(subject.names)}
         self._declared = self._declared_values()
@@ -87,10 +87,6 @@ class OptimizerProbe:
             for key, value in values.items()
         ]
 
-    def holds(self, parameter: Tensor) -> bool:
-        """Whether the optimizer holds it."""
-        return id(parameter) in self._mine
-
     @property
     def rate(self) -> float:
         """The learning rate of the first group."""
@@ -109,7 +105,7 @@ class OptimizerProbe:
 
     def clipping(self, parameters: Sequence[Tensor], norm: Tensor | None) -> None:
         """The loop is about to clip: what there is now is the reduced gradient."""
-        if self.taps.muted or not any(id(p) in self._mine for p in parameters):
+        if self.taps.muted or not any(id(p) in self.held for p in parameters):
             return
         if norm is not None and self._norm is None and self.settings.clip is None and not self.settings.recording:
             self._norm = float(norm)
@@ -250,7 +246,7 @@ class OptimizerProbe:
 
     def _reducer(self) -> Reducer:
         """Who was seen to reduce the gradients of this window."""
-        mine = [each for each in self.subject.reducers if each.holds(self._mine)]
+        mine = [each for each in self.subject.reducers if each.holds(self.held)]
         if self.subject.sharded or any(each.reduces for each in mine):
             return Reducer.KNOWN
         there = sum(p.numel() for p in self._members if p.grad is not None)
