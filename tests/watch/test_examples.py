@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.functional import cross_entropy
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+import andon
 from andon.run.ledger import read_ledger
 from andon_contracts.record import Broken, End, Record, Step
 from andon_falsify.claims.ledgers import read_run, verify
@@ -24,6 +26,7 @@ from tests.support.ranks import run_ranks
 
 FOLDER = Path(__file__).parents[2] / "examples" / "watch"
 STEPS, FLIPPED = 8, 3
+APART = "reference_apart"
 NEEDS = {
     "ddp": (),
     "fsdp2": (),
@@ -147,6 +150,32 @@ def test_an_example_that_loses_a_bit_is_caught(ran: dict[str, Path], name: str) 
 
 def test_every_example_is_tried() -> None:
     """None is forgotten here, and each is named in the documentation."""
-    assert {path.stem for path in FOLDER.glob("*.py")} == set(NEEDS) == {name for group in TOGETHER for name in group}
+    found = {path.stem for path in FOLDER.glob("*.py")}
+    assert found - {APART} == set(NEEDS) == {name for group in TOGETHER for name in group}
     text = (FOLDER.parents[1] / "docs" / "watch.md").read_text(encoding="utf-8")
-    assert [name for name in NEEDS if f"examples/watch/{name}.py" not in text] == []
+    assert [name for name in found if f"examples/watch/{name}.py" not in text] == []
+
+
+@pytest.mark.parametrize("wrong", [None, "scale", "pooling"])
+def test_a_reference_apart_sees_what_one_that_calls_the_model_repeats(wrong: str | None) -> None:
+    """A LoRA without its scale, a mean over padding: the model's own loss as a reference finds neither."""
+    named = runpy.run_path(str(FOLDER / f"{APART}.py"))
+    rows = named["Rows"]()
+
+    def same_code(model: torch.nn.Module, ids: Sequence[int]) -> tuple[torch.Tensor, int]:
+        return cross_entropy(model(rows.tokens[list(ids)]), rows.labels[list(ids)], reduction="sum"), len(ids)
+
+    found = {}
+    for name, reference in (("apart", lambda model, ids: named["law"](model, rows, ids)), ("same", same_code)):
+        torch.manual_seed(0)
+        model = named["Classifier"](wrong)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        with andon.watch(model, optimizer, action=lambda _: None, reference=reference, every=1) as watch:
+            for ids in ([3, 1, 4], [15, 9]):
+                watch.batch(ids)
+                optimizer.zero_grad()
+                cross_entropy(model(rows.tokens[ids]), rows.labels[ids]).backward()
+                optimizer.step()
+        assert watch.evaluations["gradient-law"] == 2
+        found[name] = [(each.clause, each.step) for each in watch.findings]
+    assert found == {"apart": [] if wrong is None else [("gradient-law", 1)], "same": []}
