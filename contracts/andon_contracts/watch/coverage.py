@@ -125,25 +125,27 @@ def _declared(settings: Settings, world: int) -> dict[str, Cover]:
     }
 
 
-def opening_lines(
-    found: Mapping[str, Cover], world: int, trainable: int, *, verbose: bool, by_command: bool
-) -> list[str]:
+def opening_lines(found: Mapping[str, Cover], world: int, trainable: int, settings: Settings) -> list[str]:
     """What a watch prints when it begins: what is watched, and what is not with the line that would change it.
 
-    verbose: a table of all clauses besides.
+    With `verbose` a table of all clauses besides.
     """
     head = f"andon.watch: {world} rank{'s' * (world > 1)}, {trainable} trainable tensors"
     live = sum(cover.live for cover in found.values())
-    table = "--verbose" if by_command else "verbose=True"
+    table = "--verbose" if settings.by_command else "verbose=True"
     missing = [f"{name} ({cover.remedy})" for name, cover in found.items() if cover.remedy and not cover.live]
     whys = dict.fromkeys(c.why for c in found.values() if c.state == "not observable" and not c.remedy)
     unseen = [f"{', '.join(n for n, c in found.items() if c.why == why and not c.live)} ({why})" for why in whys]
-    where = "a line in the script would: andon.watch(model, optimizer, ...)" if by_command else "these arguments would"
+    where = (
+        "a line in the script would: andon.watch(model, optimizer, ...)"
+        if settings.by_command
+        else "these arguments would"
+    )
     lines = [
-        f"{head}; {live} of {len(found)} clauses are held" + f", {table} lists them" * (not verbose),
+        f"{head}; {live} of {len(found)} clauses are held" + f", {table} lists them" * (not settings.verbose),
         f"  not watched: {', '.join([*unseen, *missing])}" + f"; {where}" * bool(missing) if missing or unseen else "",
     ]
-    if verbose:
+    if settings.verbose:
         width = max(map(len, found))
         lines += [f"  {name:<{width}}  {cover.state:<14}  {cover.why}".rstrip() for name, cover in found.items()]
     reached = open_store() if dist.is_available() and dist.is_initialized() else ""

@@ -74,8 +74,7 @@ class Watch:
         self.hearing = Hearing(self._probes, cord, self._updates.practice)
         self._began = time.perf_counter()
         self._undo: list[Callable[[], object]] = []
-        shown = {"verbose": settings.verbose, "by_command": settings.by_command}
-        self._say(opening_lines(self._cover, exchange.world_size, len(subject.trainable), **shown))
+        self._say(opening_lines(self._cover, exchange.world_size, len(subject.trainable), settings))
         self._begin()
 
     def _begin(self) -> None:
