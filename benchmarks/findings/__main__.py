@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import argparse
 import sys
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
-from benchmarks.findings import pytorch_examples
+from benchmarks.findings import contrastive, generative, huggingface, language, pytorch_examples
 from benchmarks.findings.checkout import Checkout, Gone, checkout, newest
-from benchmarks.findings.finding import Finding
+from benchmarks.findings.finding import Finding, Shown
 
-FINDINGS = {each.name: each for each in (*pytorch_examples.FINDINGS,)}
+FINDINGS = {
+    each.name: each
+    for project in (pytorch_examples, huggingface, language, generative, contrastive)
+    for each in project.FINDINGS
+}
 
 
 def main() -> int:
@@ -35,12 +40,15 @@ def look(finding: Finding, mirror: Path, *, at_newest: bool) -> int:
     """Print one; 0 if it stands, 1 if not, 2 where the mirror has not got the project."""
     print(f"\n{finding.name}: {finding.repository} {finding.file}:{finding.line}")
     try:
-        last = newest(mirror, finding.repository)
-        commit = last if at_newest else finding.commit
-        print(f"  at {commit}, {'the newest' if commit == last else f'where the newest is {last}'} of this mirror")
-        with checkout(mirror, finding.repository, commit, finding.paths) as files:
-            _compare(finding, files, exactly=commit == finding.commit)
-            shown = finding.show(files)
+        if not finding.paths:
+            shown = _show_installed(finding)
+        else:
+            last = newest(mirror, finding.repository)
+            commit = last if at_newest else finding.commit
+            print(f"  at {commit}, {'the newest' if commit == last else f'where the newest is {last}'} of this mirror")
+            with checkout(mirror, finding.repository, commit, finding.paths) as files:
+                _compare(finding, files, exactly=commit == finding.commit)
+                shown = finding.show(files)
     except FileNotFoundError as error:
         print(f"  not looked at: {error}")
         return 2
@@ -50,6 +58,19 @@ def look(finding: Finding, mirror: Path, *, at_newest: bool) -> int:
     print("\n".join(f"  {line}" for line in shown.seen))
     print("  it stands" if shown.stands else "  it does not stand any more")
     return 0 if shown.stands else 1
+
+
+def _show_installed(finding: Finding) -> Shown:
+    """Look at the release that is installed here; raises `FileNotFoundError` where there is none."""
+    name = finding.repository.partition("/")[2]
+    try:
+        found = distribution(name)
+    except PackageNotFoundError as error:
+        raise FileNotFoundError(error) from error
+    print(f"  at release {found.version}, which is installed here")
+    files = Checkout(Path(str(found.locate_file(""))))
+    _compare(finding, files, exactly=found.version == finding.commit)
+    return finding.show(files)
 
 
 def _compare(finding: Finding, files: Checkout, *, exactly: bool) -> None:

@@ -127,17 +127,19 @@ class Checkout:
         watch = ["-m", "andon", "watch"] if watched else []
         return self.python(*launch, *watch, script, *arguments, at=at, environment=environment)
 
-    def probe(self, name: str, *arguments: str, world: int = 1, environment: Mapping[str, str] | None = None) -> Any:
+    def probe(
+        self, name: str, *arguments: str, at: str = "", world: int = 1, environment: Mapping[str, str] | None = None
+    ) -> Any:
         """What `probes.py` sees of the project's own functions: the JSON of its last line.
 
         Raises `RuntimeError` with the end of its output if it ended otherwise.
         """
         words = ["-m", "benchmarks.findings.probes", name, *arguments]
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)] if world > 1 else []
-        ran = self.python(*launch, *words, environment=environment)
+        ran = self.python(*launch, *words, at=at, environment=environment)
         said = ran.lines(r"^\{")
         if ran.code or not said:
-            raise RuntimeError(ran.text[-2000:])
+            raise RuntimeError(ran.text[:4000])
         return json.loads(said[-1])
 
 

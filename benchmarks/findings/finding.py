@@ -20,6 +20,7 @@ class Shown:
 class Finding:
     """One defect. `words` stand in line `line` of `file` at `commit`; `paths` is what showing it needs of the commit.
 
+    Without `paths` it is in an installed library, `commit` is the release, and `file` is where that is installed.
     `issue` is where upstream has been told, or empty where nothing was found.
     """
 
