@@ -51,6 +51,8 @@ class Checkout:
 
     folder: Path
     stand_ins: list[Path] = field(default_factory=list)
+    failed: list[Ran] = field(default_factory=list)
+    """What ended otherwise than by 0. Where nothing was seen, the defect may be mended, or the command not have run."""
 
     def text(self, file: str) -> str:
         """What a file of the project says; raises `Gone` if it is not there."""
@@ -111,7 +113,10 @@ class Checkout:
             check=False,
             timeout=_LIMIT_S,
         )
-        return Ran(done.returncode, done.stdout)
+        ran = Ran(done.returncode, done.stdout)
+        if ran.code:
+            self.failed.append(ran)
+        return ran
 
     def ranks(
         self,
@@ -132,14 +137,14 @@ class Checkout:
     ) -> Any:
         """What `probes.py` sees of the project's own functions: the JSON of its last line.
 
-        Raises `RuntimeError` with the end of its output if it ended otherwise.
+        Raises `RuntimeError` with its output if it ended otherwise.
         """
         words = ["-m", "benchmarks.findings.probes", name, *arguments]
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)] if world > 1 else []
         ran = self.python(*launch, *words, at=at, environment=environment)
         said = ran.lines(r"^\{")
         if ran.code or not said:
-            raise RuntimeError(ran.text[:4000])
+            raise RuntimeError(ran.text)
         return json.loads(said[-1])
 
 

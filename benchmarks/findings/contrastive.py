@@ -54,7 +54,7 @@ def scheduler_on_one_node(files: Checkout) -> Shown:
         ("device_ids=[gpu]", "device_ids=None"),
         ("mp.spawn(main, args=(args,), nprocs=args.gpus, join=True)", "main(0, args)"),
         ('os.environ["MASTER_ADDR"] = "127.0.0.1"', 'args.nr = int(os.environ["RANK"])'),
-        ('os.environ["MASTER_PORT"] = "8000"', "pass"),
+        ('os.environ["MASTER_PORT"]', "unused"),  # torchrun's, as the rank above
     )
     files.change("simclr/modules/lars.py", (".to(device)", ""))
     words = {"nodes": 2, "optimizer": "LARS", "epochs": 2, "batch_size": 8, "workers": 0}

@@ -52,6 +52,16 @@ def accumulate_twice(files: Checkout) -> Shown:
     return Shown(seen["updates"] != 4, said)
 
 
+def same_noise(files: Checkout) -> Shown:
+    """What the script's own statements draw on two ranks after `set_seed`."""
+    seen = files.probe("same_noise", _TEXT_TO_IMAGE, world=2)
+    said = [f"step {step}: timesteps {drawn[:4]} and {drawn[4:]}" for step, drawn in enumerate(seen["timesteps"])]
+    stands = all(drawn[:4] == drawn[4:] for drawn in seen["timesteps"]) and seen["noises"] == 3
+    return Shown(stands, (*said, f"{seen['noises']} kinds of noise in 3 steps of 2 ranks"))
+
+
+_TEXT_TO_IMAGE = "examples/text_to_image/train_text_to_image.py"
+
 FINDINGS = (
     Finding(
         "transformers-trainer-factor",
@@ -84,5 +94,15 @@ FINDINGS = (
         "accelerator.accumulate(unet), accelerator.accumulate(text_encoder)",
         ("examples/custom_diffusion",),
         accumulate_twice,
+    ),
+    Finding(
+        "diffusers-same-noise",
+        "huggingface/diffusers",
+        "58eb52c0803ea9af3abec60841c2a093bdf1f951",
+        _TEXT_TO_IMAGE,
+        579,
+        "set_seed(args.seed)",
+        ("examples/text_to_image",),
+        same_noise,
     ),
 )

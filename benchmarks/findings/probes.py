@@ -179,6 +179,54 @@ def accumulate_twice(script: str) -> dict[str, Any]:
     return {"updates": len(gradients), "factor": sum(gradients) / len(gradients)}
 
 
+def same_noise(script: str) -> dict[str, Any]:
+    """Which timesteps a script's own statements draw on each rank, and how many kinds of noise, in three steps."""
+    accelerate = importlib.import_module("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True)
+    statements = {
+        text: node
+        for node in ast.walk(ast.parse(Path(script).read_text(encoding="utf-8")))
+        if isinstance(node, (ast.Assign, ast.Expr))
+        and (text := ast.unparse(node)).startswith(
+            ("set_seed(", "noise = torch.randn_like", "timesteps = torch.randint")
+        )
+    }
+    seed, *draws = (compile(ast.Module([node], []), script, "exec") for node in statements.values())
+    scheduler = SimpleNamespace(config=SimpleNamespace(num_train_timesteps=1000))
+    latents = torch.zeros(4, 4, 8, 8)
+    names = {"torch": torch, "args": SimpleNamespace(seed=42), "bsz": 4, "latents": latents}
+    names |= {"set_seed": accelerate.utils.set_seed, "noise_scheduler": scheduler}
+    exec(seed, names)
+    drawn: list[list[int]] = []
+    noises: set[float] = set()
+    for _ in range(3):
+        for draw in draws:
+            exec(draw, names)
+        drawn.append(accelerator.gather(names["timesteps"]).tolist())
+        noises |= set(accelerator.gather(names["noise"].sum().reshape(1)).tolist())
+    return {"statements": list(statements), "timesteps": drawn, "noises": len(noises)}
+
+
+def fsdp_t5_loss(folder: str) -> dict[str, Any]:
+    """What the example's epochs say of a model whose loss is 2 for every batch."""
+    sys.path.insert(0, folder)
+    functions = importlib.import_module("train_utils")
+    dist.init_process_group("gloo")
+    weight = torch.nn.Parameter(torch.zeros(()))
+
+    class Two(torch.nn.Module):
+        def forward(self, **batch: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": 2 + 0 * weight}
+
+    model = Two()
+    rows = [{name: torch.zeros(1) for name in ("source_ids", "source_mask", "target_ids", "target_mask")}] * 6
+    loader = torch.utils.data.DataLoader(rows, batch_size=3)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    trained = functions.train(None, model, rank, world, loader, optimizer, 1)
+    return {"train": trained.item(), "validation": functions.validation(model, rank, world, loader).item()}
+
+
 def _join_alone() -> None:
     """A group of this process alone, for code that asks how many ranks there are."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -204,6 +252,8 @@ PROBES = {
         minimind_half,
         accelerate_resume,
         accumulate_twice,
+        same_noise,
+        fsdp_t5_loss,
     )
 }
 

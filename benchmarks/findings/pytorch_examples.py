@@ -130,6 +130,14 @@ def imagenet_without_ddp(files: Checkout) -> Shown:
     return Shown(bool(found), tuple(found))
 
 
+def quarter_loss(files: Checkout) -> Shown:
+    """The example's epochs on two ranks, of a model whose loss is 2."""
+    files.change("distributed/FSDP/utils/train_utils.py", (".to(local_rank)", ""))
+    seen = files.probe("fsdp_t5_loss", "distributed/FSDP/utils", world=2)
+    said = f"a loss of 2 in every batch is reported as {seen['train']} in training, {seen['validation']} in validation"
+    return Shown(seen["train"] == seen["validation"] == 0.5, (said,))
+
+
 def _mingpt(files: Checkout, *, use_amp: bool = False) -> None:
     """The example on a CPU, with a small model and a small part of its text."""
     files.stand_in("hydra", _HYDRA)
@@ -186,7 +194,7 @@ _PRINT_NORM = """        import sys
 
 
 def _finding(name: str, file: str, line: int, words: str, show: Show, issue: str = "") -> Finding:
-    folder = file.rpartition("/")[0]
+    folder = file.rpartition("/")[0].removesuffix("/utils")
     return Finding(name, _REPOSITORY, _COMMIT, file, line, words, (folder,), show, issue)
 
 
@@ -204,5 +212,8 @@ FINDINGS = (
         "clip_grad_norm_",
         clip_while_scaled,
         "pytorch/examples#1196",
+    ),
+    _finding(
+        "examples-fsdp-loss", "distributed/FSDP/utils/train_utils.py", 55, "fsdp_loss[1] += len(batch)", quarter_loss
     ),
 )

@@ -59,6 +59,11 @@ def seen(files: Checkout) -> Shown:
     return Shown("changed" in files.text("train.py"), ("looked at",))
 
 
+def fails(files: Checkout) -> Shown:
+    """A command that ends by an error, and so shows nothing."""
+    return Shown(bool(files.python("-c", "raise SystemExit('no such library')").lines("it is there")), ())
+
+
 @pytest.mark.parametrize(
     ("change", "code", "said"),
     [
@@ -68,6 +73,7 @@ def seen(files: Checkout) -> Shown:
         ({"paths": ("other.py",)}, 1, "gone, or not as it was"),
         ({"repository": "owner/other"}, 2, "not looked at"),
         ({"show": lambda _files: Shown(False, ())}, 1, "it does not stand any more"),
+        ({"show": fails}, 2, "not known, since a command failed:\n    no such library"),
     ],
 )
 def test_what_is_not_there_any_more_is_no_finding(
