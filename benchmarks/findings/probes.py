@@ -259,4 +259,5 @@ PROBES = {
 
 
 if __name__ == "__main__":
-    print(json.dumps(PROBES[sys.argv[1]](*sys.argv[2:])))
+    # One write, so that the lines of several ranks do not run into each other.
+    sys.stdout.write(json.dumps(PROBES[sys.argv[1]](*sys.argv[2:])) + "\n")

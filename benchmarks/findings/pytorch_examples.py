@@ -106,7 +106,8 @@ def one_class(files: Checkout) -> Shown:
 _BEFORE_AND_AFTER = """    before = [each.detach().clone() for each in trainer.model.parameters()]
     trainer.train(total_epochs)
     moved = max((a - b).abs().max().item() for a, b in zip(trainer.model.parameters(), before))
-    print(f"weights moved by {moved} in {total_epochs} epochs", flush=True)"""
+    import sys
+    sys.stdout.write(f"weights moved by {moved} in {total_epochs} epochs\\n")"""
 
 
 def snapshot_epoch(files: Checkout) -> Shown:

@@ -33,8 +33,10 @@ def test_an_entry_says_what_the_table_has(name: str) -> None:
     assert f"{place} at `{finding.commit}`" in entry
     for field in ("Wrong", "Seen", "Severity", "Upstream"):
         assert entry.count(f"- **{field}:** ") == 1
-    assert re.search(r"- \*\*Severity:\*\* (high|medium|low)[: ]", entry)
     assert re.search(r"- \*\*Seen:\*\* .*[Ww]atch", entry), "says what a watch sees of it, or that it sees nothing"
+    severity = entry.partition("- **Severity:** ")[2].partition(":")[0]
+    assert severity in {"high", "medium", "low"}
+    assert re.search(rf"^\| \[{name}\]\(#{name}\) \| .+ \| {severity} \| .+ \|$", DOCUMENT, re.MULTILINE)
     upstream = entry.partition("- **Upstream:** ")[2].partition("\n")[0]
     assert finding.issue in upstream if finding.issue else "no issue found" in upstream
     assert f"`python -m benchmarks.findings --mirror DIR {name}`" in entry
