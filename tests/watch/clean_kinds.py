@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tests.watch import clean_communication, clean_peers, clean_rows, clean_state, clean_variety
+from tests.watch import blind, clean_communication, clean_peers, clean_rows, clean_state, clean_variety
 from tests.watch.clean import Kind, Seen
 from tests.watch.clean_communication import Holding, InsideStep, Parting, Taught
 from tests.watch.clean_loops import (
@@ -154,6 +154,7 @@ KINDS |= {
 KINDS |= {f"DDP, {name}": Kind(RightLoop(wrap=wrap), weight="many") for name, wrap in WRAPPERS.items()}
 KINDS |= {f"DDP, {name}": Kind(RightLoop(model=model), weight="many") for name, model in MODELS.items()}
 KINDS |= {f"DDP, {name}": Kind(course, weight="many") for name, course in COURSES.items()}
+KINDS |= blind.KINDS
 KINDS["DDP that leaves statistics to the ranks"] = Kind(RightLoop(model=Normed, wrap=clean_variety.own_buffers))
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import andon
 from andon_contracts.laws.loop import BEFORE
@@ -199,6 +200,34 @@ def test_a_weight_that_is_thawed_is_no_frozen_one() -> None:
         optimizer.zero_grad()
     watch.close()
     assert [found.clause for found in watch.findings] == ["parameters-kept"]
+    assert watch.violations == 0
+
+
+def _toggling(how: str) -> tuple[list[str], int]:
+    """A layer is unfrozen, or frozen, behind the first update: what was found, and how much of it is certain."""
+    model = _model()
+    model[0].requires_grad_(how == "frozen")
+    watched = DistributedDataParallel(model) if how == "wrapped" else model
+    optimizer = torch.optim.SGD((model[2] if how == "no optimizer" else model).parameters(), lr=1e-2)
+    watch = andon.watch(watched, optimizer, action=lambda found: None)
+    for update in range(2):
+        if update and (how != "one rank" or dist.get_rank() == 1):
+            model[0].requires_grad_(how != "frozen")
+        _backward(watched)
+        optimizer.step()
+        optimizer.zero_grad()
+    watch.close()
+    return [found.clause for found in watch.findings], watch.violations
+
+
+@pytest.mark.parametrize("how", ["wrapped", "one rank", "no optimizer", "frozen"])
+def test_what_is_unfrozen_and_nobody_reduces_or_trains_is_a_violation(how: str) -> None:
+    """A wrapper reduces what was trained when it was made, an optimizer trains what it holds, and one rank alone means
+    nothing by it. What all freeze alike a loop may mean: a suspicion."""
+    for outcome in run_ranks(2, _toggling, how):
+        clauses, violations = outcome.get()
+        assert clauses[0] == "parameters-kept"
+        assert (violations > 0) == (how != "frozen")
 
 
 # what is said of it

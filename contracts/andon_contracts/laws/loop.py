@@ -36,8 +36,11 @@ CHANGES = (
     "trainable, which was not declared",
     "declared trainable but frozen",
     "no longer tied to the tensor that it was declared to share",
+    "frozen or unfrozen",
 )
 """What can have happened to a parameter, by code."""
+TOGGLED_BY_THE_LOOP = 9
+"""Frozen, or unfrozen and in its optimizer: where all ranks have it alike, a loop may mean it (gradual unfreezing)."""
 
 PARAMETER_BITS = 32
 STREAMS = 4
@@ -95,12 +98,29 @@ def _explain_kept(seen: Seen[object]) -> Finding:
     return Finding(f"{tensor} is {CHANGES[code]}", seen.step, ranks_where(seen, "change"), tensor)
 
 
+def _toggled_alike(seen: Seen[object]) -> bool:
+    return "change" not in seen.differing and seen.column("change")[0] >> PARAMETER_BITS == TOGGLED_BY_THE_LOOP
+
+
+def _explain_toggled(seen: Seen[object]) -> Finding:
+    found = _explain_kept(seen)
+    what = f"{found.seen}, on all ranks alike; this watch sees what was trained when it was opened, a new one the rest"
+    return Finding(what, found.step, (), found.tensor)
+
+
 _PARAMETERS: Law[Seen[object]] = Law(
     "parameters-kept/before",
     ("change", "layout"),
-    lambda seen: not seen.any("change") and "layout" not in seen.differing,
+    lambda seen: (not seen.any("change") or _toggled_alike(seen)) and "layout" not in seen.differing,
     _explain_kept,
     look=("layout",),
+)
+_TOGGLED_ALIKE: Law[Seen[object]] = Law(
+    "parameters-kept/alike",
+    ("change",),
+    lambda seen: not _toggled_alike(seen),
+    _explain_toggled,
+    suspicion=True,
 )
 
 
@@ -372,6 +392,7 @@ START: tuple[Law[Seen[object]], ...] = (
 BEFORE: tuple[Law[Seen[Reduced]], ...] = (
     LOCKSTEP,
     _PARAMETERS,
+    _TOGGLED_ALIKE,
     _MODES,
     _HYPERPARAMETERS,
     update.RATE,

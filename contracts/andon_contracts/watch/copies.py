@@ -92,9 +92,13 @@ class Copies:
             named = {} if each is self._subject.inner else dict(each.named_parameters())
             forms = (tensors, tensors)
         elif isinstance(each, dict):
-            named = {} if len(each) < 2 or any(isinstance(v, nn.Parameter) for v in each.values()) else each
+            named = (
+                {}
+                if len(each) < 2 or any(isinstance(v, nn.Parameter) or _has_graph(v) for v in each.values())
+                else each
+            )
         else:
-            lone = len(each) < 2 or not isinstance(each[0], Tensor) or any(getattr(t, "requires_grad", 0) for t in each)
+            lone = len(each) < 2 or not isinstance(each[0], Tensor) or any(map(_has_graph, each))
             names = next((form for form in forms if len(form) == len(each)), {})
             named = {} if lone else dict(zip(names, each, strict=True))
         return next((list(named.values()) for form in forms if named and _alike(named, form)), [])
@@ -114,6 +118,14 @@ def _distance(held: Sequence[Tensor], parameters: Iterable[Tensor]) -> float:
     apart = sum(float((one.to(other.device).float() - other.float()).square().sum()) for one, other in pairs)
     norm = sum(float(other.float().square().sum()) for _, other in pairs)
     return math.sqrt(apart / norm) if norm else math.inf
+
+
+def _has_graph(held: object) -> bool:
+    """Whether it is a tensor that is trained, or computed of such, as the weights of a step within a step are.
+
+    It may be anything, modules that load themselves when they are asked for an attribute among it.
+    """
+    return issubclass(type(held), Tensor) and bool(getattr(held, "requires_grad", False))
 
 
 def _alike(held: dict[Any, Any], parameters: dict[str, nn.Parameter]) -> bool:

@@ -64,6 +64,24 @@ class Pulled(Protocol):
         """Raise for it."""
 
 
+@dataclass(frozen=True)
+class _Left:
+    """A gradient that was there when the first one of a window arrived, its version then, and its extremes."""
+
+    index: int
+    gradient: Tensor
+    version: int
+    low: Tensor
+    high: Tensor
+
+    def added_to(self, now: Tensor | None) -> bool:
+        """Whether the new gradient was added to it. Nothing is where the loop only asks for one (`autograd.grad`).
+
+        Torch adds in place; where it keeps a graph, the sum is another tensor, with that graph.
+        """
+        return self.gradient._version != self.version or (now is not None and now.requires_grad)
+
+
 class GradientHooks:
     """The raw gradients of `parameters` since the last update of their optimizer."""
 
@@ -73,9 +91,10 @@ class GradientHooks:
         self.cord: Pulled | None = None
         self.backward_seen = False
         self._discarded = discarded
+        self._parameters = parameters
         self._count = len(parameters)
         self._seen = Extremes(parameters)
-        self._left: list[tuple[int, Tensor, Tensor]] = []
+        self._left: list[_Left] = []
         self._timed, self._windows, self._timed_windows, self._timed_s = True, 1, 1, 0.0
         self._started = bytearray(self._count)
         self._handles = [_hooked_first(p, self._hook(index, p)) for index, p in enumerate(parameters)]
@@ -96,7 +115,7 @@ class GradientHooks:
             if not self._started[index]:
                 self._started[index] = True
                 if held is not None:
-                    self._left.append((index, *extremes(held)))
+                    self._left.append(_Left(index, held, held._version, *extremes(held)))
             elif held is None:
                 self._forget(index)
             self.backward_seen = True
@@ -141,11 +160,11 @@ class GradientHooks:
 
     def _stale(self) -> int:
         """The first parameter whose gradient was not zero when the window began; -1: none."""
-        if not self._left:
+        left = [each for each in self._left if each.added_to(self._parameters[each.index].grad)]
+        if not left:
             return -1
-        left = numbers([low for _, low, _ in self._left]), numbers([high for _, _, high in self._left])
-        stale = [index for (index, _, _), low, high in zip(self._left, *left, strict=True) if low != 0 or high != 0]
-        return min(stale, default=-1)
+        lows, highs = numbers([each.low for each in left]), numbers([each.high for each in left])
+        return min((each.index for each, low, high in zip(left, lows, highs, strict=True) if low or high), default=-1)
 
     def reset(self) -> None:
         """A new window begins: the optimizer has taken what there was."""

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
-from andon_contracts.laws.loop import change_of
+from andon_contracts.laws.loop import TOGGLED_BY_THE_LOOP, change_of
 from andon_contracts.observe import norm_of, plain
 
 _REPLACED, _TOGGLED, _ADDED, _MISSING, _FOREIGN, _UNDECLARED, _FROZEN, _UNTIED = range(1, 9)
@@ -273,17 +273,31 @@ class ModelProbe:
         """
         now = list(map(dict.get, map(_parameters_of, self._owners), self._attributes))
         if not all(map(is_, now, self._held)):
+            now = _by_other_names(now, self.slots)
+        if not all(map(is_, now, self._held)):
             return change_of(_REPLACED, _first_odd(list(map(id, now)), list(map(id, self._held))))
+        if self._sizes() != self._counts:
+            return change_of(_ADDED, len(self.slots))
         trainable = list(map(_requires_grad, now))
         if trainable != self._trainable:
             trainable = self._toggled_back(trainable, stepping)
         if trainable != self._trainable:
-            return change_of(_TOGGLED, _first_odd(trainable, self._trainable))
-        if self._sizes() != self._counts:
-            return change_of(_ADDED, len(self.slots))
+            return self._toggled(trainable)
         if self._members() != self._groups:
             return change_of(_FOREIGN, len(self.slots))
         return 0
+
+    def _toggled(self, trainable: list[bool]) -> int:
+        """A `change_of` for what was frozen or unfrozen; which of it a loop may mean: less, or more that is trained.
+
+        What is unfrozen in a wrapper nobody reduces: that knows only what was trained when it was made.
+        """
+        held = {member for group in self._members() for member in group}
+        for index, (slot, now) in enumerate(zip(self.slots, trainable, strict=True)):
+            thawed = frozenset([id(slot.parameter)] if now and not slot.trainable else [])
+            if thawed and (not thawed <= held or any(each.holds(thawed) for each in self.reducers)):
+                return change_of(_TOGGLED, index)
+        return change_of(TOGGLED_BY_THE_LOOP, _first_odd(trainable, self._trainable))
 
     def _toggled_back(self, trainable: list[bool], stepping: torch.optim.Optimizer | None) -> list[bool]:
         """`trainable` by slot, as if what waits for the turn of another optimizer than `stepping` were not frozen."""
@@ -305,6 +319,16 @@ class ModelProbe:
         if any(getattr(module, "merged", False) is True for module in self.inner.modules()):
             return "an adapter is merged into its base now"
         return ""
+
+
+def _by_other_names(found: list[nn.Parameter | None], slots: Sequence[ParameterSlot]) -> list[nn.Parameter | None]:
+    """`found` by slot, with the parameter where its module has the same one by another name, as pruning makes it."""
+    return [
+        slot.parameter
+        if now is None and any(slot.parameter is each for each in slot.owner._parameters.values())
+        else now
+        for now, slot in zip(found, slots, strict=True)
+    ]
 
 
 def _layout(module: nn.Module) -> object:

@@ -68,7 +68,7 @@ class OptimizerProbe:
         self._share = 0.0
         self.moments_equal = False
         """Whether there was an update, and all ranks were seen to keep the same optimizer state after the last one."""
-        self._weights = 0
+        self._weights, self._begun = 0, dict[str, int]()
         self._versions: list[int] = []
         self._kept = OptimizerState(optimizer, held)
         self._observers = {"gradient": Observer(), "weights": Observer(stable=True)}
@@ -181,7 +181,7 @@ class OptimizerProbe:
             "repaired": int(bad > 0 and used < float("inf")),
             "collectives": self.reductions.digest(),
             "strided": self._place(self.reductions.strided),
-            **self._weights_before(step),
+            **(self._begun or self._weights_before(step)),
             "reduces": self._reducer().value,
             "gradient": gradient.digest,
             **self._recorded(used, skipped=skipped),
@@ -244,6 +244,10 @@ class OptimizerProbe:
             self._weights = self._observers["weights"].look(self._members).digest
         return {"weights": self._weights, "weights read": int(read), "written": int(left not in (0, self._weights))}
 
+    def begin_step(self) -> None:
+        """A step with a closure begins, which may move the weights, by a rank's own gradient, before it calls that."""
+        self._begun = self._weights_before(self.updates + 1)
+
     def _reducer(self) -> Reducer:
         """Who was seen to reduce the gradients of this window."""
         mine = [each for each in self.subject.reducers if each.holds(self.held)]
@@ -264,7 +268,7 @@ class OptimizerProbe:
 
     def after(self) -> dict[str, int]:
         """What is seen just after an update; the count of updates has risen."""
-        self.updates += 1
+        self.updates, self._begun = self.updates + 1, {}
         seen = self._observers["weights"].look(self._members, norm=self.settings.recording)
         kept = self._kept.look()
         self._weights = seen.digest

@@ -46,8 +46,7 @@ class Watch:
         cord: HaltSignal | None = None,
         ledger: LedgerFile | None = None,
     ) -> None:
-        self.settings = settings
-        self.closed = False
+        self.settings, self.closed = settings, False
         self._subject = subject
         self._exchange = exchange
         self._cord, self._begun = cord, None if cord is None else cord.begun
@@ -257,6 +256,7 @@ class Watch:
         if closure is None:
             self._updates.before(probe)
             return None
+        probe.begin_step()
         waiting = [probe]
 
         def checked() -> Any:
