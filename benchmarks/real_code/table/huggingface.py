@@ -150,6 +150,21 @@ ROWS = (
             Patch("shuffle=False, batch_size=batch_size, num_workers=4", "shuffle=False, batch_size=batch_size"),
         ),
     ),
+    Row(
+        name="huggingface/peft/peft_no_lora_accelerate",
+        repository="huggingface/peft",
+        commit="5d602fdbff04c33c1c4de55cda9d4ae1d7cb7e40",
+        path="examples/sequence_classification/peft_no_lora_accelerate.py",
+        family="Accelerate, DDP: p-tuning; most of the model frozen; find_unused_parameters",
+        arguments="--model_name_or_path bert-base-cased --output_dir out --num_train_epochs 2 --seed 1"
+        " --num_virtual_tokens 4 --encoder_hidden_size 16",
+        patches=(Patch('load_dataset("glue", task)', 'load_dataset("nyu-mll/glue", task)'),),
+        parts=("examples/sequence_classification",),
+        files={"examples/sequence_classification/evaluate.py": _EVALUATE},
+        prepare=glue,
+        environment={"ACCELERATE_USE_CPU": "true"},
+        modules=("datasets", "peft", "accelerate"),
+    ),
     _trl("sft", "HF Trainer, DDP: supervised fine-tuning", "texts", texts, "--gradient_accumulation_steps 2"),
     _trl(
         "dpo",

@@ -40,8 +40,14 @@ ROWS = (
                 ("gradients-agree", "replicas-agree"),
             ),
             Plant(
-                "one seed on all ranks",
-                (Patch("torch.manual_seed(1337 + seed_offset)", "torch.manual_seed(1337)"),),
+                "all ranks draw one batch",
+                (
+                    Patch(
+                        "ix = torch.randint(len(data) - block_size, (batch_size,))",
+                        "ix = torch.randint(len(data) - block_size, (batch_size,),"
+                        " generator=torch.Generator().manual_seed(iter_num))",
+                    ),
+                ),
                 ("samples-once",),
             ),
             Plant(

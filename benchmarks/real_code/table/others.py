@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.real_code.data import documents, gpt2_tokens
-from benchmarks.real_code.row import Patch, Plant, Row
+from benchmarks.real_code.row import Falsify, Patch, Plant, Row
 
 ROWS = (
     Row(
@@ -48,6 +48,12 @@ ROWS = (
         " --accumulation_steps 2 --num_workers 0 --log_interval 8 --save_interval 8",
         gpu=True,
         prepare=documents,
+        falsify=Falsify(
+            "--data_path texts.jsonl --hidden_size 32 --num_hidden_layers 1 --max_seq_len 32 --num_workers 0"
+            " --batch_size {local_batch} --accumulation_steps {accumulation}",
+            "unknown",
+            "",
+        ),
         modules=("datasets", "transformers"),
     ),
     Row(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.real_code.data import corpus, plain_text
-from benchmarks.real_code.row import Expected, Patch, Plant, Row
+from benchmarks.real_code.row import Expected, Falsify, Patch, Plant, Row
 
 _FAKE_MNIST = (
     Patch("datasets.MNIST('../data', train=True, download=True,", "datasets.FakeData(640, (1, 28, 28), 10,"),
@@ -90,7 +90,11 @@ ROWS = (
             Patch("datasets.FakeData(50000, (3, 224, 224)", "datasets.FakeData(16, (3, 64, 64)"),
         ),
         modules=("torchvision",),
-        expected=(Expected("replicas-agree", "without an accelerator main.py:167-169 leaves DDP out", "imagenet-ddp"),),
+        expected=(
+            Expected(
+                "replicas-agree", "without an accelerator main.py:167-169 leaves DDP out", "examples-imagenet-no-ddp"
+            ),
+        ),
     ),
     _row(
         "distributed/ddp-tutorial-series/multigpu_torchrun.py",
@@ -99,7 +103,10 @@ ROWS = (
         gpu=True,
         expected=(
             Expected(
-                "gradient-present", "cross_entropy on one output is 0, and so is its gradient", "ddp-tutorial", True
+                "gradient-present",
+                "cross_entropy on one output is 0, and so is its gradient",
+                "examples-ddp-one-class",
+                True,
             ),
         ),
     ),
@@ -110,6 +117,7 @@ ROWS = (
         arguments="2 1",
         gpu=True,
         patches=(Patch("F.cross_entropy(", "F.mse_loss("),),
+        falsify=Falsify("2 1 --batch_size {local_batch}", "unknown", "rows"),
         plants=(
             Plant(
                 "gradients are never set to zero",
@@ -136,12 +144,34 @@ ROWS = (
         files={"boto3.py": ""},
         parts=("distributed/minGPT-ddp",),
         modules=("omegaconf", "hydra"),
+        expected=(
+            Expected(
+                "samples-once",
+                "main.py:28 splits without a seed: each rank deals out other rows",
+                "examples-mingpt-split",
+            ),
+            Expected("clip-placed", "trainer.py:107 clips before unscaling", "examples-mingpt-clip-scaled"),
+        ),
     ),
     _row(
         "distributed/FSDP2/example.py",
         "FSDP2",
         patches=(Patch("n_layers=10", "n_layers=2"), Patch("batch_size = 32", "batch_size = 4")),
         gpu=True,
+        unseeded="what to_empty leaves in memory is trained on",
+        expected=(
+            Expected(
+                "finite",
+                "reset_parameters (model.py:130-134) resets no block: memory as it was found",
+                "examples-fsdp2-reset",
+            ),
+            Expected(
+                "samples-once",
+                "one seed on all ranks (example.py:54): they draw one batch",
+                "examples-fsdp2-seed",
+                True,
+            ),
+        ),
     ),
     _row(
         "distributed/tensor_parallelism/tensor_parallel_example.py",
