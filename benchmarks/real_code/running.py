@@ -22,8 +22,8 @@ from benchmarks.real_code.checkout import patch, script, take_out, working
 from benchmarks.real_code.row import Expected, Plant, Row
 
 _PREAMBLE = Path(__file__).parent / "preamble"
-_LIMIT_S = 180
-_GRACE_S = 60
+_LIMIT_S = 100
+_GRACE_S = 35
 _HUNG = 124
 _SHARE = re.compile(r"([\d.]+)% of the time")
 _COUNTED = re.compile(r"^  ([a-z-]+): (\d+) times$", re.MULTILINE)

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import andon
 from andon_contracts.agree import Observation
@@ -137,3 +143,32 @@ def test_a_fault_in_a_loop_that_is_left_alone_is_seen() -> None:
     """Each kind that was taken for faulty is silent when it is right, and not when it is not."""
     for outcome in run_ranks(2, _twins, deadline_s=300.0):
         assert [name for name, said in outcome.get().items() if not said] == []
+
+
+def _opened_late(local: bool) -> list[tuple[str, bool]]:
+    """A watch that opens just before the first update, as that of a script does. local: SGD in `no_sync`, averaged."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rows = torch.full((4, 3), 1.0 + dist.get_rank())
+    with model.no_sync() if local else contextlib.nullcontext():
+        (model if local else model.module)(rows).square().mean().backward()
+        watch = andon.watch(model, optimizer, action=lambda _: None)
+        for step in range(1, 5):
+            optimizer.step()
+            optimizer.zero_grad()
+            if local and step % 2 == 0:
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        dist.all_reduce(parameter)
+                        parameter /= dist.get_world_size()
+            (model if local else model.module)(rows).square().mean().backward()
+    watch.close()
+    return [(each.clause, watch.violations > 0) for each in watch.findings]
+
+
+@pytest.mark.parametrize(("local", "found"), [(True, ("replicas-agree", False)), (False, ("gradients-agree", True))])
+def test_a_first_window_that_was_not_seen_is_as_the_wrapper_stands(local: bool, found: tuple[str, bool]) -> None:
+    """DDP in `no_sync` may be local SGD, and is suspected; calling past DDP is a fault at the first update."""
+    for outcome in run_ranks(2, _opened_late, local):
+        assert outcome.get()[0] == found

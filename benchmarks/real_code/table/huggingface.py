@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.real_code.data import glue, images, preferences, texts
-from benchmarks.real_code.row import Patch, Plant, Row
+from benchmarks.real_code.row import Expected, Patch, Plant, Row
 
 _EVALUATE = """\"\"\"A metric that needs no script from a hub.\"\"\"
 
@@ -102,6 +102,13 @@ ROWS = (
         "Accelerate without a GPU and without cpu=True: every rank by itself, on the same rows",
         called="nlp_example without --cpu",
         arguments="",
+        expected=(
+            Expected(
+                "samples-once",
+                "Accelerator() without a GPU makes a group and shares out nothing: all ranks train on all rows",
+                "accelerate-cpu-alone",
+            ),
+        ),
     ),
     _accelerate(
         "examples/by_feature/gradient_accumulation.py",
@@ -112,11 +119,18 @@ ROWS = (
         "examples/by_feature/local_sgd.py",
         "local SGD: weights part, and are averaged now and then",
         arguments="--cpu --local_sgd_steps 4",
+        expected=(
+            Expected(
+                "replicas-agree",
+                "weights part and nobody reduces: as docs/watch.md says, suspected once, until they meet again",
+                suspected=True,
+            ),
+        ),
     ),
     _accelerate(
         "examples/by_feature/ddp_comm_hook.py",
-        "DDP with a communication hook: gradients are reduced as bf16",
-        arguments="--cpu --ddp_comm_hook bf16",
+        "DDP with a communication hook: gradients are reduced as fp16",
+        arguments="--cpu --ddp_comm_hook fp16",
     ),
     _accelerate(
         "examples/by_feature/ddp_comm_hook.py",
@@ -127,6 +141,7 @@ ROWS = (
     _accelerate(
         "examples/by_feature/automatic_gradient_accumulation.py",
         "Accelerate: accumulation of a batch size that is looked for",
+        patches=(Patch('"batch_size": 256', '"batch_size": 32'),),
     ),
     _accelerate(
         "examples/by_feature/checkpointing.py",

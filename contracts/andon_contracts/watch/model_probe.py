@@ -367,8 +367,12 @@ class WrapperProbe:
 
     @property
     def reduces(self) -> bool:
-        """Whether the gradients are to be those of all ranks. What goes past the wrapper is a fault and no choice."""
-        return not getattr(self.module, "_comm_hooks", ()) and (self._asked or not self._called)
+        """Whether the gradients are to be those of all ranks. What goes past the wrapper is a fault and no choice.
+
+        The first window of a watch that opens with the update was not seen: there it is as the wrapper stands now.
+        """
+        asked = self._asked or (not self._called and bool(self.module.require_backward_grad_sync))
+        return not getattr(self.module, "_comm_hooks", ()) and asked
 
 
 @dataclass(frozen=True)
