@@ -23,6 +23,8 @@ from benchmarks.real_code.row import Expected, Plant, Row
 
 _PREAMBLE = Path(__file__).parent / "preamble"
 _LIMIT_S = 100
+_OF_MANY_S = 900
+"""The falsifier runs a script several times."""
 _GRACE_S = 35
 _HUNG = 124
 _SHARE = re.compile(r"([\d.]+)% of the time")
@@ -208,13 +210,15 @@ def _once(row: Row, root: Path, name: str, watched: bool, plant: Plant | None) -
     return Ended(code, seconds, text, noted, _alarms(ledgers, text), max(shares, default=None))
 
 
-def _limited(words: Sequence[str], folder: Path, environ: Mapping[str, str], output: int) -> int:
+def _limited(
+    words: Sequence[str], folder: Path, environ: Mapping[str, str], output: int, limit_s: float = _LIMIT_S
+) -> int:
     """The exit code of a command, which is ended with all that it started when its time is over (`_HUNG`)."""
     running = subprocess.Popen(
         words, cwd=folder, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
     )
     try:
-        return running.wait(timeout=_LIMIT_S)
+        return running.wait(timeout=limit_s)
     except subprocess.TimeoutExpired:
         running.terminate()  # a launcher ends its ranks, which are sessions of their own
         with suppress(subprocess.TimeoutExpired):
@@ -257,7 +261,7 @@ def _falsify(row: Row, root: Path, found: Judged) -> None:
     falsify = [sys.executable, "-m", "andon", "falsify", "--script", line, "--world", "2", "--json", str(report)]
     falsify += ["--claim", "same-everywhere"]
     with (root / "falsified.txt").open("w", encoding="utf-8") as output:
-        _limited(falsify, working(row, place), environment(row, place, home, None), output.fileno())
+        _limited(falsify, working(row, place), environment(row, place, home, None), output.fileno(), _OF_MANY_S)
     text = (root / "falsified.txt").read_text(encoding="utf-8")
     verdict = re.search(r"^same-everywhere v\d+: (\w+)", text, re.MULTILINE)
     found.falsified = verdict[1] if verdict else "no verdict"

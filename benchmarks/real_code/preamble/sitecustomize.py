@@ -84,15 +84,27 @@ def _groups_on_gloo(function: Any) -> Any:
     return called
 
 
-def _sums_for_means(function: Any) -> Any:
-    """gloo has no mean: what goes in is divided, and then summed."""
+class _Done:
+    """A collective that is over, in the place of one that is waited for: gloo's give no future."""
+
+    def wait(self) -> bool:
+        return True
+
+    def get_future(self) -> _Done:
+        return self
+
+
+def _of_gloo(function: Any) -> Any:
+    """gloo has no mean, so what goes in is divided and then summed; and no futures, so it is waited for at once."""
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("op") == dist.ReduceOp.AVG:
             args[-1].div_(dist.get_world_size())
             kwargs["op"] = dist.ReduceOp.SUM
-        return function(*args, **kwargs)
+        later = kwargs.pop("async_op", False)
+        done = function(*args, **kwargs)
+        return _Done() if later else done
 
     return called
 
@@ -128,8 +140,8 @@ def _cpus_for_gpus() -> None:
     wrapper = torch.nn.parallel.DistributedDataParallel
     wrapper.__init__ = _without(wrapper.__init__, "device_ids", "output_device")
     dist.init_process_group = _groups_on_gloo(dist.init_process_group)
-    dist.all_reduce = _sums_for_means(dist.all_reduce)
-    dist.reduce_scatter_tensor = _sums_for_means(dist.reduce_scatter_tensor)
+    for name in ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor"):
+        setattr(dist, name, _of_gloo(getattr(dist, name)))
     dist.barrier = _without(dist.barrier, "device_ids")
 
 

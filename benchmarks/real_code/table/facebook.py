@@ -15,10 +15,12 @@ ROWS = (
         repository="facebookresearch/dino",
         commit="7c446df5b9f45747937fb0d72314eb9f7b66930a",
         path="main_dino.py",
+        parts=("main_dino.py", "utils.py", "vision_transformer.py"),
         family="DDP; a mean teacher beside it; a last layer whose gradients are dropped; weight decay on a schedule",
         arguments="--arch vit_tiny --out_dim 64 --data_path images/train --local_crops_number 2 --batch_size_per_gpu 4"
         " --epochs 2 --num_workers 0 --use_fp16 false --warmup_epochs 1",
         patches=(
+            Patch("dtype=torch.float64, device='cuda')", "dtype=torch.float64)", "utils.py"),
             Patch('torchvision_archs + torch.hub.list("facebookresearch/xcit:main")', "torchvision_archs"),
             Patch(
                 "patch_size=patch_size, embed_dim=192, depth=12,",
@@ -70,6 +72,7 @@ ROWS = (
                 "models_mae.py",
             ),
             Patch("dtype=np.float)", "dtype=float)", "util/pos_embed.py"),
+            Patch("dtype=torch.float64, device='cuda')", "dtype=torch.float64)", "util/misc.py"),
             Patch("from torch._six import inf", "from math import inf", "util/misc.py"),
         ),
         gpu=True,
@@ -83,6 +86,7 @@ ROWS = (
         path="main_moco.py",
         family="DDP; a momentum encoder inside the model; a queue; batches shuffled between ranks",
         arguments=f"{_ONE_GROUP} --moco-k 64 --moco-dim 16 --aug-plus --cos",
+        patches=(Patch("correct[:k].view(-1)", "correct[:k].reshape(-1)"),),
         gpu=True,
         prepare=images,
         modules=_MODULES,

@@ -195,7 +195,7 @@ ROWS = (
         path="train.py",
         family="a task that holds DDP; an average of the weights; label smoothing, mixup; padded samplers",
         arguments="--data-dir images --model test_vit --img-size 160 --num-classes 2 --batch-size 4 --epochs 2"
-        " --workers 0 --val-split train --model-ema --device cpu --opt adamw --lr 1e-3"
+        " --workers 1 --val-split train --model-ema --device cpu --opt adamw --lr 1e-3"
         " --warmup-epochs 0 --mixup 0.2 --output out",
         parts=("train.py", "timm"),
         gpu=True,

@@ -18,8 +18,8 @@ def _fabric(path: str, family: str, **kwargs: Any) -> Row:
         path=path,
         family=family,
         parts=(path.rpartition("/")[0],),
-        environment=_FABRIC,
-        modules=("lightning", "torchvision"),
+        environment=kwargs.pop("environment", _FABRIC),
+        modules=("lightning", "torchvision", "torchmetrics"),
         **kwargs,
     )
 
@@ -57,8 +57,9 @@ ROWS = (
     _fabric(
         "examples/fabric/dcgan/train_fabric.py",
         "Fabric, DDP: a GAN, two wrapped models and optimizers in turn",
+        environment={},
         patches=(
-            Patch('Fabric(accelerator="auto", devices=1)', "Fabric()"),
+            Patch('Fabric(accelerator="auto", devices=1)', 'Fabric(accelerator="cpu", devices=2, strategy="ddp")'),
             Patch("dataset = CelebA(", "dataset = FakeData(64, (3, 64, 64), 10, transforms.ToTensor()); dict("),
             Patch("from torchvision.datasets import CelebA", "from torchvision.datasets import FakeData"),
             Patch("workers = os.cpu_count()", "workers = 0"),

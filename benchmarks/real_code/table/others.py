@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.real_code.data import documents, gpt2_tokens
-from benchmarks.real_code.row import Falsify, Patch, Plant, Row
+from benchmarks.real_code.row import Patch, Plant, Row
 
 ROWS = (
     Row(
@@ -43,17 +43,12 @@ ROWS = (
         repository="jingyaogong/minimind",
         commit="d65ef2c00ebc6082f9df11541e1b191655eddb00",
         path="trainer/train_pretrain.py",
+        parts=("trainer", "model", "dataset"),
         family="DDP; a batch sampler of its own; accumulation without no_sync; rank 0 saves",
         arguments="--data_path texts.jsonl --hidden_size 32 --num_hidden_layers 1 --max_seq_len 32 --batch_size 4"
         " --accumulation_steps 2 --num_workers 0 --log_interval 8 --save_interval 8",
         gpu=True,
         prepare=documents,
-        falsify=Falsify(
-            "--data_path texts.jsonl --hidden_size 32 --num_hidden_layers 1 --max_seq_len 32 --num_workers 0"
-            " --batch_size {local_batch} --accumulation_steps {accumulation}",
-            "unknown",
-            "",
-        ),
         modules=("datasets", "transformers"),
     ),
     Row(
@@ -61,11 +56,12 @@ ROWS = (
         repository="kuangliu/pytorch-cifar",
         commit="49b7aa97b0c12fe0d4054e670403a16b6b834ddd",
         path="main.py",
+        parts=("main.py", "utils.py", "models"),
         family="one process; batch norms; augmentation in workers",
         patches=(
             Patch(
                 "trainset = torchvision.datasets.CIFAR10(",
-                "trainset = torchvision.datasets.FakeData(512, (3, 32, 32), 10,",
+                "trainset = torchvision.datasets.FakeData(256, (3, 32, 32), 10,",
             ),
             Patch("root='./data', train=True, download=True, ", ""),
             Patch(
@@ -73,7 +69,7 @@ ROWS = (
                 "testset = torchvision.datasets.FakeData(100, (3, 32, 32), 10,",
             ),
             Patch("root='./data', train=False, download=True, ", ""),
-            Patch("net = SimpleDLA()", "net = PreActResNet18()"),
+            Patch("net = SimpleDLA()", "net = MobileNet()"),
             Patch("start_epoch+200", "start_epoch+2"),
             Patch("_, term_width = os.popen('stty size', 'r').read().split()", "term_width = 80", "utils.py"),
         ),
