@@ -146,3 +146,35 @@ def test_a_model_that_is_saved_whole_under_a_watch_loads_without_a_word_of_it(tm
         with torch.serialization.safe_globals([nn.Linear]):
             loaded = torch.load(tmp_path / "model.pt", weights_only=True)
         assert torch.equal(loaded(rows), model(rows))
+
+
+class _Contrast(nn.Module):
+    """Two encoders alike; the second follows the first before each forward pass, and is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.query, self.key = nn.Linear(3, 2), nn.Linear(3, 2)
+        self.key.load_state_dict(self.query.state_dict())
+        self.key.requires_grad_(False)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Their distance."""
+        with torch.no_grad():
+            for own, trained in zip(self.key.parameters(), self.query.parameters(), strict=True):
+                own.data = own.data * 0.9 + trained.data * 0.1
+        return (self.query(rows) - self.key(2 * rows)).square().mean()
+
+
+@pytest.mark.parametrize("which", ["all", "trained"])
+def test_a_momentum_encoder_that_the_optimizer_was_given_too_follows_all_the_same(which: str) -> None:
+    """Optimizers pass over what has no gradient, so loops give them `model.parameters()`, as MoCo's does."""
+    model = _Contrast()
+    given = model.parameters() if which == "all" else model.query.parameters()
+    optimizer = torch.optim.SGD(given, lr=0.1)
+    with andon.watch(model, optimizer, action=lambda _: None) as watch:
+        for _ in range(4):
+            model(torch.ones(2, 3)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert watch.findings == ()

@@ -106,7 +106,6 @@ ROWS = (
             Expected(
                 "samples-once",
                 "Accelerator() without a GPU makes a group and shares out nothing: all ranks train on all rows",
-                "accelerate-cpu-alone",
             ),
         ),
     ),

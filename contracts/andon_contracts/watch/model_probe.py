@@ -248,7 +248,8 @@ class ModelProbe:
         And its values, or half as many elements as all that is trained: a frozen layer of many that are made alike is
         no copy of one that is trained.
         """
-        held = {member for group in self._groups for member in group}
+        # An optimizer may be given the frozen ones as well, as MoCo's is, and leaves them as they are.
+        held = {member for group in self._groups for member in group} - set(map(id, self.frozen.values()))
         trained: dict[object, list[nn.Module]] = {}
         others: list[nn.Module] = []
         whole = sum(p.numel() for p in self.parameters.values() if id(p) in held)
