@@ -72,7 +72,7 @@ def _line(judged: Judged) -> str:
 
 
 def _table(results: Sequence[Judged]) -> str:
-    head = ("script", "exit plain, watched", "updates", "bits", "true alarms", "false", "planted", "layouts", "share")
+    head = ("script", "exit plain, watched", "updates", "bits", "true alarms", "false", "planted", "share")
     return str(table(head, [_cells(each) for each in results]))
 
 
@@ -82,7 +82,7 @@ def _cells(each: Judged) -> tuple[str, ...]:
     planted = f"{sum(bool(plant['caught']) for plant in each.plants)} of {len(each.plants)}" if each.plants else ""
     share = "" if each.share is None else f"{each.share:.1%}"
     codes = ", ".join(map(str, each.codes))
-    said = (", ".join(true), ", ".join(false), planted, each.falsified, share)
+    said = (", ".join(true), ", ".join(false), planted, share)
     return (each.name, codes, str(each.updates), each.bits, *said)
 
 

@@ -40,18 +40,6 @@ class Plant:
 
 
 @dataclass(frozen=True)
-class Falsify:
-    """The script under `andon falsify --script`: its arguments with places, and what is said of its layouts.
-
-    outcome: of the claim `same-everywhere`. reason: words of the report, and why they are right.
-    """
-
-    arguments: str
-    outcome: str
-    reason: str
-
-
-@dataclass(frozen=True)
 class Row:
     """One script.
 
@@ -82,4 +70,3 @@ class Row:
     code: int = 0
     expected: tuple[Expected, ...] = ()
     plants: tuple[Plant, ...] = ()
-    falsify: Falsify | None = None

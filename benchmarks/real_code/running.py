@@ -23,8 +23,6 @@ from benchmarks.real_code.row import Expected, Plant, Row
 
 _PREAMBLE = Path(__file__).parent / "preamble"
 _LIMIT_S = 100
-_OF_MANY_S = 900
-"""The falsifier runs a script several times."""
 _GRACE_S = 35
 _HUNG = 124
 _SHARE = re.compile(r"([\d.]+)% of the time")
@@ -69,7 +67,6 @@ class Judged:
     share: float | None = None
     alarms: list[dict[str, object]] = field(default_factory=list)
     plants: list[dict[str, object]] = field(default_factory=list)
-    falsified: str = ""
     seconds: float = 0.0
     wrong: list[str] = field(default_factory=list)
 
@@ -91,8 +88,6 @@ def judge(row: Row, git: Path, keep: Path | None = None) -> Judged:
                 found.wrong.append(f"planted, exit {ended.code}: {plant.name}: {_last_error(ended.text)}")
             elif not caught:
                 found.wrong.append(f"planted and not caught: {plant.name}")
-        if row.falsify is not None:
-            _falsify(row, root, found)
         if keep is not None:
             for file in root.glob("*.txt"):
                 shutil.copy(file, keep / f"{row.name.replace('/', '-')}-{file.name}")
@@ -151,18 +146,18 @@ def _last_error(text: str) -> str:
     return (named or errors or ["no error was named"])[-1][:300]
 
 
-def command(row: Row, *, watched: bool, world: str = "", arguments: str | None = None) -> list[str]:
-    """The words that run a row. world: the number of ranks, by default the row's."""
+def command(row: Row, *, watched: bool) -> list[str]:
+    """The words that run a row."""
     words = [sys.executable]
     if row.ranks > 1:
-        words += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", world or str(row.ranks)]
+        words += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(row.ranks)]
     if watched:
         words += ["-m", "andon", "watch"]
     target = ["-m", row.path] if row.module else [os.path.relpath(row.path, working(row, Path()))]
-    return [*words, *target, *shlex.split(row.arguments if arguments is None else arguments)]
+    return [*words, *target, *shlex.split(row.arguments)]
 
 
-def environment(row: Row, root: Path, home: Path, notes: Path | None) -> dict[str, str]:
+def environment(row: Row, root: Path, home: Path, notes: Path) -> dict[str, str]:
     """Of a run: no network, no GPU, a home of its own, our preamble and the checkout first on the path."""
     here = str(Path(__file__).parents[2])
     added = {
@@ -175,7 +170,7 @@ def environment(row: Row, root: Path, home: Path, notes: Path | None) -> dict[st
         "TOKENIZERS_PARALLELISM": "false",
         "WANDB_MODE": "disabled",
         "REAL_CODE_CPU": "1" if row.gpu else "",
-        "REAL_CODE_NOTES": str(notes or ""),
+        "REAL_CODE_NOTES": str(notes),
     }
     return {**os.environ, **added, **row.environment}
 
@@ -210,15 +205,13 @@ def _once(row: Row, root: Path, name: str, watched: bool, plant: Plant | None) -
     return Ended(code, seconds, text, noted, _alarms(ledgers, text), max(shares, default=None))
 
 
-def _limited(
-    words: Sequence[str], folder: Path, environ: Mapping[str, str], output: int, limit_s: float = _LIMIT_S
-) -> int:
+def _limited(words: Sequence[str], folder: Path, environ: Mapping[str, str], output: int) -> int:
     """The exit code of a command, which is ended with all that it started when its time is over (`_HUNG`)."""
     running = subprocess.Popen(
         words, cwd=folder, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
     )
     try:
-        return running.wait(timeout=limit_s)
+        return running.wait(timeout=_LIMIT_S)
     except subprocess.TimeoutExpired:
         running.terminate()  # a launcher ends its ranks, which are sessions of their own
         with suppress(subprocess.TimeoutExpired):
@@ -248,22 +241,3 @@ def _alarms(ledgers: Path, text: str) -> tuple[Alarm, ...]:
 def _step(line: Mapping[str, object]) -> int:
     step = line["step"]
     return step if isinstance(step, int) else 0
-
-
-def _falsify(row: Row, root: Path, found: Judged) -> None:
-    """The script under `andon falsify --script`, and whether the claim of its layouts is judged as the table says."""
-    assert row.falsify is not None
-    place, home, report = root / "falsified", root / "falsified-home", root / "falsified.json"
-    shutil.copytree(root / "source", place, symlinks=True)
-    home.mkdir()
-    words = command(row, watched=True, world="{world}", arguments="")
-    line = f"{shlex.join(words)} {row.falsify.arguments}".replace("'{world}'", "{world}")
-    falsify = [sys.executable, "-m", "andon", "falsify", "--script", line, "--world", "2", "--json", str(report)]
-    falsify += ["--claim", "same-everywhere"]
-    with (root / "falsified.txt").open("w", encoding="utf-8") as output:
-        _limited(falsify, working(row, place), environment(row, place, home, None), output.fileno(), _OF_MANY_S)
-    text = (root / "falsified.txt").read_text(encoding="utf-8")
-    verdict = re.search(r"^same-everywhere v\d+: (\w+)", text, re.MULTILINE)
-    found.falsified = verdict[1] if verdict else "no verdict"
-    if found.falsified != row.falsify.outcome or row.falsify.reason not in text:
-        found.wrong.append(f"falsify says {found.falsified}, not {row.falsify.outcome} ({row.falsify.reason})")

@@ -3,48 +3,13 @@
 from __future__ import annotations
 
 from benchmarks.real_code.data import images
-from benchmarks.real_code.row import Patch, Plant, Row
+from benchmarks.real_code.row import Patch, Row
 
 _MODULES = ("torchvision", "PIL")
 _SMALL_CROP = "RandomResizedCrop(32, scale=(0.2, 1.)"
 _ONE_GROUP = "images --dist-url env:// --dist-backend gloo -a resnet18 -b 4 -j 0 --epochs 2 --seed 1"
 
 ROWS = (
-    Row(
-        name="facebookresearch/dino/main_dino",
-        repository="facebookresearch/dino",
-        commit="7c446df5b9f45747937fb0d72314eb9f7b66930a",
-        path="main_dino.py",
-        parts=("main_dino.py", "utils.py", "vision_transformer.py"),
-        family="DDP; a mean teacher beside it; a last layer whose gradients are dropped; weight decay on a schedule",
-        arguments="--arch vit_tiny --out_dim 64 --data_path images/train --local_crops_number 2 --batch_size_per_gpu 4"
-        " --epochs 2 --num_workers 0 --use_fp16 false --warmup_epochs 1",
-        patches=(
-            Patch("dtype=torch.float64, device='cuda')", "dtype=torch.float64)", "utils.py"),
-            Patch('torchvision_archs + torch.hub.list("facebookresearch/xcit:main")', "torchvision_archs"),
-            Patch(
-                "patch_size=patch_size, embed_dim=192, depth=12,",
-                "patch_size=patch_size, embed_dim=48, depth=1,",
-                "vision_transformer.py",
-            ),
-        ),
-        gpu=True,
-        prepare=images,
-        modules=_MODULES,
-        plants=(
-            Plant(
-                "the teacher follows on rank 0 only",
-                (
-                    Patch(
-                        "param_k.data.mul_(m).add_((1 - m) * param_q.detach().data)",
-                        "param_k.data.mul_(m).add_((1 - m) * param_q.detach().data) if args.rank == 0 else None",
-                    ),
-                ),
-                ("copies-agree", "base-frozen"),
-            ),
-            Plant("no set_epoch", (Patch("data_loader.sampler.set_epoch(epoch)", "pass"),), ("order-renewed",)),
-        ),
-    ),
     Row(
         name="facebookresearch/mae/main_pretrain",
         repository="facebookresearch/mae",

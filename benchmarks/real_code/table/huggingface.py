@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.real_code.data import glue, images, preferences, texts
-from benchmarks.real_code.row import Expected, Patch, Plant, Row
+from benchmarks.real_code.data import glue, images, texts
+from benchmarks.real_code.row import Expected, Patch, Row
 
 _EVALUATE = """\"\"\"A metric that needs no script from a hub.\"\"\"
 
@@ -63,40 +63,7 @@ def _trl(called: str, family: str, data: str, prepare: Callable[[Path], None], m
     )
 
 
-_NOT_PREPARED = Plant(
-    "the data loader is not prepared",
-    (
-        Patch(
-            "model, optimizer, train_dataloader, eval_dataloader, lr_scheduler = accelerator.prepare(",
-            "model, optimizer, _, eval_dataloader, lr_scheduler = accelerator.prepare(",
-        ),
-    ),
-    ("samples-once",),
-)
-
 ROWS = (
-    _accelerate(
-        "examples/nlp_example.py",
-        "Accelerate, DDP: a loader that is sharded, padded and one batch ahead",
-        plants=(
-            _NOT_PREPARED,
-            Plant("gradients are never set to zero", (Patch("optimizer.zero_grad()", "pass"),), ("gradient-fresh",)),
-            Plant(
-                "the model is not prepared",
-                (
-                    Patch(
-                        "        model, optimizer, train_dataloader, eval_dataloader, lr_scheduler\n",
-                        "        torch.nn.Identity(), optimizer, train_dataloader, eval_dataloader, lr_scheduler\n",
-                    ),
-                    Patch(
-                        "    model, optimizer, train_dataloader, eval_dataloader, lr_scheduler = ",
-                        "    _, optimizer, train_dataloader, eval_dataloader, lr_scheduler = ",
-                    ),
-                ),
-                ("gradients-agree", "replicas-agree"),
-            ),
-        ),
-    ),
     _accelerate(
         "examples/nlp_example.py",
         "Accelerate without a GPU and without cpu=True: every rank by itself, on the same rows",
@@ -115,18 +82,6 @@ ROWS = (
         arguments="--cpu --gradient_accumulation_steps 3",
     ),
     _accelerate(
-        "examples/by_feature/local_sgd.py",
-        "local SGD: weights part, and are averaged now and then",
-        arguments="--cpu --local_sgd_steps 4",
-        expected=(
-            Expected(
-                "replicas-agree",
-                "weights part and nobody reduces: as docs/watch.md says, suspected once, until they meet again",
-                suspected=True,
-            ),
-        ),
-    ),
-    _accelerate(
         "examples/by_feature/ddp_comm_hook.py",
         "DDP with a communication hook: gradients are reduced as fp16",
         arguments="--cpu --ddp_comm_hook fp16",
@@ -136,11 +91,6 @@ ROWS = (
         "DDP with PowerSGD, which keeps an error by rank",
         called="by_feature/ddp_comm_hook, PowerSGD",
         arguments="--cpu --ddp_comm_hook power_sgd",
-    ),
-    _accelerate(
-        "examples/by_feature/automatic_gradient_accumulation.py",
-        "Accelerate: accumulation of a batch size that is looked for",
-        patches=(Patch('"batch_size": 256', '"batch_size": 32'),),
     ),
     _accelerate(
         "examples/by_feature/checkpointing.py",
@@ -180,25 +130,4 @@ ROWS = (
         modules=("datasets", "peft", "accelerate"),
     ),
     _trl("sft", "HF Trainer, DDP: supervised fine-tuning", "texts", texts, "--gradient_accumulation_steps 2"),
-    _trl(
-        "dpo",
-        "HF Trainer, DDP: LoRA; the base is the reference",
-        "pairs",
-        preferences,
-        "--use_peft --lora_r 4 --lora_target_modules q_proj v_proj",
-    ),
-    Row(
-        name="huggingface/pytorch-image-models/train",
-        repository="huggingface/pytorch-image-models",
-        commit="aa4b5850c1543fa488abf260f18390eda46cf85d",
-        path="train.py",
-        family="a task that holds DDP; an average of the weights; label smoothing, mixup; padded samplers",
-        arguments="--data-dir images --model test_vit --img-size 160 --num-classes 2 --batch-size 4 --epochs 2"
-        " --workers 1 --val-split train --model-ema --device cpu --opt adamw --lr 1e-3"
-        " --warmup-epochs 0 --mixup 0.2 --output out",
-        parts=("train.py", "timm"),
-        gpu=True,
-        prepare=images,
-        modules=("torchvision", "PIL"),
-    ),
 )

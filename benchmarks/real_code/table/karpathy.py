@@ -40,17 +40,6 @@ ROWS = (
                 ("gradients-agree", "replicas-agree"),
             ),
             Plant(
-                "all ranks draw one batch",
-                (
-                    Patch(
-                        "ix = torch.randint(len(data) - block_size, (batch_size,))",
-                        "ix = torch.randint(len(data) - block_size, (batch_size,),"
-                        " generator=torch.Generator().manual_seed(iter_num))",
-                    ),
-                ),
-                ("samples-once",),
-            ),
-            Plant(
                 "gradients are never set to zero",
                 (Patch("optimizer.zero_grad(set_to_none=True)", "pass"),),
                 ("gradient-fresh",),

@@ -46,15 +46,6 @@ ROWS = (
         ),
     ),
     _fabric(
-        "examples/fabric/kfold_cv/train_fabric.py",
-        "Fabric, DDP: five models and optimizers, one after the other",
-        arguments="--epochs 1 --folds 3",
-        patches=(
-            Patch("from torchvision.datasets import MNIST", "from torchvision.datasets import FakeData"),
-            Patch("MNIST(DATASETS_PATH, train=True, download=True, transform=transform)", _FAKE),
-        ),
-    ),
-    _fabric(
         "examples/fabric/dcgan/train_fabric.py",
         "Fabric, DDP: a GAN, two wrapped models and optimizers in turn",
         environment={},
