@@ -342,7 +342,13 @@ NEMESES = (
         _FATAL,
     ),
     Nemesis(
-        "run folder removed", (40,), "the whole folder of the run removed while it trains", _GONE, (gone(""),), _FATAL
+        "run folder removed",
+        (40,),
+        "the whole folder of the run removed while it trains",
+        _GONE,
+        (gone(""),),
+        # Where nothing can be written there is no summary either, by which the launcher knows that a run is finished.
+        Guard("what cannot be written ends the run", "exit 71 instead of 2", plants=_FORGIVEN),
     ),
     Nemesis(
         "power cut, names kept",

@@ -379,6 +379,7 @@ def forgiven(plan: Planting) -> None:
     forgive(journal.FolderJournal, "checkpoint", True)
     forgive(journal.MetricsWriter, "write")
     forgive(LedgerWriter, "append")
+    forgive(LedgerWriter, "sync")
     forgive(running, "write_adapter")
     forgive(running, "write_summary")
     forgive(os, "fsync")
