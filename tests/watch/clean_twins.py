@@ -19,7 +19,7 @@ AT = 6
 
 def _nudge(optimizer: torch.optim.Optimizer) -> None:
     for p in _members(optimizer)[:1]:
-        plain(p.data).view(-1)[0] += 0.01
+        plain(p.data)[(0,) * p.dim()] += 0.01
 
 
 def _spoil(optimizer: torch.optim.Optimizer) -> None:

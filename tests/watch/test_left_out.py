@@ -143,7 +143,7 @@ def _be_slow(between: Callable[[_Loop, dist.ProcessGroup], None], wrapped: bool)
     ("between", "wrapped", "found"),
     [
         (_evaluates, True, []),
-        (_accumulates, True, ["gradients-agree", "replicas-agree"]),
+        (_accumulates, True, ["gradients-agree"]),  # that the weights part is of the same cause
         (_reduces_alone, False, []),
     ],
 )
