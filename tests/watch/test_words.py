@@ -20,6 +20,9 @@ import andon
 from andon_contracts.clauses import CLAUSES
 from tests.support.ranks import run_ranks
 
+SUSPECTED = 2
+"""The update at which a parameter without a gradient is suspected."""
+
 
 def _net() -> nn.Sequential:
     torch.manual_seed(3)
@@ -139,6 +142,21 @@ def test_one_message_has_all_that_did_not_hold_of_an_update() -> None:
     said = _two_in_one_update()
     assert said.startswith("learning-rate-planned broken at step 1")
     assert re.search(r"^  also +clip-once, step 1: ", said, re.MULTILINE)
+
+
+def test_a_suspicion_under_a_violation_is_counted_as_a_suspicion() -> None:
+    """It stands in the message of the violation, and makes no violation more."""
+    model = _net()
+    model[0].register_parameter("spare", nn.Parameter(torch.zeros(2)))  # never used: suspicious after two updates
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found: list[andon.Violation] = []
+    with andon.watch(
+        model, optimizer, action=found.append, schedule=lambda step: 0.2 if step >= SUSPECTED else 0.1
+    ) as watch:
+        _train(model, optimizer, SUSPECTED, lambda _: None)
+    assert [(each.clause, each.step) for each in found] == [("learning-rate-planned", SUSPECTED)]
+    assert "gradient-present" in str(found[0])
+    assert (watch.violations, dict(watch._verdicts.suspected)) == (1, {"gradient-present": 1})
 
 
 def _one_module_apart() -> list[str]:

@@ -92,7 +92,7 @@ class Verdicts:
         broken = [(judgement.violation(law), law.suspicion) for law in judgement.broken()]
         certain = [found for found, suspicion in broken if not suspicion and found.clause not in self.settings.allow]
         first = certain[0] if certain and self._is_news(certain[0]) else None
-        effects = [found for found, _ in broken if found.clause not in self.settings.allow and found is not first]
+        effects = [each for each in broken if each[0].clause not in self.settings.allow and each[0] is not first]
         for found, suspicion in broken:
             if first is None or found.clause in self.settings.allow:
                 self.take(found, scene, closer, facts, suspicion=suspicion)
@@ -113,12 +113,13 @@ class Verdicts:
         suspicion: bool = False,
         alone: bool = False,
         by_all: bool = False,
-        effects: Sequence[Violation] = (),
+        effects: Sequence[tuple[Violation, bool]] = (),
     ) -> None:
         """Count a finding; the first of its clause is explained, bundled and acted upon, unless it is an effect.
 
         alone: this rank judges by itself, so that there is no bundle. by_all: each of the others finds the same.
-        effects: what else did not hold of the same observations; it is listed under the finding.
+        effects: what else did not hold of the same observations, and whether it is a suspicion; what is new of it is
+        listed under the finding.
         """
         if found.clause in self.settings.allow:
             self.silenced[found.clause] += 1
@@ -133,12 +134,14 @@ class Verdicts:
         aloud = self.rank == 0 or (alone and not by_all)
         cause = self._cause_of(found)
         if cause is not None:
-            self._note_effect(cause, found, applied=applied)
+            self._note_effect(cause, found, applied=applied, suspicion=suspicion)
             if aloud:
                 say(f"andon: of the same cause as {cause.finding.clause}: {_effect(found)}")
             return
         scene = scene if closer is None else closer(found)
-        by_command, also = self.settings.by_command, tuple(map(_effect, effects))
+        known = self.counts + self.suspected
+        news = [(each, doubtful) for each, doubtful in effects if not known[each.clause]]
+        by_command, also = self.settings.by_command, tuple(_effect(each) for each, _ in news)
         scene = replace(scene, goes_on=goes_on, applied=applied, by_command=by_command, also=also)
         whole = conclude(found, scene, Evidence() if alone else self.evidence, facts or {})
         self.findings.append(whole)
@@ -147,9 +150,10 @@ class Verdicts:
         if not suspicion:
             cause = _Cause(whole, {found.clause}, found.step)
             self._causes.append(cause)
-            for each in effects:
-                self.counts[each.clause] += 1
-                self._note_effect(cause, each, applied=scene.applied)
+            for each, doubtful in news:
+                self._note_effect(cause, each, applied=scene.applied, suspicion=doubtful)
+        for each, doubtful in effects:
+            (self.suspected if doubtful else self.counts)[each.clause] += 1
         self._act(whole, suspicion=suspicion, aloud=aloud)
 
     def _is_news(self, found: Violation) -> bool:
@@ -165,11 +169,12 @@ class Verdicts:
                 return cause
         return None
 
-    def _note_effect(self, cause: _Cause, effect: Violation, *, applied: bool) -> None:
-        cause.clauses.add(effect.clause)
-        cause.until = max(cause.until, effect.step)
+    def _note_effect(self, cause: _Cause, effect: Violation, *, applied: bool, suspicion: bool) -> None:
+        if not suspicion:  # of what is only suspected nothing follows
+            cause.clauses.add(effect.clause)
+            cause.until = max(cause.until, effect.step)
         if self.record is not None:
-            self.record(effect, self._word(suspicion=False), applied)
+            self.record(effect, self._word(suspicion=suspicion), applied)
 
     def _word(self, *, suspicion: bool) -> str:
         if suspicion:
