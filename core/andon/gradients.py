@@ -79,11 +79,13 @@ def _fp32(values: Gradient) -> torch.Tensor:
 
 
 @overload
-def average_gradients(grads: Sequence[torch.Tensor]) -> torch.Tensor: ...
+def average_gradients(grads: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Of tensors of one shape: a tensor of it."""
 
 
 @overload
-def average_gradients(grads: Sequence[Sequence[float]]) -> list[float]: ...
+def average_gradients(grads: Sequence[Sequence[float]]) -> list[float]:
+    """Of lists of one length: a list of it."""
 
 
 @require(_same_lengths)
