@@ -99,14 +99,17 @@ def test_what_is_counted_is_what_was_given_out_or_mapped() -> None:
 
 
 def test_a_rank_that_trains_holds_no_more_and_one_with_a_leak_planted_does(tmp_path: Path) -> None:
-    """Over 200 steps after it has settled, by its own account; the leak is the one that `--leak rank` plants."""
-    clean, leaking = GROWN + 200 + EVERY, 200 + EVERY
+    """Over 200 steps after it has settled, by its own account; the leak is the one that `--leak rank` plants.
+
+    A rank settles again once the leak is planted: what wraps its steps has caches of its own, 0.1 to 0.5 KiB a step.
+    """
+    clean, leaking = GROWN + 200 + EVERY, 200 + 200 + EVERY
     line = [sys.executable, "-m", "tests.falsify.soaked", str(tmp_path), str(clean), str(leaking)]
     subprocess.run(line, env={**os.environ, **ENVIRONMENT}, check=True)
     said = list(looks(tmp_path))
     assert [look.age for look in said] == list(range(0, clean + leaking, EVERY))
     before = _row(_IN_USE, [look for look in said if look.age < clean])
-    after = _row(_IN_USE, [look for look in said if look.age >= clean])
+    after = _row(_IN_USE, [look for look in said if look.age >= clean + 200])
     assert (before.flat, after.flat) == (True, False)
     assert before.slope < before.bound / 4
     assert 1.0 <= (after.slope - before.slope) / (A_STEP * 100 / 1024) < 1.3  # malloc puts something around each
