@@ -152,6 +152,45 @@ os._exit(0)
 """
 
 
+def test_the_semaphores_of_a_launch_are_let_go_before_it_returns(tmp_path: Path) -> None:
+    """Whoever ends the process then has the last word: none is half removed, which its tracker would call leaked."""
+    command = [sys.executable, "-c", _LET_GO, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, cwd=ROOT)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "rank 1 of 2: LookupError: nobody foresaw this\n")
+
+
+_LET_GO = """
+import os, sys, threading
+from multiprocessing import resource_tracker
+from pathlib import Path
+from andon.launch.launcher import launch, warm_up
+from tests.launch.driver import PRELOAD
+
+warm_up(PRELOAD)
+from andon.launch.agent import AgentThread
+
+waited_for, join, unregister = threading.Event(), AgentThread.join, resource_tracker.unregister
+
+def joined(thread, timeout=None):
+    waited_for.set()
+    join(thread, timeout)
+
+def unregistered(name, kind):
+    if threading.current_thread().name == "elastic-agent":
+        waited_for.wait()
+    unregister(name, kind)
+
+AgentThread.join, resource_tracker.unregister = joined, unregistered
+folder = Path(sys.argv[1])
+payload = {"pipe": str(folder / "pipe"), "how": {"1": "raise"}}
+os.mkfifo(folder / "pipe")
+reader = os.open(folder / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+result = launch("tests.launch.entries:end", payload, workers=2, run_folder=folder, timeout_s=30)
+print(result.cause, file=sys.stderr, flush=True)
+os._exit(0)
+"""
+
+
 def test_a_start_that_nobody_looked_after_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that would end a fork server that is stopped fails: its error is raised, not swallowed."""
 

@@ -29,7 +29,7 @@ from andon.launch.fork_server import ServerStopped, end_if_stopped, require_sock
 from andon.launch.preemption import PREEMPTION_SIGNALS
 from andon.launch.rank import Job
 from andon.launch.report import UNSEEN, FirstCause, Report, clear, first_cause
-from andon.launch.supervisor import Supervisor, Wake, Watched
+from andon.launch.supervisor import AGENT_S, Supervisor, Wake, Watched
 
 JSON: TypeAlias = "bool | int | float | str | Sequence[JSON] | Mapping[str, JSON] | None"
 
@@ -161,6 +161,10 @@ def _run(job: Job, workers: int, run_folder: Path, bounds: tuple[float, float], 
     agent = AgentThread(job, workers, run_id, wake.ring)
     agent.start()
     seen = Supervisor(agent, wake, run_folder, *bounds, launch=run_id).run()
+    if agent.done:
+        # It lets go of torch's semaphores meanwhile. One that had been removed, but not yet been taken from the list of
+        # multiprocessing's tracker when this process ends, would be called leaked, behind the last line of the command.
+        agent.join(AGENT_S)
     exits = dict(agent.exits) if agent.done else {}
     return result_of(run_folder, seen, exits, agent.error, workers, launch=run_id)
 
