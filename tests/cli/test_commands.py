@@ -10,7 +10,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from typer.testing import CliRunner
 
 from andon.cli.commands import app
@@ -18,18 +17,9 @@ from andon.config.load import load_config
 from andon.console.problems import InputError
 from andon.training.preview import describe
 from tests.cli.command import PATIENCE_S, andon, tree
-from tests.training.runs import SMALL, Runs, outcome, write_csv, write_jsonl
+from tests.training.runs import SMALL, Runs, outcome, write_csv
 
 SETS = [part for each in SMALL for part in ("--set", each)]
-
-
-@pytest.fixture(scope="session")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run with an evaluation file, and beside it both files."""
-    folder = tmp_path_factory.mktemp("command")
-    held = write_jsonl(folder / "test.jsonl", 12)
-    assert Runs(write_jsonl(folder / "train.jsonl")).train(folder / "run", f"data.eval={held}") == 0
-    return folder / "run"
 
 
 def test_train_as_a_user_does(tmp_path: Path) -> None:

@@ -1,17 +1,14 @@
-"""Train, init, check, eval, predict; the commands of `inspect` and of other packages join them here."""
+"""Train, init, check; the commands of `results`, `inspect` and of other packages join them here."""
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from andon.cli import inspect, plan, plugins
+from andon.cli import inspect, plan, plugins, results
 from andon.cli.options import (
     Backend,
     BaseModel,
@@ -23,12 +20,10 @@ from andon.cli.options import (
     TrainData,
     material,
 )
-from andon.config.source import is_there, require_file
+from andon.config.source import is_there
 from andon.console.messages import put
-from andon.console.problems import InputError, Problem, ProblemList
-from andon.data.labels import text_fault
+from andon.console.problems import InputError, Problem
 from andon.launch.sizes import sized
-from andon_contracts.legible import legible
 
 app = typer.Typer(
     add_completion=False,
@@ -138,65 +133,6 @@ def check(
         put(line)
 
 
-@app.command(name="eval")
-def evaluate(
-    run: Annotated[Path, typer.Argument(help="Run folder.")],
-    data: Annotated[Path, typer.Argument(help="Rows with labels.")],
-    text_column: Annotated[str | None, typer.Option(help="Column of the texts; as in the run by default.")] = None,
-    label_column: Annotated[str | None, typer.Option(help="Column of the labels; as in the run by default.")] = None,
-) -> None:
-    """Score a run's model on a file; prints JSON."""
-    from andon.training.existing import require_run
-
-    folder = require_run(run)
-    require_file(data)
-    from andon.training.inference import evaluate_run, load_run, named, read_labelled
-
-    rows = read_labelled(folder, data, text_column=text_column, label_column=label_column)
-    put(*json.dumps(named(evaluate_run(load_run(folder), rows), rows.labels), indent=2).splitlines())
-
-
-@app.command()
-def predict(run: Annotated[Path, typer.Argument(help="Run folder.")]) -> None:
-    """Label each line of standard input; prints one JSON object a line."""
-    from andon.training.existing import require_run
-
-    folder = require_run(run)
-    texts = _read_texts(sys.stdin.buffer)
-    from andon.training.inference import load_run, predict
-
-    for found in predict(load_run(folder), texts):
-        line = {"text": found.text, "label": found.label, "probability": round(found.probability, 6)}
-        text = json.dumps(line, ensure_ascii=False)
-        # What would act on a terminal is written as JSON itself escapes it, so that the value stays the same.
-        if not put(text if legible(text) == text else json.dumps(line)):
-            return
-
-
-def _read_texts(lines: Iterable[bytes]) -> list[str]:
-    """The texts in `lines`, one a line, without their line ends.
-
-    Raises `InputError` with each fault at stdin:LINE: not UTF-8, empty, a NUL character; and for no texts at all.
-    """
-    found = ProblemList()
-    texts: list[str] = []
-    for number, line in enumerate(lines, start=1):
-        where = f"stdin:{number}"
-        try:
-            text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
-        except UnicodeDecodeError as error:
-            found.add(where, f"is not UTF-8: byte 0x{line[error.start]:02x} at column {error.start + 1}")
-            continue
-        fault = text_fault(text)
-        if fault is not None:
-            found.add(where, f"the text {fault}")
-        texts.append(text)
-    if not texts and not found:
-        found.add("stdin", "holds no texts; write one a line")
-    found.raise_if_any()
-    return texts
-
-
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
 def watch(context: typer.Context) -> None:
     """Run a training script of your own under the contracts. See andon watch --help."""
@@ -207,5 +143,6 @@ def watch(context: typer.Context) -> None:
 
 
 plan.register(app)
+results.register(app)
 inspect.register(app)
 plugins.register(app)

@@ -1,10 +1,14 @@
-"""JSON Lines, CSV, TSV and Parquet as records: a place and the fields by name. What the fields mean is no concern."""
+"""JSON Lines, CSV, TSV and Parquet as records: a place and the fields by name. What the fields mean is no concern.
+
+Read record by record, written as the bytes of a whole file.
+"""
 
 from __future__ import annotations
 
 import codecs
 import csv
 import importlib
+import io
 import json
 import re
 from collections import Counter
@@ -18,6 +22,8 @@ from andon.console.problems import InputError, Problem, ProblemList, install_hin
 LONGEST_LINE = 64 * 2**20
 """Bytes of one line that are read at most."""
 _LONGEST_INTEGER = 400
+_LINES = (".jsonl", ".json")
+_DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _WIDE = {codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}
 
 
@@ -162,12 +168,7 @@ def _named(
 
 def parquet(path: Path) -> Table:
     """A Parquet file, in batches. Raises `InputError` when pyarrow is missing or the file is not Parquet."""
-    try:
-        arrow = importlib.import_module("pyarrow")
-        arrow_parquet = importlib.import_module("pyarrow.parquet")
-    except ImportError as error:
-        what = f"reading Parquet needs pyarrow; {install_hint('parquet')}"
-        raise InputError([Problem(str(path), what)]) from error
+    arrow, arrow_parquet = _arrow(path, "reading")
     try:
         file = arrow_parquet.ParquetFile(path)
     except (arrow.ArrowException, OSError) as error:
@@ -192,6 +193,63 @@ def _parquet_records(path: Path, file: Any, refused: type[Exception]) -> Iterato
         for fields in rows:
             number += 1
             yield Record(number, fields)
+
+
+def encoded(path: Path, records: Sequence[Mapping[str, object]]) -> bytes:
+    """`records`, all with the same keys, as a file of the kind that the ending of `path` says.
+
+    A mapping among the values is an object in JSON; in a table each of its values has a column `KEY_NAME`. Raises
+    `InputError` for another ending, without pyarrow for Parquet, and for what Parquet cannot hold.
+    """
+    require_kind(path)
+    if path.suffix.lower() in _LINES:
+        return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode()
+    rows = [_flat(record) for record in records]
+    if path.suffix.lower() == ".parquet":
+        return _as_parquet(path, rows)
+    held = io.StringIO()
+    # Every text in quotes: left to itself the writer puts none around a carriage return, at which readers break a line.
+    table = csv.writer(
+        held, delimiter=_DELIMITERS[path.suffix.lower()], quoting=csv.QUOTE_NONNUMERIC, lineterminator="\n"
+    )
+    table.writerow(rows[0] if rows else ())
+    table.writerows(row.values() for row in rows)
+    return held.getvalue().encode()
+
+
+def require_kind(path: Path) -> None:
+    """Raise `InputError` unless the ending of `path` is that of a kind of file that can be written here."""
+    known = (*_LINES, *_DELIMITERS, ".parquet")
+    if path.suffix.lower() not in known:
+        raise InputError([Problem(str(path), f"unknown kind of file {path.suffix!r}; written are {', '.join(known)}")])
+    if path.suffix.lower() == ".parquet":
+        _arrow(path, "writing")
+
+
+def _flat(record: Mapping[str, object]) -> dict[str, object]:
+    flat: dict[str, object] = {}
+    for key, value in record.items():
+        flat |= {f"{key}_{name}": each for name, each in value.items()} if isinstance(value, Mapping) else {key: value}
+    return flat
+
+
+def _as_parquet(path: Path, rows: Sequence[Mapping[str, object]]) -> bytes:
+    arrow, arrow_parquet = _arrow(path, "writing")
+    try:
+        table = arrow.Table.from_pylist(rows)
+        sink = arrow.BufferOutputStream()
+        arrow_parquet.write_table(table, sink)
+    except arrow.ArrowException as error:
+        raise InputError([Problem(str(path), f"Parquet cannot hold this: {error}")]) from error
+    return bytes(sink.getvalue())
+
+
+def _arrow(path: Path, doing: str) -> tuple[Any, Any]:
+    try:
+        return importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
+    except ImportError as error:
+        what = f"{doing} Parquet needs pyarrow; {install_hint('parquet')}"
+        raise InputError([Problem(str(path), what)]) from error
 
 
 def numbered_lines(path: Path, problems: ProblemList) -> Iterator[tuple[int, str]]:

@@ -24,8 +24,12 @@ def at_hand(base: str) -> str:
     try:
         return snapshot_download(base, local_files_only=True)
     except Exception as error:  # a name that can be none, or a cache without it
-        what = f"the run's base {base!r} is no folder here and not in the hub's cache; fetch it first: hf download"
-        raise InputError([Problem("model.base", f"{what} {shlex.quote(base)}")]) from error
+        what = f"the base {base!r} is no folder here"
+        if Path(base).is_absolute():
+            what += "; if it has moved, name its place: --model PATH, in eval, predict and export"
+        else:
+            what += f" and not in the hub's cache; fetch it first: hf download {shlex.quote(base)}"
+        raise InputError([Problem("model.base", what)]) from error
 
 
 def require_on_hub(name: str) -> None:

@@ -1,4 +1,4 @@
-"""Files of labelled texts to data sets, with all of a file's faults at once."""
+"""Files of texts, labelled or not, to data, with all of a file's faults at once."""
 
 from __future__ import annotations
 
@@ -48,14 +48,8 @@ def read(
     negative, fractional, of mixed types or unknown; repeated ids; one class only; no rows.
     """
     path = Path(path)
-    open_table = _FORMATS.get(path.suffix.lower())
-    if open_table is None and not path.is_dir():
-        what = f"unknown kind of file {path.suffix!r}; known are {', '.join(_FORMATS)}"
-        raise InputError([Problem(str(path), what)])
-    require_file(path)
-    assert open_table is not None
     problems = ProblemList()
-    table = open_table(path, problems)
+    table = _opened(path, problems)
     found = _Found(table, problems)
     columns = _Columns(_candidates(text_column, TEXT_COLUMNS), _candidates(label_column, LABEL_COLUMNS))
     if table.columns is not None:
@@ -68,6 +62,64 @@ def read(
             problems.add(str(path), "has no rows")
         problems.raise_if_any()
     return found.data_set(labels)
+
+
+@dataclass(frozen=True)
+class Texts:
+    """The texts of a file, in its order. `ids`: the values of its column `id`; None where it has none."""
+
+    texts: tuple[str, ...]
+    ids: tuple[object, ...] | None
+
+
+def read_texts(path: Path, *, text_column: str | None = None) -> Texts:
+    """The texts of a file of the kinds that `read` reads, in `text_column` (else `input` or `text`).
+
+    Whatever else stands in the file is not looked at. Raises `InputError` with every fault found, each as file:line.
+    """
+    problems = ProblemList()
+    table = _opened(path, problems)
+    wanted = _candidates(text_column, TEXT_COLUMNS)
+    if table.columns is not None:
+        _column("text", wanted, table.columns, f"{path}:1", problems)
+        problems.raise_if_any()
+    texts: list[str] = []
+    ids: list[object] = []
+    for record in table.records:
+        where = table.place(record.line)
+        name = _column("text", wanted, tuple(record.fields), where, problems)
+        if name is None:
+            continue
+        text = record.fields[name]
+        fault = _fault_of(name, text)
+        if fault is not None:
+            problems.add(where, fault)
+        elif isinstance(text, str):
+            texts.append(text)
+            ids.append(record.fields.get(ID_COLUMN))
+    if not texts and not problems:
+        problems.add(str(path), "has no rows")
+    problems.raise_if_any()
+    return Texts(tuple(texts), None if all(id_ is None for id_ in ids) else tuple(ids))
+
+
+def _opened(path: Path, problems: ProblemList) -> Table:
+    """The records of the file at `path`, by the ending of its name. Raises `InputError` for what is no such file."""
+    open_table = _FORMATS.get(path.suffix.lower())
+    if open_table is None and not path.is_dir():
+        what = f"unknown kind of file {path.suffix!r}; known are {', '.join(_FORMATS)}"
+        raise InputError([Problem(str(path), what)])
+    require_file(path)
+    assert open_table is not None
+    return open_table(path, problems)
+
+
+def _fault_of(name: str, text: object) -> str | None:
+    """Why what stands in column `name` is no text; None: it is one."""
+    if not isinstance(text, str):
+        return f"{name} must be a string, is {shown(text)}"
+    fault = text_fault(text)
+    return f"{name} {fault}" if fault else None
 
 
 def _candidates(named: str | None, usual: tuple[str, ...]) -> tuple[str, ...]:
@@ -85,29 +137,26 @@ class _Columns:
         """The two columns to use among those `there`, or None when that was not clear and was noted."""
         there = tuple(there)
         wanted = ("text", self.text), ("label", self.label)
-        text, label = (self._one(what, names, there, where, problems) for what, names in wanted)
+        text, label = (_column(what, names, there, where, problems) for what, names in wanted)
         return None if text is None or label is None else (text, label)
 
-    @staticmethod
-    def _one(
-        what: str, names: tuple[str, ...], there: tuple[str, ...], where: str, problems: ProblemList
-    ) -> str | None:
-        matching = [name for name in names if name in there]
-        if len(matching) == 1:
-            return matching[0]
-        if matching:
-            problems.add(where, f"has both {' and '.join(map(repr, matching))}; name one with {_naming(what)}")
-            return None
-        wanted = " or ".join(map(repr, names))
-        hint = (
-            next(filter(None, (did_you_mean(name, there) for name in names)), "") or f"; name it with {_naming(what)}"
-        )
-        problems.add(where, f"has no column {wanted}; there are {shown_names(there)}{hint}")
+
+def _column(what: str, names: tuple[str, ...], there: tuple[str, ...], where: str, problems: ProblemList) -> str | None:
+    """The one of `names` that is `there`, or None when that was not clear and was noted."""
+    matching = [name for name in names if name in there]
+    if len(matching) == 1:
+        return matching[0]
+    if matching:
+        problems.add(where, f"has both {' and '.join(map(repr, matching))}; name one with {_naming(what)}")
         return None
+    wanted = " or ".join(map(repr, names))
+    hint = next(filter(None, (did_you_mean(name, there) for name in names)), "") or f"; name it with {_naming(what)}"
+    problems.add(where, f"has no column {wanted}; there are {shown_names(there)}{hint}")
+    return None
 
 
 def _naming(what: str) -> str:
-    """How a column is named: by the flag that `train` and `eval` have, or by its key."""
+    """How a column is named: by the flag that `train`, `eval` and `predict` have, or by its key."""
     key = f"data.{what}_column"
     return f"{FLAGS[key]} ({key})"
 
@@ -137,8 +186,7 @@ class _Found:
             return
         text, label = record.fields[chosen[0]], record.fields[chosen[1]]
         faults = [
-            f"{chosen[0]} {text_fault(text)}" if isinstance(text, str) and text_fault(text) else None,
-            f"{chosen[0]} must be a string, is {shown(text)}" if not isinstance(text, str) else None,
+            _fault_of(chosen[0], text),
             label_fault(label, self.table.typed),
             self._repeated(record) if ID_COLUMN not in chosen else None,
         ]

@@ -45,20 +45,22 @@ class TrainedRun:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The likeliest label of a text, with its probability."""
+    """The likeliest label of a text, with its probability; `probabilities` are those of all labels, in their order."""
 
     text: str
     label: str
     probability: float
+    probabilities: tuple[float, ...]
 
 
-def load_run(folder: RunFolder) -> TrainedRun:
+def load_run(folder: RunFolder, base: str | None = None) -> TrainedRun:
     """Build the run's base again, check that it is the same one, and load what was trained.
 
-    Raises `InputError` for a base whose weights are not those that the adapter was trained on.
+    base: where it is now; None: where it was, or what the project embeds. Raises `InputError` for a base whose weights
+    are not those that the adapter was trained on, and for a `base` of a run that needs none.
     """
     torch.set_num_threads(1)
-    config = config_at_hand(folder)
+    config = _config_of_model(folder, base)
     labels = read_labels(folder.adapter)
     tokenizer = pretrained_tokenizer(str(folder.adapter), local_only=True)
     adapter = adapter_spec(config)
@@ -70,6 +72,16 @@ def load_run(folder: RunFolder) -> TrainedRun:
         _require_same_base(folder, model)
         load_adapter(model, folder.adapter)
     return TrainedRun(folder, config, model.eval(), tokenizer, labels)
+
+
+def _config_of_model(folder: RunFolder, base: str | None) -> Config:
+    """The run's configuration, its base one that is on this machine wherever the run's model is made of it."""
+    config = config_of(folder)
+    whole = config.adapter.kind == "none"
+    if base is not None and (whole or config.model.base is None):
+        why = "its whole model lies in its folder" if whole else "it was trained on the embedded model"
+        raise InputError([Problem("--model", f"the run in {folder.path} takes no base: {why}")])
+    return config if whole else config_at_hand(folder, (), {} if base is None else {"model.base": base})
 
 
 def _whole_model(folder: RunFolder, num_labels: int) -> nn.Module:
@@ -159,6 +171,6 @@ def predict(run: TrainedRun, texts: Iterable[str], batch_size: int = 64) -> Iter
 def _predicted(run: TrainedRun, texts: Sequence[str]) -> Iterator[Prediction]:
     rows = [torch.tensor(row) for row in run.tokenizer.encode(texts, run.config.model.max_length)]
     logits = predictions(run.model, collate(rows, run.tokenizer.pad_id, 8, run.config.model.max_length))
-    best = logits.softmax(dim=1).max(dim=1)
-    for text, probability, label in zip(texts, best.values.tolist(), best.indices.tolist(), strict=True):
-        yield Prediction(text, run.labels[label], probability)
+    for text, found in zip(texts, logits.softmax(dim=1).tolist(), strict=True):
+        best = max(range(len(found)), key=found.__getitem__)
+        yield Prediction(text, run.labels[best], found[best], tuple(found))
