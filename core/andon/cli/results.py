@@ -20,6 +20,7 @@ from andon.data.labels import text_fault
 from andon.data.readers import TEXT_COLUMNS, Texts, read_texts
 from andon.run.atomic import write_whole
 from andon.run.folder import RunFolder
+from andon.training.existing import config_of, require_run
 from andon_contracts.legible import legible
 
 if TYPE_CHECKING:
@@ -42,8 +43,6 @@ def evaluate(
     model: Base = None,
 ) -> None:
     """Score a run's model on a file; prints JSON."""
-    from andon.training.existing import require_run
-
     folder = require_run(run)
     require_file(data)
     from andon.training.inference import evaluate_run, load_run, named, read_labelled
@@ -62,8 +61,6 @@ def predict(
     model: Base = None,
 ) -> None:
     """Label texts of a file, or lines of standard input. Prints one JSON object each."""
-    from andon.training.existing import require_run
-
     folder = require_run(run)
     given = _one_file(file, data)
     _check_output(output, given)
@@ -105,8 +102,6 @@ def _check_output(output: Path | None, data: Path | None) -> None:
 
 def _texts(folder: RunFolder, data: Path | None, text_column: str | None) -> Texts:
     """What is to be labelled. Raises `InputError` with every fault of it."""
-    from andon.training.existing import config_of
-
     column = text_column or config_of(folder).data.text_column
     if data is not None:
         return read_texts(data, text_column=column)
