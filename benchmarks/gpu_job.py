@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from andon.model.adapter import AdapterSpec, attach
-from andon.model.task import ClassificationTask
+from andon.tasks.classification import ClassificationTask
 
 
 @dataclass(frozen=True)

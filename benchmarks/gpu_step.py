@@ -26,7 +26,7 @@ from andon.backend.base import Backend
 from andon.backend.devices import demand_determinism
 from andon.backend.group import GroupBackend
 from andon.backend.inprocess import InlineBackend
-from andon.model.task import shapes_of
+from andon.model.batches import shapes_of
 from andon.step.audit import AuditSpec, default_every
 from andon.step.optimizer import OptimizerSpec
 from andon.step.plan import BatchPlan

@@ -25,12 +25,13 @@ from torch import nn
 from andon.backend.devices import demand_determinism
 from andon.backend.inprocess import InlineBackend
 from andon.model.adapter import AdapterSpec, attach, trainable_parameters
+from andon.model.batches import shapes_of
 from andon.model.memory import measure_peak_bytes, plan_bytes
 from andon.model.memory_compiled import compiled_activations
 from andon.model.memory_trace import checkpoint_hollow, hollow, traced_activations
-from andon.model.task import ClassificationTask, shapes_of
 from andon.step.optimizer import OptimizerSpec
 from andon.step.plan import BatchPlan
+from andon.tasks.classification import ClassificationTask
 from andon.training.build import StepSpec, build_replicas, build_step
 from benchmarks.runs import table
 

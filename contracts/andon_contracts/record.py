@@ -1,7 +1,7 @@
 """The versioned schema of one ledger line, and the chain that links lines (design, One record; issue 3 item 6).
 
 A line is one JSON object with sorted keys and no spaces, ended by a line feed:
-`{"kind":K,"prev":H,"seq":n,"v":3,...}`. `seq` counts from 0. `prev` is the first 16 hexadecimal digits of SHA-256 of
+`{"kind":K,"prev":H,"seq":n,"v":4,...}`. `seq` counts from 0. `prev` is the first 16 hexadecimal digits of SHA-256 of
 the line before, without its line feed, and zeros for the first. The chain is evidence of corruption, not of tampering:
 who rewrites a line can rewrite the rest.
 
@@ -9,7 +9,8 @@ A line is an append-only format: a reader refuses what it does not know, so a ne
 lets be left out what only our own trainer knows of a step, so that a watch of another's loop can write one, and adds
 what such a watch knows. Version 3 lets be left out what a witness from outside does not see, names the algorithm of
 each digest where a run begins (one field holds SHA-256 here and sums of words there), refers to tensors that are kept
-elsewhere, and takes steps back (`Retraction`). A line is read by the rules of its own version.
+elsewhere, and takes steps back (`Retraction`). Version 4 names the task of a run, and counts the terms of a loss where
+they are not its rows. A line is read by the rules of its own version.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import ClassVar, get_args
 
 from andon_contracts.fields import Count, Hex16, Part, Real, json_object, may_lack, read_field, since
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 """What is written; older versions are read as well."""
 GENESIS = "0" * 16
 """What the first line has for `prev`."""
@@ -41,6 +42,7 @@ WATCH_DIGESTS: Mapping[str, str] = dict.fromkeys(("weights", "gradient", "optimi
 
 _MAY_LACK, _SINCE_2 = may_lack(2), since(2)
 _MAY_LACK_3, _SINCE_3 = may_lack(3), since(3)
+_SINCE_4 = since(4)
 _ENVELOPE = frozenset({"v", "kind", "seq", "prev"})
 
 
@@ -48,7 +50,8 @@ _ENVELOPE = frozenset({"v", "kind", "seq", "prev"})
 class Plan(Part):
     """What the run will train on: rows of the training set, size of the global batch, leaves, seed, length.
 
-    `ids`: the rows that an epoch visits, where they are named one by one.
+    `ids`: the rows that an epoch visits, where they are named one by one. `task`: what is learned of a row; None: its
+    class.
     """
 
     rows: Count | None = field(metadata=_MAY_LACK)
@@ -58,6 +61,7 @@ class Plan(Part):
     epochs: Count | None = field(metadata=_MAY_LACK)
     steps: Count | None = field(metadata=_MAY_LACK)
     ids: tuple[Count, ...] | None = field(default=None, metadata=_SINCE_3)
+    task: str | None = field(default=None, metadata=_SINCE_4)
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,8 @@ class Start(Part):
 class Step(Part):
     """One update. `step` is its number from 1, `position` that of its first row in the epoch, `ids` its rows in order.
 
-    `loss` is the mean over the `count` rows, `grad_norm` the norm before clipping, `correct` the rows classified right.
+    `loss` is the mean over the `terms` of its sum (None: one for each of the `count` rows), `grad_norm` the norm before
+    clipping, `correct` the terms that were predicted right.
     From a watch: `weights_norm` is the 2-norm of the trained parameters after the update; `gradient_at` is "optimizer"
     where digest and norm are of the gradient that the optimizer got, since nobody said when it was reduced and not yet
     clipped; `optimizer_index` counts from 0 where several optimizers are watched, and the weights are then its own;
@@ -136,6 +141,7 @@ class Step(Part):
     optimizer_index: Count | None = field(default=None, metadata=_SINCE_2)
     skipped: bool | None = field(default=None, metadata=_SINCE_2)
     tensors: Mapping[str, str] | None = field(default=None, metadata=_SINCE_3)
+    terms: Count | None = field(default=None, metadata=_SINCE_4)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from andon.backend.base import Backend
 from andon.backend.devices import named_devices
 from andon.backend.inprocess import InlineBackend, ThreadsBackend
 from andon.console.problems import InputError, Problem, ProblemList
-from andon.model.task import ClassificationTask
 from andon.pipeline import (
     NOTHING,
     BatchResult,
@@ -33,6 +32,7 @@ from andon.step.optimizer import OptimizerSpec
 from andon.step.plan import GlobalBatch
 from andon.step.step import StepResult
 from andon.step.task import Batch, LeafLoss
+from andon.tasks.classification import ClassificationTask
 from andon.training.build import build_replicas, build_step
 from andon_contracts.policy import clause, enforced, ensure, require
 from andon_contracts.violation import Finding
@@ -115,6 +115,10 @@ class _CurrentRows:
     def planned_content(self, ids: Sequence[int]) -> torch.Tensor:
         """See `Task.planned_content`."""
         return self.rows.planned_content(ids)
+
+    def planned_terms(self, ids: Sequence[int]) -> Sequence[int]:
+        """See `Task.planned_terms`."""
+        return self.rows.planned_terms(ids)
 
 
 class DataParallelCoordinator:

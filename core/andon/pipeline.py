@@ -17,14 +17,15 @@ from torch import nn
 from andon.backend.inprocess import InlineBackend
 from andon.console.problems import InputError, Problem, ProblemList, install_hint
 from andon.model.adapter import AdapterSpec
+from andon.model.batches import predictions
 from andon.model.build import ModelSpec
-from andon.model.task import ClassificationTask, predictions
 from andon.step.micro_batch import Leaf, plan_leaves, reports_of
 from andon.step.optimizer import OptimizerSpec, read_reduced
 from andon.step.plan import GlobalBatch
 from andon.step.replica import REDUCED_FACTS, PartialGradient, Replica
 from andon.step.step import RATES
 from andon.step.tree import fold
+from andon.tasks.classification import ClassificationTask
 from andon.training.build import StepSpec, build_replicas
 from andon.training.build import build_model as build_trainable
 from andon_contracts.agree import Observation, bits_of, real_of

@@ -102,7 +102,7 @@ class StepEvent(Event):
 
     `weights_norm` is the 2-norm of the trained weights after it. `gradient_at` is "optimizer" where the gradient's
     digest and norm are of what the optimizer got, clipped or not; else they are of the gradient before clipping.
-    `skipped`: a loss scaler let the update change nothing.
+    `skipped`: a loss scaler let the update change nothing. `terms`: what the loss is the mean of; None: the rows.
     """
 
     number: int = 0
@@ -111,6 +111,7 @@ class StepEvent(Event):
     ids: tuple[RowId, ...] = ()
     count: int | None = None
     correct: int | None = None
+    terms: int | None = None
     lr: Number | None = None
     loss: Number | None = None
     grad_norm: Number | None = None

@@ -10,8 +10,9 @@ from typing import TypeVar
 
 from andon_falsify.events import Event, Number, Plan, RankStep, RowId, StartEvent, StepEvent, whole
 
-VERSIONS = (1, 2, 3)
-"""Version 2 lets more be left out and adds what a watch of another's loop knows, version 3 what a witness knows.
+VERSIONS = (1, 2, 3, 4)
+"""Version 2 lets more be left out and adds what a watch of another's loop knows, version 3 what a witness
+knows, version 4 the terms of a loss.
 
 What is left out is None in all of them.
 """
@@ -92,6 +93,7 @@ def _step(fields: Mapping[str, object], base: Event) -> StepEvent:
         ids=_ids(fields, "ids"),
         count=_int(fields, "count"),
         correct=_int(fields, "correct"),
+        terms=_int(fields, "terms"),
         lr=_number(fields, "lr"),
         loss=_number(fields, "loss"),
         grad_norm=_number(fields, "grad_norm"),

@@ -118,7 +118,7 @@ def where_weights_lie(scratch: Path) -> Path:
 
 def loss_is_nan(plan: Planting) -> None:
     """The loss of one micro-batch is NaN."""
-    from andon.model.task import ClassificationTask
+    from andon.tasks.classification import ClassificationTask
 
     due = _Due(plan)
 

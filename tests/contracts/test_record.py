@@ -124,7 +124,7 @@ def test_a_line_is_canonical_json() -> None:
     data = json.loads(line)
     assert line == json.dumps(data, sort_keys=True, separators=(",", ":")).encode("ascii") + b"\n"
     assert {name: data[name] for name in ("v", "kind", "seq", "prev")} == {
-        "v": 3,
+        "v": 4,
         "kind": "step",
         "seq": 7,
         "prev": H[0],
@@ -182,7 +182,7 @@ def edited(**changes: object) -> bytes:
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        (edited(v=4), "version 4"),
+        (edited(v=5), "version 5"),
         (edited(v=0), "version 0"),
         (edited(v=True), "version True"),
         (edited(kind="stop"), "unknown kind 'stop'"),
@@ -239,6 +239,17 @@ def test_a_line_of_version_1_is_read_by_its_own_rules() -> None:
             decode(edited(v=1, **{name: newer}))
 
 
+def test_a_line_of_version_3_knows_no_terms_and_no_task() -> None:
+    """What version 4 adds is refused in a line that says it is older."""
+    assert decode(edited(v=3)) == STEP
+    assert decode(edited(terms=7)) == replace(STEP, terms=7)
+    with pytest.raises(ValueError, match="unknown field 'terms'"):
+        decode(edited(v=3, terms=7))
+    start = json.loads(encode(replace(RECORDS[0], plan=replace(SEEN_PLAN, task="sft")), 0, GENESIS))
+    with pytest.raises(ValueError, match="plan has the unknown field 'task'"):
+        decode(json.dumps(start | {"v": 3}).encode())
+
+
 def test_a_line_of_version_2_is_read_by_its_own_rules() -> None:
     """What version 2 wrote is read as ever: it demands the digests, and does not know what a witness adds."""
     assert decode(edited(v=2)) == STEP
@@ -272,6 +283,9 @@ GOLDEN = {
     b'"weights_norm":{"hex":"0x1.0p+0","value":1.0},"world":1}\n',
     3: b'{"backend":"gloo","digests":{},"ids":[],"kind":"step","lr":{"hex":"0x1.0p-3","value":0.125},"prev":'
     b'"0000000000000000","ranks":[],"seq":0,"step":1,"tensors":{"weights":"1/weights"},"v":3,"world":1}\n',
+    4: b'{"backend":"gloo","count":2,"digests":{},"ids":[3,5],"kind":"step","loss":{"hex":"0x1.0p-1","value":0.5},"lr":'
+    b'{"hex":"0x1.0p-3","value":0.125},"prev":"0000000000000000","ranks":[],"seq":0,"step":1,"terms":7,"v":4,"world":1}'
+    b"\n",
 }
 """A line of each version, as it was written."""
 
@@ -282,12 +296,13 @@ def test_a_line_that_was_written_once_is_read_for_ever(version: int) -> None:
     record = decode(GOLDEN[version].replace(b".0p", b".0000000000000p"))
     assert isinstance(record, Step)
     assert (record.step, record.lr.value) == (1, 0.125)
-    assert record.digests.weights == (None if version == 3 else "00000000000000a3")
+    assert record.digests.weights == (None if version in (3, 4) else "00000000000000a3")
     event = parse_line(GOLDEN[version].decode(), 1, "")
     assert isinstance(event, StepEvent)
     assert (event.number, event.lr and event.lr.value) == (1, 0.125)
     assert event.digests.get("weights") == record.digests.weights
     assert event.skipped is bool(record.skipped)
+    assert event.terms == record.terms == (7 if version == 4 else None)
 
 
 @pytest.mark.parametrize(

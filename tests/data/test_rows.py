@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from andon.data.rows import DataSet, Row
+from andon.data.rows import DataSet, Row, repeated_texts, shared_texts
 
 TEXTS = st.lists(st.tuples(st.text(max_size=6), st.integers(0, 2)), max_size=6)
 LABELS = ("no", "yes", "maybe")
@@ -63,6 +63,6 @@ def test_a_subset_keeps_ids_and_order_and_can_be_taken_again() -> None:
 def test_repeated_and_shared_texts_are_counted() -> None:
     """Duplicates, and training texts in an evaluation set, are reported as numbers of rows."""
     train, other = made([("a", 0), ("b", 1), ("a", 0), ("a", 1)]), made([("a", 0), ("c", 1), ("a", 0)])
-    assert train.repeated_texts() == 2
-    assert train.shared_texts(other) == 2
-    assert other.shared_texts(train) == 3
+    assert repeated_texts(train) == 2
+    assert shared_texts(train, other) == 2
+    assert shared_texts(other, train) == 3

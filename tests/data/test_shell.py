@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from andon.data.rows import DataSet, frozen_split
+from andon.data.rows import DataSet, frozen_split, shared_texts
 from andon.data.shell import SSC_LABELS, embedded, generate
 
 SEEDS = st.integers(0, 2**63 - 1)
@@ -70,7 +70,7 @@ def test_each_label_follows_from_its_text(seed: int) -> None:
 def test_no_text_of_the_evaluation_set_is_trained_on(seed: int) -> None:
     """Held-out accuracy is about texts never seen; each part numbers its own rows from 0."""
     train, held_out = embedded(seed)
-    assert train.shared_texts(held_out) == 0
+    assert shared_texts(train, held_out) == 0
     for data in (train, held_out):
         assert [row.id for row in data.rows] == list(range(len(data)))
         assert data.labels == SSC_LABELS

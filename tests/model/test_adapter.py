@@ -26,8 +26,8 @@ from andon.model.adapter import (
     save_base,
     trainable_parameters,
 )
+from andon.model.batches import predictions
 from andon.model.build import build_base
-from andon.model.task import predictions
 from andon_contracts.digest import tree_digest
 from tests.model.tiny import CPU, LORA, TINY, adapted, perturbed, spec, task
 

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from andon.console.problems import InputError
+from andon.model.batches import collate, length_step, padded_lengths, shapes_of
 from andon.model.build import backbone_of
 from andon.model.compiled import (
     CompiledPasses,
@@ -20,7 +21,6 @@ from andon.model.compiled import (
     rewriting_backend,
     traced,
 )
-from andon.model.task import collate, length_step, padded_lengths, shapes_of
 from andon.step.plan import GlobalBatch
 from tests.model.tiny import adapted
 

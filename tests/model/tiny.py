@@ -9,7 +9,7 @@ from torch import nn
 
 from andon.model.adapter import AdapterSpec, attach, trainable_parameters
 from andon.model.build import ModelSpec, build_base
-from andon.model.task import ClassificationTask
+from andon.tasks.classification import ClassificationTask
 
 CPU = torch.device("cpu")
 PAD = 32

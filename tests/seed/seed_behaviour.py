@@ -12,7 +12,7 @@ from torch import nn
 
 from andon.console.problems import InputError
 from andon.coordinator import DataParallelCoordinator
-from andon.model.task import predictions
+from andon.model.batches import predictions
 from andon.pipeline import BatchResult, ClassifyConfig, ClassifyPipeline, SafetySample
 from andon_contracts.policy import suspended
 from tests.seed.subject import Subject

@@ -74,12 +74,14 @@ def test_of_what_was_computed(odd: int | str, world: int, data: st.DataObject) -
     """Ragged shares of micro-batches; a rank may miss or repeat one, give it other rows, content, or a NaN."""
     counts = [data.draw(st.integers(0, 3)) for _ in range(world)]
     owners = [rank for rank, count in enumerate(counts) for _ in range(count)]
-    plan = [LeafPlan(index, rank, tuple(range(index % 3)), 5 - index) for index, rank in enumerate(owners)]
+    plan = [
+        LeafPlan(index, rank, tuple(range(index % 3)), 5 - index, 2 * (index % 3)) for index, rank in enumerate(owners)
+    ]
     finite, bad = bits_of(0.5), [bits_of(math.nan), bits_of(-math.inf)]
-    reports = [[leaf.index, len(leaf.ids), finite, 1, finite, leaf.content, 4] for leaf in plan]
+    reports = [[leaf.index, len(leaf.ids), finite, 1, leaf.terms, finite, leaf.content, 4] for leaf in plan]
     if reports:
         column = odd if isinstance(odd, int) else None
-        changed(reports, [[0, 9], [0, 7], bad, [0, 2], bad, [0, 99], [0, 5]], column, data)
+        changed(reports, [[0, 9], [0, 7], bad, [0, 2], [0, 1], bad, [0, 99], [0, 5]], column, data)
     known = [[0, 0, -7] for _ in range(world)]
     column = COMPUTED_FACTS.index(odd) if isinstance(odd, str) and odd in COMPUTED_FACTS else None
     changed(known, [[1], [1], [8]], column, data)

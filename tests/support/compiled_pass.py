@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from andon.backend.devices import demand_determinism
+from andon.model.batches import logits_of
 from andon.model.compiled import compile_backbone
-from andon.model.task import logits_of
 from andon.step.keyed import KeyedRandomness
 
 DEVICE = torch.device("cuda", 0)

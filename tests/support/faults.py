@@ -140,6 +140,7 @@ class OtherRows:
         self.loss_sum = task.loss_sum
         self.content = task.content
         self.planned_content = task.planned_content
+        self.planned_terms = task.planned_terms
 
     def load(self, ids: Sequence[int], device: torch.device) -> Batch:
         """Other rows than `ids`."""

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from andon.backend.inprocess import InlineBackend
-from andon.model.task import ClassificationTask
-from andon.training import evaluation
+from andon.tasks import classification
+from andon.tasks.classification import ClassificationTask
 from andon.training.evaluation import evaluate
 from andon_contracts.policy import evaluations, reset_evaluations
 from andon_contracts.violation import Violation
@@ -94,8 +94,8 @@ def test_rows_that_come_back_in_another_order_are_not_scored() -> None:
 
 def test_a_score_of_fewer_rows_than_planned_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A confusion matrix that leaves out a row: what is told does not follow from the rows."""
-    inner = evaluation.scores
-    monkeypatch.setattr(evaluation, "scores", lambda *given: replace(inner(*given), rows=ROWS - 1))
+    inner = classification.scores
+    monkeypatch.setattr(classification, "scores", lambda *given: replace(inner(*given), rows=ROWS - 1))
     with pytest.raises(Violation, match=r"evaluation-once .* rows is told as 149.0 on rank 0, the rows give 150.0"):
         evaluate(InlineBackend([CPU]), [ByFirstToken()], rows(), range(ROWS))
 

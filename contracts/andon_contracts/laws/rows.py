@@ -16,8 +16,8 @@ from andon_contracts.violation import Finding
 class LeafReport:
     """What one rank says of one micro-batch; `content` is the digest of the rows as the model was given them.
 
-    `nonfinite` says it of the gradient. `gradient` is the word sum of the gradient as it was computed, 0 where no audit
-    is due.
+    `terms` is how many its loss sums up; `nonfinite` is said of the gradient. `gradient` is the word sum of the
+    gradient as it was computed, 0 where no audit is due.
     """
 
     rank: int
@@ -25,6 +25,7 @@ class LeafReport:
     rows: int
     loss_sum: float
     correct: int
+    terms: int
     nonfinite: bool
     content: int
     gradient: int = 0
@@ -32,12 +33,13 @@ class LeafReport:
 
 @dataclass(frozen=True)
 class LeafPlan:
-    """What one micro-batch must be."""
+    """What one micro-batch must be; `terms` of its loss sum are what the gradient is divided by."""
 
     index: int
     rank: int
     ids: tuple[int, ...]
     content: int
+    terms: int
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,22 @@ def _explain_content(seen: Leaves) -> Finding:
         seen.step,
         tuple(sorted({report.rank for report, _ in odd})),
         f"micro-batch {first}",
+    )
+
+
+def _uncounted(seen: Leaves) -> list[tuple[LeafReport, LeafPlan]]:
+    pairs = zip(seen.reports, seen.plan, strict=True)
+    return [(report, leaf) for report, leaf in pairs if report.terms != leaf.terms]
+
+
+def _explain_terms(seen: Leaves) -> Finding:
+    odd = _uncounted(seen)
+    report, leaf = odd[0]
+    return Finding(
+        f"the loss of micro-batch {leaf.index} is a sum of {report.terms} terms, its rows have {leaf.terms}",
+        seen.step,
+        tuple(sorted({report.rank for report, _ in odd})),
+        f"loss of micro-batch {leaf.index}",
     )
 
 
@@ -105,6 +123,13 @@ LEAVES: tuple[Law[Leaves], ...] = (
         lambda seen: all(r.content == leaf.content for r, leaf in zip(seen.reports, seen.plan, strict=True)),
         _explain_content,
         lambda leaf: {"content": leaf.content},
+    ),
+    Law(
+        "content-planned/terms",
+        ("terms",),
+        lambda seen: not _uncounted(seen),
+        _explain_terms,
+        lambda leaf: {"terms": leaf.terms},
     ),
     Law(
         "finite/computed",

@@ -22,7 +22,7 @@ from andon.launch.launcher import PRELOAD, LaunchResult, launch, warm_up
 from andon.launch.rank import report_to, run_rank
 from andon.launch.sizes import Sizing
 from andon.run.folder import RUNS, RunFolder, State, new_folder
-from andon.run.summary import read_summary
+from andon.run.summary import quoted, read_summary
 from andon.training.entry import ENTRY, payload_of, train_rank
 from andon.training.existing import go_on_with, how_far, newest_unfinished, require_same_as_finished
 from andon.training.rows import read_rows
@@ -260,9 +260,10 @@ def _report(folder: RunFolder, code: Exit) -> None:
     if code is not Exit.OK:
         return
     found = read_summary(folder.summary)
+    told = ", ".join(f"{word} {value:.4f}" for word, value in [*quoted(found.eval).items()][:2])
     say(
         f"done: {found.steps} steps on {found.world_size} {found.backend} workers in {found.wall_s:.1f} s, "
-        f"{found.evaluated_on} accuracy {found.eval['accuracy']:.4f}, macro-F1 {found.eval['macro_f1']:.4f}"
+        f"{found.evaluated_on} {told}"
     )
     broken = f"violations before it was resumed: {found.violations}" if found.violations else "no violation"
     say(f"weights {found.weights_digest}, {sum(found.contracts.values())} clause evaluations, {broken}")

@@ -28,6 +28,7 @@ PLACING = frozenset(
 
 
 LATER = (
+    "task",
     "training.exact",
     "training.compile",
     "training.compile_lengths",

@@ -260,6 +260,9 @@ class Config(Section):
     """Everything that a run is told."""
 
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(default=42, description="the one seed of a run")
+    task: Literal["classification"] | None = Field(
+        default=None, description="what is learned of a row: classification; null: what the data has"
+    )
     model: Model = Model()
     adapter: Adapter = Adapter()
     data: Data = Data()

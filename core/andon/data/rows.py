@@ -1,12 +1,13 @@
-"""Rows of text with a class, data sets of them, and the split of one that is drawn once and kept."""
+"""What all data sets have in common; those of texts with a class; and the split of one, drawn once and kept."""
 
 from __future__ import annotations
 
 import hashlib
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Protocol, Self
 
 from andon.console.problems import InputError
 
@@ -18,6 +19,55 @@ class Row:
     id: int
     text: str
     label: int
+
+
+class Examples(Protocol):
+    """Rows of any task: each has an id, and a text by which a repeated one is known."""
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The names of the classes; empty where there are none."""
+        ...
+
+    @property
+    def source(self) -> str:
+        """Where they came from."""
+        ...
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 (hex) of all that is learned from."""
+        ...
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The rows' ids, in order."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def subset(self, ids: Iterable[int]) -> Self:
+        """The rows with these ids, in the order of `ids`; they keep their ids. Raises KeyError for an id not here."""
+        ...
+
+    def texts(self) -> tuple[str, ...]:
+        """What a model is asked of each row, in order: two rows with one text are asked the same."""
+        ...
+
+    def told(self, id_: int) -> tuple[str, str] | None:
+        """What is to be learned of a row and what is asked, for a reader; None for an id not here."""
+        ...
+
+
+def repeated_texts(rows: Examples) -> int:
+    """How many rows have a text that an earlier row has (reported, not refused)."""
+    return len(rows) - len({*rows.texts()})
+
+
+def shared_texts(rows: Examples, other: Examples) -> int:
+    """How many rows of `other` have a text that occurs in `rows` (training text in an evaluation set)."""
+    texts = {*rows.texts()}
+    return sum(text in texts for text in other.texts())
 
 
 @dataclass(frozen=True)
@@ -53,18 +103,23 @@ class DataSet:
             found[row.label] += 1
         return tuple(found)
 
-    def subset(self, ids: Iterable[int]) -> DataSet:
+    def subset(self, ids: Iterable[int]) -> Self:
         """The rows with these ids, in the order of `ids`; they keep their ids. Raises KeyError for an id not here."""
-        return DataSet(tuple(self._by_id[id_] for id_ in ids), self.labels, self.source)
+        return replace(self, rows=tuple(self._by_id[id_] for id_ in ids))
 
-    def repeated_texts(self) -> int:
-        """How many rows have a text that an earlier row has (reported, not refused)."""
-        return len(self.rows) - len({row.text for row in self.rows})
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The rows' ids, in order."""
+        return tuple(row.id for row in self.rows)
 
-    def shared_texts(self, other: DataSet) -> int:
-        """How many rows of `other` have a text that occurs here (training text in an evaluation set)."""
-        texts = {row.text for row in self.rows}
-        return sum(row.text in texts for row in other.rows)
+    def texts(self) -> tuple[str, ...]:
+        """The rows' texts, in order."""
+        return tuple(row.text for row in self.rows)
+
+    def told(self, id_: int) -> tuple[str, str] | None:
+        """A row's class and its text; None for an id not here."""
+        row = self._by_id.get(id_)
+        return None if row is None else (self.labels[row.label], row.text)
 
 
 def frozen_split(count: int, fraction: float, seed: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

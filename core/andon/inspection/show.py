@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from andon.console.problems import InputError, Problem
-from andon.data.rows import Row
+from andon.data.rows import Examples
 from andon.inspection.recorded import Recorded
 from andon.run.folder import RunFolder
 from andon.run.provenance import read_provenance
@@ -34,10 +34,9 @@ _VERSIONS = ("torch", "transformers", "peft", "cpu", "devices")
 
 @dataclass(frozen=True)
 class Texts:
-    """Training rows by id and the names of their labels; `missing` says why there are none."""
+    """Training rows by id; `missing` says why there are none."""
 
-    rows: Mapping[int, Row] = field(default_factory=dict)
-    labels: tuple[str, ...] = ()
+    rows: Examples | None = None
     missing: str = ""
 
 
@@ -52,7 +51,7 @@ def texts_of(folder: RunFolder | None) -> Texts:
         return Texts(missing=f"the texts are not at hand: {error}")
     if recorded != found.digest:
         return Texts(missing="the texts are not shown: the data is no longer that which the run was trained on")
-    return Texts({row.id: row for row in found.train.rows}, tuple(found.train.labels))
+    return Texts(found.train)
 
 
 def overview(found: Recorded) -> Iterator[str]:
@@ -185,7 +184,8 @@ def _place(record: Step) -> str:
 
 
 def _counted(record: Step) -> str:
-    mean = f", mean over {record.count} rows" if record.loss is not None and record.count is not None else ""
+    over = f"{record.count} rows" if record.terms is None else f"{record.terms} terms of {record.count} rows"
+    mean = f", mean over {over}" if record.loss is not None and record.count is not None else ""
     return mean if record.correct is None else f"{mean}, {record.correct} right"
 
 
@@ -220,11 +220,12 @@ def _rank(part: RankPart, record: Step, texts: Texts) -> Iterator[str]:
 
 
 def _text(row: int, texts: Texts) -> str:
-    found = texts.rows.get(row)
+    found = None if texts.rows is None else texts.rows.told(row)
     if found is None:
         return ""
-    shown = found.text if len(found.text) <= _WIDTH else found.text[: _WIDTH - 3] + "..."
-    return f"  {texts.labels[found.label]}  {shown!r}"
+    learned, text = found
+    shown = text if len(text) <= _WIDTH else text[: _WIDTH - 3] + "..."
+    return f"  {learned}  {shown!r}"
 
 
 def _named(values: Mapping[str, str], before: str) -> str:

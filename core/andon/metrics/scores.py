@@ -13,7 +13,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -28,9 +28,32 @@ class ClassScores:
     support: int
 
 
+class Scores(Protocol):
+    """Scores of an evaluation over `rows` rows, whatever the task."""
+
+    @property
+    def rows(self) -> int:
+        """How many rows were scored."""
+        ...
+
+    @property
+    def loss(self) -> float | None:
+        """The mean over what the sum of losses is divided by; None where it is not known."""
+        ...
+
+    @property
+    def confusion(self) -> tuple[tuple[int, ...], ...]:
+        """[actual][predicted] counts of classes; empty where there are none."""
+        ...
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        ...
+
+
 @dataclass(frozen=True)
-class Scores:
-    """Scores of an evaluation over `rows` rows.
+class ClassificationScores:
+    """Scores of classes over `rows` rows.
 
     macro_f1: plain mean of F1 over all classes, those without rows too. mcc: multi-class Matthews coefficient (Gorodkin
     2004), in [-1, 1]. confusion: [actual][predicted]. auroc: of class 1, two classes only. loss: mean over rows.
@@ -85,7 +108,7 @@ def scores(
     positive_probabilities: Sequence[float] | None = None,
     labels: Sequence[int] | None = None,
     row_losses: Sequence[float] | None = None,
-) -> Scores:
+) -> ClassificationScores:
     """Scores of a confusion matrix, int64 [classes, classes], entry [i, j] = rows of class i predicted as j.
 
     positive_probabilities and labels (0 or 1), one a row in one order, give the AUROC of class 1 (any score that grows
@@ -98,7 +121,7 @@ def scores(
     predicted = [sum(column) for column in zip(*table, strict=True)]
     right = [table[k][k] for k in range(len(table))]
     classes = tuple(map(_class_scores, right, predicted, actual))
-    return Scores(
+    return ClassificationScores(
         rows=rows,
         accuracy=_ratio(sum(right), rows),
         macro_f1=math.fsum(one.f1 for one in classes) / len(classes),

@@ -1,1 +1,1 @@
-"""Models, adapters and the text-classification task that the step trains."""
+"""Models, adapters, and how a model is given its rows."""

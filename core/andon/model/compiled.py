@@ -17,8 +17,8 @@ from torch import nn
 
 from andon.console.problems import InputError, Problem
 from andon.fast.rewrites import reading_last_tokens, rewrite
+from andon.model.batches import Shape
 from andon.model.build import backbone_of, without_adapter
-from andon.model.task import Shape
 
 MODES = {"off": None, "kernels": "default", "graphs": "reduce-overhead"}
 """What `training.compile` may be, and what torch calls it: nothing, fused kernels, and these in CUDA graphs."""

@@ -14,7 +14,7 @@ from andon_contracts.record import Step
 from andon_contracts.violation import Finding
 
 REPEATED = (
-    *("epoch", "position", "ids", "count", "content", "lr", "loss", "correct"),
+    *("epoch", "position", "ids", "count", "terms", "content", "lr", "loss", "correct"),
     *("gradient", "grad_norm", "weights", "optimizer"),
 )
 """What a step that is done again has as before, each digest by itself, causes before their effects. Where it ran

@@ -17,6 +17,10 @@ HELD_OUT, LAST_VALIDATION = "held-out", "last validation"
 """What the last scores are of: rows that decided nothing, or those by which the best checkpoint was chosen."""
 
 
+_QUOTED = {"accuracy": "accuracy", "macro_f1": "macro-F1", "mcc": "MCC"}
+"""What a line quotes of scores, where they have it, and the word for it; in this order."""
+
+
 @dataclass(frozen=True)
 class Head(Part):
     """The head of the ledger: its number of lines and the digest of the last."""
@@ -81,6 +85,11 @@ def read_summary(path: Path) -> Summary:
         raise InputError([Problem(str(path), f"cannot be read: {error.strerror}")]) from error
     except ValueError as error:
         raise InputError([Problem(str(path), f"is no summary of a run: {error}")]) from error
+
+
+def quoted(values: Mapping[str, Any]) -> dict[str, float]:
+    """Of scores as plain values those that a line quotes, by the word for each."""
+    return {word: values[name] for name, word in _QUOTED.items() if name in values}
 
 
 def _finite(value: object) -> object:

@@ -23,7 +23,7 @@ from andon_contracts.laws.rows import LEAVES, LeafPlan, LeafReport
 
 _LEAST_PLACES = 256
 
-REPORT_FIELDS = ("index", "rows", "loss_bits", "correct", "total_bits", "content", "gradient")
+REPORT_FIELDS = ("index", "rows", "loss_bits", "correct", "terms", "total_bits", "content", "gradient")
 """The columns of a report: int64 each. `loss_bits` are the bits of the fp64 loss sum, `total_bits` those of an fp64
 that is finite exactly where the gradient is; `gradient` is the word sum of the gradient as it was computed, 0 where no
 audit is due."""
@@ -42,13 +42,15 @@ class Leaf:
 class LeafResult:
     """What one micro-batch gave besides its gradient: 0-dim tensors on its device, and the rows as they were given.
 
-    batch, loss, correct: None without rows. total, gradient: None where nobody looked.
+    batch, loss, correct: None without rows. terms: None where each row is one. total, gradient: None where nobody
+    looked.
     """
 
     leaf: Leaf
     batch: Batch | None = None
     loss: torch.Tensor | None = None
     correct: torch.Tensor | None = None
+    terms: torch.Tensor | None = None
     total: torch.Tensor | None = None
     gradient: torch.Tensor | None = None
 
@@ -56,7 +58,7 @@ class LeafResult:
 def plan_leaves(
     micro_batches: Sequence[tuple[int, ...]], owners: Sequence[range], task: Task, *, checked: bool = True
 ) -> tuple[LeafPlan, ...]:
-    """The micro-batches of a global batch with their owners and the digests of their planned rows.
+    """The micro-batches of a global batch with their owners, the digests of their planned rows, and their terms.
 
     checked: otherwise without the digests.
     """
@@ -67,7 +69,7 @@ def plan_leaves(
         counts = [len(part) for part in micro_batches]
         sums = bound_sums(task.planned_content(ids), list(accumulate(counts, initial=0))[:-1], counts).tolist()
     return tuple(
-        LeafPlan(index, rank_of[index], part, content)
+        LeafPlan(index, rank_of[index], part, content, sum(task.planned_terms(part)))
         for index, (part, content) in enumerate(zip(micro_batches, sums, strict=True))
     )
 
@@ -81,15 +83,20 @@ def reports_of_leaves(
     """
     if not results:
         return torch.empty((0, len(REPORT_FIELDS)), dtype=torch.int64, device=device)
-    known = [number for result in results for number in (result.leaf.index, len(result.leaf.ids))]
+    counted = all(result.terms is None for result in results)
+    known = [number for result in results for number in (result.leaf.index, *(1 + counted) * [len(result.leaf.ids)])]
+    index, rows, *terms = on_device(known, device).view(len(results), -1).unbind(1)
     columns = (
+        index,
+        rows,
         _column([result.loss for result in results], torch.float64, device).view(torch.int64),
         _column([result.correct for result in results], torch.int64, device),
+        *(terms or [_column([result.terms for result in results], torch.int64, device)]),
         _column([result.total for result in results], torch.float64, device).view(torch.int64),
         _contents(results, task, device, checked=checked),
         _column([result.gradient for result in results], torch.int64, device),
     )
-    return torch.cat([on_device(known, device).view(-1, 2), *(column.unsqueeze(1) for column in columns)], dim=1)
+    return torch.stack(columns, dim=1)
 
 
 def _column(values: Sequence[torch.Tensor | None], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -188,10 +195,9 @@ def reports_of(observations: Sequence[Observation]) -> tuple[LeafReport, ...]:
     for observation in observations:
         assert observation.payload is not None
         for row in observation.payload.view(-1, len(REPORT_FIELDS)).tolist():
-            index, rows, loss, correct, total, content, gradient = row
+            index, rows, loss, correct, terms, total, content, gradient = row
             if index >= 0:
-                finite = math.isfinite(real_of(total))
-                found.append(
-                    LeafReport(observation.rank, index, rows, real_of(loss), correct, not finite, content, gradient)
-                )
+                infinite = not math.isfinite(real_of(total))
+                rank = observation.rank
+                found.append(LeafReport(rank, index, rows, real_of(loss), correct, terms, infinite, content, gradient))
     return tuple(found)

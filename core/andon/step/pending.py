@@ -35,6 +35,7 @@ class StepResult:
 
     step: int
     rows: int
+    terms: int
     loss: float
     grad_norm: float
     rate: float
@@ -53,7 +54,8 @@ class Pending:
     """One update under way: what it is to be, and what has been read of it so far. `result` says what it did, once;
     until then the next one may be launched.
 
-    late: whether what is to be read is read in `result` alone. rows: of the global batch, once it is planned.
+    late: whether what is to be read is read in `result` alone. rows, terms: of the global batch and of its loss sum, by
+    which that is divided; once they are planned.
     """
 
     batch: GlobalBatch
@@ -62,6 +64,7 @@ class Pending:
     checked: bool
     late: bool
     rows: int = 0
+    terms: int = 0
     plan: tuple[LeafPlan, ...] = ()
     leaves: Sequence[Leaf] = ()
     reports: tuple[LeafReport, ...] = ()
@@ -107,7 +110,8 @@ class Pending:
         return StepResult(
             step=self.batch.step,
             rows=self.rows,
-            loss=loss / max(self.rows, 1),
+            terms=self.terms,
+            loss=loss / max(self.terms, 1),
             grad_norm=self.norm,
             rate=self.rate,
             correct=sum(report.correct for report in self.reports),

@@ -151,7 +151,7 @@ class Replica:
             loss = task.loss_sum(self.model, batch)
             loss.loss_sum.backward()  # type: ignore[no-untyped-call]
         total = finite_total(self.parameters.gradient) if checked else None
-        return LeafResult(leaf, batch, loss.loss_sum.detach(), loss.correct, total)
+        return LeafResult(leaf, batch, loss.loss_sum.detach(), loss.correct, loss.terms, total)
 
     def gradient_of(self, step: int, leaf: Leaf, task: Task) -> torch.Tensor:
         """The gradient of one micro-batch alone, [size] fp32, as its owner computes it; changes nothing else."""
@@ -173,7 +173,7 @@ class Replica:
         return left
 
     def set_gradient(self, pieces: Sequence[torch.Tensor], divisor: int) -> None:
-        """Make the gradient the sum (given in pieces, end to end) divided once by the global count of rows."""
+        """Make the gradient the sum (given in pieces, end to end) divided once by the global count of terms."""
         start = 0
         for piece in pieces:
             here = piece.to(self.master.device)

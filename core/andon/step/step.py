@@ -159,7 +159,7 @@ class TrainingStep:
             self._audit.prepare(step, checked=update.checked)
             parts = update.batch.micro_batches(self._micro_batches)
             update.plan = plan_leaves(parts, self._owners, self._task, checked=update.checked)
-            update.rows = len(update.batch.ids)
+            update.rows, update.terms = len(update.batch.ids), sum(leaf.terms for leaf in update.plan)
             firsts = accumulate(map(len, parts), initial=0)
             update.leaves = [Leaf(index, next(firsts), part) for index, part in enumerate(parts)]
             done = self._backend.map(gradients)
@@ -213,12 +213,12 @@ class TrainingStep:
             settle(Judgement(LEAVES, Leaves(update.reports, update.plan, update.batch.step)))
 
     def _reduce_and_clip(self, update: Pending, partials: Sequence[PartialGradient]) -> None:
-        """Reduce, divide once by the count of rows, clip once, judge."""
+        """Reduce, divide once by the count of terms, clip once, judge."""
         pieces = self._reduce([part.roots for part in partials])
 
         def take(index: int) -> torch.Tensor:
-            replica, rows, limit = self._replicas[index], max(update.rows, 1), self._clip_norm
-            facts = replica.take(pieces[index], rows, update.rate, limit, checked=update.checked)
+            replica, terms, limit = self._replicas[index], max(update.terms, 1), self._clip_norm
+            facts = replica.take(pieces[index], terms, update.rate, limit, checked=update.checked)
             replica.release(partials[index])
             return facts
 

@@ -16,16 +16,18 @@ Batch = Mapping[str, torch.Tensor]
 class LeafLoss:
     """The loss of one micro-batch.
 
-    loss_sum: scalar, the SUM over its rows (class weights applied, divided by nothing), with its graph.
-    correct: scalar int64, rows predicted right.
+    loss_sum: scalar, the SUM over its rows (weights applied, divided by nothing), with its graph.
+    correct: scalar int64, terms of the sum that were predicted right.
+    terms: scalar int64, terms of the sum; None: one for each row.
     """
 
     loss_sum: torch.Tensor
     correct: torch.Tensor
+    terms: torch.Tensor | None = None
 
 
 class Task(Protocol):
-    """Rows and their loss. The global batch's gradient is d(sum of loss sums) / d(weights) / rows of the batch."""
+    """Rows and their loss. The global batch's gradient is d(sum of loss sums) / d(weights) / terms of the batch."""
 
     def load(self, ids: Sequence[int], device: torch.device) -> Batch:
         """The collated rows `ids` (at least one) on `device`; the first dimension of every tensor is the rows."""
@@ -41,4 +43,8 @@ class Task(Protocol):
 
     def planned_content(self, ids: Sequence[int]) -> torch.Tensor:
         """int64 [rows]: the digests that `content` must give for these rows."""
+        ...
+
+    def planned_terms(self, ids: Sequence[int]) -> Sequence[int]:
+        """For each of these rows, how many terms of the loss sum are its own: 1 where a row is one term."""
         ...

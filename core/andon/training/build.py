@@ -18,10 +18,10 @@ from andon.backend.base import Backend
 from andon.console.problems import InputError, Problem
 from andon.metrics.scores import Scores
 from andon.model.adapter import AdapterSpec, attach, trainable_parameters
+from andon.model.batches import Shape
 from andon.model.build import ModelSpec, build_base, checkpoint_layers
 from andon.model.compiled import compile_backbone
 from andon.model.masks import masking_of
-from andon.model.task import Shape
 from andon.run.checkpoint import Checkpoint
 from andon.run.repeats import Repeats
 from andon.step.audit import NO_AUDIT, AuditSpec

@@ -9,16 +9,17 @@ import torch
 from torch import nn
 
 from andon.backend.base import Backend
-from andon.metrics.scores import Scores, confusion_matrix, scores
-from andon.model.task import ClassificationTask, evaluation_batches, predictions
+from andon.metrics.scores import Scores
+from andon.model.batches import evaluation_batches
 from andon.step.shard import balanced_bounds
+from andon.tasks.task import ScoredTask
 from andon_contracts.laws.law import Judgement, settle
 from andon_contracts.laws.outcome import EVALUATED, OUTPUT, EvaluationTold, Output
 
 _ROWS = 64
 
 
-def evaluate(backend: Backend, models: Sequence[nn.Module], task: ClassificationTask, ids: Sequence[int]) -> Scores:
+def evaluate(backend: Backend, models: Sequence[nn.Module], task: ScoredTask, ids: Sequence[int]) -> Scores:
     """Scores of the rows `ids` by the replicas' `models`, exactly the same on any number of ranks.
 
     Whole batches are shared out, and what comes back is bits, scored alike everywhere.
@@ -26,30 +27,22 @@ def evaluate(backend: Backend, models: Sequence[nn.Module], task: Classification
     Raises `Violation` if what came back is not each row once, in order, or is scored otherwise (`evaluation-once`), or
     is not finite (`finite`).
     """
-    row_ids, logits = _gathered(backend, models, task, ids)
+    row_ids, outputs = _gathered(backend, models, task, ids)
     told = EvaluationTold(0, (tuple(row_ids),), len(ids), {}, {}, planned=tuple(ids))
     settle(Judgement(EVALUATED, told))
-    finite = logits.isfinite().all(dim=1).tolist()
+    finite = outputs.isfinite().all(dim=1).tolist()
     odd = tuple(row for row, whole in zip(row_ids, finite, strict=True) if not whole)
-    settle(Judgement(OUTPUT, Output("logits", len(row_ids), odd)))
-    result = _scored(row_ids, logits, task)
+    settle(Judgement(OUTPUT, Output(task.output, len(row_ids), odd)))
+    result = task.score(row_ids, outputs)
     counted = {"rows": float(len(ids))}
     settle(Judgement(EVALUATED, replace(told, told={"rows": [float(result.rows)]}, counted=counted)))
     return result
 
 
-def _scored(row_ids: Sequence[int], logits: torch.Tensor, task: ClassificationTask) -> Scores:
-    labels = task.labels_of(row_ids)
-    confusion = confusion_matrix(logits.argmax(dim=1), labels, task.num_labels)
-    losses: list[float] = task.row_losses(logits, labels).double().tolist()
-    positive = (logits[:, 1] - logits[:, 0]).tolist() if task.num_labels == 2 else None
-    return scores(confusion, positive, labels.tolist() if positive is not None else None, losses)
-
-
 def _gathered(
-    backend: Backend, models: Sequence[nn.Module], task: ClassificationTask, ids: Sequence[int]
+    backend: Backend, models: Sequence[nn.Module], task: ScoredTask, ids: Sequence[int]
 ) -> tuple[list[int], torch.Tensor]:
-    """Every rank's rows and logits [rows, classes], end to end on the CPU."""
+    """Every rank's rows and their outputs, fp64 [rows, width], end to end on the CPU."""
     batches = evaluation_batches(len(ids), _ROWS)
     owned = balanced_bounds(len(batches), backend.world_size)
     most = max((sum(len(b) for b in batches[start:end]) for start, end in owned), default=0)
@@ -57,15 +50,15 @@ def _gathered(
     def work(index: int) -> torch.Tensor:
         start, end = owned[backend.ranks[index]]
         device = backend.devices[index]
-        table = torch.full((most, 1 + task.num_labels), -1.0, dtype=torch.float64, device=device)
+        table = torch.full((most, 1 + task.width), -1.0, dtype=torch.float64, device=device)
         row = 0
         for batch in batches[start:end]:
             rows = [ids[place] for place in batch]
             table[row : row + len(rows), 0] = torch.tensor(rows, dtype=torch.float64, device=device)
-            table[row : row + len(rows), 1:] = predictions(models[index], task.load(rows, device)).double()
+            table[row : row + len(rows), 1:] = task.outputs(models[index], task.load(rows, device)).double()
             row += len(rows)
         return table
 
     table = torch.cat([part.cpu() for part in backend.gather(backend.map(work))])
     table = table[table[:, 0] >= 0]
-    return [int(value) for value in table[:, 0].tolist()], table[:, 1:].float()
+    return [int(value) for value in table[:, 0].tolist()], table[:, 1:]

@@ -182,6 +182,7 @@ def step_record(batch: GlobalBatch, result: StepResult, world_size: int, backend
         loss=Real.of(result.loss),
         grad_norm=Real.of(result.grad_norm),
         correct=result.correct,
+        terms=result.terms if result.terms != result.rows else None,
         world=world_size,
         backend=backend,
         digests=StepDigests(**unknown | {name: hex64(value) for name, value in result.digests.items()}),

@@ -19,10 +19,10 @@ from andon.console.problems import InputError, Problem
 from andon.data.readers import read
 from andon.data.rows import DataSet
 from andon.data.tokens import Tokenizer, pretrained_tokenizer
-from andon.metrics.scores import Scores
+from andon.metrics.scores import ClassificationScores, Scores
 from andon.model.adapter import attach, base_digest, load_adapter, read_labels
+from andon.model.batches import collate, predictions
 from andon.model.build import build_base
-from andon.model.task import collate, predictions
 from andon.run.folder import RunFolder
 from andon.run.provenance import read_provenance
 from andon.training.evaluation import evaluate
@@ -135,6 +135,7 @@ def evaluate_run(run: TrainedRun, data: DataSet) -> Scores:
     if weights is None:
         kind = run.config.data.class_weights
         say(f"note: no loss: its weights ({kind}) come from the training rows, which are gone or have changed")
+        assert isinstance(scores, ClassificationScores)
         return replace(scores, loss=None)
     return scores
 

@@ -187,7 +187,7 @@ class FolderJournal:
             "step": result.step,
             "epoch": batch.epoch,
             "loss": result.loss,
-            "accuracy": result.correct / max(result.rows, 1),
+            "accuracy": result.correct / max(result.terms, 1),
             "grad_norm": result.grad_norm,
             "lr": result.rate,
             "rows": result.rows,

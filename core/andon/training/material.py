@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,13 +10,15 @@ from andon.config.schema import Config
 from andon.config.source import is_folder
 from andon.console.problems import InputError
 from andon.data.labels import class_weights
-from andon.data.rows import DataSet
+from andon.data.rows import DataSet, Examples
 from andon.data.tokens import Tokenizer, byte_tokenizer, pretrained_tokenizer
 from andon.model.adapter import AdapterSpec
+from andon.model.batches import length_step
 from andon.model.build import ModelSpec
-from andon.model.task import ClassificationTask, length_step
 from andon.step.plan import BatchPlan
-from andon.training.rows import Rows, read_rows
+from andon.tasks.classification import ClassificationTask
+from andon.tasks.task import ScoredTask
+from andon.training.rows import CLASSIFICATION, Rows, read_rows
 
 
 @dataclass(frozen=True)
@@ -26,8 +28,8 @@ class Material:
     config: Config
     rows: Rows
     tokenizer: Tokenizer
-    task: ClassificationTask
-    evaluation_task: ClassificationTask
+    task: ScoredTask
+    evaluation_task: ScoredTask
     evaluation_ids: tuple[int, ...]
     plan: BatchPlan
     model: ModelSpec
@@ -43,13 +45,13 @@ def prepare(config: Config) -> Material:
     """Read, split, encode and plan. Raises `InputError` for anything that the user got wrong."""
     rows = read_rows(config)
     tokenizer = _tokenizer(config)
-    weights = loss_weights(config, rows)
-    task = task_of(config, rows.train, tokenizer, weights)
+    encode = ENCODERS[rows.task](config, rows, tokenizer)
+    task = encode(rows.train)
     if rows.evaluation is None:
         evaluation_task, evaluation_ids = task, rows.validation_ids
     else:
-        evaluation_task = task_of(config, rows.evaluation, tokenizer, weights)
-        evaluation_ids = tuple(row.id for row in rows.evaluation.rows)
+        evaluation_task = encode(rows.evaluation)
+        evaluation_ids = rows.evaluation.ids
     return Material(
         config=config,
         rows=rows,
@@ -71,7 +73,9 @@ def _tokenizer(config: Config) -> Tokenizer:
 
 def loss_weights(config: Config, rows: Rows) -> tuple[float, ...]:
     """The weight of each class in the loss, from the rows that are trained on."""
-    return class_weights(config.data.class_weights, rows.trained_on.counts())
+    trained_on = rows.trained_on
+    assert isinstance(trained_on, DataSet)
+    return class_weights(config.data.class_weights, trained_on.counts())
 
 
 def task_of(config: Config, data: DataSet, tokenizer: Tokenizer, weights: Sequence[float]) -> ClassificationTask:
@@ -89,6 +93,22 @@ def task_of(config: Config, data: DataSet, tokenizer: Tokenizer, weights: Sequen
     )
 
 
+def _classification(config: Config, rows: Rows, tokenizer: Tokenizer) -> Callable[[Examples], ScoredTask]:
+    weights = loss_weights(config, rows)
+
+    def encode(data: Examples) -> ScoredTask:
+        assert isinstance(data, DataSet)
+        return task_of(config, data, tokenizer, weights)
+
+    return encode
+
+
+ENCODERS: Mapping[str, Callable[[Config, Rows, Tokenizer], Callable[[Examples], ScoredTask]]] = {
+    CLASSIFICATION: _classification
+}
+"""By the task's name: the rows of a run and their tokenizer to what makes a task of each of its data sets."""
+
+
 def padding_multiple(config: Config) -> int:
     """What padded lengths are a multiple of: few lengths where each of them is compiled."""
     training = config.training
@@ -97,7 +117,7 @@ def padding_multiple(config: Config) -> int:
     return training.pad_to_multiple_of
 
 
-def _plan(config: Config, train_ids: tuple[int, ...], task: ClassificationTask) -> BatchPlan:
+def _plan(config: Config, train_ids: tuple[int, ...], task: ScoredTask) -> BatchPlan:
     if not train_ids:
         raise InputError("data.validation_fraction: leaves no row to train on")
     return BatchPlan(

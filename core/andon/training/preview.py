@@ -8,6 +8,7 @@ from torch import nn
 
 from andon.backend.devices import placement
 from andon.config.schema import Config
+from andon.data.rows import repeated_texts
 from andon.model.adapter import attach, trainable_parameters
 from andon.model.build import build_base
 from andon.step.plan import efficiency
@@ -49,7 +50,7 @@ def _data(material: Material) -> str:
 def _texts(material: Material) -> str:
     rows = material.rows
     seen = f"{rows.seen_in_training()} of {len(rows.evaluated_on)} evaluation rows have a text that is also trained on"
-    return f"texts: {seen}; {rows.trained_on.repeated_texts()} training rows repeat the text of an earlier one"
+    return f"texts: {seen}; {repeated_texts(rows.trained_on)} training rows repeat the text of an earlier one"
 
 
 def _model(model: nn.Module, material: Material) -> str:

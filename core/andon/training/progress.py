@@ -9,6 +9,7 @@ from typing import Any
 
 from andon.console.messages import BROKEN_STREAM, write
 from andon.metrics.scores import Scores
+from andon.run.summary import quoted
 from andon.step.plan import GlobalBatch
 from andon.step.step import StepResult
 
@@ -36,17 +37,15 @@ class ProgressView:
             rate = (result.step - self._done_before) / (time.perf_counter() - self._started)
             self._line(
                 f"step {result.step}/{self._total} epoch {batch.epoch + 1} loss {result.loss:.4f} "
-                f"accuracy {result.correct / max(result.rows, 1):.3f} grad_norm {result.grad_norm:.3f} "
+                f"accuracy {result.correct / max(result.terms, 1):.3f} grad_norm {result.grad_norm:.3f} "
                 f"lr {result.rate:.2e} {rate:.1f} steps/s"
             )
 
     def evaluated(self, step: int, scores: Scores, what: str) -> None:
         """Rows were scored."""
         loss = f" loss {scores.loss:.4f}" if scores.loss is not None else ""
-        self._line(
-            f"{what} after step {step}: accuracy {scores.accuracy:.4f} macro-F1 {scores.macro_f1:.4f} "
-            f"MCC {scores.mcc:.4f}{loss} ({scores.rows} rows)"
-        )
+        told = " ".join(f"{word} {value:.4f}" for word, value in quoted(scores.as_dict()).items())
+        self._line(f"{what} after step {step}: {told}{loss} ({scores.rows} rows)")
 
     def close(self) -> None:
         """Take the bar away."""

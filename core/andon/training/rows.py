@@ -1,25 +1,32 @@
-"""The rows of a run, read and split; without torch, so that the command line can refuse bad data at once."""
+"""The rows of a run, read and split; without torch, so that the command line can refuse bad data at once.
+
+What of rows depends on the task stands in `READERS` here, and what of tensors in `ENCODERS` of `training.material`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from andon.config.schema import Config
+from andon.config.schema import Config, Data
 from andon.console.problems import InputError, Problem
 from andon.data.readers import read
-from andon.data.rows import DataSet, frozen_split
+from andon.data.rows import DataSet, Examples, frozen_split, shared_texts
 from andon.data.shell import embedded
 from andon.run.summary import HELD_OUT, LAST_VALIDATION
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The data sets of a run. Row ids of `train` cover training and validation; `evaluation` has its own."""
+    """The data sets of a run. Row ids of `train` cover training and validation; `evaluation` has its own.
 
-    train: DataSet
-    evaluation: DataSet | None
+    task: what is learned of a row, by its name in the configuration.
+    """
+
+    task: str
+    train: Examples
+    evaluation: Examples | None
     train_ids: tuple[int, ...]
     validation_ids: tuple[int, ...]
 
@@ -29,12 +36,12 @@ class Rows:
         return self.train.digest + (self.evaluation.digest if self.evaluation is not None else "")
 
     @property
-    def trained_on(self) -> DataSet:
+    def trained_on(self) -> Examples:
         """The rows that are trained on."""
         return self.train.subset(self.train_ids)
 
     @property
-    def evaluated_on(self) -> DataSet:
+    def evaluated_on(self) -> Examples:
         """The rows of the last scores: those of their own, else the validation rows."""
         return self.evaluation if self.evaluation is not None else self.train.subset(self.validation_ids)
 
@@ -45,22 +52,47 @@ class Rows:
 
     def seen_in_training(self) -> int:
         """How many rows that are evaluated on have a text that is also trained on: their scores flatter."""
-        return self.trained_on.shared_texts(self.evaluated_on)
+        return shared_texts(self.trained_on, self.evaluated_on)
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Where the rows of a task come from.
+
+    read: of a file; the second data set is the one that is trained on, for a file that is only evaluated on. embedded:
+    of a run that names none, by its seed: to train on, and never trained on.
+    """
+
+    read: Callable[[Data, Path, Examples | None], Examples]
+    embedded: Callable[[int], tuple[Examples, Examples]]
+
+
+def _classes(data: Data, path: Path, like: Examples | None) -> DataSet:
+    labels = None if like is None else like.labels
+    return read(path, text_column=data.text_column, label_column=data.label_column, labels=labels)
+
+
+CLASSIFICATION = "classification"
+READERS: Mapping[str, Reader] = {CLASSIFICATION: Reader(_classes, embedded)}
+"""By the task's name in the configuration."""
 
 
 def read_rows(config: Config) -> Rows:
     """The rows that `config` names, split once and for all. Raises `InputError` with all that is wrong with them."""
-    evaluation: DataSet | None
+    train: Examples
+    evaluation: Examples | None
+    task = config.task or CLASSIFICATION
+    reader = READERS[task]
     if config.data.train is None:
-        train, evaluation = embedded(config.seed)
+        train, evaluation = reader.embedded(config.seed)
     else:
-        train = _read(config, config.data.train, None)
-        evaluation = _read(config, config.data.eval, train.labels) if config.data.eval is not None else None
+        train = reader.read(config.data, Path(config.data.train), None)
+        evaluation = reader.read(config.data, Path(config.data.eval), train) if config.data.eval is not None else None
     train_places, validation_places = frozen_split(len(train), config.data.validation_fraction, config.seed)
-    ids = [row.id for row in train.rows]
+    ids = train.ids
     if evaluation is None and not validation_places:
         raise InputError([Problem("data", "no rows to evaluate on: name data.eval, or a data.validation_fraction > 0")])
-    return Rows(train, evaluation, _picked(ids, train_places), _picked(ids, validation_places))
+    return Rows(task, train, evaluation, _picked(ids, train_places), _picked(ids, validation_places))
 
 
 def unfit_model(config: Config) -> str:
@@ -106,7 +138,3 @@ def _touched(path: Path, started: float) -> bool:
 
 def _picked(ids: Sequence[int], places: Sequence[int]) -> tuple[int, ...]:
     return tuple(ids[place] for place in places)
-
-
-def _read(config: Config, path: str, labels: Sequence[str] | None) -> DataSet:
-    return read(Path(path), text_column=config.data.text_column, label_column=config.data.label_column, labels=labels)

@@ -239,6 +239,7 @@ def _start(session: Session) -> Record:
             seed=plan.seed,
             epochs=plan.epochs,
             steps=plan.total_steps,
+            task=session.material.rows.task if session.config.task is not None else None,
         ),
         digests=_state_digests(session),
         world=session.run.backend.world_size,

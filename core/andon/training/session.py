@@ -24,7 +24,7 @@ from andon.console.problems import InputError, Problem
 from andon.launch.heartbeat import Heartbeat, Timeouts
 from andon.launch.joining import join
 from andon.launch.rank import end_now, watched_by
-from andon.model.task import padded_lengths, shapes_of
+from andon.model.batches import padded_lengths, shapes_of
 from andon.run.folder import RunFolder
 from andon.run.provenance import environment
 from andon.step.audit import AuditSpec, default_every

@@ -8,10 +8,10 @@ from typing import Any
 from andon.config.schema import Config, Training
 from andon.console.problems import InputError, Problem
 from andon.model.adapter import attach, trainable_parameters
+from andon.model.batches import padded_length
 from andon.model.build import build_shape
 from andon.model.memory import MemoryPlan, plan_bytes
 from andon.model.memory_trace import checkpoint_hollow, hollow, traced_activations, traced_evaluation
-from andon.model.task import padded_length
 from andon.training.material import Material, adapter_spec, padding_multiple
 
 _EVALUATED_ROWS = 64

@@ -17,10 +17,10 @@ from andon.backend.inprocess import InlineBackend
 from andon.model.adapter import AdapterSpec, trainable_parameters
 from andon.model.build import ModelSpec
 from andon.model.memory import activation_bytes, plan_bytes
-from andon.model.task import ClassificationTask
 from andon.step.optimizer import OptimizerSpec
 from andon.step.plan import BatchPlan, rank_leaves
 from andon.step.replica import Replica
+from andon.tasks.classification import ClassificationTask
 from andon.training.build import Run, RunSpec, StepSpec, build_model, build_run
 from andon.training.trainer import Cadence
 from andon_falsify.subjects.case import PAD, VOCABULARY, Case

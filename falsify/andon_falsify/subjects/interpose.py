@@ -120,6 +120,10 @@ class WatchedTask:
         """See `Task.planned_content`."""
         return self.inner.planned_content(ids)
 
+    def planned_terms(self, ids: Sequence[int]) -> Sequence[int]:
+        """See `Task.planned_terms`."""
+        return self.inner.planned_terms(ids)
+
 
 def _poison(loss: LeafLoss, kind: str, model: nn.Module) -> LeafLoss:
     if not kind:
@@ -127,5 +131,5 @@ def _poison(loss: LeafLoss, kind: str, model: nn.Module) -> LeafLoss:
     if kind == "gradient":
         # The root of 0 is 0 and its slope infinite: a finite loss with a gradient of 0 * inf = NaN.
         weight = next(parameter for parameter in model.parameters() if parameter.requires_grad)
-        return LeafLoss(loss.loss_sum + (0 * weight.sum()).sqrt(), loss.correct)
-    return LeafLoss(loss.loss_sum * float(kind), loss.correct)
+        return LeafLoss(loss.loss_sum + (0 * weight.sum()).sqrt(), loss.correct, loss.terms)
+    return LeafLoss(loss.loss_sum * float(kind), loss.correct, loss.terms)

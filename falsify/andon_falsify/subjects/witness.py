@@ -15,7 +15,7 @@ from andon_falsify.history import chain_digest
 from andon_falsify.subjects.case import Case
 
 WRITER = "witness"
-VERSION = 3
+VERSION = 4
 _DIGESTS = dict.fromkeys(("weights", "gradient", "optimizer"), "sha256")
 """Of names, types, shapes and bytes; nothing that the accused computes."""
 

@@ -1,33 +1,33 @@
 """Text classification as the step sees it: encoded rows to padded batches, batches to a loss sum.
 
-Rows are encoded once, before training (seed S2, C-PRETOK-001). A batch is padded to its own longest row, so its shape
-depends on its rows alone and not on who computes it. The loss is the SUM over rows of w[label] * cross entropy in
-fp32 (seed S5); the step divides it once by the number of rows of the global batch. torch's weighted mean would divide
-by the sum of the weights, and a model's own loss guesses its kind from the dtype of the labels: neither is used.
+Rows are encoded once, before training (seed S2, C-PRETOK-001). The loss is the SUM over rows of w[label] * cross
+entropy in fp32 (seed S5); the step divides it once by the number of rows of the global batch. torch's weighted mean
+would divide by the sum of the weights, and a model's own loss guesses its kind from the dtype of the labels: neither is
+used.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from andon.console.problems import ProblemList
-from andon.model.build import computing
-from andon.model.masks import masked, masking_of
+from andon.metrics.scores import ClassificationScores, confusion_matrix, scores
+from andon.model.batches import collate, logits_of, placed, predictions
 from andon.step.task import Batch, LeafLoss
 from andon_contracts.digest import row_digests
 
 _TABLE_ROWS = 512
-Shape = tuple[int, int]
-"""Rows and padded length of a micro-batch."""
 
 
 class ClassificationTask:
-    """Encoded rows and their labels; a row's id is its place in `tokens`. A `Task` of the step."""
+    """Encoded rows and their labels; a row's id is its place in `tokens`. Its outputs are logits [rows, classes]."""
+
+    output = "logits"
 
     def __init__(
         self,
@@ -119,9 +119,26 @@ class ClassificationTask:
         """int64 [len(ids)] on the CPU: what `content` must give for these rows, computed when the task was made."""
         return self._table[list(ids)]
 
-    def labels_of(self, ids: Sequence[int]) -> torch.Tensor:
-        """int64 [len(ids)] on the CPU: the classes of these rows."""
-        return self._labels[list(ids)]
+    def planned_terms(self, ids: Sequence[int]) -> Sequence[int]:
+        """One for each row: a row is one term of the loss, whatever its weight."""
+        return (1,) * len(ids)
+
+    @property
+    def width(self) -> int:
+        """Logits of a row: one a class."""
+        return self.num_labels
+
+    def outputs(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """fp32 [rows, classes] logits in eval mode and without a graph."""
+        return predictions(model, batch)
+
+    def score(self, ids: Sequence[int], outputs: torch.Tensor) -> ClassificationScores:
+        """The scores of these rows by their logits, fp64 [rows, classes] on the CPU."""
+        logits, labels = outputs.float(), self._labels[list(ids)]
+        confusion = confusion_matrix(logits.argmax(dim=1), labels, self.num_labels)
+        losses: list[float] = self.row_losses(logits, labels).double().tolist()
+        positive = (logits[:, 1] - logits[:, 0]).tolist() if self.num_labels == 2 else None
+        return scores(confusion, positive, labels.tolist() if positive is not None else None, losses)
 
     def _digest_rows(self) -> torch.Tensor:
         table = torch.zeros(len(self), dtype=torch.int64)
@@ -136,87 +153,6 @@ class ClassificationTask:
                 {"input_ids": values, "attention_mask": real, "labels": labels}
             )
         return table
-
-
-def padded_length(longest: int, multiple: int, limit: int | None = None) -> int:
-    """Tokens to which rows of at most `longest` are padded: up to a multiple, and beyond `limit` only as they are."""
-    length = -(-longest // multiple) * multiple
-    return length if limit is None else max(longest, min(length, limit))
-
-
-def shapes_of(batch_size: int, micro_batches: int, lengths: Collection[int]) -> frozenset[Shape]:
-    """The shapes of full global batches: one or two numbers of rows, each of `lengths`."""
-    rows = {batch_size // micro_batches, -(-batch_size // micro_batches)} - {0}
-    return frozenset((count, length) for count in rows for length in lengths)
-
-
-def length_step(max_length: int, count: int, multiple: int = 8) -> int:
-    """The multiple to pad to so that there are at most `count` lengths up to `max_length`; itself one of `multiple`."""
-    return padded_length(-(-max_length // count), multiple)
-
-
-def padded_lengths(max_length: int, step: int) -> tuple[int, ...]:
-    """The lengths to which rows of at most `max_length` tokens are padded."""
-    return tuple(padded_length(length, step, max_length) for length in range(1, max_length + 1, step))
-
-
-def collate(
-    rows: Sequence[torch.Tensor], pad_id: int, multiple: int, limit: int | None = None
-) -> dict[str, torch.Tensor]:
-    """Rows (int64 vectors, none empty) padded on the right: input_ids and attention_mask, int64 [rows, length].
-
-    length: that of the longest row, rounded up to `multiple` but not beyond `limit`.
-    """
-    length = padded_length(max(row.numel() for row in rows), multiple, limit)
-    ids = torch.full((len(rows), length), pad_id, dtype=torch.int64)
-    mask = torch.zeros_like(ids)
-    for place, row in enumerate(rows):
-        ids[place, : row.numel()] = row
-        mask[place, : row.numel()] = 1
-    return {"input_ids": ids, "attention_mask": mask}
-
-
-def placed(batch: Batch, device: torch.device) -> dict[str, torch.Tensor]:
-    """int64 tensors on `device`; a GPU gets them in one copy from pinned memory that nobody waits for."""
-    if device.type != "cuda":
-        return {name: tensor.to(device) for name, tensor in batch.items()}
-    joined = torch.cat([tensor.flatten() for tensor in batch.values()]).pin_memory().to(device, non_blocking=True)
-    parts = torch.split(joined, [tensor.numel() for tensor in batch.values()])
-    return {name: part.view(tensor.shape) for (name, tensor), part in zip(batch.items(), parts, strict=True)}
-
-
-def logits_of(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """[rows, classes]: one forward pass, without the labels, so that the model computes no loss of its own.
-
-    A model whose weights are stored in half precision computes its matrix products in it (autocast).
-    """
-    ids = batch["input_ids"]
-    masking = masking_of(model, ids.device)
-    with computing(model, ids.device), masked(model, masking, batch["attention_mask"]) as mask:
-        logits: torch.Tensor = model(input_ids=ids, attention_mask=mask).logits
-    return logits
-
-
-def predictions(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """fp32 [rows, classes] logits in eval mode and without a graph; the model's mode is as before afterwards."""
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            return logits_of(model, batch).float()
-    finally:
-        model.train(training)
-
-
-def evaluation_batches(count: int, rows: int) -> tuple[range, ...]:
-    """Rows 0 to count - 1 in order, in batches of `rows`: each row once, whatever the number of workers.
-
-    Workers share whole batches, so every batch is computed with one shape. Raises `ValueError` for count < 0, rows < 1.
-    """
-    if count < 0 or rows < 1:
-        msg = f"cannot split {count} rows into batches of {rows}"
-        raise ValueError(msg)
-    return tuple(range(first, min(first + rows, count)) for first in range(0, count, rows))
 
 
 def _check_rows(

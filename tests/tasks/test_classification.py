@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from andon.console.problems import InputError
-from andon.model.task import ClassificationTask, evaluation_batches, logits_of, predictions
+from andon.model.batches import evaluation_batches, logits_of, predictions
+from andon.tasks.classification import ClassificationTask
 from tests.model.tiny import CPU, PAD, adapted, padded_batch, perturbed, task
 
 

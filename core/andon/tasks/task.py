@@ -1,0 +1,43 @@
+"""What the trainer asks of a task beyond the step: how its rows are scored, exactly, on any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from andon.metrics.scores import Scores
+from andon.step.task import Batch, Task
+
+
+class ScoredTask(Task, Protocol):
+    """Encoded rows by their ids, from 0: trained on as a `Task` of the step, and scored row by row.
+
+    What a model makes of a row is `width` numbers, whichever rank computes them. Scores are a function of those of all
+    rows, computed on every rank alike, so they are the same to the bit on any number of ranks.
+    """
+
+    output: str
+    """What the numbers of a row are, in the word that a message has for them."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """int64 [rows]: tokens of each row."""
+        ...
+
+    @property
+    def width(self) -> int:
+        """How many numbers a row has."""
+        ...
+
+    def outputs(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """[rows of the batch, width], fp32 or fp64, in eval mode and without a graph."""
+        ...
+
+    def score(self, ids: Sequence[int], outputs: torch.Tensor) -> Scores:
+        """The scores of these rows by their outputs, fp64 [rows, width] on the CPU."""
+        ...
