@@ -10,7 +10,7 @@ import pytest
 
 from andon_falsify.report.page import write_html
 from tests.falsify.reports import NASTY, RATIO, campaign, hostile
-from tests.support.browser import CHROMIUM, Browser
+from tests.support.browser import CHROMIUM, FAINT, Browser
 
 pytestmark = pytest.mark.skipif(not CHROMIUM.exists(), reason=f"there is no {CHROMIUM} (Debian's package chromium)")
 
@@ -32,30 +32,6 @@ new Promise(done => {
 })
 """
 """What a screen reader is told once something was done."""
-FAINT = """
-(() => {
-  const channels = text => text.match(/[\\d.]+/g).map(Number);
-  const light = part => { part /= 255; return part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4; };
-  const luminance = ([r, g, b]) => 0.2126 * light(r) + 0.7152 * light(g) + 0.0722 * light(b);
-  const behind = each => {
-    const [r, g, b, alpha = 1] = channels(getComputedStyle(each).backgroundColor);
-    return alpha === 1 || !each.parentElement ? [r, g, b] : behind(each.parentElement);
-  };
-  const words = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
-  const found = [];
-  let seen = 0;
-  while (words.nextNode()) {
-    const each = words.currentNode.parentElement;
-    if (!words.currentNode.data.trim() || !each.checkVisibility({visibilityProperty: true})) continue;
-    const ink = getComputedStyle(each)[each.closest('svg') ? 'fill' : 'color'];
-    const two = [luminance(channels(ink)), luminance(behind(each))].sort((a, b) => b - a);
-    seen += 1;
-    if ((two[0] + 0.05) / (two[1] + 0.05) < 4.5) found.push(each.className + ': ' + words.currentNode.data.trim());
-  }
-  return [seen, found];
-})()
-"""
-"""How many texts are seen, and those whose contrast with what is behind them is under 4.5 to 1 (WCAG 2, AA)."""
 
 
 @pytest.fixture

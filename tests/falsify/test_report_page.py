@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from dataclasses import dataclass, field, replace
-from html.parser import HTMLParser
+from dataclasses import replace
 
 import pytest
 
@@ -15,47 +14,7 @@ from andon_falsify.report.page.curve import HEIGHT, WIDTH, draw
 from andon_falsify.report.page.render import render
 from andon_falsify.verdict import Counterexample
 from tests.falsify.reports import NASTY, campaign, finding, hostile
-
-VOID = {"meta", "link", "input"}
-
-
-@dataclass
-class Read(HTMLParser):
-    """A page taken apart: its elements with their attributes, and the text outside of style and script."""
-
-    page: str
-    elements: list[tuple[str, dict[str, str]]] = field(default_factory=list)
-    text: list[str] = field(default_factory=list)
-    inside: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        super().__init__()
-        self.feed(self.page)
-        assert self.inside == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Note an element; it must be closed unless it cannot be."""
-        self.elements.append((tag, {name: value or "" for name, value in attrs}))
-        if tag not in VOID:
-            self.inside.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Note an element that is closed at once, as those of SVG are."""
-        self.elements.append((tag, {name: value or "" for name, value in attrs}))
-
-    def handle_endtag(self, tag: str) -> None:
-        """Only what is open is closed."""
-        assert self.inside.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        """Note what a reader sees."""
-        if self.inside and self.inside[-1] not in ("style", "script"):
-            self.text.append(data)
-
-    def of(self, tag: str) -> list[dict[str, str]]:
-        """The attributes of every element of a kind."""
-        return [attributes for name, attributes in self.elements if name == tag]
-
+from tests.support.pages import Read
 
 REPORTS = {"campaign": campaign(), "hostile": hostile(NASTY), "empty": Report("2026-01-02T03:04:05Z")}
 

@@ -18,6 +18,30 @@ from types import TracebackType
 from typing import Any
 
 CHROMIUM = Path("/usr/bin/chromium")
+FAINT = """
+(() => {
+  const channels = text => text.match(/[\\d.]+/g).map(Number);
+  const light = part => { part /= 255; return part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4; };
+  const luminance = ([r, g, b]) => 0.2126 * light(r) + 0.7152 * light(g) + 0.0722 * light(b);
+  const behind = each => {
+    const [r, g, b, alpha = 1] = channels(getComputedStyle(each).backgroundColor);
+    return alpha === 1 || !each.parentElement ? [r, g, b] : behind(each.parentElement);
+  };
+  const words = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  const found = [];
+  let seen = 0;
+  while (words.nextNode()) {
+    const each = words.currentNode.parentElement;
+    if (!words.currentNode.data.trim() || !each.checkVisibility({visibilityProperty: true})) continue;
+    const ink = getComputedStyle(each)[each.closest('svg') ? 'fill' : 'color'];
+    const two = [luminance(channels(ink)), luminance(behind(each))].sort((a, b) => b - a);
+    seen += 1;
+    if ((two[0] + 0.05) / (two[1] + 0.05) < 4.5) found.push(each.className + ': ' + words.currentNode.data.trim());
+  }
+  return [seen, found];
+})()
+"""
+"""How many texts are seen, and those whose contrast with what is behind them is under 4.5 to 1 (WCAG 2, AA)."""
 _FLAGS = (
     "--headless",
     "--no-sandbox",
@@ -92,6 +116,10 @@ class Browser:
     def colours(self, scheme: str) -> None:
         """Be a reader who prefers a `light` or `dark` page."""
         self._call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+
+    def wide(self, pixels: int) -> None:
+        """Be a window of that width."""
+        self._call("Emulation.setDeviceMetricsOverride", width=pixels, height=800, deviceScaleFactor=1, mobile=False)
 
     def value(self, expression: str) -> Any:
         """The value of an expression of JavaScript in the page, as plain values; waits where it is a promise."""

@@ -1,13 +1,16 @@
-"""Show, explain, diff, replay: what a run has left, looked at afterwards."""
+"""Show, explain, diff, replay, report: what a run has left, looked at afterwards."""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from andon.cli import plugins
 from andon.console.messages import put, say
+from andon.console.problems import InputError, Problem
 
 Run = Annotated[Path, typer.Argument(help="Run folder, or its ledger.jsonl.")]
 
@@ -68,7 +71,30 @@ def explain(
         put(line)
 
 
+def report(
+    run: Run,
+    other: Annotated[Path | None, typer.Argument(help="A second one, to be shown beside it.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Where the page is written; RUN/report.html by default.")] = None,
+) -> None:
+    """Make one HTML page of a run, or of two side by side. Curves, scores, verdict, what happened, where they part."""
+    from andon.inspection.difference import compare, read_side
+    from andon.inspection.report import write_page
+    from andon.inspection.report.page import Page, Verdict
+    from andon.inspection.report.told import read_told
+
+    target = html if html is not None else run / "report.html" if run.is_dir() else run.with_suffix(".html")
+    if target.suffix not in (".html", ".htm"):
+        raise InputError([Problem("--html", f"{target} must end in .html, so that no file of a run is written over")])
+    paths = [run] if other is None else [run, other]
+    with ThreadPoolExecutor() as threads:  # each is a process, which reads the ledger while this one does
+        asked = [threads.submit(plugins.said_by, "verify", "--", str(path)) for path in paths]
+        runs = [read_told(read_side(path)) for path in paths]
+        verdicts = [None if (said := each.result()) is None else Verdict(*said) for each in asked]
+    write_page(Page(runs, verdicts, compare(*(each.side for each in runs)) if other is not None else None), target)
+    put(f"wrote {target}")
+
+
 def register(app: typer.Typer) -> None:
     """Add these commands to `app`."""
-    for command in (show, explain, diff, replay):
+    for command in (show, explain, diff, replay, report):
         app.command()(command)

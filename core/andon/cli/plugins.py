@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 from operator import attrgetter
@@ -30,6 +32,18 @@ def register(app: typer.Typer) -> None:
             # Without a short help of its own the list of commands would cut it in mid-sentence.
             first = (found.__doc__ or "").partition("\n")[0]
             app.command(point.name, cls=getattr(found, "command_class", None), short_help=first)(found)
+
+
+def said_by(name: str, *arguments: str) -> tuple[int, list[str]] | None:
+    """What the command `name` of another package ends with and says, run as a process of its own.
+
+    None where no package has it. Where it prints nothing, as for a mistake, its lines are those of standard error.
+    """
+    if not entry_points(group=GROUP, name=name):
+        return None
+    command = [sys.executable, "-m", "andon", name, *arguments]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    return done.returncode, (done.stdout or done.stderr).decode(errors="backslashreplace").splitlines()
 
 
 _ANYTHING = {"allow_extra_args": True, "ignore_unknown_options": True}

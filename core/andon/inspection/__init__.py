@@ -1,1 +1,4 @@
-"""A run's leavings, looked at afterwards: shown, compared with another, done again. Nothing here writes to a run."""
+"""A run's leavings, looked at afterwards: shown, drawn, compared with another, done again.
+
+Nothing here changes a file of a run.
+"""

@@ -14,6 +14,7 @@ from typing import Any
 
 from andon.config.identity import NAMING, PLACING
 from andon.config.load import load_config
+from andon.config.schema import Config
 from andon.inspection.recorded import Recorded, open_recorded
 from andon.run.provenance import read_provenance
 from andon.run.repeats import REPEATED, Difference, differing, lacks, shown
@@ -59,17 +60,18 @@ class Side:
 def read_side(path: Path) -> Side:
     """The run folder, ledger or configuration at `path`. Raises `InputError` for what is none of them."""
     if path.suffix in (".yaml", ".yml"):
-        return Side(str(path), _flat(path), {})
+        return Side(str(path), by_dotted_key(load_config(path)), {})
     recorded = open_recorded(path)
     folder = recorded.folder
     if folder is None or not folder.config.exists():
         return Side(str(path), {}, recorded.start.digests if recorded.start is not None else {}, recorded)
-    return Side(str(path), _flat(folder.config), _digests(recorded), recorded)
+    return Side(str(path), by_dotted_key(load_config(folder.config)), _digests(recorded), recorded)
 
 
-def _flat(path: Path) -> dict[str, Any]:
+def by_dotted_key(config: Config) -> dict[str, Any]:
+    """Every setting of `config` as a value of JSON."""
     found: dict[str, Any] = {}
-    for name, value in load_config(path).model_dump(mode="json").items():
+    for name, value in config.model_dump(mode="json").items():
         found |= {f"{name}.{key}": each for key, each in value.items()} if isinstance(value, dict) else {name: value}
     return found
 

@@ -64,7 +64,7 @@ def overview(found: Recorded) -> Iterator[str]:
             continue
         yield from _stretch(steps)
         steps = []
-        yield from _event(record, found)
+        yield from event(record, found)
     yield from _stretch(steps)
     if not any(isinstance(record, End) for record in found.records[-1:]):
         yield "unfinished  the ledger has no end of this run: it goes on still, or was cut off"
@@ -87,7 +87,8 @@ def _stretch(steps: Sequence[Step]) -> Iterator[str]:
     )
 
 
-def _event(record: Record, found: Recorded) -> Iterator[str]:
+def event(record: Record, found: Recorded) -> Iterator[str]:
+    """Lines on a record that is no step, each beginning with its kind and a space."""
     if isinstance(record, Start):
         yield from _start(record)
     elif isinstance(record, Resume):

@@ -1,0 +1,179 @@
+"""Numbers by step as a picture and as a table. A long series is thinned so that no spike is hidden.
+
+Records in a row share a bucket, of which the lowest and the highest number are drawn, each at its own step; what is
+not finite is a gap, and counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+WIDTH, HEIGHT = 360, 200
+_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 10, 10, 24
+MOST_BUCKETS = 250
+"""Of one series: about as many as a picture has pixels to draw two numbers of each."""
+_MOST_DOTS = 60
+_TICKS = 4
+
+Point = tuple[int, float]
+"""A step and its number."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """Numbers by rising step. name: what they are of. run: 0 or 1, whose. dots: measured now and then, and what counts
+    the kinds of rows from 1; 0: a line."""
+
+    name: str
+    points: Sequence[Point]
+    run: int = 0
+    dots: int = 0
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """`count` records from step `first` to `last`: the lowest and the highest that are finite, `lost` are not."""
+
+    first: int
+    last: int
+    count: int
+    low: Point | None
+    high: Point | None
+    lost: int
+
+    @property
+    def drawn(self) -> list[Point]:
+        """The points of the picture, by step."""
+        return sorted({point for point in (self.low, self.high) if point is not None})
+
+
+def bucketed(points: Sequence[Point], most: int = MOST_BUCKETS) -> list[Bucket]:
+    """`points` in order in at most `most` buckets of one size, the last one aside."""
+    size = max(1, math.ceil(len(points) / most))
+    return [_bucket(points[at : at + size]) for at in range(0, len(points), size)]
+
+
+def _bucket(points: Sequence[Point]) -> Bucket:
+    finite = [point for point in points if math.isfinite(point[1])]
+    low = min(finite, key=lambda point: point[1], default=None)
+    high = max(finite, key=lambda point: point[1], default=None)
+    return Bucket(points[0][0], points[-1][0], len(points), low, high, len(points) - len(finite))
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A series in the picture. lines: the points of each unbroken piece, as SVG writes them. dots: places."""
+
+    series: Series
+    buckets: Sequence[Bucket]
+    lines: Sequence[str]
+    dots: Sequence[tuple[str, str]]
+    lost: Sequence[str]
+    """The places across of what is not finite."""
+
+    @property
+    def thinned(self) -> bool:
+        """Whether a bucket holds more than one number."""
+        return any(bucket.count > 1 for bucket in self.buckets)
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Series in a picture of `WIDTH` x `HEIGHT`. ticks, steps: place and label at the left and below.
+
+    mark: where across runs part, where that is to be shown. words: the picture for those who do not see it.
+    """
+
+    title: str
+    unit: str
+    drawn: Sequence[Drawn]
+    ticks: Sequence[tuple[str, str]]
+    steps: Sequence[tuple[str, str, str]]
+    mark: str | None
+    words: str
+
+
+def draw(title: str, unit: str, series: Sequence[Series], mark: int | None = None) -> Picture | None:
+    """A picture of `series`; None where none of them has a finite number. mark: a step to draw a line at."""
+    found = [(each, bucketed(each.points)) for each in series if each.points]
+    points = [point for _, buckets in found for bucket in buckets for point in bucket.drawn]
+    if not points:
+        return None
+    ticks = _ticks(min(value for _, value in points), max(value for _, value in points))
+    height = _Scale(ticks[0], ticks[-1], HEIGHT - _BOTTOM, _TOP)
+    ends = min(each.points[0][0] for each, _ in found), max(each.points[-1][0] for each, _ in found)
+    across = _Scale(ends[0], ends[1] if ends[1] > ends[0] else ends[0] + 1, _LEFT, WIDTH - _RIGHT)
+    return Picture(
+        title=title,
+        unit=unit,
+        drawn=[_drawn(each, buckets, across, height) for each, buckets in found],
+        ticks=[(height(tick), f"{tick:.6g}") for tick in ticks],
+        steps=[
+            (across(step), str(step), side) for step, side in zip(sorted(set(ends)), ("start", "end"), strict=False)
+        ],
+        mark=None if mark is None or not ends[0] <= mark <= ends[1] else across(mark),
+        words="; ".join(_words(each) for each, _ in found) + (f"; the runs part at step {mark}" if mark else ""),
+    )
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """From a number between `low` and `high` to a place between `start` and `end`."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    def __call__(self, number: float) -> str:
+        # Halves first: the difference of two numbers near the largest float is none.
+        share = (number / 2 - self.low / 2) / (self.high / 2 - self.low / 2)
+        return f"{self.start + share * (self.end - self.start):.1f}"
+
+
+def _drawn(series: Series, buckets: Sequence[Bucket], across: _Scale, height: _Scale) -> Drawn:
+    pieces: list[list[Point]] = [[]]
+    for bucket in buckets:
+        pieces[-1] += bucket.drawn
+        if bucket.lost:
+            pieces.append([])
+    shown = [[(across(step), height(value)) for step, value in piece] for piece in pieces]
+    alone = [piece[0] for piece in shown if len(piece) == 1]
+    every = [place for piece in shown for place in piece]
+    few = series.dots > 0 and len(every) <= _MOST_DOTS
+    return Drawn(
+        series=series,
+        buckets=buckets,
+        lines=[" ".join(f"{x},{y}" for x, y in piece) for piece in shown if len(piece) > 1],
+        dots=every if few else alone,
+        lost=[across(bucket.first) for bucket in buckets if bucket.lost],
+    )
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Round numbers, at most a few, of which the first is at most `low` and the last at least `high`."""
+    if low == high:
+        room = abs(low) / 2 or 0.5
+        return [low - room, low, low + room]
+    span = high / _TICKS - low / _TICKS
+    if not math.isfinite(span) or span < 1e-300:
+        return [low, high]
+    power = 10.0 ** math.floor(math.log10(span))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= span)
+    ticks = [number * step for number in range(math.floor(low / step), math.ceil(high / step) + 1)]
+    # Numbers at the end of what a float holds, or so close that round ones between them are one.
+    return ticks if math.isfinite(ticks[0]) and math.isfinite(ticks[-1]) and ticks[0] < ticks[-1] else [low, high]
+
+
+def _words(series: Series) -> str:
+    finite = [value for _, value in series.points if math.isfinite(value)]
+    said = [f"{series.name}: {len(series.points)} numbers"]
+    if finite:
+        said.append(
+            f"first {finite[0]:.4g}, last {finite[-1]:.4g}, lowest {min(finite):.4g}, highest {max(finite):.4g}"
+        )
+    if len(finite) < len(series.points):
+        said.append(f"{len(series.points) - len(finite)} not finite")
+    return ", ".join(said)
