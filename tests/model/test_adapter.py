@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.pytorch_utils import Conv1D
 
 from andon.config.source import quiet_loading
 from andon.console.problems import InputError
@@ -29,7 +30,7 @@ from andon.model.adapter import (
 from andon.model.batches import predictions
 from andon.model.build import build_base
 from andon_contracts.digest import tree_digest
-from tests.model.tiny import CPU, LORA, TINY, adapted, perturbed, spec, task
+from tests.model.tiny import CAUSAL, CPU, LORA, PAD, TINY, adapted, causal, perturbed, spec, task
 
 ARCHITECTURES = ("decoder", "encoder")
 ROWS = task([[1, 2, 3], [4, 5, 6, 7, 8], [9]], [0, 1, 2])
@@ -254,3 +255,73 @@ def test_what_peft_refuses_is_bad_input() -> None:
     model = AutoModelForSequenceClassification.from_config(config)
     with pytest.raises(InputError, match=r"adapter: peft refuses it for Qwen3Moe.*lora_dropout"):
         attach(model, AdapterSpec(r=2, dropout=0.1), 0)
+
+
+def next_tokens(model: Any) -> torch.Tensor:
+    """The logits behind each of four tokens, in eval mode."""
+    with torch.no_grad():
+        logits: torch.Tensor = model.eval()(input_ids=torch.tensor([[1, 2, 3, 4]])).logits
+    return logits
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "gpt2"])
+def test_a_causal_head_stays_as_it_came(family: str) -> None:
+    """Every linear layer of the decoder is adapted (GPT-2's are of a class of its own); nothing else trains."""
+    model: Any = causal(family)
+    adapters = {name.split(".lora_")[0] for name in trainable_parameters(model)}
+    base = model.get_base_model()
+    layers = {
+        f"base_model.model.{name.removesuffix('.base_layer')}"
+        for name, module in base.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and name != "lm_head" and ".lora_" not in name
+    }
+    assert adapters == layers
+    assert len(layers) == 2 * {"qwen3": 7, "llama": 7, "gpt2": 4}[family]
+    assert all(".lora_" in name for name in trainable_parameters(model))
+
+
+def test_a_causal_head_is_no_target() -> None:
+    """It is not trained, so naming it is a mistake that is told."""
+    with pytest.raises(InputError, match="'lm_head' gives the logits of the vocabulary"):
+        causal(adapter=dataclasses.replace(LORA, targets=("q_proj", "lm_head")))
+
+
+def test_stock_peft_reads_a_causal_export_bit_for_bit(tmp_path: Path) -> None:
+    """AutoPeftModelForCausalLM offline; there are no classes, and so no file of their names."""
+    from peft import AutoPeftModelForCausalLM
+
+    model = perturbed(causal())
+    save_base(model, tmp_path / "base", ())
+    export_adapter(model, tmp_path / "adapter", str(tmp_path / "base"), ())
+    with quiet_loading():
+        loaded = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    assert torch.equal(next_tokens(loaded), next_tokens(model))
+    assert not torch.equal(next_tokens(loaded), next_tokens(causal()))
+    assert sorted(path.name for path in (tmp_path / "adapter").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (config["task_type"], config["modules_to_save"]) == ("CAUSAL_LM", None)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "gpt2"])
+def test_our_own_reader_is_exact_for_a_causal_model(family: str, tmp_path: Path) -> None:
+    """What was trained comes back bit for bit."""
+    model = perturbed(causal(family))
+    export_adapter(model, tmp_path, "unused", ())
+    loaded = causal(family)
+    load_adapter(loaded, tmp_path)
+    assert torch.equal(next_tokens(loaded), next_tokens(model))
+
+
+def test_a_causal_model_without_an_adapter_is_exported_whole(tmp_path: Path) -> None:
+    """As transformers loads it; of the tied embedding and head one is written, and both are read."""
+    model = perturbed(causal(adapter=AdapterSpec(kind="none")))
+    export_adapter(model, tmp_path, "unused", ())
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    with quiet_loading():
+        stock = AutoModelForCausalLM.from_pretrained(tmp_path)
+    ours = build_base(dataclasses.replace(CAUSAL, base=str(tmp_path), pad_id=PAD))
+    assert torch.equal(next_tokens(stock), next_tokens(model))
+    assert torch.equal(next_tokens(ours), next_tokens(model))

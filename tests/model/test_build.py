@@ -13,14 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from andon.config.source import quiet_loading
 from andon.console.problems import InputError
 from andon.model.adapter import base_digest, save_base
-from andon.model.build import ModelSpec, build_base, head_names
+from andon.model.build import ModelSpec, build_base, build_shape, head_names, vocabulary_head
 from andon_contracts.digest import tree_digest
-from tests.model.tiny import PAD, TINY, spec
+from tests.model.tiny import CAUSAL, PAD, TINY, spec
 
 ARCHITECTURES = ("decoder", "encoder")
 
@@ -232,3 +232,82 @@ def test_several_models_in_one_are_refused(tmp_path: Path) -> None:
     AutoConfig.for_model("gemma3").save_pretrained(tmp_path)
     with pytest.raises(InputError, match="is several models in one"):
         build_base(dataclasses.replace(TINY, base=str(tmp_path)))
+
+
+def test_a_causal_model_is_the_decoder_with_its_own_head() -> None:
+    """The backbone has the bits of the classifier's; embedding and head are one tensor, and no class has a name."""
+    model: Any = build_base(CAUSAL)
+    backbone = dict(build_base(TINY).named_parameters())
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, backbone[name]), name
+    assert vocabulary_head(model) is model.lm_head
+    assert vocabulary_head(build_base(TINY)) is None
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert {p.shape for p in build_shape(CAUSAL).parameters()} == {p.shape for p in model.parameters()}
+
+
+def test_the_padding_id_of_a_causal_model_is_an_id_like_any_other() -> None:
+    """Its embedding gets the gradient of where it is read: a stop token may have the same id."""
+    model: Any = build_base(dataclasses.replace(CAUSAL, pad_id=3))
+    model(input_ids=torch.tensor([[1, 3, 4]])).logits[0, 2, 4].backward()
+    assert bool(model.model.embed_tokens.weight.grad[3].ne(0).any())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_folder_must_have_a_causal_models_head(tied: bool, tmp_path: Path) -> None:
+    """A head of noise would be trained upon without a word. Where it is the embedding it is there."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    config = AutoConfig.for_model("llama", vocab_size=33, tie_word_embeddings=tied, **sizes)
+    saved = AutoModelForCausalLM.from_config(config)
+    wanted = dataclasses.replace(CAUSAL, base=str(tmp_path))
+    with quiet_loading():
+        saved.save_pretrained(tmp_path)
+    assert digest(build_base(wanted)) == digest(saved)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert tied == (tensors.pop("lm_head.weight", None) is None)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    if tied:
+        assert digest(build_base(wanted)) == digest(saved)
+        return
+    with pytest.raises(InputError, match=r"lacks weights that a causal language model needs: lm_head\.weight"):
+        build_base(wanted)
+
+
+def test_a_folder_that_lacks_part_of_a_causal_backbone_is_refused(tmp_path: Path) -> None:
+    """As of a classifier's."""
+    save_base(build_base(CAUSAL), tmp_path, ())
+    assert digest(build_base(dataclasses.replace(CAUSAL, base=str(tmp_path), seed=9))) == digest(build_base(CAUSAL))
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InputError, match=r"lacks weights.*layers\.1\.mlp\.up_proj\.weight"):
+        build_base(dataclasses.replace(CAUSAL, base=str(tmp_path)))
+
+
+@pytest.mark.parametrize("kind", ["bert", "modernbert", "t5"])
+def test_an_encoder_cannot_write(kind: str, tmp_path: Path) -> None:
+    """transformers would load it and warn; the message says what to give instead."""
+    AutoConfig.for_model(kind).save_pretrained(tmp_path)
+    for build in (build_base, build_shape):
+        with pytest.raises(InputError, match=rf"is an encoder \({kind}\), which cannot write"):
+            build(dataclasses.replace(CAUSAL, base=str(tmp_path)))
+
+
+def test_an_unknown_head_and_an_encoder_of_our_own_are_refused() -> None:
+    """The heads that there are are named."""
+    with pytest.raises(InputError, match="head: 'causual' is not one of classification, causal"):
+        build_base(dataclasses.replace(CAUSAL, head="causual"))
+    with pytest.raises(InputError, match="'encoder' reads both ways and cannot write the next token"):
+        build_base(dataclasses.replace(CAUSAL, architecture="encoder"))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "mistral"])
+def test_a_folder_of_any_decoder_is_loaded(kind: str, tmp_path: Path) -> None:
+    """Its weights and its own head; `is_decoder` is False where a family does not know the word."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    if kind == "mistral":
+        sizes["num_key_value_heads"] = 1
+    saved = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, vocab_size=33, **sizes))
+    with quiet_loading():
+        saved.save_pretrained(tmp_path)
+    assert digest(build_base(dataclasses.replace(CAUSAL, base=str(tmp_path)))) == digest(saved)

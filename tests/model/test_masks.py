@@ -156,7 +156,7 @@ def test_on_a_gpu_what_was_tried_is_used_and_tried_once(monkeypatch: pytest.Monk
     assert tried == [model]
 
 
-@pytest.mark.parametrize("name", masks._WINDOWS)
+@pytest.mark.parametrize("name", masks.WINDOWS)
 @pytest.mark.parametrize("nested", [False, True])
 def test_each_name_of_a_window_is_one(name: str, nested: bool) -> None:
     """In a part of a configuration as well: rows of a trial are shorter than windows."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import nn
 
 from andon.model.adapter import AdapterSpec, attach, trainable_parameters
-from andon.model.build import ModelSpec, build_base
+from andon.model.build import ModelSpec, build_base, seeded
 from andon.tasks.classification import ClassificationTask
 
 CPU = torch.device("cpu")
@@ -49,12 +50,12 @@ def adapted(architecture: str = "decoder", dtype: str = "float32", adapter: Adap
     return attach(build_base(spec(architecture, dtype)), adapter, seed=3)
 
 
-def perturbed(model: nn.Module, seed: int = 11) -> nn.Module:
+def perturbed(model: nn.Module, seed: int = 11, by: float = 0.3) -> nn.Module:
     """`model` with every trainable weight moved: with B at zero A has no gradient and dropout no effect."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in trainable_parameters(model).values():
-            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.3)
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=by)
     return model
 
 
@@ -71,3 +72,26 @@ def task(
         class_weights=class_weights,
         padding_multiple=padding_multiple,
     )
+
+
+CAUSAL = dataclasses.replace(TINY, head="causal", num_labels=0, labels=())
+
+
+def causal(kind: str = "qwen3", adapter: AdapterSpec = LORA, *, dropout: float = 0.0, eager: bool = False) -> nn.Module:
+    """A tiny decoder of a family ('qwen3': the embedded one) with an adapter; eager: its attention in plain steps."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    dropped = {"attention_dropout": dropout}
+    if kind == "gpt2":
+        sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
+        dropped = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), dropout)
+    if kind == "qwen3":
+        model: Any = build_base(dataclasses.replace(CAUSAL, dropout=dropout))
+    else:
+        config = AutoConfig.for_model(kind, vocab_size=33, tie_word_embeddings=kind == "gpt2", **sizes, **dropped)
+        with seeded(7):
+            model = AutoModelForCausalLM.from_config(config).train()
+    if eager:
+        model.set_attn_implementation("eager")
+    return attach(model, adapter, seed=3)

@@ -24,11 +24,12 @@ def calls() -> Iterator[tuple[str, ast.Call]]:
 
 
 def of_transformers(call: ast.Call) -> bool:
-    """Whether an `Auto...` class of transformers loads here: those that a folder can tell to import a file of its."""
+    """Whether an `Auto...` class of transformers, or one chosen as `auto`, loads here: those that a folder can tell to
+    import a file of its."""
     target = call.func
     if not isinstance(target, ast.Attribute) or target.attr not in LOADERS:
         return False
-    return isinstance(target.value, ast.Name) and target.value.id.startswith("Auto")
+    return isinstance(target.value, ast.Name) and target.value.id.lower().startswith("auto")
 
 
 def trusting(call: ast.Call) -> bool:
@@ -54,6 +55,7 @@ def test_nothing_is_unpickled() -> None:
     ("text", "expected"),
     [
         ("AutoModel.from_pretrained(x)", True),
+        ("auto.from_pretrained(x)", True),
         ("AutoModel.from_pretrained(x, trust_remote_code=True)", True),
         ("AutoModel.from_config(x, trust_remote_code=wanted)", True),
         ("AutoModel.from_config(x, trust_remote_code=False)", False),

@@ -1,4 +1,4 @@
-"""LoRA through peft, checked: each named target exists, the head trains, trainable weights are fp32.
+"""LoRA through peft, checked: each named target exists, a new head trains, trainable weights are fp32.
 
 peft accepts a target that matches nothing as long as another one matches, and a head in bfloat16 beside adapters in
 fp32; both end in a model that trains worse and says nothing. Here the first is an error and the second cannot be.
@@ -21,7 +21,7 @@ from torch import nn
 
 from andon.config.source import is_folder, require_model_folder
 from andon.console.problems import InputError, Problem, ProblemList
-from andon.model.build import head_names, seeded
+from andon.model.build import head_names, seeded, vocabulary_head
 from andon_contracts.digest import tree_digest
 
 ALL_LINEAR = "all-linear"
@@ -45,23 +45,23 @@ class AdapterSpec:
 def attach(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
     """`model` with the adapter of `spec`: A drawn from `seed`, B zero, the whole head trainable, trainables fp32.
 
-    Changes `model` in place and returns what to train (a peft model, or `model` itself for kind 'none').
-    Raises `InputError` for values out of range and for each target that matches no Linear, with the nearest names.
+    The head of a causal language model came with it, and stays as it is. Changes `model` in place and returns what to
+    train (a peft model, or `model` itself for kind 'none'). Raises `InputError` for values out of range and for each
+    target that matches no Linear, with the nearest names.
     """
     _check(spec)
     if spec.kind == "none":
         return model.float().requires_grad_(True)
     heads = head_names(model)
     if not heads:
-        raise InputError(
-            [Problem("model.base", f"{type(model).__name__} has no classification head beside its backbone")]
-        )
+        raise InputError([Problem("model.base", f"{type(model).__name__} has no head beside its backbone")])
     _check_targets(model, spec, heads)
-    adapted = _inject(model, spec, heads, seed)
+    new = () if vocabulary_head(model) is not None else heads
+    adapted = _inject(model, spec, new, seed)
     for parameter in adapted.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
-    for name in heads:
+    for name in new:
         _train_head(adapted.get_base_model().get_submodule(name), name)
     trained: nn.Module = adapted
     return trained
@@ -98,11 +98,13 @@ def _check_targets(model: nn.Module, spec: AdapterSpec, heads: Sequence[str]) ->
     found = ProblemList()
     for target in names:
         if not any(name == target or name.endswith(f".{target}") for name in linear):
-            found.add("adapter.targets", _unmatched(target, linear, heads))
+            found.add("adapter.targets", _unmatched(target, linear, heads, causal=vocabulary_head(model) is not None))
     found.raise_if_any()
 
 
-def _unmatched(target: str, linear: Iterable[str], heads: Sequence[str]) -> str:
+def _unmatched(target: str, linear: Iterable[str], heads: Sequence[str], *, causal: bool) -> str:
+    if target in heads and causal:
+        return f"{target!r} gives the logits of the vocabulary, which no adapter changes here; leave it out"
     if target in heads:
         return f"{target!r} is the classification head, which is trained whole; leave it out"
     if target == ALL_LINEAR:
@@ -113,20 +115,21 @@ def _unmatched(target: str, linear: Iterable[str], heads: Sequence[str]) -> str:
     return f"{target!r} matches no Linear module; {remedy}"
 
 
-def _inject(model: nn.Module, spec: AdapterSpec, heads: Sequence[str], seed: int) -> Any:
+def _inject(model: nn.Module, spec: AdapterSpec, new_heads: Sequence[str], seed: int) -> Any:
     from peft import LoraConfig, TaskType, get_peft_model
 
     names = _named(spec.targets)
     config = LoraConfig(
-        task_type=TaskType.SEQ_CLS,
+        task_type=TaskType.SEQ_CLS if new_heads else TaskType.CAUSAL_LM,
         r=spec.r,
         lora_alpha=spec.alpha,  # type: ignore[arg-type]
         lora_dropout=spec.dropout,
         target_modules=ALL_LINEAR if names == (ALL_LINEAR,) else list(names),
-        modules_to_save=list(heads),
+        modules_to_save=list(new_heads) or None,
     )
     with seeded(seed), torch.device("cpu"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set to False", UserWarning)  # it sets what GPT-2 needs
         try:
             return get_peft_model(model, config)
         except ValueError as error:
@@ -177,7 +180,8 @@ def export_adapter(model: nn.Module, folder: Path, base_reference: str, labels: 
     """Write what was trained: a PEFT folder, or for kind 'none' the whole model. The same bytes in every process.
 
     folder: made if absent; atomicity is its owner's affair. base_reference: where the base will be found later, as
-    stock peft resolves it, so an absolute path (see `save_base`) or a hub id. labels: names in the order of their ids.
+    stock peft resolves it, so an absolute path (see `save_base`) or a hub id. labels: names in the order of their ids;
+    none of a causal language model, for which no labels.json is written.
     """
     from peft import PeftModel
     from safetensors.torch import save
@@ -233,6 +237,7 @@ def _check_shapes(file: Path, found: Mapping[str, torch.Tensor], wanted: Mapping
 def save_base(model: nn.Module, folder: Path, labels: Sequence[str]) -> None:
     """Write the base model without its adapter (config.json, model.safetensors, labels.json) as transformers loads it.
 
+    Of weights that are tied one is written. labels: as `export_adapter` has them.
     What makes an adapter of the embedded model loadable by stock peft. Needed once: the base never changes.
     """
     from peft import PeftModel
@@ -241,18 +246,20 @@ def save_base(model: nn.Module, folder: Path, labels: Sequence[str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     # peft keeps the base's own tensors beside those that it adds, under names with one part more.
+    tied = base.all_tied_weights_keys
     tensors = {
         name.replace(".base_layer.", ".").replace(".original_module.", "."): _detached(value)
         for name, value in base.state_dict().items()
-        if ".lora_" not in name and ".modules_to_save." not in name
+        if ".lora_" not in name and ".modules_to_save." not in name and name not in tied
     }
     (folder / "model.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))
     config = base.config.to_dict() | {
         "architectures": [type(base).__name__],
         "dtype": str(base.dtype).removeprefix("torch."),
-        "id2label": {str(index): name for index, name in enumerate(labels)},
-        "label2id": {name: index for index, name in enumerate(labels)},
     }
+    if labels:
+        config["id2label"] = {str(index): name for index, name in enumerate(labels)}
+        config["label2id"] = {name: index for index, name in enumerate(labels)}
     config.pop("_name_or_path", None)
     _write_json(folder / "config.json", config)
     _write_labels(folder, labels)
@@ -285,7 +292,7 @@ def _adapter_config(model: Any, base_reference: str) -> dict[str, Any]:
     config |= {
         "base_model_name_or_path": base_reference,
         "inference_mode": True,
-        "modules_to_save": sorted(set(config["modules_to_save"])),
+        "modules_to_save": sorted(set(config["modules_to_save"] or ())) or None,
     }
     return {name: sorted(value) if isinstance(value, set) else value for name, value in config.items()}
 
@@ -295,4 +302,5 @@ def _write_json(file: Path, content: Mapping[str, Any]) -> None:
 
 
 def _write_labels(folder: Path, labels: Sequence[str]) -> None:
-    _write_json(folder / "labels.json", {"labels": list(labels)})
+    if labels:
+        _write_json(folder / "labels.json", {"labels": list(labels)})

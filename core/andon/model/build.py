@@ -1,4 +1,4 @@
-"""A sequence classifier from transformers: the embedded small one, or a folder's or the hub's.
+"""A sequence classifier or a causal language model from transformers: the embedded small one, a folder's or the hub's.
 
 The same `ModelSpec` gives the same bits in every process: what a checkpoint lacks (all of it for the embedded models,
 the classification head for others) is drawn from the spec's own seed, and the process-global generator is left alone.
@@ -27,6 +27,14 @@ Contexts = Callable[[], tuple[AbstractContextManager[object], AbstractContextMan
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _HALVES = (torch.bfloat16, torch.float16)
 _ARCHITECTURES = ("decoder", "encoder")
+_LOADERS = {"classification": "AutoModelForSequenceClassification", "causal": "AutoModelForCausalLM"}
+"""Who in transformers reads a folder's or the hub's model, by the head that it is to have."""
+_EMBEDDED = {
+    ("decoder", "classification"): "Qwen3ForSequenceClassification",
+    ("decoder", "causal"): "Qwen3ForCausalLM",
+    ("encoder", "classification"): "BertForSequenceClassification",
+}
+"""The embedded models, by architecture and head."""
 _OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert")
 """Model types whose positions start behind the padding id."""
 _SEEDING = threading.Lock()
@@ -40,6 +48,7 @@ class ModelSpec:
     max_length: most tokens of a row. dtype: 'float32' or 'bfloat16', of the frozen weights. vocab_size: ids that the
     tokenizer may give. pad_id: the padding id; a decoder pools the last token that is not this one.
     labels: one name for each class, in the order of their ids. seed: of every weight that is not loaded.
+    head: 'classification', or 'causal' for the next token, where num_labels and labels are not read.
     """
 
     num_labels: int
@@ -57,21 +66,23 @@ class ModelSpec:
     max_length: int = 128
     dtype: str = "float32"
     seed: int = 0
+    head: str = "classification"
 
 
 def build_base(spec: ModelSpec) -> nn.Module:
     """The model of `spec` on the CPU, in training mode, with no adapter; identical on every call.
 
     A folder is read without the network and without running code from it. Raises `InputError` for sizes that do not
-    fit each other, a folder or hub id that cannot be loaded or lacks weights of its backbone, a tokenizer whose ids
-    exceed the vocabulary, and rows longer than the model has positions.
+    fit each other, a folder or hub id that cannot be loaded or lacks weights of its backbone (of a causal model its
+    head is no less), a tokenizer whose ids exceed the vocabulary, rows longer than the model has positions, and an
+    encoder that is to write.
     """
     _check(spec)
     _check_memory(spec)
     with seeded(spec.seed), torch.device("cpu"):
         model: nn.Module = _embedded(spec) if spec.base is None else _pretrained(spec)
     _check_fit(model.config, spec)
-    return model.train()
+    return _ready(model)
 
 
 def build_shape(spec: ModelSpec) -> nn.Module:
@@ -83,6 +94,15 @@ def build_shape(spec: ModelSpec) -> nn.Module:
     with seeded(spec.seed), torch.device("meta"):
         model: nn.Module = _embedded(spec) if spec.base is None else _configured(spec)
     _check_fit(model.config, spec)
+    return _ready(model)
+
+
+def _ready(model: nn.Module) -> nn.Module:
+    """In training mode. What a causal model reads is known by rows, so the padding's id is an id like any other:
+    `padding_idx` would drop the gradient of its embedding, and with it that of a stop token of the same id."""
+    if vocabulary_head(model) is not None:
+        built: Any = model
+        built.get_input_embeddings().padding_idx = None
     return model.train()
 
 
@@ -101,9 +121,11 @@ def _check(spec: ModelSpec) -> None:
     found = ProblemList()
     if spec.dtype not in _DTYPES:
         found.add("model.dtype", f"{spec.dtype!r} is not one of {', '.join(_DTYPES)}")
-    if spec.num_labels < 2:
+    if spec.head not in _LOADERS:
+        found.add("head", f"{spec.head!r} is not one of {', '.join(_LOADERS)}")
+    if spec.head == "classification" and spec.num_labels < 2:
         found.add("num_labels", f"{spec.num_labels} classes; a classifier needs at least 2")
-    if len(spec.labels) != spec.num_labels:
+    if spec.head == "classification" and len(spec.labels) != spec.num_labels:
         found.add("labels", f"{len(spec.labels)} label names for {spec.num_labels} classes")
     if not 0 <= spec.pad_id < spec.vocab_size:
         found.add("pad_id", f"padding id {spec.pad_id} is outside of the {spec.vocab_size} ids of the vocabulary")
@@ -119,6 +141,8 @@ def _check_sizes(spec: ModelSpec, found: ProblemList) -> None:
         found.add(f"model.{name}", f"{getattr(spec, name)} must be at least 1")
     if spec.architecture not in _ARCHITECTURES:
         found.add("model.architecture", f"{spec.architecture!r} is not one of {', '.join(_ARCHITECTURES)}")
+    elif spec.head == "causal" and spec.architecture == "encoder":
+        found.add("model.architecture", "'encoder' reads both ways and cannot write the next token; give 'decoder'")
     if not 0 <= spec.dropout < 1:
         found.add("model.dropout", f"{spec.dropout} must be at least 0 and below 1")
     if wrong:
@@ -144,6 +168,8 @@ def _check_memory(spec: ModelSpec) -> None:
 
 
 def _label_names(spec: ModelSpec) -> dict[str, Any]:
+    if spec.head == "causal":
+        return {}
     return {
         "num_labels": spec.num_labels,
         "id2label": dict(enumerate(spec.labels)),
@@ -152,6 +178,8 @@ def _label_names(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _embedded(spec: ModelSpec) -> Any:
+    import transformers
+
     shared: dict[str, Any] = {
         "vocab_size": spec.vocab_size,
         "hidden_size": spec.hidden_size,
@@ -164,34 +192,35 @@ def _embedded(spec: ModelSpec) -> Any:
         **_label_names(spec),
     }
     if spec.architecture == "encoder":
-        from transformers import BertConfig, BertForSequenceClassification
-
-        model: Any = BertForSequenceClassification(
-            BertConfig(**shared, hidden_dropout_prob=spec.dropout, attention_probs_dropout_prob=spec.dropout)
+        config: Any = transformers.BertConfig(
+            **shared, hidden_dropout_prob=spec.dropout, attention_probs_dropout_prob=spec.dropout
         )
     else:
-        from transformers import Qwen3Config, Qwen3ForSequenceClassification
-
-        config = Qwen3Config(
+        config = transformers.Qwen3Config(
             **shared,
             head_dim=spec.hidden_size // spec.num_attention_heads,
             num_key_value_heads=spec.num_key_value_heads,
             attention_dropout=spec.dropout,
             bos_token_id=None,
             eos_token_id=None,
+            tie_word_embeddings=spec.head == "causal",
         )
-        model = Qwen3ForSequenceClassification(config)
+    model: Any = getattr(transformers, _EMBEDDED[spec.architecture, spec.head])(config)
     model.config.dtype = _DTYPES[spec.dtype]
     return model.to(_DTYPES[spec.dtype])
 
 
-def _pretrained(spec: ModelSpec) -> Any:
-    from transformers import AutoModelForSequenceClassification
+def _auto_class(spec: ModelSpec) -> Any:
+    import transformers
 
-    source, local = _source(str(spec.base))
+    return getattr(transformers, _LOADERS[spec.head])
+
+
+def _pretrained(spec: ModelSpec) -> Any:
+    auto, (source, local) = _auto_class(spec), _source(str(spec.base))
     config = _configuration(spec, source, local)  # not its values to the model, which refuses those that it lacks
     with loading(str(spec.base), "model.base"):
-        model, report = AutoModelForSequenceClassification.from_pretrained(
+        model, report = auto.from_pretrained(
             source,
             config=config,
             dtype=_DTYPES[spec.dtype],
@@ -206,13 +235,9 @@ def _pretrained(spec: ModelSpec) -> Any:
 
 def _configured(spec: ModelSpec) -> Any:
     """The model that a folder's or the hub's configuration describes, with the sizes that `spec` gives its head."""
-    from transformers import AutoModelForSequenceClassification
-
-    config = _configuration(spec, *_source(str(spec.base)))
+    auto, config = _auto_class(spec), _configuration(spec, *_source(str(spec.base)))
     with loading(str(spec.base), "model.base"):
-        return AutoModelForSequenceClassification.from_config(
-            config, dtype=_DTYPES[spec.dtype], trust_remote_code=False
-        )
+        return auto.from_config(config, dtype=_DTYPES[spec.dtype], trust_remote_code=False)
 
 
 def _configuration(spec: ModelSpec, source: str, local: bool) -> Any:
@@ -228,7 +253,18 @@ def _configuration(spec: ModelSpec, source: str, local: bool) -> Any:
     if config.get_text_config() is not config:
         what = f"{spec.base!r} is several models in one ({', '.join(config.sub_configs)}); give one of text alone"
         raise InputError([Problem("model.base", what)])
+    if spec.head == "causal" and _is_encoder(config):
+        what = f"{spec.base!r} is an encoder ({config.model_type}), which cannot write the next token; give a decoder"
+        raise InputError([Problem("model.base", what)])
     return config
+
+
+def _is_encoder(config: Any) -> bool:
+    """Transformers would have one write, and warn. Those that can be both are what `is_decoder` says."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    masked = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    return bool(config.is_encoder_decoder or (masked and not getattr(config, "is_decoder", False)))
 
 
 def _source(base: str) -> tuple[str, bool]:
@@ -247,20 +283,22 @@ def _source(base: str) -> tuple[str, bool]:
 
 
 def _check_complete(model: Any, report: Any, spec: ModelSpec) -> None:
-    """Transformers fills what a checkpoint lacks with noise and goes on; that is right for the head alone."""
+    """Transformers fills what a checkpoint lacks with noise and goes on; that is right for a new head alone."""
     absent = {str(name) for name in report["missing_keys"]}
     absent |= {str(name[0] if isinstance(name, (tuple, list)) else name) for name in report["mismatched_keys"]}
-    heads = tuple(f"{name}." for name in head_names(model))
+    heads = () if spec.head == "causal" else tuple(f"{name}." for name in head_names(model))
     backbone = sorted(name for name in absent if not name.startswith(heads) and ".pooler." not in name)
     if backbone:
         shown = ", ".join(backbone[:5]) + (f" and {len(backbone) - 5} more" if len(backbone) > 5 else "")
-        raise InputError([Problem("model.base", f"{spec.base!r} lacks weights of its own backbone: {shown}")])
+        whose = "that a causal language model needs" if spec.head == "causal" else "of its own backbone"
+        raise InputError([Problem("model.base", f"{spec.base!r} lacks weights {whose}: {shown}")])
 
 
 def head_names(model: nn.Module) -> tuple[str, ...]:
-    """The classification head: the model's children with parameters, other than its backbone.
+    """The head: the model's children with parameters, other than its backbone.
 
-    `score` for decoders, `classifier` for BERT, `pre_classifier` and `classifier` for DistilBERT.
+    `score` for decoders, `classifier` for BERT, `pre_classifier` and `classifier` for DistilBERT, `lm_head` for causal
+    language models.
     """
     backbone = getattr(model, "base_model_prefix", None)
     return tuple(
@@ -268,6 +306,13 @@ def head_names(model: nn.Module) -> tuple[str, ...]:
         for name, child in model.named_children()
         if name != backbone and next(child.parameters(), None) is not None
     )
+
+
+def vocabulary_head(model: nn.Module) -> nn.Module | None:
+    """The layer that gives a causal language model's logits of the next token; None: the model is none."""
+    base: Any = without_adapter(model)
+    found: nn.Module | None = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
+    return found
 
 
 def _check_fit(config: Any, spec: ModelSpec) -> None:
@@ -292,7 +337,7 @@ def backbone_of(model: nn.Module) -> nn.Module:
 
 
 def without_adapter(model: nn.Module) -> nn.Module:
-    """The classifier of transformers, whose layers are adapted if they were: peft's wrapper is taken off."""
+    """The model of transformers, whose layers are adapted if they were: peft's wrapper is taken off."""
     adapted: Any = model
     found: nn.Module = adapted.get_base_model() if hasattr(adapted, "get_base_model") else model
     return found

@@ -19,7 +19,7 @@ from torch import nn
 
 from andon.model.build import backbone_of, computing, half_of
 
-_WINDOWS = ("sliding_window", "local_attention", "attention_window", "attention_chunk_size", "window_size")
+WINDOWS = ("sliding_window", "local_attention", "attention_window", "attention_chunk_size", "window_size")
 """What configurations of transformers call a limit to how far a token sees."""
 _UNMASKED = "andon_unmasked_sdpa"
 """What transformers knows its own attention under a second time: it makes no mask for names it has no masks of."""
@@ -64,7 +64,7 @@ def _has_windows(config: Any) -> bool:
     """Whether some layer has another kind of attention than the full one, or a limit to how far a token sees."""
     parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", None) or ()]
     kinds = set(getattr(config, "layer_types", None) or ("full_attention",))
-    limited = kinds != {"full_attention"} or any(getattr(config, name, None) for name in _WINDOWS)
+    limited = kinds != {"full_attention"} or any(getattr(config, name, None) for name in WINDOWS)
     return limited or any(_has_windows(part) for part in parts if part is not None)
 
 
@@ -98,7 +98,7 @@ def _holds(model: nn.Module, masking: Masking, device: torch.device) -> bool:
     """
     ids, mask = _tokens(model, device)
     noise = _NOISE[half_of(model)]
-    with torch.no_grad(), _evaluating(model), computing(model, device):
+    with torch.no_grad(), evaluating(model), computing(model, device):
         wanted = _values(model, ids, mask, mask)
         with masked(model, masking, mask) as given:
             found = _values(model, ids, given, mask)
@@ -147,7 +147,7 @@ def _tokens(model: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tenso
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Inside, nothing is dropped; every module is then in the mode in which it was."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()

@@ -1,0 +1,306 @@
+"""Next tokens as a loss: packs of rows to one forward pass, and the sum of the trained tokens' cross entropies.
+
+A pack is rows end to end in one line of a batch. Nothing of one row may reach another: positions start again with each,
+and who sees whom is said by pairs of tokens. transformers sees packs by itself only where it is given no mask and no
+cache, and is silent where it does not; `require_apart` holds a model to its own word about each row alone.
+
+The loss is a SUM in fp32, of weight * cross entropy, and is divided by nothing here: whoever divides knows the trained
+tokens of the whole global batch. A token's weight belongs to its prediction, made one token before in its row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from andon.console.problems import InputError, Problem
+from andon.model.batches import padded_length
+from andon.model.build import backbone_of, computing, half_of, vocabulary_head, without_adapter
+from andon.model.masks import MISFITS, WINDOWS, evaluating
+from andon.step.task import Batch, LeafLoss
+from andon_contracts.digest import row_digests
+
+Row = tuple[torch.Tensor, torch.Tensor]
+"""Its tokens, an int64 vector, and their weights, fp32 of the same length; 0 for one that is not trained."""
+
+_LOGITS = 1 << 25
+"""How many logits are held at a time, which is 128 MiB of fp32."""
+_TRIED_LENGTHS = (9, 2, 5)
+_ROUNDING = {None: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.05}
+"""How far logits may be off, as a relative L2, by the precision of products; what another row leaks is more."""
+
+
+def collate_packs(packs: Sequence[Sequence[Row]], pad_id: int, multiple: int, limit: int | None) -> Batch:
+    """`packs` (none empty, nor a row) padded on the right to one length: int64 tensors, first dimension the packs.
+
+    length: the longest pack's, rounded up to `multiple` but not beyond `limit`. input_ids, positions (from 0 in each
+    row), rows (1 for a pack's first row, 2, ...; 0 is padding) and weights (the bits of fp32; 0 for a row's first
+    token, which nothing predicts) are [packs, length]. row_lengths is [packs, most rows], 0 behind a pack's last.
+    trained has the places (pack * length + column) of all tokens with a weight, in order and dealt out evenly to
+    [packs, n]; 0, where no row has a trained token, fills the rest. Raises `ValueError` for a row whose weights are of
+    another length.
+    """
+    counts = [[tokens.numel() for tokens, _ in rows] for rows in packs]
+    length = padded_length(max(map(sum, counts)), multiple, limit)
+    shape = (len(packs), length)
+    ids = torch.full(shape, pad_id, dtype=torch.int64)
+    positions, numbers = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
+    weights = torch.zeros(shape, dtype=torch.float32)
+    row_lengths = torch.zeros((len(packs), max(map(len, packs))), dtype=torch.int64)
+    for place, rows in enumerate(packs):
+        first = 0
+        for number, (tokens, given) in enumerate(rows):
+            if tokens.shape != given.shape:
+                msg = f"a row has {tokens.numel()} tokens and {given.numel()} weights"
+                raise ValueError(msg)
+            here = slice(first, first + tokens.numel())
+            ids[place, here] = tokens
+            positions[place, here] = torch.arange(tokens.numel())
+            numbers[place, here] = number + 1
+            weights[place, first + 1 : here.stop] = given[1:]
+            row_lengths[place, number] = tokens.numel()
+            first = here.stop
+    trained = weights.flatten().nonzero().flatten()
+    dealt = torch.zeros(len(packs) * -(-trained.numel() // len(packs)), dtype=torch.int64)
+    dealt[: trained.numel()] = trained
+    return {
+        "input_ids": ids,
+        "positions": positions,
+        "rows": numbers,
+        "weights": weights.view(torch.int32).long(),
+        "row_lengths": row_lengths,
+        "trained": dealt.view(len(packs), -1),
+    }
+
+
+def content(batch: Batch) -> torch.Tensor:
+    """int64 [packs]: the digest of each pack's tokens, positions, rows and weights, padding aside."""
+    parts = [batch[name] for name in ("input_ids", "positions", "rows", "weights")]
+    return row_digests(torch.stack(parts, dim=2).flatten(1), len(parts) * (batch["rows"] > 0).sum(dim=1))
+
+
+def hidden_of(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """[packs, length, hidden]: one pass of the backbone, in which a token sees its own row up to itself.
+
+    Padding sees padding, so that no token is without one to see. Packed or not there is one path, and so the bits of a
+    batch are a function of the batch alone.
+    """
+    ids, rows = batch["input_ids"], batch["rows"]
+    seen = (rows[:, None, :, None] == rows[:, None, None, :]).tril()
+    backbone = backbone_of(model)
+    with computing(model, ids.device):
+        output: Any = backbone(
+            input_ids=ids, attention_mask=_as_taken(model, seen), position_ids=batch["positions"], use_cache=False
+        )
+    hidden: torch.Tensor = output.last_hidden_state
+    return hidden
+
+
+def _as_taken(model: nn.Module, seen: torch.Tensor) -> torch.Tensor:
+    """The mask as the model's attention takes it: sdpa a boolean one, others what they add to their scores."""
+    config: Any = without_adapter(model).config
+    if config._attn_implementation == "sdpa":
+        return seen
+    return torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, torch.finfo(torch.float32).min)
+
+
+def loss_sum(model: nn.Module, batch: Batch) -> LeafLoss:
+    """The fp32 sum of weight * cross entropy over the trained tokens, with its graph; its terms are these tokens, and
+    correct is those that have the largest logit.
+
+    Logits are made at trained tokens alone, some at a time, and their gradient with them: nothing of the size of the
+    vocabulary is kept for the backward pass. Their order is the batch's, so the bits are too.
+    """
+    head = _head(model)
+    hidden, targets, weights = _predictions(hidden_of(model, batch), batch)
+    learning = [parameter for parameter in head.parameters() if parameter.requires_grad]
+    with computing(model, hidden.device):
+        if torch.is_grad_enabled():
+            total, correct = _LossInChunks.apply(  # type: ignore[no-untyped-call]
+                head, hidden, targets, weights, *learning
+            )
+        else:
+            losses, right = _token_losses(head, hidden, targets, weights)
+            total, correct = losses.double().sum().float(), right.sum()
+    return LeafLoss(total, correct, (weights != 0).sum())
+
+
+def row_outputs(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """fp64 [packs, 3]: of each pack the loss sum, the trained tokens predicted right, and the trained tokens.
+
+    In eval mode and without a graph; the modes of the model's modules are as before afterwards.
+    """
+    with torch.no_grad(), evaluating(model), computing(model, batch["input_ids"].device):
+        hidden, targets, weights = _predictions(hidden_of(model, batch), batch)
+        losses, right = _token_losses(_head(model), hidden, targets, weights)
+    values = torch.stack([losses.double(), right.double(), (weights != 0).double()], dim=1)
+    packs, length = batch["input_ids"].shape
+    # Each at its own place, where a sum by index would have an order of the device's; place 0 only ever takes zeros.
+    table = torch.zeros((packs * length, 3), dtype=torch.float64, device=values.device)
+    table[batch["trained"].flatten()] = values
+    return table.view(packs, length, 3).sum(dim=1)
+
+
+def _head(model: nn.Module) -> nn.Module:
+    head = vocabulary_head(model)
+    if head is None:
+        msg = f"{type(without_adapter(model)).__name__} is no causal language model"
+        raise TypeError(msg)
+    return head
+
+
+def _predictions(hidden: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of the trained tokens what predicts them, [n, hidden], they themselves, and their weights; 0 for a filler."""
+    places = batch["trained"].flatten()
+    before = hidden.flatten(0, 1).index_select(0, (places - 1).clamp(min=0))
+    weights = batch["weights"].flatten()[places].to(torch.int32).view(torch.float32)
+    return before, batch["input_ids"].flatten()[places], weights.where(places > 0, 0.0)
+
+
+def _chunk_losses(
+    head: nn.Module, hidden: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """fp32 [n] weight * cross entropy, and bool [n] whether the target has the largest logit and a weight."""
+    logits = head(hidden).float()
+    losses = nn.functional.cross_entropy(logits, targets, reduction="none") * weights
+    return losses, (logits.detach().argmax(dim=1) == targets) & (weights != 0)
+
+
+def _chunks(head: nn.Module, count: int) -> Iterator[slice]:
+    """Tokens 0 to count - 1 in order, so many at a time as `_LOGITS` allows: a function of the two sizes alone."""
+    weight: Any = head.weight
+    step = max(1, _LOGITS // weight.shape[0])
+    return (slice(first, min(first + step, count)) for first in range(0, count, step))
+
+
+def _token_losses(
+    head: nn.Module, hidden: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `_chunk_losses`, for any number of tokens and without a graph."""
+    losses = torch.empty(targets.shape, device=hidden.device)
+    right = torch.empty(targets.shape, dtype=torch.bool, device=hidden.device)
+    for part in _chunks(head, targets.numel()):
+        losses[part], right[part] = _chunk_losses(head, hidden[part], targets[part], weights[part])
+    return losses, right
+
+
+class _LossInChunks(torch.autograd.Function):
+    """The loss sum and its correct tokens; the gradient is made with each chunk's logits while they are there."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        head: nn.Module,
+        hidden: torch.Tensor,
+        targets: torch.Tensor,
+        weights: torch.Tensor,
+        *learning: nn.Parameter,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        total = torch.zeros((), dtype=torch.float64, device=hidden.device)
+        correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
+        gradients = [torch.zeros_like(hidden), *(torch.zeros_like(each) for each in learning)]
+        for part in _chunks(head, targets.numel()):
+            with torch.enable_grad():
+                inputs = hidden[part].detach().requires_grad_()
+                losses, right = _chunk_losses(head, inputs, targets[part], weights[part])
+                found = torch.autograd.grad(losses.sum(), (inputs, *learning))
+            gradients[0][part] = found[0]
+            for kept, more in zip(gradients[1:], found[1:], strict=True):
+                kept.add_(more)
+            total += losses.detach().double().sum()
+            correct += right.sum()
+        ctx.save_for_backward(*gradients)
+        ctx.mark_non_differentiable(correct)
+        return total.float(), correct
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # In place: a head's gradient is large, and autograd itself refuses to come here a second time.
+        of_hidden, *of_head = (kept.mul_(gradient) for kept in ctx.saved_tensors)
+        return None, of_hidden, None, None, *of_head
+
+
+def require_apart(model: nn.Module, device: torch.device, longest: int | None = None) -> None:
+    """Raise `InputError` unless `model` on `device` gives packed rows the logits that it gives each of them alone.
+
+    Alone is the model's own pass with no mask of ours. One that changes its logits behind its head is refused too. Two
+    packs are tried, with more than one row and with padding. longest: tokens of the longest row (None: not known); a
+    model that limits how far a token sees is refused unless that is as far as any row goes.
+    """
+    base: Any = without_adapter(model)
+    _require_whole_sight(base, longest)
+    head, rows = _head(model), _tried_rows(base, longest)
+    weights = [torch.ones(row.numel()) for row in rows]
+    packs = [list(zip(rows, weights, strict=True)), [(rows[0], weights[0])]]
+    batch = {name: value.to(device) for name, value in collate_packs(packs, 0, 4, None).items()}
+    with torch.no_grad(), evaluating(model), computing(model, device):
+        try:
+            packed = head(hidden_of(model, batch)).float()
+            alone = [base(input_ids=row[None].to(device), use_cache=False).logits[0] for row in rows]
+            by_head = head(backbone_of(model)(input_ids=rows[0][None].to(device), use_cache=False).last_hidden_state)[0]
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise
+        except MISFITS as error:
+            if "CUDA error" in str(error):
+                raise
+            _refuse(base, f"cannot be given packs of rows: {' '.join(str(error).split())[:200]}")
+    if not torch.equal(by_head, alone[0]):
+        _refuse(base, "changes its logits behind its head (scales or caps them), which this training does not")
+    found = [*packed[0, : sum(row.numel() for row in rows)].split([row.numel() for row in rows])]
+    found.append(packed[1, : rows[0].numel()])
+    pairs = zip(found, [*alone, alone[0]], strict=True)
+    worst = max(float((one - other).norm() / other.float().norm()) for one, other in pairs)
+    if not worst <= _ROUNDING[half_of(model)]:
+        _refuse(base, f"gives packed rows other logits than each row alone (relative L2 {worst:.2g})")
+
+
+def _require_whole_sight(base: Any, longest: int | None) -> None:
+    kinds = set(getattr(base.config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if kinds:
+        _refuse(base, f"has layers of {', '.join(sorted(kinds))}, which cannot be told rows apart")
+    limits = {name: getattr(base.config, name, None) for name in WINDOWS}
+    narrow = [f"{name} {limit}" for name, limit in limits.items() if limit and (longest is None or limit < longest)]
+    if narrow:
+        _refuse(base, f"limits how far a token sees ({', '.join(narrow)}), and rows may be longer")
+
+
+def _refuse(base: Any, what: str) -> NoReturn:
+    name = base.config._name_or_path or type(base).__name__
+    raise InputError([Problem("model.base", f"{name!r} {what}; give another model")])
+
+
+def _tried_rows(base: Any, longest: int | None) -> list[torch.Tensor]:
+    """Rows of tokens that differ, the same on every rank, no longer than `longest` and than the model has positions."""
+    positions = getattr(base.config, "max_position_embeddings", None)
+    room = min(limit for limit in (*_TRIED_LENGTHS[:1], longest, positions) if limit)
+    size = base.get_input_embeddings().weight.shape[0]
+    lengths = [max(1, min(length, room)) for length in _TRIED_LENGTHS]
+    ids = torch.arange(1, sum(lengths) + 1) % size
+    return list(ids.split(lengths))
+
+
+def generate_greedy(model: nn.Module, ids: Sequence[int], stop_ids: Collection[int], max_new_tokens: int) -> list[int]:
+    """What `model` writes behind `ids`, each token the one with the largest logit: new tokens alone.
+
+    Ends with the first of `stop_ids`, which is given back, after `max_new_tokens`, or where the model has no more
+    positions. In eval mode; nothing of the model's own settings for generation enters. Raises `ValueError` without ids.
+    """
+    if not ids:
+        raise ValueError("there is nothing to go on from: no token was given")
+    base: Any = without_adapter(model)
+    device = next(base.parameters()).device
+    room = getattr(base.config, "max_position_embeddings", None)
+    count = max_new_tokens if room is None else min(max_new_tokens, room - len(ids))
+    found: list[int] = []
+    given, cache = torch.tensor([list(ids)], device=device), None
+    with torch.no_grad(), evaluating(model), computing(model, device):
+        while len(found) < count and not (found and found[-1] in stop_ids):
+            output = base(input_ids=given, past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            found.append(int(output.logits[0, -1].float().argmax()))
+            given = torch.tensor([[found[-1]]], device=device)
+    return found

@@ -1,0 +1,379 @@
+"""Packed or not, the gradient is that of each row alone, and what would make it another is seen."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import andon.model.causal
+from andon.console.problems import InputError
+from andon.model.adapter import AdapterSpec, trainable_parameters
+from andon.model.build import seeded, without_adapter
+from andon.model.causal import (
+    Row,
+    collate_packs,
+    content,
+    generate_greedy,
+    hidden_of,
+    loss_sum,
+    require_apart,
+    row_outputs,
+)
+from andon.step.keyed import KeyedRandomness, needs_full_interception
+from andon.step.task import LeafLoss
+from tests.model.tiny import CPU, LORA, PAD, causal, perturbed
+
+WHOLE = AdapterSpec(kind="none")
+FAMILIES = ("qwen3", "llama", "gpt2")
+STOP = 31
+
+
+def row(tokens: list[int], prompt: int) -> Row:
+    """A prompt of `prompt` tokens that are not trained, and an answer that is."""
+    return torch.tensor(tokens), torch.tensor([0.0] * prompt + [1.0] * (len(tokens) - prompt))
+
+
+ROWS = (
+    row([1, 2, 3, 4, 5, 6, STOP], 3),
+    row([9, 8, STOP], 1),
+    row([7, 7, 7, 12, 13, 14, 15, 16, 17, 18, STOP], 8),
+    (torch.tensor([20, 21, 22, STOP]), torch.tensor([0.0, 0.5, 0.0, 2.0])),
+    row([5, 6, 9, STOP], 0),
+)
+"""Ragged; the last would train its first token too, which nothing predicts."""
+TERMS = 4 + 2 + 3 + 2 + 3
+PACKED = [[ROWS[0], ROWS[1]], [ROWS[2]], [ROWS[3], ROWS[4]]]
+SEPARATE = [[each] for each in ROWS]
+
+
+def moved(model: nn.Module) -> nn.Module:
+    """Every trainable weight moved, and no further than fp32 can follow."""
+    return perturbed(model, by=0.05)
+
+
+def batch_of(packs: list[list[Row]], multiple: int = 8) -> dict[str, torch.Tensor]:
+    """Collated, as a dict that a test may change."""
+    return dict(collate_packs(packs, PAD, multiple, None))
+
+
+def wanted(model: nn.Module) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss sum and its gradients in float64: each row alone, by the model's own forward, token by token."""
+    exact: Any = copy.deepcopy(model).double().eval()
+    total = torch.zeros((), dtype=torch.float64)
+    for tokens, weights in ROWS:
+        logits = exact(input_ids=tokens[None]).logits[0]
+        for place in range(1, len(tokens)):
+            total = total - weights[place].double() * logits[place - 1].log_softmax(0)[tokens[place]]
+    total.backward()  # type: ignore[no-untyped-call]
+    return float(total.detach()), {name: value.grad for name, value in trainable_parameters(exact).items()}  # type: ignore[misc]
+
+
+def distances(found: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """The relative L2 of each tensor."""
+    assert found.keys() == exact.keys()
+    return {name: float((found[name].double() - value).norm() / value.norm()) for name, value in exact.items()}
+
+
+def terms_of(loss: LeafLoss) -> int:
+    """The trained tokens that it counts."""
+    assert loss.terms is not None
+    return int(loss.terms)
+
+
+def gradients(model: nn.Module, loss: LeafLoss | torch.Tensor) -> dict[str, torch.Tensor]:
+    """Of `loss`, by name."""
+    model.zero_grad()
+    total = loss.loss_sum if isinstance(loss, LeafLoss) else loss
+    total.backward()  # type: ignore[no-untyped-call]
+    return {name: value.grad.clone() for name, value in trainable_parameters(model).items()}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("packs", [PACKED, SEPARATE], ids=["packed", "separate"])
+@pytest.mark.parametrize("adapter", [LORA, WHOLE], ids=["lora", "whole"])
+@pytest.mark.parametrize(("family", "eager"), [("qwen3", False), ("qwen3", True), ("llama", False), ("gpt2", False)])
+def test_the_gradient_is_that_of_a_float64_loop(
+    family: str, eager: bool, adapter: AdapterSpec, packs: list[list[Row]]
+) -> None:
+    """fp32, relative L2 of each tensor; where weights tie the embedding gets both of its parts."""
+    model = moved(causal(family, adapter, eager=eager))
+    total, exact = wanted(model)
+    found = loss_sum(model, batch_of(packs))
+    assert terms_of(found) == TERMS
+    assert float(found.loss_sum.detach()) == pytest.approx(total, rel=1e-6)
+    assert found.loss_sum.dtype == torch.float32
+    assert max(distances(gradients(model, found), exact).values()) <= 2e-6
+
+
+def _prompt_trained(batch: dict[str, torch.Tensor]) -> None:
+    one = torch.ones(1).view(torch.int32).long()
+    batch["weights"] = one.where(batch["positions"] > 0, 0)
+    _retrained(batch)
+
+
+def _off_by_one(batch: dict[str, torch.Tensor]) -> None:
+    batch["weights"] = batch["weights"].roll(-1, 1)
+    _retrained(batch)
+
+
+def _no_stop(batch: dict[str, torch.Tensor]) -> None:
+    batch["weights"] = batch["weights"].where(batch["input_ids"] != STOP, 0)
+    _retrained(batch)
+
+
+def _padding_counted(batch: dict[str, torch.Tensor]) -> None:
+    one = torch.ones(1).view(torch.int32).long()
+    batch["weights"] = one.where(batch["rows"] == 0, batch["weights"])
+    _retrained(batch)
+
+
+def _retrained(batch: dict[str, torch.Tensor]) -> None:
+    """`trained` as the changed weights say."""
+    places = batch["weights"].flatten().nonzero().flatten()
+    packs = batch["weights"].shape[0]
+    dealt = torch.zeros(packs * -(-places.numel() // packs), dtype=torch.int64)
+    dealt[: places.numel()] = places
+    batch["trained"] = dealt.view(packs, -1)
+
+
+def _one_row(batch: dict[str, torch.Tensor]) -> None:
+    batch["rows"] = torch.ones_like(batch["rows"])
+
+
+def _running_positions(batch: dict[str, torch.Tensor]) -> None:
+    batch["positions"] = torch.arange(batch["rows"].shape[1]).expand_as(batch["rows"]).contiguous()
+
+
+MUTANTS: dict[str, Callable[[dict[str, torch.Tensor]], None]] = {
+    "prompt tokens trained": _prompt_trained,
+    "mask off by one": _off_by_one,
+    "stop token not trained": _no_stop,
+    "padded tokens counted": _padding_counted,
+    "cross-row attention by a mask of ones": _one_row,
+    "positions that do not restart": _running_positions,
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_float64_loop_tells(name: str) -> None:
+    """Each is far from it, so that the test above cannot pass with one; the count of terms tells some as well.
+
+    Rotary positions are relative: one that does not restart moves a row as a whole, which only others could see.
+    """
+    model = moved(causal("gpt2", WHOLE))
+    _, exact = wanted(model)
+    batch = batch_of(PACKED)
+    MUTANTS[name](batch)
+    assert max(distances(gradients(model, loss_sum(model, batch)), exact).values()) > 1e-2
+
+
+def test_a_mean_of_means_is_another_gradient() -> None:
+    """Micro-batches divided by their own counts, and then by each other's number; the sums are the loop's."""
+    model = moved(causal())
+    _, exact = wanted(model)
+    parts = [loss_sum(model, batch_of([pack])) for pack in PACKED]
+    summed = gradients(model, torch.stack([part.loss_sum for part in parts]).sum())
+    assert max(distances(summed, exact).values()) <= 2e-6
+    parts = [loss_sum(model, batch_of([pack])) for pack in PACKED]
+    means = gradients(model, torch.stack([part.loss_sum / terms_of(part) for part in parts]).mean() * TERMS)
+    assert max(distances(means, exact).values()) > 1e-2
+
+
+def test_a_pack_is_its_rows_end_to_end() -> None:
+    """Every tensor, written out: padding to a multiple, no weight for a first token, places that go up."""
+    batch = batch_of([[row([1, 2, 3], 1), row([4, 5], 0)], [row([6, 7], 1)]], multiple=4)
+    one = 0x3F800000
+    assert {name: value.tolist() for name, value in batch.items()} == {
+        "input_ids": [[1, 2, 3, 4, 5, PAD, PAD, PAD], [6, 7, *[PAD] * 6]],
+        "positions": [[0, 1, 2, 0, 1, 0, 0, 0], [0, 1, *[0] * 6]],
+        "rows": [[1, 1, 1, 2, 2, 0, 0, 0], [1, 1, *[0] * 6]],
+        "weights": [[0, one, one, 0, one, 0, 0, 0], [0, one, *[0] * 6]],
+        "row_lengths": [[3, 2], [2, 0]],
+        "trained": [[1, 2], [4, 9]],
+    }
+    assert {value.dtype for value in batch.values()} == {torch.int64}
+
+
+def test_a_pack_ends_at_the_limit_and_weights_go_with_tokens() -> None:
+    """Rounded up to a multiple, but no further than the limit; a row of another number of weights is refused."""
+    assert collate_packs([[row([1, 2, 3, 4, 5], 1)]], PAD, 4, 6)["input_ids"].shape == (1, 6)
+    with pytest.raises(ValueError, match="3 tokens and 2 weights"):
+        collate_packs([[(torch.tensor([1, 2, 3]), torch.ones(2))]], PAD, 4, None)
+
+
+def test_the_digest_is_of_what_the_model_is_given() -> None:
+    """Not of the padding; of each token, position, row and weight, and of which row is whose neighbour."""
+    narrow, wide = batch_of(PACKED, 1), batch_of(PACKED, 64)
+    assert torch.equal(content(narrow), content(wide))
+    assert torch.equal(content(narrow)[1:2], content(batch_of(PACKED[1:2])))
+    for name in ("input_ids", "positions", "rows", "weights"):
+        changed = {**narrow, name: narrow[name].clone()}
+        changed[name][0, 2] += 1
+        assert (content(changed) != content(narrow)).tolist() == [True, False, False], name
+    joined = content(batch_of([[ROWS[0], ROWS[1]]]))
+    assert not torch.equal(joined, content(batch_of([[ROWS[1], ROWS[0]]])))
+
+
+@pytest.mark.parametrize("adapter", [LORA, WHOLE], ids=["lora", "whole"])
+def test_few_logits_are_held_at_a_time(adapter: AdapterSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tokens' logits at most, forward and backward, and the gradient of all at once but for rounding."""
+    model = moved(causal("qwen3", adapter))
+    batch = batch_of(PACKED)
+    whole = loss_sum(model, batch)
+    exact = gradients(model, whole)
+    monkeypatch.setattr(andon.model.causal, "_LOGITS", 2 * 33)
+    rows: list[int] = []
+    head = without_adapter(model).get_submodule("lm_head")
+    with head.register_forward_hook(lambda _, __, logits: rows.append(logits.shape[0])):
+        chunked = loss_sum(model, batch)
+        found = gradients(model, chunked)
+    assert rows == [2] * 7 + [1]
+    assert max(distances(found, exact).values()) <= 2e-6
+    assert (int(chunked.correct), terms_of(chunked)) == (int(whole.correct), TERMS)
+    assert row_outputs(model, batch)[:, 1:].sum(0).tolist() == [int(whole.correct), TERMS]
+
+
+def test_each_pack_gives_its_own_sums() -> None:
+    """In fp64, in eval mode though the model trains with dropout; its mode is as before, and no graph is left."""
+    model = moved(causal("gpt2", dropout=0.5))
+    found = row_outputs(model, batch_of(PACKED))
+    assert (found.dtype, found.requires_grad, model.training) == (torch.float64, False, True)
+    assert found[:, 2].tolist() == [6.0, 3.0, 5.0]
+    for pack, sums in zip(PACKED, found, strict=True):
+        loss = loss_sum(model.eval(), batch_of([pack]))
+        assert float(loss.loss_sum.detach()) == pytest.approx(float(sums[0]), rel=1e-6)
+        assert [int(loss.correct), terms_of(loss)] == sums[1:].tolist()
+    assert float(found[:, 0].sum()) == pytest.approx(wanted(model)[0], rel=1e-6)
+
+
+def test_a_batch_without_a_trained_token_has_no_loss_and_no_gradient() -> None:
+    """0, and a gradient of zeros rather than none."""
+    model = moved(causal())
+    batch = batch_of([[row([1, 2, 3], 3)]])
+    loss = loss_sum(model, batch)
+    assert (float(loss.loss_sum.detach()), int(loss.correct), terms_of(loss)) == (0.0, 0, 0)
+    assert all(bool(value.eq(0).all()) for value in gradients(model, loss).values())
+    assert row_outputs(model, batch).tolist() == [[0.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_decoders_that_keep_rows_apart_are_taken(family: str) -> None:
+    """In both of the ways in which attention is told."""
+    for eager in (False, True):
+        require_apart(causal(family, eager=eager), CPU)
+
+
+def _built(kind: str, **settings: Any) -> nn.Module:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 33}
+    config = AutoConfig.for_model(kind, **(sizes | settings))
+    with seeded(7):
+        model: nn.Module = AutoModelForCausalLM.from_config(config)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        ("rwkv", {"attention_hidden_size": 16}, "gives packed rows other logits than each row alone"),
+        ("mamba", {"state_size": 4}, "has layers of linear_attention"),
+        ("bloom", {"n_layer": 2, "n_head": 2}, "cannot be given packs of rows"),
+        ("granite", {"intermediate_size": 24, "logits_scaling": 4.0}, "changes its logits behind its head"),
+        ("mistral", {"intermediate_size": 24, "num_key_value_heads": 2, "sliding_window": 8}, "sliding_window 8"),
+    ],
+)
+def test_a_model_that_cannot_keep_rows_apart_is_refused(kind: str, settings: dict[str, Any], message: str) -> None:
+    """A state that runs on, places counted by the mask, logits that are not the head's, a limit to sight."""
+    with pytest.raises(InputError, match=rf"model\.base: .*{message}"):
+        require_apart(_built(kind, **settings), CPU)
+
+
+def test_a_limit_to_sight_that_no_row_reaches_is_none() -> None:
+    """A window of eight tokens is the whole of any row of eight."""
+    model = _built("mistral", intermediate_size=24, num_key_value_heads=2, sliding_window=8)
+    with pytest.raises(InputError, match="sliding_window 8"):
+        require_apart(model, CPU, longest=9)
+    require_apart(model, CPU, longest=8)
+
+
+@pytest.mark.parametrize("way", ["a mask of ones", "a default cache", "positions that run on"])
+def test_rows_that_see_each_other_are_refused(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers has it where it is given a mask of tokens, or keeps a cache: it says nothing."""
+    model: Any = moved(causal("gpt2"))
+    backbone = without_adapter(model).transformer
+    own = backbone.forward
+
+    def forward(*ids: torch.Tensor, **given: Any) -> Any:
+        if given.get("position_ids") is not None and way == "a mask of ones":
+            given["attention_mask"] = torch.ones_like(given["input_ids"])
+        elif given.get("position_ids") is not None and way == "a default cache":
+            given |= {"attention_mask": None, "use_cache": True}
+        elif given.get("position_ids") is not None:
+            given["position_ids"] = None
+        return own(*ids, **given)
+
+    require_apart(model, CPU)
+    monkeypatch.setattr(backbone, "forward", forward)
+    with pytest.raises(InputError, match="gives packed rows other logits than each row alone"):
+        require_apart(model, CPU)
+
+
+def test_a_row_is_the_same_whoever_is_beside_it() -> None:
+    """To the bit: other tokens in the rows of its pack reach nothing of it."""
+    model = moved(causal()).eval()
+    one = hidden_of(model, batch_of([[ROWS[0], ROWS[3], ROWS[1]]]))
+    other = hidden_of(model, batch_of([[(ROWS[0][0] + 1, ROWS[0][1]), ROWS[3], (ROWS[1][0] - 3, ROWS[1][1])]]))
+    assert torch.equal(one[0, 7:11], other[0, 7:11])
+    assert not torch.equal(one[0, :7], other[0, :7])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_text_is_the_largest_logit_each_time(family: str) -> None:
+    """As a pass over all tokens so far gives it, without the cache that generation keeps."""
+    model: Any = moved(causal(family))
+    expected = [4, 5, 6]
+    for _ in range(8):
+        logits = model.eval()(input_ids=torch.tensor([expected]), use_cache=False).logits
+        expected.append(int(logits[0, -1].argmax()))
+    model.train()
+    assert generate_greedy(model, [4, 5, 6], (), 8) == expected[3:]
+    assert model.training
+
+
+def test_generation_ends_where_it_must_and_takes_over_no_settings() -> None:
+    """At a stop token, which is given back; at the limit; at the model's last position (16)."""
+    model: Any = moved(causal())
+    found = generate_greedy(model, [4, 5, 6], (), 8)
+    stop = found[3]
+    assert generate_greedy(model, [4, 5, 6], (stop,), 8) == found[: found.index(stop) + 1]
+    model.generation_config.update(max_length=4, do_sample=True, repetition_penalty=9.0, eos_token_id=found[0])
+    assert generate_greedy(model, [4, 5, 6], (), 8) == found
+    assert len(generate_greedy(model, [4, 5, 6], (), 50)) == 13
+    with pytest.raises(ValueError, match="no token was given"):
+        generate_greedy(model, [], (), 8)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_micro_batch_draws_the_same_whatever_came_before(family: str) -> None:
+    """Dropout inside and outside of attention, packed: the bits of a gradient are those of its step and index."""
+    model = moved(causal(family, AdapterSpec(r=2, alpha=4.0, dropout=0.2), dropout=0.3)).train()
+    first, second = batch_of(PACKED), batch_of(SEPARATE)
+    full = needs_full_interception(lambda: loss_sum(model, first), CPU)
+
+    def gradient(randomness: KeyedRandomness, batch: Mapping[str, torch.Tensor], index: int) -> dict[str, torch.Tensor]:
+        with randomness.micro_batch(4, index):
+            return gradients(model, loss_sum(model, batch))
+
+    alone = gradient(KeyedRandomness(1, CPU, intercept_all=full), first, 2)
+    torch.rand(3)
+    again = KeyedRandomness(1, CPU, intercept_all=full)
+    gradient(again, second, 1)
+    gradient(again, first, 3)
+    found = gradient(again, first, 2)
+    assert all(torch.equal(found[name], value) for name, value in alone.items())
+    other = gradient(again, first, 3)
+    assert not all(torch.equal(other[name], value) for name, value in alone.items())
