@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from andon.console.problems import InputError as InputError
     from andon.coordinator import DataParallelCoordinator as DataParallelCoordinator
     from andon.gradients import average_gradients as average_gradients
     from andon.gradients import has_non_finite as has_non_finite
@@ -19,6 +20,12 @@ if TYPE_CHECKING:
     from andon.pipeline import TransformerConfig as TransformerConfig
     from andon.step.reduce import TreeReduction as TreeReduction
     from andon.step.shard import shard_samples as shard_samples
+    from andon.training.api import Preempted as Preempted
+    from andon.training.api import RankLost as RankLost
+    from andon.training.api import RunError as RunError
+    from andon.training.api import TrainingRun as TrainingRun
+    from andon.training.api import open_run as open_run
+    from andon.training.api import train as train
     from andon_contracts.clauses import CLAUSES as CLAUSES
     from andon_contracts.violation import Halted as Halted
     from andon_contracts.violation import Violation as Violation
@@ -32,14 +39,21 @@ _HOME = {
     "ClassifyPipeline": "andon.pipeline",
     "DataParallelCoordinator": "andon.coordinator",
     "Halted": "andon_contracts.violation",
+    "InputError": "andon.console.problems",
+    "Preempted": "andon.training.api",
+    "RankLost": "andon.training.api",
+    "RunError": "andon.training.api",
     "SafetySample": "andon.pipeline",
+    "TrainingRun": "andon.training.api",
     "TransformerConfig": "andon.pipeline",
     "TreeReduction": "andon.step.reduce",
     "Violation": "andon_contracts.violation",
     "assert_same": "andon_contracts.watch",
     "average_gradients": "andon.gradients",
     "has_non_finite": "andon.gradients",
+    "open_run": "andon.training.api",
     "shard_samples": "andon.step.shard",
+    "train": "andon.training.api",
     "watch": "andon_contracts.watch",
 }
 

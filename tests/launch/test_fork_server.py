@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from andon.cli.train import _PRELOAD
 from andon.console.exits import Exit
 from andon.launch import agent, fork_server
 from andon.launch.fork_server import starting
 from andon.launch.preemption import PREEMPTION_SIGNALS
 from andon.launch.rank import Job
+from andon.training.start import _PRELOAD
 from tests.launch.pipes import PATIENCE_S
 from tests.launch.sessions import wait_until_empty
 from tests.repository.sources import ROOT

@@ -6,6 +6,7 @@ Whoever starts a process waits for its answer without a bound, and so does an in
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import socket
@@ -13,7 +14,8 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing import connection, forkserver
+from multiprocessing import connection, forkserver, spawn
+from typing import Any
 
 from andon.console.exits import Exit
 from andon.console.problems import InputError, Problem
@@ -59,8 +61,51 @@ def end_if_stopped() -> None:
 
 
 @contextmanager
+def for_one_launch() -> Iterator[None]:
+    """A fork server that is started inside ends with the context, and what others would have it import stays theirs.
+
+    In a program of somebody else's: what they start themselves would be forked from ours, in which signals are blocked.
+    """
+    server, there = forkserver._forkserver, running() is not None
+    preload = list(getattr(server, "_preload_modules", ()))
+    try:
+        yield
+    finally:
+        multiprocessing.set_forkserver_preload(preload)
+        if not there and running() is not None:
+            end_if_stopped()
+            server._stop()  # type: ignore[attr-defined]
+
+
+_hiding = threading.Lock()
+
+
+@contextmanager
+def _main_hidden() -> Iterator[None]:
+    """What this thread starts meanwhile does not run the program's own main module first, as multiprocessing has it.
+
+    Ranks need nothing of it, and a script that has no `if __name__ == "__main__"` would begin anew in each of them.
+    """
+    ours = threading.get_ident()
+
+    def without_main(name: str) -> dict[str, Any]:
+        found = prepare(name)
+        if threading.get_ident() == ours:
+            found = {key: value for key, value in found.items() if not key.startswith("init_main_from_")}
+        return found
+
+    with _hiding:
+        prepare = spawn.get_preparation_data
+        spawn.get_preparation_data = without_main
+        try:
+            yield
+        finally:
+            spawn.get_preparation_data = prepare
+
+
+@contextmanager
 def starting() -> Iterator[None]:
-    """While processes are started: a fork server that is stopped meanwhile is ended.
+    """While processes are started: a fork server that is stopped meanwhile is ended. They are given no main module.
 
     Raises `ServerStopped` where that was so, whatever came of the start, and `RuntimeError` where nobody could look.
     """
@@ -75,7 +120,8 @@ def starting() -> Iterator[None]:
     watching = threading.Thread(target=watch, name="fork-server", daemon=True)
     watching.start()
     try:
-        yield
+        with _main_hidden():
+            yield
     except (OSError, EOFError) as error:
         if not ended.is_set():
             raise

@@ -19,7 +19,7 @@ import threading
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import TypeAlias
@@ -49,13 +49,15 @@ class LaunchResult:
     """How a launch ended.
 
     `cause` is one line for a reader (empty on success), `exits` each rank's exit code as far as it was seen (negative:
-    minus the signal), `first` the rank that failed first with its own report where it left one.
+    minus the signal), `first` the rank that failed first with its own report where it left one, `asked_by` the signal
+    that asked this process to end (0: none did).
     """
 
     exit: Exit
     cause: str = ""
     exits: Mapping[int, int] = field(default_factory=dict)
     first: FirstCause | None = None
+    asked_by: int = 0
 
     @property
     def report(self) -> Report | None:
@@ -179,6 +181,13 @@ def result_of(
     launch: str,
 ) -> LaunchResult:
     """One exit from what the supervisor saw, what the agent read, and what the ranks of this launch reported."""
+    found = _concluded(run_folder, seen, exits, error, workers, launch)
+    return replace(found, asked_by=seen.asked_by)
+
+
+def _concluded(
+    run_folder: Path, seen: Watched, exits: dict[int, int], error: BaseException | None, workers: int, launch: str
+) -> LaunchResult:
     # An agent that was left behind has told nothing: what was killed from here is known, the rest is in the reports.
     reported = {rank: Report.read(run_folder, rank, launch) is not None for rank in seen.died}
     untold = {

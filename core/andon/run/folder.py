@@ -80,6 +80,11 @@ class RunFolder:
         return self.path / "provenance.json"
 
     @property
+    def rows(self) -> Path:
+        """The folder of rows that were no file of the user's; there only where some were not."""
+        return self.path / "rows"
+
+    @property
     def summary(self) -> Path:
         """Outcome of the run; written last."""
         return self.path / "summary.json"
@@ -134,7 +139,7 @@ class RunFolder:
                 return
             clean_leftovers(self.path)
             started = (self.config, self.environment, self.provenance, self.metrics, self.ledger, self.path / REPORTS)
-            for path in (*started, self.checkpoints, self.lock):
+            for path in (*started, self.rows, self.checkpoints, self.lock):
                 if path.exists() and path.name not in (before or ()):
                     remove(path)
             if before is None and not any(self.path.iterdir()):

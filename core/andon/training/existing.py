@@ -117,6 +117,11 @@ def _one_place(was: str | None, now: str | None) -> bool:
     return was == now or (was is not None and now is not None and was == str(Path(now).resolve()))
 
 
+def same_data(folder: RunFolder, digest: str) -> bool:
+    """Whether a run may go on in `folder` with data of this digest: with those it began with, or where none has."""
+    return not folder.begun() or _data_of(folder) in (digest, None)
+
+
 def newest_unfinished(config: Config, base: Path) -> RunFolder | None:
     """The run right under `base` that was written to last, has not ended, and is the one that `config` defines.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,35 +22,45 @@ Runs = Annotated[list[Path], typer.Argument(help="Run folders or ledgers; severa
 def verify(runs: Runs) -> None:
     """Check every claim that a ledger can decide; 0 all hold, 1 one is falsified, 2 one is unknown."""
     from andon_contracts.legible import legible_line
+
+    try:
+        lines, code = report(runs)
+    except OSError as error:
+        sys.stderr.write(legible_line(f"andon: {error.filename}: {error.strerror}") + "\n")
+        raise typer.Exit(USAGE) from None
+    for line in lines:
+        typer.echo(line)
+    raise typer.Exit(code)
+
+
+def report(runs: Sequence[Path]) -> tuple[tuple[str, ...], int]:
+    """The lines and the exit code of `andon verify` for these runs. Raises `OSError` for one that cannot be read."""
+    from andon_contracts.legible import legible_line
     from andon_falsify.claims.ledgers import ALL, read_run, recorded_violations, unfinished
     from andon_falsify.claims.ledgers import verify as judged
     from andon_falsify.verdict import closing_line, exit_code
 
-    try:
-        read = [read_run(path) for path in runs]
-    except OSError as error:
-        sys.stderr.write(legible_line(f"andon: {error.filename}: {error.strerror}") + "\n")
-        raise typer.Exit(USAGE) from None
+    read = [read_run(path) for path in runs]
     verdicts = judged(read)
     statements = {claim.name: claim for claim in ALL}
+    lines = []
     for verdict in verdicts:
-        said = f"{verdict.claim} v{statements[verdict.claim].version}: {verdict.outcome.value}{_why(verdict)}"
-        typer.echo(legible_line(said))
-        for found in verdict.counterexamples[:_SHOWN]:
-            typer.echo(legible_line(f"  {found}"))
+        lines.append(f"{verdict.claim} v{statements[verdict.claim].version}: {verdict.outcome.value}{_why(verdict)}")
+        lines += [f"  {found}" for found in verdict.counterexamples[:_SHOWN]]
         if len(verdict.counterexamples) > _SHOWN:
-            typer.echo(f"  and {len(verdict.counterexamples) - _SHOWN} more")
+            lines.append(f"  and {len(verdict.counterexamples) - _SHOWN} more")
     for run in read:
         told = recorded_violations(run)
         for line in (*told[:_SHOWN], *([f"{len(told) - _SHOWN} more"] if len(told) > _SHOWN else [])):
-            typer.echo(legible_line(f"note: {run.path} records {line}"))
+            lines.append(f"note: {run.path} records {line}")
         if stops := unfinished(run):
-            typer.echo(legible_line(f"note: {run.path} {stops}"))
-    typer.echo(closing_line(verdicts, len(read)))
-    raise typer.Exit(exit_code(verdicts))
+            lines.append(f"note: {run.path} {stops}")
+    lines.append(closing_line(verdicts, len(read)))
+    return tuple(map(legible_line, lines)), exit_code(verdicts)
 
 
 verify.command_class = FalsifyCommand  # type: ignore[attr-defined]
+verify.report = report  # type: ignore[attr-defined]
 
 
 def _why(verdict: Verdict) -> str:

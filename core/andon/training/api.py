@@ -1,0 +1,362 @@
+"""Training from Python: `andon.train`, and what a run has left, to be asked again with `andon.open_run`.
+
+    run = andon.train(data=rows, model="MODEL", workers=2, training={"epochs": 3})
+    run.summary.eval["accuracy"], run.predict(["a text"])
+
+It is the run that `andon train` makes, through the same `start`: the same checks, files and bits. What ends the command
+with a code other than 0 is an exception here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import multiprocessing
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from andon.config.load import FLAGS, load_config
+from andon.config.schema import IN_PROCESS, Config
+from andon.console.exits import Exit
+from andon.console.messages import say
+from andon.console.problems import InputError, Problem, ProblemList, install_hint, shown
+from andon.data.labels import text_fault
+from andon.launch.context import is_rank
+from andon.launch.fork_server import for_one_launch
+from andon.launch.sizes import Sizing, sized
+from andon.run.folder import RunFolder, State
+from andon.run.ledger import LedgerError, read_ledger
+from andon.run.summary import Summary, read_summary
+from andon.training.existing import require_run
+from andon.training.given import RowFiles
+from andon.training.start import Ended, start
+from andon_contracts.record import Broken
+from andon_contracts.untrusted import open_regular
+from andon_contracts.violation import Finding, Violation
+
+if TYPE_CHECKING:
+    from andon.training.inference import Prediction, TrainedRun
+
+_SHORT = {flag.removeprefix("--").replace("-", "_"): key for key, flag in FLAGS.items()}
+"""The arguments that stand for one key of the configuration, as the flags of the command line do."""
+_ROWS = {"data.train": "data", "data.eval": "eval_data"}
+"""The keys of the configuration that name rows, with the arguments that stand for them."""
+_one_at_a_time = threading.Lock()
+
+
+class RunError(RuntimeError):
+    """A run that did not reach its end. `exit` says how (docs/exit-codes.md), `path` is its folder."""
+
+    exit: Exit = Exit.CRASHED
+    path: Path | None = None
+
+
+class RankLost(RunError):
+    """A rank died, could not be reached, or gave no answer in time; the message names it. The run can be resumed."""
+
+
+class Preempted(RunError):
+    """A signal ended the run at a step boundary, with a checkpoint, and its handler let this program go on."""
+
+
+RunError.__module__ = RankLost.__module__ = Preempted.__module__ = "andon"
+
+
+def train(
+    data: Any = None,
+    *,
+    model: Any = None,
+    eval_data: Any = None,
+    text_column: str | None = None,
+    label_column: str | None = None,
+    workers: int | str | None = None,
+    max_restarts: int | None = None,
+    backend: str | None = None,
+    run_dir: str | os.PathLike[str] | None = None,
+    resume: str | None = None,
+    config: str | os.PathLike[str] | None = None,
+    **settings: Any,
+) -> TrainingRun:
+    """Train as `andon train` does with these options, and return what it left; without any, the embedded example.
+
+    data, eval_data: the path of a file, or rows: mappings of columns to values (a list, any iterable, a
+    `datasets.Dataset`), or a pandas frame. Such rows are kept in the run folder. model: a folder or hub id. workers: a
+    number, or "MIN:MAX". config: a YAML file, of which the other arguments override single keys. settings: any other
+    section of the configuration as a mapping of its keys, as in `training={"epochs": 3}`, or `seed`; the sections
+    `data` and `model` too can be given as mappings of their keys.
+
+    Signals end the run as they end the command, at a step boundary with a checkpoint, and are then handed on to the
+    program's own handlers: Ctrl-C becomes `KeyboardInterrupt`. In other threads than the main one it is the program
+    that gets them.
+
+    Raises `InputError` (a `ValueError`) with all that the caller got wrong, `Violation` for a broken contract,
+    `RankLost`, `Preempted`, and `RunError` for any other error of a rank; RuntimeError while another run is trained in
+    this process.
+    """
+    given = {"model": model, "eval_data": eval_data, "text_column": text_column, "label_column": label_column}
+    given |= {"workers": workers, "backend": backend, "run_dir": run_dir, "resume": resume, "data": data}
+    started = time.time()
+    if is_rank():
+        what = "starts ranks, and this process is one; have torchrun start the command: torchrun ... -m andon train"
+        raise InputError([Problem("andon.train", what)])
+    if not _one_at_a_time.acquire(blocking=False):
+        raise RuntimeError("another run is trained in this process; one ends before the next begins")
+    try:
+        with _given() as files:
+            flags, overrides = _options(given, settings, files)
+            sizing = None
+            if isinstance(workers, str) or max_restarts is not None:
+                flags["run.workers"], sizing = sized(None if workers is None else str(workers), max_restarts)
+            found = load_config(None if config is None else Path(config), overrides, flags)
+            ended = _trained(found, started, sizing, files)
+    finally:
+        _one_at_a_time.release()
+    if ended.exit is not Exit.OK:
+        _raise(ended)
+    return TrainingRun(ended.folder.path)
+
+
+def open_run(path: str | os.PathLike[str]) -> TrainingRun:
+    """The run that lies at `path`, by whatever it was trained, finished or not. Raises `InputError` for no run."""
+    folder = RunFolder(Path(path))
+    if folder.state() in (State.EMPTY, State.FOREIGN):
+        raise InputError([Problem(str(path), "holds no run of andon")])
+    return TrainingRun(folder.path)
+
+
+class TrainingRun:
+    """A run in its folder `path`. Everything is read from there when it is asked for; the model is loaded once.
+
+    What a run has only at its end (`summary`, `adapter`, scores, predictions) is an `InputError` before.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()  # a program may change its folder
+
+    def __repr__(self) -> str:
+        return f"andon.open_run({str(self.path)!r})"
+
+    @property
+    def summary(self) -> Summary:
+        """What the run came to, as its summary.json has it."""
+        return read_summary(RunFolder(self.path).summary)
+
+    @property
+    def adapter(self) -> Path:
+        """The folder of the trained adapter, with its tokenizer; the whole model where there is none."""
+        return require_run(self.path).adapter
+
+    @property
+    def history(self) -> Any:
+        """A record of each step: step, epoch, loss, accuracy, grad_norm, lr, rows, seconds.
+
+        A pandas frame where pandas is installed, else a list of dicts.
+        """
+        steps = list(_steps(RunFolder(self.path).metrics))
+        if importlib.util.find_spec("pandas") is None:
+            return steps
+        return importlib.import_module("pandas").DataFrame(steps)
+
+    def evaluate(self, data: Any, *, text_column: str | None = None, label_column: str | None = None) -> dict[str, Any]:
+        """The scores of labelled rows, as `andon eval` prints them. data: as for `train`; columns: as in the run.
+
+        Raises `InputError` with all that is wrong with the rows.
+        """
+        folder = require_run(self.path)
+        from andon.training.caller import torch_as_found
+        from andon.training.inference import evaluate_run, named, read_labelled
+
+        with _given() as files:
+            path = Path(files.path_of(data, "data"))
+            rows = read_labelled(folder, path, text_column=text_column, label_column=label_column)
+            with torch_as_found():
+                return named(evaluate_run(self._model, rows), rows.labels)
+
+    def predict(self, texts: Iterable[str]) -> list[Prediction]:
+        """The likeliest label of each text, in order, with its probability. Raises `InputError` for what is no text."""
+        given = _texts(texts)
+        from andon.training.caller import torch_as_found
+        from andon.training.inference import predict
+
+        with torch_as_found():
+            return list(predict(self._model, given))
+
+    def verify(self) -> Verified:
+        """What `andon verify` says of the run. Raises `InputError` where the falsifier is not installed."""
+        found = entry_points(group="andon.commands", name="verify")
+        try:
+            command = next(iter(found)).load()
+        except (StopIteration, ModuleNotFoundError):
+            what = f"andon_falsify is not installed; {install_hint('falsify')}"
+            raise InputError([Problem("andon verify", what)]) from None
+        try:
+            return Verified(*command.report([self.path]))
+        except OSError as error:
+            raise InputError([Problem(str(error.filename), f"cannot be read: {error.strerror}")]) from error
+
+    @cached_property
+    def _model(self) -> TrainedRun:
+        from andon.training.inference import load_run
+
+        return load_run(require_run(self.path))
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What `andon verify` says: its lines, and its exit code, 0 where all that could be judged holds."""
+
+    lines: tuple[str, ...]
+    exit: int
+
+    @property
+    def holds(self) -> bool:
+        """Whether every claim that the ledger can decide holds."""
+        return self.exit == 0
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines)
+
+
+# What was asked for
+
+
+def _options(
+    given: Mapping[str, Any], settings: Mapping[str, Any], files: RowFiles
+) -> tuple[dict[str, Any], list[str]]:
+    """The flags and the `--set` of the command line that say the same; rows that are no file are written to `files`."""
+    flags: dict[str, Any] = {}
+    keys: dict[str, Any] = {}
+    for name, value in (*given.items(), *settings.items()):
+        if isinstance(value, Mapping) and name not in _ROWS.values() - Config.model_fields.keys():
+            keys |= {f"{name}.{key}": inner for key, inner in value.items()}
+        elif name not in _SHORT:
+            keys[name] = value
+        elif value is not None:
+            flags[_SHORT[name]] = value
+    for key, name in _ROWS.items():
+        rows = keys.pop(key, None) if flags.get(key) is None else flags[key]
+        if rows is not None:
+            flags[key] = files.path_of(rows, name)
+    flags = {key: os.fspath(value) if isinstance(value, os.PathLike) else value for key, value in flags.items()}
+    problems = ProblemList()
+    overrides = [f"{key}={_yaml(key, value, problems)}" for key, value in keys.items()]
+    problems.raise_if_any()
+    return flags, overrides
+
+
+def _yaml(key: str, value: Any, problems: ProblemList) -> str:
+    """A setting as the command line is given it: JSON, which is YAML."""
+    try:
+        return json.dumps(os.fspath(value) if isinstance(value, os.PathLike) else value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):
+        problems.add(key, f"must be a plain value, is {shown(value)}")
+        return "null"
+
+
+@contextmanager
+def _given() -> Iterator[RowFiles]:
+    """Where rows lie meanwhile that are no file.
+
+    What the caller got wrong is said of the arguments, and neither of these files nor of the command line's flags.
+    """
+    with tempfile.TemporaryDirectory(prefix="andon-rows-") as folder:
+        files = RowFiles(Path(folder))
+        try:
+            yield files
+        except InputError as error:
+            problems = [Problem(files.named(_argument(each.where)), files.named(each.what)) for each in error.problems]
+            raise InputError(problems) from None
+
+
+def _argument(where: str) -> str:
+    """What is called so on the command line, as an argument of `train`."""
+    if where.startswith("--set "):
+        return where.removeprefix("--set ")
+    return where.removeprefix("--").replace("-", "_") if where.startswith("--") else where
+
+
+def _texts(texts: Iterable[str]) -> list[str]:
+    if isinstance(texts, str):
+        raise InputError([Problem("texts", f"must be a list of texts, is one text ({shown(texts)})")])
+    found, problems = list(texts), ProblemList()
+    for place, text in enumerate(found):
+        fault = text_fault(text) if isinstance(text, str) else f"must be a string, is {shown(text)}"
+        if fault is not None:
+            problems.add(f"texts[{place}]", f"the text {fault}")
+    if not found:
+        problems.add("texts", "holds no texts")
+    problems.raise_if_any()
+    return found
+
+
+# How it ended
+
+
+def _trained(config: Config, started: float, sizing: Sizing | None, files: RowFiles) -> Ended:
+    """The run of `config`; this process is afterwards as it was."""
+    given = {key.removeprefix("data."): files.written[name] for key, name in _ROWS.items() if name in files.written}
+    if config.run.backend in IN_PROCESS:
+        from andon.training.caller import torch_as_found
+
+        with torch_as_found():
+            return start(config, started, sizing=sizing, given=given)
+    if multiprocessing.current_process().daemon:
+        what = f"{config.run.backend} starts ranks, and a daemonic process may start none; take inline or threads"
+        raise InputError([Problem("run.backend", what)])
+    with for_one_launch():
+        return start(config, started, sizing=sizing, given=given)
+
+
+def _raise(ended: Ended) -> NoReturn:
+    """The exception that says how a run ended that did not reach its end."""
+    again = f"go on with: andon.train(..., run_dir={str(ended.folder.path)!r}, resume='auto')"
+    if ended.exit is Exit.USAGE:
+        raise InputError(ended.why)
+    if ended.exit is Exit.VIOLATION:
+        raise _violation(ended)
+    if ended.asked_by and ended.exit in (Exit.PREEMPTED, Exit.RANK_LOST):
+        say(f"{'ended at a step boundary' if ended.exit is Exit.PREEMPTED else ended.why}; {again}")
+        signal.raise_signal(ended.asked_by)
+    if ended.exit is Exit.PREEMPTED:
+        error: RunError = Preempted(f"ended at a step boundary; {again}")
+    else:
+        error = (RankLost if ended.exit in (Exit.RANK_LOST, Exit.RANK_SILENT) else RunError)(ended.why)
+        if ended.report is not None:
+            error.add_note(ended.report.message)
+    error.exit, error.path = ended.exit, ended.folder.path
+    raise error
+
+
+def _violation(ended: Ended) -> Violation:
+    """The violation of a rank, as it would have been raised in this process: the ledger has what it saw."""
+    clause, step = ("", 0) if ended.report is None else (ended.report.clause, ended.report.step)
+    finding = Finding(ended.why, step)
+    with suppress(OSError, LedgerError):
+        for record in read_ledger(ended.folder.ledger):
+            if isinstance(record, Broken) and (record.clause, record.step) == (clause, step):
+                finding = Finding(record.seen, step, record.ranks, record.tensor, tuple(record.details.items()))
+    return Violation(ended.why, clause=clause, finding=finding)
+
+
+def _steps(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of the metrics at `path` that are of a step, as far as they are whole."""
+    try:
+        with open_regular(path) as file:
+            lines = file.read().splitlines(keepends=True)
+    except OSError as error:
+        raise InputError([Problem(str(path), f"cannot be read: {error.strerror}")]) from error
+    for line in lines:
+        found = json.loads(line) if line.endswith(b"\n") else {}
+        if "loss" in found and "what" not in found:
+            yield found

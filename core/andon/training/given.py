@@ -1,0 +1,128 @@
+"""Rows that are given as values and not as a file: written as JSON Lines, so that a run reads them like any others.
+
+A row is a mapping of columns to values. Rows come from whatever yields such mappings (a list, a generator, a
+`datasets.Dataset`), or makes them (`to_dict(orient="records")` of a pandas frame); no library is imported for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from andon.config.schema import Config
+from andon.console.problems import InputError, Problem, ProblemList, shown
+from andon.run.atomic import storage, write_whole
+from andon.run.folder import RunFolder
+
+_MISSING = ("NAType", "NaTType")
+"""The types of what pandas has in place of a value, beside the NaN of floats."""
+
+
+@dataclass(frozen=True)
+class RowFiles:
+    """Rows in files of `folder`, which is there for a while; `written`: each file by what its giver calls the rows."""
+
+    folder: Path
+    written: dict[str, Path] = field(default_factory=dict)
+
+    def path_of(self, data: object, name: str) -> str:
+        """The file of `data`: itself where it is a path, else one that now holds its rows (`write_rows`)."""
+        if isinstance(data, str | PathLike):
+            return os.fspath(data)
+        path = self.folder / f"{name}.jsonl"
+        write_rows(data, path, name)
+        self.written[name] = path
+        return str(path)
+
+    def named(self, text: str) -> str:
+        """`text` of a message, with name[i] for a line of a file that was written, and the name for the file."""
+        for name, path in self.written.items():
+            text = re.sub(rf"{re.escape(str(path))}:(\d+)", partial(_row_of, name), text).replace(str(path), name)
+        return text
+
+
+def _row_of(name: str, line: re.Match[str]) -> str:
+    return f"{name}[{int(line[1]) - 1}]"
+
+
+def write_rows(data: object, path: Path, name: str) -> None:
+    """Write the rows in `data` to `path`, one JSON object a line, so that `name`[i] is line i + 1.
+
+    Values that JSON lacks become the nearest it has: arrays lists, dates ISO 8601, missing ones null. Raises
+    `InputError` with all that is wrong, each at `name`[i]: no rows, a row that is no mapping, values of other types.
+    """
+    problems, count = ProblemList(), 0
+    with path.open("x", encoding="utf-8") as file:
+        for place, row in enumerate(_rows(data, name)):
+            count += 1
+            if isinstance(row, Mapping):
+                file.write(_line(row, f"{name}[{place}]", problems))
+            else:
+                problems.add(f"{name}[{place}]", f"must be a mapping of columns to values, is {shown(row)}")
+    if not count:
+        problems.add(name, "has no rows")
+    problems.raise_if_any()
+
+
+def kept(config: Config, folder: RunFolder, given: Mapping[str, Path]) -> Config:
+    """`config` with the files `given`, by key of its `data`, in the run folder: whoever resumes the run finds them.
+
+    Their names have the digest of what they hold, so that none replaces another. Raises `InputError` for a folder that
+    cannot be written.
+    """
+    files = {}
+    with folder.open_for_writing():
+        with storage(folder.rows):
+            folder.rows.mkdir(exist_ok=True)
+        for key, path in given.items():
+            data = path.read_bytes()
+            target = folder.rows / f"{key}-{hashlib.sha256(data).hexdigest()[:16]}.jsonl"
+            write_whole(target, data)
+            files[key] = str(target)
+    return config.model_copy(update={"data": config.data.model_copy(update=files)})
+
+
+def _rows(data: Any, name: str) -> Iterable[object]:
+    """Whatever `data` has for rows."""
+    if isinstance(data, Mapping):
+        what = f"must be rows, as in [{{'text': ..., 'label': ...}}], or one split of several; is {shown(data)}"
+        raise InputError([Problem(name, what)])
+    if callable(getattr(data, "to_dict", None)):
+        try:
+            records: Iterable[object] = data.to_dict(orient="records")
+            return records
+        except TypeError:
+            pass  # it makes something else of itself: rows are what it yields
+    if not isinstance(data, Iterable):
+        raise InputError([Problem(name, f"must be a path, or rows, each a mapping of columns; is {shown(data)}")])
+    return data
+
+
+def _line(row: Mapping[Any, object], where: str, problems: ProblemList) -> str:
+    fields = []
+    for column, value in row.items():
+        try:
+            fields.append(f"{json.dumps(str(column))}: {json.dumps(_plain(value), default=_plain, allow_nan=False)}")
+        except (TypeError, ValueError, RecursionError):
+            kind = type(value).__name__
+            problems.add(where, f"{column} is of type {kind}, which JSON does not have; convert or drop it")
+    return "{" + ", ".join(fields) + "}\n"
+
+
+def _plain(value: Any) -> Any:
+    """The value itself, or what JSON has for it; json.dumps asks for parts of values that it does not know."""
+    if type(value).__name__ in _MISSING:
+        return None
+    if hasattr(value, "tolist"):  # of numpy, torch and others: an array, or a number of theirs
+        value = value.tolist()
+    elif hasattr(value, "isoformat"):
+        return value.isoformat()
+    return None if isinstance(value, float) and value != value else value

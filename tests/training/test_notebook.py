@@ -1,0 +1,183 @@
+"""Training from a script without a main guard and from a real notebook kernel, with two workers, as the docs say."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jupyter_client.manager import KernelManager
+
+import andon
+from tests.launch.pipes import PATIENCE_S
+from tests.launch.sessions import wait_until_empty
+from tests.repository.sources import ROOT
+from tests.training.runs import Runs, outcome
+
+SECTION = re.search(r"^## From Python\n(.*?)^## ", (ROOT / "docs" / "usage.md").read_text(), re.MULTILINE | re.DOTALL)
+assert SECTION is not None
+BLOCKS = re.findall(r"^```python\n(.*?)^```", SECTION[1], re.MULTILINE | re.DOTALL)
+"""The programs in docs/usage.md, in order."""
+LONG = 'training={"epochs": 60, "checkpoint_every": 5}, run_dir="long", adapter={"r": 2}'
+"""A run of 180 steps."""
+
+
+@pytest.fixture(scope="module")
+def colours(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """The rows of the docs as a file."""
+    rows = [{"text": f"{colour} thing number {n}", "label": colour} for n in range(40) for colour in ("red", "green")]
+    path = tmp_path_factory.mktemp("colours") / "train.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    return Runs(path)
+
+
+@pytest.fixture(scope="module")
+def documented(colours: Runs) -> dict[str, Any]:
+    """What the run of the docs comes to by the command, on one worker."""
+    folder = colours.data.parent / "run"
+    andon.train(str(colours.data), backend="inline", workers=1, training={"epochs": 1}, run_dir=folder)
+    return outcome(folder)
+
+
+@dataclass
+class Cell:
+    """What came of one: what it wrote and showed, and the name of the error that it ended with."""
+
+    error: str = ""
+    wrote: list[str] = field(default_factory=list)
+    shown: str = ""
+
+    def hear(self, message: Any) -> None:
+        """Take one message of the kernel."""
+        content = message["content"]
+        self.wrote += [content["text"]] if message["msg_type"] == "stream" else []
+        self.shown = content["data"]["text/plain"] if message["msg_type"] == "execute_result" else self.shown
+
+
+@dataclass
+class Notebook:
+    """A kernel in `folder`."""
+
+    manager: Any
+    client: Any
+    folder: Path
+
+    def run(self, code: str) -> Cell:
+        """Run one cell to its end."""
+        cell = Cell()
+        reply = self.client.execute_interactive(code, output_hook=cell.hear, timeout=PATIENCE_S)["content"]
+        cell.error = reply.get("ename", "")
+        return cell
+
+
+@pytest.fixture
+def notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Notebook]:
+    """A new kernel, met through sockets in a folder, which leaves no process behind."""
+    with tempfile.TemporaryDirectory(prefix="k") as own:  # a socket's path must be short
+        for name in ("JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "IPYTHONDIR"):
+            monkeypatch.setenv(name, own)
+        manager = KernelManager(transport="ipc", ip=os.path.join(own, "k"))
+        manager.start_kernel(cwd=str(tmp_path))
+        session = manager.provisioner.pid
+        client = manager.client()
+        client.start_channels()
+        try:
+            client.wait_for_ready(timeout=PATIENCE_S)
+            yield Notebook(manager, client, tmp_path)
+        finally:
+            client.stop_channels()
+            manager.shutdown_kernel()
+        wait_until_empty(session)
+
+
+def test_the_docs_run_in_a_notebook(notebook: Notebook, documented: dict[str, Any]) -> None:
+    """Every block of the section, as a cell; the bits are those of the command on the file of the same rows."""
+    cells = [notebook.run(block) for block in BLOCKS]
+    assert [cell.error for cell in cells] == [""] * len(BLOCKS)
+    assert outcome(notebook.folder / "runs" / "colours") == documented
+    told = "".join(cells[0].wrote)
+    assert "2 gloo workers" in told
+    assert documented["weights_digest"] in told
+    assert "chain-intact v1: holds" in told
+
+
+def once(happens: Callable[[], bool], act: Callable[[], object]) -> threading.Thread:
+    """A thread that acts once something has happened."""
+
+    def wait() -> None:
+        deadline, pause = time.monotonic() + PATIENCE_S, threading.Event()
+        while not happens() and time.monotonic() < deadline:
+            pause.wait(0.01)
+        act()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread
+
+
+def test_an_interrupted_cell_leaves_a_run_that_goes_on(notebook: Notebook, colours: Runs) -> None:
+    """The stop button is `KeyboardInterrupt`; no rank is left; the cell again ends with the bits of an unbroken run."""
+    ledger = notebook.folder / "long" / "ledger.jsonl"
+    rows, _ = BLOCKS[0].split("run = ")
+    interrupting = once(
+        lambda: ledger.exists() and b'"step":7' in ledger.read_bytes(), notebook.manager.interrupt_kernel
+    )
+    cell = notebook.run(f"{rows}\nrun = andon.train(rows, workers=2, {LONG})")
+    interrupting.join()
+    assert cell.error == "KeyboardInterrupt"
+    assert "ended at a step boundary; go on with: andon.train(..., run_dir='long', resume='auto')" in "".join(
+        cell.wrote
+    )
+    assert notebook.run("import multiprocessing; multiprocessing.active_children()").shown == "[]"
+    assert not andon.open_run(notebook.folder / "long").summary.finished
+    assert notebook.run(f'andon.train(rows, workers=2, resume="auto", {LONG}).summary.finished').shown == "True"
+    whole = colours.data.parent / "long"
+    settings = {"training": {"epochs": 60, "checkpoint_every": 5}, "adapter": {"r": 2}}
+    andon.train(str(colours.data), backend="inline", workers=1, run_dir=whole, **settings)
+    assert outcome(notebook.folder / "long") == outcome(whole)
+
+
+SCRIPT = """
+import multiprocessing.forkserver, os, signal, torch
+
+torch.set_num_threads(2)
+(torch.randn(64, 64, requires_grad=True) @ torch.randn(64, 64)).sum().backward()
+
+
+def state():
+    handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
+    server = multiprocessing.forkserver._forkserver
+    of_server = server._forkserver_pid, server._preload_modules
+    of_torch = torch.get_rng_state().tolist(), torch.get_num_threads()
+    return of_torch, dict(os.environ), os.getcwd(), handlers, of_server
+
+
+before = state()
+print("begins")
+{block}
+assert state() == before
+"""
+
+
+def test_a_script_without_a_main_guard(tmp_path: Path, documented: dict[str, Any]) -> None:
+    """Its ranks do not run it again; torch was used in it before; its environment, signals and generators are kept."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.replace("{block}", BLOCKS[0]))
+    process = subprocess.Popen(
+        [sys.executable, str(script)], cwd=tmp_path, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    out, _ = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0
+    assert out.count("begins") == 1
+    wait_until_empty(process.pid)
+    assert outcome(tmp_path / "runs" / "colours") == documented
