@@ -127,12 +127,15 @@ def train(
     return TrainingRun(ended.folder.path)
 
 
-def open_run(path: str | os.PathLike[str]) -> TrainingRun:
-    """The run that lies at `path`, by whatever it was trained, finished or not. Raises `InputError` for no run."""
+def open_run(path: str | os.PathLike[str], *, model: str | os.PathLike[str] | None = None) -> TrainingRun:
+    """The run that lies at `path`, by whatever it was trained, finished or not.
+
+    model: where its base is now, if it has moved. Raises `InputError` for no run.
+    """
     folder = RunFolder(Path(path))
     if folder.state() in (State.EMPTY, State.FOREIGN):
         raise InputError([Problem(str(path), "holds no run of andon")])
-    return TrainingRun(folder.path)
+    return TrainingRun(folder.path, None if model is None else os.fspath(model))
 
 
 class TrainingRun:
@@ -141,8 +144,9 @@ class TrainingRun:
     What a run has only at its end (`summary`, `adapter`, scores, predictions) is an `InputError` before.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, base: str | None = None) -> None:
         self.path = path.absolute()  # a program may change its folder
+        self._base = base
 
     def __repr__(self) -> str:
         return f"andon.open_run({str(self.path)!r})"
@@ -209,7 +213,7 @@ class TrainingRun:
     def _model(self) -> TrainedRun:
         from andon.training.inference import load_run
 
-        return load_run(require_run(self.path))
+        return load_run(require_run(self.path), self._base)
 
 
 @dataclass(frozen=True)
