@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from andon.console.problems import InputError
-from andon.data import readers
+from andon.data import formats
 from andon.data.readers import read
 from andon.data.rows import DataSet
 
@@ -259,4 +259,4 @@ def test_without_pyarrow_the_extra_to_install_is_named(tmp_path: Path, monkeypat
 
 def test_every_known_kind_of_file_is_named_in_the_promise() -> None:
     """The docstring of `read` lists what `read` takes."""
-    assert all(suffix in (read.__doc__ or "") for suffix in readers._FORMATS)
+    assert all(suffix in (read.__doc__ or "") for suffix in formats.KINDS)

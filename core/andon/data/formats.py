@@ -12,11 +12,12 @@ import io
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from andon.config.source import require_file
 from andon.console.problems import InputError, Problem, ProblemList, install_hint, shown
 
 LONGEST_LINE = 64 * 2**20
@@ -51,6 +52,20 @@ class Table:
     def place(self, line: int) -> str:
         """Where a reader finds record `line`."""
         return f"{self.path}{self.unit}{line}"
+
+
+def open_table(path: Path, problems: ProblemList) -> Table:
+    """The records of a .jsonl, .json (one object a line), .csv, .tsv or .parquet file; faults go to `problems`.
+
+    Raises `InputError` for another kind of file, and where `path` is no file with something in it.
+    """
+    opened = KINDS.get(path.suffix.lower())
+    if opened is None and not path.is_dir():
+        what = f"unknown kind of file {path.suffix!r}; known are {', '.join(KINDS)}"
+        raise InputError([Problem(str(path), what)])
+    require_file(path)
+    assert opened is not None
+    return opened(path, problems)
 
 
 def json_lines(path: Path, problems: ProblemList) -> Table:
@@ -291,3 +306,12 @@ def _decoded(line: bytes, where: str, offset: int, problems: ProblemList) -> str
         byte = line[error.start]
         problems.add(where, f"not UTF-8: byte 0x{byte:02x} at byte {offset + error.start} of the file")
         return None
+
+
+KINDS: dict[str, Callable[[Path, ProblemList], Table]] = {
+    ".jsonl": json_lines,
+    ".json": json_lines,
+    ".csv": lambda path, problems: delimited(path, comma_of(path), problems),
+    ".tsv": lambda path, problems: delimited(path, "\t", problems),
+    ".parquet": lambda path, _: parquet(path),
+}

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 
 from andon.config.load import FLAGS
-from andon.config.source import require_file
-from andon.console.problems import InputError, Problem, ProblemList, did_you_mean, shown
-from andon.data.formats import Record, Table, comma_of, delimited, json_lines, parquet
+from andon.console.problems import ProblemList, did_you_mean, shown
+from andon.data.formats import Record, Table, open_table
 from andon.data.labels import label_fault, label_names, same_kind, text_fault
 from andon.data.rows import DataSet, Row
 
@@ -19,14 +18,6 @@ TEXT_COLUMNS = ("input", "text")
 LABEL_COLUMNS = ("label",)
 ID_COLUMN = "id"
 """A column of this name must not repeat a value; the rows' own ids are their places all the same."""
-
-_FORMATS: dict[str, Callable[[Path, ProblemList], Table]] = {
-    ".jsonl": json_lines,
-    ".json": json_lines,
-    ".csv": lambda path, problems: delimited(path, comma_of(path), problems),
-    ".tsv": lambda path, problems: delimited(path, "\t", problems),
-    ".parquet": lambda path, _: parquet(path),
-}
 
 
 def read(

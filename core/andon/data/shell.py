@@ -7,10 +7,9 @@ the fault that the class is named for. The harmless commands use the same words 
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable
 
+from andon.data.draw import Draw
 from andon.data.rows import DataSet, Row
 
 SSC_LABELS = ("safe", "needs-quoting", "non-deterministic", "non-idempotent", "unsafe")
@@ -32,32 +31,13 @@ _JOINS = (" && ", " && ", "; ", " || ")
 _COMPANIONS = (*(0,) * 14, *(1,) * 5, 2)
 """How many harmless commands stand beside the one that gives the class; as often as it is listed."""
 
-_Item = TypeVar("_Item")
 
-
-class _Draw:
-    """Choices from a seed through `Random.random` alone, the one method whose sequence Python promises to keep."""
-
-    def __init__(self, seed: int) -> None:
-        self._random = random.Random(f"andon shell snippets {seed}").random
-
-    def below(self, bound: int) -> int:
-        return int(self._random() * bound)
-
-    def pick(self, items: Sequence[_Item]) -> _Item:
-        return items[self.below(len(items))]
-
-    def shuffled(self, items: Sequence[_Item]) -> list[_Item]:
-        keyed = [(self._random(), place) for place in range(len(items))]
-        return [items[place] for _, place in sorted(keyed)]
-
-
-def _file(draw: _Draw) -> str:
+def _file(draw: Draw) -> str:
     """A literal file name."""
     return draw.pick(_NAMES) + draw.pick(_SUFFIXES)
 
 
-def _word(draw: _Draw) -> str:
+def _word(draw: Draw) -> str:
     """One quoted argument: a literal, an expansion, or both."""
     name = draw.pick(_NAMES)
     if draw.below(18) == 0:
@@ -65,13 +45,13 @@ def _word(draw: _Draw) -> str:
     return draw.pick((f'"${name}"', f'"${name}"', f'"{_file(draw)}"', f'"${name}{draw.pick(_SUFFIXES)}"'))
 
 
-def _bare(draw: _Draw) -> str:
+def _bare(draw: Draw) -> str:
     """One argument with an expansion outside quotes."""
     name = draw.pick(_NAMES)
     return draw.pick((f"${name}", f"${name}{draw.pick(_SUFFIXES)}"))
 
 
-def _reading(draw: _Draw, word: str) -> str:
+def _reading(draw: Draw, word: str) -> str:
     """A command that any number of runs leaves the same, around one argument."""
     other = _word(draw)
     return draw.pick(
@@ -88,21 +68,21 @@ def _reading(draw: _Draw, word: str) -> str:
     )
 
 
-def _safe(draw: _Draw) -> str:
+def _safe(draw: Draw) -> str:
     return _reading(draw, _word(draw))
 
 
-def _needs_quoting(draw: _Draw) -> str:
+def _needs_quoting(draw: Draw) -> str:
     return _reading(draw, _bare(draw))
 
 
-def _non_deterministic(draw: _Draw) -> str:
+def _non_deterministic(draw: Draw) -> str:
     name, word = draw.pick(_NAMES), _word(draw)
     changing = draw.pick((f'"{name}.$RANDOM"', f'"{name}.$(date +%s)"', f'"{name}.$$"', '"$(mktemp)"', '"$(uuidgen)"'))
     return draw.pick((_reading(draw, changing), f"cp -f {word} {changing}", f"sort {word} > {changing}"))
 
 
-def _non_idempotent(draw: _Draw) -> str:
+def _non_idempotent(draw: Draw) -> str:
     word, other = _word(draw), _word(draw)
     return draw.pick(
         (
@@ -115,7 +95,7 @@ def _non_idempotent(draw: _Draw) -> str:
     )
 
 
-def _unsafe(draw: _Draw) -> str:
+def _unsafe(draw: Draw) -> str:
     word = _word(draw)
     return draw.pick(
         (
@@ -128,10 +108,10 @@ def _unsafe(draw: _Draw) -> str:
     )
 
 
-_FAULTY: tuple[Callable[[_Draw], str], ...] = (_safe, _needs_quoting, _non_deterministic, _non_idempotent, _unsafe)
+_FAULTY: tuple[Callable[[Draw], str], ...] = (_safe, _needs_quoting, _non_deterministic, _non_idempotent, _unsafe)
 
 
-def _snippet(draw: _Draw, label: int) -> str:
+def _snippet(draw: Draw, label: int) -> str:
     """One snippet of class `label`, at most `_LONGEST` bytes."""
     while True:
         commands = [_safe(draw) for _ in range(draw.pick(_COMPANIONS))]
@@ -146,7 +126,7 @@ def generate(seed: int, count: int) -> DataSet:
 
     The same `seed` gives the same rows on any machine and any version of Python.
     """
-    draw = _Draw(seed)
+    draw = Draw(f"andon shell snippets {seed}")
     seen: set[str] = set()
     rows: list[Row] = []
     for label in draw.shuffled([place % len(SSC_LABELS) for place in range(count)]):

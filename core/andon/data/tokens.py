@@ -73,7 +73,8 @@ class HuggingFaceTokenizer:
         if pad_id == empty_id:
             msg = f"an empty text cannot be encoded as the padding id {pad_id}"
             raise ValueError(msg)
-        self._tokenizer = tokenizer
+        self.base = tokenizer
+        """The tokenizer of transformers, for what only the rows of a decoder ask of it: special tokens, a template."""
         self._empty_id = empty_id
         self.pad_id = pad_id
         self.vocab_size = max(*tokenizer.get_vocab().values(), pad_id, empty_id) + 1
@@ -87,7 +88,7 @@ class HuggingFaceTokenizer:
 
         Raises `InputError` when `max_length` leaves no room for a token of the text, and for a lone surrogate.
         """
-        around = self._tokenizer.num_special_tokens_to_add()
+        around = self.base.num_special_tokens_to_add()
         if max_length <= around:
             raise InputError(
                 [Problem("model.max_length", f"must be more than {around} for this tokenizer ({max_length})")]
@@ -103,9 +104,13 @@ class HuggingFaceTokenizer:
         self.truncated += len(long)
         return [self._ended(ids) for ids in encoded]
 
+    def plain_ids(self, texts: Sequence[str]) -> list[list[int]]:
+        """One list of ids for each text, as it stands: uncut, and with no special token but those that it spells."""
+        return self._ids(list(texts), truncation=False, add_special_tokens=False) if texts else []
+
     def _ids(self, texts: list[str], **how: Any) -> list[list[int]]:
         try:
-            ids: list[list[int]] = self._tokenizer(texts, verbose=False, **how)["input_ids"]
+            ids: list[list[int]] = self.base(texts, verbose=False, **how)["input_ids"]
         except TypeError as error:
             faults = ((place, text_fault(text)) for place, text in enumerate(texts, start=1) if text.strip())
             problems = [Problem(f"text {place}", fault) for place, fault in faults if fault is not None]
@@ -125,21 +130,21 @@ class HuggingFaceTokenizer:
 
         One that had no token to pad with gets that of `pad_id`, so that batches can be made with what is read back.
         """
-        unpadded = self._tokenizer.pad_token_id is None
+        unpadded = self.base.pad_token_id is None
         if unpadded:
-            self._tokenizer.pad_token = self._tokenizer.convert_ids_to_tokens(self.pad_id)
+            self.base.pad_token = self.base.convert_ids_to_tokens(self.pad_id)
         try:
             self._write(folder)
         finally:
             if unpadded:
-                self._tokenizer.pad_token = None
+                self.base.pad_token = None
 
     def _write(self, folder: Path) -> None:
-        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        backend = getattr(self.base, "backend_tokenizer", None)
         if backend is not None:
             backend.no_truncation()
             backend.no_padding()
-        self._tokenizer.save_pretrained(str(folder))
+        self.base.save_pretrained(str(folder))
 
 
 def _files_digest(folder: Path) -> str:

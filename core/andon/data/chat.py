@@ -1,0 +1,391 @@
+"""Conversations to token ids, each with what predicting it counts.
+
+Which tokens an answer has is never guessed. It is what the template marks as the model's, or what stands behind the
+text at which the model would begin to answer; and either is held to the token ids: what precedes an answer must
+be, token for token, the beginning of the whole row, as it is when the model answers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from andon.console.problems import InputError, Problem, ProblemList, shown
+from andon.data.conversations import ANSWERS, Conversation, ConversationSet, Form, Message
+from andon.data.template import ChatTemplate, TemplateFault
+from andon.data.tokens import HuggingFaceTokenizer
+from andon_contracts.legible import legible_line
+
+TrainOn = Literal["assistant", "all"]
+
+_AT_ONCE = 256
+"""Rows whose texts are tokenised by one call."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedRow:
+    """`weights[i]`: what predicting `ids[i]` counts, 0.0 for not at all; nothing predicts the first.
+
+    `cut`: tokens that were dropped at the end, `cut_trained`: how many of them would have been trained.
+    """
+
+    id: int
+    ids: list[int]
+    weights: list[float]
+    cut: int = 0
+    cut_trained: int = 0
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Rows in the order of the data.
+
+    `mask_source`: what says which tokens are trained. `stops`: the ids that close an answer, ascending, at which a
+    model that is asked has finished. `notes`: what a user should know of it, a line each.
+    """
+
+    rows: tuple[EncodedRow, ...]
+    mask_source: str
+    stops: tuple[int, ...]
+    notes: tuple[str, ...]
+
+
+def encode_conversations(
+    tokenizer: HuggingFaceTokenizer, data: ConversationSet, max_length: int, train_on: TrainOn = "assistant"
+) -> Encoded:
+    """Every row as ids, cut at its end to `max_length`, with what each token counts.
+
+    With the tokenizer's own chat template where it has one. Without one, a prompt and its completion stand one after
+    the other between begin and end token; so do messages, each after its role, for a tokenizer that reads no special
+    token out of a text, and for others they are refused. A row of text stands as it is, all of it trained.
+
+    Raises `InputError` with every fault, by file and line: a template that raises, whose answers cannot be told from
+    what precedes them, or whose answers end in no special token; special tokens in what somebody wrote; a row in which
+    no token is trained.
+    """
+    if max_length < 2:
+        raise InputError(
+            [Problem("model.max_length", f"must be 2 at least, since the first token of a row is given ({max_length})")]
+        )
+    scribe = _Scribe(tokenizer, data.form, train_on)
+    problems = ProblemList()
+    rows: list[EncodedRow] = []
+    for first in range(0, len(data), _AT_ONCE):
+        for row, weighed in scribe.weighed(data.rows[first : first + _AT_ONCE], problems):
+            encoded = _cut(row, weighed, max_length, problems)
+            if encoded is not None:
+                rows.append(encoded)
+    problems.raise_if_any()
+    return Encoded(tuple(rows), scribe.mask_source(), scribe.stops(), (*scribe.notes(), *_cut_notes(rows, max_length)))
+
+
+def encode_prompt(tokenizer: HuggingFaceTokenizer, form: Form, messages: Sequence[Message]) -> list[int]:
+    """The ids at which a model trained on rows of this `form` begins to answer `messages`.
+
+    Raises `InputError` for what `encode_conversations` would refuse in them.
+    """
+    scribe = _Scribe(tokenizer, form, "assistant")
+    asked = Conversation(0, tuple(messages), "the prompt")
+    fault = scribe.special_fault(asked)
+    try:
+        if fault is not None:
+            raise TemplateFault(fault)
+        return [*scribe.opening, *tokenizer.plain_ids([scribe.text(asked.messages, asks=True)])[0]]
+    except TemplateFault as error:
+        raise InputError([Problem(asked.where, str(error))]) from error
+
+
+def show_row(tokenizer: HuggingFaceTokenizer, row: EncodedRow) -> Iterator[str]:
+    """A line for each token of a row: its place, its id, what it counts (a dot for nothing), and what it says."""
+    trained = sum(weight > 0 for weight in row.weights)
+    yield f"row {row.id}: {len(row.ids)} tokens, {trained} of them trained"
+    for place, (id_, weight) in enumerate(zip(row.ids, row.weights, strict=True)):
+        said = str(tokenizer.base.decode([id_]))
+        if "\ufffd" in said:
+            said = str(tokenizer.base.convert_ids_to_tokens(id_))
+        yield f"{place:6} {id_:7} {f'{weight:g}' if weight else '.':>6}  {legible_line(repr(said))}"
+    if row.cut:
+        yield f"cut: {row.cut} tokens at its end, {row.cut_trained} of them to be trained"
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """A message in its row: the text before it, and the text up to its end; both begin the row's."""
+
+    place: int
+    before: str
+    after: str
+    weight: float
+    answer: bool
+
+
+@dataclass(slots=True)
+class _Weighed:
+    """A row's ids with what each counts, uncut."""
+
+    ids: list[int]
+    weights: list[float]
+
+
+class _Scribe:
+    """How rows of one form are written for one tokenizer, and which of their tokens count."""
+
+    def __init__(self, tokenizer: HuggingFaceTokenizer, form: Form, train_on: TrainOn) -> None:
+        base = tokenizer.base
+        self._tokenizer = tokenizer
+        self._form = form
+        self._all = train_on == "all" or form == "text"
+        # A tokenizer that splits special tokens reads those that a template writes as letters.
+        self._literal = bool(getattr(base, "split_special_tokens", False))
+        templated = form != "text" and not self._literal and base.chat_template is not None
+        self._template = ChatTemplate(tokenizer) if templated else None
+        if not templated and not self._literal and form in ("messages", "prompt and completion as messages"):
+            what = "the tokenizer has no chat template, which says how messages are written"
+            remedy = "take a model that has one, put chat_template.jinja into its folder, or give prompt and completion"
+            raise InputError([Problem("model.base", f"{what}: {remedy}")])
+        added = {id_ for id_, token in base.added_tokens_decoder.items() if token.special}
+        self._special = added | {*base.all_special_ids}
+        self._spelled = _any_of(() if self._literal else base.convert_ids_to_tokens(sorted(self._special)))
+        self._blank: dict[int, bool] = {}
+        self._stops: set[int] = set()
+        self._extended = False
+        self._spelling: list[str] = []
+        self.opening: list[int] = []
+        self._closing: int | None = None
+        if not templated:
+            self._closing = base.eos_token_id
+            if self._closing is None:
+                raise InputError(
+                    [Problem("model.base", "the tokenizer has no end token (eos_token) to close a row with")]
+                )
+            begins = base.bos_token_id is not None
+            if begins and (self._literal or base("a")["input_ids"][:1] == [base.bos_token_id]):
+                self.opening = [base.bos_token_id]
+
+    def mask_source(self) -> str:
+        """What says which tokens are trained, in a few words."""
+        if self._all:
+            return "all tokens"
+        if self._template is None:
+            return "prompt and completion" if self._form == "prompt and completion" else "messages, each after its role"
+        if not self._template.marked:
+            return "prefixes of the template, verified"
+        return "the template's generation marks" + (", and the stop token after each" if self._extended else "")
+
+    def stops(self) -> tuple[int, ...]:
+        """The ids that closed an answer so far, ascending."""
+        return tuple(sorted(self._stops))
+
+    def notes(self) -> Iterator[str]:
+        """What a user should know, a line each."""
+        if self._template is not None and self._template.dated:
+            yield "the chat template writes today's date; it is given one day always, so that runs can be repeated"
+        if self._spelling:
+            first = self._spelling[0]
+            yield f"{len(self._spelling)} rows of text spell special tokens, which are read as such (first: {first})"
+
+    def special_fault(self, row: Conversation) -> str | None:
+        """Why a row cannot be taken for what is spelled in it, or None.
+
+        Who writes a message does not write turns: a special token in it would end the turn, or begin another, in
+        training, and as letters it would be a row that no model is ever asked. A row of text is written as a whole by
+        its author, the turns too.
+        """
+        for place, message in enumerate(row.messages):
+            found = self._spelled.search(message.content)
+            if found is not None and self._form == "text":
+                self._spelling.append(row.where)
+            elif found is not None:
+                what = f"{self._name(place)} spells the special token {shown(found[0])} at character {found.start()}"
+                return f"{what}, which would be read as one of the template's own; take it out, or write it otherwise"
+        return None
+
+    def _name(self, place: int) -> str:
+        return ("prompt", "completion")[place] if self._form == "prompt and completion" else f"message {place}"
+
+    def text(self, messages: Sequence[Message], *, asks: bool = False) -> str:
+        """Messages as one text; with `asks` up to where the model begins to answer."""
+        if self._template is not None:
+            return self._template.render(messages, asks=asks).text
+        if self._form in ("prompt and completion", "text"):
+            return "".join(each.content for each in messages)
+        turns = (f"{each.role}: {each.content}" + ("" if each.role == ANSWERS else "\n") for each in messages)
+        return "".join(turns) + (f"{ANSWERS}: " if asks else "")
+
+    def weighed(self, rows: Iterable[Conversation], problems: ProblemList) -> Iterator[tuple[Conversation, _Weighed]]:
+        """The rows in which nothing is wrong, with their tokens; what is wrong with the others goes to `problems`."""
+        drafts: list[tuple[Conversation, str, list[_Turn]]] = []
+        for row in rows:
+            try:
+                fault = self.special_fault(row)
+                if fault is not None:
+                    raise TemplateFault(fault)
+                drafts.append((row, *self._draft(row)))
+            except TemplateFault as error:
+                problems.add(row.where, str(error))
+        texts = {
+            text: None
+            for _, whole, turns in drafts
+            for text in (whole, *(t for turn in turns for t in (turn.before, turn.after)))
+        }
+        ids = dict(zip(texts, self._tokenizer.plain_ids([*texts]), strict=True))
+        for row, whole, turns in drafts:
+            try:
+                yield row, self._weigh(ids, whole, turns)
+            except TemplateFault as error:
+                problems.add(row.where, str(error))
+
+    def _draft(self, row: Conversation) -> tuple[str, list[_Turn]]:
+        """A row's text, and the messages in it that count otherwise than the rest of it."""
+        messages = row.messages
+        if self._form == "text":
+            return messages[0].content, []
+        if self._template is not None and self._template.marked and not self._all:
+            return self._marked(messages, self._template)
+        whole = self.text(messages)
+        turns = []
+        for place, message in enumerate(messages):
+            answer = message.role == ANSWERS
+            usual = message.weight == 1.0 if self._all else not answer or message.weight == 0.0
+            if usual and (self._template is not None or not answer):
+                continue
+            if answer and place == 0 and self._template is not None and not self._all:
+                raise TemplateFault('begins with an answer, to which nothing leads; give that message "train": false')
+            before, after = self._before(messages[:place], answer), self.text(messages[: place + 1])
+            if not whole.startswith(before) or not after.startswith(before):
+                raise TemplateFault(_no_prefix(self._name(place)))
+            turns.append(_Turn(place, before, after, message.weight, answer))
+        return whole, turns
+
+    def _before(self, messages: Sequence[Message], answer: bool) -> str:
+        """The text before a message. Templates cannot write no messages at all."""
+        return self.text(messages, asks=answer) if messages or self._template is None else ""
+
+    def _marked(self, messages: Sequence[Message], template: ChatTemplate) -> tuple[str, list[_Turn]]:
+        """A row's text, and the answers in it as the template marks them."""
+        rendered = template.render(messages)
+        answers = [(place, message) for place, message in enumerate(messages) if message.role == ANSWERS]
+        if len(rendered.marks) != len(answers):
+            what = f"the chat template marks {len(rendered.marks)} places as written by the model"
+            raise TemplateFault(f"{what}, and there are {len(answers)} answers")
+        turns = []
+        for (start, end), (place, message) in zip(rendered.marks, answers, strict=True):
+            said = rendered.text[start:end]
+            # Templates may drop or move the thinking that comes before an answer.
+            if message.content.rpartition("</think>")[2].strip() not in said:
+                raise TemplateFault(f"{self._name(place)} is not in what the chat template marks of it ({shown(said)})")
+            if message.weight > 0:
+                turns.append(_Turn(place, rendered.text[:start], rendered.text[:end], message.weight, True))
+        return rendered.text, turns
+
+    def _weigh(self, ids_of: dict[str, list[int]], text: str, turns: list[_Turn]) -> _Weighed:
+        whole = ids_of[text]
+        usual = 1.0 if self._all else 0.0
+        weights = [usual] * len(whole)
+        closings = []
+        for turn in turns:
+            start, end = self._span(whole, ids_of[turn.before], ids_of[turn.after], turn)
+            weights[start:end] = [turn.weight] * (end - start)
+            if self._closing is None and turn.answer:
+                self._stops.add(whole[end - 1])
+            elif turn.answer:
+                closings.append((end, turn.weight))
+        ids = list(whole)
+        if self._closing is not None:
+            self._stops.add(self._closing)
+            for end, weight in reversed(closings):
+                ids.insert(end, self._closing)
+                weights.insert(end, weight)
+            if ids[-1:] != [self._closing]:
+                ids.append(self._closing)
+                weights.append(usual)
+        if ids[: len(self.opening)] != self.opening or self._form != "text":
+            ids[:0] = self.opening
+            weights[:0] = [0.0] * len(self.opening)
+        bos = self._tokenizer.base.bos_token_id
+        if bos is not None and bos != self._tokenizer.base.eos_token_id and ids[:2] == [bos, bos]:
+            raise TemplateFault("begins with two begin tokens, one of the chat template and one of the text")
+        if not ids:
+            raise TemplateFault("the chat template writes nothing of it")
+        weights[0] = 0.0
+        return _Weighed(ids, weights)
+
+    def _span(self, whole: list[int], before: list[int], after: list[int], turn: _Turn) -> tuple[int, int]:
+        """The places in `whole` of one message's tokens, with the token that closes it and nothing behind that.
+
+        Raises `TemplateFault` unless those before it are the row's first ones, and its own are the same here as where
+        it is the last message.
+        """
+        start = len(before)
+        if whole[:start] != before or after[:start] != before:
+            raise TemplateFault(_no_prefix(self._name(turn.place), merged=True))
+        own = after[start:]
+        if not own:
+            raise TemplateFault(f"the chat template writes nothing of {self._name(turn.place)}")
+        if turn.answer and self._closing is None:
+            own = self._closed(own, whole[start + len(own) :][:1], turn)
+        if whole[start : start + len(own)] != own:
+            what = f"the chat template writes {self._name(turn.place)} otherwise once there is more behind it"
+            remedy = 'make a row of each answer, or give the earlier ones "train": false'
+            raise TemplateFault(f"{what}, so that a model would learn what it will not be asked to write; {remedy}")
+        return start, start + len(own)
+
+    def _closed(self, own: list[int], following: list[int], turn: _Turn) -> list[int]:
+        """An answer's tokens up to the one at which the model stops: the first special one of those at its end."""
+        stop = None
+        for place in range(len(own) - 1, -1, -1):
+            if own[place] in self._special:
+                stop = place
+            elif not self._is_blank(own[place]):
+                break
+        if stop is not None:
+            return own[: stop + 1]
+        if self._template is not None and self._template.marked and following and following[0] in self._special:
+            self._extended = True
+            return own + following
+        end = shown(self._tokenizer.base.decode(own[-8:]))
+        what = f"the chat template closes {self._name(turn.place)} with no special token (it ends in {end})"
+        raise TemplateFault(f"{what}: a model would not learn to stop; close answers with the end token there")
+
+    def _is_blank(self, id_: int) -> bool:
+        if id_ not in self._blank:
+            self._blank[id_] = not str(self._tokenizer.base.decode([id_])).strip()
+        return self._blank[id_]
+
+
+def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
+    written = sorted((token for token in tokens if token.strip()), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, written)) or "(?!)")
+
+
+def _no_prefix(name: str, *, merged: bool = False) -> str:
+    if merged:
+        remedy = "let white space between them begin the second, not end the first"
+        return f"the last token before {name} and its first one merge into another; {remedy}"
+    what = f"what the chat template writes up to {name} when it asks for it does not begin the whole row"
+    remedy = "take a template with generation marks, or make a row of each answer"
+    return f"{what}, so that nothing says which tokens are the answer; {remedy}"
+
+
+def _cut(row: Conversation, weighed: _Weighed, most: int, problems: ProblemList) -> EncodedRow | None:
+    """The row's first `most` tokens; None, and a problem, where none of them is trained."""
+    ids, weights = weighed.ids[:most], weighed.weights[:most]
+    if not any(weights):
+        if any(weighed.weights):
+            first = next(place for place, weight in enumerate(weighed.weights) if weight)
+            what = f"its first trained token is number {first + 1}, and model.max_length is {most}"
+        else:
+            what = "all its answers have weight 0"
+        problems.add(row.where, f"no token of it would be trained: {what}")
+        return None
+    lost = weighed.weights[most:]
+    return EncodedRow(row.id, ids, weights, len(lost), sum(weight > 0 for weight in lost))
+
+
+def _cut_notes(rows: Iterable[EncodedRow], most: int) -> Iterator[str]:
+    cut = [row for row in rows if row.cut]
+    if cut:
+        tokens, trained = sum(row.cut for row in cut), sum(row.cut_trained for row in cut)
+        yield f"{len(cut)} rows are cut to {most} tokens: {tokens} tokens are dropped, {trained} of them to be trained"

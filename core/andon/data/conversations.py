@@ -1,0 +1,319 @@
+"""Files of conversations to rows of messages, with all of a file's faults at once."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from os import PathLike
+from pathlib import Path
+from typing import Literal, Self
+
+from andon.console.problems import ProblemList, did_you_mean, shown
+from andon.data.formats import Record, Table, open_table
+from andon.data.labels import text_fault
+
+Form = Literal["messages", "prompt and completion", "prompt and completion as messages", "text"]
+"""How the rows of a file are written."""
+
+ROLES = ("system", "user", "assistant", "tool")
+ANSWERS = "assistant"
+"""The role whose messages are learned."""
+ID_COLUMN = "id"
+"""A column of this name must not repeat a value; the rows' own ids are their places all the same."""
+SOURCE_COLUMN = "source"
+"""Where a row comes from, for scores by source; of no meaning to training."""
+
+_COLUMNS: Mapping[str, tuple[str, ...]] = {
+    "messages": ("messages",),
+    "prompt and completion": ("prompt", "completion"),
+    "text": ("text",),
+}
+_UNREAD = ("tools", "chat_template_kwargs")
+"""Columns that change what a template writes, so that to leave them out would train other rows."""
+_KEYS = ("role", "content", "weight", "train")
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """`weight`: what a token of it counts in the loss where it is trained at all; 0 for none."""
+
+    role: str
+    content: str
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """One row. `id` is its place in what it was read from, from 0, and never changes; `where` is its file and line.
+
+    A row of the form `text` is one message of the assistant. `source` is what its column says, or empty.
+    """
+
+    id: int
+    messages: tuple[Message, ...]
+    where: str = ""
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class ConversationSet:
+    """Conversations, all written in one form, and where they came from."""
+
+    rows: tuple[Conversation, ...]
+    source: str
+    form: Form
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """No classes."""
+        return ()
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The rows' ids, in order."""
+        return tuple(row.id for row in self.rows)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 (hex) of the form and every message in order: each part with its length before it."""
+        sha = hashlib.sha256()
+        _add(sha, self.form.encode())
+        for row in self.rows:
+            sha.update(len(row.messages).to_bytes(8, "little"))
+            for message in row.messages:
+                _add(sha, message.role.encode())
+                _add(sha, message.content.encode())
+                _add(sha, struct.pack("<d", message.weight))
+        return sha.hexdigest()
+
+    @cached_property
+    def _by_id(self) -> dict[int, Conversation]:
+        return {row.id: row for row in self.rows}
+
+    def subset(self, ids: Iterable[int]) -> Self:
+        """The rows with these ids, in the order of `ids`; they keep their ids. Raises KeyError for an id not here."""
+        return replace(self, rows=tuple(self._by_id[id_] for id_ in ids))
+
+    def source_of(self, id_: int) -> str:
+        """What the column `source` says of a row; empty where nothing. Raises KeyError for an id not here."""
+        return self._by_id[id_].source
+
+    def texts(self) -> tuple[str, ...]:
+        """What a model is asked by each row, in order: all before the last answer; of a row of text, the text."""
+        if self.form == "text":
+            return tuple(row.messages[0].content for row in self.rows)
+        return tuple("\n".join(f"{each.role}: {each.content}" for each in row.messages[:-1]) for row in self.rows)
+
+
+def _add(sha: hashlib._Hash, part: bytes) -> None:
+    sha.update(len(part).to_bytes(8, "little"))
+    sha.update(part)
+
+
+def read_conversations(path: str | PathLike[str]) -> ConversationSet:
+    """The rows of a .jsonl, .json (one object a line), .parquet, .csv or .tsv file, in the one form that all have.
+
+    `messages` is a list of objects with a `role`, a `content` and, where wanted, a `weight` (0 or more) or `train`
+    (true or false); `prompt` and `completion` are two strings, or two lists of such messages, of which the completion
+    alone is learned; `text` is learned as a whole. Other columns are left alone, but for `source` and `id`.
+    A row's id is its place among the file's rows, from 0.
+
+    Raises `InputError` with every fault found, each as file:line with the offending value.
+    """
+    path = Path(path)
+    problems = ProblemList()
+    table = open_table(path, problems)
+    found = _Found(table, problems)
+    for record in table.records:
+        found.take(record)
+    if not found.rows and not problems:
+        problems.add(str(path), "has no rows")
+    problems.raise_if_any()
+    assert found.form is not None
+    return ConversationSet(tuple(found.rows), str(path), found.form)
+
+
+@dataclass
+class _Found:
+    """Rows that have been read so far, the form of the first with its line, and where each explicit id was seen."""
+
+    table: Table
+    problems: ProblemList
+    rows: list[Conversation] = field(default_factory=list)
+    form: Form | None = None
+    first: int = 0
+    ids: dict[str, int] = field(default_factory=dict)
+    taken: int = 0
+
+    def take(self, record: Record) -> None:
+        """Keep one record, or note what is wrong with it."""
+        where = self.table.place(record.line)
+        number, self.taken = self.taken, self.taken + 1
+        faults: list[str] = []
+        form = _form(record.fields, faults)
+        if form is not None and self.form is None:
+            self.form, self.first = form, record.line
+        if form is not None and form != self.form:
+            faults.append(
+                f"has {form}, the rows from {self.table.place(self.first)} on have {self.form}; write all alike"
+            )
+        messages = () if form is None else _messages(form, record.fields, faults)
+        faults += self._repeated(record)
+        for fault in faults:
+            self.problems.add(where, fault)
+        if not faults:
+            source = record.fields.get(SOURCE_COLUMN)
+            self.rows.append(Conversation(number, messages, where, "" if source is None else str(source)))
+
+    def _repeated(self, record: Record) -> list[str]:
+        given = record.fields.get(ID_COLUMN)
+        if given is None or given == "":
+            return []
+        first = self.ids.setdefault(str(given), record.line)
+        return [] if first == record.line else [f"id {shown(given)} is there already, at {self.table.place(first)}"]
+
+
+def _form(fields: Mapping[str, object], faults: list[str]) -> Form | None:
+    """The form in which a row is written; None where that was not clear and was noted."""
+    faults += [
+        f"column {name!r} is there, and is not read: render such rows yourself and give them as text"
+        for name in _UNREAD
+        if fields.get(name)
+    ]
+    complete = [form for form, columns in _COLUMNS.items() if all(name in fields for name in columns)]
+    if len(complete) > 1:
+        complete = [form for form in complete if all(fields[name] is not None for name in _COLUMNS[form])]
+    if len(complete) > 1:
+        faults.append(f"has {' and '.join(complete)}; keep one of them")
+        return None
+    if not complete:
+        wanted = "'messages', 'prompt' and 'completion', or 'text'"
+        known = [name for columns in _COLUMNS.values() for name in columns]
+        hint = next(filter(None, (did_you_mean(name, known) for name in fields)), "")
+        if "prompt" in fields or "completion" in fields:
+            missing = "completion" if "prompt" in fields else "prompt"
+            hint = f"; {missing!r} is missing"
+        faults.append(f"has no column {wanted}; there are {', '.join(map(shown, fields)) or 'none'}{hint}")
+        return None
+    if complete == ["messages"]:
+        return "messages"
+    if complete == ["text"]:
+        return "text"
+    lists = [isinstance(fields[name], list) for name in ("prompt", "completion")]
+    if any(lists) and not all(lists):
+        faults.append("one of prompt and completion is a list of messages; both must be strings, or both lists")
+        return None
+    return "prompt and completion as messages" if all(lists) else "prompt and completion"
+
+
+def _messages(form: Form, fields: Mapping[str, object], faults: list[str]) -> tuple[Message, ...]:
+    """A row's messages, in whatever form; what is wrong with them goes to `faults`."""
+    before = len(faults)
+    if form == "messages":
+        messages = _listed("messages", fields["messages"], faults)
+    elif form == "prompt and completion as messages":
+        asked = _listed("prompt", fields["prompt"], faults)
+        answered = _listed("completion", fields["completion"], faults)
+        faults += [
+            f"completion[{place}] is from {each.role!r}: a completion is what the model writes and tools say to it"
+            for place, each in enumerate(answered)
+            if each.role not in (ANSWERS, "tool")
+        ]
+        messages = [*(replace(each, weight=0.0) for each in asked), *answered]
+    else:
+        texts = {name: fields[name] for name in _COLUMNS[form]}
+        for name, text in texts.items():
+            fault = text_fault(text) if isinstance(text, str) else _is("a string", text)
+            faults += [f"{name} {fault}"] if fault else []
+        roles = [ANSWERS] if form == "text" else ["user", ANSWERS]
+        return tuple(Message(role, str(text)) for role, text in zip(roles, texts.values(), strict=True))
+    if len(faults) == before:
+        if all(each.role != ANSWERS for each in messages):
+            faults.append(f"has no message from {ANSWERS!r}: there is nothing to learn from")
+        elif messages[-1].role != ANSWERS:
+            what = f"the last message is from {messages[-1].role!r}, and nothing answers it"
+            faults.append(f"{what}: take it away, or end the row with a message from {ANSWERS!r}")
+    return tuple(messages)
+
+
+def _is(wanted: str, value: object) -> str:
+    return f"must be {wanted}, is {'null' if value is None else shown(value)}"
+
+
+def _listed(name: str, value: object, faults: list[str]) -> list[Message]:
+    """The messages of one list; those with a fault are left out, and their faults noted with their place."""
+    if not isinstance(value, list):
+        faults.append(f"{name} {_is('a list of messages', value)}")
+        return []
+    if not value:
+        faults.append(f"{name} is an empty list")
+    messages = []
+    for place, given in enumerate(value):
+        message, found = _message(given)
+        faults += [f"{name}[{place}] {fault}" for fault in found]
+        if message is not None:
+            messages.append(message)
+    return messages
+
+
+def _message(given: object) -> tuple[Message | None, list[str]]:
+    """One message of a list, or what is wrong with it."""
+    if not isinstance(given, dict):
+        return None, [_is("an object with a role and a content", given)]
+    faults = []
+    role, content = given.get("role"), given.get("content")
+    if role is None:
+        faults.append(f"has no role; known are {', '.join(ROLES)}")
+    elif role not in ROLES:
+        hint = did_you_mean(role, ROLES) if isinstance(role, str) else ""
+        faults.append(f"has the unknown role {shown(role)}; known are {', '.join(ROLES)}{hint}")
+    if content is None:
+        faults.append("has no content")
+    elif not isinstance(content, str):
+        faults.append(f"content {_is('a string', content)}")
+    elif role == ANSWERS or content.strip():
+        fault = text_fault(content)
+        faults += [f"content {fault}"] if fault else []
+    for key, value in given.items():
+        if key not in _KEYS and value is not None and value != []:
+            faults.append(
+                f"has {shown(key)}, which is not read; known are {', '.join(_KEYS)}{did_you_mean(str(key), _KEYS)}"
+            )
+    weight = _weight(given, role, faults)
+    return (None, faults) if faults else (Message(str(role), str(content), weight), [])
+
+
+def _weight(given: Mapping[str, object], role: object, faults: list[str]) -> float:
+    """What the message counts by its `weight` or `train`; 1 where neither is there."""
+    weight, train = given.get("weight"), given.get("train")
+    if train is not None and not isinstance(train, bool):
+        faults.append(f"train {_is('true or false', train)}")
+        return 0.0
+    if weight is None:
+        number = 1.0 if train is None else float(train)
+    elif isinstance(weight, bool) or not isinstance(weight, int | float):
+        faults.append(f"weight {_is('a number of 0 or more', weight)}")
+        return 0.0
+    else:
+        number = _finite(weight)
+        if not 0.0 <= number < math.inf:
+            faults.append(f"weight must be finite and 0 or more, is {shown(weight)}")
+        if train is not None and train != (number > 0):
+            faults.append(f"has train {str(train).lower()} and weight {shown(weight)}; keep one of them")
+    if role != ANSWERS and number > 0 and (weight is not None or train is not None):
+        faults.append(f"is from {shown(role)} and is to be trained; by themselves only messages from {ANSWERS!r} are")
+    return number
+
+
+def _finite(weight: float) -> float:
+    try:
+        return float(weight)
+    except OverflowError:
+        return math.inf

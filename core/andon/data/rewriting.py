@@ -1,0 +1,60 @@
+"""The embedded instructions: a word of letters that all differ, to be written again by a rule.
+
+Answers have 1 to 11 letters, so that rows are ragged, and a model has them letter by letter: it finds in the prompt the
+letter that it wrote last, and writes the one beside it. Two layers of attention are enough, and one is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from andon.data.conversations import Conversation, ConversationSet, Message
+from andon.data.draw import Draw
+
+TRAIN_ROWS = 3200
+EVAL_ROWS = 400
+"""Rows that are never trained on."""
+
+RULES: Mapping[str, Callable[[str], str]] = {
+    "copy": lambda word: word,
+    "upper": str.upper,
+    "reverse": lambda word: word[::-1],
+}
+"""What is asked, and the answer to it."""
+
+_LETTERS = "abcdefghijklmnop"
+_LONGEST = 11
+
+
+def generate(seed: int, count: int) -> ConversationSet:
+    """`count` rows with prompts that all differ, the rules and the lengths of words as even as `count` allows.
+
+    The same `seed` gives the same rows on any machine and any version of Python. Raises `ValueError` for more rows
+    than can be told apart.
+    """
+    draw = Draw(f"andon rewriting {seed}")
+    lengths = [3 + place % (_LONGEST - 2) for place in range(count)]
+    rules = [[*RULES][place // (_LONGEST - 2) % len(RULES)] for place in range(count)]
+    seen: set[str] = set()
+    rows: list[Conversation] = []
+    for rule, length in draw.shuffled([*zip(rules, lengths, strict=True)]):
+        while True:
+            word = "".join(draw.shuffled(_LETTERS)[:length])
+            prompt = f"{rule} {word}: "
+            if prompt not in seen:
+                break
+        seen.add(prompt)
+        messages = (Message("user", prompt), Message("assistant", RULES[rule](word)))
+        rows.append(Conversation(len(rows), messages, f"row {len(rows)}", rule))
+    return ConversationSet(tuple(rows), f"embedded words to rewrite, seed {seed}", "prompt and completion")
+
+
+def embedded(seed: int) -> tuple[ConversationSet, ConversationSet]:
+    """The data of a run that names none: rows to train on and rows never trained on, with no prompt in both."""
+    everything = generate(seed, TRAIN_ROWS + EVAL_ROWS)
+    train = everything.subset(range(TRAIN_ROWS))
+    held_out = tuple(
+        Conversation(place, row.messages, f"row {place}", row.source)
+        for place, row in enumerate(everything.rows[TRAIN_ROWS:])
+    )
+    return train, ConversationSet(held_out, f"{everything.source}, held out", everything.form)

@@ -1,0 +1,112 @@
+"""A model's chat template, as its folder brings it: rendered in the sandbox of transformers, bounded, without a clock.
+
+A template is a program of whoever made the model (SECURITY.md). transformers renders it in jinja2's immutable sandbox,
+which reaches no file, no module and no attribute of Python's own; here its length and that of what it writes are
+bounded, and what it raises becomes a fault of the row that it was given.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from andon.console.problems import InputError, Problem
+from andon.data.conversations import Message
+from andon.data.tokens import HuggingFaceTokenizer
+from andon_contracts.legible import legible_line
+
+MOST_CHARACTERS = 1 << 20
+"""Of a template's source; the longest in use have some ten thousand."""
+MOST_WRITTEN = 1 << 26
+"""Characters that a template may make of one conversation."""
+_LONGEST_REASON = 300
+_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_CLOCK = "strftime_now"
+_DATE = {
+    "%d": "26",
+    "%b": "Jul",
+    "%B": "July",
+    "%m": "07",
+    "%Y": "2024",
+    "%y": "24",
+    "%H": "00",
+    "%M": "00",
+    "%S": "00",
+}
+"""What a template gets that asks for today: a run that is repeated tomorrow, or resumed, has the same rows."""
+
+
+class TemplateFault(ValueError):
+    """Why a conversation cannot be written, or learned, by this template."""
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation as text, and the places (first character, one after the last) of what the template marks as
+    written by the model, in order."""
+
+    text: str
+    marks: tuple[tuple[int, int], ...]
+
+
+class ChatTemplate:
+    """The template of a tokenizer. `marked`: it says itself, by `{% generation %}`, what the model writes.
+
+    `dated`: it writes the date, for which it gets the same day always.
+    """
+
+    def __init__(self, tokenizer: HuggingFaceTokenizer) -> None:
+        self._base = tokenizer.base
+        try:
+            source = self._base.get_chat_template()
+        except (ValueError, TypeError) as error:
+            raise _refused(f"cannot be found: {_words(error)}") from error
+        if not isinstance(source, str):
+            raise _refused(f"is a {type(source).__name__} and no text")
+        if len(source) > MOST_CHARACTERS:
+            raise _refused(f"has {len(source)} characters, more than {MOST_CHARACTERS}")
+        self.marked = _MARK.search(source) is not None
+        self.dated = _CLOCK in source
+        self._source = _without_clock(source) if self.dated else source
+
+    def render(self, messages: Sequence[Message], *, asks: bool = False) -> Rendered:
+        """`messages` as the model reads them; with `asks` up to where it begins to answer.
+
+        Raises `TemplateFault` with the template's own words, and `InputError` where it is no template.
+        """
+        from jinja2 import TemplateSyntaxError
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        given = [{"role": each.role, "content": each.content} for each in messages]
+        settings: dict[str, Any] = {**self._base.special_tokens_map, "return_assistant_tokens_mask": self.marked}
+        rendered: Any
+        try:
+            rendered = render_jinja_template(
+                conversations=[given], chat_template=self._source, add_generation_prompt=asks, **settings
+            )
+        except TemplateSyntaxError as error:
+            raise _refused(f"is no template: {_words(error)}") from error
+        except Exception as error:  # what a program of somebody else raises nobody can list
+            raise TemplateFault(f"the model's chat template refuses it: {_words(error)}") from error
+        (text,), marks = rendered
+        if len(text) > MOST_WRITTEN:
+            raise TemplateFault(f"the model's chat template makes {len(text)} characters of it")
+        return Rendered(text, tuple(marks[0]) if self.marked else ())
+
+
+def _without_clock(source: str) -> str:
+    """The template with a clock that stands still. The line break after a block is dropped as jinja2 is set up, so
+    that nothing before the template is written and its first line is one."""
+    written = "".join(f" | replace({code!r}, {text!r})" for code, text in _DATE.items())
+    return f"{{%- macro {_CLOCK}(format) -%}}{{{{ format{written} }}}}{{%- endmacro %}}\n{source}"
+
+
+def _words(error: Exception) -> str:
+    said = legible_line(" ".join(str(error).split())) or type(error).__name__
+    return said if len(said) <= _LONGEST_REASON else f"{said[:_LONGEST_REASON]}..."
+
+
+def _refused(what: str) -> InputError:
+    return InputError([Problem("model.base", f"the chat template {what}")])

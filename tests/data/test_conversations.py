@@ -1,0 +1,225 @@
+"""Files of conversations: what is read, in which form, and what is said of each fault."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from andon.console.problems import InputError
+from andon.data.conversations import Conversation, ConversationSet, Message, read_conversations
+
+ASKED = {"role": "user", "content": "why"}
+SAID = {"role": "assistant", "content": "so"}
+
+
+def lines(folder: Path, *rows: object, name: str = "a.jsonl") -> Path:
+    """A file of JSON lines."""
+    path = folder / name
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+def faults(path: Path) -> list[str]:
+    """What is said of a file, without the folder."""
+    with pytest.raises(InputError) as caught:
+        read_conversations(path)
+    return [line.replace(f"{path.parent}{os.sep}", "") for line in str(caught.value).split("\n")]
+
+
+GOOD: list[dict[str, object]] = [
+    {"messages": [ASKED, SAID]},
+    {"prompt": "a", "completion": "b"},
+    {"text": "a"},
+]
+
+
+def with_messages(*messages: Any) -> dict[str, object]:
+    """One row."""
+    return {"messages": list(messages)}
+
+
+def test_messages_are_read_with_their_weights(tmp_path: Path) -> None:
+    """`train` and `weight` say the same in two ways; without either a message counts 1; null is nothing said."""
+    row = with_messages(
+        {"role": "system", "content": ""},
+        {**ASKED, "weight": 0, "name": None},
+        {**SAID, "weight": 0.5},
+        {**ASKED, "train": False},
+        {**SAID, "train": False, "weight": None},
+        {"role": "tool", "content": "7"},
+        {**SAID, "train": True},
+    )
+    data = read_conversations(lines(tmp_path, row))
+    assert data.form == "messages"
+    assert [(each.role, each.weight) for each in data.rows[0].messages] == [
+        ("system", 1.0),
+        ("user", 0.0),
+        ("assistant", 0.5),
+        ("user", 0.0),
+        ("assistant", 0.0),
+        ("tool", 1.0),
+        ("assistant", 1.0),
+    ]
+
+
+def test_each_form_is_found_by_its_columns(tmp_path: Path) -> None:
+    """A prompt's own answers are not learned again; a column that is null is not there."""
+    pair = read_conversations(lines(tmp_path, {"prompt": "a", "completion": " b"}))
+    lists = read_conversations(lines(tmp_path, {"prompt": [ASKED, SAID, ASKED], "completion": [SAID]}))
+    text = read_conversations(lines(tmp_path, {"text": "all", "messages": None}))
+    assert (pair.form, lists.form, text.form) == ("prompt and completion", "prompt and completion as messages", "text")
+    assert pair.rows[0].messages == (Message("user", "a"), Message("assistant", " b"))
+    assert [each.weight for each in lists.rows[0].messages] == [0.0, 0.0, 0.0, 1.0]
+    assert text.rows[0].messages == (Message("assistant", "all"),)
+    assert (pair.texts(), text.texts()) == (("user: a",), ("all",))
+
+
+def test_tables_and_parquet_hold_the_same_rows(tmp_path: Path) -> None:
+    """Quotes and line ends in CSV; lists of structures, with nulls where a row has no weight, in Parquet."""
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = tmp_path / "a.csv"
+    table.write_text('prompt,completion\n"a, ""b""\nc",d\n')
+    assert read_conversations(table).rows[0].messages[0].content == 'a, "b"\nc'
+    rows = [[ASKED, {**SAID, "weight": 0.5}, ASKED, SAID]]
+    parquet.write_table(arrow.table({"messages": rows, "source": ["x"]}), tmp_path / "a.parquet")
+    found = read_conversations(tmp_path / "a.parquet")
+    assert [each.weight for each in found.rows[0].messages] == [1.0, 0.5, 1.0, 1.0]
+    assert found.digest == read_conversations(lines(tmp_path, with_messages(*rows[0]))).digest
+    assert found.source_of(0) == "x"
+
+
+BAD: dict[str, tuple[object, str]] = {
+    "no role": (
+        with_messages({"content": "x"}, SAID),
+        "messages[0] has no role; known are system, user, assistant, tool",
+    ),
+    "unknown role": (with_messages({"role": "assistent", "content": "x"}), "did you mean 'assistant'?"),
+    "empty answer": (with_messages(ASKED, {"role": "assistant", "content": ""}), "messages[1] content is empty"),
+    "white answer": (with_messages(ASKED, {"role": "assistant", "content": " \n"}), "content is only white space"),
+    "no list": ({"messages": "x"}, "messages must be a list of messages, is 'x'"),
+    "null list": ({"messages": None}, "messages must be a list of messages, is null"),
+    "empty list": (with_messages(), "messages is an empty list"),
+    "no object": (with_messages("hello"), "messages[0] must be an object with a role and a content, is 'hello'"),
+    "no content": (with_messages({"role": "user", "content": None}, SAID), "messages[0] has no content"),
+    "content of parts": (with_messages({"role": "user", "content": []}, SAID), "content must be a string, is []"),
+    "no answer": (with_messages(ASKED), "has no message from 'assistant'"),
+    "question last": (with_messages(ASKED, SAID, ASKED), "the last message is from 'user', and nothing answers it"),
+    "surrogate": (
+        with_messages({"role": "user", "content": "a\ud800"}, SAID),
+        "messages[0] content holds a lone surro",
+    ),
+    "NUL": (with_messages({"role": "user", "content": "a\0"}, SAID), "messages[0] content holds a NUL"),
+    "negative": (
+        with_messages(ASKED, {**SAID, "weight": -1}),
+        "messages[1] weight must be finite and 0 or more, is -1",
+    ),
+    "endless": (with_messages(ASKED, {**SAID, "weight": 10**390}), "weight must be finite"),
+    "true weight": (with_messages(ASKED, {**SAID, "weight": True}), "weight must be a number of 0 or more, is True"),
+    "number train": (with_messages(ASKED, {**SAID, "train": 1}), "train must be true or false, is 1"),
+    "two minds": (with_messages(ASKED, {**SAID, "train": False, "weight": 1}), "has train false and weight 1"),
+    "trained question": (with_messages({**ASKED, "weight": 1}, SAID), "is from 'user' and is to be trained"),
+    "calls": (with_messages(ASKED, {**SAID, "tool_calls": [{"id": 1}]}), "has 'tool_calls', which is not read"),
+    "tools": ({**with_messages(ASKED, SAID), "tools": [{"name": "x"}]}, "column 'tools' is there, and is not read"),
+    "no column": ({"conversations": [ASKED, SAID]}, "there are 'conversations'"),
+    "near column": ({"message": [ASKED, SAID]}, "did you mean 'messages'?"),
+    "half": ({"prompt": "x"}, "'completion' is missing"),
+    "two forms": ({**with_messages(ASKED, SAID), "text": "x"}, "has messages and text; keep one of them"),
+    "half a list": ({"prompt": "x", "completion": [SAID]}, "both must be strings, or both lists"),
+    "asking completion": ({"prompt": [ASKED], "completion": [ASKED, SAID]}, "completion[0] is from 'user'"),
+    "empty prompt": ({"prompt": "", "completion": "x"}, "prompt is empty"),
+    "number": ({"prompt": 7, "completion": "x"}, "prompt must be a string, is 7"),
+    "empty text": ({"text": "  "}, "text is only white space"),
+    "array": ([1], "a JSON array"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_fault_is_named_with_its_line(tmp_path: Path, name: str) -> None:
+    """The good row before it is no reason to read on in silence."""
+    row, said = BAD[name]
+    first = next((good for good in GOOD if isinstance(row, dict) and {*row} & {*good}), GOOD[0])
+    if name == "asking completion":
+        first = {"prompt": [ASKED], "completion": [SAID]}
+    found = faults(lines(tmp_path, first, row))
+    assert len(found) == 1
+    assert found[0].startswith("a.jsonl:2: ")
+    assert said in found[0]
+
+
+def test_a_weight_that_is_no_number_is_refused_in_parquet_too(tmp_path: Path) -> None:
+    """JSON cannot say NaN; Parquet can."""
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = [[ASKED, {**SAID, "weight": float("nan")}]]
+    parquet.write_table(arrow.table({"messages": rows}), tmp_path / "a.parquet")
+    assert faults(tmp_path / "a.parquet") == [
+        "a.parquet row 1: messages[1] weight must be finite and 0 or more, is nan"
+    ]
+
+
+def test_all_faults_are_said_at_once_and_mixed_forms_are_refused(tmp_path: Path) -> None:
+    """The form is that of the first row; each row that is written otherwise is named, with where the form is from."""
+    path = lines(
+        tmp_path,
+        {"text": "x"},
+        with_messages(ASKED, SAID),
+        {"text": ""},
+        {"text": "y", "id": 1},
+        {"text": "z", "id": 1},
+    )
+    assert faults(path) == [
+        "a.jsonl:2: has messages, the rows from a.jsonl:1 on have text; write all alike",
+        "a.jsonl:3: text is empty",
+        "a.jsonl:5: id 1 is there already, at a.jsonl:4",
+    ]
+
+
+@pytest.mark.parametrize("name", ["no.jsonl", "rows.txt", "empty.jsonl", "blank.jsonl"])
+def test_what_is_no_file_of_rows_is_refused(tmp_path: Path, name: str) -> None:
+    """Missing, of no known kind, empty, without a row."""
+    (tmp_path / "rows.txt").write_text("x")
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "blank.jsonl").write_text("\n\n")
+    assert len(faults(tmp_path / name)) == 1
+
+
+def test_ids_are_places_and_a_subset_keeps_them(tmp_path: Path) -> None:
+    """Sources go with their rows; where there is none it is empty."""
+    data = read_conversations(lines(tmp_path, {"text": "a", "source": "s"}, {"text": "b"}, {"text": "c", "source": 3}))
+    part = data.subset([2, 0])
+    assert (data.ids, part.ids, part.texts()) == ((0, 1, 2), (2, 0), ("c", "a"))
+    assert [data.source_of(id_) for id_ in data.ids] == ["s", "", "3"]
+    assert data.rows[2].where.endswith("a.jsonl:3")
+    with pytest.raises(KeyError):
+        part.subset([1])
+
+
+MESSAGES = st.lists(
+    st.builds(Message, st.sampled_from(["user", "assistant"]), st.text(max_size=3), st.sampled_from([0.0, 1.0])),
+    max_size=3,
+)
+
+
+@given(st.lists(MESSAGES, max_size=3), st.lists(MESSAGES, max_size=3))
+def test_two_sets_have_one_digest_only_when_they_say_the_same(
+    one: list[list[Message]], other: list[list[Message]]
+) -> None:
+    """Where one message or row ends and the next begins is part of it; where they come from is not."""
+    sets = [
+        ConversationSet(tuple(Conversation(id_, tuple(row)) for id_, row in enumerate(rows)), source, "messages")
+        for rows, source in ((one, "a"), (other, "b"))
+    ]
+    assert (sets[0].digest == sets[1].digest) == (one == other)
+
+
+def test_the_form_is_part_of_the_digest() -> None:
+    """A prompt and its completion are written otherwise than the same two messages."""
+    rows = (Conversation(0, (Message("user", "a"), Message("assistant", "b"))),)
+    assert ConversationSet(rows, "", "messages").digest != ConversationSet(rows, "", "prompt and completion").digest

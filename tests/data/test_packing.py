@@ -1,0 +1,68 @@
+"""Packs: every row once, none too long, little padding, and the same for the same lengths."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from andon.data.packing import best_fit, padded_share
+
+LENGTHS = st.lists(st.integers(1, 30), max_size=60)
+
+
+def plainly(lengths: list[int], capacity: int) -> list[list[int]]:
+    """Best-fit decreasing as the books have it, in the square of the number of rows."""
+    packs: list[list[int]] = []
+    room: list[int] = []
+    for place in sorted(range(len(lengths)), key=lambda place: (-lengths[place], place)):
+        fitting = [(left, pack) for pack, left in enumerate(room) if left >= lengths[place]]
+        if not fitting:
+            packs.append([])
+            room.append(capacity)
+        pack = min(fitting)[1] if fitting else len(packs) - 1
+        packs[pack].append(place)
+        room[pack] -= lengths[place]
+    return packs
+
+
+@given(LENGTHS, st.integers(30, 50))
+def test_packs_are_those_of_the_plain_search(lengths: list[int], capacity: int) -> None:
+    """Pack by pack and row by row, ties too."""
+    assert best_fit(lengths, capacity) == plainly(lengths, capacity)
+
+
+@given(LENGTHS, st.integers(30, 50))
+def test_every_row_is_in_one_pack_and_no_pack_overflows(lengths: list[int], capacity: int) -> None:
+    """And no two packs could be one: the rows of the later would have fitted into the earlier."""
+    packs = best_fit(lengths, capacity)
+    assert sorted(place for pack in packs for place in pack) == list(range(len(lengths)))
+    filled = [sum(lengths[place] for place in pack) for pack in packs]
+    assert all(0 < tokens <= capacity for tokens in filled)
+    assert len(filled) < 2 or sum(sorted(filled)[:2]) > capacity
+
+
+def test_the_share_of_padding_is_what_is_left_over() -> None:
+    """Three rows of 6, 4 and 5 in packs of 10: 15 of 20 tokens are real."""
+    packs = best_fit([6, 4, 5], 10)
+    assert packs == [[0, 1], [2]]
+    assert padded_share([6, 4, 5], packs, 10) == 0.25
+    assert padded_share([], best_fit([], 10), 10) == 0.0
+
+
+@pytest.mark.parametrize("length", [0, -1, 11])
+def test_a_length_that_no_pack_can_hold_is_refused(length: int) -> None:
+    """Nothing is cut, and nothing left out, on the way."""
+    with pytest.raises(ValueError, match=f"row 1 has {length} tokens"):
+        best_fit([1, length], 10)
+
+
+def test_a_hundred_thousand_rows_are_packed_as_few_rows_are() -> None:
+    """Their work is not the square of their number: lengths of which the fewest packs are known."""
+    lengths = [1500, 548] * 50_000
+    random.Random(1).shuffle(lengths)
+    packs = best_fit(lengths, 2048)
+    assert len(packs) == 50_000
+    assert padded_share(lengths, packs, 2048) == 0.0
