@@ -197,6 +197,9 @@ def test_ids_are_places_and_a_subset_keeps_them(tmp_path: Path) -> None:
     assert (data.ids, part.ids, part.texts()) == ((0, 1, 2), (2, 0), ("c", "a"))
     assert [data.source_of(id_) for id_ in data.ids] == ["s", "", "3"]
     assert data.rows[2].where.endswith("a.jsonl:3")
+    asked = read_conversations(lines(tmp_path, with_messages(ASKED, SAID, {**ASKED, "content": "who"}, SAID)))
+    assert asked.told(0) == ("so", "user: why\nassistant: so\nuser: who") == ("so", *asked.texts())
+    assert asked.told(1) is None
     with pytest.raises(KeyError):
         part.subset([1])
 

@@ -107,9 +107,17 @@ class ConversationSet:
 
     def texts(self) -> tuple[str, ...]:
         """What a model is asked by each row, in order: all before the last answer; of a row of text, the text."""
+        return tuple(self._asked(row) for row in self.rows)
+
+    def told(self, id_: int) -> tuple[str, str] | None:
+        """A row's last answer and what is before it; None for an id not here."""
+        row = self._by_id.get(id_)
+        return None if row is None else (row.messages[-1].content, self._asked(row))
+
+    def _asked(self, row: Conversation) -> str:
         if self.form == "text":
-            return tuple(row.messages[0].content for row in self.rows)
-        return tuple("\n".join(f"{each.role}: {each.content}" for each in row.messages[:-1]) for row in self.rows)
+            return row.messages[0].content
+        return "\n".join(f"{each.role}: {each.content}" for each in row.messages[:-1])
 
 
 def _add(sha: hashlib._Hash, part: bytes) -> None:

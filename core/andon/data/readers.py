@@ -40,7 +40,7 @@ def read(
     """
     path = Path(path)
     problems = ProblemList()
-    table = _opened(path, problems)
+    table = open_table(path, problems)
     found = _Found(table, problems)
     columns = _Columns(_candidates(text_column, TEXT_COLUMNS), _candidates(label_column, LABEL_COLUMNS))
     if table.columns is not None:
@@ -69,7 +69,7 @@ def read_texts(path: Path, *, text_column: str | None = None) -> Texts:
     Whatever else stands in the file is not looked at. Raises `InputError` with every fault found, each as file:line.
     """
     problems = ProblemList()
-    table = _opened(path, problems)
+    table = open_table(path, problems)
     wanted = _candidates(text_column, TEXT_COLUMNS)
     if table.columns is not None:
         _column("text", wanted, table.columns, f"{path}:1", problems)
@@ -92,17 +92,6 @@ def read_texts(path: Path, *, text_column: str | None = None) -> Texts:
         problems.add(str(path), "has no rows")
     problems.raise_if_any()
     return Texts(tuple(texts), None if all(id_ is None for id_ in ids) else tuple(ids))
-
-
-def _opened(path: Path, problems: ProblemList) -> Table:
-    """The records of the file at `path`, by the ending of its name. Raises `InputError` for what is no such file."""
-    open_table = _FORMATS.get(path.suffix.lower())
-    if open_table is None and not path.is_dir():
-        what = f"unknown kind of file {path.suffix!r}; known are {', '.join(_FORMATS)}"
-        raise InputError([Problem(str(path), what)])
-    require_file(path)
-    assert open_table is not None
-    return open_table(path, problems)
 
 
 def _fault_of(name: str, text: object) -> str | None:
