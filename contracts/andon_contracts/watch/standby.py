@@ -2,12 +2,14 @@
 
 Torch's global step hooks say when an optimizer makes its first update, or the clip call just before it: every rank
 comes to that together, so the watch is opened there. What was before, the raw gradients and buffers of the very first
-window, is not seen.
+window, is not seen. Where ranks are about to reduce different tensors, which would end the loop, it is opened before
+that.
 """
 
 from __future__ import annotations
 
 import datetime
+import os
 import sys
 import weakref
 from collections.abc import Mapping, Sequence
@@ -18,7 +20,8 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from andon_contracts.liveness.halt import own_store
-from andon_contracts.watch.discovery import members, optimizer_of, trained_by
+from andon_contracts.watch.discovery import members, optimizer_of, optimizer_that_reduces, trained_by
+from andon_contracts.watch.first_reductions import FirstReductions
 from andon_contracts.watch.intercept import listen, unlisten
 from andon_contracts.watch.loaders import Yielded
 from andon_contracts.watch.opening import is_watched, opened_so_far, watch_script
@@ -46,6 +49,7 @@ class Standby:
         self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._running: list[torch.optim.Optimizer] = []
         self._clipped: set[int] = set()
+        self._reductions = FirstReductions()
         self._handles: list[Any] = []
 
     def __enter__(self) -> Self:
@@ -116,7 +120,17 @@ class Standby:
         """Of no concern before there is a watch."""
 
     def reducing(self, tensor: torch.Tensor, group: object, waits: bool) -> None:
-        """Of no concern before there is a watch."""
+        """The script is about to reduce: what the ranks hold is compared now where that would end it."""
+        told = self._reductions.apart(tensor, group) if self.idle else []
+        if not told:
+            return
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            each = ", ".join(f"rank {rank} {what}" for rank, what in enumerate(told))
+            print(f"andon watch: the ranks reduce different tensors: {each}", file=sys.stderr, flush=True)
+        optimizer = optimizer_that_reduces(tensor)
+        opened = None if optimizer is None or optimizer in self._seen else self._open(optimizer)
+        if opened is not None:
+            opened.hearing.reducing(tensor, group, waits)
 
     def resumed(self) -> None:
         """Of no concern before there is a watch."""
