@@ -223,15 +223,16 @@ def test_a_violation_of_a_rank_is_raised_here(tmp_path: Path) -> None:
     assert found.value.finding.seen in str(found.value)
 
 
-def signalled(monkeypatch: pytest.MonkeyPatch, signum: int) -> None:
-    """This process gets the signal in its update of step `AT`, once."""
+def signalled(monkeypatch: pytest.MonkeyPatch, signum: int, times: int = 1) -> None:
+    """This process gets the signal in its update of step `AT`, so many times, and not again when that is repeated."""
     update, done = Replica.apply, list[int]()
 
     def apply(replica: Replica) -> None:
         update(replica)
         if replica.updates == AT and not done:
             done.append(signum)
-            os.kill(os.getpid(), signum)
+            for _ in range(times):
+                os.kill(os.getpid(), signum)
 
     monkeypatch.setattr(Replica, "apply", apply)
 
@@ -248,6 +249,19 @@ def test_an_interrupt_ends_at_a_step_boundary_and_is_then_raised(
     # Ranks agree on a wish to end at the begin of an update, so that the next one is the last.
     assert (tmp_path / "run" / "checkpoints" / f"step-{AT + 1:08d}").is_dir()
     assert len(steps(andon.open_run(tmp_path / "run"))) == AT + 1
+    assert outcome(train(ROWS, tmp_path / "run", resume="auto").path) == outcome(whole)
+
+
+def test_a_second_interrupt_ends_at_once_and_is_raised_too(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not at a step boundary, so that the checkpoint before is what the same call goes on from."""
+    signalled(monkeypatch, signal.SIGINT, times=2)
+    with pytest.raises(KeyboardInterrupt):
+        train(ROWS, tmp_path / "run")
+    assert (
+        "ended at once: a second SIGINT asked for it; the last checkpoint stands; go on with" in capsys.readouterr().err
+    )
     assert outcome(train(ROWS, tmp_path / "run", resume="auto").path) == outcome(whole)
 
 
@@ -283,12 +297,13 @@ def test_the_caller_s_settings_change_no_bit_and_are_found_again(whole: Path, tm
     random.seed(5)
     np.random.seed(5)
     environment, folder = dict(os.environ), Path.cwd()
-    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16), torch.device("meta"):
         run = train(ROWS, tmp_path / "run")
         scores = run.evaluate(ROWS)
         told = run.predict([ROWS[0]["text"]])
         assert not torch.is_grad_enabled()
         assert torch.is_autocast_enabled("cpu")
+        assert torch.get_default_device().type == "meta"
     assert outcome(run.path) == outcome(whole)
     assert (torch.get_num_threads(), torch.get_default_dtype()) == (2, torch.float64)
     assert not torch.are_deterministic_algorithms_enabled()
@@ -314,6 +329,12 @@ def test_the_history_is_a_frame_where_pandas_is(whole: Path, monkeypatch: pytest
     frame = andon.open_run(whole).history
     assert isinstance(frame, Frame)
     assert frame.to_dict(orient="records") == records
+
+
+def test_the_number_of_workers_may_be_one_that_changes(whole: Path, tmp_path: Path) -> None:
+    """As in `--workers 1:2`."""
+    run = train(ROWS, tmp_path / "run", backend="gloo", workers="1:2", max_restarts=1)
+    assert (outcome(run.path), run.summary.world_size) == (outcome(whole), 2)
 
 
 def test_what_a_run_left_is_found_again(runs: Runs, whole: Path) -> None:

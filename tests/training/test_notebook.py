@@ -148,7 +148,8 @@ def test_an_interrupted_cell_leaves_a_run_that_goes_on(notebook: Notebook, colou
 
 
 SCRIPT = """
-import multiprocessing.forkserver, os, signal, torch
+import multiprocessing.forkserver, os, random, signal
+import numpy, torch
 
 torch.set_num_threads(2)
 (torch.randn(64, 64, requires_grad=True) @ torch.randn(64, 64)).sum().backward()
@@ -158,8 +159,8 @@ def state():
     handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
     server = multiprocessing.forkserver._forkserver
     of_server = server._forkserver_pid, server._preload_modules
-    of_torch = torch.get_rng_state().tolist(), torch.get_num_threads()
-    return of_torch, dict(os.environ), os.getcwd(), handlers, of_server
+    drawn = torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[1].tolist()
+    return drawn, torch.get_num_threads(), dict(os.environ), os.getcwd(), handlers, of_server
 
 
 before = state()

@@ -47,10 +47,8 @@ def _settings(stack: ExitStack) -> None:
     )
     stack.callback(torch.set_default_dtype, torch.get_default_dtype())
     torch.set_default_dtype(torch.float32)
-    device = torch.get_default_device()
-    if device.type != "cpu":
-        stack.callback(torch.set_default_device, device)
-        torch.set_default_device(None)
+    if torch.get_default_device().type != "cpu":  # the context costs something at each call
+        stack.enter_context(torch.device("cpu"))
 
 
 def _generators(stack: ExitStack) -> None:
