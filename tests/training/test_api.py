@@ -159,6 +159,14 @@ def test_what_the_caller_got_wrong_is_said_of_the_arguments(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_run_that_cannot_begin_leaves_none_of_its_rows(tmp_path: Path) -> None:
+    """What is wrong with a model is found once the folder is there."""
+    (tmp_path / "model").mkdir()
+    with pytest.raises(andon.InputError, match="model"):
+        andon.train(ROWS, model=tmp_path / "model", run_dir=tmp_path / "run", backend="inline", workers=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
 def test_null_is_a_setting_and_not_its_absence(tmp_path: Path) -> None:
     """`clip_norm: null` switches clipping off; a keyword that is None was not given."""
     settings = small()
@@ -284,8 +292,20 @@ def test_another_signal_reaches_the_program_s_own_handler(tmp_path: Path, monkey
     assert ended.value.exit is Exit.PREEMPTED
 
 
-def test_the_caller_s_settings_change_no_bit_and_are_found_again(whole: Path, tmp_path: Path) -> None:
-    """Types, gradients, threads and generators of a program that has used torch before, around all that runs in it."""
+def test_the_caller_s_settings_change_no_bit_and_are_found_again(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Types, gradients, threads and generators of a program that has used torch before, around all that runs in it.
+
+    The model draws from generators of the process, as one of somebody else's may.
+    """
+    update = Replica.apply
+
+    def apply(replica: Replica) -> None:
+        update(replica)
+        assert min(torch.rand(()).item(), random.random(), np.random.random()) >= 0.0
+
+    monkeypatch.setattr(Replica, "apply", apply)
     torch.set_num_threads(2)
     torch.set_default_dtype(torch.float64)
     torch.use_deterministic_algorithms(mode=False)

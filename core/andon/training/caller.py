@@ -24,8 +24,7 @@ def torch_as_found() -> Iterator[None]:
         stack.callback(_put_back, dict(os.environ))
         _settings(stack)
         _generators(stack)
-        stack.enter_context(torch.inference_mode(mode=False))
-        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.inference_mode(mode=False))  # gradients are recorded, too
         for kind in ("cpu", "cuda"):
             stack.enter_context(torch.autocast(kind, enabled=False))
         yield
