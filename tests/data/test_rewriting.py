@@ -17,10 +17,13 @@ def test_rows_are_a_function_of_the_seed_with_distinct_prompts_and_right_answers
     assert data == generate(seed, count)
     assert len({*data.texts()}) == len(data) == count
     for row in data.rows:
-        rule, word = row.messages[0].content.removesuffix(": ").split()
+        rule, field = row.messages[0].content.removesuffix(": ").split()
+        word = field.rstrip(".")
+        assert len(field) == 11
         assert len(set(word)) == len(word)
         letters = list(word)
-        wanted = {"copy": letters, "upper": [chr(ord(each) - 32) for each in letters], "reverse": [*reversed(letters)]}
+        following = [chr(ord(each) + 1) if each < "z" else "a" for each in letters]
+        wanted = {"copy": letters, "caps": [chr(ord(each) - 32) for each in letters], "next": following}
         assert list(row.messages[1].content) == wanted[rule]
         assert row.source == rule
 

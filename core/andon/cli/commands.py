@@ -16,6 +16,7 @@ from andon.cli.options import (
     EvalData,
     LabelColumn,
     Overrides,
+    Task,
     TextColumn,
     TrainData,
     material,
@@ -46,7 +47,7 @@ def andon(
         bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Say which version this is.")
     ] = False,
 ) -> None:
-    """Data-parallel LoRA training of text classifiers, every step a checked fact."""
+    """Data-parallel LoRA training, every step a checked fact."""
 
 
 @app.command()
@@ -61,6 +62,7 @@ def train(
     backend: Backend = None,
     resume: Annotated[str | None, typer.Option(help="auto: go on in --run-dir, or the newest unfinished.")] = None,
     run_dir: Annotated[str | None, typer.Option(help="Folder of the run; a new one under runs/ by default.")] = None,
+    task: Task = None,
     data: TrainData = None,
     eval_data: EvalData = None,
     text_column: TextColumn = None,
@@ -68,7 +70,7 @@ def train(
     model: BaseModel = None,
     overrides: Overrides = None,
 ) -> None:
-    """Train a classifier. The result is the same to the bit for every number of workers."""
+    """Train. The result is the same to the bit for every number of workers."""
     from andon.cli.train import run_training
 
     count, sizing = sized(workers, max_restarts)
@@ -77,7 +79,7 @@ def train(
         "run.backend": backend,
         "run.resume": resume,
         "run.dir": run_dir,
-        **material(data, eval_data, text_column, label_column, model),
+        **material(task, data, eval_data, text_column, label_column, model),
     }
     given = {key: value for key, value in flags.items() if value is not None}
     raise typer.Exit(int(run_training(config, overrides or (), given, sizing=sizing)))
@@ -115,21 +117,23 @@ def check(
     config: ConfigFile = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Ranks on this machine.")] = None,
     backend: Backend = None,
+    task: Task = None,
     data: TrainData = None,
     eval_data: EvalData = None,
     text_column: TextColumn = None,
     label_column: LabelColumn = None,
     model: BaseModel = None,
     overrides: Overrides = None,
+    show_row: Annotated[int | None, typer.Option(help="Show a row of the training data token by token.")] = None,
 ) -> None:
     """Say what a run would do. Reads configuration, data, tokenizer and model as the run would."""
     from andon.config.load import load_config
 
-    flags = {"run.workers": workers, "run.backend": backend}
-    loaded = load_config(config, overrides or (), flags | material(data, eval_data, text_column, label_column, model))
+    made_of = material(task, data, eval_data, text_column, label_column, model)
+    loaded = load_config(config, overrides or (), {"run.workers": workers, "run.backend": backend, **made_of})
     from andon.training.preview import describe
 
-    for line in describe(loaded):
+    for line in describe(loaded, show_row):
         put(line)
 
 

@@ -12,6 +12,7 @@ Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one key, as in optimizer.lr=1e-3.")
 ]
 Backend = Annotated[str | None, typer.Option(help="inline, threads, gloo, nccl or mixed.")]
+Task = Annotated[str | None, typer.Option(help="What is learned: classification or sft; else as the data has it.")]
 TrainData = Annotated[str | None, typer.Option("--data", help="Training rows: JSONL, CSV, TSV or Parquet.")]
 EvalData = Annotated[str | None, typer.Option(help="Rows to evaluate on, never trained on.")]
 TextColumn = Annotated[str | None, typer.Option(help="Column of the texts.")]
@@ -20,10 +21,16 @@ BaseModel = Annotated[str | None, typer.Option("--model", help="Hugging Face mod
 
 
 def material(
-    data: str | None, eval_data: str | None, text_column: str | None, label_column: str | None, model: str | None
+    task: str | None,
+    data: str | None,
+    eval_data: str | None,
+    text_column: str | None,
+    label_column: str | None,
+    model: str | None,
 ) -> dict[str, object]:
     """What a run is made of, by key of the configuration; None where nothing was said."""
     return {
+        "task": task,
         "data.train": data,
         "data.eval": eval_data,
         "data.text_column": text_column,

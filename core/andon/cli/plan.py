@@ -15,6 +15,7 @@ from andon.cli.options import (
     EvalData,
     LabelColumn,
     Overrides,
+    Task,
     TextColumn,
     TrainData,
     material,
@@ -41,6 +42,7 @@ def plan(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, in bytes.")] = False,
     backend: Backend = None,
+    task: Task = None,
     data: TrainData = None,
     eval_data: EvalData = None,
     text_column: TextColumn = None,
@@ -53,7 +55,7 @@ def plan(
 
     if gpu_memory is not None and not 0 < gpu_memory < 2**20:
         raise InputError([Problem("--gpu-memory", f"{gpu_memory} is no size of a GPU in GiB")])
-    made_of = material(data, eval_data, text_column, label_column, model)
+    made_of = material(task, data, eval_data, text_column, label_column, model)
     loaded = load_config(config, overrides or (), {"run.backend": backend, **made_of})
     counts = _numbers(workers) if workers is not None else (loaded.run.workers,)
     from andon.training.forecast import forecast, machine_here

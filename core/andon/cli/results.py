@@ -1,4 +1,4 @@
-"""Eval, predict: what a finished run is used for."""
+"""Eval, predict, generate: what a finished run is used for."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,7 +21,8 @@ from andon.data.labels import text_fault
 from andon.data.readers import TEXT_COLUMNS, Texts, read_texts
 from andon.run.atomic import write_whole
 from andon.run.folder import RunFolder
-from andon.training.existing import config_of, require_run
+from andon.training.existing import config_of, require_run, require_task
+from andon.training.rows import CLASSIFICATION, SFT
 from andon_contracts.legible import legible
 
 if TYPE_CHECKING:
@@ -62,6 +64,7 @@ def predict(
 ) -> None:
     """Label texts of a file, or lines of standard input. Prints one JSON object each."""
     folder = require_run(run)
+    require_task(folder, CLASSIFICATION, "generate")
     given = _one_file(file, data)
     _check_output(output, given)
     found = _texts(folder, given, text_column)
@@ -70,9 +73,47 @@ def predict(
     trained = load_run(folder, model)
     labels = trained.labels if all_scores else None
     rows = _records(found, predict(trained, found.texts), labels, None if output is None else _DIGITS)
+    _put_rows(rows, output)
+
+
+def generate(
+    run: FinishedRun,
+    prompt: Annotated[str | None, typer.Argument(help="What is asked; else --data, or a line each.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Prompts: JSONL, CSV, TSV or Parquet.")] = None,
+    prompt_column: Annotated[str, typer.Option(help="Column of the prompts.")] = "prompt",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = 256,
+    output: Annotated[Path | None, typer.Option(help="Write a .csv, .tsv, .jsonl or .parquet file instead.")] = None,
+    model: Base = None,
+) -> None:
+    """Answer prompts, with the likeliest token at each place. Prints one JSON object each."""
+    folder = require_run(run)
+    require_task(folder, SFT, "predict")
+    if prompt is not None and data is not None:
+        raise InputError([Problem("--data", f"{data}, and a prompt beside it; give one of them")])
+    _check_output(output, data)
+    if prompt is not None:
+        fault = text_fault(prompt)
+        if fault is not None:
+            raise InputError([Problem("the prompt", fault)])
+        found = Texts((prompt,), None)
+    else:
+        found = (
+            Texts(tuple(_lines(sys.stdin.buffer)), None)
+            if data is None
+            else read_texts(data, text_column=prompt_column)
+        )
+    from andon.training.inference import answer, load_run
+
+    rows = (asdict(each) for each in answer(load_run(folder, model), found.texts, max_new_tokens))
+    _put_rows(rows, output)
+
+
+def _put_rows(rows: Iterable[dict[str, Any]], output: Path | None) -> None:
+    """Print rows as they come, one JSON object each; or write them, all or none."""
     if output is not None:
-        write_whole(output, encoded(output, list(rows)))
-        put(f"wrote {output}: {len(found.texts)} rows")
+        whole = list(rows)
+        write_whole(output, encoded(output, whole))
+        put(f"wrote {output}: {len(whole)} rows")
         return
     for row in rows:
         text = json.dumps(row, ensure_ascii=False)
@@ -173,3 +214,4 @@ def register(app: typer.Typer) -> None:
     """Add these commands to `app`."""
     app.command(name="eval")(evaluate)
     app.command()(predict)
+    app.command()(generate)

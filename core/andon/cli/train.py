@@ -21,6 +21,7 @@ from andon.launch.sizes import Sizing
 from andon.run.folder import RunFolder, State
 from andon.training.entry import ENTRY, payload_of, train_rank
 from andon.training.existing import go_on_with
+from andon.training.rows import with_task
 from andon.training.start import foreign, start
 
 
@@ -63,7 +64,7 @@ def _be_a_rank(
         asked = flags.get("run.workers")
         if asked not in (None, context.world_size):
             raise InputError([Problem("--workers", f"{asked} were asked for, torchrun started {context.world_size}")])
-        config = load_config(config_path, overrides, {**flags, "run.workers": context.world_size})
+        config = with_task(load_config(config_path, overrides, {**flags, "run.workers": context.world_size}))
         if config.run.backend in IN_PROCESS:
             raise InputError(
                 [Problem("run.backend", f"{config.run.backend} has no ranks; torchrun needs gloo or nccl")]

@@ -29,6 +29,8 @@ PLACING = frozenset(
 
 LATER = (
     "task",
+    "data.train_on",
+    "training.packing",
     "training.exact",
     "training.compile",
     "training.compile_lengths",
@@ -48,6 +50,8 @@ def identity(config: Config) -> dict[str, Any]:
     found, default = _by_key(config), _by_key(Config())
     kept = {key: value for key, value in found.items() if key not in PLACING}
     kept = {key: value for key, value in kept.items() if key not in LATER or value != default[key]}
+    if config.task == "classification":
+        kept.pop("task")  # what a run had before there were others
     if config.training.compile == "off":
         # The bits are the same with it and without; compiled, other operations may be fused.
         kept.pop("training.activation_checkpointing", None)

@@ -25,6 +25,7 @@ FLAGS = {
     "run.backend": "--backend",
     "run.resume": "--resume",
     "run.dir": "--run-dir",
+    "task": "--task",
     "data.train": "--data",
     "data.eval": "--eval-data",
     "data.text_column": "--text-column",

@@ -108,6 +108,9 @@ class Data(Section):
     validation_fraction: Share = Field(
         default=0.1, description="of the training rows, held back; drawn once from the seed"
     )
+    train_on: Literal["assistant", "all"] = Field(
+        default="assistant", description="sft: tokens of answers alone, or of all messages"
+    )
     class_weights: Literal["uniform", "inverse", "sqrt_inverse"] = Field(
         default="uniform", description="of the loss, with sum K: uniform, inverse (of frequency) or sqrt_inverse"
     )
@@ -147,6 +150,9 @@ class Training(Section):
     max_steps: Steps | None = Field(default=None, description="end after this many steps; null: after the epochs")
     batch_size: Steps = Field(default=32, description="rows of one step, over all workers")
     micro_batches: Size = Field(default=8, description="parts of a batch; the result depends on it, not on workers")
+    packing: bool = Field(
+        default=False, description="sft: several rows in one of max_length tokens, which do not see each other"
+    )
     group_by_length: bool = Field(
         default=False, description="rows of similar length share a batch: less padding, another order of rows"
     )
@@ -256,12 +262,21 @@ class Run(Section):
         return self
 
 
+_EMBEDDED_SFT: Mapping[str, Mapping[str, object]] = {
+    "model": {"dropout": 0.0},
+    "adapter": {"kind": "none"},
+    "optimizer": {"lr": 5e-3},
+    "training": {"epochs": 3},
+}
+"""Defaults of the embedded run of `task: sft`: what a model drawn at random needs to learn to write, from nothing."""
+
+
 class Config(Section):
     """Everything that a run is told."""
 
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(default=42, description="the one seed of a run")
-    task: Literal["classification"] | None = Field(
-        default=None, description="what is learned of a row: classification; null: what the data has"
+    task: Literal["classification", "sft"] | None = Field(
+        default=None, description="classification, or sft (instructions); null: as the columns of the data say"
     )
     model: Model = Model()
     adapter: Adapter = Adapter()
@@ -271,6 +286,17 @@ class Config(Section):
     training: Training = Training()
     contracts: Contracts = Contracts()
     run: Run = Run()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _embedded_sft_learns(cls, given: Any) -> Any:
+        """A run of sft that names neither data nor model has defaults of its own, for what is not said."""
+        parts = {name: given.get(name, {}) for name in ("data", *_EMBEDDED_SFT)} if isinstance(given, Mapping) else {}
+        if not parts or given.get("task") != "sft" or not all(isinstance(part, Mapping) for part in parts.values()):
+            return given
+        if parts["data"].get("train") is not None or parts["model"].get("base") is not None:
+            return given
+        return {**given, **{name: {**defaults, **parts[name]} for name, defaults in _EMBEDDED_SFT.items()}}
 
     @model_validator(mode="after")
     def _rates_fit(self) -> Config:

@@ -15,8 +15,7 @@ from typing import Literal
 from andon.console.problems import InputError, Problem, ProblemList, shown
 from andon.data.conversations import ANSWERS, Conversation, ConversationSet, Form, Message
 from andon.data.template import ChatTemplate, TemplateFault
-from andon.data.tokens import HuggingFaceTokenizer
-from andon_contracts.legible import legible_line
+from andon.data.tokens import HuggingFaceTokenizer, Tokenizer
 
 TrainOn = Literal["assistant", "all"]
 
@@ -97,15 +96,12 @@ def encode_prompt(tokenizer: HuggingFaceTokenizer, form: Form, messages: Sequenc
         raise InputError([Problem(asked.where, str(error))]) from error
 
 
-def show_row(tokenizer: HuggingFaceTokenizer, row: EncodedRow) -> Iterator[str]:
+def show_row(tokenizer: Tokenizer, row: EncodedRow) -> Iterator[str]:
     """A line for each token of a row: its place, its id, what it counts (a dot for nothing), and what it says."""
     trained = sum(weight > 0 for weight in row.weights)
     yield f"row {row.id}: {len(row.ids)} tokens, {trained} of them trained"
     for place, (id_, weight) in enumerate(zip(row.ids, row.weights, strict=True)):
-        said = str(tokenizer.base.decode([id_]))
-        if "\ufffd" in said:
-            said = str(tokenizer.base.convert_ids_to_tokens(id_))
-        yield f"{place:6} {id_:7} {f'{weight:g}' if weight else '.':>6}  {legible_line(repr(said))}"
+        yield f"{place:6} {id_:7} {f'{weight:g}' if weight else '.':>6}  {tokenizer.shown(id_)}"
     if row.cut:
         yield f"cut: {row.cut} tokens at its end, {row.cut_trained} of them to be trained"
 

@@ -325,3 +325,13 @@ def _finite(weight: float) -> float:
         return float(weight)
     except OverflowError:
         return math.inf
+
+
+def is_of_conversations(path: str | PathLike[str]) -> bool:
+    """Whether the first row of a file is written as one, in any form but `text`, which a class may stand beside.
+
+    Raises `InputError` for a file that cannot be opened.
+    """
+    table = open_table(Path(path), ProblemList())
+    fields = next((record.fields for record in table.records), {})
+    return any(form != "text" and all(name in fields for name in columns) for form, columns in _COLUMNS.items())

@@ -1,7 +1,8 @@
 """The embedded instructions: a word of letters that all differ, to be written again by a rule.
 
-Answers have 1 to 11 letters, so that rows are ragged, and a model has them letter by letter: it finds in the prompt the
-letter that it wrote last, and writes the one beside it. Two layers of attention are enough, and one is not.
+Answers have 3 to 11 letters, so that rows are ragged. Words stand in a field of one width, as in a form, so that a
+letter is as far from its copy in every row: a model of two layers that is drawn at random learns that in two hundred
+updates. To find a letter by the one before it is learned late: after five hundred it had not begun to.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ EVAL_ROWS = 400
 
 RULES: Mapping[str, Callable[[str], str]] = {
     "copy": lambda word: word,
-    "upper": str.upper,
-    "reverse": lambda word: word[::-1],
+    "caps": str.upper,
+    "next": lambda word: "".join(_LETTERS[(_LETTERS.index(letter) + 1) % len(_LETTERS)] for letter in word),
 }
 """What is asked, and the answer to it."""
 
-_LETTERS = "abcdefghijklmnop"
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _LONGEST = 11
 
 
@@ -40,7 +41,7 @@ def generate(seed: int, count: int) -> ConversationSet:
     for rule, length in draw.shuffled([*zip(rules, lengths, strict=True)]):
         while True:
             word = "".join(draw.shuffled(_LETTERS)[:length])
-            prompt = f"{rule} {word}: "
+            prompt = f"{rule} {word:.<{_LONGEST}}: "
             if prompt not in seen:
                 break
         seen.add(prompt)

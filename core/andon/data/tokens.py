@@ -13,6 +13,7 @@ from andon.config.source import loading
 from andon.console.problems import InputError, Problem
 from andon.data.hub import require_on_hub
 from andon.data.labels import text_fault
+from andon_contracts.legible import legible_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,6 +55,10 @@ class Tokenizer(Protocol):
 
     def encode(self, texts: Sequence[str], max_length: int) -> list[list[int]]:
         """One list of 1 to `max_length` ids for each text; the last id is never `pad_id`."""
+        ...
+
+    def shown(self, id_: int) -> str:
+        """What a token says, in quotes, on one line of a terminal."""
         ...
 
     def save(self, folder: Path) -> None:
@@ -103,6 +108,11 @@ class HuggingFaceTokenizer:
                 encoded[place] = ids
         self.truncated += len(long)
         return [self._ended(ids) for ids in encoded]
+
+    def shown(self, id_: int) -> str:
+        """What a token says, in quotes, on one line of a terminal; a part of a character by the name it has."""
+        said = str(self.base.decode([id_]))
+        return legible_line(repr(str(self.base.convert_ids_to_tokens(id_)) if "\ufffd" in said else said))
 
     def plain_ids(self, texts: Sequence[str]) -> list[list[int]]:
         """One list of ids for each text, as it stands: uncut, and with no special token but those that it spells."""

@@ -17,7 +17,14 @@ HELD_OUT, LAST_VALIDATION = "held-out", "last validation"
 """What the last scores are of: rows that decided nothing, or those by which the best checkpoint was chosen."""
 
 
-_QUOTED = {"accuracy": "accuracy", "macro_f1": "macro-F1", "mcc": "MCC"}
+_QUOTED = {
+    "accuracy": "accuracy",
+    "macro_f1": "macro-F1",
+    "mcc": "MCC",
+    "exact_match": "exact match",
+    "perplexity": "perplexity",
+    "token_accuracy": "token accuracy",
+}
 """What a line quotes of scores, where they have it, and the word for it; in this order."""
 
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
 
 from andon.console.problems import ProblemList
+from andon.data.tokens import Tokenizer
 from andon.metrics.scores import ClassificationScores, confusion_matrix, scores
 from andon.model.batches import collate, logits_of, placed, predictions
 from andon.step.task import Batch, LeafLoss
@@ -28,6 +29,7 @@ class ClassificationTask:
     """Encoded rows and their labels; a row's id is its place in `tokens`. Its outputs are logits [rows, classes]."""
 
     output = "logits"
+    notes: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -127,6 +129,16 @@ class ClassificationTask:
     def width(self) -> int:
         """Logits of a row: one a class."""
         return self.num_labels
+
+    def shown(self, row: int, tokenizer: Tokenizer) -> Iterator[str]:
+        """The row's class, and a line for each token: its place, its id, what it says."""
+        yield f"row {row}: {int(self._lengths[row])} tokens, class {int(self._labels[row])}"
+        start = self._starts[row]
+        for place, id_ in enumerate(self._tokens[start : start + int(self._lengths[row])].tolist()):
+            yield f"{place:6} {id_:7}  {tokenizer.shown(id_)}"
+
+    def require_fit(self, model: nn.Module, device: torch.device) -> None:
+        """Any model that was built for these classes can be given these rows."""
 
     def outputs(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """fp32 [rows, classes] logits in eval mode and without a graph."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
 from torch import nn
 
+from andon.data.tokens import Tokenizer
 from andon.metrics.scores import Scores
 from andon.step.task import Batch, Task
 
@@ -21,6 +22,8 @@ class ScoredTask(Task, Protocol):
 
     output: str
     """What the numbers of a row are, in the word that a message has for them."""
+    notes: tuple[str, ...]
+    """What a user should know of how rows became tensors, a line each."""
 
     def __len__(self) -> int: ...
 
@@ -32,6 +35,14 @@ class ScoredTask(Task, Protocol):
     @property
     def width(self) -> int:
         """How many numbers a row has."""
+        ...
+
+    def shown(self, row: int, tokenizer: Tokenizer) -> Iterator[str]:
+        """A row for a reader, as the model is given it: a line a token, and what is learned of it."""
+        ...
+
+    def require_fit(self, model: nn.Module, device: torch.device) -> None:
+        """Raise `InputError` for a model, on `device` as it is trained, that cannot be given these rows."""
         ...
 
     def outputs(self, model: nn.Module, batch: Batch) -> torch.Tensor:

@@ -15,7 +15,7 @@ from andon.data.hub import at_hand
 from andon.run.folder import RunFolder, State
 from andon.run.ledger import LedgerError, read_ledger
 from andon.run.provenance import read_provenance
-from andon.training.rows import read_rows
+from andon.training.rows import CLASSIFICATION, read_rows
 from andon_contracts.record import Retraction, Start, Step
 
 
@@ -120,6 +120,13 @@ def _one_place(was: str | None, now: str | None) -> bool:
 def same_data(folder: RunFolder, digest: str) -> bool:
     """Whether a run may go on in `folder` with data of this digest: with those it began with, or where none has."""
     return not folder.begun() or _data_of(folder) in (digest, None)
+
+
+def require_task(folder: RunFolder, task: str, other: str) -> None:
+    """Raise `InputError` unless the run in `folder` has learned `task`; other: the command for what it has learned."""
+    found = config_of(folder).task or CLASSIFICATION
+    if found != task:
+        raise InputError([Problem(str(folder.path), f"is a run of {found}; use andon {other}")])
 
 
 def newest_unfinished(config: Config, base: Path) -> RunFolder | None:

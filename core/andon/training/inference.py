@@ -16,19 +16,23 @@ from andon.config.schema import Config
 from andon.config.source import loading
 from andon.console.messages import say
 from andon.console.problems import InputError, Problem
+from andon.data.chat import encode_prompt
+from andon.data.conversations import ConversationSet, Message, read_conversations
 from andon.data.readers import read
-from andon.data.rows import DataSet
-from andon.data.tokens import Tokenizer, pretrained_tokenizer
+from andon.data.rows import DataSet, Examples
+from andon.data.tokens import HuggingFaceTokenizer, Tokenizer, pretrained_tokenizer
 from andon.metrics.scores import ClassificationScores, Scores
 from andon.model.adapter import attach, base_digest, load_adapter, read_labels
 from andon.model.batches import collate, predictions
-from andon.model.build import build_base
+from andon.model.build import ModelSpec, build_base
+from andon.model.causal import generate_greedy
 from andon.run.folder import RunFolder
 from andon.run.provenance import read_provenance
+from andon.tasks.sft import Asked
 from andon.training.evaluation import evaluate
 from andon.training.existing import config_at_hand, config_of
-from andon.training.material import adapter_spec, loss_weights, model_spec, task_of
-from andon.training.rows import read_rows
+from andon.training.material import HEADS, adapter_spec, conversation_task, loss_weights, model_spec, task_of
+from andon.training.rows import CLASSIFICATION, SFT, read_rows
 from andon_contracts.digest import hex64
 
 
@@ -61,12 +65,13 @@ def load_run(folder: RunFolder, base: str | None = None) -> TrainedRun:
     """
     torch.set_num_threads(1)
     config = _config_of_model(folder, base)
-    labels = read_labels(folder.adapter)
+    head = HEADS[config.task or CLASSIFICATION]
+    labels = () if head == "causal" else read_labels(folder.adapter)
     tokenizer = pretrained_tokenizer(str(folder.adapter), local_only=True)
     adapter = adapter_spec(config)
-    spec = model_spec(config, labels, tokenizer)
+    spec = model_spec(config, labels, tokenizer, head)
     if adapter.kind == "none":
-        model = _whole_model(folder, spec.num_labels)
+        model = _whole_model(folder, spec)
     else:
         model = attach(build_base(spec), adapter, config.seed)
         _require_same_base(folder, model)
@@ -84,13 +89,15 @@ def _config_of_model(folder: RunFolder, base: str | None) -> Config:
     return config if whole else config_at_hand(folder, (), {} if base is None else {"model.base": base})
 
 
-def _whole_model(folder: RunFolder, num_labels: int) -> nn.Module:
+def _whole_model(folder: RunFolder, spec: ModelSpec) -> nn.Module:
     from transformers import AutoModelForSequenceClassification
 
+    if spec.head == "causal":
+        return build_base(replace(spec, base=str(folder.adapter), dtype="float32"))
     with loading(str(folder.adapter), str(folder.path)):
         model: nn.Module = AutoModelForSequenceClassification.from_pretrained(
             str(folder.adapter),
-            num_labels=num_labels,
+            num_labels=spec.num_labels,
             local_files_only=True,
             trust_remote_code=False,
             dtype=torch.float32,
@@ -109,12 +116,15 @@ def _require_same_base(folder: RunFolder, model: nn.Module) -> None:
 
 def read_labelled(
     folder: RunFolder, data: Path, *, text_column: str | None = None, label_column: str | None = None
-) -> DataSet:
+) -> Examples:
     """The rows in the file `data`, whose labels must be among the run's. Raises `InputError` with all that is wrong.
 
     text_column, label_column: where they stand in this file; None: where the run's configuration says.
     """
-    columns = config_of(folder).data
+    config = config_of(folder)
+    columns = config.data
+    if config.task == SFT:
+        return read_conversations(data)
     return read(
         data,
         text_column=text_column or columns.text_column,
@@ -123,15 +133,19 @@ def read_labelled(
     )
 
 
-def evaluate_run(run: TrainedRun, data: DataSet) -> Scores:
+def evaluate_run(run: TrainedRun, data: Examples) -> Scores:
     """Scores of the rows in `data` (`read_labelled`), as the run's own summary has them.
 
     The loss is weighted as in training. Weights by frequency are those of the training rows: where these are gone or
     have changed, there is no loss, and a line says so.
     """
+    backend = InlineBackend([torch.device("cpu")])
+    if isinstance(data, ConversationSet):
+        return evaluate(backend, [run.model], conversation_task(run.config, data, run.tokenizer), data.ids)
+    assert isinstance(data, DataSet)
     weights = _weights(run)
     task = task_of(run.config, data, run.tokenizer, weights or (1.0,) * len(run.labels))
-    scores = evaluate(InlineBackend([torch.device("cpu")]), [run.model], task, [row.id for row in data.rows])
+    scores = evaluate(backend, [run.model], task, data.ids)
     if weights is None:
         kind = run.config.data.class_weights
         say(f"note: no loss: its weights ({kind}) come from the training rows, which are gone or have changed")
@@ -146,6 +160,8 @@ def named(found: Scores, labels: Sequence[str]) -> dict[str, Any]:
     Each of `classes` has its `label`; `labels` names the rows (actual) and columns (predicted) of `confusion`.
     """
     values = found.as_dict()
+    if not labels:
+        return values
     values["classes"] = [{"label": label} | one for label, one in zip(labels, values["classes"], strict=True)]
     confusion = values.pop("confusion")
     return values | {"labels": list(labels), "confusion": confusion}
@@ -160,6 +176,35 @@ def _weights(run: TrainedRun) -> tuple[float, ...] | None:
         return None
     same = rows.digest == read_provenance(run.folder.provenance).digest("data")
     return loss_weights(run.config, rows) if same else None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a run's model writes to a prompt; `finished`: whether it came to the end of its answer."""
+
+    prompt: str
+    answer: str
+    tokens: int
+    finished: bool
+
+
+def answer(run: TrainedRun, prompts: Iterable[str], max_new_tokens: int) -> Iterator[Answer]:
+    """The model's answer to each prompt, in order: at each place the likeliest token, so the same every time.
+
+    A prompt is one message of a user, written as the conversations were that the run was trained on. Raises
+    `InputError` for a prompt that leaves the model no room.
+    """
+    assert isinstance(run.tokenizer, HuggingFaceTokenizer)
+    base = run.tokenizer.base
+    asked, limit = Asked.read(run.folder.adapter), run.config.model.max_length
+    for prompt in prompts:
+        ids = encode_prompt(run.tokenizer, asked.form, (Message("user", prompt),))
+        if len(ids) >= limit:
+            raise InputError([Problem("the prompt", f"has {len(ids)} tokens, and the model was trained on {limit}")])
+        found = generate_greedy(run.model, ids, asked.stops, min(max_new_tokens, limit - len(ids)))
+        finished = bool(found) and found[-1] in asked.stops
+        text = str(base.decode(found[:-1] if finished else found))
+        yield Answer(prompt, text, len(found), finished)
 
 
 def predict(run: TrainedRun, texts: Iterable[str], batch_size: int = 64) -> Iterator[Prediction]:

@@ -8,27 +8,34 @@ from pathlib import Path
 
 from andon.config.schema import Config
 from andon.config.source import is_folder
-from andon.console.problems import InputError
+from andon.console.problems import InputError, Problem
+from andon.data.chat import encode_conversations
+from andon.data.conversations import ConversationSet
 from andon.data.labels import class_weights
 from andon.data.rows import DataSet, Examples
-from andon.data.tokens import Tokenizer, byte_tokenizer, pretrained_tokenizer
+from andon.data.tokens import HuggingFaceTokenizer, Tokenizer, byte_tokenizer, pretrained_tokenizer
 from andon.model.adapter import AdapterSpec
 from andon.model.batches import length_step
 from andon.model.build import ModelSpec
 from andon.step.plan import BatchPlan
 from andon.tasks.classification import ClassificationTask
+from andon.tasks.sft import Asked, SftTask
 from andon.tasks.task import ScoredTask
-from andon.training.rows import CLASSIFICATION, Rows, read_rows
+from andon.training.rows import CLASSIFICATION, SFT, Rows, read_rows
 
 
 @dataclass(frozen=True)
 class Material:
-    """Everything that training needs besides a backend; a function of the configuration and the files it names."""
+    """Everything that training needs besides a backend; a function of the configuration and the files it names.
+
+    task: trained on, by the ids of `plan`. validation_task: has the rows by their own ids, and scores those held back.
+    """
 
     config: Config
     rows: Rows
     tokenizer: Tokenizer
     task: ScoredTask
+    validation_task: ScoredTask
     evaluation_task: ScoredTask
     evaluation_ids: tuple[int, ...]
     plan: BatchPlan
@@ -46,9 +53,10 @@ def prepare(config: Config) -> Material:
     rows = read_rows(config)
     tokenizer = _tokenizer(config)
     encode = ENCODERS[rows.task](config, rows, tokenizer)
-    task = encode(rows.train)
+    whole = encode(rows.train)
+    task, train_ids = _packed(whole, rows.train_ids) if config.training.packing else (whole, rows.train_ids)
     if rows.evaluation is None:
-        evaluation_task, evaluation_ids = task, rows.validation_ids
+        evaluation_task, evaluation_ids = whole, rows.validation_ids
     else:
         evaluation_task = encode(rows.evaluation)
         evaluation_ids = rows.evaluation.ids
@@ -57,10 +65,11 @@ def prepare(config: Config) -> Material:
         rows=rows,
         tokenizer=tokenizer,
         task=task,
+        validation_task=whole,
         evaluation_task=evaluation_task,
         evaluation_ids=evaluation_ids,
-        plan=_plan(config, rows.train_ids, task),
-        model=model_spec(config, rows.train.labels, tokenizer),
+        plan=_plan(config, train_ids, task),
+        model=model_spec(config, rows.train.labels, tokenizer, HEADS[rows.task]),
         adapter=adapter_spec(config),
     )
 
@@ -103,10 +112,47 @@ def _classification(config: Config, rows: Rows, tokenizer: Tokenizer) -> Callabl
     return encode
 
 
+def _sft(config: Config, rows: Rows, tokenizer: Tokenizer) -> Callable[[Examples], ScoredTask]:
+    def encode(data: Examples) -> ScoredTask:
+        assert isinstance(data, ConversationSet)
+        return conversation_task(config, data, tokenizer)
+
+    return encode
+
+
+def conversation_task(config: Config, data: ConversationSet, tokenizer: Tokenizer) -> SftTask:
+    """The conversations of `data` as what a step or an evaluation works on, each a row of its own."""
+    assert isinstance(tokenizer, HuggingFaceTokenizer)
+    if config.training.compile != "off":
+        what = f"{config.training.compile} is for classifiers; sft runs eagerly (off)"
+        raise InputError([Problem("training.compile", what)])
+    limit = config.model.max_length
+    encoded = encode_conversations(tokenizer, data, limit, config.data.train_on)
+    return SftTask(
+        encoded.rows,
+        pad_id=tokenizer.pad_id,
+        max_length=limit,
+        padding_multiple=config.training.pad_to_multiple_of,
+        sources=[data.source_of(id_) for id_ in data.ids],
+        notes=(f"trained tokens: {encoded.mask_source}", *encoded.notes),
+        asked=Asked(data.form, encoded.stops),
+    )
+
+
 ENCODERS: Mapping[str, Callable[[Config, Rows, Tokenizer], Callable[[Examples], ScoredTask]]] = {
-    CLASSIFICATION: _classification
+    CLASSIFICATION: _classification,
+    SFT: _sft,
 }
 """By the task's name: the rows of a run and their tokenizer to what makes a task of each of its data sets."""
+HEADS: Mapping[str, str] = {CLASSIFICATION: "classification", SFT: "causal"}
+"""By the task's name: the head of its model."""
+
+
+def _packed(task: ScoredTask, ids: tuple[int, ...]) -> tuple[ScoredTask, tuple[int, ...]]:
+    if not isinstance(task, SftTask):
+        raise InputError([Problem("training.packing", "is for conversations (task sft); a class is that of one row")])
+    packed = task.packed(ids)
+    return packed, tuple(range(len(packed)))
 
 
 def padding_multiple(config: Config) -> int:
@@ -140,8 +186,8 @@ def idleness(plan: BatchPlan, config: Config, workers: int) -> str:
     return f"{idle} of {workers} workers have no row in any update: {why}" if idle else ""
 
 
-def model_spec(config: Config, labels: tuple[str, ...], tokenizer: Tokenizer) -> ModelSpec:
-    """The base model that `config` describes for these labels and this tokenizer."""
+def model_spec(config: Config, labels: tuple[str, ...], tokenizer: Tokenizer, head: str) -> ModelSpec:
+    """The base model that `config` describes for these labels and this tokenizer, with this head."""
     model = config.model
     return ModelSpec(
         num_labels=len(labels),
@@ -159,6 +205,7 @@ def model_spec(config: Config, labels: tuple[str, ...], tokenizer: Tokenizer) ->
         max_length=model.max_length,
         dtype=model.dtype,
         seed=config.seed,
+        head=head,
     )
 
 

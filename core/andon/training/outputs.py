@@ -16,6 +16,7 @@ from andon.model.adapter import export_adapter, save_base
 from andon.run.atomic import whole_folder, write_json, write_whole
 from andon.run.folder import RunFolder
 from andon.run.provenance import write_provenance
+from andon.tasks.sft import SftTask
 from andon.training.material import Material
 from andon_contracts.legible import legible_line
 
@@ -66,6 +67,8 @@ def write_adapter(folder: RunFolder, model: nn.Module, material: Material) -> No
         export_adapter(model, path, reference or "", material.labels)
         (path / "README.md").write_text(_card(reference, material), encoding="utf-8")
         _save_tokenizer(material, path)
+        if isinstance(material.task, SftTask):
+            material.task.asked.write(path, material.tokenizer.pad_id)
 
 
 def _card(reference: str | None, material: Material) -> str:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import nn
 
 from andon.backend.devices import placement
 from andon.config.schema import Config
+from andon.console.problems import InputError, Problem
 from andon.data.rows import repeated_texts
 from andon.model.adapter import attach, trainable_parameters
 from andon.model.build import build_base
@@ -18,11 +20,15 @@ from andon.training.rows import unfit_model
 _MOST_WORKERS = 8
 
 
-def describe(config: Config) -> Iterator[str]:
-    """Lines for a reader. Raises `InputError` for anything that a run of this configuration would refuse."""
+def describe(config: Config, row: int | None = None) -> Iterator[str]:
+    """Lines for a reader; row: one of the data to show token by token.
+
+    Raises `InputError` for anything that a run of this configuration would refuse, and for a row that is not there.
+    """
     name, devices, note = placement(config.run.backend, config.run.workers, config.run.devices)
     material = prepare(config)
     model = attach(build_base(material.model), material.adapter, config.seed)
+    material.task.require_fit(model, torch.device("cpu"))
     yield _data(material)
     yield _texts(material)
     yield _model(model, material)
@@ -37,14 +43,26 @@ def describe(config: Config) -> Iterator[str]:
         yield f"note: {idle}"
     if note:
         yield f"note: {note}"
+    for note in material.task.notes:
+        yield f"note: {note}"
     if material.tokenizer.truncated:
         limit = config.model.max_length
         yield f"note: {material.tokenizer.truncated} texts are cut to {limit} tokens (model.max_length)"
+    if row is not None:
+        yield from _row(material, row)
 
 
 def _data(material: Material) -> str:
     held = f"{len(material.rows.validation_ids)} to validate, {len(material.evaluation_ids)} to evaluate on"
-    return f"data: {len(material.plan.ids)} rows to train on, {held}; {len(material.labels)} classes"
+    learned = f"{len(material.labels)} classes" if material.labels else f"task {material.rows.task}"
+    return f"data: {len(material.rows.train_ids)} rows to train on, {held}; {learned}"
+
+
+def _row(material: Material, row: int) -> Iterator[str]:
+    if not 0 <= row < len(material.validation_task):
+        count = len(material.validation_task)
+        raise InputError([Problem("--show-row", f"{row} is none of the {count} rows, which are counted from 0")])
+    yield from material.validation_task.shown(row, material.tokenizer)
 
 
 def _texts(material: Material) -> str:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from andon.config.schema import Config, Data
 from andon.console.problems import InputError, Problem
+from andon.data import rewriting
+from andon.data.conversations import ConversationSet, is_of_conversations, read_conversations
 from andon.data.readers import read
 from andon.data.rows import DataSet, Examples, frozen_split, shared_texts
 from andon.data.shell import embedded
@@ -72,16 +74,40 @@ def _classes(data: Data, path: Path, like: Examples | None) -> DataSet:
     return read(path, text_column=data.text_column, label_column=data.label_column, labels=labels)
 
 
-CLASSIFICATION = "classification"
-READERS: Mapping[str, Reader] = {CLASSIFICATION: Reader(_classes, embedded)}
+def _conversations(data: Data, path: Path, like: Examples | None) -> ConversationSet:
+    return read_conversations(path)
+
+
+CLASSIFICATION, SFT = "classification", "sft"
+READERS: Mapping[str, Reader] = {
+    CLASSIFICATION: Reader(_classes, embedded),
+    SFT: Reader(_conversations, rewriting.embedded),
+}
 """By the task's name in the configuration."""
+
+
+def task_of_run(config: Config) -> str:
+    """What is learned: as configured, else what the first row of the data has columns of; a class where it is unclear.
+
+    Raises `InputError` for a file that cannot be opened.
+    """
+    if config.task is not None or config.data.train is None:
+        return config.task or CLASSIFICATION
+    named = config.data.text_column is not None or config.data.label_column is not None
+    return SFT if not named and is_of_conversations(Path(config.data.train)) else CLASSIFICATION
+
+
+def with_task(config: Config) -> Config:
+    """`config` with its task named where that is not a class for each row, so that the run can be read without data."""
+    found = task_of_run(config)
+    return config if found == CLASSIFICATION else config.model_copy(update={"task": found})
 
 
 def read_rows(config: Config) -> Rows:
     """The rows that `config` names, split once and for all. Raises `InputError` with all that is wrong with them."""
     train: Examples
     evaluation: Examples | None
-    task = config.task or CLASSIFICATION
+    task = task_of_run(config)
     reader = READERS[task]
     if config.data.train is None:
         train, evaluation = reader.embedded(config.seed)

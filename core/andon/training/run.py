@@ -89,7 +89,7 @@ def _train(session: Session, standpoint: Standpoint, stop_asked: Callable[[], bo
     run, material = session.run, session.material
 
     def validate() -> Scores:
-        return evaluate(run.backend, run.models, material.task, material.rows.validation_ids)
+        return evaluate(run.backend, run.models, material.validation_task, material.rows.validation_ids)
 
     trainer = run.trainer(
         journal,

@@ -32,6 +32,7 @@ from andon.step.optimizer import OptimizerSpec
 from andon.training.budget import agree_on_devices
 from andon.training.build import Run, RunSpec, StepSpec, build_run
 from andon.training.material import Material, padding_multiple, prepare
+from andon.training.rows import with_task
 from andon.training.trainer import Cadence
 from andon_contracts.liveness.clock import StepClock
 from andon_contracts.policy import suspended
@@ -63,6 +64,7 @@ def assembled(
     writing: whether the folder is to be written; otherwise it is left as it is, and nobody owns it.
     Raises `InputError` for what the user got wrong, a folder that another process owns included.
     """
+    config = with_task(config)
     with ExitStack() as stack:
         if not config.contracts.enabled:
             stack.enter_context(suspended())
@@ -182,6 +184,11 @@ def _assemble(config: Config, folder: RunFolder, backend: Backend, started: floa
     _tell(config, backend)
     spec = run_spec(config, material, backend.world_size)
     run = build_run(spec, backend, material.task, material.plan, ledger=folder.ledger)
+    for replica in run.replicas[:1]:
+        material.task.require_fit(replica.model, replica.device)
+    if backend.ranks[0] == 0:
+        for note in material.task.notes:
+            say(note)
     accelerators = [torch.cuda.get_device_name(device) for device in backend.devices if device.type == "cuda"]
     return Session(
         config=config,

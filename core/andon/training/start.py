@@ -28,7 +28,7 @@ from andon.run.summary import quoted, read_summary
 from andon.training.entry import ENTRY, payload_of
 from andon.training.existing import go_on_with, how_far, newest_unfinished, require_same_as_finished, same_data
 from andon.training.given import kept
-from andon.training.rows import read_rows
+from andon.training.rows import read_rows, with_task
 
 _PRELOAD = (
     "andon.launch.server_first",
@@ -77,6 +77,7 @@ def start(
     """
     if sizing is not None:
         _require_elastic(config)
+    config = with_task(config)
     folder = _folder_of(config)
     if folder is not None and _nothing_to_do(config, folder):
         return Ended(folder, Exit.OK)

@@ -1,0 +1,240 @@
+"""Instruction tuning (supervised fine-tuning, SFT): conversations, of which the tokens of the answers are learned.
+
+The loss is the SUM over trained tokens of weight * cross entropy in fp32; the step divides it once by the number of
+trained tokens of the global batch. A mean of means, over micro-batches or ranks, would weigh the tokens of short
+answers more. What is trained on at once is a pack: one row, or several whose tokens together fit into a row's longest
+length.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Self, get_args
+
+import torch
+from torch import nn
+
+from andon.console.problems import InputError, Problem
+from andon.data.chat import EncodedRow, show_row
+from andon.data.conversations import Form
+from andon.data.packing import best_fit, padded_share
+from andon.data.tokens import Tokenizer
+from andon.model.batches import placed
+from andon.model.causal import collate_packs, content, loss_sum, require_apart, row_outputs
+from andon.run.atomic import write_json
+from andon.step.task import Batch, LeafLoss
+from andon_contracts.fields import Count, json_object, read_field
+from andon_contracts.untrusted import read_json
+
+ASKED = "conversations.json"
+_TABLE_PACKS = 64
+
+
+@dataclass(frozen=True)
+class SourceScores:
+    """Of the rows of one source: their trained tokens, the loss of one, and the share predicted right."""
+
+    rows: int
+    tokens: int
+    loss: float
+    token_accuracy: float
+
+
+@dataclass(frozen=True)
+class LanguageScores:
+    """Scores of `rows` conversations with `tokens` trained tokens.
+
+    loss: weight * cross entropy, mean over trained tokens. perplexity: exp(loss). token_accuracy: share of trained
+    tokens that have the largest logit, given all before them as they are. exact_match: share of rows of which every
+    trained token has it, hence those that a greedy answer would repeat to the letter. sources: by the data's column
+    `source`, where there is one.
+    """
+
+    rows: int
+    tokens: int
+    loss: float
+    perplexity: float
+    token_accuracy: float
+    exact_match: float
+    sources: Mapping[str, SourceScores] = field(default_factory=dict)
+    confusion: tuple[tuple[int, ...], ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        values = asdict(self)
+        del values["confusion"]
+        return values
+
+
+@dataclass(frozen=True)
+class Asked:
+    """How a model that was trained on conversations is asked: in which form, and the ids that close an answer."""
+
+    form: Form
+    stops: tuple[int, ...]
+
+    def write(self, folder: Path, pad_id: int) -> None:
+        """`conversations.json`, and for `generate` of transformers where an answer ends (`generation_config.json`)."""
+        write_json(folder / ASKED, {"form": self.form, "stops": list(self.stops)})
+        ends = {"eos_token_id": list(self.stops), "pad_token_id": pad_id, "do_sample": False}
+        write_json(folder / "generation_config.json", ends)
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """What `write` left. Raises `InputError` naming the file for anything else."""
+        file = folder / ASKED
+        try:
+            found = json_object(read_json(file), "the file")
+            form, stops = found["form"], found["stops"]
+            if form not in get_args(Form) or not isinstance(stops, list):
+                raise ValueError(f"it has no form of rows, or no list of stops ({form!r})")
+            return cls(form, tuple(read_field(Count, stop, "stops") for stop in stops))
+        except (OSError, ValueError, KeyError) as error:
+            raise InputError([Problem(str(file), f"does not say how the model is asked: {error}")]) from error
+
+
+class SftTask:
+    """Encoded conversations, in packs; a pack's id is its place. A `ScoredTask`: its outputs are three sums a pack."""
+
+    output = "losses"
+    width = 3
+
+    def __init__(
+        self,
+        rows: Sequence[EncodedRow],
+        *,
+        pad_id: int,
+        max_length: int,
+        padding_multiple: int = 8,
+        packs: Sequence[Sequence[int]] | None = None,
+        sources: Sequence[str] = (),
+        notes: Sequence[str] = (),
+        asked: Asked = Asked("text", ()),
+    ) -> None:
+        """packs: of each its places in `rows`, in order; None: each row is one. sources: one a row, or none at all.
+        asked: how a trained model is asked. padding_multiple: batches are padded to a multiple of this, but never
+        beyond max_length.
+        """
+        self.notes, self.asked = tuple(notes), asked
+        self._rows = rows
+        self._packs = [(place,) for place in range(len(rows))] if packs is None else [tuple(pack) for pack in packs]
+        self._pad_id, self._limit, self._multiple = pad_id, max_length, padding_multiple
+        self._sources = tuple(sources)
+        self._tensors = [
+            (torch.tensor(row.ids, dtype=torch.int64), torch.tensor(row.weights, dtype=torch.float32)) for row in rows
+        ]
+        terms = [int((weights[1:] != 0).sum()) for _, weights in self._tensors]
+        self._terms = [sum(terms[place] for place in pack) for pack in self._packs]
+        lengths = [sum(len(rows[place].ids) for place in pack) for pack in self._packs]
+        self.lengths = torch.tensor(lengths, dtype=torch.int64)
+        self._table = torch.cat([content(self._collated(range(*each))) for each in self._runs()])
+
+    def __len__(self) -> int:
+        return len(self._packs)
+
+    def _runs(self) -> Iterator[tuple[int, int]]:
+        for first in range(0, len(self), _TABLE_PACKS):
+            yield first, min(first + _TABLE_PACKS, len(self))
+
+    def packed(self, ids: Sequence[int]) -> SftTask:
+        """The rows `ids` of this task, whose packs are rows, best-fit packed: a task of packs of `max_length` tokens.
+
+        The packs are a function of the rows' lengths alone. A line of its notes says how many there are.
+        """
+        lengths = [len(self._rows[row].ids) for row in ids]
+        packs = best_fit(lengths, self._limit)
+        padding = padded_share(lengths, packs, self._limit)
+        note = f"{len(ids)} rows in {len(packs)} packs of {self._limit} tokens ({padding:.1%} padding)"
+        return SftTask(
+            self._rows,
+            pad_id=self._pad_id,
+            max_length=self._limit,
+            padding_multiple=self._multiple,
+            packs=[[ids[place] for place in pack] for pack in packs],
+            sources=self._sources,
+            notes=(*self.notes, note),
+            asked=self.asked,
+        )
+
+    def rows_of(self, pack: int) -> tuple[int, ...]:
+        """The ids of the rows in a pack, in order."""
+        return tuple(self._rows[place].id for place in self._packs[pack])
+
+    def _collated(self, ids: Sequence[int]) -> Batch:
+        packs = [[self._tensors[place] for place in self._packs[each]] for each in ids]
+        return collate_packs(packs, self._pad_id, self._multiple, self._limit)
+
+    def load(self, ids: Sequence[int], device: torch.device) -> Batch:
+        """Packs `ids`, one or more, on `device`, as `collate_packs` has them; all int64, padded on the right.
+
+        Raises `ValueError` without ids, `IndexError` for unknown ones.
+        """
+        if not ids:
+            raise ValueError("a batch needs at least one pack")
+        if min(ids) < 0 or max(ids) >= len(self):
+            msg = f"packs {min(ids)} to {max(ids)} asked of a task with {len(self)}"
+            raise IndexError(msg)
+        return placed(self._collated(ids), device)
+
+    def loss_sum(self, model: nn.Module, batch: Batch) -> LeafLoss:
+        """The fp32 sum of weight * cross entropy over the trained tokens, and how many have the largest logit."""
+        return loss_sum(model, batch)
+
+    def content(self, batch: Batch) -> torch.Tensor:
+        """int64 [packs]: the digest of each pack's tokens, weights, and places within its rows."""
+        return content(batch)
+
+    def planned_content(self, ids: Sequence[int]) -> torch.Tensor:
+        """int64 [len(ids)] on the CPU: what `content` must give, computed when the task was made."""
+        return self._table[list(ids)]
+
+    def planned_terms(self, ids: Sequence[int]) -> Sequence[int]:
+        """The trained tokens of each pack."""
+        return [self._terms[pack] for pack in ids]
+
+    def shown(self, row: int, tokenizer: Tokenizer) -> Iterator[str]:
+        """A line for each token: its place, its id, what predicting it counts (a dot for nothing), what it says."""
+        return show_row(tokenizer, self._rows[row])
+
+    def require_fit(self, model: nn.Module, device: torch.device) -> None:
+        """Raise `InputError` for a model that lets rows of a pack see each other, or does not see as far as a row."""
+        require_apart(model, device, int(self.lengths.max()))
+
+    def outputs(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """fp64 [packs, 3]: sum of losses, tokens predicted right, trained tokens; in eval mode, without a graph."""
+        return row_outputs(model, batch)
+
+    def score(self, ids: Sequence[int], outputs: torch.Tensor) -> LanguageScores:
+        """The scores of these packs, each of one row, by their outputs."""
+        values: list[list[float]] = outputs.tolist()
+        by_source: dict[str, list[list[float]]] = {}
+        for pack, value in zip(ids, values, strict=True):
+            if self._sources and self._sources[self._packs[pack][0]]:
+                by_source.setdefault(self._sources[self._packs[pack][0]], []).append(value)
+        whole = _scored(values)
+        return LanguageScores(
+            rows=whole.rows,
+            tokens=whole.tokens,
+            loss=whole.loss,
+            perplexity=_exp(whole.loss),
+            token_accuracy=whole.token_accuracy,
+            exact_match=sum(right == tokens for _, right, tokens in values) / max(len(values), 1),
+            sources={name: _scored(by_source[name]) for name in sorted(by_source)},
+        )
+
+
+def _scored(values: Sequence[Sequence[float]]) -> SourceScores:
+    """Rounded once: the sum of losses is exact (`math.fsum`), and so the same in any order of rows."""
+    tokens = sum(int(each[2]) for each in values)
+    loss = math.fsum(each[0] for each in values) / max(tokens, 1)
+    return SourceScores(len(values), tokens, loss, sum(int(each[1]) for each in values) / max(tokens, 1))
+
+
+def _exp(loss: float) -> float:
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf

@@ -1,0 +1,179 @@
+"""Instruction tuning from a file to a run folder: the same bits on any number of workers, packed or not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from andon.cli.commands import app
+from andon.cli.train import run_training
+from andon.config.load import load_config
+from andon.console.exits import Exit
+from andon.console.problems import InputError
+from andon.data.rows import frozen_split
+from andon.launch.launcher import warm_up
+from andon.run.folder import RunFolder
+from andon.training.inference import answer, evaluate_run, load_run, read_labelled
+from andon.training.material import prepare
+from andon.training.preview import describe
+from andon.training.run import train
+from andon_falsify.claims.ledgers import read_run, verify
+from andon_falsify.verdict import Outcome
+from tests.training.runs import PRELOAD, Runs, outcome, records, summary
+
+warm_up(PRELOAD)
+
+ROWS = 45
+PACKED = ("training.packing=true", "model.max_length=160", "training.batch_size=4")
+
+
+def conversation(number: int) -> dict[str, object]:
+    """One or two questions with answers of 1 to 9 letters; of every sixth row the first answer is not learned."""
+    turns: list[dict[str, object]] = []
+    for turn in range(1 + number % 2):
+        word = "abcdefghi"[: 1 + (number + turn) % 9]
+        turns.append({"role": "user", "content": f"{'say ' * (number % 4)}{word}?"})
+        turns.append({"role": "assistant", "content": word.upper()})
+    if number % 6 == 1:
+        turns[1]["train"] = False
+    return {"messages": turns, "source": "odd" if number % 2 else "even"}
+
+
+@pytest.fixture(scope="module")
+def conversations(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Runs on conversations, in the one form that nobody has to be told of."""
+    path = tmp_path_factory.mktemp("sft") / "talk.jsonl"
+    path.write_text("".join(f"{json.dumps(conversation(number))}\n" for number in range(ROWS)))
+    return Runs(path)
+
+
+@pytest.fixture(scope="module", params=[(), PACKED], ids=["rows", "packs"])
+def whole(
+    request: pytest.FixtureRequest, conversations: Runs, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[tuple[str, ...], Path]:
+    """What one worker makes of them, and how."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    assert conversations.train(folder, *request.param) == Exit.OK
+    return request.param, folder
+
+
+@pytest.mark.parametrize(("backend", "workers"), [("inline", 4), ("threads", 3), ("gloo", 2)])
+def test_any_number_of_workers_gives_the_same_bits(
+    conversations: Runs, whole: tuple[tuple[str, ...], Path], tmp_path: Path, backend: str, workers: int
+) -> None:
+    """Weights, loss, perplexity, and the digests of each step; and the ledger is verified as any other."""
+    settings, alone = whole
+    assert conversations.train(tmp_path / "run", *settings, backend=backend, workers=workers) == Exit.OK
+    assert outcome(tmp_path / "run") == outcome(alone)
+    assert [step.digests for step in records(tmp_path / "run", "step")] == [s.digests for s in records(alone, "step")]
+    verdicts = {verdict.claim: verdict.outcome for verdict in verify([read_run(tmp_path / "run"), read_run(alone)])}
+    assert Outcome.FALSIFIED not in verdicts.values(), verdicts
+    assert verdicts["samples-once"] is Outcome.HOLDS
+
+
+@pytest.mark.parametrize(("step", "backend", "workers"), [(1, "inline", 3), (5, "gloo", 2)])
+def test_a_resumed_run_ends_with_the_same_bits(
+    conversations: Runs, whole: tuple[tuple[str, ...], Path], tmp_path: Path, step: int, backend: str, workers: int
+) -> None:
+    """Interrupted by one worker, resumed by several."""
+    settings, alone = whole
+    asked = iter([False] * (step - 1) + [True])
+    folder = tmp_path / "run"
+    flags = {"run.dir": str(folder), "run.backend": "inline"}
+    config = load_config(None, conversations.overrides(*settings), flags)
+    assert train(config, RunFolder(folder), lambda: next(asked)) == Exit.PREEMPTED
+    assert conversations.train(folder, *settings, backend=backend, workers=workers, resume="auto") == Exit.OK
+    assert outcome(folder) == outcome(alone)
+
+
+def test_the_loss_is_a_mean_over_trained_tokens(
+    conversations: Runs, whole: tuple[tuple[str, ...], Path], tmp_path: Path
+) -> None:
+    """A step's `terms` are the letters of the answers to be learned, each with its end; rows are counted apart."""
+    settings, alone = whole
+    trained = [_letters(number) for number in range(ROWS)]
+    config = load_config(None, conversations.overrides(*settings), {"run.dir": str(tmp_path / "run")})
+    material = prepare(config)
+    for step in records(alone, "step"):
+        rows = [row for unit in step.ids for row in material.task.rows_of(unit)]  # type: ignore[attr-defined]
+        assert step.terms == sum(trained[row] for row in rows)
+        assert step.count == len(step.ids)
+    seen = sorted(row for unit in range(len(material.task)) for row in material.task.rows_of(unit))  # type: ignore[attr-defined]
+    assert seen == (sorted(material.rows.train_ids) if settings else list(range(ROWS)))
+
+
+def _letters(number: int) -> int:
+    """Trained tokens of a row, by the rule that it was made by: one a letter, and one that closes the answer."""
+    answers = [1 + (number + turn) % 9 for turn in range(1 + number % 2)]
+    return sum(length + 1 for length in (answers[1:] if number % 6 == 1 else answers))
+
+
+def test_scores_are_by_source_and_sum_up(whole: tuple[tuple[str, ...], Path]) -> None:
+    """Both sources stand in the summary; their tokens make up the whole, and the loss is their mean by tokens."""
+    found = summary(whole[1])["eval"]
+    parts = found["sources"].values()
+    assert set(found["sources"]) <= {"even", "odd"}
+    assert sum(part["tokens"] for part in parts) == found["tokens"]
+    assert sum(part["rows"] for part in parts) == found["rows"]
+    assert sum(part["loss"] * part["tokens"] for part in parts) / found["tokens"] == pytest.approx(found["loss"])
+    assert found["perplexity"] == pytest.approx(torch.tensor(found["loss"]).exp().item())
+    assert 0 <= found["exact_match"] <= 1
+
+
+def test_a_reader_is_told_what_was_taken(conversations: Runs, tmp_path: Path) -> None:
+    """`check` says that answers are learned, by what they are told apart, and how rows were packed."""
+    overrides = conversations.overrides(*PACKED, "run.backend=inline")
+    said = "\n".join(describe(load_config(None, overrides, {})))
+    assert "task sft" in said
+    assert "trained tokens: messages, each after its role" in said
+    assert "packs of 160 tokens" in said
+
+
+def test_a_trained_run_is_scored_and_asked_again(whole: tuple[tuple[str, ...], Path], tmp_path: Path) -> None:
+    """`eval` on the rows that validated gives the summary's scores; `generate` gives the same answer each time."""
+    _, folder = whole
+    run = load_run(RunFolder(folder))
+    _, held = frozen_split(ROWS, run.config.data.validation_fraction, run.config.seed)
+    file = tmp_path / "held.jsonl"
+    file.write_text("".join(f"{json.dumps(conversation(number))}\n" for number in held))
+    assert evaluate_run(run, read_labelled(RunFolder(folder), file)).as_dict() == summary(folder)["eval"]
+    once, twice = ([*answer(run, ["abc?", "say hi?"], 12)] for _ in range(2))
+    assert once == twice
+    assert all(each.tokens == 12 or each.finished for each in once)
+    asked = RunFolder(folder).adapter / "conversations.json"
+    assert json.loads(asked.read_text()) == {"form": "messages", "stops": [2]}
+
+
+def test_a_run_of_one_task_is_not_used_for_another(conversations: Runs, whole: tuple[tuple[str, ...], Path]) -> None:
+    """The command that would do is named."""
+    given = ["predict", str(whole[1]), str(conversations.data)]
+    with pytest.raises(InputError, match="is a run of sft; use andon generate"):
+        CliRunner().invoke(app, given, catch_exceptions=False)
+
+
+def test_packs_are_for_conversations(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A class is that of one row: to pack rows of a classifier is refused, and nothing is left behind."""
+    with pytest.raises(InputError, match=r"training.packing: is for conversations"):
+        runs.train(tmp_path / "run", "training.packing=true")
+    assert not (tmp_path / "run").exists() or not [*(tmp_path / "run").iterdir()]
+
+
+def test_the_embedded_instructions_have_defaults_of_their_own() -> None:
+    """What is said stays said; a model or data of the user's has the usual ones."""
+    embedded = load_config(None, ["task=sft"], {})
+    assert (embedded.adapter.kind, embedded.model.dropout) == ("none", 0.0)
+    assert load_config(None, ["task=sft", "adapter.kind=lora"], {}).adapter.kind == "lora"
+    assert load_config(None, ["task=sft", "data.train=talk.jsonl"], {}).adapter.kind == "lora"
+    assert load_config(None, ["task=sft", "model.base=here"], {}).adapter.kind == "lora"
+    assert load_config(None, [], {}).adapter.kind == "lora"
+
+
+def test_the_embedded_instructions_are_learned(tmp_path: Path) -> None:
+    """As `andon train --task sft`: nine of ten answers to prompts that it was never trained on, to the letter."""
+    flags = {"run.dir": str(tmp_path / "run"), "run.backend": "threads", "run.workers": 2}
+    assert run_training(None, ["task=sft"], flags) == Exit.OK
+    assert summary(tmp_path / "run")["eval"]["exact_match"] >= 0.9
