@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from andon_contracts.fields import Count, Part
+from andon_contracts.legible import legible
 from andon_contracts.violation import Finding, Halted, Kind, Violation
 
 HALT = "halt-together"
@@ -97,6 +98,6 @@ def kind_of(error: BaseException) -> Kind:
 
 
 def first_line(error: BaseException) -> str:
-    """The error's type and the first sentence of its text."""
-    text = str(error).strip().partition("\n")[0].partition(". ")[0]
+    """The error's type and the first sentence of its text, which may quote what anybody wrote."""
+    text = legible(str(error).strip().partition("\n")[0].partition(". ")[0])
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

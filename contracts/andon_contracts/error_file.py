@@ -8,6 +8,8 @@ import os
 import time
 from pathlib import Path
 
+from andon_contracts.legible import legible
+
 _LATE_S = 5
 VARIABLE = "TORCHELASTIC_ERROR_FILE"
 
@@ -28,10 +30,11 @@ def tell_launcher(message: str, *, late: bool, path: str | None = None) -> None:
 def write_error_file(path: Path, message: str, stack: str, when: int, **more: object) -> None:
     """The file in the form of torch's own error handler, whole or not at all: a torn one stops torchrun.
 
-    stack: what torch prints. when: seconds since the epoch, by which it orders the failures of all ranks. Raises
-    `OSError`.
+    stack: what torch prints, as it stands, so that what is invisible in it is written out here. when: seconds since the
+    epoch, by which it orders the failures of all ranks. Raises `OSError`.
     """
-    body = {"message": message, **more, "extraInfo": {"py_callstack": stack, "timestamp": str(when)}}
+    told = {"py_callstack": legible(stack), "timestamp": str(when)}
+    body = {"message": legible(message), **more, "extraInfo": told}
     part = Path(f"{path}.{os.getpid()}.{time.monotonic_ns()}")
     part.write_text(json.dumps({"message": body}), encoding="utf-8")
     part.replace(path)

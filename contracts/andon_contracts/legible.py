@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 
 # Not in XML 1.0, or shown as nothing, or able to turn the order of what follows: controls other than tab and newline,
 # line and paragraph separators, marks of direction, halves of surrogate pairs, noncharacters.
@@ -25,6 +26,11 @@ def legible(text: str, most: int | None = None) -> str:
 def legible_line(text: str) -> str:
     """`text` as one line, for where a line says one thing: a line break in it is written out too."""
     return legible(text).replace("\n", "\\n")
+
+
+def tell(*lines: str) -> None:
+    """Write lines to standard error at once, in one piece: what is invisible in them is written out."""
+    print(legible("\n".join(lines)), file=sys.stderr, flush=True)
 
 
 def _written(found: re.Match[str]) -> str:

@@ -141,5 +141,5 @@ class Unread:
 
 
 def whole(value: object) -> int | None:
-    """`value` if it is a JSON integer, else None (true and false are not numbers here)."""
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    """`value` if it is a JSON integer of 64 bits, else None (true and false are not numbers here)."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 63 else None

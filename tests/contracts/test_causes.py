@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed import DistBackendError, DistNetworkError
 
-from andon_contracts.causes import Cause, consequence, kind_of
+from andon_contracts.causes import Cause, consequence, first_line, kind_of
 from andon_contracts.liveness.end_messages import POINTS, Teller, Whereabouts
 from andon_contracts.violation import Finding, Halted, Violation
 
@@ -41,6 +41,11 @@ def test_an_error_of_the_ranks_own(error: BaseException, kind: str) -> None:
     """Real errors of torch and of the system; a text alone makes no `ValueError` a lack of memory."""
     assert kind_of(error) == kind
     assert consequence(error) is None
+
+
+def test_what_anybody_wrote_does_not_act_on_a_terminal() -> None:
+    """An error may quote a row of data: what the other ranks are told of it is written out."""
+    assert first_line(ValueError("bad row \x1b]0;t\x07\u202e\nmore")) == "ValueError: bad row \\x1b]0;t\\x07\\u202e"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from andon_contracts.error_file import VARIABLE, tell_launcher
+from andon_contracts.error_file import VARIABLE, tell_launcher, write_error_file
 
 
 def _failures(folder: Path, codes: dict[int, int]) -> ChildFailedError:
@@ -24,6 +24,14 @@ def test_the_culprit_is_the_root_cause(tmp_path: Path, monkeypatch: pytest.Monke
     found = _failures(tmp_path, {0: 1, 1: 1, 2: 1})
     assert found.get_first_failure()[0] == 1
     assert "rank 1 of 3 failed\n    where    here" in found.format_msg().partition("Root Cause")[2]
+
+
+def test_what_anybody_wrote_does_not_act_on_the_terminal_of_torchrun(tmp_path: Path) -> None:
+    """An error may quote a row of data, and torch prints its file as it stands."""
+    write_error_file(tmp_path / "0", "bad row \x1b]0;t\x07", "bad row \x1b]0;t\x07\n  \u202e", 1)
+    printed = _failures(tmp_path, {0: 1}).format_msg()
+    assert "bad row \\x1b]0;t\\x07\n    \\u202e" in printed
+    assert "\x1b" not in printed
 
 
 def test_a_killed_rank_without_a_file_is_the_root_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

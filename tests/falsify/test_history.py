@@ -72,13 +72,15 @@ def test_a_step_line_is_read_field_by_field() -> None:
     ("fields", "why"),
     [
         ([], "a list where an object"),
-        ({**STEP, "v": 4}, "version 4 is none of 1, 2, 3"),
+        ({**STEP, "v": 5}, "version 5 is none of 1, 2, 3, 4"),
         ({**STEP, "v": True}, "version True is none of"),
         ({**STEP, "kind": "stop"}, "kind 'stop'"),
         ({**STEP, "kind": ["step"]}, "kind ['step']"),
         ({**STEP, "step": 0}, "step is 0"),
         ({**STEP, "step": True}, "step is True"),
         ({**STEP, "epoch": 1.5}, "epoch is 1.5"),
+        ({**STEP, "step": 10**400}, "a step line whose step is 1000"),
+        ({**STEP, "ids": [1 << 63]}, "ids holds 9223372036854775808"),
         ({**STEP, "ids": {"a": 1}}, "ids is {'a': 1}, not a list"),
         ({**STEP, "ids": [1.5]}, "ids holds 1.5"),
         ({**STEP, "loss": "low"}, "loss is 'low'"),
@@ -91,6 +93,7 @@ def test_a_step_line_is_read_field_by_field() -> None:
         ({**STEP, "digests": []}, "digests is [], not an object"),
         ({**STEP, "prev": 3}, "prev is 3"),
         ({"v": 1, "kind": "start", "plan": {"rows": "x"}}, "rows is 'x'"),
+        ({"v": 1, "kind": "start", "plan": {"rows": 1 << 63}}, "rows is 9223372036854775808"),
     ],
 )
 def test_what_does_not_fit_the_schema_is_reported(fields: object, why: str) -> None:

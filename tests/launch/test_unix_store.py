@@ -17,6 +17,7 @@ import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from andon.launch import unix_store
 from andon.launch.unix_store import StoreServer, UnixStore
 from tests.launch.pipes import PATIENCE_S
 
@@ -119,6 +120,27 @@ def as_nobody(server: StoreServer) -> subprocess.CompletedProcess[str]:
     if os.geteuid() != 0:
         pytest.skip("only root can be somebody else")
     return subprocess.run([sys.executable, "-c", AS_NOBODY, server.address], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("lacking", [OSError(24, "too many open files"), RuntimeError("can't start new thread")])
+def test_a_lack_of_descriptors_or_threads_ends_no_store(
+    server: StoreServer, lacking: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who connects in that moment is let go, and who connects after it is served."""
+    refused = threading.Event()
+
+    def refuse(connection: object) -> bool:
+        monkeypatch.undo()
+        refused.set()
+        raise lacking
+
+    monkeypatch.setattr(unix_store, "_is_ours", refuse)
+    with pytest.raises(dist.DistNetworkError):
+        UnixStore(server.address).set("a", "1")
+    assert refused.is_set()
+    kept = UnixStore(server.address)
+    kept.set("a", "2")
+    assert kept.get("a") == b"2"
 
 
 def test_other_users_cannot_reach_it(server: StoreServer) -> None:

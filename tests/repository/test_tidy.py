@@ -101,6 +101,15 @@ def collectives_outside_agree(module: Module) -> Iterator[str]:
             yield f"{module.at(node.lineno)} calls {last_name(node.func)}: only andon_contracts.agree may"
 
 
+def prints(module: Module) -> Iterator[str]:
+    """Text of others acts on a terminal: there is one way to it that writes out what is invisible."""
+    if module.package not in ("andon", "andon_contracts") or module.name == "andon_contracts.legible":
+        return
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
+            yield f"{module.at(node.lineno)} prints: use andon.console.messages, or tell of andon_contracts.legible"
+
+
 def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     """Every function and method, nested ones too."""
     return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
@@ -118,6 +127,7 @@ OFFENCES: dict[Rule, tuple[str, str]] = {
     vague_names: ("andon.utils", ""),
     icontract_elsewhere: ("andon.step.x", "@icontract.require(named)\ndef f(): ..."),
     lambda_conditions: ("andon.step.x", "@require(lambda x: x > 0)\ndef f(x): ..."),
+    prints: ("andon.step.x", "print(labels)"),
     collectives_outside_agree: ("andon_contracts.judge", "dist.all_gather_object(found, mine)"),
 }
 """Each rule with the name and the text of a module that breaks it."""

@@ -27,6 +27,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from andon_contracts.bundle import Evidence, write_cause
 from andon_contracts.causes import Cause, consequence, first_line
 from andon_contracts.error_file import tell_launcher
+from andon_contracts.legible import tell
 from andon_contracts.liveness import blocked
 from andon_contracts.liveness.end_messages import Teller, Whereabouts
 from andon_contracts.liveness.halt_link import POLL_S, HaltLink, Progress
@@ -157,7 +158,7 @@ class HaltSignal:
         self._last_call.cancel()
         self._link.leave()
         if self._link.checked.dropped:
-            _say(f"andon: {self._link.checked.account(self._rank)}")
+            tell(f"andon: {self._link.checked.account(self._rank)}")
         if threading.current_thread() is not self._thread:
             self._thread.join(LOOK_S)
 
@@ -222,7 +223,7 @@ class HaltSignal:
                 if self.cause is not None and process.error_file:
                     tell_launcher(self.cause.text, late=self.cause.rank != rank, path=process.error_file)
                 if process.kill():
-                    _say(f"andon: rank {rank} of {self._world} could not end itself, and rank {self._rank} ended it")
+                    tell(f"andon: rank {rank} of {self._world} could not end itself, and rank {self._rank} ended it")
 
     # the thread that looks out, and acts where the loop cannot
 
@@ -240,7 +241,7 @@ class HaltSignal:
                 self._warn(_headline(cause))
                 self._link.warn(_headline(cause))
             trouble = _always(None if self._warns else cause)
-        _say(cause.text)
+        tell(cause.text)
         if self._interruptible:
             blocked.interrupt()
 
@@ -256,7 +257,7 @@ class HaltSignal:
         """Say, once, that a rank trains on unguarded."""
         if text != self._warned:
             self._warned = text
-            _say(f"andon: {text}")
+            tell(f"andon: {text}")
 
     def _look_out(self, trouble: Callable[[Teller], Cause | None]) -> None:
         while not self._over.is_set():
@@ -297,7 +298,7 @@ class HaltSignal:
             )
         aborted = blocked.abort_groups()
         if not aborted or not self._raised.wait(_UNBLOCK_S):
-            _say(f"{cause.text}\n  blocked  rank {self._rank} {place}: {blocked.what_ends(place, aborted)}")
+            tell(f"{cause.text}\n  blocked  rank {self._rank} {place}: {blocked.what_ends(place, aborted)}")
         self._raised.wait()
         self._see_out()
 
@@ -320,7 +321,7 @@ class HaltSignal:
         lowest = self._monitor.lowest_live()
         failed = write_cause(cause, self.evidence, at, state=with_state, account=lowest)
         if failed:
-            _say(f"andon: rank {self._rank} could not write all of its bundle: {failed}")
+            tell(f"andon: rank {self._rank} could not write all of its bundle: {failed}")
 
     def _tell_launcher(self, cause: Cause) -> None:
         tell_launcher(cause.text, late=cause.rank != self._rank)
@@ -352,7 +353,7 @@ class HaltSignal:
 def say_cause(cause: Cause | None, error: BaseException) -> None:
     """Say what ends all ranks, where `error`, which ends this one, does not."""
     if cause is not None and cause.text != str(error) and not isinstance(error, KeyboardInterrupt):
-        _say(cause.text)
+        tell(cause.text)
 
 
 def own_store(name: str) -> Store | None:
@@ -391,16 +392,12 @@ def _always(cause: Cause | None) -> Callable[[Teller], Cause | None]:
     return lambda teller: cause
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def _end_process(text: str) -> NoReturn:
     """Print `text` and end, even where nobody reads what is printed, or the loop holds the lock of standard output."""
 
     def last_words() -> None:
         if text:
-            _say(text)
+            tell(text)
         sys.stdout.flush()
 
     within(_RAISE_S, last_words)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,6 +11,7 @@ from andon_contracts.act import Scene, conclude
 from andon_contracts.bundle import Evidence
 from andon_contracts.clauses import CLAUSES
 from andon_contracts.laws.law import Judgement, Law
+from andon_contracts.legible import tell
 from andon_contracts.stacks import line_here
 from andon_contracts.violation import Violation
 from andon_contracts.watch.settings import Settings
@@ -28,7 +28,7 @@ _PARTED = frozenset({"replicas-agree", "gradients-agree", "optimizers-agree", "b
 def say(text: str) -> None:
     """A message to the user, behind the line of his loop that led here; no filter of warnings can lose it."""
     line = line_here()
-    print(f"{line}: {text}" if line else text, file=sys.stderr, flush=True)
+    tell(f"{line}: {text}" if line else text)
 
 
 def _effect(found: Violation) -> str:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from andon_contracts.error_file import tell_launcher
+from andon_contracts.legible import tell
 from andon_contracts.violation import Halted, Violation
 from andon_contracts.watch.settings import allow_problems
 from andon_contracts.watch.standby import Standby
@@ -107,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _tell_of_nothing(*, idle: bool) -> None:
     if idle:
-        print("andon watch: no optimizer of torch made an update, so nothing was watched", file=sys.stderr)
+        tell("andon watch: no optimizer of torch made an update, so nothing was watched")
 
 
 def _unrunnable(name: str) -> list[str]:
@@ -153,7 +154,7 @@ def _report(found: Violation) -> None:
     tell_launcher(text, late=False)
     local = os.environ.get("LOCAL_RANK", "0")
     shown = text if local == "0" else f"rank {os.environ.get('RANK', local)}: {text.partition(chr(10))[0]}"
-    print(shown, file=sys.stderr, flush=True)
+    tell(shown)
 
 
 def _hide_our_frames() -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from andon_contracts.legible import tell
 from andon_contracts.liveness.halt import own_store
 from andon_contracts.watch.discovery import members, optimizer_of, optimizer_that_reduces, trained_by
 from andon_contracts.watch.first_reductions import FirstReductions
@@ -126,7 +126,7 @@ class Standby:
             return
         if os.environ.get("LOCAL_RANK", "0") == "0":
             each = ", ".join(f"rank {rank} {what}" for rank, what in enumerate(told))
-            print(f"andon watch: the ranks reduce different tensors: {each}", file=sys.stderr, flush=True)
+            tell(f"andon watch: the ranks reduce different tensors: {each}")
         optimizer = optimizer_that_reduces(tensor)
         opened = None if optimizer is None or optimizer in self._seen else self._open(optimizer)
         if opened is not None:
@@ -166,7 +166,7 @@ class Standby:
         mine = {id(parameter) for parameter in model.parameters()}
         for each in self.watches:
             if not each.closed and any(id(parameter) in mine for parameter in each.parameters):
-                print("andon watch: another optimizer trains this model now, so it is watched anew", file=sys.stderr)
+                tell("andon watch: another optimizer trains this model now, so it is watched anew")
                 each.close()
 
     def _await_others(self) -> None:
@@ -190,5 +190,5 @@ class Standby:
 
 
 def _refusal(why: str) -> CannotWatch:
-    print(f"andon watch: {why.removeprefix('andon.watch: ')}", file=sys.stderr, flush=True)
+    tell(f"andon watch: {why.removeprefix('andon.watch: ')}")
     return CannotWatch(why)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from andon_contracts.bundle import Evidence, write_cause
 from andon_contracts.causes import Cause
 from andon_contracts.ledger import LedgerFile
+from andon_contracts.legible import tell
 from andon_contracts.liveness.end_messages import POINTS, Teller, Whereabouts
 from andon_contracts.liveness.halt import HaltSignal, say_cause
 from andon_contracts.violation import Violation
@@ -198,7 +199,7 @@ class Watch:
 
     def _say(self, lines: Sequence[str]) -> None:
         if self._exchange.rank == 0:
-            print("\n".join(filter(None, lines)), file=sys.stderr, flush=True)
+            tell(*filter(None, lines))
 
     def _hook(self) -> None:
         called = self._subject.called

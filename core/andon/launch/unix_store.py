@@ -55,16 +55,22 @@ class StoreServer:
     def _accept(self) -> None:
         while not self._closed.is_set():
             try:
-                connection = self._listener.accept()
-            except OSError:
+                self._meet(self._listener.accept())
+            except (OSError, RuntimeError):
                 if self._closed.is_set():
                     return
-                time.sleep(0.01)  # no descriptor is free, or who called has gone: others may still call
-                continue
+                time.sleep(0.01)  # no descriptor or thread is free, or who called has gone: others may still call
+
+    def _meet(self, connection: Connection) -> None:
+        """Serve whoever has connected, if it is a process of this user; let it go where that cannot be."""
+        try:
             if not self._closed.is_set() and _is_ours(connection):
                 threading.Thread(target=self._serve, args=(connection,), name="andon-store", daemon=True).start()
-            else:
-                connection.close()
+                return
+        except BaseException:
+            connection.close()
+            raise
+        connection.close()
 
     def _serve(self, connection: Connection) -> None:
         # Until the client is gone, or has said what is no call: it is let go then.
