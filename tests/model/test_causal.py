@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import andon.model.causal
 from andon.console.problems import InputError
-from andon.model.adapter import AdapterSpec, trainable_parameters
-from andon.model.build import seeded, without_adapter
+from andon.model.adapter import AdapterSpec, attach, trainable_parameters
+from andon.model.build import build_base, seeded, without_adapter
 from andon.model.causal import (
     Row,
     collate_packs,
@@ -25,9 +26,10 @@ from andon.model.causal import (
     require_apart,
     row_outputs,
 )
+from andon.model.memory import StorageWatch
 from andon.step.keyed import KeyedRandomness, needs_full_interception
 from andon.step.task import LeafLoss
-from tests.model.tiny import CPU, LORA, PAD, causal, perturbed
+from tests.model.tiny import CAUSAL, CPU, LORA, PAD, causal, perturbed
 
 WHOLE = AdapterSpec(kind="none")
 FAMILIES = ("qwen3", "llama", "gpt2")
@@ -236,6 +238,35 @@ def test_few_logits_are_held_at_a_time(adapter: AdapterSpec, monkeypatch: pytest
     assert max(distances(found, exact).values()) <= 2e-6
     assert (int(chunked.correct), terms_of(chunked)) == (int(whole.correct), TERMS)
     assert row_outputs(model, batch)[:, 1:].sum(0).tolist() == [int(whole.correct), TERMS]
+
+
+@pytest.mark.parametrize("adapter", [LORA, WHOLE], ids=["lora", "whole"])
+def test_logits_take_a_small_part_of_what_all_of_them_take(
+    adapter: AdapterSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Most bytes of tensors at once, forward and backward, 20 tokens' logits at a time of 320, all trained."""
+    spec = dataclasses.replace(CAUSAL, vocab_size=8192, max_length=320, num_hidden_layers=1)
+    model: Any = attach(build_base(spec), adapter, seed=3)
+    ids = torch.arange(320)
+    batch = batch_of([[(ids, torch.ones(320))]])
+    for parameter in trainable_parameters(model).values():
+        parameter.grad = torch.zeros_like(parameter)
+
+    def naive() -> None:
+        logits = model(input_ids=ids[None]).logits[0, :-1].float()
+        nn.functional.cross_entropy(logits, ids[1:], reduction="sum").backward()  # type: ignore[no-untyped-call]
+
+    def chunked() -> None:
+        loss_sum(model, batch).loss_sum.backward()  # type: ignore[no-untyped-call]
+
+    monkeypatch.setattr(andon.model.causal, "_LOGITS", 20 * 8192)
+    extras = []
+    for way in (naive, chunked):
+        known = [*model.parameters(), *(value.grad for value in trainable_parameters(model).values())]
+        with StorageWatch(ignored=known) as watch:
+            way()
+        extras.append(watch.peak)
+    assert extras[1] <= 0.15 * extras[0]
 
 
 def test_each_pack_gives_its_own_sums() -> None:

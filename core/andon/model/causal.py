@@ -153,11 +153,12 @@ def _head(model: nn.Module) -> nn.Module:
 
 
 def _predictions(hidden: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of the trained tokens what predicts them, [n, hidden], they themselves, and their weights; 0 for a filler."""
+    """Of the trained tokens what predicts them, [n, hidden], they themselves, and their weights. A filler has that of
+    place 0, which is 0."""
     places = batch["trained"].flatten()
     before = hidden.flatten(0, 1).index_select(0, (places - 1).clamp(min=0))
     weights = batch["weights"].flatten()[places].to(torch.int32).view(torch.float32)
-    return before, batch["input_ids"].flatten()[places], weights.where(places > 0, 0.0)
+    return before, batch["input_ids"].flatten()[places], weights
 
 
 def _chunk_losses(
@@ -208,8 +209,9 @@ class _LossInChunks(torch.autograd.Function):
                 losses, right = _chunk_losses(head, inputs, targets[part], weights[part])
                 found = torch.autograd.grad(losses.sum(), (inputs, *learning))
             gradients[0][part] = found[0]
-            for kept, more in zip(gradients[1:], found[1:], strict=True):
-                kept.add_(more)
+            if learning:
+                torch._foreach_add_(gradients[1:], found[1:])
+            del found  # as large as the head, and not to be there beside that of the next chunk
             total += losses.detach().double().sum()
             correct += right.sum()
         ctx.save_for_backward(*gradients)
