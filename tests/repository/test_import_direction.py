@@ -38,6 +38,8 @@ SLOW = (
     "torch",
     "torch._dynamo",
     "torch._inductor",
+    "torch.utils.tensorboard",
+    "tensorboard",
     "transformers",
     "transformers.integrations",
     "transformers.modeling_layers",

@@ -24,6 +24,7 @@ from andon.cli.options import (
 from andon.config.source import is_there
 from andon.console.messages import put
 from andon.console.problems import InputError, Problem
+from andon.integrations.tensorboard import require
 from andon.launch.sizes import sized
 
 app = typer.Typer(
@@ -133,6 +134,7 @@ def check(
     loaded = load_config(config, overrides or (), {"run.workers": workers, "run.backend": backend, **made_of})
     from andon.training.preview import describe
 
+    require(loaded.run.report_to)
     for line in describe(loaded, show_row):
         put(line)
 

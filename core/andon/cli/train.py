@@ -14,6 +14,7 @@ from andon.config.schema import IN_PROCESS, Config
 from andon.console.exits import Exit
 from andon.console.messages import say
 from andon.console.problems import InputError, Problem
+from andon.integrations.tensorboard import require
 from andon.launch import preemption
 from andon.launch.context import RankContext, is_rank
 from andon.launch.rank import report_to, run_rank
@@ -65,6 +66,7 @@ def _be_a_rank(
         if asked not in (None, context.world_size):
             raise InputError([Problem("--workers", f"{asked} were asked for, torchrun started {context.world_size}")])
         config = with_task(load_config(config_path, overrides, {**flags, "run.workers": context.world_size}))
+        require(config.run.report_to)
         if config.run.backend in IN_PROCESS:
             raise InputError(
                 [Problem("run.backend", f"{config.run.backend} has no ranks; torchrun needs gloo or nccl")]

@@ -214,6 +214,9 @@ class Run(Section):
     )
     dir: Name | None = Field(default=None, description="folder of the run; null: a new one under runs/")
     log_every: Count = Field(default=10, description="steps between two lines")
+    report_to: Annotated[tuple[Literal["tensorboard"], ...], BeforeValidator(_as_tuple)] = Field(
+        default=(), description="also write metrics for these, as in [tensorboard], into the run's folder"
+    )
     progress: Literal["auto", "always", "never"] = Field(default="auto", description="a bar; auto: on a terminal")
     timeout_s: Positive = Field(default=600.0, description="a rank that gives no answer for so long is given up")
     step_deadline_s: Positive | None = Field(

@@ -1,1 +1,4 @@
-"""`andon.watch` as the callbacks of libraries that own the training loop. Each module needs its library."""
+"""Libraries of others: `andon.watch` as the callbacks of those that own the training loop, and where metrics go.
+
+Each module needs its library.
+"""

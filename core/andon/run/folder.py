@@ -60,6 +60,11 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
+    def events(self) -> Path:
+        """The folder of event files for TensorBoard."""
+        return self.path / "tensorboard"
+
+    @property
     def checkpoints(self) -> Path:
         """The folder of checkpoints."""
         return self.path / "checkpoints"

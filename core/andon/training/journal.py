@@ -14,6 +14,7 @@ import torch
 
 from andon.console.messages import say
 from andon.console.problems import InputError, Problem
+from andon.integrations.tensorboard import EventFile
 from andon.metrics.scores import Scores
 from andon.run.atomic import fsync_folder, storage, write_all, write_whole
 from andon.run.checkpoint import Checkpoint, is_complete, prune, require_intact, save_checkpoint
@@ -51,11 +52,12 @@ class MetricsWriter:
     """Appends lines of JSON, each whole or not at all; a disk that refuses one is an `InputError`.
 
     Lines that an interrupted run has left and that will be written again are dropped first: those after `done` steps,
-    and the scores of the rows never trained on.
+    and the scores of the rows never trained on. `tracker` is given every line too.
     """
 
-    def __init__(self, path: Path, done: int) -> None:
+    def __init__(self, path: Path, done: int, tracker: EventFile | None = None) -> None:
         self._path = path
+        self._tracker = tracker
         if path.exists():
             write_whole(path, b"".join(line for line in path.read_bytes().splitlines(True) if _is_up_to(line, done)))
         with storage(path):
@@ -72,6 +74,8 @@ class MetricsWriter:
                 os.ftruncate(self._handle, self._size)
                 raise
         self._size += len(data)
+        if self._tracker is not None:
+            self._tracker.line(line)
 
     def close(self) -> None:
         """Close the file; more than once is harmless."""

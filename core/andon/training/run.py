@@ -20,6 +20,8 @@ from andon.config.schema import Config
 from andon.console.exits import Exit
 from andon.console.messages import say
 from andon.console.problems import InputError, Problem
+from andon.integrations.tensorboard import NAME as TENSORBOARD
+from andon.integrations.tensorboard import EventFile
 from andon.launch.rank import dropped_values
 from andon.metrics.scores import Scores
 from andon.model.build import backbone_of
@@ -207,7 +209,7 @@ def open_journal(session: Session, standpoint: Standpoint, progress: Progress) -
     return FolderJournal(
         folder=folder,
         ledger=ledger,
-        metrics=MetricsWriter(folder.metrics, progress.step),
+        metrics=MetricsWriter(folder.metrics, progress.step, _tracker(session, progress.step)),
         view=ProgressView(run.plan.total_steps, config.run.log_every, config.run.progress, progress.step),
         tensors=lambda: state_tensors(run.primary),
         fixed_state={"identity": run_identity(session), "fingerprint": fingerprint(session.environment)},
@@ -216,6 +218,10 @@ def open_journal(session: Session, standpoint: Standpoint, progress: Progress) -
             folder, standpoint.checkpoint, standpoint.history, progress.best_step, passing_over=passing_over
         ),
     )
+
+
+def _tracker(session: Session, done: int) -> EventFile | None:
+    return EventFile(session.folder.events, done) if TENSORBOARD in session.config.run.report_to else None
 
 
 def _state_digests(session: Session) -> dict[str, str]:

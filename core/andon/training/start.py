@@ -18,6 +18,7 @@ from andon.config.schema import IN_PROCESS, Config
 from andon.console.exits import Exit
 from andon.console.messages import say
 from andon.console.problems import InputError, Problem, ProblemList
+from andon.integrations.tensorboard import require
 from andon.launch import preemption
 from andon.launch.elastic import launch_elastic
 from andon.launch.launcher import PRELOAD, LaunchResult, launch, warm_up
@@ -77,6 +78,7 @@ def start(
     """
     if sizing is not None:
         _require_elastic(config)
+    require(config.run.report_to)
     config = with_task(config)
     folder = _folder_of(config)
     if folder is not None and _nothing_to_do(config, folder):

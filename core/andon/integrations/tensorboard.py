@@ -1,0 +1,98 @@
+"""TensorBoard: what a run measures, and what a watch finds, in the event files that it reads.
+
+    andon.watch(model, optimizer, log=findings("runs/x"))
+
+A tracker never ends what it tracks: where it cannot write, that is said once, and it writes no more.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from andon.console.messages import say
+from andon.console.problems import InputError, Problem, install_hint
+
+NAME = "tensorboard"
+
+
+def require(trackers: Sequence[str]) -> None:
+    """Raise `InputError` for `run.report_to` with a tracker whose library is not installed."""
+    if NAME in trackers and find_spec(NAME) is None:
+        raise InputError([Problem("run.report_to", f"{NAME} is not installed; {install_hint(NAME)}")])
+
+
+class EventFile:
+    """One event file in `folder`, beside those of before: TensorBoard reads them all as one run.
+
+    done: steps that are behind; of what an earlier file has of later ones, which are done again, TensorBoard is told
+    to show nothing. Each event is written as it comes, so that a run that is killed has those of all its steps.
+    """
+
+    def __init__(self, folder: Path, done: int = 0) -> None:
+        self._folder = folder
+        self._done = done
+        self._path: Path | None = None
+        self._failed = False
+
+    def line(self, line: Mapping[str, Any]) -> None:
+        """A line of metrics: each real number as a scalar of its step, below what it was measured on."""
+        values = {name: value for name, value in line.items() if isinstance(value, float)}
+        of = line.get("what", "training")
+        self._write(int(line["step"]), [(f"{of}/{name}", each) for name, each in values.items()])
+
+    def finding(self, found: Mapping[str, object]) -> None:
+        """What a watch gives its `log`: the message as a text of the step, under the clause."""
+        step = found["andon/step"]
+        # Four spaces: Markdown shows it as it is.
+        text = "".join(f"    {line}\n" for line in str(found["andon/message"]).splitlines())
+        self._write(step if isinstance(step, int) else 0, [(f"andon/{found['andon/clause']}", text)])
+
+    def _write(self, step: int, values: Sequence[tuple[str, float | str]]) -> None:
+        if self._failed:
+            return
+        try:
+            self._append(step, values)
+        except Exception as error:  # noqa: BLE001 - of whatever libraries: nothing that is tracked ends for it
+            self._failed = True
+            say(f"warning: no more is written for TensorBoard in {self._folder}: {error}")
+
+    def _append(self, step: int, values: Sequence[tuple[str, float | str]]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.record_writer import RecordWriter
+        from torch.utils.tensorboard.summary import scalar, text
+
+        events = [
+            Event(step=step, summary=scalar(tag, each) if isinstance(each, float) else text(tag, each))
+            for tag, each in values
+        ]
+        if self._path is None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            # TensorBoard reads files in the order of their names, and a run may go on within the second.
+            seconds, rest = divmod(time.time_ns(), 10**9)
+            name = f"events.out.tfevents.{seconds:010d}.{rest:09d}.{socket.gethostname()}.{os.getpid()}"
+            self._path = self._folder / name
+            again = SessionLog(status=SessionLog.START)
+            events = [Event(file_version="brain.Event:2"), Event(step=self._done + 1, session_log=again), *events]
+        with self._path.open("ab") as file:
+            records = RecordWriter(file)
+            for event in events:
+                event.wall_time = time.time()
+                records.write(event.SerializeToString())
+
+
+def findings(folder: str | os.PathLike[str]) -> Callable[[dict[str, object]], None]:
+    """For `andon.watch(log=...)`: writes each finding as a text to `folder`, on rank 0 alone.
+
+    Call it once the process group is there.
+    """
+    from torch import distributed
+
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_rank() != 0:
+        return lambda found: None
+    return EventFile(Path(folder)).finding

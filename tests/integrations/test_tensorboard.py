@@ -1,0 +1,154 @@
+"""TensorBoard's event files, read back by TensorBoard: of a run, of one that was killed and goes on, and of a watch."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("tensorboard")
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import andon
+from andon.console.problems import InputError
+from andon.integrations.tensorboard import findings, require
+from andon.run.folder import RunFolder
+from tests.training.runs import Runs, outcome, write_jsonl
+
+TRACKED = "run.report_to=[tensorboard]"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Starts runs."""
+    return Runs(write_jsonl(tmp_path_factory.mktemp("data") / "train.jsonl"))
+
+
+def events(folder: Path) -> Any:
+    """What TensorBoard has read in a folder."""
+    found = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0})
+    found.Reload()
+    return found
+
+
+def measured(folder: Path) -> dict[str, dict[int, np.float32]]:
+    """Every number of metrics.jsonl but the times, by tag and step, as TensorBoard keeps it."""
+    found: dict[str, dict[int, np.float32]] = {}
+    for line in map(json.loads, RunFolder(folder).metrics.read_text().splitlines()):
+        for name, value in line.items():
+            if isinstance(value, float):
+                found.setdefault(f"{line.get('what', 'training')}/{name}", {})[line["step"]] = np.float32(value)
+    return found
+
+
+def shown(folder: Path) -> dict[str, dict[int, np.float32]]:
+    """The scalars that TensorBoard shows by tag and step; a step that is shown twice fails."""
+    read = events(RunFolder(folder).events)
+    found = {}
+    for tag in read.Tags()["scalars"]:
+        each = read.Scalars(tag)
+        assert len({event.step for event in each}) == len(each), tag
+        found[tag] = {event.step: np.float32(event.value) for event in each}
+    return found
+
+
+def test_a_run_is_shown_as_its_metrics_have_it(runs: Runs, tmp_path: Path) -> None:
+    """Every number of every line, at its step, and none besides; the run itself is the same with and without."""
+    assert runs.train(tmp_path / "plain") == 0
+    assert not RunFolder(tmp_path / "plain").events.exists()
+    assert runs.train(tmp_path / "run", TRACKED) == 0
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "plain")
+    assert shown(tmp_path / "run") == measured(tmp_path / "run")
+    assert {"training/loss", "training/lr", "validation/accuracy"} <= shown(tmp_path / "run").keys()
+
+
+def test_a_run_that_was_killed_goes_on_in_the_same_folder(runs: Runs, tmp_path: Path) -> None:
+    """A rank is killed at step 7, and steps 5 and 6 are done again: every step is shown once, from two files."""
+    folder = tmp_path / "run"
+    runs.train(folder, TRACKED, backend="gloo", workers=2, entry="tests.training.entries:kill_rank")
+    assert sorted(shown(folder)["training/loss"])[:6] == list(range(1, 7))
+    shutil.rmtree(RunFolder(folder).checkpoints / "step-00000006")
+    assert runs.train(folder, TRACKED, resume="auto") == 0
+    assert sorted(shown(folder)["training/loss"]) == list(range(1, 13))
+    assert shown(folder) == measured(folder)
+    assert len(list(RunFolder(folder).events.iterdir())) == 2
+
+
+def test_a_tracker_that_cannot_write_ends_no_run(
+    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Something else is in the place of its folder: one line says so, and the run is what it is without."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    RunFolder(folder).lock.write_text('{"andon_run": 1}')
+    RunFolder(folder).events.write_text("in the way")
+    assert runs.train(folder, TRACKED) == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if "TensorBoard" in line]
+    assert len(said) == 1
+    assert "no more is written for TensorBoard" in said[0]
+    assert len(RunFolder(folder).metrics.read_text().splitlines()) > 12
+
+
+FULL = """
+import resource, sys
+from pathlib import Path
+from andon.integrations.tensorboard import EventFile
+resource.setrlimit(resource.RLIMIT_FSIZE, (400, 400))
+events = EventFile(Path(sys.argv[1]))
+for step in range(1, 100):
+    events.line({"step": step, "loss": 1.0 / step})
+print("here")
+"""
+
+
+def test_a_disk_that_is_full_in_the_middle_is_said_once(tmp_path: Path) -> None:
+    """What was written before it is shown; whoever tracks goes on."""
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, tmp_path / "e"], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert (done.returncode, done.stdout) == (0, "here\n")
+    (said,) = (line for line in done.stderr.splitlines() if "TensorBoard" in line)
+    assert "File too large" in said
+    kept = [event.step for event in events(tmp_path / "e").Scalars("training/loss")]
+    assert kept == list(range(1, len(kept) + 1))
+    assert len(kept) >= 3
+
+
+def test_what_is_not_installed_is_said_before_the_run(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By name, with what to do; nothing is written. A run that does not ask for it does not need it."""
+    monkeypatch.setattr("andon.integrations.tensorboard.find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"run.report_to: tensorboard is not installed; run: pip install '.\[tensorb"):
+        runs.train(tmp_path / "run", TRACKED)
+    assert not (tmp_path / "run").exists()
+    require(())
+
+
+def test_what_a_watch_finds_is_shown_as_text(tmp_path: Path) -> None:
+    """The finding under its clause, at its step, with the whole message."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watch = andon.watch(model, optimizer, log=findings(tmp_path / "e"))
+    for update in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(4, 2)).sum().backward()
+        assert model.weight.grad is not None
+        if update == 1:
+            model.weight.grad[0, 0] = torch.nan
+        optimizer.step()
+    watch.close()
+    read = events(tmp_path / "e")
+    tags = [tag for tag in read.Tags()["tensors"] if tag.startswith("andon/finite")]
+    (event,) = read.Tensors(tags[0])
+    assert event.step == 2
+    assert "finite broken at step 2" in event.tensor_proto.string_val[0].decode()
