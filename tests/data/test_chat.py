@@ -35,6 +35,12 @@ MARKED_WITHOUT_STOP = MARKED.replace(
     "{{ m.content + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}",
     "{{ m.content }}{% endgeneration %}{{ '<|im_end|>\n' }}",
 )
+LAST_MARKED = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if loop.last %}"
+    "{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}{% else %}{{ m.content + '<|im_end|>\n' }}"
+    "{% endif %}{% endfor %}"
+)
+END_MARKED = MARKED + "{% generation %}{{ eos_token }}{% endgeneration %}"
 THINKING = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
     "{% if m.role == 'assistant' and loop.last %}{{ '<think></think>' }}{% endif %}"
@@ -211,31 +217,40 @@ def test_an_end_token_behind_the_whole_is_no_part_of_an_answer() -> None:
     [
         (CHATML.replace("<|im_end|>", "."), "closes message 2 with no special token (it ends in 'yo.\\n')"),
         (CHATML.replace("'<|im_start|>assistant\n'", "'<|im_start|>assistant\n...'"), "does not begin the whole row"),
-        (CHATML.replace("m.content", "(m.content if m.role == 'user' else '')"), None),
+        (CHATML.replace("m.content", "(m.content if m.role == 'user' else '')"), "leaves out message 0 ('be brief')"),
+        (
+            CHATML.replace("m.content", "(m.content | map(attribute='text') | join)"),
+            "leaves out message 0 ('be brief')",
+        ),
         ("{{ raise_exception('roles must alternate') }}", "the model's chat template refuses it: roles must alternate"),
         ("{{ messages[9].content }}", "the model's chat template refuses it: list object has no element 9"),
         ("{{ ''.__class__.__mro__ }}", "the model's chat template refuses it: access to attribute '__class__'"),
         ("{{ 1 // 0 }}", "the model's chat template refuses it: integer division or modulo by zero"),
         (
-            MARKED.replace("m.content + '<|im_end|>'", "'aye<|im_end|>'"),
-            "message 2 is not in what the chat template marks",
+            MARKED.replace("{% generation %}{{ m.content", "{{ m.content }}{% generation %}{{ ''"),
+            "message 2 is in none of",
         ),
-        (
-            MARKED.replace("{% for m in messages %}", "{% for m in messages[:3] %}"),
-            "marks 1 places as written by the model, and there are 2",
-        ),
+        (LAST_MARKED, "message 2 is in none of the 1 places that the chat template marks"),
         (MARKED_WITHOUT_STOP.replace("<|im_end|>", "."), "closes message 2 with no special token"),
     ],
 )
-def test_a_template_from_which_no_mask_follows_is_refused_with_the_row(template: str, said: str | None) -> None:
+def test_a_template_from_which_no_mask_follows_is_refused_with_the_row(template: str, said: str) -> None:
     """In its own words where it raises; never by a mask that is a guess."""
-    if said is None:
-        ids, weights = one(encode_conversations(tokenizer(template), rows_of(TALK), 1000))
-        assert trained(ids, weights) == written("<|im_end|><|im_end|>")[0]
-        return
     found = refused(tokenizer(template), rows_of(TALK))
     assert found[0].startswith("a.jsonl:1: ")
     assert said in found[0]
+
+
+def test_what_a_template_marks_besides_counts_as_the_answers_do() -> None:
+    """An end token behind the whole, marked too, is learned; where answers have different weights nothing says how."""
+    ids, weights = ANSWERED
+    end = SPECIALS.index("</s>")
+    tokens = tokenizer(END_MARKED, eos="</s>")
+    encoded = encode_conversations(tokens, rows_of(TALK), 1000)
+    assert one(encoded) == ([*ids, end], [*weights, 1.0])
+    assert encoded.stops == (SPECIALS.index("<|im_end|>"),)
+    unlike = (*TALK[:2], Message("assistant", "yo", 0.5), *TALK[3:])
+    assert refused(tokens, rows_of(unlike))[0].endswith("('</s>'), and these have different weights")
 
 
 def test_what_is_no_template_is_refused_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -241,6 +241,7 @@ class _Scribe:
         if self._template is not None and self._template.marked and not self._all:
             return self._marked(messages, self._template)
         whole = self.text(messages)
+        self._all_there(messages, whole)
         turns = []
         for place, message in enumerate(messages):
             answer = message.role == ANSWERS
@@ -252,6 +253,8 @@ class _Scribe:
             before, after = self._before(messages[:place], answer), self.text(messages[: place + 1])
             if not whole.startswith(before) or not after.startswith(before):
                 raise TemplateFault(_no_prefix(self._name(place)))
+            if _said(message) not in whole[len(before) :]:
+                raise TemplateFault(f"the chat template leaves out {self._name(place)}")
             turns.append(_Turn(place, before, after, message.weight, answer))
         return whole, turns
 
@@ -259,22 +262,39 @@ class _Scribe:
         """The text before a message. Templates cannot write no messages at all."""
         return self.text(messages, asks=answer) if messages or self._template is None else ""
 
+    def _all_there(self, messages: Sequence[Message], whole: str) -> None:
+        """Raise `TemplateFault` for a message of which the template writes nothing, as one for images does of texts."""
+        for place, message in enumerate(messages):
+            if _said(message) not in whole:
+                raise TemplateFault(f"the chat template leaves out {self._name(place)} ({shown(_said(message))})")
+
     def _marked(self, messages: Sequence[Message], template: ChatTemplate) -> tuple[str, list[_Turn]]:
-        """A row's text, and the answers in it as the template marks them."""
+        """A row's text, and what the template marks in it as written by the model.
+
+        The answers are looked for in the marked places in order. Other places that are marked, as an end token behind
+        the whole, count as the answers do, where these all count alike; else nothing says what they count.
+        """
         rendered = template.render(messages)
+        self._all_there(messages, rendered.text)
         answers = [(place, message) for place, message in enumerate(messages) if message.role == ANSWERS]
-        if len(rendered.marks) != len(answers):
-            what = f"the chat template marks {len(rendered.marks)} places as written by the model"
-            raise TemplateFault(f"{what}, and there are {len(answers)} answers")
+        weights = {message.weight for _, message in answers}
+        found = 0
         turns = []
-        for (start, end), (place, message) in zip(rendered.marks, answers, strict=True):
-            said = rendered.text[start:end]
-            # Templates may drop or move the thinking that comes before an answer.
-            if message.content.rpartition("</think>")[2].strip() not in said:
-                raise TemplateFault(f"{self._name(place)} is not in what the chat template marks of it ({shown(said)})")
-            if message.weight > 0:
-                turns.append(_Turn(place, rendered.text[:start], rendered.text[:end], message.weight, True))
-        return rendered.text, turns
+        for start, end in rendered.marks:
+            here = rendered.text[:start], rendered.text[:end]
+            if found < len(answers) and _said(answers[found][1]) in rendered.text[start:end]:
+                place, message = answers[found]
+                turns.append(_Turn(place, *here, message.weight, answer=True))
+                found += 1
+            elif len(weights) > 1:
+                what = f"the chat template marks more than its answers ({shown(rendered.text[start:end])})"
+                raise TemplateFault(f"{what}, and these have different weights")
+            elif end > start:
+                turns.append(_Turn(answers[max(0, found - 1)][0], *here, *weights, answer=False))
+        if found < len(answers):
+            name = self._name(answers[found][0])
+            raise TemplateFault(f"{name} is in none of the {len(rendered.marks)} places that the chat template marks")
+        return rendered.text, [turn for turn in turns if turn.weight > 0]
 
     def _weigh(self, ids_of: dict[str, list[int]], text: str, turns: list[_Turn]) -> _Weighed:
         whole = ids_of[text]
@@ -349,6 +369,12 @@ class _Scribe:
         if id_ not in self._blank:
             self._blank[id_] = not str(self._tokenizer.base.decode([id_])).strip()
         return self._blank[id_]
+
+
+def _said(message: Message) -> str:
+    """What a template writes of a message at least: many trim it, and drop or move the thinking before an answer."""
+    content = message.content.rpartition("</think>")[2] if message.role == ANSWERS else message.content
+    return content.strip()
 
 
 def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:

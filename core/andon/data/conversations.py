@@ -39,7 +39,7 @@ _KEYS = ("role", "content", "weight", "train")
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """`weight`: what a token of it counts in the loss where it is trained at all; 0 for none."""
+    """`weight`: what a token of it counts in the loss where it is trained at all, in single precision; 0 for none."""
 
     role: str
     content: str
@@ -310,9 +310,9 @@ def _weight(given: Mapping[str, object], role: object, faults: list[str]) -> flo
         faults.append(f"weight {_is('a number of 0 or more', weight)}")
         return 0.0
     else:
-        number = _finite(weight)
+        number = _single(weight)
         if not 0.0 <= number < math.inf:
-            faults.append(f"weight must be finite and 0 or more, is {shown(weight)}")
+            faults.append(f"weight must be a number from 0 to 3.4e38, is {shown(weight)}")
         if train is not None and train != (number > 0):
             faults.append(f"has train {str(train).lower()} and weight {shown(weight)}; keep one of them")
     if role != ANSWERS and number > 0 and (weight is not None or train is not None):
@@ -320,11 +320,13 @@ def _weight(given: Mapping[str, object], role: object, faults: list[str]) -> flo
     return number
 
 
-def _finite(weight: float) -> float:
+def _single(weight: float) -> float:
+    """The weight as the loss has it, in single precision; infinite where it has no such number."""
     try:
-        return float(weight)
-    except OverflowError:
+        (number,) = struct.unpack("<f", struct.pack("<f", weight))
+    except (OverflowError, struct.error):  # the latter for an integer that is no float either
         return math.inf
+    return float(number)
 
 
 def is_of_conversations(path: str | PathLike[str]) -> bool:
