@@ -241,6 +241,13 @@ def test_a_template_from_which_no_mask_follows_is_refused_with_the_row(template:
     assert said in found[0]
 
 
+def test_an_answer_that_only_repeats_its_prompt_must_be_there_too() -> None:
+    """The prompt's words are no proof that a template, which is made for lists of parts, wrote the answer."""
+    mute = tokenizer(CHATML.replace("m.content", "(m.content if m.role == 'user' else '')"))
+    said = refused(mute, rows_of((Message("user", "yo"), Message("assistant", "yo"))))
+    assert said == ["a.jsonl:1: the chat template leaves out message 1"]
+
+
 def test_what_a_template_marks_besides_counts_as_the_answers_do() -> None:
     """An end token behind the whole, marked too, is learned; where answers have different weights nothing says how."""
     ids, weights = ANSWERED

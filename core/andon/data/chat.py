@@ -250,10 +250,11 @@ class _Scribe:
                 continue
             if answer and place == 0 and self._template is not None and not self._all:
                 raise TemplateFault('begins with an answer, to which nothing leads; give that message "train": false')
-            before, after = self._before(messages[:place], answer), self.text(messages[: place + 1])
+            before = self._before(messages[:place], answer)
+            after = whole if place == len(messages) - 1 else self.text(messages[: place + 1])
             if not whole.startswith(before) or not after.startswith(before):
                 raise TemplateFault(_no_prefix(self._name(place)))
-            if _said(message) not in whole[len(before) :]:
+            if _said(message) not in after[len(before) :]:
                 raise TemplateFault(f"the chat template leaves out {self._name(place)}")
             turns.append(_Turn(place, before, after, message.weight, answer))
         return whole, turns
