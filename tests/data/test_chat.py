@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -142,7 +143,7 @@ def as_symbols(letter: str) -> list[str]:
 def one(encoded: Encoded) -> tuple[list[int], list[float]]:
     """The only row's ids and weights."""
     (row,) = encoded.rows
-    return row.ids, row.weights
+    return list(row.ids), list(row.weights)
 
 
 ANSWERED = written(
@@ -335,7 +336,7 @@ def test_an_end_token_that_also_pads_is_learned() -> None:
 def test_a_text_counts_as_a_whole_but_for_its_first_token() -> None:
     """Nothing predicts that one. Special tokens that it spells are read, and that is said."""
     encoded = encode_conversations(tokenizer(), text("ab", "a<|im_end|>", "<|im_start|>b"), 1000)
-    assert [(row.ids, row.weights) for row in encoded.rows] == [
+    assert [(list(row.ids), list(row.weights)) for row in encoded.rows] == [
         written("a", ("b<|im_end|>", 1.0)),
         written("a", ("<|im_end|>", 1.0)),
         written("<|im_start|>", ("b<|im_end|>", 1.0)),
@@ -366,7 +367,7 @@ def test_rows_are_cut_at_their_end_and_it_is_said_what_is_lost() -> None:
     prompt = len(written("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")[0])
     talk = (TALK[1], Message("assistant", "abcd"))
     encoded = encode_conversations(tokenizer(CHATML), rows_of(talk, (TALK[1], TALK[2])), prompt + 4)
-    assert encoded.rows[0].weights == [0.0] * prompt + [1.0] * 4
+    assert list(encoded.rows[0].weights) == [0.0] * prompt + [1.0] * 4
     assert [(row.cut, row.cut_trained) for row in encoded.rows] == [(2, 1), (0, 0)]
     assert encoded.notes == (f"1 rows are cut to {prompt + 4} tokens: 2 tokens are dropped, 1 of them to be trained",)
     said = refused(tokenizer(CHATML), rows_of(talk), prompt)
@@ -429,7 +430,8 @@ def test_a_template_and_what_splits_no_special_tokens_survive_a_folder(tmp_path:
 
 def test_a_row_is_shown_token_by_token() -> None:
     """Place, id, what it counts, and what it says, with nothing that a terminal would obey; what is cut as well."""
-    row = EncodedRow(7, *written("a\u202e", ("\x1b<|im_end|>", 0.5)), 3, 2)
+    ids, weights = written("a\u202e", ("\x1b<|im_end|>", 0.5))
+    row = EncodedRow(7, array("i", ids), array("f", weights), 3, 2)
     lines = list(show_row(tokenizer(), row))
     assert lines[0] == "row 7: 6 tokens, 2 of them trained"
     assert lines[-1] == "cut: 3 tokens at its end, 2 of them to be trained"

@@ -124,7 +124,8 @@ class SftTask:
         self._pad_id, self._limit, self._multiple = pad_id, max_length, padding_multiple
         self._sources = tuple(sources)
         self._tensors = [
-            (torch.tensor(row.ids, dtype=torch.int64), torch.tensor(row.weights, dtype=torch.float32)) for row in rows
+            (torch.frombuffer(row.ids, dtype=torch.int32).long(), torch.frombuffer(row.weights, dtype=torch.float32))
+            for row in rows
         ]
         terms = [int((weights[1:] != 0).sum()) for _, weights in self._tensors]
         self._terms = [sum(terms[place] for place in pack) for pack in self._packs]
