@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# What the action runs: andon falsify with all its reports, a summary for the job, and the verdict as exit code.
+set -uo pipefail
+mkdir -p "$REPORTS"
+read -r -a more <<<"${ARGUMENTS:-}"
+if [ -n "${SCRIPT:-}" ]; then what=(--script "$SCRIPT"); else what=(--subject "${SUBJECT:?give script or subject}"); fi
+
+andon falsify "${what[@]}" "${more[@]}" --json "$REPORTS/falsify.json" --junit "$REPORTS/falsify.xml" \
+    --html "$REPORTS/falsify.html" 2>&1 | tee "$REPORTS/falsify.txt"
+code=${PIPESTATUS[0]}
+
+{
+    case $code in
+        0) echo "### Andon: no claim is falsified" ;;
+        1) echo "### Andon: a claim is falsified" ;;
+        2) echo "### Andon: a claim could not be decided" ;;
+        *) echo "### Andon: the campaign did not end ($code)" ;;
+    esac
+    echo '```text'
+    sed 's/```/` ` `/g' "$REPORTS/falsify.txt"
+    echo '```'
+} >>"${GITHUB_STEP_SUMMARY:-/dev/null}"
+exit "$code"
