@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -49,6 +50,18 @@ def read_regular(path: Path, most: int, *, follow: bool = False) -> bytes:
         if found.st_size > most:
             raise _refused(path, f"its {found.st_size} bytes are more than the {most} allowed")
         return file.read(found.st_size)
+
+
+def read_lines(path: Path, most: int) -> Iterator[bytes]:
+    """The lines of the regular file at `path`. One of more than `most` bytes, or without an end, is the last, and cut.
+
+    A file of holes claims terabytes of one line. Raises `OSError` as `open_regular` does.
+    """
+    with open_regular(path) as file:
+        while line := file.readline(most):
+            yield line
+            if not line.endswith(b"\n"):
+                return
 
 
 def read_json(path: Path, most: int = MOST_JSON, *, follow: bool = False) -> Any:

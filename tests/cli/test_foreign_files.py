@@ -30,6 +30,7 @@ from andon.run.provenance import read_provenance
 from andon.run.summary import read_summary
 from andon.training.existing import how_far
 from andon.training.inference import load_run
+from andon.training.journal import MetricsWriter
 from andon_contracts.bundle import Evidence, write_account, write_part
 from andon_contracts.record import Step
 from andon_contracts.untrusted import read_regular
@@ -116,6 +117,17 @@ def test_a_line_without_end_ends_what_a_checker_reads(tmp_path: Path) -> None:
     _holes(ledger)
     (line,) = read_history(ledger).lines()
     assert line.line == 1
+
+
+def test_metrics_that_are_none_are_dropped_by_a_resume(tmp_path: Path) -> None:
+    """Holes, a number of no size, nesting without end: what belongs to the run before them stays."""
+    metrics, line = tmp_path / "metrics.jsonl", b'{"step": 1}\n'
+    nested = b"[" * 100_000 + b"\n"
+    metrics.write_bytes(line + b'{"step": Infinity}\n' + nested + b'{"step": 3}\n')
+    with metrics.open("ab") as file:
+        file.truncate(1 << 42)
+    MetricsWriter(metrics, 2).close()
+    assert metrics.read_bytes() == line
 
 
 def test_manifests_that_are_pipes_are_not_waited_for(run: Path) -> None:

@@ -299,6 +299,14 @@ def test_texts_of_others_are_shown_as_they_are(tmp_path: Path) -> None:
         assert "2 lines of metrics.jsonl" in " ".join(page.text)
 
 
+def test_metrics_without_a_line_end_are_not_read_to_their_end(tmp_path: Path) -> None:
+    """A file of holes is terabytes of one line."""
+    folder = hostile_run(tmp_path / "run", {HOSTILE: 0.5})
+    with (folder / "metrics.jsonl").open("wb") as file:
+        file.truncate(1 << 42)
+    assert "1 lines of metrics.jsonl" in " ".join(page_of(folder).text)
+
+
 def test_the_page_is_closed_in_itself(run: Path) -> None:
     """Nothing is loaded and nothing runs: no address, no script, one style that the policy names by its digest."""
     for page in (page_of(run), page_of(run, run)):

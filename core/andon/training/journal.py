@@ -28,7 +28,8 @@ from andon.training.history import History
 from andon.training.progress import ProgressView
 from andon.training.trainer import Progress
 from andon_contracts.fields import Real
-from andon_contracts.record import Evaluation, Record, Saved, Step
+from andon_contracts.record import MAX_LINE, Evaluation, Record, Saved, Step
+from andon_contracts.untrusted import read_lines
 
 
 class SilentJournal:
@@ -59,7 +60,9 @@ class MetricsWriter:
         self._path = path
         self._tracker = tracker
         if path.exists():
-            write_whole(path, b"".join(line for line in path.read_bytes().splitlines(True) if _is_up_to(line, done)))
+            with storage(path, "read"):
+                kept = b"".join(line for line in read_lines(path, MAX_LINE) if _is_up_to(line, done))
+            write_whole(path, kept)
         with storage(path):
             self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         self._size = os.fstat(self._handle).st_size
@@ -90,7 +93,7 @@ def _is_up_to(line: bytes, done: int) -> bool:
         return (
             line.endswith(b"\n") and int(found["step"]) <= done and found.get("what") not in (HELD_OUT, LAST_VALIDATION)
         )
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return False
 
 

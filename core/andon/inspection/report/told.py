@@ -19,7 +19,7 @@ from andon.run.atomic import storage
 from andon.run.folder import RunFolder
 from andon.run.summary import Summary, read_summary
 from andon_contracts.record import MAX_LINE, Broken, End, Evaluation, Resume, Retraction, Saved, Start, Step
-from andon_contracts.untrusted import open_regular, read_json
+from andon_contracts.untrusted import read_json, read_lines
 
 _MOST_RANKS = 64
 _STORY = (Start, Resume, Broken, Retraction, End)
@@ -192,9 +192,8 @@ def _metrics(folder: RunFolder) -> tuple[dict[int, float], dict[tuple[Any, ...],
 def _lines(path: Path) -> Iterator[bytes]:
     if not path.exists():
         return
-    with storage(path, "read"), open_regular(path) as file:
-        while raw := file.readline(MAX_LINE):
-            yield raw
+    with storage(path, "read"):
+        yield from read_lines(path, MAX_LINE)
 
 
 def _key(step: int, rows: int, scores: Mapping[str, float]) -> tuple[Any, ...]:
