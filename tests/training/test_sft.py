@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+import andon
 from andon.cli.commands import app
 from andon.cli.train import run_training
 from andon.config.load import load_config
@@ -152,6 +154,31 @@ def test_a_run_of_one_task_is_not_used_for_another(conversations: Runs, whole: t
     """The command that would do is named."""
     given = ["predict", str(whole[1]), str(conversations.data)]
     with pytest.raises(InputError, match="is a run of sft; use andon generate"):
+        CliRunner().invoke(app, given, catch_exceptions=False)
+
+
+def test_what_cannot_be_told_of_packs_is_not_told(whole: tuple[tuple[str, ...], Path]) -> None:
+    """Texts stand beside the ids of rows; ids of packs are no rows', so there none stands that would be another's."""
+    settings, folder = whole
+    said = CliRunner().invoke(app, ["show", str(folder), "--step", "2"], catch_exceptions=False).output
+    assert ("say" in said) is not bool(settings)
+    assert ("ids are those of packs" in said) is bool(settings)
+
+
+def test_a_run_from_python_answers(whole: tuple[tuple[str, ...], Path]) -> None:
+    """`generate` gives what the command gives; a label is refused with the word for what there is."""
+    found = andon.open_run(whole[1])
+    (once,) = found.generate(["abc?"], max_new_tokens=5)
+    told = CliRunner().invoke(app, ["generate", str(whole[1]), "abc?", "--max-new-tokens", "5"], catch_exceptions=False)
+    assert json.loads(told.stdout) == asdict(once)
+    with pytest.raises(InputError, match="is a run of sft; use andon generate"):
+        found.predict(["abc?"])
+
+
+def test_memory_that_is_not_planned_is_said_not_to_be(conversations: Runs) -> None:
+    """`andon plan` ends with 2 and says what it cannot do, in words."""
+    given = ["plan", "--data", str(conversations.data), "--gpu-memory", "16"]
+    with pytest.raises(InputError, match="task: the memory that sft needs is not planned yet"):
         CliRunner().invoke(app, given, catch_exceptions=False)
 
 

@@ -45,12 +45,15 @@ def texts_of(folder: RunFolder | None) -> Texts:
     if folder is None or not folder.config.exists():
         return Texts(missing="a ledger alone names rows by id; their texts are not in it")
     try:
-        found = read_rows(config_of(folder))
+        config = config_of(folder)
+        found = read_rows(config)
         recorded = read_provenance(folder.provenance).digest("data")
     except InputError as error:
         return Texts(missing=f"the texts are not at hand: {error}")
     if recorded != found.digest:
         return Texts(missing="the texts are not shown: the data is no longer that which the run was trained on")
+    if config.training.packing:
+        return Texts(missing="the ids are those of packs of rows; their texts are not shown")
     return Texts(found.train)
 
 

@@ -38,15 +38,16 @@ from andon.launch.sizes import Sizing, sized
 from andon.run.folder import RunFolder, State
 from andon.run.ledger import LedgerError, read_ledger
 from andon.run.summary import Summary, read_summary
-from andon.training.existing import require_run
+from andon.training.existing import require_run, require_task
 from andon.training.given import RowFiles
+from andon.training.rows import CLASSIFICATION, SFT
 from andon.training.start import Ended, start
 from andon_contracts.record import Broken
 from andon_contracts.untrusted import open_regular
 from andon_contracts.violation import Finding, Violation
 
 if TYPE_CHECKING:
-    from andon.training.inference import Prediction, TrainedRun
+    from andon.training.inference import Answer, Prediction, TrainedRun
 
 _SHORT = {flag.removeprefix("--").replace("-", "_"): key for key, flag in FLAGS.items()}
 """The arguments that stand for one key of the configuration, as the flags of the command line do."""
@@ -188,13 +189,30 @@ class TrainingRun:
                 return named(evaluate_run(self._model, rows), rows.labels)
 
     def predict(self, texts: Iterable[str]) -> list[Prediction]:
-        """The likeliest label of each text, in order, with its probability. Raises `InputError` for what is no text."""
+        """The likeliest label of each text, in order, with its probability.
+
+        Raises `InputError` for what is no text, and for a run of conversations, which answers (`generate`).
+        """
+        require_task(require_run(self.path), CLASSIFICATION, "generate")
         given = _texts(texts)
         from andon.training.caller import torch_as_found
         from andon.training.inference import predict
 
         with torch_as_found():
             return list(predict(self._model, given))
+
+    def generate(self, prompts: Iterable[str], *, max_new_tokens: int = 256) -> list[Answer]:
+        """The answer to each prompt, in order, as `andon generate` gives it: the likeliest token at each place.
+
+        Raises `InputError` for what is no text, a prompt that leaves no room, and a run of a classifier.
+        """
+        require_task(require_run(self.path), SFT, "predict")
+        given = _texts(prompts)
+        from andon.training.caller import torch_as_found
+        from andon.training.inference import answer
+
+        with torch_as_found():
+            return list(answer(self._model, given, max_new_tokens))
 
     def verify(self) -> Verified:
         """What `andon verify` says of the run. Raises `InputError` where the falsifier is not installed."""

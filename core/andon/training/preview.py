@@ -80,8 +80,9 @@ def _model(model: nn.Module, material: Material) -> str:
 def _plan(material: Material) -> str:
     plan = material.plan
     ragged = len(plan.ids) % plan.batch_size
+    units = "packs" if material.config.training.packing else "rows"
     last = f"; the last of an epoch has {ragged}" if ragged else ""
-    return f"plan: {plan.total_steps} steps ({plan.steps_per_epoch} an epoch) of {plan.batch_size} rows{last}"
+    return f"plan: {plan.total_steps} steps ({plan.steps_per_epoch} an epoch) of {plan.batch_size} {units}{last}"
 
 
 def _use(material: Material, workers: int) -> str:

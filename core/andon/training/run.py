@@ -270,8 +270,9 @@ def _resume(session: Session, standpoint: Standpoint, progress: Progress, torn: 
 def _announce(session: Session, done: int) -> None:
     """What a reader is told first. done: steps that are behind it."""
     config, material, backend, plan = session.config, session.material, session.run.backend, session.run.plan
+    units = "packs" if config.training.packing else "rows"
     say(
-        f"training on {len(plan.ids)} rows, {plan.total_steps} steps of {plan.batch_size} rows in "
+        f"training on {len(plan.ids)} {units}, {plan.total_steps} steps of {plan.batch_size} {units} in "
         f"{plan.micro_batches} micro-batches, {backend.world_size} {backend.name} workers"
     )
     idle = idleness(plan, config, backend.world_size)
