@@ -219,7 +219,7 @@ def test_exports_of_one_state_have_the_same_bytes(tmp_path: Path) -> None:
     for place in ("a", "b"):
         export_adapter(perturbed(adapted()), tmp_path / place, "base", TINY.labels)
     files = sorted(path.name for path in (tmp_path / "a").iterdir())
-    assert files == ["adapter_config.json", "adapter_model.safetensors", "labels.json"]
+    assert files == ["adapter_config.json", "adapter_model.safetensors", "classifier.json", "labels.json"]
     for name in files:
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
     config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())

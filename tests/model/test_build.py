@@ -155,7 +155,7 @@ def test_a_file_and_an_empty_folder_are_no_models(tmp_path: Path) -> None:
 def test_an_adapters_folder_is_no_base(tmp_path: Path) -> None:
     """The likely mistake is named."""
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(InputError, match="it is an adapter: give its base model"):
+    with pytest.raises(InputError, match="holds an adapter: give its base model, or merge it"):
         build_base(dataclasses.replace(TINY, base=str(tmp_path)))
 
 

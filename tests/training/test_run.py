@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 from andon.config.load import load_config
 from andon.config.source import quiet_loading
@@ -143,29 +142,22 @@ def test_the_embedded_model_on_rows_of_ones_own_is_warned_of(
     assert any(line.startswith("warning: no --model") for line in describe(load_config(None, runs.overrides())))
 
 
-def test_an_adapter_says_what_it_is(whole: Path) -> None:
-    """The card names the base, the classes and how it is loaded; its head is YAML."""
-    _, front, text = (whole / "adapter" / "README.md").read_text().split("---\n", 2)
-    assert yaml.safe_load(front)["base_model"] == str((whole / "base").resolve())
-    assert "3 classes: `blue`, `green`, `red`" in " ".join(text.split())
-    assert "AutoPeftModelForSequenceClassification.from_pretrained" in text
+def test_stock_peft_loads_the_adapter(whole: Path) -> None:
+    """Put on the base that lies beside it, it gives the run's own logits to the bit, under the names of the classes."""
+    from peft import PeftModel
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-
-def test_stock_peft_loads_the_adapter(runs: Runs, whole: Path) -> None:
-    """AutoPeftModelForSequenceClassification gives the run's own logits to the bit."""
-    from peft import AutoPeftModelForSequenceClassification
-    from transformers import AutoTokenizer
-
-    adapter = str(whole / "adapter")
     with quiet_loading():
-        loaded = AutoPeftModelForSequenceClassification.from_pretrained(adapter, num_labels=3).eval()
-    batch = AutoTokenizer.from_pretrained(adapter)([row(1)[0]], return_tensors="pt")
+        base = AutoModelForSequenceClassification.from_pretrained(str(whole / "base"))
+        loaded = PeftModel.from_pretrained(base, str(whole / "adapter")).eval()
+    batch = AutoTokenizer.from_pretrained(str(whole / "adapter"))([row(1)[0]], return_tensors="pt")
     run = load_run(RunFolder(whole))
     with torch.no_grad():
         theirs = loaded(**batch).logits
         ours = run.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
     assert torch.equal(theirs, ours)
     assert not torch.equal(theirs, torch.zeros_like(theirs))
+    assert loaded.config.id2label == dict(enumerate(run.labels))
 
 
 def test_a_finished_run_evaluates_and_predicts(runs: Runs, whole: Path) -> None:

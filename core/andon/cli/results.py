@@ -1,4 +1,4 @@
-"""Eval, predict, generate: what a finished run is used for."""
+"""Eval, predict, generate, export: what a finished run is used for."""
 
 from __future__ import annotations
 
@@ -122,6 +122,39 @@ def _put_rows(rows: Iterable[dict[str, Any]], output: Path | None) -> None:
             return
 
 
+def export(
+    run: FinishedRun,
+    target: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder.")],
+    merge: Annotated[bool, typer.Option("--merge", help="Base and adapter as one model of transformers.")] = False,
+    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16, of a whole model's weights.")] = None,
+    model: Base = None,
+) -> None:
+    """Write a run's model for others, with its card. Stock transformers reads it."""
+    folder = require_run(run)
+    config = config_of(folder)
+    if (config.task or CLASSIFICATION) != CLASSIFICATION:
+        what = f"is a run of {config.task}, and classifiers alone are exported so far; peft reads {folder.adapter}"
+        raise InputError([Problem(str(run), what)])
+    whole = merge or config.adapter.kind == "none"
+    if dtype is not None and not whole:
+        raise InputError([Problem("--dtype", "is for --merge; an adapter is written in float32, as it was trained")])
+    from andon.training.export import DTYPES, export_adapter_of, export_merged, require_place, result_of
+    from andon.training.inference import load_run
+
+    chosen = dtype or "float32"
+    if chosen not in DTYPES:
+        raise InputError([Problem("--dtype", f"{chosen!r} is not one of {', '.join(DTYPES)}")])
+    require_place(target)
+    result_of(folder, ())
+    trained = load_run(folder, model)
+    if whole:
+        drift = export_merged(trained, target, chosen)
+        put(f"wrote {target}: a model of transformers in {chosen}", drift)
+    else:
+        export_adapter_of(trained, target)
+        put(f"wrote {target}: an adapter of peft")
+
+
 def _one_file(file: Path | None, data: Path | None) -> Path | None:
     if file is not None and data is not None:
         raise InputError([Problem("--data", f"{data}, and {file} beside it; name one file of texts")])
@@ -215,3 +248,4 @@ def register(app: typer.Typer) -> None:
     app.command(name="eval")(evaluate)
     app.command()(predict)
     app.command()(generate)
+    app.command()(export)

@@ -61,8 +61,8 @@ class Tokenizer(Protocol):
         """What a token says, in quotes, on one line of a terminal."""
         ...
 
-    def save(self, folder: Path) -> None:
-        """Write the files that `AutoTokenizer.from_pretrained(folder)` reads."""
+    def save(self, folder: Path, max_length: int | None = None) -> None:
+        """Write the files that `AutoTokenizer.from_pretrained(folder)` reads. max_length: of a classifier's texts."""
         ...
 
 
@@ -135,19 +135,21 @@ class HuggingFaceTokenizer:
             end -= 1
         return ids[:end] or [self._empty_id]
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, max_length: int | None = None) -> None:
         """Write the tokenizer's files into `folder`, without the truncation that `encode` may have left set.
 
         One that had no token to pad with gets that of `pad_id`, so that batches can be made with what is read back.
+        max_length: where it cuts texts, if it is asked to, and it pads on the right, both as for a classifier here.
         """
-        unpadded = self.base.pad_token_id is None
-        if unpadded:
+        before = (self.base.pad_token, self.base.padding_side, self.base.model_max_length)
+        if self.base.pad_token_id is None:
             self.base.pad_token = self.base.convert_ids_to_tokens(self.pad_id)
+        if max_length is not None:
+            self.base.padding_side, self.base.model_max_length = "right", max_length
         try:
             self._write(folder)
         finally:
-            if unpadded:
-                self.base.pad_token = None
+            self.base.pad_token, self.base.padding_side, self.base.model_max_length = before
 
     def _write(self, folder: Path) -> None:
         backend = getattr(self.base, "backend_tokenizer", None)

@@ -204,24 +204,51 @@ def base_digest(model: nn.Module) -> int:
     return tree_digest(frozen | dict(model.named_buffers()))
 
 
-def export_adapter(model: nn.Module, folder: Path, base_reference: str, labels: Sequence[str]) -> None:
+def export_adapter(
+    model: nn.Module, folder: Path, base_reference: str, labels: Sequence[str], *, with_base: bool = False
+) -> None:
     """Write what was trained: a PEFT folder, or for kind 'none' the whole model. The same bytes in every process.
 
-    folder: made if absent; atomicity is its owner's affair. base_reference: where the base will be found later, as
-    stock peft resolves it, so an absolute path (see `save_base`) or a hub id. labels: names in the order of their ids;
-    none of a causal language model, for which no labels.json is written.
+    folder: made if absent; atomicity is its owner's affair. base_reference: where stock peft looks for the base, a hub
+    id or a path, which is looked up from the working folder of whoever loads it. labels: names in the order of their
+    ids, which transformers finds in `classifier.json` (`AutoConfig` reads it); none of a causal language model, for
+    which no file of names is written. with_base: the base's weights and a `config.json` lie in the folder too, and
+    transformers needs no other (it looks for no base where there is one).
     """
     from peft import PeftModel
     from safetensors.torch import save
 
     folder.mkdir(parents=True, exist_ok=True)
-    if not isinstance(model, PeftModel):
+    if with_base or not isinstance(model, PeftModel):
         save_base(model, folder, labels)
+    if not isinstance(model, PeftModel):
         return
     # Not `save_file`: it makes files that only their owner can read, and hides why a disk refused.
     (folder / "adapter_model.safetensors").write_bytes(save(adapter_tensors(model), metadata={"format": "pt"}))
     _write_json(folder / "adapter_config.json", _adapter_config(model, base_reference))
+    if labels and not with_base:
+        _write_json(folder / "classifier.json", _model_config(model.get_base_model(), labels))
     _write_labels(folder, labels)
+
+
+def merged(model: nn.Module) -> nn.Module:
+    """`model` with its adapter added to the weights of its base, in fp32, for `save_base` to write.
+
+    Changes `model`, which is of no use afterwards. One without an adapter is returned as it is, in fp32.
+    """
+    from peft import PeftModel
+
+    model.float()
+    if not isinstance(model, PeftModel):
+        return model
+    # Not `merge_and_unload`: its progress bar, shown or not, leaves a thread behind.
+    model.merge_adapter(safe_merge=True)
+    base: nn.Module = model.get_base_model()
+    for name in head_names(base):
+        head = base.get_submodule(name)
+        if hasattr(head, "modules_to_save"):
+            setattr(base, name, head.modules_to_save["default"])  # type: ignore[index]
+    return base
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -281,15 +308,7 @@ def save_base(model: nn.Module, folder: Path, labels: Sequence[str]) -> None:
     }
     tensors = {name: _detached(value) for name, value in tensors.items() if name not in base.all_tied_weights_keys}
     (folder / "model.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))
-    config = base.config.to_dict() | {
-        "architectures": [type(base).__name__],
-        "dtype": str(base.dtype).removeprefix("torch."),
-    }
-    if labels:
-        config["id2label"] = {str(index): name for index, name in enumerate(labels)}
-        config["label2id"] = {name: index for index, name in enumerate(labels)}
-    config.pop("_name_or_path", None)
-    _write_json(folder / "config.json", config)
+    _write_json(folder / "config.json", _model_config(base, labels))
     _write_labels(folder, labels)
 
 
@@ -323,6 +342,19 @@ def _adapter_config(model: Any, base_reference: str) -> dict[str, Any]:
         "modules_to_save": sorted(set(config["modules_to_save"] or ())) or None,
     }
     return {name: sorted(value) if isinstance(value, set) else value for name, value in config.items()}
+
+
+def _model_config(base: Any, labels: Sequence[str]) -> dict[str, Any]:
+    """The configuration of a model of transformers, with the names of its classes where it has any."""
+    config: dict[str, Any] = base.config.to_dict() | {
+        "architectures": [type(base).__name__],
+        "dtype": str(base.dtype).removeprefix("torch."),
+    }
+    if labels:
+        config["id2label"] = {str(index): name for index, name in enumerate(labels)}
+        config["label2id"] = {name: index for index, name in enumerate(labels)}
+    config.pop("_name_or_path", None)
+    return config
 
 
 def _write_json(file: Path, content: Mapping[str, Any]) -> None:

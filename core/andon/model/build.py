@@ -271,9 +271,11 @@ def _source(base: str) -> tuple[str, bool]:
     """Where to load from, and whether that is a folder."""
     folder = Path(base).expanduser()
     if is_folder(folder):
+        if (folder / "adapter_config.json").is_file():  # also beside a model: transformers would load both
+            what = f"{base!r} holds an adapter: give its base model, or merge it (andon export RUN DIR --merge)"
+            raise InputError([Problem("model.base", what)])
         if not (folder / "config.json").is_file():
-            hint = "; it is an adapter: give its base model" if (folder / "adapter_config.json").is_file() else ""
-            raise InputError([Problem("model.base", f"{base!r} has no config.json, so it is no model{hint}")])
+            raise InputError([Problem("model.base", f"{base!r} has no config.json, so it is no model")])
         return str(folder), True
     if folder.exists():
         raise InputError([Problem("model.base", f"{base!r} is a file; give the model's folder")])

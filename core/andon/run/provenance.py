@@ -81,11 +81,12 @@ def write_provenance(
 
 @dataclass(frozen=True)
 class Provenance:
-    """The content of a run's provenance file: digests by name, and what its bits may depend on."""
+    """The content of a run's provenance file: digests by name, what its bits may depend on, and Andon's commit."""
 
     path: Path
     digests: Mapping[str, str]
     fingerprint: Mapping[str, str]
+    commit: str | None = None
 
     def digest(self, name: str) -> str:
         """The digest of this name. Raises `InputError` where the file has none."""
@@ -106,7 +107,8 @@ def read_provenance(path: Path) -> Provenance:
     if not all(isinstance(part, dict) and all(isinstance(value, str) for value in part.values()) for part in parts):
         raise InputError([Problem(str(path), "is no provenance of a run: it must hold digests and a fingerprint")])
     digests, machine = ({name: str(value) for name, value in _mapping(part).items()} for part in parts)
-    return Provenance(path, digests, machine)
+    commit = _mapping(found).get("commit")
+    return Provenance(path, digests, machine, commit if isinstance(commit, str) else None)
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

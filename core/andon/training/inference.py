@@ -32,7 +32,7 @@ from andon.tasks.sft import Asked
 from andon.training.evaluation import evaluate
 from andon.training.existing import config_at_hand, config_of
 from andon.training.material import HEADS, adapter_spec, conversation_task, loss_weights, model_spec, task_of
-from andon.training.rows import CLASSIFICATION, SFT, read_rows
+from andon.training.rows import CLASSIFICATION, SFT, Rows, read_rows
 from andon_contracts.digest import hex64
 
 
@@ -167,15 +167,20 @@ def named(found: Scores, labels: Sequence[str]) -> dict[str, Any]:
     return values | {"labels": list(labels), "confusion": confusion}
 
 
-def _weights(run: TrainedRun) -> tuple[float, ...] | None:
-    if run.config.data.class_weights == "uniform":
-        return (1.0,) * len(run.labels)
+def rows_of(run: TrainedRun) -> Rows | None:
+    """The rows that the run was trained and scored on; None where they are gone or have changed."""
     try:
         rows = read_rows(run.config)
     except InputError:
         return None
-    same = rows.digest == read_provenance(run.folder.provenance).digest("data")
-    return loss_weights(run.config, rows) if same else None
+    return rows if rows.digest == read_provenance(run.folder.provenance).digest("data") else None
+
+
+def _weights(run: TrainedRun) -> tuple[float, ...] | None:
+    if run.config.data.class_weights == "uniform":
+        return (1.0,) * len(run.labels)
+    rows = rows_of(run)
+    return None if rows is None else loss_weights(run.config, rows)
 
 
 @dataclass(frozen=True)

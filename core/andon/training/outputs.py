@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torch import nn
@@ -12,15 +11,17 @@ from andon.config.identity import config_digest
 from andon.config.load import to_yaml
 from andon.config.schema import Config
 from andon.console.problems import InputError, Problem
+from andon.data.tokens import Tokenizer
 from andon.model.adapter import export_adapter, save_base
 from andon.run.atomic import whole_folder, write_json, write_whole
 from andon.run.folder import RunFolder
-from andon.run.provenance import write_provenance
+from andon.run.provenance import read_provenance, write_provenance
 from andon.tasks.sft import SftTask
+from andon.training.card import Form, Result, card
 from andon.training.material import Material
-from andon_contracts.legible import legible_line
 
-_MOST_LABELS = 20
+CARD = "README.md"
+"""Where hubs look for the card of a model."""
 
 
 def write_start(
@@ -51,59 +52,44 @@ def resolved(config: Config, folder: RunFolder) -> Config:
     )
 
 
-def write_adapter(folder: RunFolder, model: nn.Module, material: Material) -> None:
-    """The trained adapter as a PEFT folder with its tokenizer, whole or not at all; the embedded model also its base.
+def write_adapter(folder: RunFolder, model: nn.Module, material: Material, result: Result) -> None:
+    """The trained adapter as a PEFT folder with tokenizer and card, whole or not at all; an embedded base goes along.
 
-    Stock peft resolves the base by the absolute path (or hub id) in the adapter's configuration.
+    The embedded base lies in the adapter's folder too, so that transformers needs no other, and beside it for peft,
+    named by where it is from there: the run's folder may be moved. Another base is named by its whole path or hub id.
     """
-    base = material.model.base
-    reference = str(Path(base).resolve()) if base is not None and Path(base).is_dir() else base
-    if reference is None and material.adapter.kind != "none":
-        beside = folder.path / "base"
-        with whole_folder(beside) as path:
+    config = resolved(material.config, folder)
+    reference = config.model.base or "../base"
+    if material.model.base is None and material.adapter.kind != "none":
+        with whole_folder(folder.path / "base") as path:
             save_base(model, path, material.labels)
-        reference = str(beside.resolve())
     with whole_folder(folder.adapter) as path:
-        export_adapter(model, path, reference or "", material.labels)
-        (path / "README.md").write_text(_card(reference, material), encoding="utf-8")
-        _save_tokenizer(material, path)
+        write_model_files(path, model, config, material.tokenizer, material.labels, reference)
+        text = card(config, read_provenance(folder.provenance), result, form_of(config), folder.path.name)
+        (path / CARD).write_text(text, encoding="utf-8")
         if isinstance(material.task, SftTask):
             material.task.asked.write(path, material.tokenizer.pad_id)
 
 
-def _card(reference: str | None, material: Material) -> str:
-    """What whoever finds the adapter has to know of it: of what, from what, and how it is loaded."""
-    whole = material.adapter.kind == "none"
-    head = {"library_name": "transformers" if whole else "peft", "pipeline_tag": "text-classification"}
-    front = "".join(
-        f"{key}: {json.dumps(value)}\n" for key, value in (head | ({} if whole else {"base_model": reference})).items()
-    )
-    kind = (
-        "A text classifier" if whole else f"A LoRA adapter of rank {material.adapter.r} on `{reference}`, with its head"
-    )
-    loader = "AutoModelForSequenceClassification" if whole else "AutoPeftModelForSequenceClassification"
-    labels = ", ".join(f"`{legible_line(name)}`" for name in material.labels[:_MOST_LABELS])
-    more = f" and {len(material.labels) - _MOST_LABELS} more" if len(material.labels) > _MOST_LABELS else ""
-    return f"""---
-{front}---
-
-# A text classifier
-
-{kind}, trained by Andon on {len(material.plan.ids)} rows (SHA-256 of the data `{material.rows.digest[:16]}`), for
-{len(material.labels)} classes: {labels}{more}.
-
-    from {"transformers" if whole else "peft"} import {loader}
-
-    model = {loader}.from_pretrained("THIS FOLDER", num_labels={len(material.labels)})
-
-`labels.json` names the classes in the order of their numbers; texts are cut to
-{material.config.model.max_length} tokens. Scores are in `summary.json` of the run, every update in its `ledger.jsonl`.
-"""
+def write_model_files(
+    path: Path, model: nn.Module, config: Config, tokenizer: Tokenizer, labels: Sequence[str], reference: str
+) -> None:
+    """Into `path` the adapter of `model`, or the whole of one without, and the tokenizer. reference: to its base."""
+    export_adapter(model, path, reference, labels, with_base=config.model.base is None)
+    save_tokenizer(tokenizer, path, config.model.max_length if labels else None)
 
 
-def _save_tokenizer(material: Material, path: Path) -> None:
+def form_of(config: Config) -> Form:
+    """What a run's own `adapter` folder holds."""
+    if config.adapter.kind == "none":
+        return Form.WHOLE
+    return Form.COMPLETE if config.model.base is None else Form.ADAPTER
+
+
+def save_tokenizer(tokenizer: Tokenizer, path: Path, max_length: int | None) -> None:
+    """The files of a tokenizer (`Tokenizer.save`). Raises `InputError` for a disk that refuses."""
     try:
-        material.tokenizer.save(path)
+        tokenizer.save(path, max_length)
     except OSError:
         raise
     except Exception as error:  # the tokenizers library raises a bare Exception for a disk that refuses

@@ -35,6 +35,7 @@ from andon.run.summary import Head, Summary, write_summary
 from andon.step.audit import describe
 from andon.step.replica import state_tensors
 from andon.training.budget import hold_to_budget
+from andon.training.card import Result
 from andon.training.evaluation import evaluate
 from andon.training.history import History, violation_records
 from andon.training.journal import (
@@ -325,10 +326,31 @@ def finish(session: Session, journal: Journal, outcome: Outcome, history: Histor
         say(f"compile: {passes.eager} training passes of rank 0 ran eagerly, since their micro-batches were not full")
     if scores is not None:
         journal.evaluated(progress.step, epoch, scores, material.rows.last_scores, recorded=history.evaluated == scored)
-        write_adapter(session.folder, run.primary.model, material)
+        write_adapter(session.folder, run.primary.model, material, _result(session, outcome, weights, scores, history))
     if history.ended != end:
         journal.append(end)
     _summarise(session, journal, outcome, weights, scores, history, memory)
+
+
+def _result(session: Session, outcome: Outcome, weights: int, scores: Scores, history: History) -> Result:
+    """What the card of the adapter tells."""
+    world, backend = _ranks(session, history)
+    return Result(
+        labels=tuple(session.material.labels),
+        rows=len(session.run.plan.ids),
+        steps=outcome.progress.step,
+        scores=scores.as_dict(),
+        evaluated_on=session.material.rows.last_scores,
+        weights=hex64(weights),
+        world_size=world,
+        backend=backend,
+    )
+
+
+def _ranks(session: Session, history: History) -> tuple[int, str]:
+    """How many ranks of which backend ended the run: an earlier process's, where the ledger has the end already."""
+    backend = session.run.backend
+    return (backend.world_size, backend.name) if history.ended is None else (history.world, history.backend)
 
 
 def record_violation(
@@ -361,7 +383,8 @@ def _summarise(
     memory: Mapping[str, int],
 ) -> None:
     """The summary, last of all: a folder that holds a finished one is a finished run."""
-    progress, backend, ended = outcome.progress, session.run.backend, history.ended is not None
+    progress = outcome.progress
+    world, backend = _ranks(session, history)
     changed = changed_since(session.config, session.material.rows, session.started)
     for key, how in changed.items():
         say(f"warning: {key} is not what this run was trained on any more: it {how}")
@@ -373,8 +396,8 @@ def _summarise(
             finished=outcome.reason in ("finished", "early-stopping"),
             reason=outcome.reason,
             steps=progress.step,
-            world_size=history.world if ended else backend.world_size,
-            backend=history.backend if ended else backend.name,
+            world_size=world,
+            backend=backend,
             weights_digest=hex64(weights),
             initial_weights_digest=hex64(session.run.initial_weights),
             contracts=evaluations(),
