@@ -77,7 +77,7 @@ def result_of(folder: RunFolder, labels: Sequence[str]) -> Result:
         first = next(iter(read_ledger(folder.ledger)), None)
     except (OSError, LedgerError) as error:
         raise InputError([Problem(str(folder.ledger), f"cannot be read: {error}")]) from error
-    if not isinstance(first, Start):
+    if not isinstance(first, Start) or first.plan.rows is None:
         raise InputError([Problem(str(folder.ledger), "does not begin with the start of a run")])
     return Result(
         labels=tuple(labels),
