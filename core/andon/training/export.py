@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -157,10 +156,12 @@ def _probabilities(folder: Path, texts: Sequence[str]) -> list[list[float]]:
     """Of each class for each text, by transformers alone from the files in `folder`."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    stock: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    with loading(str(folder), str(folder)):
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), **stock)
-        model = AutoModelForSequenceClassification.from_pretrained(str(folder), dtype="auto", **stock).eval()
+    place = str(folder)
+    with loading(place, place):
+        tokenizer = AutoTokenizer.from_pretrained(place, local_files_only=True, trust_remote_code=False)
+        model = AutoModelForSequenceClassification.from_pretrained(
+            place, dtype="auto", local_files_only=True, trust_remote_code=False
+        ).eval()
 
     def batches() -> Iterator[list[list[float]]]:
         for first in range(0, len(texts), _BATCH):
