@@ -38,7 +38,7 @@ from andon_falsify.claims.ledgers import read_run, verify
 from andon_falsify.report.document import read_json
 from andon_falsify.verdict import Outcome
 
-from . import folders
+from . import conversations, folders
 from .folders import attacked, guarded
 from .mutations import damaged
 from .samples import DATA_FILES, ledger_lines, messages, report_file, summary_file
@@ -241,6 +241,8 @@ SURFACES: tuple[Surface, ...] = (
     Surface("config", config),
     Surface("--set", override),
     Surface("data file", data),
+    Surface("conversations", conversations.conversations, conversations.prepare),
+    Surface("chat template", conversations.template, conversations.prepare),
     Surface("checkpoint", checkpoint),
     Surface("ledger", ledger),
     Surface("history", history),
