@@ -214,10 +214,13 @@ def test_the_ledger_of_a_watch_has_what_the_watch_knows(tmp_path: Path) -> None:
 def test_other_scores_than_of_classes_are_shown_by_name(tmp_path: Path) -> None:
     """Numbers, words, objects and lists of objects of any task; no matrix where there is none."""
     scores = {"rmse": 0.5, "rows": 7, "by": {"q50": 1.25}, "heads": [{"mae": 2.5}], "no": None}
+    scores |= {"sources": {"web": {"loss": 0.75}, "chat": {"tokens": 9}}}
     page = page_of(hostile_run(tmp_path / "run", scores))
     assert page.named("Scores").numbers()["by.q50"] == [1.25]
     assert page.named("Scores").by_name()["rows"] == ["7"]
     assert page.named("Scores: heads").exact[1][1] == 2.5
+    sources = page.named("Scores: sources")
+    assert sources.rows == [["sources", "tokens", "loss"], ["chat", "9", "not known"], ["web", "not known", "0.75"]]
     assert "no" not in page.named("Scores").by_name()
 
 

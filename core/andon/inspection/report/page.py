@@ -294,9 +294,11 @@ def _last_scores(run: Told) -> dict[str, Value]:
 
 
 def _named_values(found: Mapping[str, Any], prefix: str = "") -> dict[str, Value]:
-    """Single values by name, those of objects by dotted name; lists have tables of their own, or none."""
+    """Single values by name, those of objects by dotted name; parts have tables of their own, other lists none."""
     values: dict[str, Value] = {}
     for name, value in found.items():
+        if _parted(value):
+            continue
         if isinstance(value, dict):
             values |= _named_values(value, f"{prefix}{name}.")
         elif not isinstance(value, list) and value is not None:
@@ -307,15 +309,22 @@ def _named_values(found: Mapping[str, Any], prefix: str = "") -> dict[str, Value
 def _parts(run: Told, of: str) -> list[Table]:
     found = run.summary.eval if run.summary is not None else {}
     tables = []
-    for name, parts in found.items():
-        if not (isinstance(parts, list) and parts and all(isinstance(each, dict) for each in parts)):
+    for name, told in found.items():
+        parts = _parted(told)
+        if not parts:
             continue
-        labels = _labels(run, len(parts))
+        labels = list(told) if isinstance(told, dict) else _labels(run, len(parts))
         values = [_named_values({key: each for key, each in part.items() if key != "label"}) for part in parts]
         columns = list(dict.fromkeys(chain(*values)))
         rows = [[label, *(each.get(column) for column in columns)] for label, each in zip(labels, values, strict=True)]
         tables.append(_cut(f"Scores: {name}{of}", (name, *columns), rows, _MOST_ROWS))
     return tables
+
+
+def _parted(value: object) -> list[dict[str, Any]]:
+    """The objects in a list or in an object that holds nothing else; none where `value` is anything else."""
+    each = list(value.values()) if isinstance(value, dict) else value
+    return each if isinstance(each, list) and all(isinstance(part, dict) for part in each) else []
 
 
 def _labels(run: Told, count: int) -> Sequence[str]:
