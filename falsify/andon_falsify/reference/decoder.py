@@ -1,4 +1,5 @@
-"""A Qwen3 decoder with a classification head: rotary positions, normed grouped queries, gated feed-forward, float64.
+"""A Qwen3 decoder in float64, with a head of classes or of next tokens: rotary positions, normed grouped queries, gated
+feed-forward.
 
 Source: Qwen3 technical report, section 2 (architecture); RMSNorm (Zhang and Sennrich 2019), RoPE (Su et al. 2021),
 SwiGLU (Shazeer 2020), LoRA (Hu et al. 2021).
@@ -61,6 +62,22 @@ class Decoder:
         params: by canonical name. tokens: int64 [rows, length]. attention: [rows, length], 0 for padding.
         Returns float64 [rows, classes], read at each row's last token that is not `pad`.
         """
+        final = self._final(params, tokens, attention, masks)
+        read = final[torch.arange(len(tokens)), self._last(tokens)]
+        return Layers(params, self.lora, masks).linear(read, "score")
+
+    def next_token_logits(self, params: Params, tokens: Tensor) -> Tensor:
+        """float64 [length, vocabulary]: what one whole row (int64 [length]) says of the token behind each of its own.
+
+        By `lm_head`; a model without one has tied it to the embedding.
+        """
+        final = self._final(params, tokens[None], torch.ones_like(tokens)[None], no_dropout)[0]
+        if "lm_head.weight" in params:
+            return Layers(params, self.lora).linear(final, "lm_head")
+        return final @ params["model.embed_tokens.weight"].T
+
+    def _final(self, params: Params, tokens: Tensor, attention: Tensor, masks: Masks) -> Tensor:
+        """[rows, length, hidden]: behind the last layer and its norm."""
         with_lora = Layers(params, self.lora, masks)
         hidden = params["model.embed_tokens.weight"][tokens]
         length = tokens.shape[1]
@@ -68,8 +85,7 @@ class Decoder:
         allowed = causal & attention.bool()[:, None, None, :]
         for index in range(self.layers):
             hidden = self._layer(with_lora, hidden, allowed, f"model.layers.{index}")
-        final = _rms(hidden, params["model.norm.weight"], self.epsilon)
-        return with_lora.linear(final[torch.arange(len(tokens)), self._last(tokens)], "score")
+        return _rms(hidden, params["model.norm.weight"], self.epsilon)
 
     def _last(self, tokens: Tensor) -> Tensor:
         """int64 [rows]: the place of the last token that is not padding, 0 where all of them are."""
