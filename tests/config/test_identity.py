@@ -88,6 +88,13 @@ def test_what_later_versions_compute_otherwise_may_not_change(override: str) -> 
     assert (key, default, now[key]) in differences(was, now)
 
 
+def test_the_task_defines_a_run_and_a_classifier_is_what_there_always_was() -> None:
+    """Runs from before there were tasks are classifiers, named or not; another task is another run."""
+    named, other = (identity(load_config(None, [f"task={task}"])) for task in ("classification", "regression"))
+    assert named == identity(Config())
+    assert differences(named, other) == [("task", None, "regression")]
+
+
 def test_workers_define_what_is_not_exact() -> None:
     """Without the fixed tree the number of workers is part of the result, so a resume must not change it."""
     two, three = (identity(load_config(None, ["training.exact=false"], {"run.workers": workers})) for workers in (2, 3))
@@ -104,8 +111,9 @@ def test_files_and_folders_may_move() -> None:
 
 def test_every_key_of_the_schema_either_defines_or_places() -> None:
     """A new key defines a run until someone decides otherwise; no placing key is a leftover."""
-    keys = {"seed"} | {
-        f"{name}.{key}" for name, part in Config().model_dump().items() if name != "seed" for key in part
+    parts = Config().model_dump()
+    keys = {name for name, part in parts.items() if not isinstance(part, dict)} | {
+        f"{name}.{key}" for name, part in parts.items() if isinstance(part, dict) for key in part
     }
     assert keys.issuperset(PLACING)
     assert keys.issuperset(LATER)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from andon.console.problems import InputError
 from andon.data import formats
-from andon.data.readers import read
+from andon.data.readers import read, read_targets
 from andon.data.rows import DataSet
 
 WORDS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=12).filter(
@@ -260,3 +260,65 @@ def test_without_pyarrow_the_extra_to_install_is_named(tmp_path: Path, monkeypat
 def test_every_known_kind_of_file_is_named_in_the_promise() -> None:
     """The docstring of `read` lists what `read` takes."""
     assert all(suffix in (read.__doc__ or "") for suffix in formats.KINDS)
+
+
+def test_numbers_are_read_as_they_are(tmp_path: Path) -> None:
+    """Integers and fractions of JSON, and whatever a table writes as a decimal number."""
+    lines = written(tmp_path, "a.jsonl", '{"text": "a", "label": 1}\n{"text": "b", "label": -0.25}')
+    table = written(tmp_path, "a.csv", "text,label\na,1e0\nb, -.25\n")
+    assert [row.label for row in read_targets(lines).rows] == [row.label for row in read_targets(table).rows]
+    assert read_targets(lines).digest == read_targets(table).digest != read(table_of_names(tmp_path)).digest
+
+
+def table_of_names(folder: Path) -> Path:
+    """The same words as the rows of numbers have, as classes."""
+    return written(folder, "names.csv", "text,label\na,one\nb,other\n")
+
+
+@pytest.mark.parametrize(
+    ("label", "fault"),
+    [
+        ("NaN", "NaN is no JSON number"),
+        ("null", "label is null"),
+        ('"high"', "label 'high' is a str, and a number is learned"),
+        ("true", "label True is a bool, and a number is learned"),
+        ("[1.0]", "label [1.0] is a list, and a number is learned"),
+        ("1e300", "label 1e+300 is beyond 3e+38, and a model gives numbers of fp32"),
+        (f"1{'0' * 350}", "is beyond 3e+38, and a model gives numbers of fp32"),
+    ],
+)
+def test_what_is_no_number_is_told_with_its_line(tmp_path: Path, label: str, fault: str) -> None:
+    """In JSON; the rows around it are right."""
+    path = written(
+        tmp_path,
+        "a.jsonl",
+        f'{{"text": "a", "label": 1}}\n{{"text": "b", "label": {label}}}\n{{"text": "c", "label": 2.5}}',
+    )
+    with pytest.raises(InputError) as caught:
+        read_targets(path)
+    (line,) = str(caught.value).split("\n")
+    assert line.startswith(f"{path}:2: ")
+    assert fault in line
+
+
+@pytest.mark.parametrize(
+    ("cell", "fault"),
+    [
+        ("nan", "is not finite"),
+        ("-inf", "beyond"),
+        ("3,5", "is no number"),
+        ("1_0", "is no number"),
+        ("", "is no number"),
+    ],
+)
+def test_what_is_no_number_in_a_table_is_told_too(tmp_path: Path, cell: str, fault: str) -> None:
+    """Python would read some of them."""
+    path = written(tmp_path, "a.tsv", f"text\tlabel\na\t1\nb\t{cell}\n")
+    with pytest.raises(InputError, match=rf"a\.tsv:3: label '{cell}' .*{fault}"):
+        read_targets(path)
+
+
+def test_a_fraction_names_the_task_that_takes_it(tmp_path: Path) -> None:
+    """As a class it is refused, and what to do is said."""
+    for name, content in (("a.jsonl", '{"text": "a", "label": 0.5}'), ("a.csv", "text,label\na,0.5\n")):
+        assert all("--task regression" in line for line in faults(written(tmp_path, name, content)))

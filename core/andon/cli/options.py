@@ -12,7 +12,9 @@ Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one key, as in optimizer.lr=1e-3.")
 ]
 Backend = Annotated[str | None, typer.Option(help="inline, threads, gloo, nccl or mixed.")]
-Task = Annotated[str | None, typer.Option(help="What is learned: classification or sft; else as the data has it.")]
+Task = Annotated[
+    str | None, typer.Option(metavar="NAME", help="classification, regression or sft; else as the data has it.")
+]
 TrainData = Annotated[str | None, typer.Option("--data", help="Training rows: JSONL, CSV, TSV or Parquet.")]
 EvalData = Annotated[str | None, typer.Option(help="Rows to evaluate on, never trained on.")]
 TextColumn = Annotated[str | None, typer.Option(help="Column of the texts.")]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from andon.config.schema import SFT
 from andon.config.source import is_there, require_file
 from andon.console.messages import put, say
 from andon.console.problems import InputError, Problem, ProblemList
@@ -22,11 +23,11 @@ from andon.data.readers import TEXT_COLUMNS, Texts, read_texts
 from andon.run.atomic import write_whole
 from andon.run.folder import RunFolder
 from andon.training.existing import config_of, require_run, require_task
-from andon.training.rows import CLASSIFICATION, SFT
+from andon.training.rows import READERS
 from andon_contracts.legible import legible
 
 if TYPE_CHECKING:
-    from andon.training.inference import Prediction
+    from andon.training.inference import Predicted
 
 _DIGITS = 9
 """Significant digits of a probability in a file: as many as tell any two of fp32 apart."""
@@ -64,7 +65,7 @@ def predict(
 ) -> None:
     """Label texts of a file, or lines of standard input. Prints one JSON object each."""
     folder = require_run(run)
-    require_task(folder, CLASSIFICATION, "generate")
+    require_task(folder, READERS.keys() - {SFT}, "generate")
     given = _one_file(file, data)
     _check_output(output, given)
     found = _texts(folder, given, text_column)
@@ -87,7 +88,7 @@ def generate(
 ) -> None:
     """Answer prompts, with the likeliest token at each place. Prints one JSON object each."""
     folder = require_run(run)
-    require_task(folder, SFT, "predict")
+    require_task(folder, (SFT,), "predict")
     if prompt is not None and data is not None:
         raise InputError([Problem("--data", f"{data}, and a prompt beside it; give one of them")])
     _check_output(output, data)
@@ -203,7 +204,7 @@ def _is_header(line: str, columns: Sequence[str]) -> bool:
 
 
 def _records(
-    found: Texts, predictions: Iterable[Prediction], labels: Sequence[str] | None, digits: int | None
+    found: Texts, predictions: Iterable[Predicted], labels: Sequence[str] | None, digits: int | None
 ) -> Iterator[dict[str, Any]]:
     """One record a text, in order. labels: of the probabilities to tell; None: of the likeliest alone. digits:
     significant ones of a probability; None: six places."""
@@ -213,10 +214,7 @@ def _records(
 
     for place, one in enumerate(predictions):
         row: dict[str, Any] = {} if found.ids is None else {"id": found.ids[place]}
-        row |= {"text": one.text, "label": one.label, "probability": rounded(one.probability)}
-        if labels is not None:
-            row["scores"] = dict(zip(labels, map(rounded, one.probabilities), strict=True))
-        yield row
+        yield row | one.record(labels, rounded)
 
 
 def _lines(lines: Iterable[bytes]) -> list[str]:

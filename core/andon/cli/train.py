@@ -22,7 +22,7 @@ from andon.launch.sizes import Sizing
 from andon.run.folder import RunFolder, State
 from andon.training.entry import ENTRY, payload_of, train_rank
 from andon.training.existing import go_on_with
-from andon.training.rows import with_task
+from andon.training.rows import told_of_task, with_task
 from andon.training.start import foreign, start
 
 
@@ -65,7 +65,10 @@ def _be_a_rank(
         asked = flags.get("run.workers")
         if asked not in (None, context.world_size):
             raise InputError([Problem("--workers", f"{asked} were asked for, torchrun started {context.world_size}")])
-        config = with_task(load_config(config_path, overrides, {**flags, "run.workers": context.world_size}))
+        config = load_config(config_path, overrides, {**flags, "run.workers": context.world_size})
+        if context.rank == 0 and told_of_task(config):
+            say(told_of_task(config))
+        config = with_task(config)
         require(config.run.report_to)
         if config.run.backend in IN_PROCESS:
             raise InputError(

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from andon.config.schema import Config, Run
+from andon.config.schema import CLASSIFICATION, Config, Run
 
 NAMING = frozenset({"data.train", "data.eval", "data.text_column", "data.label_column", "model.base"})
 """Keys that name what a run is made of. Files and folders may move: digests of what is in them are compared instead,
@@ -50,8 +50,8 @@ def identity(config: Config) -> dict[str, Any]:
     found, default = _by_key(config), _by_key(Config())
     kept = {key: value for key, value in found.items() if key not in PLACING}
     kept = {key: value for key, value in kept.items() if key not in LATER or value != default[key]}
-    if config.task == "classification":
-        kept.pop("task")  # what a run had before there were others
+    if config.task == CLASSIFICATION:  # what there was before there were others
+        del kept["task"]
     if config.training.compile == "off":
         # The bits are the same with it and without; compiled, other operations may be fused.
         kept.pop("training.activation_checkpointing", None)

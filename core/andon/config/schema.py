@@ -272,14 +272,16 @@ _EMBEDDED_SFT: Mapping[str, Mapping[str, object]] = {
     "training": {"epochs": 3},
 }
 """Defaults of the embedded run of `task: sft`: what a model drawn at random needs to learn to write, from nothing."""
+CLASSIFICATION, REGRESSION, SFT = "classification", "regression", "sft"
+"""The tasks, as a configuration names them."""
 
 
 class Config(Section):
     """Everything that a run is told."""
 
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(default=42, description="the one seed of a run")
-    task: Literal["classification", "sft"] | None = Field(
-        default=None, description="classification, or sft (instructions); null: as the columns of the data say"
+    task: Literal["classification", "regression", "sft"] | None = Field(
+        default=None, description="classification, regression, sft (instructions); null: as the data says"
     )
     model: Model = Model()
     adapter: Adapter = Adapter()

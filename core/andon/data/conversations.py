@@ -75,6 +75,10 @@ class ConversationSet:
         """No classes."""
         return ()
 
+    def about(self) -> str:
+        """What is learned of a conversation."""
+        return "task sft"
+
     @property
     def ids(self) -> tuple[int, ...]:
         """The rows' ids, in order."""
@@ -329,11 +333,7 @@ def _single(weight: float) -> float:
     return float(number)
 
 
-def is_of_conversations(path: str | PathLike[str]) -> bool:
-    """Whether the first row of a file is written as one, in any form but `text`, which a class may stand beside.
-
-    Raises `InputError` for a file that cannot be opened.
-    """
-    table = open_table(Path(path), ProblemList())
-    fields = next((record.fields for record in table.records), {})
+def are_of_conversations(fields: Mapping[str, object]) -> bool:
+    """Whether a row with these columns is written as a conversation, in any form but `text`, which a class may stand
+    beside."""
     return any(form != "text" and all(name in fields for name in columns) for form, columns in _COLUMNS.items())

@@ -12,7 +12,11 @@ from andon.console.problems import InputError, Problem, shown
 ClassWeights = Literal["uniform", "inverse", "sqrt_inverse"]
 
 _FRACTION = re.compile(r"[-+]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][-+]?\d+)?")
+_NUMBER = re.compile(r"[-+]?((\d+\.?\d*|\.\d+)([eE][-+]?\d+)?|inf|infinity|nan)", re.IGNORECASE | re.ASCII)
 _NEGATIVE = re.compile(r"-\d+")
+_AS_NUMBERS = "; to learn the numbers themselves: --task regression"
+LARGEST_TARGET = 3e38
+"""Beyond it fp32 has no numbers."""
 _LONGEST_INTEGER = 18
 """Digits beyond which a label of a table is a name and no number."""
 
@@ -39,13 +43,33 @@ def label_fault(label: object, typed: bool) -> str | None:
         if fault is not None:
             return f"label {fault}"
         if not typed and _FRACTION.fullmatch(label):
-            return f"label {label} is a number with a fraction; labels are integers from 0, or strings"
+            return f"label {label} is a number with a fraction; labels are integers from 0, or strings{_AS_NUMBERS}"
         if not typed and _NEGATIVE.fullmatch(label):
             return f"label {label} is negative; labels are integers from 0, or strings"
         return None
     if isinstance(label, int) and not isinstance(label, bool):
         return None if label >= 0 else f"label {label} is negative; labels are integers from 0, or strings"
-    return f"label {shown(label)} is a {type(label).__name__}; labels are integers from 0, or strings"
+    hint = _AS_NUMBERS if isinstance(label, float) else ""
+    return f"label {shown(label)} is a {type(label).__name__}; labels are integers from 0, or strings{hint}"
+
+
+def target_of(label: object, typed: bool) -> float | str:
+    """The number that a label says, or why it says none. `typed`: numbers are not strings (JSON), else all is text."""
+    if label is None:
+        return "label is null"
+    if isinstance(label, bool) or not isinstance(label, int | float if typed else str):
+        return f"label {shown(label)} is a {type(label).__name__}, and a number is learned"
+    if isinstance(label, str) and not _NUMBER.fullmatch(label.strip()):
+        return f"label {shown(label)} is no number"
+    try:
+        number = float(label)
+    except OverflowError:  # an integer of JSON has any number of digits
+        number = math.inf
+    if math.isnan(number):
+        return f"label {shown(label)} is not finite"
+    if abs(number) > LARGEST_TARGET:
+        return f"label {shown(label)} is beyond {LARGEST_TARGET:g}, and a model gives numbers of fp32"
+    return number
 
 
 def same_kind(labels: Sequence[int | str], typed: bool) -> tuple[Sequence[int | str], list[tuple[int, str]]]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from andon.config.load import FLAGS
 from andon.console.problems import ProblemList, did_you_mean, shown
 from andon.data.formats import Record, Table, open_table
-from andon.data.labels import label_fault, label_names, same_kind, text_fault
-from andon.data.rows import DataSet, Row
+from andon.data.labels import label_fault, label_names, same_kind, target_of, text_fault
+from andon.data.rows import VALUE, DataSet, Label, Row, Targets
+
+Meant = TypeVar("Meant")
 
 TEXT_COLUMNS = ("input", "text")
 """Where the text is looked for when no column is named."""
@@ -38,11 +41,37 @@ def read(
     empty, a folder or not UTF-8; NUL bytes; malformed records; a missing column; empty texts; labels that are null,
     negative, fractional, of mixed types or unknown; repeated ids; one class only; no rows.
     """
-    path = Path(path)
+    columns = _Columns(_candidates(text_column, TEXT_COLUMNS), _candidates(label_column, LABEL_COLUMNS))
+    return _data_set(_found(Path(path), columns, _class), labels)
+
+
+def read_targets(
+    path: str | PathLike[str], *, text_column: str | None = None, label_column: str | None = None
+) -> Targets:
+    """The rows of a file as `read` takes it, with a number for each where that has a class.
+
+    Raises `InputError` with every fault found, as `read`, of labels those that are no finite number of fp32's range.
+    """
+    columns = _Columns(_candidates(text_column, TEXT_COLUMNS), _candidates(label_column, LABEL_COLUMNS))
+    found = _found(Path(path), columns, _target)
+    found.problems.raise_if_any()
+    return Targets(found.rows(found.labels), VALUE, str(path))
+
+
+def _class(label: object, typed: bool) -> tuple[int | str, str | None]:
+    return label if isinstance(label, int | str) else "", label_fault(label, typed)
+
+
+def _target(label: object, typed: bool) -> tuple[float, str | None]:
+    number = target_of(label, typed)
+    return (0.0, number) if isinstance(number, str) else (number, None)
+
+
+def _found(path: Path, columns: _Columns, meant: Callable[[object, bool], tuple[Meant, str | None]]) -> _Found[Meant]:
+    """All rows of the file, and what is wrong with them; raises `InputError` where there are none."""
     problems = ProblemList()
     table = open_table(path, problems)
-    found = _Found(table, problems)
-    columns = _Columns(_candidates(text_column, TEXT_COLUMNS), _candidates(label_column, LABEL_COLUMNS))
+    found = _Found(table, problems, meant)
     if table.columns is not None:
         columns.check(table.columns, f"{path}:1", problems)
         problems.raise_if_any()
@@ -52,7 +81,16 @@ def read(
         if not problems:
             problems.add(str(path), "has no rows")
         problems.raise_if_any()
-    return found.data_set(labels)
+    return found
+
+
+def first_record(path: Path) -> Mapping[str, object] | None:
+    """The fields of the first record of a file that has any, whatever they hold; None where there is none.
+
+    Raises `InputError` for a file that cannot be opened, or has no header where it needs one.
+    """
+    first = next(iter(open_table(path, ProblemList()).records), None)
+    return None if first is None else first.fields
 
 
 @dataclass(frozen=True)
@@ -148,14 +186,18 @@ def shown_names(names: Sequence[str], most: int = 12) -> str:
 
 
 @dataclass
-class _Found:
-    """Rows that have been read so far: line, text, label as written; and where each explicit id was first seen."""
+class _Found(Generic[Meant]):
+    """Rows that have been read so far: line, text, label as it is meant; and where each explicit id was first seen.
+
+    meant: a label as written, and whether numbers are not strings, to what it means, and why it cannot be used.
+    """
 
     table: Table
     problems: ProblemList
+    meant: Callable[[object, bool], tuple[Meant, str | None]]
     lines: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
-    labels: list[int | str] = field(default_factory=list)
+    labels: list[Meant] = field(default_factory=list)
     ids: dict[str, int] = field(default_factory=dict)
 
     def take(self, record: Record, columns: _Columns) -> None:
@@ -164,16 +206,17 @@ class _Found:
         chosen = columns.check(record.fields, where, self.problems)
         if chosen is None:
             return
-        text, label = record.fields[chosen[0]], record.fields[chosen[1]]
+        text = record.fields[chosen[0]]
+        label, label_fault = self.meant(record.fields[chosen[1]], self.table.typed)
         faults = [
             _fault_of(chosen[0], text),
-            label_fault(label, self.table.typed),
+            label_fault,
             self._repeated(record) if ID_COLUMN not in chosen else None,
         ]
         for fault in faults:
             if fault is not None:
                 self.problems.add(where, fault)
-        if isinstance(text, str) and isinstance(label, int | str) and not any(faults):
+        if isinstance(text, str) and not any(faults):
             self.lines.append(record.line)
             self.texts.append(text)
             self.labels.append(label)
@@ -185,25 +228,27 @@ class _Found:
         first = self.ids.setdefault(str(given), record.line)
         return None if first == record.line else f"id {shown(given)} is there already, at {self.table.place(first)}"
 
-    def data_set(self, labels: Sequence[str] | None) -> DataSet:
-        """The rows with their classes numbered. Raises `InputError` when anything was noted."""
-        meant, faults = same_kind(self.labels, self.table.typed)
-        for place, fault in faults:
-            self.problems.add(self.table.place(self.lines[place]), fault)
-        self.problems.raise_if_any()
-        names = label_names(meant) if labels is None else tuple(labels)
-        if labels is None and len(names) < 2:
-            what = f"all {len(meant)} rows have the label {names[0]!r}; a classifier needs two classes at least"
-            self.problems.add(str(self.table.path), what)
-        numbers = {name: number for number, name in enumerate(names)}
-        for place, label in enumerate(map(str, meant)):
-            if label not in numbers:
-                known = f"there are {shown_names(names)}{did_you_mean(label, names)}"
-                self.problems.add(self.table.place(self.lines[place]), f"label {shown(label)} is unknown; {known}")
-        self.problems.raise_if_any()
-        rows = zip(self.texts, map(str, meant), strict=True)
-        return DataSet(
-            tuple(Row(place, text, numbers[label]) for place, (text, label) in enumerate(rows)),
-            names,
-            str(self.table.path),
-        )
+    def rows(self, labels: Iterable[Label]) -> tuple[Row[Label], ...]:
+        """The rows with these labels, one for each."""
+        pairs = zip(self.texts, labels, strict=True)
+        return tuple(Row(place, text, label) for place, (text, label) in enumerate(pairs))
+
+
+def _data_set(found: _Found[int | str], labels: Sequence[str] | None) -> DataSet:
+    """The rows with their classes numbered. Raises `InputError` when anything was noted."""
+    table, problems = found.table, found.problems
+    meant, faults = same_kind(found.labels, table.typed)
+    for place, fault in faults:
+        problems.add(table.place(found.lines[place]), fault)
+    problems.raise_if_any()
+    names = label_names(meant) if labels is None else tuple(labels)
+    if labels is None and len(names) < 2:
+        what = f"all {len(meant)} rows have the label {names[0]!r}; a classifier needs two classes at least"
+        problems.add(str(table.path), what)
+    numbers = {name: number for number, name in enumerate(names)}
+    for place, label in enumerate(map(str, meant)):
+        if label not in numbers:
+            known = f"there are {shown_names(names)}{did_you_mean(label, names)}"
+            problems.add(table.place(found.lines[place]), f"label {shown(label)} is unknown; {known}")
+    problems.raise_if_any()
+    return DataSet(found.rows(numbers[label] for label in map(str, meant)), names, str(table.path))

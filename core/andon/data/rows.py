@@ -1,4 +1,4 @@
-"""What all data sets have in common; those of texts with a class; and the split of one, drawn once and kept."""
+"""What all data sets have in common; those of texts with a class or a number; and the split of one, drawn once."""
 
 from __future__ import annotations
 
@@ -7,18 +7,23 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol, Self
+from typing import ClassVar, Generic, Protocol, Self, TypeVar
 
 from andon.console.problems import InputError
 
+Label = TypeVar("Label", covariant=True)
+
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One text and its class. `id` is the row's place in what it was read from, from 0, and never changes."""
+class Row(Generic[Label]):
+    """One text and what is learned of it: a class as its number, a number as it is.
+
+    `id` is the row's place in what it was read from, from 0, and never changes.
+    """
 
     id: int
     text: str
-    label: int
+    label: Label
 
 
 class Examples(Protocol):
@@ -26,7 +31,7 @@ class Examples(Protocol):
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The names of the classes; empty where there are none."""
+        """The names of a model's outputs: of the classes, where there are any."""
         ...
 
     @property
@@ -54,6 +59,10 @@ class Examples(Protocol):
         """What a model is asked of each row, in order: two rows with one text are asked the same."""
         ...
 
+    def about(self) -> str:
+        """What is to be learned, in a few words: `5 classes`."""
+        ...
+
     def told(self, id_: int) -> tuple[str, str] | None:
         """What is to be learned of a row and what is asked, for a reader; None for an id not here."""
         ...
@@ -71,37 +80,40 @@ def shared_texts(rows: Examples, other: Examples) -> int:
 
 
 @dataclass(frozen=True)
-class DataSet:
-    """Rows, the names of their classes (`rows[i].label` is an index into `labels`), and where they came from."""
+class TextRows(Generic[Label]):
+    """Rows of texts, the names of a model's outputs, and where the rows came from."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[Row[Label], ...]
     labels: tuple[str, ...]
     source: str
+    kind: ClassVar[str] = ""
+    """What keeps the digests of two tasks over the same texts apart."""
+
+    def said(self, row: Row[Label]) -> tuple[str, ...]:
+        """What is to be learned of a row, in words."""
+        raise NotImplementedError
+
+    def about(self) -> str:
+        """What is to be learned, in a few words."""
+        raise NotImplementedError
 
     def __len__(self) -> int:
         return len(self.rows)
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 (hex) of every text and class name in order, each with its length before it."""
-        sha = hashlib.sha256()
+        """SHA-256 (hex) of every text and what is learned of it in order, each part with its length before it."""
+        sha = hashlib.sha256(self.kind.encode())
         for row in self.rows:
-            for part in (row.text, self.labels[row.label]):
+            for part in (row.text, *self.said(row)):
                 encoded = part.encode("utf-8")
                 sha.update(len(encoded).to_bytes(8, "little"))
                 sha.update(encoded)
         return sha.hexdigest()
 
     @cached_property
-    def _by_id(self) -> dict[int, Row]:
+    def _by_id(self) -> dict[int, Row[Label]]:
         return {row.id: row for row in self.rows}
-
-    def counts(self) -> tuple[int, ...]:
-        """Rows of each class, by label."""
-        found = [0] * len(self.labels)
-        for row in self.rows:
-            found[row.label] += 1
-        return tuple(found)
 
     def subset(self, ids: Iterable[int]) -> Self:
         """The rows with these ids, in the order of `ids`; they keep their ids. Raises KeyError for an id not here."""
@@ -117,9 +129,48 @@ class DataSet:
         return tuple(row.text for row in self.rows)
 
     def told(self, id_: int) -> tuple[str, str] | None:
-        """A row's class and its text; None for an id not here."""
+        """What is learned of a row, and its text; None for an id not here."""
         row = self._by_id.get(id_)
-        return None if row is None else (self.labels[row.label], row.text)
+        return None if row is None else (", ".join(self.said(row)), row.text)
+
+
+@dataclass(frozen=True)
+class DataSet(TextRows[int]):
+    """Texts with a class each: `rows[i].label` is an index into `labels`."""
+
+    def said(self, row: Row[int]) -> tuple[str, ...]:
+        """The name of the row's class."""
+        return (self.labels[row.label],)
+
+    def about(self) -> str:
+        """How many classes there are."""
+        return f"{len(self.labels)} classes"
+
+    def counts(self) -> tuple[int, ...]:
+        """Rows of each class, by label."""
+        found = [0] * len(self.labels)
+        for row in self.rows:
+            found[row.label] += 1
+        return tuple(found)
+
+
+VALUE = ("value",)
+"""The one output of a model of numbers."""
+
+
+@dataclass(frozen=True)
+class Targets(TextRows[float]):
+    """Texts with a finite number each."""
+
+    kind: ClassVar[str] = "regression"
+
+    def said(self, row: Row[float]) -> tuple[str, ...]:
+        """The row's number, as short as it can be read back to the same."""
+        return (repr(row.label),)
+
+    def about(self) -> str:
+        """Between what the numbers lie."""
+        return f"numbers from {min(row.label for row in self.rows):g} to {max(row.label for row in self.rows):g}"
 
 
 def frozen_split(count: int, fraction: float, seed: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -128,7 +128,7 @@ def generate(seed: int, count: int) -> DataSet:
     """
     draw = Draw(f"andon shell snippets {seed}")
     seen: set[str] = set()
-    rows: list[Row] = []
+    rows: list[Row[int]] = []
     for label in draw.shuffled([place % len(SSC_LABELS) for place in range(count)]):
         text = _snippet(draw, label)
         while text in seen:

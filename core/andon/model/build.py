@@ -27,14 +27,20 @@ Contexts = Callable[[], tuple[AbstractContextManager[object], AbstractContextMan
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _HALVES = (torch.bfloat16, torch.float16)
 _ARCHITECTURES = ("decoder", "encoder")
-_LOADERS = {"classification": "AutoModelForSequenceClassification", "causal": "AutoModelForCausalLM"}
+_LOADERS = {
+    "classification": "AutoModelForSequenceClassification",
+    "regression": "AutoModelForSequenceClassification",
+    "causal": "AutoModelForCausalLM",
+}
 """Who in transformers reads a folder's or the hub's model, by the head that it is to have."""
 _EMBEDDED = {
-    ("decoder", "classification"): "Qwen3ForSequenceClassification",
-    ("decoder", "causal"): "Qwen3ForCausalLM",
-    ("encoder", "classification"): "BertForSequenceClassification",
+    ("decoder", "AutoModelForSequenceClassification"): "Qwen3ForSequenceClassification",
+    ("decoder", "AutoModelForCausalLM"): "Qwen3ForCausalLM",
+    ("encoder", "AutoModelForSequenceClassification"): "BertForSequenceClassification",
 }
-"""The embedded models, by architecture and head."""
+"""The embedded models, by architecture and who would read them."""
+_PROBLEMS = {"regression": "regression"}
+"""What transformers calls the problem, for whoever uses the model there: its pipelines make probabilities of others."""
 _OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert")
 """Model types whose positions start behind the padding id."""
 _SEEDING = threading.Lock()
@@ -48,7 +54,8 @@ class ModelSpec:
     max_length: most tokens of a row. dtype: 'float32' or 'bfloat16', of the frozen weights. vocab_size: ids that the
     tokenizer may give. pad_id: the padding id; a decoder pools the last token that is not this one.
     labels: one name for each class, in the order of their ids. seed: of every weight that is not loaded.
-    head: 'classification', or 'causal' for the next token, where num_labels and labels are not read.
+    head: 'classification', 'regression' (one output), or 'causal' for the next token, where num_labels and labels are
+    not read.
     """
 
     num_labels: int
@@ -125,7 +132,9 @@ def _check(spec: ModelSpec) -> None:
         found.add("head", f"{spec.head!r} is not one of {', '.join(_LOADERS)}")
     if spec.head == "classification" and spec.num_labels < 2:
         found.add("num_labels", f"{spec.num_labels} classes; a classifier needs at least 2")
-    if spec.head == "classification" and len(spec.labels) != spec.num_labels:
+    if spec.head == "regression" and spec.num_labels != 1:
+        found.add("num_labels", f"{spec.num_labels} outputs; one number is learned")
+    if spec.head != "causal" and len(spec.labels) != spec.num_labels:
         found.add("labels", f"{len(spec.labels)} label names for {spec.num_labels} classes")
     if not 0 <= spec.pad_id < spec.vocab_size:
         found.add("pad_id", f"padding id {spec.pad_id} is outside of the {spec.vocab_size} ids of the vocabulary")
@@ -170,7 +179,8 @@ def _check_memory(spec: ModelSpec) -> None:
 def _label_names(spec: ModelSpec) -> dict[str, Any]:
     if spec.head == "causal":
         return {}
-    return {
+    problem = _PROBLEMS.get(spec.head)
+    return ({} if problem is None else {"problem_type": problem}) | {
         "num_labels": spec.num_labels,
         "id2label": dict(enumerate(spec.labels)),
         "label2id": {name: index for index, name in enumerate(spec.labels)},
@@ -205,7 +215,7 @@ def _embedded(spec: ModelSpec) -> Any:
             eos_token_id=None,
             tie_word_embeddings=spec.head == "causal",
         )
-    model: Any = getattr(transformers, _EMBEDDED[spec.architecture, spec.head])(config)
+    model: Any = getattr(transformers, _EMBEDDED[spec.architecture, _LOADERS[spec.head]])(config)
     model.config.dtype = _DTYPES[spec.dtype]
     return model.to(_DTYPES[spec.dtype])
 

@@ -24,6 +24,10 @@ _QUOTED = {
     "exact_match": "exact match",
     "perplexity": "perplexity",
     "token_accuracy": "token accuracy",
+    "rmse": "RMSE",
+    "spearman": "Spearman",
+    "pearson": "Pearson",
+    "mae": "MAE",
 }
 """What a line quotes of scores, where they have it, and the word for it; in this order."""
 
@@ -96,7 +100,7 @@ def read_summary(path: Path) -> Summary:
 
 def quoted(values: Mapping[str, Any]) -> dict[str, float]:
     """Of scores as plain values those that a line quotes, by the word for each."""
-    return {word: values[name] for name, word in _QUOTED.items() if name in values}
+    return {word: values[name] for name, word in _QUOTED.items() if values.get(name) is not None}
 
 
 def _finite(value: object) -> object:

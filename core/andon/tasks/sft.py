@@ -100,6 +100,7 @@ class SftTask:
     """Encoded conversations, in packs; a pack's id is its place. A `ScoredTask`: its outputs are three sums a pack."""
 
     output = "losses"
+    counts_right = True
     width = 3
 
     def __init__(

@@ -25,6 +25,9 @@ class ScoredTask(Task, Protocol):
     notes: tuple[str, ...]
     """What a user should know of how rows became tensors, a line each."""
 
+    counts_right: bool
+    """Whether a term of the loss is predicted right or wrong, so that `LeafLoss.correct` says something."""
+
     def __len__(self) -> int: ...
 
     @property

@@ -40,14 +40,14 @@ from andon.run.ledger import LedgerError, read_ledger
 from andon.run.summary import Summary, read_summary
 from andon.training.existing import require_run, require_task
 from andon.training.given import RowFiles
-from andon.training.rows import CLASSIFICATION, SFT
+from andon.training.rows import READERS, SFT
 from andon.training.start import Ended, start
 from andon_contracts.record import Broken
 from andon_contracts.untrusted import open_regular
 from andon_contracts.violation import Finding, Violation
 
 if TYPE_CHECKING:
-    from andon.training.inference import Answer, Prediction, TrainedRun
+    from andon.training.inference import Answer, Predicted, TrainedRun
 
 _SHORT = {flag.removeprefix("--").replace("-", "_"): key for key, flag in FLAGS.items()}
 """The arguments that stand for one key of the configuration, as the flags of the command line do."""
@@ -188,12 +188,12 @@ class TrainingRun:
             with torch_as_found():
                 return named(evaluate_run(self._model, rows), rows.labels)
 
-    def predict(self, texts: Iterable[str]) -> list[Prediction]:
-        """The likeliest label of each text, in order, with its probability.
+    def predict(self, texts: Iterable[str]) -> list[Predicted]:
+        """What the model says of each text, in order: the likeliest label with its probability, or a number.
 
         Raises `InputError` for what is no text, and for a run of conversations, which answers (`generate`).
         """
-        require_task(require_run(self.path), CLASSIFICATION, "generate")
+        require_task(require_run(self.path), READERS.keys() - {SFT}, "generate")
         given = _texts(texts)
         from andon.training.caller import torch_as_found
         from andon.training.inference import predict
@@ -206,7 +206,7 @@ class TrainingRun:
 
         Raises `InputError` for what is no text, a prompt that leaves no room, and a run of a classifier.
         """
-        require_task(require_run(self.path), SFT, "predict")
+        require_task(require_run(self.path), (SFT,), "predict")
         given = _texts(prompts)
         from andon.training.caller import torch_as_found
         from andon.training.inference import answer

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from andon.config.identity import differences, identity
 from andon.config.load import load_config
-from andon.config.schema import Config
+from andon.config.schema import CLASSIFICATION, Config
 from andon.config.source import is_there
 from andon.console.messages import say
 from andon.console.problems import InputError, Problem
@@ -15,7 +15,7 @@ from andon.data.hub import at_hand
 from andon.run.folder import RunFolder, State
 from andon.run.ledger import LedgerError, read_ledger
 from andon.run.provenance import read_provenance
-from andon.training.rows import CLASSIFICATION, read_rows
+from andon.training.rows import read_rows
 from andon_contracts.record import Retraction, Start, Step
 
 
@@ -122,10 +122,10 @@ def same_data(folder: RunFolder, digest: str) -> bool:
     return not folder.begun() or _data_of(folder) in (digest, None)
 
 
-def require_task(folder: RunFolder, task: str, other: str) -> None:
-    """Raise `InputError` unless the run in `folder` has learned `task`; other: the command for what it has learned."""
+def require_task(folder: RunFolder, tasks: Collection[str], other: str) -> None:
+    """Raise `InputError` unless the run in `folder` has learned one of `tasks`; other: the command for others."""
     found = config_of(folder).task or CLASSIFICATION
-    if found != task:
+    if found not in tasks:
         raise InputError([Problem(str(folder.path), f"is a run of {found}; use andon {other}")])
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -12,13 +12,12 @@ import torch
 from torch import nn
 
 from andon.backend.inprocess import InlineBackend
-from andon.config.schema import Config
+from andon.config.schema import CLASSIFICATION, REGRESSION, Config
 from andon.config.source import loading
 from andon.console.messages import say
 from andon.console.problems import InputError, Problem
 from andon.data.chat import encode_prompt
-from andon.data.conversations import ConversationSet, Message, read_conversations
-from andon.data.readers import read
+from andon.data.conversations import Message
 from andon.data.rows import DataSet, Examples
 from andon.data.tokens import HuggingFaceTokenizer, Tokenizer, pretrained_tokenizer
 from andon.metrics.scores import ClassificationScores, Scores
@@ -31,8 +30,15 @@ from andon.run.provenance import read_provenance
 from andon.tasks.sft import Asked
 from andon.training.evaluation import evaluate
 from andon.training.existing import config_at_hand, config_of
-from andon.training.material import HEADS, adapter_spec, conversation_task, loss_weights, model_spec, task_of
-from andon.training.rows import CLASSIFICATION, SFT, Rows, read_rows
+from andon.training.material import (
+    HEADS,
+    UNWEIGHTED,
+    adapter_spec,
+    loss_weights,
+    model_spec,
+    task_of,
+)
+from andon.training.rows import CLASSIFICATION, READERS, Rows, read_rows
 from andon_contracts.digest import hex64
 
 
@@ -55,6 +61,28 @@ class Prediction:
     label: str
     probability: float
     probabilities: tuple[float, ...]
+
+    def record(self, labels: Sequence[str] | None, rounded: Callable[[float], float]) -> dict[str, Any]:
+        """For a file or a screen. labels: names of the probabilities, where all are to be told."""
+        row: dict[str, Any] = {"text": self.text, "label": self.label, "probability": rounded(self.probability)}
+        if labels is not None:
+            row["scores"] = dict(zip(labels, map(rounded, self.probabilities), strict=True))
+        return row
+
+
+@dataclass(frozen=True)
+class PredictedNumber:
+    """The number that a model gives a text."""
+
+    text: str
+    value: float
+
+    def record(self, labels: Sequence[str] | None, rounded: Callable[[float], float]) -> dict[str, Any]:
+        """For a file or a screen."""
+        return {"text": self.text, "value": rounded(self.value)}
+
+
+Predicted = Prediction | PredictedNumber
 
 
 def load_run(folder: RunFolder, base: str | None = None) -> TrainedRun:
@@ -123,14 +151,12 @@ def read_labelled(
     """
     config = config_of(folder)
     columns = config.data
-    if config.task == SFT:
-        return read_conversations(data)
-    return read(
-        data,
-        text_column=text_column or columns.text_column,
-        label_column=label_column or columns.label_column,
-        labels=read_labels(folder.adapter),
-    )
+    if text_column or label_column:
+        named = {"text_column": text_column, "label_column": label_column}
+        columns = columns.model_copy(update={key: name for key, name in named.items() if name is not None})
+    task = config.task or CLASSIFICATION
+    labels = () if HEADS[task] == "causal" else read_labels(folder.adapter)
+    return READERS[task].read(columns, data, labels)
 
 
 def evaluate_run(run: TrainedRun, data: Examples) -> Scores:
@@ -140,9 +166,9 @@ def evaluate_run(run: TrainedRun, data: Examples) -> Scores:
     have changed, there is no loss, and a line says so.
     """
     backend = InlineBackend([torch.device("cpu")])
-    if isinstance(data, ConversationSet):
-        return evaluate(backend, [run.model], conversation_task(run.config, data, run.tokenizer), data.ids)
-    assert isinstance(data, DataSet)
+    if not isinstance(data, DataSet):
+        encoded = UNWEIGHTED[run.config.task or CLASSIFICATION](run.config, data, run.tokenizer)
+        return evaluate(backend, [run.model], encoded, data.ids)
     weights = _weights(run)
     task = task_of(run.config, data, run.tokenizer, weights or (1.0,) * len(run.labels))
     scores = evaluate(backend, [run.model], task, data.ids)
@@ -155,12 +181,12 @@ def evaluate_run(run: TrainedRun, data: Examples) -> Scores:
 
 
 def named(found: Scores, labels: Sequence[str]) -> dict[str, Any]:
-    """`found` as plain values for JSON, with the classes' names.
+    """`found` as plain values for JSON, with the classes' names, where there are any.
 
     Each of `classes` has its `label`; `labels` names the rows (actual) and columns (predicted) of `confusion`.
     """
     values = found.as_dict()
-    if not labels:
+    if not found.confusion:
         return values
     values["classes"] = [{"label": label} | one for label, one in zip(labels, values["classes"], strict=True)]
     confusion = values.pop("confusion")
@@ -212,16 +238,28 @@ def answer(run: TrainedRun, prompts: Iterable[str], max_new_tokens: int) -> Iter
         yield Answer(prompt, text, len(found), finished)
 
 
-def predict(run: TrainedRun, texts: Iterable[str], batch_size: int = 64) -> Iterator[Prediction]:
+def predict(run: TrainedRun, texts: Iterable[str], batch_size: int = 64) -> Iterator[Predicted]:
     """The prediction of each text, in order, as soon as its batch is full."""
     waiting = iter(texts)
+    of_task = _PREDICTED[run.config.task or CLASSIFICATION]
     while batch := list(islice(waiting, batch_size)):
-        yield from _predicted(run, batch)
+        rows = [torch.tensor(row) for row in run.tokenizer.encode(batch, run.config.model.max_length)]
+        logits = predictions(run.model, collate(rows, run.tokenizer.pad_id, 8, run.config.model.max_length))
+        yield from of_task(run, batch, logits)
 
 
-def _predicted(run: TrainedRun, texts: Sequence[str]) -> Iterator[Prediction]:
-    rows = [torch.tensor(row) for row in run.tokenizer.encode(texts, run.config.model.max_length)]
-    logits = predictions(run.model, collate(rows, run.tokenizer.pad_id, 8, run.config.model.max_length))
+def _classes(run: TrainedRun, texts: Sequence[str], logits: torch.Tensor) -> Iterator[Prediction]:
     for text, found in zip(texts, logits.softmax(dim=1).tolist(), strict=True):
         best = max(range(len(found)), key=found.__getitem__)
         yield Prediction(text, run.labels[best], found[best], tuple(found))
+
+
+def _numbers(run: TrainedRun, texts: Sequence[str], logits: torch.Tensor) -> Iterator[PredictedNumber]:
+    yield from map(PredictedNumber, texts, logits[:, 0].tolist())
+
+
+_PREDICTED: Mapping[str, Callable[[TrainedRun, Sequence[str], torch.Tensor], Iterator[Predicted]]] = {
+    CLASSIFICATION: _classes,
+    REGRESSION: _numbers,
+}
+"""By the task's name: texts and the model's logits of them to what is said of each."""

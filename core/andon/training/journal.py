@@ -171,11 +171,14 @@ class FolderJournal:
         fixed_state: Mapping[str, Any],
         keep: int,
         retention: Retention,
+        *,
+        counts_right: bool = True,
     ) -> None:
         """tensors: the state to save. fixed_state: what every checkpoint says of the run. keep: checkpoints to keep.
 
-        retention: those that are there when the run begins or goes on.
+        retention: those that are there when the run begins or goes on. counts_right: as a `ScoredTask` says it.
         """
+        self._counts_right = counts_right
         self._folder = folder
         self._ledger = ledger
         self._metrics = metrics
@@ -194,7 +197,7 @@ class FolderJournal:
             "step": result.step,
             "epoch": batch.epoch,
             "loss": result.loss,
-            "accuracy": result.correct / max(result.terms, 1),
+            **({"accuracy": result.correct / max(result.terms, 1)} if self._counts_right else {}),
             "grad_norm": result.grad_norm,
             "lr": result.rate,
             "rows": result.rows,

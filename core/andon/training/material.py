@@ -5,23 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from andon.config.schema import Config
+from andon.config.schema import CLASSIFICATION, REGRESSION, SFT, Config
 from andon.config.source import is_folder
 from andon.console.problems import InputError, Problem
 from andon.data.chat import encode_conversations
 from andon.data.conversations import ConversationSet
 from andon.data.labels import class_weights
-from andon.data.rows import DataSet, Examples
+from andon.data.rows import DataSet, Examples, Targets
 from andon.data.tokens import HuggingFaceTokenizer, Tokenizer, byte_tokenizer, pretrained_tokenizer
 from andon.model.adapter import AdapterSpec
 from andon.model.batches import length_step
 from andon.model.build import ModelSpec
 from andon.step.plan import BatchPlan
 from andon.tasks.classification import ClassificationTask
+from andon.tasks.regression import RegressionTask
 from andon.tasks.sft import Asked, SftTask
 from andon.tasks.task import ScoredTask
-from andon.training.rows import CLASSIFICATION, SFT, Rows, read_rows
+from andon.training.rows import Rows, read_rows
 
 
 @dataclass(frozen=True)
@@ -90,19 +92,39 @@ def loss_weights(config: Config, rows: Rows) -> tuple[float, ...]:
 def task_of(config: Config, data: DataSet, tokenizer: Tokenizer, weights: Sequence[float]) -> ClassificationTask:
     """The rows of `data` as what a step or an evaluation works on. weights: one a class, of the loss."""
     return ClassificationTask(
-        tokenizer.encode([row.text for row in data.rows], config.model.max_length),
+        tokenizer.encode(data.texts(), config.model.max_length),
         [row.label for row in data.rows],
         num_labels=len(data.labels),
-        vocab_size=tokenizer.vocab_size,
-        pad_id=tokenizer.pad_id,
         class_weights=weights,
-        padding_multiple=padding_multiple(config),
-        max_length=config.model.max_length,
-        places=[f"{data.source}: row {row.id}" for row in data.rows],
+        **_batching(config, data, tokenizer),
     )
 
 
-def _classification(config: Config, rows: Rows, tokenizer: Tokenizer) -> Callable[[Examples], ScoredTask]:
+def regression_of(config: Config, data: Examples, tokenizer: Tokenizer) -> RegressionTask:
+    """The rows of `data`, which are `Targets`, as what a step or an evaluation works on."""
+    assert isinstance(data, Targets)
+    return RegressionTask(
+        tokenizer.encode(data.texts(), config.model.max_length),
+        [row.label for row in data.rows],
+        **_batching(config, data, tokenizer),
+    )
+
+
+def _batching(config: Config, data: Examples, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What all tasks over texts are told alike."""
+    return {
+        "vocab_size": tokenizer.vocab_size,
+        "pad_id": tokenizer.pad_id,
+        "padding_multiple": padding_multiple(config),
+        "max_length": config.model.max_length,
+        "places": [f"{data.source}: row {id_}" for id_ in data.ids],
+    }
+
+
+Encode = Callable[[Examples], ScoredTask]
+
+
+def _classification(config: Config, rows: Rows, tokenizer: Tokenizer) -> Encode:
     weights = loss_weights(config, rows)
 
     def encode(data: Examples) -> ScoredTask:
@@ -112,16 +134,9 @@ def _classification(config: Config, rows: Rows, tokenizer: Tokenizer) -> Callabl
     return encode
 
 
-def _sft(config: Config, rows: Rows, tokenizer: Tokenizer) -> Callable[[Examples], ScoredTask]:
-    def encode(data: Examples) -> ScoredTask:
-        assert isinstance(data, ConversationSet)
-        return conversation_task(config, data, tokenizer)
-
-    return encode
-
-
-def conversation_task(config: Config, data: ConversationSet, tokenizer: Tokenizer) -> SftTask:
-    """The conversations of `data` as what a step or an evaluation works on, each a row of its own."""
+def conversation_task(config: Config, data: Examples, tokenizer: Tokenizer) -> SftTask:
+    """The rows of `data`, which are a `ConversationSet`, as what is worked on, each a row of its own."""
+    assert isinstance(data, ConversationSet)
     assert isinstance(tokenizer, HuggingFaceTokenizer)
     if config.training.compile != "off":
         what = f"{config.training.compile} is for classifiers; sft runs eagerly (off)"
@@ -139,12 +154,29 @@ def conversation_task(config: Config, data: ConversationSet, tokenizer: Tokenize
     )
 
 
-ENCODERS: Mapping[str, Callable[[Config, Rows, Tokenizer], Callable[[Examples], ScoredTask]]] = {
+UNWEIGHTED: Mapping[str, Callable[[Config, Examples, Tokenizer], ScoredTask]] = {
+    REGRESSION: regression_of,
+    SFT: conversation_task,
+}
+"""By the task's name, of those without classes to be weighted: a data set by itself to what is made of it."""
+
+
+def _unweighted(task: str) -> Callable[[Config, Rows, Tokenizer], Encode]:
+    def encoder(config: Config, rows: Rows, tokenizer: Tokenizer) -> Encode:
+        kind = config.data.class_weights
+        if kind != "uniform" and task != SFT:
+            raise InputError([Problem("data.class_weights", f"{kind} is of classes, and {task} has no weights")])
+        return lambda data: UNWEIGHTED[task](config, data, tokenizer)
+
+    return encoder
+
+
+ENCODERS: Mapping[str, Callable[[Config, Rows, Tokenizer], Encode]] = {
     CLASSIFICATION: _classification,
-    SFT: _sft,
+    **{task: _unweighted(task) for task in UNWEIGHTED},
 }
 """By the task's name: the rows of a run and their tokenizer to what makes a task of each of its data sets."""
-HEADS: Mapping[str, str] = {CLASSIFICATION: "classification", SFT: "causal"}
+HEADS: Mapping[str, str] = {CLASSIFICATION: "classification", REGRESSION: "regression", SFT: "causal"}
 """By the task's name: the head of its model."""
 
 

@@ -15,7 +15,7 @@ from andon.model.adapter import attach, trainable_parameters
 from andon.model.build import build_base
 from andon.step.plan import efficiency
 from andon.training.material import Material, idleness, prepare
-from andon.training.rows import unfit_model
+from andon.training.rows import told_of_task, unfit_model
 
 _MOST_WORKERS = 8
 
@@ -29,6 +29,8 @@ def describe(config: Config, row: int | None = None) -> Iterator[str]:
     material = prepare(config)
     model = attach(build_base(material.model), material.adapter, config.seed)
     material.task.require_fit(model, torch.device("cpu"))
+    if told_of_task(config):
+        yield told_of_task(config)
     yield _data(material)
     yield _texts(material)
     yield _model(model, material)
@@ -54,8 +56,7 @@ def describe(config: Config, row: int | None = None) -> Iterator[str]:
 
 def _data(material: Material) -> str:
     held = f"{len(material.rows.validation_ids)} to validate, {len(material.evaluation_ids)} to evaluate on"
-    learned = f"{len(material.labels)} classes" if material.labels else f"task {material.rows.task}"
-    return f"data: {len(material.rows.train_ids)} rows to train on, {held}; {learned}"
+    return f"data: {len(material.rows.train_ids)} rows to train on, {held}; {material.rows.train.about()}"
 
 
 def _row(material: Material, row: int) -> Iterator[str]:

@@ -17,8 +17,14 @@ from andon.step.step import StepResult
 class ProgressView:
     """Lines on standard error that a log can hold and `grep` can find; a rich bar where that is a terminal."""
 
-    def __init__(self, total_steps: int, log_every: int, mode: str = "auto", done: int = 0) -> None:
-        """mode: auto (a bar on a terminal), always (a bar), never (lines). done: steps already taken."""
+    def __init__(
+        self, total_steps: int, log_every: int, mode: str = "auto", done: int = 0, *, counts_right: bool = True
+    ) -> None:
+        """mode: auto (a bar on a terminal), always (a bar), never (lines). done: steps already taken.
+
+        counts_right: as a `ScoredTask` says it.
+        """
+        self._counts_right = counts_right
         self._total = total_steps
         self._every = log_every
         self._started = time.perf_counter()
@@ -35,9 +41,10 @@ class ProgressView:
                 bar.update(task, completed=result.step, description=f"epoch {batch.epoch + 1} loss {result.loss:.4f}")
         elif result.step % self._every == 0 or result.step == self._total:
             rate = (result.step - self._done_before) / (time.perf_counter() - self._started)
+            right = f"accuracy {result.correct / max(result.terms, 1):.3f} " if self._counts_right else ""
             self._line(
-                f"step {result.step}/{self._total} epoch {batch.epoch + 1} loss {result.loss:.4f} "
-                f"accuracy {result.correct / max(result.terms, 1):.3f} grad_norm {result.grad_norm:.3f} "
+                f"step {result.step}/{self._total} epoch {batch.epoch + 1} loss {result.loss:.4f} {right}"
+                f"grad_norm {result.grad_norm:.3f} "
                 f"lr {result.rate:.2e} {rate:.1f} steps/s"
             )
 

@@ -9,13 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from andon.config.schema import Config, Data
+from andon.config.schema import CLASSIFICATION, REGRESSION, SFT, Config, Data
 from andon.console.problems import InputError, Problem
-from andon.data import rewriting
-from andon.data.conversations import ConversationSet, is_of_conversations, read_conversations
-from andon.data.readers import read
-from andon.data.rows import DataSet, Examples, frozen_split, shared_texts
-from andon.data.shell import embedded
+from andon.data import reviews, rewriting, shell
+from andon.data.conversations import ConversationSet, are_of_conversations, read_conversations
+from andon.data.readers import first_record, read, read_targets
+from andon.data.rows import DataSet, Examples, Targets, frozen_split, shared_texts
 from andon.run.summary import HELD_OUT, LAST_VALIDATION
 
 
@@ -61,46 +60,71 @@ class Rows:
 class Reader:
     """Where the rows of a task come from.
 
-    read: of a file; the second data set is the one that is trained on, for a file that is only evaluated on. embedded:
-    of a run that names none, by its seed: to train on, and never trained on.
+    found: why the first record of a file that names no task is of this one; empty where it is not. read: of a file;
+    the labels are those of the rows that are trained on, for a file that is only evaluated on. embedded: of a run that
+    names none, by its seed: to train on, and never trained on.
     """
 
-    read: Callable[[Data, Path, Examples | None], Examples]
+    found: Callable[[Data, Mapping[str, object]], str]
+    read: Callable[[Data, Path, tuple[str, ...] | None], Examples]
     embedded: Callable[[int], tuple[Examples, Examples]]
 
 
-def _classes(data: Data, path: Path, like: Examples | None) -> DataSet:
-    labels = None if like is None else like.labels
+def _is_named(data: Data, first: Mapping[str, object]) -> str:
+    """Never found: numbers may be classes."""
+    return ""
+
+
+def _classes(data: Data, path: Path, labels: tuple[str, ...] | None) -> DataSet:
     return read(path, text_column=data.text_column, label_column=data.label_column, labels=labels)
 
 
-def _conversations(data: Data, path: Path, like: Examples | None) -> ConversationSet:
+def _conversations(data: Data, path: Path, labels: tuple[str, ...] | None) -> ConversationSet:
     return read_conversations(path)
 
 
-CLASSIFICATION, SFT = "classification", "sft"
+def _are_conversations(data: Data, first: Mapping[str, object]) -> str:
+    named = data.text_column is not None or data.label_column is not None
+    return "rows are conversations" if not named and are_of_conversations(first) else ""
+
+
+def _numbers(data: Data, path: Path, labels: tuple[str, ...] | None) -> Targets:
+    return read_targets(path, text_column=data.text_column, label_column=data.label_column)
+
+
 READERS: Mapping[str, Reader] = {
-    CLASSIFICATION: Reader(_classes, embedded),
-    SFT: Reader(_conversations, rewriting.embedded),
+    CLASSIFICATION: Reader(_is_named, _classes, shell.embedded),
+    REGRESSION: Reader(_is_named, _numbers, reviews.embedded_numbers),
+    SFT: Reader(_are_conversations, _conversations, rewriting.embedded),
 }
 """By the task's name in the configuration."""
 
 
+def _found(config: Config) -> tuple[str, str]:
+    """The task that the first row of the data is of, and why; a class, and no reason, where it is unclear."""
+    first = first_record(Path(config.data.train)) if config.data.train is not None else None
+    reasons = {} if first is None else {task: reader.found(config.data, first) for task, reader in READERS.items()}
+    return next(((task, why) for task, why in reasons.items() if why), (CLASSIFICATION, ""))
+
+
 def task_of_run(config: Config) -> str:
-    """What is learned: as configured, else what the first row of the data has columns of; a class where it is unclear.
+    """What is learned: as configured, else what the first row of the data is of; a class where it is unclear.
 
     Raises `InputError` for a file that cannot be opened.
     """
-    if config.task is not None or config.data.train is None:
-        return config.task or CLASSIFICATION
-    named = config.data.text_column is not None or config.data.label_column is not None
-    return SFT if not named and is_of_conversations(Path(config.data.train)) else CLASSIFICATION
+    return config.task or _found(config)[0]
 
 
 def with_task(config: Config) -> Config:
     """`config` with its task named where that is not a class for each row, so that the run can be read without data."""
     found = task_of_run(config)
     return config if found == CLASSIFICATION else config.model_copy(update={"task": found})
+
+
+def told_of_task(config: Config) -> str:
+    """A line that says which task was taken where none is named, and why; empty for what was always taken, a class."""
+    task, why = _found(config) if config.task is None else (config.task, "")
+    return f"task: {task}, as {why} in {config.data.train} (another: --task NAME)" if why else ""
 
 
 def read_rows(config: Config) -> Rows:
@@ -113,7 +137,8 @@ def read_rows(config: Config) -> Rows:
         train, evaluation = reader.embedded(config.seed)
     else:
         train = reader.read(config.data, Path(config.data.train), None)
-        evaluation = reader.read(config.data, Path(config.data.eval), train) if config.data.eval is not None else None
+        there = config.data.eval
+        evaluation = reader.read(config.data, Path(there), train.labels) if there is not None else None
     train_places, validation_places = frozen_split(len(train), config.data.validation_fraction, config.seed)
     ids = train.ids
     if evaluation is None and not validation_places:

@@ -211,13 +211,20 @@ def open_journal(session: Session, standpoint: Standpoint, progress: Progress) -
         folder=folder,
         ledger=ledger,
         metrics=MetricsWriter(folder.metrics, progress.step, _tracker(session, progress.step)),
-        view=ProgressView(run.plan.total_steps, config.run.log_every, config.run.progress, progress.step),
+        view=ProgressView(
+            run.plan.total_steps,
+            config.run.log_every,
+            config.run.progress,
+            progress.step,
+            counts_right=session.material.task.counts_right,
+        ),
         tensors=lambda: state_tensors(run.primary),
         fixed_state={"identity": run_identity(session), "fingerprint": fingerprint(session.environment)},
         keep=config.training.keep_checkpoints,
         retention=Retention.of(
             folder, standpoint.checkpoint, standpoint.history, progress.best_step, passing_over=passing_over
         ),
+        counts_right=session.material.task.counts_right,
     )
 
 

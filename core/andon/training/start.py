@@ -29,7 +29,7 @@ from andon.run.summary import quoted, read_summary
 from andon.training.entry import ENTRY, payload_of
 from andon.training.existing import go_on_with, how_far, newest_unfinished, require_same_as_finished, same_data
 from andon.training.given import kept
-from andon.training.rows import read_rows, with_task
+from andon.training.rows import read_rows, told_of_task, with_task
 
 _PRELOAD = (
     "andon.launch.server_first",
@@ -76,6 +76,7 @@ def start(
     Raises `InputError` before anything is started or written. Without rank processes also the run's own `InputError`
     and `Violation`, and whatever else it raised.
     """
+    task = told_of_task(config)
     if sizing is not None:
         _require_elastic(config)
     require(config.run.report_to)
@@ -83,6 +84,8 @@ def start(
     folder = _folder_of(config)
     if folder is not None and _nothing_to_do(config, folder):
         return Ended(folder, Exit.OK)
+    if task:
+        say(task)
     # All mistakes in the data at once, before ranks are started that would each find them.
     rows = read_rows(config)
     made = folder is None

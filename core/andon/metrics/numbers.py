@@ -1,0 +1,105 @@
+"""Scores of predicted numbers, the same floats on any number of workers and in any order of rows.
+
+Every sum is rounded once (`math.fsum`), or made of integers. A correlation does not exist, and is None, where all
+predictions or all targets are one number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from typing import Any
+
+
+@dataclass(frozen=True)
+class RegressionScores:
+    """Scores of numbers over `rows` rows.
+
+    mae, rmse: mean absolute error, root of the mean squared one, in the unit of the targets. pearson: the correlation,
+    spearman: that of the ranks, rows of one number having the mean of theirs; both in [-1, 1]. loss: the mean squared
+    error.
+    """
+
+    rows: int
+    mae: float
+    rmse: float
+    pearson: float | None
+    spearman: float | None
+    loss: float | None
+
+    @property
+    def confusion(self) -> tuple[tuple[int, ...], ...]:
+        """None: there are no classes."""
+        return ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+
+def regression_scores(predicted: Sequence[float], actual: Sequence[float]) -> RegressionScores:
+    """Scores of numbers, one of each a row. Errors of no rows are 0.0.
+
+    Raises `ValueError` for lists of different lengths and for what is not finite.
+    """
+    if len(predicted) != len(actual):
+        msg = f"{len(predicted)} predictions for {len(actual)} targets"
+        raise ValueError(msg)
+    if not all(map(math.isfinite, (*predicted, *actual))):
+        raise ValueError("a prediction or a target is not finite")
+    errors = [guess - target for guess, target in zip(predicted, actual, strict=True)]
+    count = max(len(errors), 1)
+    squared = math.fsum(error * error for error in errors) / count
+    return RegressionScores(
+        rows=len(errors),
+        mae=math.fsum(map(abs, errors)) / count,
+        rmse=math.sqrt(squared),
+        pearson=pearson(predicted, actual),
+        spearman=spearman(predicted, actual),
+        loss=squared,
+    )
+
+
+def pearson(first: Sequence[float], second: Sequence[float]) -> float | None:
+    """The correlation of two lists of one length, in [-1, 1]; None where one of them is constant."""
+    apart = [_apart(values) for values in (first, second)]
+    if not all(map(any, apart)):
+        return None
+    one, other = apart
+    covariance = math.fsum(a * b for a, b in zip(one, other, strict=True))
+    spread = math.sqrt(math.fsum(a * a for a in one)) * math.sqrt(math.fsum(b * b for b in other))
+    return max(-1.0, min(1.0, covariance / spread))
+
+
+def _apart(values: Sequence[float]) -> list[float]:
+    """How far each is from their mean, in units of their range, so that no square vanishes; 0 where there is none."""
+    low, high = min(values, default=0.0), max(values, default=0.0)
+    if low == high:
+        return [0.0] * len(values)
+    scaled = [(value - low) / (high - low) for value in values]
+    mean = math.fsum(scaled) / len(scaled)
+    return [value - mean for value in scaled]
+
+
+def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
+    """The correlation of the ranks of two lists of one length, by integers; None where one of them is constant."""
+    # Twice a mean rank is an integer, and twice their mean is one more than their number.
+    one, other = ([rank - len(values) - 1 for rank in _doubled_ranks(values)] for values in (first, second))
+    covariance = sum(a * b for a, b in zip(one, other, strict=True))
+    spread = sum(a * a for a in one) * sum(b * b for b in other)
+    # Squared in integers, so that it is rounded once and never leaves [-1, 1].
+    return math.copysign(math.sqrt(covariance * covariance / spread), covariance) if spread else None
+
+
+def _doubled_ranks(values: Sequence[float]) -> list[int]:
+    """Twice the rank of each value, from 1; equal ones have the mean of their ranks."""
+    ranks = [0] * len(values)
+    behind = 0
+    for _, group in groupby(sorted(range(len(values)), key=values.__getitem__), key=values.__getitem__):
+        places = [*group]
+        for place in places:
+            ranks[place] = 2 * behind + len(places) + 1
+        behind += len(places)
+    return ranks

@@ -1,0 +1,182 @@
+"""Encoded rows as batches: what all tasks over texts have in common, whatever is learned of a row.
+
+Rows are encoded once, before training (seed S2, C-PRETOK-001), and each has a digest from then on, to which what a
+model is given is held.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from andon.console.problems import ProblemList
+from andon.data.tokens import Tokenizer
+from andon.model.batches import collate, placed
+from andon.step.task import Batch
+from andon_contracts.digest import row_digests
+
+_TABLE_ROWS = 512
+
+
+class EncodedRows:
+    """Rows of tokens, and what is learned of each as int64 numbers; a row's id is its place in `tokens`."""
+
+    notes: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        tokens: Sequence[Sequence[int]],
+        labels: torch.Tensor | None,
+        *,
+        pad_id: int,
+        padding_multiple: int = 8,
+        max_length: int | None = None,
+        columns: Mapping[str, tuple[Sequence[Sequence[int]], int]] | None = None,
+    ) -> None:
+        """labels: int64 [rows] or [rows, numbers]; None where what is learned stands in a column. columns: further
+        numbers of each token, by the name that they have in a batch, and what pads them. Batches are padded to a
+        multiple of padding_multiple, but never beyond max_length.
+        """
+        self.pad_id = pad_id
+        self._multiple = padding_multiple
+        self._limit = max_length
+        self._lengths = torch.tensor([len(row) for row in tokens], dtype=torch.int64)
+        self._starts = (torch.cumsum(self._lengths, 0) - self._lengths).tolist()
+        self._tokens = _flat(tokens)
+        self._labels = labels
+        self._columns = {name: (_flat(values), padding) for name, (values, padding) in (columns or {}).items()}
+        self._table = self._digest_rows()
+
+    def __len__(self) -> int:
+        return self._lengths.numel()
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """int64 [rows]: tokens of each row."""
+        return self._lengths
+
+    def load(self, ids: Sequence[int], device: torch.device) -> Batch:
+        """Rows `ids`, one or more, on `device`: input_ids, attention_mask and each column [rows, length], labels with
+        the rows' own first, all int64.
+
+        Padded on the right with pad_id, mask 0 there. Raises `ValueError` without ids, `IndexError` for unknown ones.
+        """
+        if not ids:
+            raise ValueError("a batch needs at least one row")
+        count = len(self)
+        if min(ids) < 0 or max(ids) >= count:
+            msg = f"rows {min(ids)} to {max(ids)} asked of a task with {count} rows"
+            raise IndexError(msg)
+        spans = [slice(self._starts[row], self._starts[row] + int(self._lengths[row])) for row in ids]
+        batch = collate([self._tokens[span] for span in spans], self.pad_id, self._multiple, self._limit)
+        for name, (values, padding) in self._columns.items():
+            column = torch.full_like(batch["input_ids"], padding)
+            for place, span in enumerate(spans):
+                column[place, : span.stop - span.start] = values[span]
+            batch[name] = column
+        if self._labels is not None:
+            batch["labels"] = self._labels[list(ids)]
+        return placed(batch, device)
+
+    def content(self, batch: Batch) -> torch.Tensor:
+        """int64 [rows]: the digest of each row's tokens, mask, columns and labels as the batch holds them, padding
+        aside.
+
+        They enter together: a row is (labels, 2 * id + mask, columns, 2 * id + mask, ...), as long as its mask says.
+        """
+        mask = batch["attention_mask"]
+        values = batch["input_ids"] * 2 + mask
+        lengths = mask.sum(dim=1)
+        if self._columns:
+            values = torch.stack([values, *(batch[name] for name in self._columns)], dim=2).flatten(1)
+            lengths = lengths * (1 + len(self._columns))
+        if self._labels is None:
+            return row_digests(values, lengths)
+        labels = batch["labels"] if self._labels.dim() == 2 else batch["labels"].unsqueeze(1)
+        return row_digests(torch.cat([labels, values], dim=1), lengths + labels.shape[1])
+
+    def planned_content(self, ids: Sequence[int]) -> torch.Tensor:
+        """int64 [len(ids)] on the CPU: what `content` must give for these rows, computed when the task was made."""
+        return self._table[list(ids)]
+
+    def planned_terms(self, ids: Sequence[int]) -> Sequence[int]:
+        """One for each row: a row is one term of the loss, whatever its weight."""
+        return (1,) * len(ids)
+
+    def learned(self, row: int) -> str:
+        """What is learned of a row, for a reader."""
+        raise NotImplementedError
+
+    def shown(self, row: int, tokenizer: Tokenizer) -> Iterator[str]:
+        """What is learned of the row, and a line for each token: its place, its id, what it says."""
+        yield f"row {row}: {int(self._lengths[row])} tokens, {self.learned(row)}"
+        start = self._starts[row]
+        for place, id_ in enumerate(self._tokens[start : start + int(self._lengths[row])].tolist()):
+            yield f"{place:6} {id_:7}  {tokenizer.shown(id_)}"
+
+    def require_fit(self, model: nn.Module, device: torch.device) -> None:
+        """Any model that was built for these rows can be given them."""
+
+    def _digest_rows(self) -> torch.Tensor:
+        table = torch.zeros(len(self), dtype=torch.int64)
+        for first in range(0, len(self), _TABLE_ROWS):
+            lengths = self._lengths[first : first + _TABLE_ROWS]
+            real = torch.arange(int(lengths.max())) < lengths.unsqueeze(1)
+            start = self._starts[first]
+            flat = {"input_ids": self._tokens} | {name: values for name, (values, _) in self._columns.items()}
+            batch = {"attention_mask": real}
+            for name, values in flat.items():
+                batch[name] = torch.zeros(real.shape, dtype=torch.int64)
+                batch[name][real] = values[start : start + int(lengths.sum())]
+            if self._labels is not None:
+                batch["labels"] = self._labels[first : first + _TABLE_ROWS]
+            table[first : first + _TABLE_ROWS] = self.content(batch)
+        return table
+
+
+def _flat(rows: Sequence[Sequence[int]]) -> torch.Tensor:
+    return torch.tensor(list(itertools.chain.from_iterable(rows)), dtype=torch.int64)
+
+
+def check_rows(
+    tokens: Sequence[Sequence[int]],
+    labels: int,
+    label_fault: Callable[[int], str],
+    *,
+    vocab_size: int,
+    pad_id: int,
+    max_length: int | None,
+    places: Sequence[str] | None,
+) -> None:
+    """Raise `InputError` that names, by its place (`train.csv:17`), every row that no model can be given.
+
+    Those have no tokens or more than max_length, ids outside of the vocabulary, padding at their end (a decoder would
+    pool an earlier token), or a label in which label_fault, asked by a row's index, finds a fault. labels: how many.
+    """
+    found = ProblemList()
+    if len(tokens) != labels:
+        found.add("", f"{len(tokens)} rows of tokens but {labels} labels")
+        found.raise_if_any()
+    for index, row in enumerate(tokens):
+        where = places[index] if places is not None else f"row {index}"
+        for fault in (label_fault(index), _token_fault(row, vocab_size, pad_id, max_length)):
+            if fault:
+                found.add(where, fault)
+    found.raise_if_any()
+
+
+def _token_fault(row: Sequence[int], vocab_size: int, pad_id: int, max_length: int | None) -> str:
+    if not row:
+        return "the text gives no tokens"
+    if max_length is not None and len(row) > max_length:
+        return f"{len(row)} tokens are more than max_length {max_length}"
+    lowest, highest = min(row), max(row)
+    if lowest < 0 or highest >= vocab_size:
+        wrong = lowest if lowest < 0 else highest
+        return f"token id {wrong} is outside of the vocabulary of {vocab_size} ids"
+    if row[-1] == pad_id:
+        return f"the text ends with the padding token (id {pad_id}); a model would take it for padding"
+    return ""

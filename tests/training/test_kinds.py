@@ -1,0 +1,147 @@
+"""Every task as a whole run: found in the data, the same bits wherever it is done, resumed, scored and asked again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from andon.cli.train import run_training
+from andon.config.load import load_config
+from andon.config.schema import REGRESSION
+from andon.console.exits import Exit
+from andon.launch.launcher import warm_up
+from andon.run.folder import RunFolder
+from andon.training.inference import evaluate_run, load_run, named, predict, read_labelled
+from andon.training.preview import describe
+from andon.training.rows import read_rows
+from andon.training.run import train
+from andon_falsify.claims.ledgers import read_run, verify
+from andon_falsify.verdict import Outcome
+from tests.training.runs import PRELOAD, SMALL, outcome, records, row, summary
+
+warm_up(PRELOAD)
+
+COUNT = 45
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A task and rows of it. found: how the line ends that tells why it was taken; empty: it has to be named."""
+
+    task: str
+    rows: Callable[[int], dict[str, Any]]
+    about: str
+    found: str = ""
+
+
+def number(place: int) -> dict[str, Any]:
+    """Of a text how long it is, as a number with a fraction."""
+    text, _ = row(place)
+    return {"text": text, "label": len(text) / 8}
+
+
+KINDS = [Kind(REGRESSION, number, "numbers from 2.25 to 4.125")]
+IDS = [kind.task for kind in KINDS]
+
+
+def written(folder: Path, kind: Kind) -> Path:
+    """The rows of a task as JSON Lines."""
+    path = folder / "rows.jsonl"
+    path.write_text("".join(f"{json.dumps(kind.rows(place))}\n" for place in range(COUNT)))
+    return path
+
+
+def settings(kind: Kind, data: Path) -> list[str]:
+    """What `--set` is given."""
+    named = [] if kind.found else [f"task={kind.task}"]
+    return [*SMALL, f"data.train={data}", *named]
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=IDS)
+def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Kind, Path, Path]:
+    """A task, its rows, and the run of one worker that nothing interrupted."""
+    folder = tmp_path_factory.mktemp(request.param.task)
+    data = written(folder, request.param)
+    assert started(request.param, data, folder / "run", "inline", 1) == 0
+    return request.param, data, folder / "run"
+
+
+def started(kind: Kind, data: Path, folder: Path, backend: str, workers: int, resume: str = "never") -> Exit:
+    """`andon train` in this process, and in rank processes of it."""
+    flags = {"run.dir": str(folder), "run.backend": backend, "run.workers": workers, "run.resume": resume}
+    return run_training(None, settings(kind, data), flags)
+
+
+@pytest.mark.parametrize(("backend", "workers"), [("inline", 3), ("threads", 2), ("gloo", 2)])
+def test_any_number_of_workers_gives_the_same_bits(
+    whole: tuple[Kind, Path, Path], tmp_path: Path, backend: str, workers: int
+) -> None:
+    """Weights, loss and every score. All of it: `python -m benchmarks.kinds`."""
+    kind, data, alone = whole
+    assert started(kind, data, tmp_path / "run", backend, workers) == 0
+    assert outcome(tmp_path / "run") == outcome(alone)
+    assert {verdict.outcome for verdict in verify([read_run(alone), read_run(tmp_path / "run")])} <= {
+        Outcome.HOLDS,
+        Outcome.NOT_APPLICABLE,
+    }
+
+
+def test_a_resumed_run_ends_with_the_same_bits(whole: tuple[Kind, Path, Path], tmp_path: Path) -> None:
+    """Ended after five updates, and resumed on three workers."""
+    kind, data, alone = whole
+    folder = tmp_path / "run"
+    asked = iter([False] * 4 + [True])
+    config = load_config(
+        None, [*settings(kind, data), f"task={kind.task}"], {"run.dir": str(folder), "run.backend": "inline"}
+    )
+    assert train(config, RunFolder(folder), lambda: next(asked)) == Exit.PREEMPTED
+    assert started(kind, data, folder, "threads", 3, "auto") == 0
+    assert outcome(folder) == outcome(alone)
+
+
+def test_the_task_is_in_the_ledger_and_in_the_configuration(whole: tuple[Kind, Path, Path]) -> None:
+    """Whether it was named or found: whoever opens the run later need not look at the data."""
+    kind, _, folder = whole
+    (start,) = records(folder, "start")
+    assert start.plan.task == kind.task
+    assert load_config(folder / "config.yaml").task == kind.task
+
+
+def test_check_says_what_is_learned(whole: tuple[Kind, Path, Path]) -> None:
+    """And what was taken, where nobody said it."""
+    kind, data, _ = whole
+    lines = list(describe(load_config(None, [*settings(kind, data), "run.backend=inline"])))
+    assert any(line.startswith("data: ") and line.endswith(f"; {kind.about}") for line in lines)
+    told = [line for line in lines if line.startswith("task: ")]
+    assert told == ([f"task: {kind.task}, as {kind.found} in {data} (another: --task NAME)"] if kind.found else [])
+
+
+def test_a_run_scores_its_own_validation_rows_as_its_summary_has_them(
+    whole: tuple[Kind, Path, Path], tmp_path: Path
+) -> None:
+    """What `andon eval` says of the same rows is, to the bit, what the run said at its end."""
+    _, data, folder = whole
+    held = {*read_rows(load_config(folder / "config.yaml")).validation_ids}
+    lines = data.read_text().splitlines(keepends=True)
+    again = tmp_path / "held.jsonl"
+    again.write_text("".join(line for place, line in enumerate(lines) if place in held))
+    rows = read_labelled(RunFolder(folder), again)
+    found = evaluate_run(load_run(RunFolder(folder)), rows)
+    assert json.loads(json.dumps(found.as_dict())) == summary(folder)["eval"]
+    assert named(found, rows.labels)["rows"] == len(held)
+
+
+def test_predictions_are_numbers_in_the_unit_of_the_targets(tmp_path: Path) -> None:
+    """Each text of a file with the number that the model gives it."""
+    kind = KINDS[0]
+    data = written(tmp_path, kind)
+    assert started(kind, data, tmp_path / "run", "inline", 1) == 0
+    (first, second) = predict(load_run(RunFolder(tmp_path / "run")), ["red thing", "blue"])
+    assert [*first.record(None, lambda value: value)] == ["text", "value"]
+    assert 0 < first.record(None, float)["value"] < 6
+    assert first != second
