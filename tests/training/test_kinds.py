@@ -12,17 +12,18 @@ import pytest
 
 from andon.cli.train import run_training
 from andon.config.load import load_config
-from andon.config.schema import REGRESSION
+from andon.config.schema import CLASSIFICATION, REGRESSION
 from andon.console.exits import Exit
+from andon.console.problems import InputError
 from andon.launch.launcher import warm_up
 from andon.run.folder import RunFolder
-from andon.training.inference import evaluate_run, load_run, named, predict, read_labelled
+from andon.training.inference import Prediction, evaluate_run, load_run, named, predict, read_labelled
 from andon.training.preview import describe
 from andon.training.rows import read_rows
 from andon.training.run import train
 from andon_falsify.claims.ledgers import read_run, verify
 from andon_falsify.verdict import Outcome
-from tests.training.runs import PRELOAD, SMALL, outcome, records, row, summary
+from tests.training.runs import COLOURS, PRELOAD, SMALL, outcome, records, row, summary
 
 warm_up(PRELOAD)
 
@@ -37,6 +38,8 @@ class Kind:
     rows: Callable[[int], dict[str, Any]]
     about: str
     found: str = ""
+    settings: tuple[str, ...] = ()
+    name: str = ""
 
 
 def number(place: int) -> dict[str, Any]:
@@ -45,8 +48,17 @@ def number(place: int) -> dict[str, Any]:
     return {"text": text, "label": len(text) / 8}
 
 
-KINDS = [Kind(REGRESSION, number, "numbers from 2.25 to 4.125")]
-IDS = [kind.task for kind in KINDS]
+def pair(place: int) -> dict[str, Any]:
+    """A text and a colour, and whether it is the text's."""
+    text, colour = row(place)
+    return {"text": COLOURS[place // 3 % 3], "about": text, "label": str(colour == COLOURS[place // 3 % 3])}
+
+
+KINDS = [
+    Kind(REGRESSION, number, "numbers from 2.25 to 4.125"),
+    Kind(CLASSIFICATION, pair, "2 classes", settings=("data.text_pair_column=about",), name="pairs"),
+]
+IDS = [kind.name or kind.task for kind in KINDS]
 
 
 def written(folder: Path, kind: Kind) -> Path:
@@ -59,13 +71,13 @@ def written(folder: Path, kind: Kind) -> Path:
 def settings(kind: Kind, data: Path) -> list[str]:
     """What `--set` is given."""
     named = [] if kind.found else [f"task={kind.task}"]
-    return [*SMALL, f"data.train={data}", *named]
+    return [*SMALL, *kind.settings, f"data.train={data}", *named]
 
 
 @pytest.fixture(scope="module", params=KINDS, ids=IDS)
 def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Kind, Path, Path]:
     """A task, its rows, and the run of one worker that nothing interrupted."""
-    folder = tmp_path_factory.mktemp(request.param.task)
+    folder = tmp_path_factory.mktemp(request.param.name or request.param.task)
     data = written(folder, request.param)
     assert started(request.param, data, folder / "run", "inline", 1) == 0
     return request.param, data, folder / "run"
@@ -145,3 +157,17 @@ def test_predictions_are_numbers_in_the_unit_of_the_targets(tmp_path: Path) -> N
     assert [*first.record(None, lambda value: value)] == ["text", "value"]
     assert 0 < first.record(None, float)["value"] < 6
     assert first != second
+
+
+def test_a_run_of_pairs_is_asked_with_pairs(tmp_path: Path) -> None:
+    """The second text changes the answer, and one text alone is refused."""
+    kind = KINDS[1]
+    data = written(tmp_path, kind)
+    assert started(kind, data, tmp_path / "run", "inline", 1) == 0
+    run = load_run(RunFolder(tmp_path / "run"))
+    first, second = predict(run, ["red", "red"], pairs=["a red thing", "b"])
+    assert isinstance(first, Prediction)
+    assert isinstance(second, Prediction)
+    assert first.probability != second.probability
+    with pytest.raises(InputError, match="has learned from pairs, with a second text in 'about'"):
+        list(predict(run, ["red"]))

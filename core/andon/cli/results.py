@@ -73,7 +73,9 @@ def predict(
 
     trained = load_run(folder, model)
     labels = trained.labels if all_scores else None
-    rows = _records(found, predict(trained, found.texts), labels, None if output is None else _DIGITS)
+    rows = _records(
+        found, predict(trained, found.texts, pairs=found.pairs), labels, None if output is None else _DIGITS
+    )
     _put_rows(rows, output)
 
 
@@ -179,7 +181,7 @@ def _texts(folder: RunFolder, data: Path | None, text_column: str | None) -> Tex
     """What is to be labelled. Raises `InputError` with every fault of it."""
     column = text_column or config_of(folder).data.text_column
     if data is not None:
-        return read_texts(data, text_column=column)
+        return read_texts(data, text_column=column, text_pair_column=config_of(folder).data.text_pair_column)
     if text_column is not None:
         what = f"names a column of a file, and standard input has a text a line: {_typed(folder, text_column)}"
         raise InputError([Problem("--text-column", what)])
@@ -214,7 +216,8 @@ def _records(
 
     for place, one in enumerate(predictions):
         row: dict[str, Any] = {} if found.ids is None else {"id": found.ids[place]}
-        yield row | one.record(labels, rounded)
+        row |= one.record(labels, rounded)
+        yield row if found.pairs is None else row | {"text_pair": found.pairs[place]}
 
 
 def _lines(lines: Iterable[bytes]) -> list[str]:

@@ -104,6 +104,9 @@ class Data(Section):
     train: Name | None = Field(default=None, description="file to train on; null: generated shell snippets")
     eval: Name | None = Field(default=None, description="file never trained on; null: held-out rows")
     text_column: Name | None = Field(default=None, description="null: input or text")
+    text_pair_column: Name | None = Field(
+        default=None, description="of a second text, which the tokenizer joins to the first; null: there is none"
+    )
     label_column: Name | None = Field(default=None, description="null: label")
     validation_fraction: Share = Field(
         default=0.1, description="of the training rows, held back; drawn once from the seed"

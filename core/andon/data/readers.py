@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from andon.config.load import FLAGS
-from andon.console.problems import ProblemList, did_you_mean, shown
+from andon.console.problems import InputError, Problem, ProblemList, did_you_mean, shown
 from andon.data.formats import Record, Table, open_table
 from andon.data.labels import label_fault, label_names, same_kind, target_of, text_fault
 from andon.data.rows import VALUE, DataSet, Label, Row, Targets
@@ -27,35 +27,48 @@ def read(
     path: str | PathLike[str],
     *,
     text_column: str | None = None,
+    text_pair_column: str | None = None,
     label_column: str | None = None,
     labels: Sequence[str] | None = None,
 ) -> DataSet:
     """The rows of a .jsonl, .json (one object a line), .csv, .tsv or .parquet file.
 
-    The text is in `text_column` (else `input` or `text`), the class in `label_column` (else `label`): integers from 0
-    or strings, not both. Without `labels` the classes are those found, integers by value and strings sorted, and there
-    must be two at least. With `labels` (an evaluation file) each class must be one of them, by name.
+    The text is in `text_column` (else `input` or `text`), a second one in `text_pair_column`, if any, the class in
+    `label_column` (else `label`): integers from 0 or strings, not both. Without `labels` the classes are those found,
+    integers by value and strings sorted, and there must be two at least. With `labels` (an evaluation file) each class
+    must be one of them, by name.
     A row's id is its place among the file's rows, from 0.
 
     Raises `InputError` with every fault found, each as file:line with the offending value: a file that is missing,
     empty, a folder or not UTF-8; NUL bytes; malformed records; a missing column; empty texts; labels that are null,
     negative, fractional, of mixed types or unknown; repeated ids; one class only; no rows.
     """
-    columns = _Columns(_candidates(text_column, TEXT_COLUMNS), _candidates(label_column, LABEL_COLUMNS))
+    columns = _columns(text_column, text_pair_column, label_column)
     return _data_set(_found(Path(path), columns, _class), labels)
 
 
 def read_targets(
-    path: str | PathLike[str], *, text_column: str | None = None, label_column: str | None = None
+    path: str | PathLike[str],
+    *,
+    text_column: str | None = None,
+    text_pair_column: str | None = None,
+    label_column: str | None = None,
 ) -> Targets:
     """The rows of a file as `read` takes it, with a number for each where that has a class.
 
     Raises `InputError` with every fault found, as `read`, of labels those that are no finite number of fp32's range.
     """
-    columns = _Columns(_candidates(text_column, TEXT_COLUMNS), _candidates(label_column, LABEL_COLUMNS))
+    columns = _columns(text_column, text_pair_column, label_column)
     found = _found(Path(path), columns, _target)
     found.problems.raise_if_any()
     return Targets(found.rows(found.labels), VALUE, str(path))
+
+
+def _columns(text: str | None, pair: str | None, label: str | None) -> _Columns:
+    """Where a row's parts stand, as named, else under the usual names. Raises `InputError` for one column twice."""
+    if pair is not None and pair in (text, label):
+        raise InputError([Problem("data.text_pair_column", f"{pair!r} is named for something else too")])
+    return _Columns(_candidates(text, TEXT_COLUMNS), _candidates(label, LABEL_COLUMNS), pair)
 
 
 def _class(label: object, typed: bool) -> tuple[int | str, str | None]:
@@ -95,41 +108,44 @@ def first_record(path: Path) -> Mapping[str, object] | None:
 
 @dataclass(frozen=True)
 class Texts:
-    """The texts of a file, in its order. `ids`: the values of its column `id`; None where it has none."""
+    """The texts of a file, in its order. `ids`: the values of its column `id`; `pairs`: second texts; None where it has
+    none."""
 
     texts: tuple[str, ...]
     ids: tuple[object, ...] | None
+    pairs: tuple[str, ...] | None = None
 
 
-def read_texts(path: Path, *, text_column: str | None = None) -> Texts:
-    """The texts of a file of the kinds that `read` reads, in `text_column` (else `input` or `text`).
+def read_texts(path: Path, *, text_column: str | None = None, text_pair_column: str | None = None) -> Texts:
+    """The texts of a file of the kinds that `read` reads, in `text_column` (else `input` or `text`), and second ones.
 
     Whatever else stands in the file is not looked at. Raises `InputError` with every fault found, each as file:line.
     """
     problems = ProblemList()
     table = open_table(path, problems)
-    wanted = _candidates(text_column, TEXT_COLUMNS)
+    wanted = [("text", _candidates(text_column, TEXT_COLUMNS))]
+    wanted += [("text_pair", (text_pair_column,))] if text_pair_column is not None else []
     if table.columns is not None:
-        _column("text", wanted, table.columns, f"{path}:1", problems)
+        for what, names in wanted:
+            _column(what, names, table.columns, f"{path}:1", problems)
         problems.raise_if_any()
-    texts: list[str] = []
+    texts: list[tuple[str, ...]] = []
     ids: list[object] = []
     for record in table.records:
         where = table.place(record.line)
-        name = _column("text", wanted, tuple(record.fields), where, problems)
-        if name is None:
-            continue
-        text = record.fields[name]
-        fault = _fault_of(name, text)
-        if fault is not None:
+        chosen = [_column(what, names, tuple(record.fields), where, problems) for what, names in wanted]
+        found = [(name, record.fields[name]) for name in chosen if name is not None]
+        faults = [fault for name, text in found if (fault := _fault_of(name, text)) is not None]
+        for fault in faults:
             problems.add(where, fault)
-        elif isinstance(text, str):
-            texts.append(text)
+        if len(found) == len(wanted) and not faults:
+            texts.append(tuple(str(text) for _, text in found))
             ids.append(record.fields.get(ID_COLUMN))
     if not texts and not problems:
         problems.add(str(path), "has no rows")
     problems.raise_if_any()
-    return Texts(tuple(texts), None if all(id_ is None for id_ in ids) else tuple(ids))
+    pairs = None if text_pair_column is None else tuple(each[1] for each in texts)
+    return Texts(tuple(each[0] for each in texts), None if all(id_ is None for id_ in ids) else tuple(ids), pairs)
 
 
 def _fault_of(name: str, text: object) -> str | None:
@@ -146,17 +162,21 @@ def _candidates(named: str | None, usual: tuple[str, ...]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class _Columns:
-    """Names under which the text and the class may stand."""
+    """Names under which the text and the class may stand, and that of a second text, if any."""
 
     text: tuple[str, ...]
     label: tuple[str, ...]
+    pair: str | None = None
 
-    def check(self, there: Iterable[str], where: str, problems: ProblemList) -> tuple[str, str] | None:
-        """The two columns to use among those `there`, or None when that was not clear and was noted."""
+    def check(self, there: Iterable[str], where: str, problems: ProblemList) -> tuple[str, ...] | None:
+        """The columns to use among those `there`: text, label, second text, if any; None when that was not clear and
+        was noted."""
         there = tuple(there)
-        wanted = ("text", self.text), ("label", self.label)
-        text, label = (_column(what, names, there, where, problems) for what, names in wanted)
-        return None if text is None or label is None else (text, label)
+        wanted = [("text", self.text), ("label", self.label)]
+        wanted += [("text_pair", (self.pair,))] if self.pair is not None else []
+        found = [_column(what, names, there, where, problems) for what, names in wanted]
+        chosen = tuple(name for name in found if name is not None)
+        return chosen if len(chosen) == len(wanted) else None
 
 
 def _column(what: str, names: tuple[str, ...], there: tuple[str, ...], where: str, problems: ProblemList) -> str | None:
@@ -176,7 +196,7 @@ def _column(what: str, names: tuple[str, ...], there: tuple[str, ...], where: st
 def _naming(what: str) -> str:
     """How a column is named: by the flag that `train`, `eval` and `predict` have, or by its key."""
     key = f"data.{what}_column"
-    return f"{FLAGS[key]} ({key})"
+    return f"{FLAGS[key]} ({key})" if key in FLAGS else f"--set {key}"
 
 
 def shown_names(names: Sequence[str], most: int = 12) -> str:
@@ -196,7 +216,7 @@ class _Found(Generic[Meant]):
     problems: ProblemList
     meant: Callable[[object, bool], tuple[Meant, str | None]]
     lines: list[int] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
+    texts: list[tuple[str, ...]] = field(default_factory=list)
     labels: list[Meant] = field(default_factory=list)
     ids: dict[str, int] = field(default_factory=dict)
 
@@ -206,19 +226,19 @@ class _Found(Generic[Meant]):
         chosen = columns.check(record.fields, where, self.problems)
         if chosen is None:
             return
-        text = record.fields[chosen[0]]
+        texts = {name: record.fields[name] for name in (chosen[0], *chosen[2:])}
         label, label_fault = self.meant(record.fields[chosen[1]], self.table.typed)
         faults = [
-            _fault_of(chosen[0], text),
+            *(_fault_of(name, text) for name, text in texts.items()),
             label_fault,
             self._repeated(record) if ID_COLUMN not in chosen else None,
         ]
         for fault in faults:
             if fault is not None:
                 self.problems.add(where, fault)
-        if isinstance(text, str) and not any(faults):
+        if not any(faults):
             self.lines.append(record.line)
-            self.texts.append(text)
+            self.texts.append(tuple(map(str, texts.values())))
             self.labels.append(label)
 
     def _repeated(self, record: Record) -> str | None:
@@ -231,7 +251,10 @@ class _Found(Generic[Meant]):
     def rows(self, labels: Iterable[Label]) -> tuple[Row[Label], ...]:
         """The rows with these labels, one for each."""
         pairs = zip(self.texts, labels, strict=True)
-        return tuple(Row(place, text, label) for place, (text, label) in enumerate(pairs))
+        return tuple(
+            Row(place, texts[0], label, texts[1] if len(texts) > 1 else None)
+            for place, (texts, label) in enumerate(pairs)
+        )
 
 
 def _data_set(found: _Found[int | str], labels: Sequence[str] | None) -> DataSet:

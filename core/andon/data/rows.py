@@ -16,7 +16,7 @@ Label = TypeVar("Label", covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class Row(Generic[Label]):
-    """One text and what is learned of it: a class as its number, a number as it is.
+    """One text, or a pair of them, and what is learned of it: a class as its number, a number as it is.
 
     `id` is the row's place in what it was read from, from 0, and never changes.
     """
@@ -24,6 +24,12 @@ class Row(Generic[Label]):
     id: int
     text: str
     label: Label
+    pair: str | None = None
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The text, and its second one where there is a pair."""
+        return (self.text,) if self.pair is None else (self.text, self.pair)
 
 
 class Examples(Protocol):
@@ -105,7 +111,7 @@ class TextRows(Generic[Label]):
         """SHA-256 (hex) of every text and what is learned of it in order, each part with its length before it."""
         sha = hashlib.sha256(self.kind.encode())
         for row in self.rows:
-            for part in (row.text, *self.said(row)):
+            for part in (*row.texts, *self.said(row)):
                 encoded = part.encode("utf-8")
                 sha.update(len(encoded).to_bytes(8, "little"))
                 sha.update(encoded)
@@ -125,13 +131,13 @@ class TextRows(Generic[Label]):
         return tuple(row.id for row in self.rows)
 
     def texts(self) -> tuple[str, ...]:
-        """The rows' texts, in order."""
-        return tuple(row.text for row in self.rows)
+        """The rows' texts, in order; those of a pair on a line each."""
+        return tuple("\n".join(row.texts) for row in self.rows)
 
     def told(self, id_: int) -> tuple[str, str] | None:
         """What is learned of a row, and its text; None for an id not here."""
         row = self._by_id.get(id_)
-        return None if row is None else (", ".join(self.said(row)), row.text)
+        return None if row is None else (", ".join(self.said(row)), "\n".join(row.texts))
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,12 @@ class Tokenizer(Protocol):
         """One list of 1 to `max_length` ids for each text; the last id is never `pad_id`."""
         ...
 
+    def encode_pairs(
+        self, texts: Sequence[str], pairs: Sequence[str], max_length: int
+    ) -> tuple[list[list[int]], list[list[int]]]:
+        """As `encode`, of two texts each, and of which of the two each id is: 0 or 1, where it is said."""
+        ...
+
     def shown(self, id_: int) -> str:
         """What a token says, in quotes, on one line of a terminal."""
         ...
@@ -108,6 +114,28 @@ class HuggingFaceTokenizer:
                 encoded[place] = ids
         self.truncated += len(long)
         return [self._ended(ids) for ids in encoded]
+
+    def encode_pairs(
+        self, texts: Sequence[str], pairs: Sequence[str], max_length: int
+    ) -> tuple[list[list[int]], list[list[int]]]:
+        """Ids of each pair, joined as the tokenizer joins two texts, and their types, 0 where it has none.
+
+        A pair beyond max_length loses tokens of its longer text first. Raises as `encode` does.
+        """
+        around = self.base.num_special_tokens_to_add(pair=True)
+        if max_length <= around + 1:
+            what = f"must be more than {around + 1} for pairs of texts and this tokenizer ({max_length})"
+            raise InputError([Problem("model.max_length", what)])
+        if not texts:
+            return [], []
+        both = list(texts), list(pairs)
+        whole = self.base(*both, truncation=False, verbose=False)["input_ids"]
+        self.truncated += sum(len(ids) > max_length for ids in whole)
+        found = self.base(*both, truncation="longest_first", max_length=max_length, verbose=False)
+        rows = [self._ended(ids) for ids in found["input_ids"]]
+        given = found.get("token_type_ids") or [[0] * len(ids) for ids in rows]
+        types = [types[: len(ids)] or [0] for ids, types in zip(rows, given, strict=True)]
+        return rows, types
 
     def shown(self, id_: int) -> str:
         """What a token says, in quotes, on one line of a terminal; a part of a character by the name it has."""
@@ -174,13 +202,14 @@ def _files_digest(folder: Path) -> str:
     return sha.hexdigest()
 
 
-def byte_tokenizer() -> HuggingFaceTokenizer:
+def byte_tokenizer(*, pairs: bool = False) -> HuggingFaceTokenizer:
     """The embedded tokenizer: one id for each byte of UTF-8, after `<pad>` 0, `<s>` 1, `</s>` 2 and `<unk>` 3.
 
-    It loses nothing: a text that holds the letters of a special token is bytes like any other.
+    It loses nothing: a text that holds the letters of a special token is bytes like any other. pairs: it puts `</s>`
+    between two texts.
     """
     from tokenizers import Tokenizer as Backend
-    from tokenizers import decoders, models, pre_tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -188,6 +217,10 @@ def byte_tokenizer() -> HuggingFaceTokenizer:
     backend = Backend(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
+    if pairs:
+        backend.post_processor = processors.TemplateProcessing(
+            single="$A", pair=f"$A {_SPECIALS[2]} $B", special_tokens=[(_SPECIALS[2], 2)]
+        )
     pad, start, end, unknown = _SPECIALS
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,

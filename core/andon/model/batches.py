@@ -5,12 +5,13 @@ A batch is padded to its own longest row, so its shape depends on its rows alone
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Sequence
 
 import torch
 from torch import nn
 
-from andon.model.build import computing
+from andon.model.build import computing, without_adapter
 from andon.model.masks import masked, masking_of
 from andon.step.task import Batch
 
@@ -71,10 +72,18 @@ def logits_of(model: nn.Module, batch: Batch) -> torch.Tensor:
     A model whose weights are stored in half precision computes its matrix products in it (autocast).
     """
     ids = batch["input_ids"]
+    types = {"token_type_ids": batch["token_type_ids"]} if "token_type_ids" in batch and _takes_types(model) else {}
     masking = masking_of(model, ids.device)
     with computing(model, ids.device), masked(model, masking, batch["attention_mask"]) as mask:
-        logits: torch.Tensor = model(input_ids=ids, attention_mask=mask).logits
+        logits: torch.Tensor = model(input_ids=ids, attention_mask=mask, **types).logits
     return logits
+
+
+def _takes_types(model: nn.Module) -> bool:
+    """Whether a model is told of which of two texts a token is: one of more than one type of token."""
+    base = without_adapter(model)
+    more = getattr(getattr(base, "config", None), "type_vocab_size", 2) > 1
+    return more and "token_type_ids" in inspect.signature(type(base).forward).parameters
 
 
 def predictions(model: nn.Module, batch: Batch) -> torch.Tensor:

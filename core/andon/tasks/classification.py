@@ -8,7 +8,7 @@ its kind from the dtype of the labels: neither is used.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from andon.console.problems import ProblemList
 from andon.metrics.scores import ClassificationScores, confusion_matrix, scores
 from andon.model.batches import logits_of, predictions
 from andon.step.task import Batch, LeafLoss
-from andon.tasks.encoded import EncodedRows, check_rows
+from andon.tasks.encoded import Columns, EncodedRows, check_rows
 
 
 class ClassificationTask(EncodedRows):
@@ -38,7 +38,7 @@ class ClassificationTask(EncodedRows):
         padding_multiple: int = 8,
         max_length: int | None = None,
         places: Sequence[str] | None = None,
-        columns: Mapping[str, tuple[Sequence[Sequence[int]], int]] | None = None,
+        columns: Columns | None = None,
     ) -> None:
         """tokens, labels: parallel, one entry a row. class_weights: w, one a class (None: all 1). padding_multiple,
         max_length, columns: as `EncodedRows` has them. places: where each row came from, for messages.

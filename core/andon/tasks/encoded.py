@@ -19,6 +19,8 @@ from andon.step.task import Batch
 from andon_contracts.digest import row_digests
 
 _TABLE_ROWS = 512
+Columns = Mapping[str, tuple[Sequence[Sequence[int]], int]]
+"""Numbers of each token of each row, by the name that they have in a batch, and what pads them there."""
 
 
 class EncodedRows:
@@ -34,10 +36,10 @@ class EncodedRows:
         pad_id: int,
         padding_multiple: int = 8,
         max_length: int | None = None,
-        columns: Mapping[str, tuple[Sequence[Sequence[int]], int]] | None = None,
+        columns: Columns | None = None,
     ) -> None:
         """labels: int64 [rows] or [rows, numbers]; None where what is learned stands in a column. columns: further
-        numbers of each token, by the name that they have in a batch, and what pads them. Batches are padded to a
+        numbers of the tokens. Batches are padded to a
         multiple of padding_multiple, but never beyond max_length.
         """
         self.pad_id = pad_id

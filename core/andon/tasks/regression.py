@@ -6,7 +6,7 @@ scored are the same numbers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from andon.data.labels import LARGEST_TARGET
 from andon.metrics.numbers import RegressionScores, regression_scores
 from andon.model.batches import logits_of, predictions
 from andon.step.task import Batch, LeafLoss
-from andon.tasks.encoded import EncodedRows, check_rows
+from andon.tasks.encoded import Columns, EncodedRows, check_rows
 
 
 class RegressionTask(EncodedRows):
@@ -38,7 +38,7 @@ class RegressionTask(EncodedRows):
         padding_multiple: int = 8,
         max_length: int | None = None,
         places: Sequence[str] | None = None,
-        columns: Mapping[str, tuple[Sequence[Sequence[int]], int]] | None = None,
+        columns: Columns | None = None,
     ) -> None:
         """tokens, targets: parallel, one entry a row. padding_multiple, max_length, columns: as `EncodedRows` has them.
 

@@ -22,23 +22,17 @@ from andon.data.rows import DataSet, Examples
 from andon.data.tokens import HuggingFaceTokenizer, Tokenizer, pretrained_tokenizer
 from andon.metrics.scores import ClassificationScores, Scores
 from andon.model.adapter import attach, base_digest, load_adapter, read_labels
-from andon.model.batches import collate, predictions
+from andon.model.batches import predictions
 from andon.model.build import ModelSpec, build_base
 from andon.model.causal import generate_greedy
 from andon.run.folder import RunFolder
 from andon.run.provenance import read_provenance
+from andon.tasks.encoded import EncodedRows
 from andon.tasks.sft import Asked
 from andon.training.evaluation import evaluate
 from andon.training.existing import config_at_hand, config_of
-from andon.training.material import (
-    HEADS,
-    UNWEIGHTED,
-    adapter_spec,
-    loss_weights,
-    model_spec,
-    task_of,
-)
-from andon.training.rows import CLASSIFICATION, READERS, Rows, read_rows
+from andon.training.material import HEADS, UNWEIGHTED, adapter_spec, encoded, loss_weights, model_spec, task_of
+from andon.training.rows import READERS, Rows, read_rows
 from andon_contracts.digest import hex64
 
 
@@ -167,8 +161,8 @@ def evaluate_run(run: TrainedRun, data: Examples) -> Scores:
     """
     backend = InlineBackend([torch.device("cpu")])
     if not isinstance(data, DataSet):
-        encoded = UNWEIGHTED[run.config.task or CLASSIFICATION](run.config, data, run.tokenizer)
-        return evaluate(backend, [run.model], encoded, data.ids)
+        rows = UNWEIGHTED[run.config.task or CLASSIFICATION](run.config, data, run.tokenizer)
+        return evaluate(backend, [run.model], rows, data.ids)
     weights = _weights(run)
     task = task_of(run.config, data, run.tokenizer, weights or (1.0,) * len(run.labels))
     scores = evaluate(backend, [run.model], task, data.ids)
@@ -238,13 +232,24 @@ def answer(run: TrainedRun, prompts: Iterable[str], max_new_tokens: int) -> Iter
         yield Answer(prompt, text, len(found), finished)
 
 
-def predict(run: TrainedRun, texts: Iterable[str], batch_size: int = 64) -> Iterator[Predicted]:
-    """The prediction of each text, in order, as soon as its batch is full."""
-    waiting = iter(texts)
+def predict(
+    run: TrainedRun, texts: Iterable[str], batch_size: int = 64, *, pairs: Iterable[str] | None = None
+) -> Iterator[Predicted]:
+    """The prediction of each text, in order, as soon as its batch is full. pairs: the second text of each.
+
+    Raises `InputError` for texts alone where the run has learned from pairs, and the other way round.
+    """
+    named = run.config.data.text_pair_column
+    if (named is None) != (pairs is None):
+        what = f"has learned from {'single texts' if named is None else f'pairs, with a second text in {named!r}'}"
+        raise InputError([Problem(str(run.folder.path), what)])
+    waiting, others, limit = iter(texts), iter(pairs or ()), run.config.model.max_length
     of_task = _PREDICTED[run.config.task or CLASSIFICATION]
     while batch := list(islice(waiting, batch_size)):
-        rows = [torch.tensor(row) for row in run.tokenizer.encode(batch, run.config.model.max_length)]
-        logits = predictions(run.model, collate(rows, run.tokenizer.pad_id, 8, run.config.model.max_length))
+        second = None if pairs is None else list(islice(others, len(batch)))
+        tokens, columns = encoded(run.tokenizer, batch, second, limit)
+        asked = EncodedRows(tokens, None, pad_id=run.tokenizer.pad_id, max_length=limit, columns=columns)
+        logits = predictions(run.model, asked.load(range(len(batch)), torch.device("cpu")))
         yield from of_task(run, batch, logits)
 
 

@@ -13,13 +13,14 @@ from andon.console.problems import InputError, Problem
 from andon.data.chat import encode_conversations
 from andon.data.conversations import ConversationSet
 from andon.data.labels import class_weights
-from andon.data.rows import DataSet, Examples, Targets
+from andon.data.rows import DataSet, Examples, Targets, TextRows
 from andon.data.tokens import HuggingFaceTokenizer, Tokenizer, byte_tokenizer, pretrained_tokenizer
 from andon.model.adapter import AdapterSpec
 from andon.model.batches import length_step
 from andon.model.build import ModelSpec
 from andon.step.plan import BatchPlan
 from andon.tasks.classification import ClassificationTask
+from andon.tasks.encoded import Columns
 from andon.tasks.regression import RegressionTask
 from andon.tasks.sft import Asked, SftTask
 from andon.tasks.task import ScoredTask
@@ -78,7 +79,7 @@ def prepare(config: Config) -> Material:
 
 def _tokenizer(config: Config) -> Tokenizer:
     if config.model.base is None:
-        return byte_tokenizer()
+        return byte_tokenizer(pairs=config.data.text_pair_column is not None)
     return pretrained_tokenizer(config.model.base, local_only=is_folder(Path(config.model.base)))
 
 
@@ -92,11 +93,10 @@ def loss_weights(config: Config, rows: Rows) -> tuple[float, ...]:
 def task_of(config: Config, data: DataSet, tokenizer: Tokenizer, weights: Sequence[float]) -> ClassificationTask:
     """The rows of `data` as what a step or an evaluation works on. weights: one a class, of the loss."""
     return ClassificationTask(
-        tokenizer.encode(data.texts(), config.model.max_length),
-        [row.label for row in data.rows],
+        labels=[row.label for row in data.rows],
         num_labels=len(data.labels),
         class_weights=weights,
-        **_batching(config, data, tokenizer),
+        **_encoded(config, data, tokenizer),
     )
 
 
@@ -104,21 +104,34 @@ def regression_of(config: Config, data: Examples, tokenizer: Tokenizer) -> Regre
     """The rows of `data`, which are `Targets`, as what a step or an evaluation works on."""
     assert isinstance(data, Targets)
     return RegressionTask(
-        tokenizer.encode(data.texts(), config.model.max_length),
-        [row.label for row in data.rows],
-        **_batching(config, data, tokenizer),
+        targets=[row.label for row in data.rows],
+        **_encoded(config, data, tokenizer),
     )
 
 
-def _batching(config: Config, data: Examples, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What all tasks over texts are told alike."""
+def _encoded(config: Config, data: TextRows[Any], tokenizer: Tokenizer) -> dict[str, Any]:
+    """What all tasks over texts, or pairs of them, are told alike."""
+    pairs = [row.pair for row in data.rows if row.pair is not None]
+    tokens, columns = encoded(tokenizer, [row.text for row in data.rows], pairs or None, config.model.max_length)
     return {
+        "tokens": tokens,
+        "columns": columns,
         "vocab_size": tokenizer.vocab_size,
         "pad_id": tokenizer.pad_id,
         "padding_multiple": padding_multiple(config),
         "max_length": config.model.max_length,
         "places": [f"{data.source}: row {id_}" for id_ in data.ids],
     }
+
+
+def encoded(
+    tokenizer: Tokenizer, texts: Sequence[str], pairs: Sequence[str] | None, max_length: int
+) -> tuple[list[list[int]], Columns]:
+    """The tokens of texts, or of pairs of texts, and which text of a pair each is of, where the tokenizer says it."""
+    if pairs is None:
+        return tokenizer.encode(texts, max_length), {}
+    tokens, types = tokenizer.encode_pairs(texts, pairs, max_length)
+    return tokens, {"token_type_ids": (types, 0)} if any(map(any, types)) else {}
 
 
 Encode = Callable[[Examples], ScoredTask]

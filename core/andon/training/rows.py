@@ -76,7 +76,11 @@ def _is_named(data: Data, first: Mapping[str, object]) -> str:
 
 
 def _classes(data: Data, path: Path, labels: tuple[str, ...] | None) -> DataSet:
-    return read(path, text_column=data.text_column, label_column=data.label_column, labels=labels)
+    return read(path, **_columns(data), labels=labels)
+
+
+def _columns(data: Data) -> dict[str, str | None]:
+    return data.model_dump(include={"text_column", "text_pair_column", "label_column"})
 
 
 def _conversations(data: Data, path: Path, labels: tuple[str, ...] | None) -> ConversationSet:
@@ -89,7 +93,7 @@ def _are_conversations(data: Data, first: Mapping[str, object]) -> str:
 
 
 def _numbers(data: Data, path: Path, labels: tuple[str, ...] | None) -> Targets:
-    return read_targets(path, text_column=data.text_column, label_column=data.label_column)
+    return read_targets(path, **_columns(data))
 
 
 READERS: Mapping[str, Reader] = {
