@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from andon.console.problems import InputError
 from andon.data import formats
-from andon.data.readers import read, read_targets
+from andon.data.readers import read, read_label_sets, read_targets
 from andon.data.rows import DataSet
 
 WORDS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=12).filter(
@@ -322,3 +322,39 @@ def test_a_fraction_names_the_task_that_takes_it(tmp_path: Path) -> None:
     """As a class it is refused, and what to do is said."""
     for name, content in (("a.jsonl", '{"text": "a", "label": 0.5}'), ("a.csv", "text,label\na,0.5\n")):
         assert all("--task regression" in line for line in faults(written(tmp_path, name, content)))
+
+
+def test_sets_of_labels_are_lists_or_strings_with_a_separator(tmp_path: Path) -> None:
+    """The same rows in both; nothing is no label; the order in which a row names its labels does not matter."""
+    lines = '{"text": "a", "labels": ["x", "y"]}\n{"text": "b", "labels": []}\n{"text": "c", "labels": ["y"]}'
+    first = read_label_sets(written(tmp_path, "a.jsonl", lines))
+    assert (first.labels, [row.label for row in first.rows]) == (("x", "y"), [(0, 1), (), (1,)])
+    table = written(tmp_path, "a.csv", "text,label\na,y; x\nb,\nc,y\n")
+    assert read_label_sets(table, separator=";").digest == first.digest
+
+
+@pytest.mark.parametrize(
+    ("labels", "fault"),
+    [
+        ('"x;y"', "label 'x;y' is one string; write a list, or say what is between labels"),
+        ("null", "label None is a NoneType, and a list of labels is learned"),
+        ('["x", 3]', "label 3 is a int, and labels are strings"),
+        ('["x", ""]', "label '' is empty"),
+        ('["x", "x"]', "label 'x' is there twice"),
+        ('["x", "z"]', "label 'z' is unknown; there are 'x', 'y'"),
+    ],
+)
+def test_what_is_no_set_of_labels_is_told_with_its_line(tmp_path: Path, labels: str, fault: str) -> None:
+    """The last one of a file that is evaluated on."""
+    path = written(tmp_path, "a.jsonl", f'{{"text": "a", "label": ["y"]}}\n{{"text": "b", "label": {labels}}}')
+    with pytest.raises(InputError) as caught:
+        read_label_sets(path, labels=("x", "y"))
+    assert str(caught.value).startswith(f"{path}:2: {fault}")
+    with pytest.raises(InputError, match="no row has a label"):
+        read_label_sets(written(tmp_path, "b.jsonl", '{"text": "a", "label": []}'))
+
+
+def test_a_list_as_a_class_names_the_task_that_takes_it(tmp_path: Path) -> None:
+    """It is refused as a class, and what to do is said."""
+    (line,) = faults(written(tmp_path, "a.jsonl", '{"text": "a", "label": ["x"]}'))
+    assert line.endswith("; to learn several labels a row: --task multi-label")

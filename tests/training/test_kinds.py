@@ -12,7 +12,7 @@ import pytest
 
 from andon.cli.train import run_training
 from andon.config.load import load_config
-from andon.config.schema import CLASSIFICATION, REGRESSION
+from andon.config.schema import CLASSIFICATION, MULTI_LABEL, REGRESSION
 from andon.console.exits import Exit
 from andon.console.problems import InputError
 from andon.launch.launcher import warm_up
@@ -48,6 +48,12 @@ def number(place: int) -> dict[str, Any]:
     return {"text": text, "label": len(text) / 8}
 
 
+def label_set(place: int) -> dict[str, Any]:
+    """A text and what is true of it: its colour, and whether it is long; of every seventh row nothing is said."""
+    text, colour = row(place)
+    return {"text": text, "labels": [colour, *["long"] * (len(text) > 26)] if place % 7 else []}
+
+
 def pair(place: int) -> dict[str, Any]:
     """A text and a colour, and whether it is the text's."""
     text, colour = row(place)
@@ -56,6 +62,7 @@ def pair(place: int) -> dict[str, Any]:
 
 KINDS = [
     Kind(REGRESSION, number, "numbers from 2.25 to 4.125"),
+    Kind(MULTI_LABEL, label_set, "4 labels, 1.29 of them a row", "labels are lists"),
     Kind(CLASSIFICATION, pair, "2 classes", settings=("data.text_pair_column=about",), name="pairs"),
 ]
 IDS = [kind.name or kind.task for kind in KINDS]
@@ -161,7 +168,7 @@ def test_predictions_are_numbers_in_the_unit_of_the_targets(tmp_path: Path) -> N
 
 def test_a_run_of_pairs_is_asked_with_pairs(tmp_path: Path) -> None:
     """The second text changes the answer, and one text alone is refused."""
-    kind = KINDS[1]
+    kind = KINDS[2]
     data = written(tmp_path, kind)
     assert started(kind, data, tmp_path / "run", "inline", 1) == 0
     run = load_run(RunFolder(tmp_path / "run"))
@@ -171,3 +178,33 @@ def test_a_run_of_pairs_is_asked_with_pairs(tmp_path: Path) -> None:
     assert first.probability != second.probability
     with pytest.raises(InputError, match="has learned from pairs, with a second text in 'about'"):
         list(predict(run, ["red"]))
+
+
+def test_labels_above_a_half_are_told_with_their_scores(tmp_path: Path) -> None:
+    """Those and no others, unless all scores are asked for."""
+    kind = KINDS[1]
+    data = written(tmp_path, kind)
+    assert started(kind, data, tmp_path / "run", "inline", 1) == 0
+    run = load_run(RunFolder(tmp_path / "run"))
+    for found in predict(run, ["red thing number 1", "a blue thing number 30"]):
+        few, all_ = found.record(None, float), found.record(run.labels, float)
+        assert [*all_["scores"]] == ["blue", "green", "long", "red"]
+        assert few["labels"] == [name for name, score in all_["scores"].items() if score > 0.5]
+        assert few["scores"] == {name: all_["scores"][name] for name in few["labels"]}
+
+
+def test_joined_labels_are_one_class_and_it_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Until the separator is named; then they are several."""
+    data = tmp_path / "rows.csv"
+    data.write_text("text,label\n" + "".join(f"{row(place)[0]},{row(place)[1]};thing\n" for place in range(COUNT)))
+    told = "note: most labels hold ';', and each is taken as one class"
+    config = [*SMALL, f"data.train={data}", "run.backend=inline"]
+    lines = list(describe(load_config(None, config)))
+    assert any(line.startswith(told) for line in lines)
+    assert any(line.endswith("; 3 classes") for line in lines)
+    named = list(describe(load_config(None, [*config, "data.label_separator=;"])))
+    assert f"task: multi-label, as labels are joined with ';' in {data} (another: --task NAME)" in named
+    assert any(line.endswith("; 4 labels, 2.00 of them a row") for line in named)
+    assert not any(line.startswith("note: most labels") for line in named)
+    assert run_training(None, [*config, "training.max_steps=1"], {"run.dir": str(tmp_path / "run")}) == 0
+    assert told in capsys.readouterr().err

@@ -10,7 +10,15 @@ from typing import Any
 from andon.config.schema import CLASSIFICATION, Config, Run
 
 NAMING = frozenset(
-    {"data.train", "data.eval", "data.text_column", "data.text_pair_column", "data.label_column", "model.base"}
+    {
+        "data.train",
+        "data.eval",
+        "data.text_column",
+        "data.text_pair_column",
+        "data.label_column",
+        "data.label_separator",
+        "model.base",
+    }
 )
 """Keys that name what a run is made of. Files and folders may move: digests of what is in them are compared instead,
 by whoever reads them."""

@@ -104,6 +104,9 @@ class Data(Section):
     train: Name | None = Field(default=None, description="file to train on; null: generated shell snippets")
     eval: Name | None = Field(default=None, description="file never trained on; null: held-out rows")
     text_column: Name | None = Field(default=None, description="null: input or text")
+    label_separator: Name | None = Field(
+        default=None, description="between several labels in one string, as in a;b; null: labels are lists"
+    )
     text_pair_column: Name | None = Field(
         default=None, description="of a second text, which the tokenizer joins to the first; null: there is none"
     )
@@ -275,7 +278,7 @@ _EMBEDDED_SFT: Mapping[str, Mapping[str, object]] = {
     "training": {"epochs": 3},
 }
 """Defaults of the embedded run of `task: sft`: what a model drawn at random needs to learn to write, from nothing."""
-CLASSIFICATION, REGRESSION, SFT = "classification", "regression", "sft"
+CLASSIFICATION, REGRESSION, MULTI_LABEL, SFT = "classification", "regression", "multi-label", "sft"
 """The tasks, as a configuration names them."""
 
 
@@ -283,8 +286,8 @@ class Config(Section):
     """Everything that a run is told."""
 
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(default=42, description="the one seed of a run")
-    task: Literal["classification", "regression", "sft"] | None = Field(
-        default=None, description="classification, regression, sft (instructions); null: as the data says"
+    task: Literal["classification", "regression", "multi-label", "sft"] | None = Field(
+        default=None, description="classification, regression, multi-label, sft (instructions); null: as the data says"
     )
     model: Model = Model()
     adapter: Adapter = Adapter()

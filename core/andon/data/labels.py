@@ -14,7 +14,9 @@ ClassWeights = Literal["uniform", "inverse", "sqrt_inverse"]
 _FRACTION = re.compile(r"[-+]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][-+]?\d+)?")
 _NUMBER = re.compile(r"[-+]?((\d+\.?\d*|\.\d+)([eE][-+]?\d+)?|inf|infinity|nan)", re.IGNORECASE | re.ASCII)
 _NEGATIVE = re.compile(r"-\d+")
+_AS_SETS = "; to learn several labels a row: --task multi-label"
 _AS_NUMBERS = "; to learn the numbers themselves: --task regression"
+_SEPARATOR = "--set data.label_separator=';'"
 LARGEST_TARGET = 3e38
 """Beyond it fp32 has no numbers."""
 _LONGEST_INTEGER = 18
@@ -49,7 +51,7 @@ def label_fault(label: object, typed: bool) -> str | None:
         return None
     if isinstance(label, int) and not isinstance(label, bool):
         return None if label >= 0 else f"label {label} is negative; labels are integers from 0, or strings"
-    hint = _AS_NUMBERS if isinstance(label, float) else ""
+    hint = _AS_NUMBERS if isinstance(label, float) else _AS_SETS if isinstance(label, list) else ""
     return f"label {shown(label)} is a {type(label).__name__}; labels are integers from 0, or strings{hint}"
 
 
@@ -70,6 +72,34 @@ def target_of(label: object, typed: bool) -> float | str:
     if abs(number) > LARGEST_TARGET:
         return f"label {shown(label)} is beyond {LARGEST_TARGET:g}, and a model gives numbers of fp32"
     return number
+
+
+def label_set_of(label: object, separator: str | None) -> tuple[tuple[str, ...], str | None]:
+    """The labels that one row has, as written, and why they cannot be used; no fault: None.
+
+    A list of strings, or, where a separator is named, one string with it between labels; nothing in it is no label.
+    """
+    if isinstance(label, str) and separator is not None:
+        label = [part.strip() for part in label.split(separator)] if label.strip() else []
+    if isinstance(label, str):
+        return (), f"label {shown(label)} is one string; write a list, or say what is between labels: {_SEPARATOR}"
+    if not isinstance(label, list):
+        return (), f"label {shown(label)} is a {type(label).__name__}, and a list of labels is learned"
+    for name in label:
+        fault = text_fault(name) if isinstance(name, str) else f"is a {type(name).__name__}, and labels are strings"
+        if fault is not None:
+            return (), f"label {shown(name)} {fault}"
+    twice = next((name for name in label if label.count(name) > 1), None)
+    return tuple(label), None if twice is None else f"label {shown(twice)} is there twice"
+
+
+def likely_separator(labels: Sequence[str]) -> str:
+    """What stands between words in more than half of the labels, so that each may be several; empty where nothing."""
+    for separator in (";", "|", ","):
+        joined = sum(len([part for part in label.split(separator) if part.strip()]) > 1 for label in labels)
+        if 2 * joined > len(labels):
+            return separator
+    return ""
 
 
 def same_kind(labels: Sequence[int | str], typed: bool) -> tuple[Sequence[int | str], list[tuple[int, str]]]:

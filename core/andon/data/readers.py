@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -11,8 +11,8 @@ from typing import Generic, TypeVar
 from andon.config.load import FLAGS
 from andon.console.problems import InputError, Problem, ProblemList, did_you_mean, shown
 from andon.data.formats import Record, Table, open_table
-from andon.data.labels import label_fault, label_names, same_kind, target_of, text_fault
-from andon.data.rows import VALUE, DataSet, Label, Row, Targets
+from andon.data.labels import label_fault, label_names, label_set_of, same_kind, target_of, text_fault
+from andon.data.rows import VALUE, DataSet, Label, LabelSets, Row, Targets
 
 Meant = TypeVar("Meant")
 
@@ -62,6 +62,41 @@ def read_targets(
     found = _found(Path(path), columns, _target)
     found.problems.raise_if_any()
     return Targets(found.rows(found.labels), VALUE, str(path))
+
+
+def read_label_sets(
+    path: str | PathLike[str],
+    *,
+    text_column: str | None = None,
+    text_pair_column: str | None = None,
+    label_column: str | None = None,
+    separator: str | None = None,
+    labels: Sequence[str] | None = None,
+) -> LabelSets:
+    """The rows of a file as `read` takes it, with any number of labels each, in `label_column` (else `label` or
+    `labels`): a list of strings, or a string with `separator` between them.
+
+    Without `labels` they are those found, sorted. Raises `InputError` with every fault found: labels that are neither,
+    unknown ones, one that a row names twice, and a file of which no row has any.
+    """
+    columns = _columns(text_column, text_pair_column, label_column)
+    if label_column is None:
+        columns = replace(columns, label=(*LABEL_COLUMNS, "labels"))
+    found = _found(Path(path), columns, lambda label, typed: label_set_of(label, separator))
+    table, problems = found.table, found.problems
+    problems.raise_if_any()
+    names = tuple(sorted({name for each in found.labels for name in each})) if labels is None else tuple(labels)
+    if not names:
+        problems.add(str(path), "no row has a label")
+    numbers = {name: number for number, name in enumerate(names)}
+    for line, each in zip(found.lines, found.labels, strict=True):
+        for name in each:
+            if name not in numbers:
+                known = f"there are {shown_names(names)}{did_you_mean(name, names)}"
+                problems.add(table.place(line), f"label {shown(name)} is unknown; {known}")
+    problems.raise_if_any()
+    sets = (tuple(sorted(numbers[name] for name in each)) for each in found.labels)
+    return LabelSets(found.rows(sets), names, str(path))
 
 
 def _columns(text: str | None, pair: str | None, label: str | None) -> _Columns:

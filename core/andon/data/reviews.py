@@ -1,4 +1,4 @@
-"""Embedded data sets of short reviews, made from a seed and nothing else: what is learned of a review is a number.
+"""Embedded data sets of short reviews, made from a seed and nothing else: what a review is worth, or what it is about.
 
 A review is one clause or two, each about one thing: `the staff was very kind`. It is worth the mean of its clauses,
 each the worth of its opinion, strengthened, weakened or turned round by the word before it, so that counting words is
@@ -7,8 +7,11 @@ not enough.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import TypeVar
+
 from andon.data.draw import Draw
-from andon.data.rows import VALUE, Row, Targets
+from andon.data.rows import VALUE, LabelSets, Row, Targets
 
 TRAIN_ROWS = 2225
 EVAL_ROWS = 500
@@ -53,11 +56,32 @@ def numbers(seed: int, count: int) -> Targets:
     return Targets(rows, VALUE, f"embedded reviews, seed {seed}")
 
 
+def label_sets(seed: int, count: int) -> LabelSets:
+    """`count` reviews with texts that all differ, each with what it is about: one topic or two."""
+    draw = Draw(f"andon topics of reviews {seed}")
+    found: dict[str, tuple[int, ...]] = {}
+    topics = tuple(sorted(_THINGS))
+    while len(found) < count:
+        text, clauses = _review(draw)
+        found.setdefault(text, tuple(sorted({topics.index(topic) for topic, _ in clauses})))
+    rows = tuple(Row(place, text, labels) for place, (text, labels) in enumerate(found.items()))
+    return LabelSets(rows, topics, f"embedded topics of reviews, seed {seed}")
+
+
+def embedded_label_sets(seed: int) -> tuple[LabelSets, LabelSets]:
+    """As `embedded_numbers`."""
+    return _held_out(label_sets(seed, TRAIN_ROWS + EVAL_ROWS))
+
+
 def embedded_numbers(seed: int) -> tuple[Targets, Targets]:
     """The data of a run that names none: rows to train on and rows never trained on, with no text in both."""
-    everything = numbers(seed, TRAIN_ROWS + EVAL_ROWS)
-    held_out = (Row(place, row.text, row.label) for place, row in enumerate(everything.rows[TRAIN_ROWS:]))
-    return (
-        Targets(everything.rows[:TRAIN_ROWS], VALUE, everything.source),
-        Targets(tuple(held_out), VALUE, f"{everything.source}, held out"),
-    )
+    return _held_out(numbers(seed, TRAIN_ROWS + EVAL_ROWS))
+
+
+_Rows = TypeVar("_Rows", Targets, LabelSets)
+
+
+def _held_out(everything: _Rows) -> tuple[_Rows, _Rows]:
+    apart = tuple(replace(row, id=place) for place, row in enumerate(everything.rows[TRAIN_ROWS:]))
+    trained_on = replace(everything, rows=everything.rows[:TRAIN_ROWS])
+    return trained_on, replace(everything, rows=apart, source=f"{everything.source}, held out")

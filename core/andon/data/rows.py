@@ -160,6 +160,27 @@ class DataSet(TextRows[int]):
         return tuple(found)
 
 
+@dataclass(frozen=True)
+class LabelSets(TextRows[tuple[int, ...]]):
+    """Texts with any number of labels each, none too: ascending indices into `labels`."""
+
+    kind: ClassVar[str] = "multi-label"
+
+    def said(self, row: Row[tuple[int, ...]]) -> tuple[str, ...]:
+        """How many labels the row has, and their names."""
+        return (str(len(row.label)), *(self.labels[number] for number in row.label))
+
+    def about(self) -> str:
+        """How many labels there are, and how many a row has."""
+        each = sum(len(row.label) for row in self.rows) / len(self.rows)
+        return f"{len(self.labels)} labels, {each:.2f} of them a row"
+
+    def told(self, id_: int) -> tuple[str, str] | None:
+        """The names of a row's labels, and its text; None for an id not here."""
+        row = self._by_id.get(id_)
+        return None if row is None else (", ".join(self.said(row)[1:]) or "no label", "\n".join(row.texts))
+
+
 VALUE = ("value",)
 """The one output of a model of numbers."""
 

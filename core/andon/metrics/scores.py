@@ -120,7 +120,7 @@ def scores(
     actual = [sum(row) for row in table]
     predicted = [sum(column) for column in zip(*table, strict=True)]
     right = [table[k][k] for k in range(len(table))]
-    classes = tuple(map(_class_scores, right, predicted, actual))
+    classes = tuple(map(class_scores, right, predicted, actual))
     return ClassificationScores(
         rows=rows,
         accuracy=_ratio(sum(right), rows),
@@ -169,7 +169,8 @@ def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
-def _class_scores(right: int, predicted: int, actual: int) -> ClassScores:
+def class_scores(right: int, predicted: int, actual: int) -> ClassScores:
+    """The scores of one class: how many were predicted right, predicted, and there."""
     return ClassScores(
         precision=_ratio(right, predicted),
         recall=_ratio(right, actual),

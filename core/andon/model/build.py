@@ -30,6 +30,7 @@ _ARCHITECTURES = ("decoder", "encoder")
 _LOADERS = {
     "classification": "AutoModelForSequenceClassification",
     "regression": "AutoModelForSequenceClassification",
+    "multi-label": "AutoModelForSequenceClassification",
     "causal": "AutoModelForCausalLM",
 }
 """Who in transformers reads a folder's or the hub's model, by the head that it is to have."""
@@ -39,7 +40,7 @@ _EMBEDDED = {
     ("encoder", "AutoModelForSequenceClassification"): "BertForSequenceClassification",
 }
 """The embedded models, by architecture and who would read them."""
-_PROBLEMS = {"regression": "regression"}
+_PROBLEMS = {"regression": "regression", "multi-label": "multi_label_classification"}
 """What transformers calls the problem, for whoever uses the model there: its pipelines make probabilities of others."""
 _OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert")
 """Model types whose positions start behind the padding id."""
@@ -54,8 +55,8 @@ class ModelSpec:
     max_length: most tokens of a row. dtype: 'float32' or 'bfloat16', of the frozen weights. vocab_size: ids that the
     tokenizer may give. pad_id: the padding id; a decoder pools the last token that is not this one.
     labels: one name for each class, in the order of their ids. seed: of every weight that is not loaded.
-    head: 'classification', 'regression' (one output), or 'causal' for the next token, where num_labels and labels are
-    not read.
+    head: 'classification', 'regression' (one output), 'multi-label', or 'causal' for the next token, where
+    num_labels and labels are not read.
     """
 
     num_labels: int

@@ -24,6 +24,8 @@ _QUOTED = {
     "exact_match": "exact match",
     "perplexity": "perplexity",
     "token_accuracy": "token accuracy",
+    "micro_f1": "micro-F1",
+    "subset_accuracy": "subset accuracy",
     "rmse": "RMSE",
     "spearman": "Spearman",
     "pearson": "Pearson",

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from andon.backend.inprocess import InlineBackend
-from andon.config.schema import CLASSIFICATION, REGRESSION, Config
+from andon.config.schema import CLASSIFICATION, MULTI_LABEL, REGRESSION, Config
 from andon.config.source import loading
 from andon.console.messages import say
 from andon.console.problems import InputError, Problem
@@ -76,7 +76,22 @@ class PredictedNumber:
         return {"text": self.text, "value": rounded(self.value)}
 
 
-Predicted = Prediction | PredictedNumber
+@dataclass(frozen=True)
+class PredictedLabels:
+    """The labels of a text whose probability is above 0.5; `probabilities` are those of all labels, by name."""
+
+    text: str
+    labels: tuple[str, ...]
+    probabilities: Mapping[str, float]
+
+    def record(self, labels: Sequence[str] | None, rounded: Callable[[float], float]) -> dict[str, Any]:
+        """For a file or a screen. labels: names of the probabilities, where all are to be told."""
+        told = self.labels if labels is None else labels
+        scores = {name: rounded(self.probabilities[name]) for name in told}
+        return {"text": self.text, "labels": list(self.labels), "scores": scores}
+
+
+Predicted = Prediction | PredictedNumber | PredictedLabels
 
 
 def load_run(folder: RunFolder, base: str | None = None) -> TrainedRun:
@@ -180,11 +195,11 @@ def named(found: Scores, labels: Sequence[str]) -> dict[str, Any]:
     Each of `classes` has its `label`; `labels` names the rows (actual) and columns (predicted) of `confusion`.
     """
     values = found.as_dict()
-    if not found.confusion:
+    if "classes" not in values:
         return values
     values["classes"] = [{"label": label} | one for label, one in zip(labels, values["classes"], strict=True)]
-    confusion = values.pop("confusion")
-    return values | {"labels": list(labels), "confusion": confusion}
+    confusion = {"confusion": values.pop("confusion")} if found.confusion else {}
+    return values | {"labels": list(labels)} | confusion
 
 
 def rows_of(run: TrainedRun) -> Rows | None:
@@ -263,8 +278,15 @@ def _numbers(run: TrainedRun, texts: Sequence[str], logits: torch.Tensor) -> Ite
     yield from map(PredictedNumber, texts, logits[:, 0].tolist())
 
 
+def _label_sets(run: TrainedRun, texts: Sequence[str], logits: torch.Tensor) -> Iterator[PredictedLabels]:
+    for text, row, found in zip(texts, (logits > 0).tolist(), logits.sigmoid().tolist(), strict=True):
+        labels = tuple(name for name, there in zip(run.labels, row, strict=True) if there)
+        yield PredictedLabels(text, labels, dict(zip(run.labels, found, strict=True)))
+
+
 _PREDICTED: Mapping[str, Callable[[TrainedRun, Sequence[str], torch.Tensor], Iterator[Predicted]]] = {
     CLASSIFICATION: _classes,
     REGRESSION: _numbers,
+    MULTI_LABEL: _label_sets,
 }
 """By the task's name: texts and the model's logits of them to what is said of each."""

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from andon.config.schema import CLASSIFICATION, REGRESSION, SFT, Config
+from andon.config.schema import CLASSIFICATION, MULTI_LABEL, REGRESSION, SFT, Config
 from andon.config.source import is_folder
 from andon.console.problems import InputError, Problem
 from andon.data.chat import encode_conversations
 from andon.data.conversations import ConversationSet
 from andon.data.labels import class_weights
-from andon.data.rows import DataSet, Examples, Targets, TextRows
+from andon.data.rows import DataSet, Examples, LabelSets, Targets, TextRows
 from andon.data.tokens import HuggingFaceTokenizer, Tokenizer, byte_tokenizer, pretrained_tokenizer
 from andon.model.adapter import AdapterSpec
 from andon.model.batches import length_step
@@ -21,6 +21,7 @@ from andon.model.build import ModelSpec
 from andon.step.plan import BatchPlan
 from andon.tasks.classification import ClassificationTask
 from andon.tasks.encoded import Columns
+from andon.tasks.multi_label import MultiLabelTask
 from andon.tasks.regression import RegressionTask
 from andon.tasks.sft import Asked, SftTask
 from andon.tasks.task import ScoredTask
@@ -109,6 +110,16 @@ def regression_of(config: Config, data: Examples, tokenizer: Tokenizer) -> Regre
     )
 
 
+def multi_label_of(config: Config, data: Examples, tokenizer: Tokenizer) -> MultiLabelTask:
+    """The rows of `data`, which are `LabelSets`, as what a step or an evaluation works on."""
+    assert isinstance(data, LabelSets)
+    return MultiLabelTask(
+        labels=[row.label for row in data.rows],
+        num_labels=len(data.labels),
+        **_encoded(config, data, tokenizer),
+    )
+
+
 def _encoded(config: Config, data: TextRows[Any], tokenizer: Tokenizer) -> dict[str, Any]:
     """What all tasks over texts, or pairs of them, are told alike."""
     pairs = [row.pair for row in data.rows if row.pair is not None]
@@ -169,6 +180,7 @@ def conversation_task(config: Config, data: Examples, tokenizer: Tokenizer) -> S
 
 UNWEIGHTED: Mapping[str, Callable[[Config, Examples, Tokenizer], ScoredTask]] = {
     REGRESSION: regression_of,
+    MULTI_LABEL: multi_label_of,
     SFT: conversation_task,
 }
 """By the task's name, of those without classes to be weighted: a data set by itself to what is made of it."""
@@ -189,7 +201,12 @@ ENCODERS: Mapping[str, Callable[[Config, Rows, Tokenizer], Encode]] = {
     **{task: _unweighted(task) for task in UNWEIGHTED},
 }
 """By the task's name: the rows of a run and their tokenizer to what makes a task of each of its data sets."""
-HEADS: Mapping[str, str] = {CLASSIFICATION: "classification", REGRESSION: "regression", SFT: "causal"}
+HEADS: Mapping[str, str] = {
+    CLASSIFICATION: "classification",
+    REGRESSION: "regression",
+    MULTI_LABEL: "multi-label",
+    SFT: "causal",
+}
 """By the task's name: the head of its model."""
 
 

@@ -15,7 +15,7 @@ from andon.model.adapter import attach, trainable_parameters
 from andon.model.build import build_base
 from andon.step.plan import efficiency
 from andon.training.material import Material, idleness, prepare
-from andon.training.rows import told_of_task, unfit_model
+from andon.training.rows import notes, told_of_task, unfit_model
 
 _MOST_WORKERS = 8
 
@@ -38,6 +38,7 @@ def describe(config: Config, row: int | None = None) -> Iterator[str]:
     more = f" and {len(devices) - _MOST_WORKERS} more" if len(devices) > _MOST_WORKERS else ""
     placed = f"{name}: {', '.join(map(str, devices[:_MOST_WORKERS]))}{more}"
     yield f"workers: {config.run.workers} ({placed}), {_use(material, config.run.workers)}"
+    yield from notes(material.rows)
     if unfit_model(config):
         yield unfit_model(config)
     idle = idleness(material.plan, config, config.run.workers)

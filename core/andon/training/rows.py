@@ -5,16 +5,17 @@ What of rows depends on the task stands in `READERS` here, and what of tensors i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from andon.config.schema import CLASSIFICATION, REGRESSION, SFT, Config, Data
+from andon.config.schema import CLASSIFICATION, MULTI_LABEL, REGRESSION, SFT, Config, Data
 from andon.console.problems import InputError, Problem
 from andon.data import reviews, rewriting, shell
 from andon.data.conversations import ConversationSet, are_of_conversations, read_conversations
-from andon.data.readers import first_record, read, read_targets
-from andon.data.rows import DataSet, Examples, Targets, frozen_split, shared_texts
+from andon.data.labels import likely_separator
+from andon.data.readers import first_record, read, read_label_sets, read_targets
+from andon.data.rows import DataSet, Examples, LabelSets, Targets, frozen_split, shared_texts
 from andon.run.summary import HELD_OUT, LAST_VALIDATION
 
 
@@ -96,8 +97,31 @@ def _numbers(data: Data, path: Path, labels: tuple[str, ...] | None) -> Targets:
     return read_targets(path, **_columns(data))
 
 
+def _label_sets(data: Data, path: Path, labels: tuple[str, ...] | None) -> LabelSets:
+    return read_label_sets(path, **_columns(data), separator=data.label_separator, labels=labels)
+
+
+def _are_label_sets(data: Data, first: Mapping[str, object]) -> str:
+    if data.label_separator is not None:
+        return f"labels are joined with {data.label_separator!r}"
+    named = ("label", "labels") if data.label_column is None else (data.label_column,)
+    return "labels are lists" if any(isinstance(first.get(name), list) for name in named) else ""
+
+
+def notes(rows: Rows) -> Iterator[str]:
+    """What a user should know of rows that can be trained on."""
+    if isinstance(rows.train, DataSet):
+        separator = likely_separator([rows.train.labels[row.label] for row in rows.train.rows])
+        if separator:
+            yield (
+                f"note: most labels hold {separator!r}, and each is taken as one class; to learn several labels a row: "
+                f"--task multi-label --set data.label_separator='{separator}'"
+            )
+
+
 READERS: Mapping[str, Reader] = {
     CLASSIFICATION: Reader(_is_named, _classes, shell.embedded),
+    MULTI_LABEL: Reader(_are_label_sets, _label_sets, reviews.embedded_label_sets),
     REGRESSION: Reader(_is_named, _numbers, reviews.embedded_numbers),
     SFT: Reader(_are_conversations, _conversations, rewriting.embedded),
 }
