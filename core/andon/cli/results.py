@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from andon.config.schema import SFT
+from andon.config.schema import CLASSIFICATION, SFT
 from andon.config.source import is_there, require_file
 from andon.console.messages import put, say
 from andon.console.problems import InputError, Problem, ProblemList
