@@ -42,8 +42,8 @@ from andon.training.existing import require_run, require_task
 from andon.training.given import RowFiles
 from andon.training.rows import READERS, SFT
 from andon.training.start import Ended, start
-from andon_contracts.record import Broken
-from andon_contracts.untrusted import open_regular
+from andon_contracts.record import MAX_LINE, Broken
+from andon_contracts.untrusted import read_lines
 from andon_contracts.violation import Finding, Violation
 
 if TYPE_CHECKING:
@@ -372,13 +372,12 @@ def _violation(ended: Ended) -> Violation:
 
 
 def _steps(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of the metrics at `path` that are of a step, as far as they are whole."""
+    """The lines of the metrics at `path` that are of a step; those that nobody's run has written are passed over."""
     try:
-        with open_regular(path) as file:
-            lines = file.read().splitlines(keepends=True)
+        for line in read_lines(path, MAX_LINE):
+            with suppress(ValueError, RecursionError):
+                found = json.loads(line)
+                if isinstance(found, dict) and "loss" in found and "what" not in found:
+                    yield found
     except OSError as error:
         raise InputError([Problem(str(path), f"cannot be read: {error.strerror}")]) from error
-    for line in lines:
-        found = json.loads(line) if line.endswith(b"\n") else {}
-        if "loss" in found and "what" not in found:
-            yield found
