@@ -40,7 +40,7 @@ from andon.run.ledger import LedgerError, read_ledger
 from andon.run.summary import Summary, read_summary
 from andon.training.existing import require_run, require_task
 from andon.training.given import RowFiles
-from andon.training.rows import READERS, SFT
+from andon.training.rows import READERS
 from andon.training.start import Ended, start
 from andon_contracts.record import MAX_LINE, Broken
 from andon_contracts.untrusted import read_lines

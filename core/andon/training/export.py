@@ -125,7 +125,7 @@ def export_merged(run: TrainedRun, target: Path, dtype: str = "float32") -> str:
     shown = (
         [texts[place * len(texts) // _MOST_ROWS] for place in range(_MOST_ROWS)] if len(texts) > _MOST_ROWS else texts
     )
-    before = list(predict(run, shown, _BATCH))
+    before = [each for each in predict(run, shown, _BATCH) if isinstance(each, Prediction)]
     plain = merged(run.model).to(DTYPES[dtype])
     whole = form_of(config) is Form.WHOLE
     with whole_folder(target) as path:
