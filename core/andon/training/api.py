@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from andon.config.load import FLAGS, load_config
-from andon.config.schema import IN_PROCESS, Config
+from andon.config.schema import IN_PROCESS, SFT, Config
 from andon.console.exits import Exit
 from andon.console.messages import say
 from andon.console.problems import InputError, Problem, ProblemList, install_hint, shown
