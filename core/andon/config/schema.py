@@ -287,7 +287,7 @@ class Config(Section):
 
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(default=42, description="the one seed of a run")
     task: Literal["classification", "regression", "multi-label", "sft"] | None = Field(
-        default=None, description="classification, regression, multi-label, sft (instructions); null: as the data says"
+        default=None, description="classification, regression, multi-label, sft (instructions); null: by the data"
     )
     model: Model = Model()
     adapter: Adapter = Adapter()
