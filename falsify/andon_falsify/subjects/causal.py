@@ -179,7 +179,7 @@ def _base(family: str) -> Any:
         return build_base(spec)
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    sizes: dict[str, Any] = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": LONGEST}
+    sizes: dict[str, Any] = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": LONGEST, "vocab_size": VOCABULARY}
     dropped: dict[str, Any] = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
     with seeded(7):
-        return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **sizes, **dropped)).train()
+        return GPT2LMHeadModel(GPT2Config(**sizes, **dropped, bos_token_id=STOP, eos_token_id=STOP)).train()
