@@ -102,7 +102,7 @@ def _said(name: str, findings: Mapping[Layout, Finding], group: Runs) -> str:
     if not fell:
         off = max(one.off for one in findings.values())
         return f"- {name}: every token counts alike on all {len(findings)} layouts; off the law by at most {off:.1e}."
-    layout, one = next(iter(fell.items()))
+    layout, one = max(fell.items(), key=lambda each: each[1].off)
     told = f"- {name}, world {layout.world}, accumulation {layout.accumulation}: "
     if one.outcome is Outcome.UNKNOWN:
         return f"{told}not judged: {one.says}"

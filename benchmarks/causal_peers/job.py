@@ -159,7 +159,9 @@ def watched(model: Any) -> Iterator[Seen]:
     def forward(_: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         if not seen.updates:
             ids = named["input_ids"] if "input_ids" in named else arguments[0]
-            seen.forwards.append(rows_of(ids, named.get("attention_mask"), named.get("position_ids")))
+            mask = named.get("attention_mask")
+            padding = mask if mask is not None and mask.dim() == 2 else None  # others say who sees whom
+            seen.forwards.append(rows_of(ids, padding, named.get("position_ids")))
 
     def stepped(*_: Any) -> None:
         seen.updates += 1

@@ -74,7 +74,7 @@ def leaking(model: Any, layout: Layout) -> None:
         whole = _total(torch.stack([(labels != IGNORED).sum() for _, labels, _ in lines]).sum())
         for ids, labels, positions in lines:
             seen = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril()[None, None]
-            logits = model(input_ids=ids, position_ids=positions, attention_mask={"full_attention": seen}).logits
+            logits = model(input_ids=ids, position_ids=positions, attention_mask=seen).logits
             loss = torch.nn.functional.cross_entropy(
                 logits[0, :-1], labels[0, 1:], ignore_index=IGNORED, reduction="sum"
             )
