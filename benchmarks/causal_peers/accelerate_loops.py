@@ -36,11 +36,14 @@ def accumulate(model: Any, layout: Layout) -> None:
 
 
 def by_count(model: Any, layout: Layout) -> None:
-    """The way for samples of variable size: a sum, times processes, over the labels of the whole update."""
+    """The way for samples of variable size: a sum, times processes, over the targets of the whole update.
+
+    What is counted are the targets of the loss, hence not a row's first token, which labels before the shift have too.
+    """
     accelerator, wrapped, steps, loader = _prepared(model, layout, layout.accumulation)
     for _ in range(UPDATES):
         window = list(loader)
-        local = torch.stack([(batch["labels"] != IGNORED).sum() for batch in window]).sum()
+        local = torch.stack([(batch["labels"][:, 1:] != IGNORED).sum() for batch in window]).sum()
         count = accelerator.gather(local).sum().item()
         for place, batch in enumerate(window, start=1):
             last = place == len(window) or accelerator.num_processes == 1
