@@ -296,7 +296,7 @@ def test_an_encoder_cannot_write(kind: str, tmp_path: Path) -> None:
 def test_an_unknown_head_and_an_encoder_of_our_own_are_refused() -> None:
     """The heads that there are are named."""
     with pytest.raises(
-        InputError, match="head: 'causual' is not one of classification, regression, multi-label, causal"
+        InputError, match="head: 'causual' is not one of classification, regression, multi-label, tokens, causal"
     ):
         build_base(dataclasses.replace(CAUSAL, head="causual"))
     with pytest.raises(InputError, match="'encoder' reads both ways and cannot write the next token"):

@@ -12,9 +12,10 @@ import pytest
 
 from andon.cli.train import run_training
 from andon.config.load import load_config
-from andon.config.schema import CLASSIFICATION, MULTI_LABEL, REGRESSION
+from andon.config.schema import CLASSIFICATION, MULTI_LABEL, REGRESSION, TOKEN_CLASSIFICATION
 from andon.console.exits import Exit
 from andon.console.problems import InputError
+from andon.data.readers import read_texts
 from andon.launch.launcher import warm_up
 from andon.run.folder import RunFolder
 from andon.training.inference import Prediction, evaluate_run, load_run, named, predict, read_labelled
@@ -54,6 +55,13 @@ def label_set(place: int) -> dict[str, Any]:
     return {"text": text, "labels": [colour, *["long"] * (len(text) > 26)] if place % 7 else []}
 
 
+def tagged(place: int) -> dict[str, Any]:
+    """The words of a text, its colour tagged, and the thing with its number as one span."""
+    words = row(place)[0].split()
+    tags = ["B-colour" if word in COLOURS else "O" for word in words[:-3]]
+    return {"tokens": words, "tags": [*tags, "B-thing", "I-thing", "I-thing"]}
+
+
 def pair(place: int) -> dict[str, Any]:
     """A text and a colour, and whether it is the text's."""
     text, colour = row(place)
@@ -63,6 +71,12 @@ def pair(place: int) -> dict[str, Any]:
 KINDS = [
     Kind(REGRESSION, number, "numbers from 2.25 to 4.125"),
     Kind(MULTI_LABEL, label_set, "4 labels, 1.29 of them a row", "labels are lists"),
+    Kind(
+        TOKEN_CLASSIFICATION,
+        tagged,
+        f"4 tags of {sum(len(tagged(place)['tags']) for place in range(COUNT))} words",
+        "'tokens' and 'tags' are lists",
+    ),
     Kind(CLASSIFICATION, pair, "2 classes", settings=("data.text_pair_column=about",), name="pairs"),
 ]
 IDS = [kind.name or kind.task for kind in KINDS]
@@ -100,7 +114,7 @@ def started(kind: Kind, data: Path, folder: Path, backend: str, workers: int, re
 def test_any_number_of_workers_gives_the_same_bits(
     whole: tuple[Kind, Path, Path], tmp_path: Path, backend: str, workers: int
 ) -> None:
-    """Weights, loss and every score. All of it: `python -m benchmarks.kinds`."""
+    """Weights, loss and every score. All of it: `python -m benchmarks.worlds --set task=NAME`."""
     kind, data, alone = whole
     assert started(kind, data, tmp_path / "run", backend, workers) == 0
     assert outcome(tmp_path / "run") == outcome(alone)
@@ -168,7 +182,7 @@ def test_predictions_are_numbers_in_the_unit_of_the_targets(tmp_path: Path) -> N
 
 def test_a_run_of_pairs_is_asked_with_pairs(tmp_path: Path) -> None:
     """The second text changes the answer, and one text alone is refused."""
-    kind = KINDS[2]
+    kind = KINDS[3]
     data = written(tmp_path, kind)
     assert started(kind, data, tmp_path / "run", "inline", 1) == 0
     run = load_run(RunFolder(tmp_path / "run"))
@@ -208,3 +222,18 @@ def test_joined_labels_are_one_class_and_it_is_said(tmp_path: Path, capsys: pyte
     assert not any(line.startswith("note: most labels") for line in named)
     assert run_training(None, [*config, "training.max_steps=1"], {"run.dir": str(tmp_path / "run")}) == 0
     assert told in capsys.readouterr().err
+
+
+def test_each_word_is_told_with_a_tag(tmp_path: Path) -> None:
+    """Of a text, or of a list of words: as many tags as words."""
+    kind = KINDS[2]
+    data = written(tmp_path, kind)
+    assert started(kind, data, tmp_path / "run", "inline", 1) == 0
+    run = load_run(RunFolder(tmp_path / "run"))
+    texts = read_texts(data, words=True).texts
+    assert texts[0].split() == tagged(0)["tokens"]
+    for text, found in zip(texts, predict(run, texts), strict=True):
+        record = found.record(None, float)
+        assert record["tokens"] == text.split()
+        assert len(record["tags"]) == len(record["tokens"])
+        assert {*record["tags"]} <= {*run.labels}

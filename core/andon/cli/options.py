@@ -14,7 +14,10 @@ Overrides = Annotated[
 Backend = Annotated[str | None, typer.Option(help="inline, threads, gloo, nccl or mixed.")]
 Task = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="classification, regression, multi-label or sft; else as the data has it."),
+    typer.Option(
+        metavar="NAME",
+        help="What is learned of a row, as in regression; else as the data has it.",
+    ),
 ]
 TrainData = Annotated[str | None, typer.Option("--data", help="Training rows: JSONL, CSV, TSV or Parquet.")]
 EvalData = Annotated[str | None, typer.Option(help="Rows to evaluate on, never trained on.")]

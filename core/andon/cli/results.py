@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from andon.config.schema import CLASSIFICATION, SFT
+from andon.config.schema import CLASSIFICATION, SFT, TOKEN_CLASSIFICATION
 from andon.config.source import is_there, require_file
 from andon.console.messages import put, say
 from andon.console.problems import InputError, Problem, ProblemList
@@ -179,9 +179,10 @@ def _check_output(output: Path | None, data: Path | None) -> None:
 
 def _texts(folder: RunFolder, data: Path | None, text_column: str | None) -> Texts:
     """What is to be labelled. Raises `InputError` with every fault of it."""
-    column = text_column or config_of(folder).data.text_column
+    config = config_of(folder)
+    column, words = text_column or config.data.text_column, config.task == TOKEN_CLASSIFICATION
     if data is not None:
-        return read_texts(data, text_column=column, text_pair_column=config_of(folder).data.text_pair_column)
+        return read_texts(data, text_column=column, text_pair_column=config.data.text_pair_column, words=words)
     if text_column is not None:
         what = f"names a column of a file, and standard input has a text a line: {_typed(folder, text_column)}"
         raise InputError([Problem("--text-column", what)])

@@ -278,7 +278,8 @@ _EMBEDDED_SFT: Mapping[str, Mapping[str, object]] = {
     "training": {"epochs": 3},
 }
 """Defaults of the embedded run of `task: sft`: what a model drawn at random needs to learn to write, from nothing."""
-CLASSIFICATION, REGRESSION, MULTI_LABEL, SFT = "classification", "regression", "multi-label", "sft"
+CLASSIFICATION, REGRESSION, MULTI_LABEL = "classification", "regression", "multi-label"
+TOKEN_CLASSIFICATION, SFT = "token-classification", "sft"
 """The tasks, as a configuration names them."""
 
 
@@ -286,8 +287,9 @@ class Config(Section):
     """Everything that a run is told."""
 
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(default=42, description="the one seed of a run")
-    task: Literal["classification", "regression", "multi-label", "sft"] | None = Field(
-        default=None, description="classification, regression, multi-label, sft (instructions); null: by the data"
+    task: Literal["classification", "regression", "multi-label", "token-classification", "sft"] | None = Field(
+        default=None,
+        description="what is learned of a row, one of docs/usage.md; null: as the data says",
     )
     model: Model = Model()
     adapter: Adapter = Adapter()

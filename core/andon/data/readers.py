@@ -151,14 +151,18 @@ class Texts:
     pairs: tuple[str, ...] | None = None
 
 
-def read_texts(path: Path, *, text_column: str | None = None, text_pair_column: str | None = None) -> Texts:
+def read_texts(
+    path: Path, *, text_column: str | None = None, text_pair_column: str | None = None, words: bool = False
+) -> Texts:
     """The texts of a file of the kinds that `read` reads, in `text_column` (else `input` or `text`), and second ones.
+
+    words: a list of words (in `tokens`, unless it is named) is a text too, with a space between them.
 
     Whatever else stands in the file is not looked at. Raises `InputError` with every fault found, each as file:line.
     """
     problems = ProblemList()
     table = open_table(path, problems)
-    wanted = [("text", _candidates(text_column, TEXT_COLUMNS))]
+    wanted = [("text", _candidates(text_column, ("tokens", *TEXT_COLUMNS) if words else TEXT_COLUMNS))]
     wanted += [("text_pair", (text_pair_column,))] if text_pair_column is not None else []
     if table.columns is not None:
         for what, names in wanted:
@@ -169,7 +173,7 @@ def read_texts(path: Path, *, text_column: str | None = None, text_pair_column: 
     for record in table.records:
         where = table.place(record.line)
         chosen = [_column(what, names, tuple(record.fields), where, problems) for what, names in wanted]
-        found = [(name, record.fields[name]) for name in chosen if name is not None]
+        found = [(name, _joined(record.fields[name], words=words)) for name in chosen if name is not None]
         faults = [fault for name, text in found if (fault := _fault_of(name, text)) is not None]
         for fault in faults:
             problems.add(where, fault)
@@ -181,6 +185,13 @@ def read_texts(path: Path, *, text_column: str | None = None, text_pair_column: 
     problems.raise_if_any()
     pairs = None if text_pair_column is None else tuple(each[1] for each in texts)
     return Texts(tuple(each[0] for each in texts), None if all(id_ is None for id_ in ids) else tuple(ids), pairs)
+
+
+def _joined(text: object, *, words: bool) -> object:
+    """A list of words as a text, where there may be one; else what stands there."""
+    if words and isinstance(text, list) and all(isinstance(word, str) and len(word.split()) == 1 for word in text):
+        return " ".join(text)
+    return text
 
 
 def _fault_of(name: str, text: object) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -61,6 +62,11 @@ class Tokenizer(Protocol):
         self, texts: Sequence[str], pairs: Sequence[str], max_length: int
     ) -> tuple[list[list[int]], list[list[int]]]:
         """As `encode`, of two texts each, and of which of the two each id is: 0 or 1, where it is said."""
+        ...
+
+    def encode_words(self, texts: Sequence[str], max_length: int) -> tuple[list[list[int]], list[list[int]]]:
+        """As `encode`, of words with a space between them, and for each word the place of its first token; -1 where it
+        has none, as behind a cut."""
         ...
 
     def shown(self, id_: int) -> str:
@@ -136,6 +142,27 @@ class HuggingFaceTokenizer:
         given = found.get("token_type_ids") or [[0] * len(ids) for ids in rows]
         types = [types[: len(ids)] or [0] for ids, types in zip(rows, given, strict=True)]
         return rows, types
+
+    def encode_words(self, texts: Sequence[str], max_length: int) -> tuple[list[list[int]], list[list[int]]]:
+        """As `encode`, of words with a space between them, and for each word the place of its first token; -1 where it
+        has none, as behind a cut.
+
+        A word's first token is the first that covers a character of it, by the tokenizer's own offsets. Raises as
+        `encode` does, and for a tokenizer that has no offsets.
+        """
+        if not self.base.is_fast:
+            raise InputError([Problem("model.base", "its tokenizer does not say where in a text a token is")])
+        rows = self.encode(texts, max_length)
+        cut = self.base(list(texts), truncation=True, max_length=max_length, return_offsets_mapping=True, verbose=False)
+        firsts = []
+        for text, ids, offsets in zip(texts, rows, cut["offset_mapping"], strict=True):
+            place_of = [-1] * len(text)  # of each character, the first token that covers it
+            for place, (start, end) in reversed([*enumerate(offsets[: len(ids)])]):
+                place_of[start:end] = [place] * (end - start)
+            words = re.finditer(r"\S+", text)
+            covers = ([place for place in place_of[word.start() : word.end()] if place >= 0] for word in words)
+            firsts.append([min(places, default=-1) for places in covers])
+        return rows, firsts
 
     def shown(self, id_: int) -> str:
         """What a token says, in quotes, on one line of a terminal; a part of a character by the name it has."""

@@ -142,12 +142,20 @@ def _unmatched(target: str, linear: Iterable[str], heads: Sequence[str], *, caus
     return f"{target!r} matches no Linear module; {remedy}"
 
 
+def _peft_task(model: nn.Module, new_heads: Sequence[str]) -> Any:
+    from peft import TaskType
+
+    if not new_heads:
+        return TaskType.CAUSAL_LM
+    return TaskType.TOKEN_CLS if "TokenClassification" in type(model).__name__ else TaskType.SEQ_CLS
+
+
 def _inject(model: nn.Module, spec: AdapterSpec, new_heads: Sequence[str], seed: int) -> Any:
-    from peft import LoraConfig, TaskType, get_peft_model
+    from peft import LoraConfig, get_peft_model
 
     names = _named(spec.targets)
     config = LoraConfig(
-        task_type=TaskType.SEQ_CLS if new_heads else TaskType.CAUSAL_LM,
+        task_type=_peft_task(model, new_heads),
         r=spec.r,
         lora_alpha=spec.alpha,  # type: ignore[arg-type]
         lora_dropout=spec.dropout,

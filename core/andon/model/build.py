@@ -31,13 +31,16 @@ _LOADERS = {
     "classification": "AutoModelForSequenceClassification",
     "regression": "AutoModelForSequenceClassification",
     "multi-label": "AutoModelForSequenceClassification",
+    "tokens": "AutoModelForTokenClassification",
     "causal": "AutoModelForCausalLM",
 }
 """Who in transformers reads a folder's or the hub's model, by the head that it is to have."""
 _EMBEDDED = {
     ("decoder", "AutoModelForSequenceClassification"): "Qwen3ForSequenceClassification",
+    ("decoder", "AutoModelForTokenClassification"): "Qwen3ForTokenClassification",
     ("decoder", "AutoModelForCausalLM"): "Qwen3ForCausalLM",
     ("encoder", "AutoModelForSequenceClassification"): "BertForSequenceClassification",
+    ("encoder", "AutoModelForTokenClassification"): "BertForTokenClassification",
 }
 """The embedded models, by architecture and who would read them."""
 _PROBLEMS = {"regression": "regression", "multi-label": "multi_label_classification"}
@@ -55,8 +58,8 @@ class ModelSpec:
     max_length: most tokens of a row. dtype: 'float32' or 'bfloat16', of the frozen weights. vocab_size: ids that the
     tokenizer may give. pad_id: the padding id; a decoder pools the last token that is not this one.
     labels: one name for each class, in the order of their ids. seed: of every weight that is not loaded.
-    head: 'classification', 'regression' (one output), 'multi-label', or 'causal' for the next token, where
-    num_labels and labels are not read.
+    head: 'classification', 'regression' (one output), 'multi-label', 'tokens' (of each token), or 'causal'
+    for the next token, where num_labels and labels are not read.
     """
 
     num_labels: int

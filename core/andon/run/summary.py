@@ -26,6 +26,7 @@ _QUOTED = {
     "token_accuracy": "token accuracy",
     "micro_f1": "micro-F1",
     "subset_accuracy": "subset accuracy",
+    "f1": "span F1",
     "rmse": "RMSE",
     "spearman": "Spearman",
     "pearson": "Pearson",

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from andon.backend.inprocess import InlineBackend
-from andon.config.schema import CLASSIFICATION, MULTI_LABEL, REGRESSION, Config
+from andon.config.schema import CLASSIFICATION, MULTI_LABEL, REGRESSION, TOKEN_CLASSIFICATION, Config
 from andon.config.source import loading
 from andon.console.messages import say
 from andon.console.problems import InputError, Problem
@@ -91,7 +91,19 @@ class PredictedLabels:
         return {"text": self.text, "labels": list(self.labels), "scores": scores}
 
 
-Predicted = Prediction | PredictedNumber | PredictedLabels
+@dataclass(frozen=True)
+class PredictedTags:
+    """The likeliest tag of each word of a text; None of a word that was cut off."""
+
+    text: str
+    tags: tuple[str | None, ...]
+
+    def record(self, labels: Sequence[str] | None, rounded: Callable[[float], float]) -> dict[str, Any]:
+        """For a file or a screen."""
+        return {"tokens": self.text.split(), "tags": list(self.tags)}
+
+
+Predicted = Prediction | PredictedNumber | PredictedLabels | PredictedTags
 
 
 def load_run(folder: RunFolder, base: str | None = None) -> TrainedRun:
@@ -129,7 +141,7 @@ def _config_of_model(folder: RunFolder, base: str | None) -> Config:
 def _whole_model(folder: RunFolder, spec: ModelSpec) -> nn.Module:
     from transformers import AutoModelForSequenceClassification
 
-    if spec.head == "causal":
+    if spec.head in ("causal", "tokens"):
         return build_base(replace(spec, base=str(folder.adapter), dtype="float32"))
     with loading(str(folder.adapter), str(folder.path)):
         model: nn.Module = AutoModelForSequenceClassification.from_pretrained(
@@ -284,9 +296,16 @@ def _label_sets(run: TrainedRun, texts: Sequence[str], logits: torch.Tensor) -> 
         yield PredictedLabels(text, labels, dict(zip(run.labels, found, strict=True)))
 
 
+def _tags(run: TrainedRun, texts: Sequence[str], logits: torch.Tensor) -> Iterator[PredictedTags]:
+    _, firsts = run.tokenizer.encode_words(texts, run.config.model.max_length)
+    for text, places, best in zip(texts, firsts, logits.argmax(dim=2).tolist(), strict=True):
+        yield PredictedTags(text, tuple(run.labels[best[place]] if place >= 0 else None for place in places))
+
+
 _PREDICTED: Mapping[str, Callable[[TrainedRun, Sequence[str], torch.Tensor], Iterator[Predicted]]] = {
     CLASSIFICATION: _classes,
     REGRESSION: _numbers,
     MULTI_LABEL: _label_sets,
+    TOKEN_CLASSIFICATION: _tags,
 }
 """By the task's name: texts and the model's logits of them to what is said of each."""

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from andon.config.schema import CLASSIFICATION, MULTI_LABEL, REGRESSION, SFT, Config
+from andon.config.schema import CLASSIFICATION, MULTI_LABEL, REGRESSION, SFT, TOKEN_CLASSIFICATION, Config
 from andon.config.source import is_folder
 from andon.console.problems import InputError, Problem
 from andon.data.chat import encode_conversations
 from andon.data.conversations import ConversationSet
 from andon.data.labels import class_weights
 from andon.data.rows import DataSet, Examples, LabelSets, Targets, TextRows
+from andon.data.tagged import Tagged
 from andon.data.tokens import HuggingFaceTokenizer, Tokenizer, byte_tokenizer, pretrained_tokenizer
 from andon.model.adapter import AdapterSpec
 from andon.model.batches import length_step
@@ -24,6 +25,7 @@ from andon.tasks.encoded import Columns
 from andon.tasks.multi_label import MultiLabelTask
 from andon.tasks.regression import RegressionTask
 from andon.tasks.sft import Asked, SftTask
+from andon.tasks.tagging import NO_TAG, TaggingTask
 from andon.tasks.task import ScoredTask
 from andon.training.rows import Rows, read_rows
 
@@ -120,6 +122,20 @@ def multi_label_of(config: Config, data: Examples, tokenizer: Tokenizer) -> Mult
     )
 
 
+def tagging_of(config: Config, data: Examples, tokenizer: Tokenizer) -> TaggingTask:
+    """The rows of `data`, which are `Tagged`, as what a step or an evaluation works on."""
+    assert isinstance(data, Tagged)
+    if config.data.text_pair_column is not None:
+        raise InputError([Problem("data.text_pair_column", "is for texts; words have tags in one text")])
+    tokens, firsts = tokenizer.encode_words([row.text for row in data.rows], config.model.max_length)
+    tags = [[NO_TAG] * len(ids) for ids in tokens]
+    for row, places, each in zip(data.rows, firsts, tags, strict=True):
+        for tag, place in zip(row.label, places, strict=True):
+            if place >= 0:
+                each[place] = tag
+    return TaggingTask(tokens, tags, names=data.labels, **_batching(config, data, tokenizer))
+
+
 def _encoded(config: Config, data: TextRows[Any], tokenizer: Tokenizer) -> dict[str, Any]:
     """What all tasks over texts, or pairs of them, are told alike."""
     pairs = [row.pair for row in data.rows if row.pair is not None]
@@ -127,6 +143,12 @@ def _encoded(config: Config, data: TextRows[Any], tokenizer: Tokenizer) -> dict[
     return {
         "tokens": tokens,
         "columns": columns,
+        **_batching(config, data, tokenizer),
+    }
+
+
+def _batching(config: Config, data: Examples, tokenizer: Tokenizer) -> dict[str, Any]:
+    return {
         "vocab_size": tokenizer.vocab_size,
         "pad_id": tokenizer.pad_id,
         "padding_multiple": padding_multiple(config),
@@ -181,6 +203,7 @@ def conversation_task(config: Config, data: Examples, tokenizer: Tokenizer) -> S
 UNWEIGHTED: Mapping[str, Callable[[Config, Examples, Tokenizer], ScoredTask]] = {
     REGRESSION: regression_of,
     MULTI_LABEL: multi_label_of,
+    TOKEN_CLASSIFICATION: tagging_of,
     SFT: conversation_task,
 }
 """By the task's name, of those without classes to be weighted: a data set by itself to what is made of it."""
@@ -205,6 +228,7 @@ HEADS: Mapping[str, str] = {
     CLASSIFICATION: "classification",
     REGRESSION: "regression",
     MULTI_LABEL: "multi-label",
+    TOKEN_CLASSIFICATION: "tokens",
     SFT: "causal",
 }
 """By the task's name: the head of its model."""

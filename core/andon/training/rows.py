@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from andon.config.schema import CLASSIFICATION, MULTI_LABEL, REGRESSION, SFT, Config, Data
+from andon.config.schema import CLASSIFICATION, MULTI_LABEL, REGRESSION, SFT, TOKEN_CLASSIFICATION, Config, Data
 from andon.console.problems import InputError, Problem
-from andon.data import reviews, rewriting, shell
+from andon.data import reviews, rewriting, shell, tagged
 from andon.data.conversations import ConversationSet, are_of_conversations, read_conversations
 from andon.data.labels import likely_separator
 from andon.data.readers import first_record, read, read_label_sets, read_targets
@@ -108,6 +108,16 @@ def _are_label_sets(data: Data, first: Mapping[str, object]) -> str:
     return "labels are lists" if any(isinstance(first.get(name), list) for name in named) else ""
 
 
+def _tagged(data: Data, path: Path, labels: tuple[str, ...] | None) -> tagged.Tagged:
+    return tagged.read_tagged(path, token_column=data.text_column, tag_column=data.label_column, labels=labels)
+
+
+def _are_tagged(data: Data, first: Mapping[str, object]) -> str:
+    names = data.text_column or tagged.TOKENS, data.label_column or tagged.TAGS
+    there = all(isinstance(first.get(name), list) for name in names)
+    return f"{names[0]!r} and {names[1]!r} are lists" if there else ""
+
+
 def notes(rows: Rows) -> Iterator[str]:
     """What a user should know of rows that can be trained on."""
     if isinstance(rows.train, DataSet):
@@ -121,6 +131,7 @@ def notes(rows: Rows) -> Iterator[str]:
 
 READERS: Mapping[str, Reader] = {
     CLASSIFICATION: Reader(_is_named, _classes, shell.embedded),
+    TOKEN_CLASSIFICATION: Reader(_are_tagged, _tagged, tagged.embedded),
     MULTI_LABEL: Reader(_are_label_sets, _label_sets, reviews.embedded_label_sets),
     REGRESSION: Reader(_is_named, _numbers, reviews.embedded_numbers),
     SFT: Reader(_are_conversations, _conversations, rewriting.embedded),

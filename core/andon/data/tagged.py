@@ -1,0 +1,122 @@
+"""Rows of words with a tag each, and the embedded ones: words of shell commands, by what they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from os import PathLike
+from pathlib import Path
+from typing import ClassVar
+
+from andon.console.problems import ProblemList, did_you_mean, shown
+from andon.data.draw import Draw
+from andon.data.formats import open_table
+from andon.data.labels import text_fault
+from andon.data.rows import Row, TextRows
+
+TOKENS, TAGS = "tokens", "tags"
+"""The columns of words and their tags, where none are named."""
+TRAIN_ROWS, EVAL_ROWS = 2225, 500
+_OPTIONS = ("-n", "-f", "-o", "--depth", "--name", "--to")
+_NAMES = ("out", "tmp", "log", "file", "path", "data", "build", "src", "key", "host")
+_COMMANDS = ("cp", "ls", "grep", "sort", "head", "tail", "find", "mkdir")
+
+
+@dataclass(frozen=True)
+class Tagged(TextRows[tuple[int, ...]]):
+    """Rows of words: a row's text is its words with a space between, its label the number of each word's tag."""
+
+    kind: ClassVar[str] = "token-classification"
+
+    def said(self, row: Row[tuple[int, ...]]) -> tuple[str, ...]:
+        """The tags of the row's words."""
+        return tuple(self.labels[tag] for tag in row.label)
+
+    def about(self) -> str:
+        """How many tags and words there are."""
+        return f"{len(self.labels)} tags of {sum(len(row.label) for row in self.rows)} words"
+
+
+def read_tagged(
+    path: str | PathLike[str],
+    *,
+    token_column: str | None = None,
+    tag_column: str | None = None,
+    labels: Sequence[str] | None = None,
+) -> Tagged:
+    """The rows of a JSONL or Parquet file with a list of words and a list of tags, one a word.
+
+    Without `labels` the tags are those found, sorted. Raises `InputError` with every fault found, each as file:line:
+    what is no list of strings, empty lists and words, words with white space in them, lists of different lengths,
+    unknown tags, no rows.
+    """
+    problems, names = ProblemList(), (token_column or TOKENS, tag_column or TAGS)
+    table = open_table(Path(path), problems)
+    found: list[tuple[int, list[str], list[str]]] = []
+    for record in table.records:
+        faults = [fault for name in names if (fault := _list_fault(name, record.fields)) is not None]
+        words, tags = (record.fields.get(name) for name in names)
+        if not faults and isinstance(words, list) and isinstance(tags, list):
+            odd = next((word for word in words if len(word.split()) != 1), None)
+            if odd is not None:
+                faults.append(f"{names[0]}: {shown(odd)} is not one word")
+            if len(words) != len(tags):
+                faults.append(f"{len(words)} {names[0]} and {len(tags)} {names[1]}; each word has one tag")
+            known = labels if labels is not None else tags
+            faults += [f"tag {shown(tag)} is unknown{did_you_mean(tag, known)}" for tag in tags if tag not in known]
+            found.append((record.line, words, tags))
+        for fault in faults:
+            problems.add(table.place(record.line), fault)
+    if not found and not problems:
+        problems.add(str(path), "has no rows")
+    problems.raise_if_any()
+    every = tuple(sorted({tag for _, _, tags in found for tag in tags})) if labels is None else tuple(labels)
+    numbers = {name: number for number, name in enumerate(every)}
+    rows = (
+        Row(place, " ".join(words), tuple(numbers[tag] for tag in tags)) for place, (_, words, tags) in enumerate(found)
+    )
+    return Tagged(tuple(rows), every, str(path))
+
+
+def _list_fault(name: str, fields: Mapping[str, object]) -> str | None:
+    """Why a record's column holds no words; None: it does."""
+    if name not in fields:
+        return f"has no column {name!r}; there are {', '.join(map(shown, fields)) or 'none'}"
+    values = fields[name]
+    if not isinstance(values, list):
+        return f"{name} must be a list of strings, is {shown(values)}"
+    if not values:
+        return f"{name} is an empty list"
+    for value in values:
+        fault = text_fault(value) if isinstance(value, str) else f"is a {type(value).__name__}, and no string"
+        if fault is not None:
+            return f"{name}: {shown(value)} {fault}"
+    return None
+
+
+def _command(draw: Draw) -> tuple[list[str], list[str]]:
+    """The words of one command, and what each is: an option begins a span that its value goes on with."""
+    words, tags = [draw.pick(_COMMANDS)], ["O"]
+    for _ in range(1 + draw.below(4)):
+        name = draw.pick(_NAMES)
+        kind = draw.below(4)
+        if kind == 0:
+            words += [draw.pick(_OPTIONS), str(1 + draw.below(99))]
+            tags += ["B-option", "I-option"]
+        else:
+            words.append((f'"${name}"', f"/{draw.pick(_NAMES)}/{name}", name)[kind - 1])
+            tags.append(("B-variable", "B-path", "O")[kind - 1])
+    return words, tags
+
+
+def embedded(seed: int) -> tuple[Tagged, Tagged]:
+    """The data of a run that names none: rows to train on and rows never trained on, with no text in both."""
+    draw, found = Draw(f"andon words of commands {seed}"), dict[str, list[str]]()
+    while len(found) < TRAIN_ROWS + EVAL_ROWS:
+        words, tags = _command(draw)
+        found.setdefault(" ".join(words), tags)
+    names = tuple(sorted({tag for tags in found.values() for tag in tags}))
+    rows = [Row(place, text, tuple(map(names.index, tags))) for place, (text, tags) in enumerate(found.items())]
+    trained_on = Tagged(tuple(rows[:TRAIN_ROWS]), names, f"embedded words of commands, seed {seed}")
+    apart = tuple(replace(row, id=place) for place, row in enumerate(rows[TRAIN_ROWS:]))
+    return trained_on, replace(trained_on, rows=apart, source=f"{trained_on.source}, held out")

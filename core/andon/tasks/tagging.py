@@ -1,0 +1,114 @@
+"""A tag of each word: the loss is the SUM over words of the cross entropy of their first pieces, in fp32.
+
+The other pieces of a word, and what a tokenizer puts around it, are read and not scored. Terms are words, so a long row
+counts for more than a short one, as in a mean over all words of a global batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from andon.metrics.spans import SpanScores, span_scores
+from andon.model.batches import logits_of, predictions
+from andon.step.task import Batch, LeafLoss
+from andon.tasks.encoded import EncodedRows, check_rows
+
+NO_TAG = -100
+"""In the place of a token that is not scored."""
+
+
+class TaggingTask(EncodedRows):
+    """Encoded rows with the tags of some of their tokens; in a batch they are `labels` [rows, length].
+
+    Its outputs are, for each word of a row in order, the number of the likeliest tag and the word's loss, then 0.
+    """
+
+    output = "losses"
+    counts_right = True
+
+    def __init__(
+        self,
+        tokens: Sequence[Sequence[int]],
+        tags: Sequence[Sequence[int]],
+        *,
+        names: Sequence[str],
+        vocab_size: int,
+        pad_id: int,
+        padding_multiple: int = 8,
+        max_length: int | None = None,
+        places: Sequence[str] | None = None,
+    ) -> None:
+        """tokens, tags: parallel, one of each a token; `NO_TAG` where none is learned. names: of the tags.
+        padding_multiple, max_length: as `EncodedRows` has them.
+
+        Raises `InputError` that names, by `places`, every row that `check_rows` refuses, or without a tag.
+        """
+        self.names = tuple(names)
+
+        def fault(index: int) -> str:
+            if len(tags[index]) != len(tokens[index]):
+                return f"{len(tags[index])} tags for {len(tokens[index])} tokens"
+            odd = next((tag for tag in tags[index] if tag != NO_TAG and not 0 <= tag < len(names)), None)
+            if odd is not None:
+                return f"tag {odd!r} is not one of the {len(names)} tags 0 to {len(names) - 1}"
+            return "" if any(tag != NO_TAG for tag in tags[index]) else "no word of it has a token"
+
+        check_rows(tokens, len(tags), fault, vocab_size=vocab_size, pad_id=pad_id, max_length=max_length, places=places)
+        self._tags = [[tag for tag in row if tag != NO_TAG] for row in tags]
+        super().__init__(
+            tokens,
+            None,
+            pad_id=pad_id,
+            padding_multiple=padding_multiple,
+            max_length=max_length,
+            columns={"labels": (tags, NO_TAG)},
+        )
+
+    @property
+    def width(self) -> int:
+        """Two for each word of the longest row."""
+        return 2 * max(map(len, self._tags), default=0)
+
+    def planned_terms(self, ids: Sequence[int]) -> Sequence[int]:
+        """The words of each row."""
+        return [len(self._tags[row]) for row in ids]
+
+    def loss_sum(self, model: nn.Module, batch: Batch) -> LeafLoss:
+        """Sum over the batch's words of the cross entropy, in fp32, their number, and how many are right."""
+        logits, tags = logits_of(model, batch), batch["labels"]
+        right = (logits.detach().argmax(dim=2) == tags).sum()
+        return LeafLoss(_losses(logits, tags).sum(), right, (tags != NO_TAG).sum())
+
+    def learned(self, row: int) -> str:
+        """The row's tags."""
+        return " ".join(self.names[tag] for tag in self._tags[row])
+
+    def outputs(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """fp64 [rows, width] in eval mode and without a graph."""
+        logits, tags = predictions(model, batch), batch["labels"]
+        there = tags != NO_TAG
+        places = 2 * (there.cumsum(dim=1) - 1)[there]
+        rows = there.nonzero()[:, 0]
+        table = torch.zeros((len(tags), self.width), dtype=torch.float64, device=tags.device)
+        table[rows, places] = logits.argmax(dim=2)[there].double()
+        table[rows, places + 1] = _losses(logits, tags)[there].double()
+        return table
+
+    def score(self, ids: Sequence[int], outputs: torch.Tensor) -> SpanScores:
+        """The scores of these rows by their outputs, fp64 [rows, width] on the CPU."""
+        found = [row[: 2 * len(self._tags[id_])] for id_, row in zip(ids, outputs.tolist(), strict=True)]
+        losses = [loss for row in found for loss in row[1::2]]
+        return span_scores(
+            [[self.names[int(tag)] for tag in row[::2]] for row in found],
+            [[self.names[tag] for tag in self._tags[id_]] for id_ in ids],
+            math.fsum(losses) / max(len(losses), 1),
+        )
+
+
+def _losses(logits: torch.Tensor, tags: torch.Tensor) -> torch.Tensor:
+    """fp32 [rows, length]; 0 where no tag is learned."""
+    return nn.functional.cross_entropy(logits.float().transpose(1, 2), tags, ignore_index=NO_TAG, reduction="none")
