@@ -184,7 +184,7 @@ def _steps(report: Differences, one: Recorded, other: Recorded) -> bool:
     more = f"; {counts[0]} | {counts[1]} steps in all" if counts[0] != counts[1] else ""
     report.add("steps", f"part at step {step}; {_before(one, step)}{more}")
     records, names = (one.trajectory[step], other.trajectory[step]), [each.name for each in odd]
-    alike = [name for name in REPEATED if name not in names and len({lacks(each, name) for each in records}) == 1]
+    alike = [name for name in REPEATED if name not in names and not any(lacks(each, name) for each in records)]
     report.add("step", f"{step}: {names[0]} differs first, {', '.join(alike) or 'nothing'} agree")
     for each in odd:
         report.add("step", f"{step}: {each.name}: {shown(each.then, _SHOWN)} | {shown(each.now, _SHOWN)}")
