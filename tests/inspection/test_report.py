@@ -30,7 +30,7 @@ from tests.inspection.ledgers import FINGERPRINT, digest, resumed_run, retracted
 from tests.support.pages import Shown, Tables
 from tests.training.runs import Runs, records, summary
 
-HOSTILE = "</style></title><script>alert(1)</script><img src=x onerror=alert(2)>\"'{{ 7 * 7 }}\u202eevil\x1b[2J"
+HOSTILE = "</style></title><script>alert(1)</script><img src=x onerror=alert(2)>\"'{{ 1913 * 4547 }}\u202eevil\x1b[2J"
 SEEN = HOSTILE.replace("\u202e", "\\u202e").replace("\x1b", "\\x1b")
 LONG = 10_000
 
@@ -297,7 +297,7 @@ def test_texts_of_others_are_shown_as_they_are(tmp_path: Path) -> None:
         assert sum(SEEN in text for text in page.text) > 20
         assert {tag for tag, _ in page.elements} & {"script", "img", "iframe", "object", "link"} == set()
         assert [name for _, attributes in page.elements for name in attributes if name.startswith("on")] == []
-        assert "49" not in "".join(page.text)
+        assert "8698411" not in "".join(page.text)
         assert page.page.encode("utf-8").count(b"\x1b") == 0
         assert "2 lines of metrics.jsonl" in " ".join(page.text)
 

@@ -30,6 +30,7 @@ def step(number: int, loss: float = 0.5) -> Step:
         loss=Real.of(loss),
         grad_norm=Real.of(1.0),
         correct=1,
+        terms=7,
         world=1,
         backend="inline",
         digests=StepDigests(H, H, H, H),

@@ -20,6 +20,7 @@ CHANGED = {
     "lr": Real.of(1e-4),
     "loss": Real.of(0.5000000000000001),
     "correct": 2,
+    "terms": 8,
     "grad_norm": Real.of(-1.0),
     **{each.name: "ab" * 8 for each in fields(StepDigests)},
 }

@@ -245,6 +245,15 @@ def signalled(monkeypatch: pytest.MonkeyPatch, signum: int, times: int = 1) -> N
     monkeypatch.setattr(Replica, "apply", apply)
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """As in a program: a shell lets what it starts in the background ignore SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_ends_at_a_step_boundary_and_is_then_raised(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -260,6 +269,7 @@ def test_an_interrupt_ends_at_a_step_boundary_and_is_then_raised(
     assert outcome(train(ROWS, tmp_path / "run", resume="auto").path) == outcome(whole)
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_a_second_interrupt_ends_at_once_and_is_raised_too(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

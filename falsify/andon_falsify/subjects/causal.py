@@ -13,18 +13,16 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from andon.backend.inprocess import InlineBackend
 from andon.data.chat import EncodedRow
 from andon.model.adapter import AdapterSpec, attach, trainable_parameters
 from andon.model.build import ModelSpec, build_base, seeded
-from andon.step.keyed import KeyedRandomness
 from andon.step.optimizer import OptimizerSpec
 from andon.step.plan import GlobalBatch
-from andon.step.replica import Replica
-from andon.step.step import TrainingStep
 from andon.tasks.sft import SftTask
+from andon.training.build import StepSpec, build_replicas, build_step
 from andon_falsify.reference.causal import TokenRow, TokenSum, mean_of, token_sum
 from andon_falsify.reference.decoder import Decoder
 from andon_falsify.reference.params import Lora, canonical, canonical_name
@@ -76,10 +74,10 @@ class CausalSubject:
         encoded = [_encoded(place, row) for place, row in enumerate(self.rows)]
         task = SftTask(encoded, pad_id=PAD, max_length=LONGEST)
         self.task = task.packed(range(len(encoded))) if case.packed else task
-        self.replicas = [_replica(case) for _ in range(case.world)]
+        spec, backend = StepSpec(OptimizerSpec(), 5, case.micro_batches, None), InlineBackend([_CPU] * case.world)
+        self.replicas = build_replicas(_model(case), spec, backend, self.task, 0)
         self.model: Any = self.replicas[0].model
-        backend = InlineBackend([_CPU] * case.world)
-        self._step = TrainingStep(backend, self.replicas, self.task, case.micro_batches, None)
+        self._step = build_step(spec, backend, self.replicas, self.task)
         self._first = 0
 
     def start(self) -> None:
@@ -148,7 +146,7 @@ def _short(name: str) -> str:
     return short
 
 
-def _replica(case: CausalCase) -> Replica:
+def _model(case: CausalCase) -> nn.Module:
     adapter = AdapterSpec(r=2, alpha=ALPHA, dropout=0.0) if case.lora else AdapterSpec(kind="none")
     model = attach(_base(case.family), adapter, seed=3)
     # An adapter's B begins at 0, and A then has no gradient to compare.
@@ -156,7 +154,7 @@ def _replica(case: CausalCase) -> Replica:
     with torch.no_grad():
         for parameter in trainable_parameters(model).values():
             parameter.add_(torch.randn(parameter.shape, generator=draw), alpha=0.05)
-    return Replica(model, trainable_parameters(model), OptimizerSpec(), KeyedRandomness(5, _CPU), _CPU)
+    return model
 
 
 def _base(family: str) -> Any:
