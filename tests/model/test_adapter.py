@@ -325,33 +325,3 @@ def test_a_causal_model_without_an_adapter_is_exported_whole(tmp_path: Path) -> 
     ours = build_base(dataclasses.replace(CAUSAL, base=str(tmp_path), pad_id=PAD))
     assert torch.equal(next_tokens(stock), next_tokens(model))
     assert torch.equal(next_tokens(ours), next_tokens(model))
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
-def test_new_tokens_are_handed_on(family: str, dtype: str, tmp_path: Path) -> None:
-    """Their rows are in the adapter's file, for us and for stock peft, and the base is saved as it was."""
-    from peft import AutoPeftModelForCausalLM
-
-    adapter = dataclasses.replace(LORA, new_tokens=(4, 3, 4))
-    model = perturbed(causal(family, adapter, dtype=dtype))
-    save_base(model, tmp_path / "base", ())
-    save_base(causal(family, dtype=dtype), tmp_path / "plain", ())
-    assert (tmp_path / "base/model.safetensors").read_bytes() == (tmp_path / "plain/model.safetensors").read_bytes()
-    export_adapter(model, tmp_path / "adapter", str(tmp_path / "base"), ())
-    loaded = causal(family, adapter, dtype=dtype)
-    assert not torch.equal(next_tokens(loaded), next_tokens(model))
-    load_adapter(loaded, tmp_path / "adapter")
-    assert torch.equal(next_tokens(loaded), next_tokens(model))
-    if dtype == "float32":  # peft keeps these rows in the base's own precision
-        with quiet_loading():
-            stock = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
-        assert torch.equal(next_tokens(stock), next_tokens(model))
-
-
-def test_new_tokens_of_no_vocabulary_are_refused() -> None:
-    """Outside of it, or of a model that writes none."""
-    with pytest.raises(InputError, match=r"new_tokens: 33 is outside of the 33 ids of the vocabulary"):
-        causal(adapter=dataclasses.replace(LORA, new_tokens=(3, 33)))
-    with pytest.raises(InputError, match=r"new_tokens: Qwen3ForSequenceClassification is no causal language model"):
-        adapted(adapter=dataclasses.replace(LORA, new_tokens=(3,)))

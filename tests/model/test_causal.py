@@ -112,19 +112,6 @@ def test_the_gradient_is_that_of_a_float64_loop(
     assert max(distances(gradients(model, found), exact).values()) <= 2e-6
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_rows_of_new_tokens_train_beside_an_adapter(family: str) -> None:
-    """Their embeddings and their logits, tied ('qwen3', 'gpt2') or not; and the few that are trained are all there."""
-    model = moved(causal(family, dataclasses.replace(LORA, new_tokens=(STOP, 3))))
-    total, exact = wanted(model)
-    loss = loss_sum(model, batch_of(PACKED))
-    assert float(loss.loss_sum.detach()) == pytest.approx(total, rel=1e-6)
-    assert max(distances(gradients(model, loss), exact).values()) <= 2e-6
-    rows = {name: tuple(value.shape) for name, value in exact.items() if "trainable_tokens" in name}
-    assert list(rows.values()) == [(2, 16)] * (2 if family == "llama" else 1)
-    require_apart(model, CPU)
-
-
 def _prompt_trained(batch: dict[str, torch.Tensor]) -> None:
     one = torch.ones(1).view(torch.int32).long()
     batch["weights"] = one.where(batch["positions"] > 0, 0)

@@ -77,14 +77,7 @@ def task(
 CAUSAL = dataclasses.replace(TINY, head="causal", num_labels=0, labels=())
 
 
-def causal(
-    kind: str = "qwen3",
-    adapter: AdapterSpec = LORA,
-    *,
-    dropout: float = 0.0,
-    eager: bool = False,
-    dtype: str = "float32",
-) -> nn.Module:
+def causal(kind: str = "qwen3", adapter: AdapterSpec = LORA, *, dropout: float = 0.0, eager: bool = False) -> nn.Module:
     """A tiny decoder of a family ('qwen3': the embedded one) with an adapter; eager: its attention in plain steps."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -94,11 +87,11 @@ def causal(
         sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
         dropped = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), dropout)
     if kind == "qwen3":
-        model: Any = build_base(dataclasses.replace(CAUSAL, dropout=dropout, dtype=dtype))
+        model: Any = build_base(dataclasses.replace(CAUSAL, dropout=dropout))
     else:
         config = AutoConfig.for_model(kind, vocab_size=33, tie_word_embeddings=kind == "gpt2", **sizes, **dropped)
         with seeded(7):
-            model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).train()
+            model = AutoModelForCausalLM.from_config(config).train()
     if eager:
         model.set_attn_implementation("eager")
     return attach(model, adapter, seed=3)

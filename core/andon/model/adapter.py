@@ -32,8 +32,7 @@ class AdapterSpec:
     """Which weights train. kind: 'lora', or 'none' for every weight of the model.
 
     r: rank. alpha: the update is scaled by alpha / r. dropout: before A, in [0, 1). targets: names of Linear modules,
-    matched as whole dotted suffixes, or 'all-linear' for every Linear outside of the head. new_tokens: ids of a causal
-    language model whose embeddings train as well, and so do their logits.
+    matched as whole dotted suffixes, or 'all-linear' for every Linear outside of the head.
     """
 
     kind: str = "lora"
@@ -41,7 +40,6 @@ class AdapterSpec:
     alpha: float = 16.0
     dropout: float = 0.05
     targets: str | tuple[str, ...] = ALL_LINEAR
-    new_tokens: tuple[int, ...] = ()
 
 
 def attach(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
@@ -58,7 +56,6 @@ def attach(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
     if not heads:
         raise InputError([Problem("model.base", f"{type(model).__name__} has no head beside its backbone")])
     _check_targets(model, spec, heads)
-    _check_tokens(model, spec)
     new = () if vocabulary_head(model) is not None else heads
     adapted = _inject(model, spec, new, seed)
     for parameter in adapted.parameters():
@@ -105,30 +102,6 @@ def _check_targets(model: nn.Module, spec: AdapterSpec, heads: Sequence[str]) ->
     found.raise_if_any()
 
 
-def _check_tokens(model: Any, spec: AdapterSpec) -> None:
-    head: Any = vocabulary_head(model)
-    if not spec.new_tokens:
-        return
-    found = ProblemList()
-    if head is None or getattr(head, "bias", None) is not None:
-        what = "is no causal language model" if head is None else "has logits with a bias, which peft would leave out"
-        found.add("adapter.new_tokens", f"{type(model).__name__} {what}")
-    size = model.get_input_embeddings().weight.shape[0]
-    for token in spec.new_tokens:
-        if not 0 <= token < size:
-            found.add("adapter.new_tokens", f"{token} is outside of the {size} ids of the vocabulary")
-    found.raise_if_any()
-
-
-def _trained_tokens(model: Any, tokens: Sequence[int]) -> dict[str, list[int]] | None:
-    """Ids by the name of the layer whose rows they are. peft has a head that is the embedding follow by itself."""
-    layers = [model.get_input_embeddings()]
-    if not model.all_tied_weights_keys:
-        layers.append(vocabulary_head(model))
-    named = {name: module for name, module in model.named_modules() if any(module is layer for layer in layers)}
-    return {name: sorted(set(tokens)) for name in named} if tokens else None
-
-
 def _unmatched(target: str, linear: Iterable[str], heads: Sequence[str], *, causal: bool) -> str:
     if target in heads and causal:
         return f"{target!r} gives the logits of the vocabulary, which no adapter changes here; leave it out"
@@ -161,7 +134,6 @@ def _inject(model: nn.Module, spec: AdapterSpec, new_heads: Sequence[str], seed:
         lora_dropout=spec.dropout,
         target_modules=ALL_LINEAR if names == (ALL_LINEAR,) else list(names),
         modules_to_save=list(new_heads) or None,
-        trainable_token_indices=_trained_tokens(model, spec.new_tokens),
     )
     with seeded(seed), torch.device("cpu"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
@@ -309,12 +281,12 @@ def save_base(model: nn.Module, folder: Path, labels: Sequence[str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     # peft keeps the base's own tensors beside those that it adds, under names with one part more.
+    tied = base.all_tied_weights_keys
     tensors = {
-        name.replace(".token_adapter", "").replace(".base_layer.", ".").replace(".original_module.", "."): value
+        name.replace(".base_layer.", ".").replace(".original_module.", "."): _detached(value)
         for name, value in base.state_dict().items()
-        if not any(part in name for part in (".lora_", ".modules_to_save.", ".trainable_tokens_"))
+        if ".lora_" not in name and ".modules_to_save." not in name and name not in tied
     }
-    tensors = {name: _detached(value) for name, value in tensors.items() if name not in base.all_tied_weights_keys}
     (folder / "model.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))
     _write_json(folder / "config.json", _model_config(base, labels))
     _write_labels(folder, labels)

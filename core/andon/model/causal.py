@@ -165,28 +165,15 @@ def _chunk_losses(
     head: nn.Module, hidden: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """fp32 [n] weight * cross entropy, and bool [n] whether the target has the largest logit and a weight."""
-    logits = _logits(head, hidden).float()
+    logits = head(hidden).float()
     losses = nn.functional.cross_entropy(logits, targets, reduction="none") * weights
     return losses, (logits.detach().argmax(dim=1) == targets) & (weights != 0)
 
 
-def _logits(head: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    """[n, vocabulary]. peft copies all weights of a head some rows of which train; here these logits are put in."""
-    trained: Any = getattr(head, "token_adapter", None)
-    if trained is None:
-        logits: torch.Tensor = head(hidden)
-        return logits
-    logits = trained.base_layer(hidden)
-    ids = torch.tensor(trained.token_indices["default"], device=logits.device)
-    own = nn.functional.linear(hidden, trained.trainable_tokens_delta["default"].to(trained.base_layer.weight.dtype))
-    return logits.index_copy(1, ids, own)
-
-
 def _chunks(head: nn.Module, count: int) -> Iterator[slice]:
     """Tokens 0 to count - 1 in order, so many at a time as `_LOGITS` allows: a function of the two sizes alone."""
-    adapted: Any = getattr(head, "token_adapter", None)
-    whole: Any = head if adapted is None else adapted.base_layer
-    step = max(1, _LOGITS // whole.weight.shape[0])
+    weight: Any = head.weight
+    step = max(1, _LOGITS // weight.shape[0])
     return (slice(first, min(first + step, count)) for first in range(0, count, step))
 
 
@@ -254,7 +241,7 @@ def require_apart(model: nn.Module, device: torch.device, longest: int | None = 
     batch = {name: value.to(device) for name, value in collate_packs(packs, 0, 4, None).items()}
     with torch.no_grad(), evaluating(model), computing(model, device):
         try:
-            packed = _logits(head, hidden_of(model, batch).flatten(0, 1)).float().view(*batch["rows"].shape, -1)
+            packed = head(hidden_of(model, batch)).float()
             alone = [base(input_ids=row[None].to(device), use_cache=False).logits[0] for row in rows]
             by_head = head(backbone_of(model)(input_ids=rows[0][None].to(device), use_cache=False).last_hidden_state)[0]
         except (torch.OutOfMemoryError, torch.AcceleratorError):
@@ -265,7 +252,7 @@ def require_apart(model: nn.Module, device: torch.device, longest: int | None = 
             _refuse(base, f"cannot be given packs of rows: {' '.join(str(error).split())[:200]}")
     if not torch.equal(by_head, alone[0]):
         _refuse(base, "changes its logits behind its head (scales or caps them), which this training does not")
-    found = list(torch.split(packed[0, : sum(row.numel() for row in rows)], [row.numel() for row in rows]))
+    found = [*packed[0, : sum(row.numel() for row in rows)].split([row.numel() for row in rows])]
     found.append(packed[1, : rows[0].numel()])
     pairs = zip(found, [*alone, alone[0]], strict=True)
     worst = max(float((one - other).norm() / other.float().norm()) for one, other in pairs)
