@@ -145,6 +145,13 @@ def test_the_task_is_in_the_ledger_and_in_the_configuration(whole: tuple[Kind, P
     assert load_config(folder / "config.yaml").task == kind.task
 
 
+def test_what_is_right_is_counted_where_a_term_is_right_or_wrong(whole: tuple[Kind, Path, Path]) -> None:
+    """A number is never right: its ledger has no count of 0 that would read as one of faults."""
+    kind, _, folder = whole
+    counted = {step.correct is not None for step in records(folder, "step")}
+    assert counted == {kind.task != "regression"}
+
+
 def test_check_says_what_is_learned(whole: tuple[Kind, Path, Path]) -> None:
     """And what was taken, where nobody said it."""
     kind, data, _ = whole

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from array import array
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import MistralConfig, MistralForCausalLM
 from typer.testing import CliRunner
 
 import andon
@@ -16,9 +18,11 @@ from andon.cli.train import run_training
 from andon.config.load import load_config
 from andon.console.exits import Exit
 from andon.console.problems import InputError
+from andon.data.chat import EncodedRow
 from andon.data.rows import frozen_split
 from andon.launch.launcher import warm_up
 from andon.run.folder import RunFolder
+from andon.tasks.sft import SftTask
 from andon.training.inference import answer, evaluate_run, load_run, read_labelled
 from andon.training.material import prepare
 from andon.training.preview import describe
@@ -180,6 +184,21 @@ def test_memory_that_is_not_planned_is_said_not_to_be(conversations: Runs) -> No
     given = ["plan", "--data", str(conversations.data), "--gpu-memory", "16"]
     with pytest.raises(InputError, match="task: the memory that sft needs is not planned yet"):
         CliRunner().invoke(app, given, catch_exceptions=False)
+
+
+def test_a_model_needs_to_see_as_far_as_a_row_and_not_as_a_pack() -> None:
+    """Rows of 4 tokens in packs of 12: a window of 4 tokens is enough, one of 3 is not."""
+    rows = [EncodedRow(place, array("i", [1, 2, 3, 4]), array("f", [0, 1, 1, 1])) for place in range(6)]
+    task = SftTask(rows, pad_id=0, max_length=12).packed(range(6))
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 33}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
+    models = {
+        window: MistralForCausalLM(MistralConfig(**sizes, **heads, sliding_window=window, use_cache=False))
+        for window in (3, 4)
+    }
+    task.require_fit(models[4], torch.device("cpu"))
+    with pytest.raises(InputError, match="limits how far a token sees"):
+        task.require_fit(models[3], torch.device("cpu"))
 
 
 def test_packs_are_for_conversations(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

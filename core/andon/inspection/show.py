@@ -217,7 +217,11 @@ def _rank(part: RankPart, record: Step, texts: Texts) -> Iterator[str]:
     odd = {name: value for name, value in own.items() if value != getattr(record.digests, name)}
     alike = f"the digests above ({', '.join(own)})" if own else "no digests: its part has no replica"
     digests = f"differs:{_named(odd, ' ')}" if odd else alike
-    leaves = f"micro-batches {' '.join(map(str, part.leaves)) or 'none'}, " if record.correct is not None else ""
+    leaves = (
+        f"micro-batches {' '.join(map(str, part.leaves)) or 'none'}, "
+        if part.leaves or record.correct is not None
+        else ""
+    )
     yield f"  rank {part.rank}: {leaves}{digests}"
     for row in part.ids:
         yield f"    {row}{_text(row, texts)}"

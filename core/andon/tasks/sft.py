@@ -203,7 +203,7 @@ class SftTask:
 
     def require_fit(self, model: nn.Module, device: torch.device) -> None:
         """Raise `InputError` for a model that lets rows of a pack see each other, or does not see as far as a row."""
-        require_apart(model, device, int(self.lengths.max()))
+        require_apart(model, device, max(len(self._rows[place].ids) for pack in self._packs for place in pack))
 
     def outputs(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """fp64 [packs, 3]: sum of losses, tokens predicted right, trained tokens; in eval mode, without a graph."""

@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +191,7 @@ class FolderJournal:
 
     def step(self, batch: GlobalBatch, result: StepResult, record: Step) -> None:
         """The ledger line, the metrics line, the progress."""
-        self._ledger.append(record)
+        self._ledger.append(record if self._counts_right else replace(record, correct=None))
         now = time.perf_counter()
         line = {
             "step": result.step,

@@ -184,8 +184,7 @@ def _assemble(config: Config, folder: RunFolder, backend: Backend, started: floa
     _tell(config, backend)
     spec = run_spec(config, material, backend.world_size)
     run = build_run(spec, backend, material.task, material.plan, ledger=folder.ledger)
-    for replica in run.replicas[:1]:
-        material.task.require_fit(replica.model, replica.device)
+    material.task.require_fit(run.primary.model, run.primary.device)
     if backend.ranks[0] == 0:
         for note in material.task.notes:
             say(note)
