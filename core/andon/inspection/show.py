@@ -173,8 +173,9 @@ def one_step(found: Recorded, step: int, texts: Texts) -> Iterator[str]:
     yield f"  world       {record.world} {record.backend} workers"
     if texts.missing:
         yield f"  note        {texts.missing}"
+    planned = found.start is None or found.start.plan.micro_batches is not None  # a watch is told of none
     for part in record.ranks:
-        yield from _rank(part, record, texts)
+        yield from _rank(part, record, texts, planned)
 
 
 def _place(record: Step) -> str:
@@ -211,17 +212,13 @@ def _missing_or_broken(found: Recorded, step: int) -> Iterator[str]:
         yield f"step {step} was not applied, so there is no record of it"
 
 
-def _rank(part: RankPart, record: Step, texts: Texts) -> Iterator[str]:
+def _rank(part: RankPart, record: Step, texts: Texts, planned: bool) -> Iterator[str]:
     held = {name: getattr(part, name) for name in ("weights", "gradient", "optimizer")}
     own = {name: value for name, value in held.items() if value is not None}
     odd = {name: value for name, value in own.items() if value != getattr(record.digests, name)}
     alike = f"the digests above ({', '.join(own)})" if own else "no digests: its part has no replica"
     digests = f"differs:{_named(odd, ' ')}" if odd else alike
-    leaves = (
-        f"micro-batches {' '.join(map(str, part.leaves)) or 'none'}, "
-        if part.leaves or record.correct is not None
-        else ""
-    )
+    leaves = f"micro-batches {' '.join(map(str, part.leaves)) or 'none'}, " if planned else ""
     yield f"  rank {part.rank}: {leaves}{digests}"
     for row in part.ids:
         yield f"    {row}{_text(row, texts)}"

@@ -102,9 +102,9 @@ def draw(title: str, unit: str, series: Sequence[Series], mark: int | None = Non
     if not points:
         return None
     ticks = _ticks(min(value for _, value in points), max(value for _, value in points))
-    height = _Scale(ticks[0], ticks[-1], HEIGHT - _BOTTOM, _TOP)
+    height = Scale(ticks[0], ticks[-1], HEIGHT - _BOTTOM, _TOP)
     ends = min(each.points[0][0] for each, _ in found), max(each.points[-1][0] for each, _ in found)
-    across = _Scale(ends[0], ends[1] if ends[1] > ends[0] else ends[0] + 1, _LEFT, WIDTH - _RIGHT)
+    across = Scale(ends[0], ends[1] if ends[1] > ends[0] else ends[0] + 1, _LEFT, WIDTH - _RIGHT)
     return Picture(
         title=title,
         unit=unit,
@@ -119,7 +119,7 @@ def draw(title: str, unit: str, series: Sequence[Series], mark: int | None = Non
 
 
 @dataclass(frozen=True)
-class _Scale:
+class Scale:
     """From a number between `low` and `high` to a place between `start` and `end`."""
 
     low: float
@@ -128,12 +128,13 @@ class _Scale:
     end: float
 
     def __call__(self, number: float) -> str:
+        """The place of `number`, in the picture's units with one decimal."""
         # Halves first: the difference of two numbers near the largest float is none.
         share = (number / 2 - self.low / 2) / (self.high / 2 - self.low / 2)
         return f"{self.start + share * (self.end - self.start):.1f}"
 
 
-def _drawn(series: Series, buckets: Sequence[Bucket], across: _Scale, height: _Scale) -> Drawn:
+def _drawn(series: Series, buckets: Sequence[Bucket], across: Scale, height: Scale) -> Drawn:
     pieces: list[list[Point]] = [[]]
     for bucket in buckets:
         pieces[-1] += bucket.drawn

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
 
+from andon.inspection.report.curves import Scale
 from andon_falsify.campaign.findings import Finding
 
 WIDTH, HEIGHT = 420, 120
@@ -36,8 +37,8 @@ def draw(finding: Finding) -> Curve | None:
         return None
     law = finding.curve_law
     low, high = _range([*finite, law] if law is not None else finite)
-    height = _Scale(low, high, HEIGHT - _BOTTOM, _TOP)
-    across = _Scale(1, max(2, len(finding.curve)), _LEFT, WIDTH - _RIGHT)
+    height = Scale(low, high, HEIGHT - _BOTTOM, _TOP)
+    across = Scale(1, max(2, len(finding.curve)), _LEFT, WIDTH - _RIGHT)
     pieces = _pieces(finding.curve)
     points = [[(across(update), height(number)) for update, number in piece] for piece in pieces]
     return Curve(
@@ -48,20 +49,6 @@ def draw(finding: Finding) -> Curve | None:
         law=None if law is None else height(law),
         ticks=_ticks(finite, law, height),
     )
-
-
-@dataclass(frozen=True)
-class _Scale:
-    """From a number between `low` and `high` to a place between `start` and `end`."""
-
-    low: float
-    high: float
-    start: float
-    end: float
-
-    def __call__(self, number: float) -> str:
-        share = (number - self.low) / (self.high - self.low)
-        return f"{self.start + share * (self.end - self.start):.1f}"
 
 
 def _range(numbers: Sequence[float]) -> tuple[float, float]:
@@ -80,7 +67,7 @@ def _pieces(curve: Sequence[float]) -> list[list[tuple[int, float]]]:
     return [piece for piece in pieces if piece]
 
 
-def _ticks(finite: Sequence[float], law: float | None, height: _Scale) -> tuple[tuple[str, str], ...]:
+def _ticks(finite: Sequence[float], law: float | None, height: Scale) -> tuple[tuple[str, str], ...]:
     """The law, and the lowest and highest number where their labels do not run into it."""
     chosen: list[float] = [] if law is None else [law]
     for number in (max(finite), min(finite)):
