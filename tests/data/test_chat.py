@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from andon.console.problems import InputError
 from andon.data import template as templates
-from andon.data.chat import Encoded, EncodedRow, TrainOn, encode_conversations, encode_prompt, show_row
+from andon.data.chat import Encoded, EncodedRow, TrainOn, asking, encode_conversations, encode_prompt, show_row
 from andon.data.conversations import Conversation, ConversationSet, Form, Message
 from andon.data.tokens import HuggingFaceTokenizer, byte_tokenizer, pretrained_tokenizer
 
@@ -439,3 +439,28 @@ def test_a_row_is_shown_token_by_token() -> None:
     assert lines[5].endswith(r"'\x1b'")
     assert lines[6].endswith("'<|im_end|>'")
     assert all(line.isprintable() for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "form", "example", "note"),
+    [
+        (tokenizer(CHATML), "messages", None, ""),
+        (tokenizer("{{ strftime_now('%d %b') }}" + CHATML), "messages", None, "its chat template writes the date"),
+        (tokenizer(CHATML, begins=True), "text", "a prompt", ""),
+        (tokenizer(begins=True), "prompt and completion", "a prompt", ""),
+        (byte_tokenizer(begins=True), "messages", "user: a prompt\nassistant: ", ""),
+        (byte_tokenizer(begins=True), "prompt and completion", "a prompt", ""),
+        (byte_tokenizer(), "text", "a prompt", "its tokenizer puts other special tokens around a text"),
+    ],
+)
+def test_how_transformers_alone_asks_is_known(
+    tokens: HuggingFaceTokenizer, form: Form, example: str | None, note: str
+) -> None:
+    """By messages, or by a text that becomes the ids of training; where it cannot, it is said."""
+    found = asking(tokens, form)
+    assert found.example == example
+    assert found.note.startswith(note)
+    assert bool(found.note) == bool(note)
+    if example is not None and not note:
+        asked = encode_prompt(tokens, form, (Message("user", "a prompt"),))
+        assert tokens.base(example)["input_ids"] == asked

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from andon.config.schema import CLASSIFICATION, SFT, TOKEN_CLASSIFICATION
+from andon.config.schema import SFT, TOKEN_CLASSIFICATION
 from andon.config.source import is_there, require_file
 from andon.console.messages import put, say
 from andon.console.problems import InputError, Problem, ProblemList
@@ -135,9 +135,6 @@ def export(
     """Write a run's model for others, with its card. Stock transformers reads it."""
     folder = require_run(run)
     config = config_of(folder)
-    if (config.task or CLASSIFICATION) != CLASSIFICATION:
-        what = f"is a run of {config.task}, and classifiers alone are exported so far; peft reads {folder.adapter}"
-        raise InputError([Problem(str(run), what)])
     whole = merge or config.adapter.kind == "none"
     if dtype is not None and not whole:
         raise InputError([Problem("--dtype", "is for --merge; an adapter is written in float32, as it was trained")])
@@ -151,11 +148,11 @@ def export(
     result_of(folder, ())
     trained = load_run(folder, model)
     if whole:
-        drift = export_merged(trained, target, chosen)
-        put(f"wrote {target}: a model of transformers in {chosen}", drift)
+        said = export_merged(trained, target, chosen)
+        put(f"wrote {target}: a model of transformers in {chosen}", *said)
     else:
-        export_adapter_of(trained, target)
-        put(f"wrote {target}: an adapter of peft")
+        said = export_adapter_of(trained, target)
+        put(f"wrote {target}: an adapter of peft", *said)
 
 
 def _one_file(file: Path | None, data: Path | None) -> Path | None:

@@ -98,6 +98,30 @@ def encode_prompt(tokenizer: HuggingFaceTokenizer, form: Form, messages: Sequenc
         raise InputError([Problem(asked.where, str(error))]) from error
 
 
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """How transformers alone asks a model what it was trained to answer.
+
+    example: the text that it is given for a prompt; None: messages, which the tokenizer's own chat template writes.
+    note: in which case the model sees another prompt than it would here; empty where it never does.
+    """
+
+    example: str | None
+    note: str
+
+
+def asking(tokenizer: HuggingFaceTokenizer, form: Form) -> Asking:
+    """How a model trained on rows of this `form` is asked. Raises `InputError` as `encode_conversations` does."""
+    scribe = _Scribe(tokenizer, form, "assistant")
+    if scribe.templated:
+        dated = "its chat template writes the date, which was one day always in training: answers may change with it"
+        return Asking(None, dated if scribe.dated else "")
+    text = scribe.text((Message("user", "a prompt"),), asks=True)
+    same = tokenizer.base(text)["input_ids"] == [*scribe.opening, *tokenizer.plain_ids([text])[0]]
+    other = "its tokenizer puts other special tokens around a text than it was trained with: answers may be others"
+    return Asking(text, "" if same else other)
+
+
 def show_row(tokenizer: Tokenizer, row: EncodedRow) -> Iterator[str]:
     """A line for each token of a row: its place, its id, what it counts (a dot for nothing), and what it says."""
     trained = sum(weight > 0 for weight in row.weights)
@@ -137,9 +161,10 @@ class _Scribe:
         self._all = train_on == "all" or form == "text"
         # A tokenizer that splits special tokens reads those that a template writes as letters.
         self._literal = bool(getattr(base, "split_special_tokens", False))
-        templated = form != "text" and not self._literal and base.chat_template is not None
-        self._template = ChatTemplate(tokenizer) if templated else None
-        if not templated and not self._literal and form in ("messages", "prompt and completion as messages"):
+        self.templated = form != "text" and not self._literal and base.chat_template is not None
+        self._template = ChatTemplate(tokenizer) if self.templated else None
+        self.dated = self._template is not None and self._template.dated
+        if not self.templated and not self._literal and form in ("messages", "prompt and completion as messages"):
             what = "the tokenizer has no chat template, which says how messages are written"
             remedy = "take a model that has one, put chat_template.jinja into its folder, or give prompt and completion"
             raise InputError([Problem("model.base", f"{what}: {remedy}")])
@@ -152,7 +177,7 @@ class _Scribe:
         self._spelling: list[str] = []
         self.opening: list[int] = []
         self._closing: int | None = None
-        if not templated:
+        if not self.templated:
             self._closing = base.eos_token_id
             if self._closing is None:
                 raise InputError(
@@ -178,7 +203,7 @@ class _Scribe:
 
     def notes(self) -> Iterator[str]:
         """What a user should know, a line each."""
-        if self._template is not None and self._template.dated:
+        if self.dated:
             yield "the chat template writes today's date; it is given one day always, so that runs can be repeated"
         if self._spelling:
             first = self._spelling[0]

@@ -229,11 +229,11 @@ def _files_digest(folder: Path) -> str:
     return sha.hexdigest()
 
 
-def byte_tokenizer(*, pairs: bool = False) -> HuggingFaceTokenizer:
+def byte_tokenizer(*, pairs: bool = False, begins: bool = False) -> HuggingFaceTokenizer:
     """The embedded tokenizer: one id for each byte of UTF-8, after `<pad>` 0, `<s>` 1, `</s>` 2 and `<unk>` 3.
 
     It loses nothing: a text that holds the letters of a special token is bytes like any other. pairs: it puts `</s>`
-    between two texts.
+    between two texts. begins: it puts `<s>` before a text, as rows that are to be gone on with are begun.
     """
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers, processors
@@ -247,6 +247,10 @@ def byte_tokenizer(*, pairs: bool = False) -> HuggingFaceTokenizer:
     if pairs:
         backend.post_processor = processors.TemplateProcessing(
             single="$A", pair=f"$A {_SPECIALS[2]} $B", special_tokens=[(_SPECIALS[2], 2)]
+        )
+    if begins:
+        backend.post_processor = processors.TemplateProcessing(
+            single=f"{_SPECIALS[1]} $A", special_tokens=[(_SPECIALS[1], 1)]
         )
     pad, start, end, unknown = _SPECIALS
     tokenizer = PreTrainedTokenizerFast(

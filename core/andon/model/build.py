@@ -27,7 +27,7 @@ Contexts = Callable[[], tuple[AbstractContextManager[object], AbstractContextMan
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _HALVES = (torch.bfloat16, torch.float16)
 _ARCHITECTURES = ("decoder", "encoder")
-_LOADERS = {
+LOADERS = {
     "classification": "AutoModelForSequenceClassification",
     "regression": "AutoModelForSequenceClassification",
     "multi-label": "AutoModelForSequenceClassification",
@@ -132,8 +132,8 @@ def _check(spec: ModelSpec) -> None:
     found = ProblemList()
     if spec.dtype not in _DTYPES:
         found.add("model.dtype", f"{spec.dtype!r} is not one of {', '.join(_DTYPES)}")
-    if spec.head not in _LOADERS:
-        found.add("head", f"{spec.head!r} is not one of {', '.join(_LOADERS)}")
+    if spec.head not in LOADERS:
+        found.add("head", f"{spec.head!r} is not one of {', '.join(LOADERS)}")
     if spec.head == "classification" and spec.num_labels < 2:
         found.add("num_labels", f"{spec.num_labels} classes; a classifier needs at least 2")
     if spec.head == "regression" and spec.num_labels != 1:
@@ -183,8 +183,8 @@ def _check_memory(spec: ModelSpec) -> None:
 def _label_names(spec: ModelSpec) -> dict[str, Any]:
     if spec.head == "causal":
         return {}
-    problem = _PROBLEMS.get(spec.head)
-    return ({} if problem is None else {"problem_type": problem}) | {
+    return {
+        "problem_type": _PROBLEMS.get(spec.head),  # of a base that was trained on another problem too
         "num_labels": spec.num_labels,
         "id2label": dict(enumerate(spec.labels)),
         "label2id": {name: index for index, name in enumerate(spec.labels)},
@@ -219,7 +219,7 @@ def _embedded(spec: ModelSpec) -> Any:
             eos_token_id=None,
             tie_word_embeddings=spec.head == "causal",
         )
-    model: Any = getattr(transformers, _EMBEDDED[spec.architecture, _LOADERS[spec.head]])(config)
+    model: Any = getattr(transformers, _EMBEDDED[spec.architecture, LOADERS[spec.head]])(config)
     model.config.dtype = _DTYPES[spec.dtype]
     return model.to(_DTYPES[spec.dtype])
 
@@ -227,7 +227,7 @@ def _embedded(spec: ModelSpec) -> Any:
 def _auto_class(spec: ModelSpec) -> Any:
     import transformers
 
-    return getattr(transformers, _LOADERS[spec.head])
+    return getattr(transformers, LOADERS[spec.head])
 
 
 def _pretrained(spec: ModelSpec) -> Any:

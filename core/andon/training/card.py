@@ -17,23 +17,66 @@ from typing import Any
 import yaml
 
 from andon.config.identity import differences, identity
-from andon.config.schema import Config
+from andon.config.schema import CLASSIFICATION, MULTI_LABEL, REGRESSION, SFT, TOKEN_CLASSIFICATION, Config
+from andon.data.chat import Asking
 from andon.run.provenance import Provenance
+from andon.training.card_use import PIPELINES, use
 from andon_contracts.legible import legible_line
 
 _MOST_LABELS, _MOST_COLUMNS = 20, 10
 """Classes that are listed, and up to which the confusion matrix is shown."""
-_SCORES = {
-    "accuracy": ("accuracy", "accuracy"),
-    "macro_f1": ("macro-F1", "f1"),
-    "mcc": ("MCC", "matthews_correlation"),
-    "auroc": ("AUROC", "roc_auc"),
-    "exact_match": ("exact match", "exact_match"),
-    "perplexity": ("perplexity", "perplexity"),
-    "token_accuracy": ("token accuracy", ""),
-    "loss": ("loss", ""),
+
+
+@dataclass(frozen=True)
+class _Score:
+    """A score that is told: its key, the word for it, its name as a metric of the hub, and what it is of.
+
+    of: the key of `_counts`. share: the score is a share of these, and is told as a count too.
+    """
+
+    key: str
+    word: str
+    hub: str = ""
+    of: str = "rows"
+    share: bool = False
+
+
+_SCORES: Mapping[str, tuple[_Score, ...]] = {
+    CLASSIFICATION: (
+        _Score("accuracy", "accuracy", "accuracy", share=True),
+        _Score("macro_f1", "macro-F1", "f1", "each"),
+        _Score("mcc", "MCC", "matthews_correlation"),
+        _Score("auroc", "AUROC", "roc_auc"),
+        _Score("loss", "loss"),
+    ),
+    REGRESSION: (
+        _Score("rmse", "RMSE", "rmse"),
+        _Score("mae", "MAE", "mae"),
+        _Score("pearson", "Pearson", "pearsonr"),
+        _Score("spearman", "Spearman", "spearmanr"),
+        _Score("loss", "loss (mean squared error)"),
+    ),
+    MULTI_LABEL: (
+        _Score("micro_f1", "micro-F1", "f1", "true"),
+        _Score("macro_f1", "macro-F1", "f1", "each"),
+        _Score("subset_accuracy", "all labels right", "accuracy", share=True),
+        _Score("loss", "loss", of="pairs"),
+    ),
+    TOKEN_CLASSIFICATION: (
+        _Score("f1", "F1", "f1", "spans"),
+        _Score("precision", "precision", "precision", "spans"),
+        _Score("recall", "recall", "recall", "spans"),
+        _Score("accuracy", "word accuracy", "accuracy", "words", share=True),
+        _Score("loss", "loss", of="words"),
+    ),
+    SFT: (
+        _Score("exact_match", "exact match", "exact_match", share=True),
+        _Score("perplexity", "perplexity", "perplexity", "tokens"),
+        _Score("token_accuracy", "token accuracy", of="tokens", share=True),
+        _Score("loss", "loss", of="tokens"),
+    ),
 }
-"""What is told of scores, where they have it: the word for it, and its name as a metric of the hub."""
+"""By the task's name, what is told where a run has it."""
 _VERSIONS = ("python", "torch", "transformers", "peft", "numpy")
 
 
@@ -68,8 +111,17 @@ class Result:
     backend: str
 
 
-def card(config: Config, provenance: Provenance, result: Result, form: Form, name: str, note: str = "") -> str:
-    """The text of a README.md. name: of the model. note: what else is to be said of it, a paragraph."""
+def card(
+    config: Config,
+    provenance: Provenance,
+    result: Result,
+    form: Form,
+    name: str,
+    note: str = "",
+    asking: Asking | None = None,
+) -> str:
+    """The text of a README.md. name: of the model. note: what else is to be said of it, a paragraph. asking: how one
+    that answers is asked."""
     base = _base(config)
     head = " with a head" if result.labels else ""
     made = {
@@ -79,102 +131,131 @@ def card(config: Config, provenance: Provenance, result: Result, form: Form, nam
         Form.MERGED: f"This is {base} with a LoRA adapter of rank {config.adapter.r} merged into it",
     }[form]
     header = yaml.safe_dump(_header(config, provenance, result, form, name), sort_keys=False, allow_unicode=True)
-    told = f" It tells {len(result.labels)} classes apart: {_listed(result.labels)}." if result.labels else ""
-    named = " `labels.json` names the classes in the order of their numbers." if result.labels else ""
-    cut = f"Texts are cut to {config.model.max_length} tokens, as in training."
     parts = [
         f"---\n{header}---",
         f"# {_plain(name)}",
-        f"{made}.{told} Trained by Andon on {result.rows} rows, {result.steps} steps.",
+        f"{made}. {_told(config, result)} Trained by Andon on {result.rows} rows, {result.steps} steps.",
         note,
         "## Use",
-        _use(form, _task(result)),
-        f"{cut}{named}",
+        use(config, alone=form is Form.ADAPTER, asking=asking),
+        _of_use(config, result, asking),
         "## Scores",
-        *_scores(result, _evaluated(config)),
+        *_scores(result, _task(config), _evaluated(config)),
         "## Where it comes from",
         *_origin(config, provenance, result),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
+def _told(config: Config, result: Result) -> str:
+    """What the model does, a sentence."""
+    paired, count = config.data.text_pair_column is not None, len(result.labels)
+    of = "a pair of texts" if paired else "a text"
+    return {
+        CLASSIFICATION: f"It tells {count} classes{' of pairs of texts' * paired} apart: {_listed(result.labels)}.",
+        REGRESSION: f"It gives {of} a number.",
+        MULTI_LABEL: f"It says which of {count} labels are true of {of}: {_listed(result.labels)}.",
+        TOKEN_CLASSIFICATION: f"It gives each word of a text one of {count} tags: {_listed(result.labels)}.",
+        SFT: "It answers prompts.",
+    }[_task(config)]
+
+
+def _of_use(config: Config, result: Result, asking: Asking | None) -> str:
+    """What is to be known of the code, a paragraph."""
+    limit = config.model.max_length
+    if asking is not None:
+        by = "The tokenizer has no chat template; a prompt is written as it stands here."
+        by = "The tokenizer's chat template writes the messages." if asking.example is None else by
+        note = f" In one thing it is not asked as in training: {asking.note}." if asking.note else ""
+        ends = "`generation_config.json` has the tokens that end an answer."
+        return f"{by} {ends} It was trained on rows of {limit} tokens at most.{note}"
+    kind = {
+        REGRESSION: " The score is the number itself.",
+        MULTI_LABEL: " Each label has a probability of its own, and is true above 0.5.",
+    }.get(_task(config), "")
+    what = "tags" if config.task == TOKEN_CLASSIFICATION else "labels" if config.task == MULTI_LABEL else "classes"
+    named = f" `labels.json` names the {what} in the order of their numbers." if len(result.labels) > 1 else ""
+    return f"Texts are cut to {limit} tokens, as in training.{kind}{named}"
+
+
 def _header(config: Config, provenance: Provenance, result: Result, form: Form, name: str) -> dict[str, Any]:
     """The YAML header: what a hub sorts models by, and the scores as its model-index has them."""
+    pipeline = PIPELINES[_task(config)]
     header: dict[str, Any] = {
         "library_name": "transformers" if form in (Form.WHOLE, Form.MERGED) else "peft",
-        "pipeline_tag": _task(result),
+        "pipeline_tag": pipeline,
         "tags": ["andon", *(["lora"] if form in (Form.ADAPTER, Form.COMPLETE) else [])],
     }
     if _is_hub_id(config.model.base):
         header["base_model"] = config.model.base
     metrics = [
-        {"type": type_, "name": word, "value": result.scores[key]}
-        for key, (word, type_) in _SCORES.items()
-        if type_ and result.scores.get(key) is not None
+        {"type": score.hub, "name": score.word, "value": result.scores[score.key]}
+        for score in _SCORES[_task(config)]
+        if score.hub and result.scores.get(score.key) is not None
     ]
     dataset = {
         "name": _evaluated(config),
-        "type": _task(result),
+        "type": pipeline,
         "split": result.evaluated_on,
         "args": {"rows": result.scores.get("rows"), "sha256": _digests(provenance)[-1]},
     }
-    task = {"type": _task(result), "name": _task(result).replace("-", " ").title()}
+    task = {"type": pipeline, "name": pipeline.replace("-", " ").title()}
     if metrics:
         header["model-index"] = [{"name": name, "results": [{"task": task, "dataset": dataset, "metrics": metrics}]}]
     return header
 
 
-def _task(result: Result) -> str:
-    """The hub's word for what a model does."""
-    return "text-classification" if result.labels else "text-generation"
+def _task(config: Config) -> str:
+    return config.task or CLASSIFICATION
 
 
-def _use(form: Form, task: str) -> str:
-    if task == "text-generation":
-        return _block("from transformers import pipeline", "", f'print(pipeline("{task}", "THIS FOLDER")("a text"))')
-    if form is not Form.ADAPTER:
-        return _block(
-            "from transformers import pipeline",
-            "",
-            f'classify = pipeline("{task}", "THIS FOLDER", truncation=True)',
-            'print(classify(["a text"], top_k=None))',
-        )
-    return _block(
-        "from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, pipeline",
-        "",
-        'folder = "THIS FOLDER"',
-        'config = AutoConfig.from_pretrained(f"{folder}/classifier.json")  # the classes, which the base does not know',
-        "model = AutoModelForSequenceClassification.from_pretrained(",
-        "    folder, config=config, ignore_mismatched_sizes=True  # a base may have a head of its own",
-        ")",
-        "tokenizer = AutoTokenizer.from_pretrained(folder)",
-        f'classify = pipeline("{task}", model, tokenizer=tokenizer, truncation=True)',
-        'print(classify(["a text"], top_k=None))',
-    )
-
-
-def _scores(result: Result, data: str) -> Iterator[str]:
+def _counts(task: str, result: Result) -> dict[str, tuple[int, str]]:
+    """What a score may be of: how many, and in words."""
     found = result.scores
-    rows = found.get("rows")
-    yield f"Of the {rows} {result.evaluated_on} rows of {_code(data)}:"
-    confusion: Sequence[Sequence[int]] = found.get("confusion") or ()
-    right = sum(row[place] for place, row in enumerate(confusion))
-    counts = {"accuracy": f"{right} of {rows} rows", "macro_f1": f"mean of {len(result.labels)} classes"}
-    if "tokens" in found:
-        counts |= dict.fromkeys(("loss", "perplexity", "token_accuracy"), f"{found['tokens']} trained tokens")
-    yield _table(
-        ("score", "value", "of"),
-        [
-            (word, f"{found[key]:.4f}", counts.get(key, f"{rows} rows"))
-            for key, (word, _) in _SCORES.items()
-            if found.get(key) is not None
-        ],
-    )
-    classes = list(zip(result.labels, found.get("classes") or (), strict=False))
+    rows, tokens, words = (int(found.get(key) or 0) for key in ("rows", "tokens", "words"))
+    each, things = len(result.labels), "labels" if task == MULTI_LABEL else "classes"
+    support = sum(one["support"] for _, one in _by_class(result))
+    return {
+        "rows": (rows, f"{rows} rows"),
+        "each": (each, f"mean of {each} {things}"),
+        "true": (support, f"{support} labels of {rows} rows"),
+        "pairs": (rows * each, f"{rows} rows times {each} labels"),
+        "spans": (support, f"{support} spans"),
+        "words": (words, f"{words} words"),
+        "tokens": (tokens, f"{tokens} trained tokens"),
+    }
+
+
+def _by_class(result: Result) -> list[tuple[str, Mapping[str, Any]]]:
+    """The scores of each class, or type of span, by name."""
+    types: Mapping[str, Mapping[str, Any]] = result.scores.get("types") or {}
+    return [*zip(result.labels, result.scores.get("classes") or (), strict=False), *types.items()]
+
+
+def _scores(result: Result, task: str, data: str) -> Iterator[str]:
+    found, counts = result.scores, _counts(task, result)
+    yield f"Of the {found.get('rows')} {result.evaluated_on} rows of {_code(data)}:"
+
+    def of(score: _Score) -> str:
+        count, words = counts[score.of]
+        return f"{round(found[score.key] * count)} of {words}" if score.share else words
+
+    told = [each for each in _SCORES[task] if found.get(each.key) is not None]
+    yield _table(("score", "value", "of"), [(each.word, f"{found[each.key]:.4f}", of(each)) for each in told])
+    classes = _by_class(result)
     if classes and len(classes) <= _MOST_LABELS:
         names = ("precision", "recall", "f1")
         lines = [(_code(label), *(f"{one[name]:.4f}" for name in names), one["support"]) for label, one in classes]
-        yield _table(("class", "precision", "recall", "F1", "rows"), lines)
+        what = {MULTI_LABEL: ("label", "rows"), TOKEN_CLASSIFICATION: ("type", "spans")}.get(task, ("class", "rows"))
+        yield _table((what[0], "precision", "recall", "F1", what[1]), lines)
+    sources: Mapping[str, Mapping[str, Any]] = found.get("sources") or {}
+    if sources and len(sources) <= _MOST_LABELS:
+        lines = [
+            (_code(name), one["rows"], one["tokens"], f"{one['loss']:.4f}", f"{one['token_accuracy']:.4f}")
+            for name, one in sources.items()
+        ]
+        yield _table(("source", "rows", "trained tokens", "loss", "token accuracy"), lines)
+    confusion: Sequence[Sequence[int]] = found.get("confusion") or ()
     if confusion and len(confusion) <= _MOST_COLUMNS:
         yield "Rows of each class (down) by what they were taken for (across):"
         lines = [(_code(label), *row) for label, row in zip(result.labels, confusion, strict=True)]
@@ -203,6 +284,7 @@ def _origin(config: Config, provenance: Provenance, result: Result) -> Iterator[
 def _command(config: Config, result: Result) -> str:
     """What makes the run again where its files and its base lie in the working folder."""
     named = {
+        "--task": config.task if config.task != CLASSIFICATION else None,
         "--data": config.data.train and Path(config.data.train).name,
         "--eval-data": config.data.eval and Path(config.data.eval).name,
         "--text-column": config.data.text_column,
@@ -212,8 +294,11 @@ def _command(config: Config, result: Result) -> str:
         "--backend": result.backend,
     }
     words = ["andon", "train", *(word for flag, value in named.items() if value for word in (flag, value))]
+    for key in ("text_pair_column", "label_separator"):
+        if getattr(config.data, key) is not None:
+            words += ["--set", f"data.{key}={json.dumps(getattr(config.data, key))}"]
     for key, _, value in differences(identity(Config()), identity(config)):
-        if not key.startswith("run.") and not key.endswith(".embedded"):
+        if not key.startswith("run.") and not key.endswith(".embedded") and key != "task":
             words += ["--set", f"{key}={json.dumps(value)}"]
     return " ".join(shlex.quote(legible_line(word)) for word in words)
 

@@ -1,62 +1,37 @@
 """A finished run's model as a folder for others: merged into its base, or the adapter by itself.
 
-A merged model is loaded again by transformers alone, as whoever gets it does, and its probabilities are held against
-the run's own: a merge that is wrong, or that loses what was learned to rounding, does not go out without a word.
+A merged model is loaded again by transformers alone, as whoever gets it does, and what it says is held against the
+run's own: a merge that is wrong, or that loses what was learned to rounding, does not go out without a word.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from andon.config.schema import Config
-from andon.config.source import is_there, loading
+from andon.config.schema import SFT, Config
+from andon.config.source import is_there
 from andon.console.problems import InputError, Problem
 from andon.model.adapter import merged, save_base
 from andon.run.atomic import whole_folder
 from andon.run.folder import RunFolder
 from andon.run.ledger import LedgerError, read_ledger
-from andon.run.provenance import read_provenance
 from andon.run.summary import read_summary
-from andon.training.card import Form, Result, card
+from andon.tasks.sft import Asked
+from andon.training.card import Form, Result
+from andon.training.drift import drift, questions_of, said_by_run, said_by_written
 from andon.training.existing import config_of, go_on_with
-from andon.training.inference import Prediction, TrainedRun, predict, rows_of
-from andon.training.outputs import CARD, form_of, save_tokenizer, write_model_files
+from andon.training.inference import TrainedRun, rows_of
+from andon.training.outputs import form_of, write_card, write_model_files, write_tokenizer
 from andon_contracts.record import Start
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """What a model may be written in."""
-_MOST_ROWS = 256
-"""Rows that a drift is measured on; of more of them this many, evenly spaced."""
-_MOST_DRIFT = 1e-3
-"""Of a probability, of a model that computes in fp32 and is written in it: sums in another order are far below."""
-_BATCH = 16
 NOT_MEASURED = "its drift was not measured: the run's rows are gone or have changed"
-
-
-@dataclass(frozen=True)
-class Drift:
-    """How far the probabilities of a written model are from the run's own.
-
-    rows: how many of the `total` rows of the last scores were compared. largest: difference of one probability.
-    changed: rows that get another label.
-    """
-
-    rows: int
-    total: int
-    largest: float
-    changed: int
-
-    def __str__(self) -> str:
-        of = f"{self.total}" if self.rows == self.total else f"{self.rows} of {self.total}"
-        return (
-            f"on {of} evaluation rows no probability differs from the run's own by more than {self.largest:.1e}, "
-            f"and {self.changed} rows get another label"
-        )
+NOT_ASKED = "its drift was not measured: no evaluation prompt leaves the model room to answer"
 
 
 def require_place(target: Path) -> None:
@@ -90,18 +65,23 @@ def result_of(folder: RunFolder, labels: Sequence[str]) -> Result:
     )
 
 
-def export_adapter_of(run: TrainedRun, target: Path) -> None:
+def export_adapter_of(run: TrainedRun, target: Path) -> tuple[str, ...]:
     """Write what the run trained as a new folder, whole or not at all; the embedded base goes along in it.
 
-    For a run of every weight that is the whole model. Raises `InputError` as `require_place` and `result_of` do.
+    For a run of every weight that is the whole model. Returns what is to be said of it, a line each. Raises
+    `InputError` as `require_place` and `result_of` do.
     """
     result, config = result_of(run.folder, run.labels), config_of(run.folder)
-    reference = _reference(run, config)
+    reference, asked = _reference(run, config), _asked(run)
     with whole_folder(target) as path:
-        write_model_files(path, run.model, config, run.tokenizer, run.labels, reference)
+        write_model_files(path, run.model, config, run.tokenizer, run.labels, reference, asked)
         if form_of(config) is Form.COMPLETE:
             save_base(run.model, path / reference, run.labels)
-        _write_card(path, run.folder, config, result, form_of(config), target.name)
+        return write_card(path, run.folder, config, result, form_of(config), target.name, run.tokenizer, asked)
+
+
+def _asked(run: TrainedRun) -> Asked | None:
+    return Asked.read(run.folder.adapter) if run.config.task == SFT else None
 
 
 def _reference(run: TrainedRun, config: Config) -> str:
@@ -112,69 +92,31 @@ def _reference(run: TrainedRun, config: Config) -> str:
     return config.model.base if on_hub else str(Path(str(run.config.model.base)).expanduser().resolve())
 
 
-def export_merged(run: TrainedRun, target: Path, dtype: str = "float32") -> str:
+def export_merged(run: TrainedRun, target: Path, dtype: str = "float32") -> tuple[str, ...]:
     """Write the run's model as transformers reads it, without peft, as a new folder: whole or not at all.
 
     The adapter is added to the base in fp32, and the sum written in `dtype` (a key of `DTYPES`). Returns what is to be
-    said of the drift. The model of `run` is of no use afterwards. Raises `InputError` as `export_adapter_of` does, and
-    `RuntimeError` for a model that was written and gives other probabilities than the run's.
+    said of it, a line each, of which the first tells the drift. The model of `run` is of no use afterwards. Raises
+    `InputError` as `export_adapter_of` does, and `RuntimeError` for a model that was written and does not say what the
+    run's does.
     """
     result, config = result_of(run.folder, run.labels), config_of(run.folder)
-    found = rows_of(run)
-    texts = [] if found is None else list(found.evaluated_on.texts())
-    shown = (
-        [texts[place * len(texts) // _MOST_ROWS] for place in range(_MOST_ROWS)] if len(texts) > _MOST_ROWS else texts
-    )
-    before = [each for each in predict(run, shown, _BATCH) if isinstance(each, Prediction)]
+    found, asked = rows_of(run), _asked(run)
+    questions = questions_of(run, None if found is None else found.evaluated_on)
+    before = said_by_run(run, questions) if questions else None
     plain = merged(run.model).to(DTYPES[dtype])
-    whole = form_of(config) is Form.WHOLE
+    form = Form.WHOLE if form_of(config) is Form.WHOLE else Form.MERGED
     with whole_folder(target) as path:
         save_base(plain, path, run.labels)
-        save_tokenizer(run.tokenizer, path, config.model.max_length)
+        write_tokenizer(path, run.tokenizer, config, run.labels, asked)
         del plain
-        said = NOT_MEASURED
-        if shown:
-            drift = _drift(before, _probabilities(path, shown), len(texts))
-            exact = dtype == "float32" and (whole or config.model.dtype == "float32")
-            if not math.isfinite(drift.largest) or (exact and drift.largest > _MOST_DRIFT):
-                msg = f"the written model is not the run's: {drift}"
+        said = NOT_MEASURED if found is None else NOT_ASKED
+        if before is not None:
+            apart = drift(run, questions, before, said_by_written(run, path, questions, before))
+            exact = dtype == "float32" and (form is Form.WHOLE or config.model.dtype == "float32")
+            if not math.isfinite(apart.largest) or (exact and not apart.within_rounding):
+                msg = f"the written model is not the run's: {apart}"
                 raise RuntimeError(msg)
-            said = str(drift)
-        note = f"Its weights are in {dtype}{'' if whole else ', merged in float32'}; {said}."
-        _write_card(path, run.folder, config, result, Form.WHOLE if whole else Form.MERGED, target.name, note)
-    return said
-
-
-def _drift(before: Sequence[Prediction], after: Sequence[Sequence[float]], total: int) -> Drift:
-    ours = torch.tensor([one.probabilities for one in before], dtype=torch.float64)
-    theirs = torch.tensor(after, dtype=torch.float64)
-    changed = int((ours.argmax(dim=1) != theirs.argmax(dim=1)).sum())
-    return Drift(len(before), total, float((ours - theirs).abs().max()), changed)
-
-
-def _probabilities(folder: Path, texts: Sequence[str]) -> list[list[float]]:
-    """Of each class for each text, by transformers alone from the files in `folder`."""
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-    place = str(folder)
-    with loading(place, place):
-        tokenizer = AutoTokenizer.from_pretrained(place, local_files_only=True, trust_remote_code=False)
-        model = AutoModelForSequenceClassification.from_pretrained(
-            place, dtype="auto", local_files_only=True, trust_remote_code=False
-        ).eval()
-
-    def batches() -> Iterator[list[list[float]]]:
-        for first in range(0, len(texts), _BATCH):
-            chosen = list(texts[first : first + _BATCH])
-            batch = tokenizer(chosen, padding=True, truncation=True, return_tensors="pt")
-            yield model(**batch).logits.float().softmax(dim=1).tolist()
-
-    with torch.no_grad():
-        return [row for batch in batches() for row in batch]
-
-
-def _write_card(
-    path: Path, folder: RunFolder, config: Config, result: Result, form: Form, name: str, note: str = ""
-) -> None:
-    text = card(config, read_provenance(folder.provenance), result, form, name, note)
-    (path / CARD).write_text(text, encoding="utf-8")
+            said = str(apart)
+        note = f"Its weights are in {dtype}{'' if form is Form.WHOLE else ', merged in float32'}; {said}."
+        return said, *write_card(path, run.folder, config, result, form, target.name, run.tokenizer, asked, note)

@@ -270,14 +270,19 @@ def predict(
     if (named is None) != (pairs is None):
         what = f"has learned from {'single texts' if named is None else f'pairs, with a second text in {named!r}'}"
         raise InputError([Problem(str(run.folder.path), what)])
-    waiting, others, limit = iter(texts), iter(pairs or ()), run.config.model.max_length
+    waiting, others = iter(texts), iter(pairs or ())
     of_task = _PREDICTED[run.config.task or CLASSIFICATION]
     while batch := list(islice(waiting, batch_size)):
         second = None if pairs is None else list(islice(others, len(batch)))
-        tokens, columns = encoded(run.tokenizer, batch, second, limit)
-        asked = EncodedRows(tokens, None, pad_id=run.tokenizer.pad_id, max_length=limit, columns=columns)
-        logits = predictions(run.model, asked.load(range(len(batch)), torch.device("cpu")))
-        yield from of_task(run, batch, logits)
+        yield from of_task(run, batch, logits_of_texts(run, batch, second))
+
+
+def logits_of_texts(run: TrainedRun, texts: Sequence[str], pairs: Sequence[str] | None) -> torch.Tensor:
+    """The logits of one batch, fp32 [rows, outputs], or [rows, length, tags] of a run that tags words."""
+    limit = run.config.model.max_length
+    tokens, columns = encoded(run.tokenizer, texts, pairs, limit)
+    asked = EncodedRows(tokens, None, pad_id=run.tokenizer.pad_id, max_length=limit, columns=columns)
+    return predictions(run.model, asked.load(range(len(texts)), torch.device("cpu")))
 
 
 def _classes(run: TrainedRun, texts: Sequence[str], logits: torch.Tensor) -> Iterator[Prediction]:

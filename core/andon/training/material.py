@@ -57,7 +57,7 @@ class Material:
 def prepare(config: Config) -> Material:
     """Read, split, encode and plan. Raises `InputError` for anything that the user got wrong."""
     rows = read_rows(config)
-    tokenizer = _tokenizer(config)
+    tokenizer = _tokenizer(config, rows.task)
     encode = ENCODERS[rows.task](config, rows, tokenizer)
     whole = encode(rows.train)
     task, train_ids = _packed(whole, rows.train_ids) if config.training.packing else (whole, rows.train_ids)
@@ -80,9 +80,9 @@ def prepare(config: Config) -> Material:
     )
 
 
-def _tokenizer(config: Config) -> Tokenizer:
+def _tokenizer(config: Config, task: str) -> Tokenizer:
     if config.model.base is None:
-        return byte_tokenizer(pairs=config.data.text_pair_column is not None)
+        return byte_tokenizer(pairs=config.data.text_pair_column is not None, begins=task == SFT)
     return pretrained_tokenizer(config.model.base, local_only=is_folder(Path(config.model.base)))
 
 

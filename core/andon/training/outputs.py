@@ -11,12 +11,13 @@ from andon.config.identity import config_digest
 from andon.config.load import to_yaml
 from andon.config.schema import Config
 from andon.console.problems import InputError, Problem
-from andon.data.tokens import Tokenizer
+from andon.data.chat import asking
+from andon.data.tokens import HuggingFaceTokenizer, Tokenizer
 from andon.model.adapter import export_adapter, save_base
 from andon.run.atomic import whole_folder, write_json, write_whole
 from andon.run.folder import RunFolder
 from andon.run.provenance import read_provenance, write_provenance
-from andon.tasks.sft import SftTask
+from andon.tasks.sft import Asked, SftTask
 from andon.training.card import Form, Result, card
 from andon.training.material import Material
 
@@ -63,20 +64,48 @@ def write_adapter(folder: RunFolder, model: nn.Module, material: Material, resul
     if material.model.base is None and material.adapter.kind != "none":
         with whole_folder(folder.path / "base") as path:
             save_base(model, path, material.labels)
+    asked = material.task.asked if isinstance(material.task, SftTask) else None
     with whole_folder(folder.adapter) as path:
-        write_model_files(path, model, config, material.tokenizer, material.labels, reference)
-        text = card(config, read_provenance(folder.provenance), result, form_of(config), folder.path.name)
-        (path / CARD).write_text(text, encoding="utf-8")
-        if isinstance(material.task, SftTask):
-            material.task.asked.write(path, material.tokenizer.pad_id)
+        write_model_files(path, model, config, material.tokenizer, material.labels, reference, asked)
+        write_card(path, folder, config, result, form_of(config), folder.path.name, material.tokenizer, asked)
 
 
 def write_model_files(
-    path: Path, model: nn.Module, config: Config, tokenizer: Tokenizer, labels: Sequence[str], reference: str
+    path: Path,
+    model: nn.Module,
+    config: Config,
+    tokenizer: Tokenizer,
+    labels: Sequence[str],
+    reference: str,
+    asked: Asked | None,
 ) -> None:
-    """Into `path` the adapter of `model`, or the whole of one without, and the tokenizer. reference: to its base."""
+    """Into `path` the adapter of `model`, or the whole of one without, and the tokenizer. reference: to its base.
+
+    asked: of a model that answers, how.
+    """
     export_adapter(model, path, reference, labels, with_base=config.model.base is None)
-    save_tokenizer(tokenizer, path, config.model.max_length if labels else None)
+    write_tokenizer(path, tokenizer, config, labels, asked)
+
+
+def write_card(
+    path: Path,
+    folder: RunFolder,
+    config: Config,
+    result: Result,
+    form: Form,
+    name: str,
+    tokenizer: Tokenizer,
+    asked: Asked | None,
+    note: str = "",
+) -> tuple[str, ...]:
+    """Into `path` the card of the run in `folder`. Returns what its user should know of asking it, a line each."""
+    asks = None
+    if asked is not None:
+        assert isinstance(tokenizer, HuggingFaceTokenizer)
+        asks = asking(tokenizer, asked.form)
+    text = card(config, read_provenance(folder.provenance), result, form, name, note, asks)
+    (path / CARD).write_text(text, encoding="utf-8")
+    return () if asks is None or not asks.note else (asks.note,)
 
 
 def form_of(config: Config) -> Form:
@@ -86,10 +115,15 @@ def form_of(config: Config) -> Form:
     return Form.COMPLETE if config.model.base is None else Form.ADAPTER
 
 
-def save_tokenizer(tokenizer: Tokenizer, path: Path, max_length: int | None) -> None:
-    """The files of a tokenizer (`Tokenizer.save`). Raises `InputError` for a disk that refuses."""
+def write_tokenizer(
+    path: Path, tokenizer: Tokenizer, config: Config, labels: Sequence[str], asked: Asked | None
+) -> None:
+    """The files of a tokenizer, which cuts texts as in training where they get labels; of a model that answers, how it
+    is asked. Raises `InputError` for a disk that refuses."""
+    if asked is not None:
+        asked.write(path, tokenizer.pad_id)
     try:
-        tokenizer.save(path, max_length)
+        tokenizer.save(path, config.model.max_length if labels else None)
     except OSError:
         raise
     except Exception as error:  # the tokenizers library raises a bare Exception for a disk that refuses

@@ -1,0 +1,233 @@
+"""How far a model that was written for others is from the run: both are asked the same, and what they say is compared.
+
+The written one is loaded by transformers alone, as whoever gets it does. What is compared is what a user is told:
+probabilities, numbers, and of a model that answers the logits along the run's own answer, and whether it is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from andon.config.schema import CLASSIFICATION, MULTI_LABEL, REGRESSION, SFT, TOKEN_CLASSIFICATION
+from andon.config.source import loading
+from andon.console.problems import InputError
+from andon.data.chat import encode_prompt
+from andon.data.conversations import Conversation, ConversationSet
+from andon.data.rows import Examples, Row
+from andon.data.tokens import HuggingFaceTokenizer
+from andon.model.build import LOADERS, computing, without_adapter
+from andon.model.causal import generate_greedy
+from andon.tasks.sft import Asked
+from andon.training.inference import TrainedRun, logits_of_texts
+from andon.training.material import HEADS
+
+_MOST_ROWS = 256
+"""Rows that a drift is measured on; of more of them this many, evenly spaced."""
+_MOST_PROMPTS, _MOST_TOKENS = 64, 32
+"""Prompts that are answered, and tokens of an answer."""
+_MOST_LOGITS = 1 << 27
+"""That are kept of the run's answers, half a GiB of fp32; a large vocabulary has fewer prompts."""
+_BATCH = 16
+_MOST_DRIFT = 1e-3
+"""Of a model that computes in fp32 and is written in it, in parts of the largest number: sums in another order are far
+below."""
+
+
+@dataclass(frozen=True)
+class Drift:
+    """How far what a written model says is from the run's own.
+
+    rows: how many of the `total` rows of the last scores were asked. largest: difference of one number. size: of the
+    run's largest number, 1 at least. changed: of what is decided by them, how many came out otherwise. words: for it.
+    """
+
+    rows: int
+    total: int
+    largest: float
+    size: float
+    changed: int
+    words: str
+
+    def __str__(self) -> str:
+        of = f"{self.total}" if self.rows == self.total else f"{self.rows} of {self.total}"
+        return self.words.format(of=of, largest=f"{self.largest:.1e}", changed=self.changed, tokens=_MOST_TOKENS)
+
+    @property
+    def within_rounding(self) -> bool:
+        """Whether sums in another order can be all that differs; not a number never is."""
+        return self.largest <= _MOST_DRIFT * self.size
+
+
+@dataclass(frozen=True)
+class Said:
+    """numbers: fp32 [n, k], what a model says. decided: what follows from it, one entry for each that may change."""
+
+    numbers: torch.Tensor
+    decided: Sequence[object]
+
+
+@dataclass(frozen=True)
+class Questions:
+    """What is asked of both: some of a run's `total` rows, or for one that answers, the ids of their prompts."""
+
+    rows: Sequence[Row[Any]]
+    prompts: Sequence[list[int]]
+    total: int
+
+    def __len__(self) -> int:
+        return len(self.rows) + len(self.prompts)
+
+
+def questions_of(run: TrainedRun, data: Examples | None) -> Questions:
+    """Some of the rows in `data`, evenly spaced; none where there are none."""
+    if data is None:
+        return Questions((), (), 0)
+    if isinstance(data, ConversationSet):
+        vocabulary = int(without_adapter(run.model).get_input_embeddings().weight.shape[0])  # type: ignore[operator]
+        most = min(_MOST_PROMPTS, max(1, _MOST_LOGITS // (vocabulary * _MOST_TOKENS)))
+        prompts = [_prompt(run, row, data) for row in _spaced(data.rows, most)]
+        return Questions((), [ids for ids in prompts if ids], len(data))
+    return Questions(_spaced(data.rows, _MOST_ROWS), (), len(data))  # type: ignore[attr-defined]
+
+
+_Item = TypeVar("_Item")
+
+
+def _spaced(items: Sequence[_Item], most: int) -> Sequence[_Item]:
+    return [items[place * len(items) // most] for place in range(most)] if len(items) > most else items
+
+
+def _prompt(run: TrainedRun, row: Conversation, data: ConversationSet) -> list[int]:
+    """What is before the last answer; of a row of text its first half. Empty where the model has no room to answer."""
+    assert isinstance(run.tokenizer, HuggingFaceTokenizer)
+    text = data.form == "text"
+    try:
+        ids = encode_prompt(run.tokenizer, data.form, row.messages if text else row.messages[:-1])
+    except InputError:  # a template that writes no conversation without its answer
+        return []
+    ids = ids[: -(-len(ids) // 2)] if text else ids
+    return ids if len(ids) < run.config.model.max_length else []
+
+
+def said_by_run(run: TrainedRun, asked: Questions) -> Said:
+    """What the run's own model says."""
+    task = run.config.task or CLASSIFICATION
+    if task == SFT:
+        stops = Asked.read(run.folder.adapter).stops
+        answers = [generate_greedy(run.model, ids, stops, _room(run, ids)) for ids in asked.prompts]
+        with computing(run.model, torch.device("cpu")):
+            logits = _along(without_adapter(run.model), asked.prompts, answers)
+        return Said(logits, list(map(tuple, answers)))
+    return _SAID[task](run, asked, (logits_of_texts(run, *batch) for batch in _batches(asked)))
+
+
+def said_by_written(run: TrainedRun, folder: Path, asked: Questions, before: Said) -> Said:
+    """What the model in `folder` says, by transformers alone. before: what the run's own said."""
+    import transformers
+
+    task, place = run.config.task or CLASSIFICATION, str(folder)
+    with loading(place, place):
+        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
+            place, local_files_only=True, trust_remote_code=False
+        )
+        model: Any = getattr(transformers, LOADERS[HEADS[task]]).from_pretrained(
+            place, dtype="auto", local_files_only=True, trust_remote_code=False
+        )
+    model.eval()
+    with torch.no_grad():
+        if task == SFT:
+            answers = [_written_answer(model, ids, _room(run, ids)) for ids in asked.prompts]
+            return Said(_along(model, asked.prompts, before.decided), answers)  # type: ignore[arg-type]
+        how = {"padding": True, "truncation": True, "return_tensors": "pt"}
+        given = (tokenizer(*(part for part in batch if part is not None), **how) for batch in _batches(asked))
+        return _SAID[task](run, asked, (model(**batch).logits.float() for batch in given))
+
+
+def drift(run: TrainedRun, asked: Questions, before: Said, after: Said) -> Drift:
+    """The difference of what was said to the same questions, of which there must be one at least."""
+    ours, theirs = before.numbers, after.numbers
+    return Drift(
+        rows=len(asked),
+        total=asked.total,
+        largest=float((ours - theirs).abs().max()),
+        size=max(1.0, float(ours.abs().max())),
+        changed=sum(one != other for one, other in zip(before.decided, after.decided, strict=True)),
+        words=_WORDS[run.config.task or CLASSIFICATION],
+    )
+
+
+def _room(run: TrainedRun, ids: Sequence[int]) -> int:
+    return min(_MOST_TOKENS, run.config.model.max_length - len(ids))
+
+
+def _along(model: Any, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> torch.Tensor:
+    """fp32 [tokens of all answers, vocabulary]: the logits by which each of these tokens is taken, or is not."""
+    with torch.no_grad():
+        passes = (
+            model(input_ids=torch.tensor([[*ids, *answer[:-1]]]), use_cache=False).logits[0, len(ids) - 1 :].float()
+            for ids, answer in zip(prompts, answers, strict=True)
+        )
+        return torch.cat(list(passes))
+
+
+def _written_answer(model: Any, ids: list[int], most: int) -> tuple[int, ...]:
+    given = torch.tensor([ids])
+    found = model.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=most)
+    return tuple(found[0, len(ids) :].tolist())
+
+
+def _batches(asked: Questions) -> Iterator[tuple[list[str], list[str] | None]]:
+    for first in range(0, len(asked.rows), _BATCH):
+        rows = asked.rows[first : first + _BATCH]
+        pairs = [row.pair for row in rows if row.pair is not None]
+        yield [row.text for row in rows], pairs or None
+
+
+def _classes(run: TrainedRun, asked: Questions, logits: Iterator[torch.Tensor]) -> Said:
+    found = torch.cat([batch.softmax(dim=1) for batch in logits])
+    return Said(found, found.argmax(dim=1).tolist())
+
+
+def _numbers(run: TrainedRun, asked: Questions, logits: Iterator[torch.Tensor]) -> Said:
+    return Said(torch.cat(list(logits)), ())
+
+
+def _label_sets(run: TrainedRun, asked: Questions, logits: Iterator[torch.Tensor]) -> Said:
+    found = torch.cat([batch.sigmoid() for batch in logits])
+    return Said(found, (found > 0.5).tolist())
+
+
+def _tags(run: TrainedRun, asked: Questions, logits: Iterator[torch.Tensor]) -> Said:
+    """Of the first token of each word that was not cut off."""
+    parts = []
+    for (texts, _), batch in zip(_batches(asked), logits, strict=True):
+        _, firsts = run.tokenizer.encode_words(texts, run.config.model.max_length)
+        parts += [row[[place for place in places if place >= 0]] for row, places in zip(batch, firsts, strict=True)]
+    found = torch.cat(parts).softmax(dim=1)
+    return Said(found, found.argmax(dim=1).tolist())
+
+
+_SAID: Mapping[str, Callable[[TrainedRun, Questions, Iterator[torch.Tensor]], Said]] = {
+    CLASSIFICATION: _classes,
+    REGRESSION: _numbers,
+    MULTI_LABEL: _label_sets,
+    TOKEN_CLASSIFICATION: _tags,
+}
+"""By the task's name, of those over texts: logits, a batch at a time, to what is said by them."""
+_WORDS: Mapping[str, str] = {
+    CLASSIFICATION: "on {of} evaluation rows no probability differs from the run's own by more than {largest}, and "
+    "{changed} rows get another label",
+    REGRESSION: "on {of} evaluation rows no number differs from the run's own by more than {largest}",
+    MULTI_LABEL: "on {of} evaluation rows no probability differs from the run's own by more than {largest}, and "
+    "{changed} rows get other labels",
+    TOKEN_CLASSIFICATION: "on {of} evaluation rows no probability of a word's tag differs from the run's own by more "
+    "than {largest}, and {changed} words get another tag",
+    SFT: "on {of} evaluation prompts, answered with {tokens} tokens at most, no logit differs from the run's own by "
+    "more than {largest}, and {changed} greedy answers change",
+}
+"""By the task's name."""
