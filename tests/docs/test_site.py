@@ -1,0 +1,139 @@
+"""The docs as a site: built without a warning, whole, and readable in a real browser as narrow as a telephone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import andon
+import andon_falsify
+from andon.config.schema import Config, Section
+from tests.repository.sources import ROOT
+from tests.support.browser import CHROMIUM, FAINT, Browser
+from tests.support.pages import Read
+
+pytest.importorskip("sphinx", reason="the site is built by Sphinx (dependency group docs)")
+needs_chromium = pytest.mark.skipif(not CHROMIUM.exists(), reason=f"there is no {CHROMIUM} (Debian's chromium)")
+
+OUTSIDE = """
+(() => {
+  const seen = document.documentElement.clientWidth;
+  const out = each => each.checkVisibility() && each.getBoundingClientRect().right > seen + 1;
+  const scrolled = each => {
+    for (let at = each; at.tagName !== 'ARTICLE'; at = at.parentElement)
+      if (['auto', 'scroll'].includes(getComputedStyle(at).overflowX) && !out(at)) return true;
+    return false;
+  };
+  const wide = document.scrollingElement.scrollWidth > seen ? ['the page itself'] : [];
+  const found = [...document.querySelectorAll('article *')].filter(each => out(each) && !scrolled(each));
+  return wide.concat(found.map(each => each.tagName + ': ' + each.textContent.slice(0, 40)));
+})()
+"""
+"""What of a page stands outside of its window, and in nothing that has a bar of its own."""
+FOUND = """
+new Promise(done => {
+  const look = () => /finished|did not match/.test(document.querySelector('.search-summary')?.textContent)
+    ? done([...document.querySelectorAll('#search-results li > a')].map(each => each.textContent))
+    : requestAnimationFrame(look);
+  look();
+})
+"""
+"""The titles that a search gives, once it is over."""
+
+
+def build(source: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Build as `tox -e docs` does."""
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", str(source), str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the built site."""
+    folder = tmp_path_factory.mktemp("site")
+    built = build(ROOT / "docs", folder)
+    assert (built.returncode, built.stderr) == (0, "")
+    return folder
+
+
+@pytest.fixture
+def browser(tmp_path: Path) -> Iterator[Browser]:
+    """A browser of its own for each test."""
+    with Browser(tmp_path / "profile") as opened:
+        yield opened
+
+
+def test_every_page_of_the_folder_is_on_the_site(site: Path) -> None:
+    """A page that is written is built, and one that no navigation names would have been a warning."""
+    sources = {path.relative_to(ROOT / "docs").with_suffix("") for path in (ROOT / "docs").rglob("*.md")}
+    built = {path.relative_to(site).with_suffix("") for path in site.rglob("*.html")}
+    assert built - sources == {Path("search")}
+    assert sources - built == set()
+
+
+def test_the_reference_is_whole(site: Path) -> None:
+    """What the packages name as public is on the page of Python, every key of a configuration on that of settings."""
+    python = (site / "python.html").read_text(encoding="utf-8")
+    public = [f"{package.__name__}.{name}" for package in (andon, andon_falsify) for name in package.__all__]
+    assert [name for name in public if f'id="{name}"' not in python] == []
+
+    parts = {name: field.default for name, field in Config.model_fields.items()}
+    keys = [name for name, part in parts.items() if not isinstance(part, Section)]
+    keys += [
+        f"{name}.{key}" for name, part in parts.items() if isinstance(part, Section) for key in type(part).model_fields
+    ]
+    shown = Read((site / "settings.html").read_text(encoding="utf-8")).text
+    assert [key for key in keys if key not in shown] == []
+
+
+def test_a_link_that_leads_nowhere_stops_the_build(tmp_path: Path) -> None:
+    """Between pages, into a page, to a file of the repository."""
+    (tmp_path / "conf.py").write_text("extensions = ['myst_parser']\nmyst_heading_anchors = 4\n")
+    page = tmp_path / "index.md"
+    for broken in ("[page](gone.md)", "[heading](#gone)", "[file](../gone.py)"):
+        page.write_text(f"# Title\n\n{broken}\n")
+        built = build(tmp_path, tmp_path / "built")
+        assert built.returncode == 1, built.stderr
+        assert "gone" in built.stderr
+
+
+@needs_chromium
+@pytest.mark.parametrize("width", [360, 500, 1200])
+def test_no_page_is_wider_than_its_window(site: Path, browser: Browser, width: int) -> None:
+    """What is wide, a table or a line of code, has a bar of its own; and a page that is too wide would be seen."""
+    browser.wide(width)
+    outside = {}
+    for page in sorted(site.rglob("*.html")):
+        browser.open(page)
+        if found := browser.value(OUTSIDE):
+            outside[page.name] = found
+    assert outside == {}
+    browser.value(f"document.querySelector('article h1').style.width = '{width + 99}px'")
+    assert [each for each in browser.value(OUTSIDE) if each.startswith("H1: ")] != []
+
+
+@needs_chromium
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_pages_are_read_without_the_network_in_either_light(site: Path, browser: Browser, scheme: str) -> None:
+    """Nothing is asked for elsewhere, and every word has the contrast that WCAG asks for."""
+    browser.colours(scheme)
+    for name in ("index", "settings", "python", "glossary", "tutorials/watch"):
+        browser.open(site / f"{name}.html")
+        assert [url for url in browser.requests() if not url.startswith((site.as_uri(), "data:"))] == []
+        assert browser.complaints() == []
+        seen, faint = browser.value(FAINT)
+        assert seen > 50
+        assert faint == []
+
+
+@needs_chromium
+def test_the_search_finds(site: Path, browser: Browser) -> None:
+    """A word that one page alone explains leads to that page, and one that stands nowhere to none."""
+    browser.open(site / "search.html", "?q=ragged")
+    assert "Glossary" in browser.value(FOUND)
+    browser.open(site / "search.html", "?q=xyzzyplugh")
+    assert browser.value(FOUND) == []
