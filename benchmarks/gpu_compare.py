@@ -45,6 +45,13 @@ JOBS: dict[str, tuple[str, ...]] = {
     "hf, compiled": (*PEERS, "--compile"),
     "hf, micro-batches of 4": (*PEERS, "--per-device", "4"),
     "accelerate, compiled": (*PEERS, "--peer", "accelerate", "--compile"),
+    "trl": (*PEERS, "--peer", "trl", "--per-device", "4"),
+    "trl, flex": (*PEERS, "--peer", "trl", "--per-device", "4", "--attention", "flex_attention"),
+    "trl, compiled": (*PEERS, "--peer", "trl", "--per-device", "4", "--compile"),
+    "trl, liger": (*PEERS, "--peer", "trl", "--per-device", "4", "--liger"),
+    "trl, flex, compiled": (*PEERS, "--peer", "trl", "--per-device", "8", "--attention", "flex_attention", "--compile"),
+    "hf, rows of like lengths": (*PEERS, "--per-device", "2"),
+    "hf, rows of like lengths, compiled": (*PEERS, "--per-device", "2", "--compile"),
 }
 
 
@@ -180,11 +187,11 @@ def figures(ended: list[Job], jobs: list[Job]) -> dict[str, dict[str, Any]]:
             told[job.name] = last_object(job.log.read_text())
         except ValueError as error:
             print(f"{job.name}: {error}", flush=True)
-    reference = told.get(jobs[0].name, {}).get("ms_by_round", [])
+    reference = by_work(told.get(jobs[0].name, {"ms_by_round": []}))
     rows = {}
     for name, each in told.items():
         rounds = each["ms_by_round"]
-        ratios = [one / other for one, other in zip(rounds, reference, strict=bool(reference))]
+        ratios = [one / other for one, other in zip(by_work(each), reference, strict=bool(reference))]
         rows[name] = {
             "trainer": name,
             "ranks": each["world"],
@@ -192,11 +199,23 @@ def figures(ended: list[Job], jobs: list[Job]) -> dict[str, dict[str, Any]]:
             "from": min(rounds),
             "to": max(rounds),
             f"over {jobs[0].name}": round(statistics.median(ratios), 4) if ratios else "",
+            **_tokens(each),
             "TFLOP/s a rank": each["tflops_per_rank"],
             "GiB at the peak": each["peak_gib"],
             "weights": each.get("weights", ""),
         }
     return rows
+
+
+def by_work(told: dict[str, Any]) -> list[float]:
+    """Milliseconds of each round for the same work: an update, or where updates differ so many trained tokens."""
+    return [ms / float(told.get("trained_tokens_per_step", 1.0)) for ms in told["ms_by_round"]]
+
+
+def _tokens(told: dict[str, Any]) -> dict[str, int]:
+    if "trained_tokens_per_step" not in told:
+        return {}
+    return {"trained tokens a second": round(1e3 / statistics.median(by_work(told)))}
 
 
 if __name__ == "__main__":

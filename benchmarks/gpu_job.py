@@ -1,20 +1,29 @@
-"""The jobs that GPUs are measured with: shapes of decoders, their models with random weights, and rows to train on."""
+"""The jobs that GPUs are measured with: shapes of decoders, their models with random weights, and rows to train on.
+
+Those of shapes that are `causal` are conversations: random tokens, of which the first part of each row is not trained,
+of lengths as sets of instructions have them.
+"""
 
 from __future__ import annotations
 
 import random
+from array import array
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import nn
 
+from andon.data.chat import EncodedRow
 from andon.model.adapter import AdapterSpec, attach
 from andon.tasks.classification import ClassificationTask
+from andon.tasks.sft import SftTask
+from andon.tasks.task import ScoredTask
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder, and the rows that it trains on."""
+    """A decoder, and what it trains on: `batch` rows of `length` tokens an update, or packs of them where `causal`."""
 
     hidden: int
     layers: int
@@ -25,10 +34,14 @@ class Shape:
     vocabulary: int
     length: int
     batch: int = 32
+    causal: bool = False
 
     @property
     def products(self) -> float:
-        """Floating-point operations of a step's matrix products: forward, and backward to the inputs of frozen ones."""
+        """Floating-point operations of a step's matrix products: forward, and backward to the inputs of frozen ones.
+
+        Those of a vocabulary's head are not counted.
+        """
         width = self.heads * self.head_size
         layer = self.hidden * (2 * width + 2 * self.kv_heads * self.head_size + 3 * self.inner)
         return 4.0 * self.layers * layer * self.batch * self.length
@@ -39,18 +52,28 @@ SHAPES = {
     "0.6b": Shape(1024, 28, 16, 8, 128, 3072, 151_936, 256),
     "small": Shape(256, 4, 4, 4, 64, 512, 1024, 64),
     "tiny": Shape(32, 1, 2, 2, 16, 32, 128, 16, 8),
+    "sft-0.6b": Shape(1024, 28, 16, 8, 128, 3072, 151_936, 2048, 16, causal=True),
+    "sft-tiny": Shape(32, 2, 2, 1, 16, 32, 128, 64, 8, causal=True),
 }
+CONVERSATIONS = 1_600
 
 
 def model_of(shape: Shape, device: torch.device, adapter: str = "lora") -> nn.Module:
-    """The decoder of `shape` as we train it. adapter: 'lora' trains r=16 on q and v; 'none' every weight, in fp32."""
-    spec = AdapterSpec(kind=adapter, r=16, alpha=32.0, dropout=0.05, targets=("q_proj", "v_proj"))
+    """The decoder of `shape` as we train it. adapter: 'lora': r=16 on `targets_of`; 'none': every weight, fp32."""
+    spec = AdapterSpec(kind=adapter, r=16, alpha=32.0, dropout=0.05, targets=targets_of(shape))
     return attach(base_of(shape, device), spec, 1).to(device)
 
 
+def targets_of(shape: Shape) -> tuple[str, ...]:
+    """The layers that are adapted: of a classifier queries and values, of a causal decoder all linear ones."""
+    more = ("k_proj", "o_proj", "gate_proj", "up_proj", "down_proj") if shape.causal else ()
+    return ("q_proj", "v_proj", *more)
+
+
 def base_of(shape: Shape, device: torch.device) -> nn.Module:
-    """The decoder of `shape` with 2 labels in bf16 on `device`, the same bits in every process."""
-    from transformers import Qwen3Config, Qwen3ForSequenceClassification
+    """The decoder of `shape`, with 2 labels or the head of its vocabulary, in bf16 on `device`, the same bits in every
+    process."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification
 
     config = Qwen3Config(
         hidden_size=shape.hidden,
@@ -65,6 +88,7 @@ def base_of(shape: Shape, device: torch.device) -> nn.Module:
         bos_token_id=None,
         eos_token_id=None,
         use_cache=False,
+        tie_word_embeddings=shape.causal,
     )
     config.num_labels = 2
     torch.manual_seed(1)
@@ -72,7 +96,7 @@ def base_of(shape: Shape, device: torch.device) -> nn.Module:
     torch.set_default_dtype(torch.bfloat16)
     try:
         with device:
-            base: nn.Module = Qwen3ForSequenceClassification(config)
+            base: nn.Module = (Qwen3ForCausalLM if shape.causal else Qwen3ForSequenceClassification)(config)
     finally:
         torch.set_default_dtype(before)
     base.config.dtype = torch.bfloat16
@@ -86,7 +110,28 @@ def rows_of(shape: Shape) -> tuple[list[list[int]], list[int]]:
     return rows, [draw.randrange(2) for _ in rows]
 
 
-def task_of(shape: Shape) -> ClassificationTask:
-    """The rows of `rows_of` as a task."""
+@cache
+def conversations_of(shape: Shape) -> tuple[EncodedRow, ...]:
+    """Rows of 16 tokens to the whole length, most of some hundred; of each between a tenth and a half is a prompt."""
+    draw = random.Random(4)
+    rows = []
+    for number in range(CONVERSATIONS):
+        length = min(shape.length, max(shape.length // 128, 4, int(draw.lognormvariate(-2.1, 1.0) * shape.length)))
+        prompt = max(1, int(length * draw.uniform(0.1, 0.5)))
+        ids = array("i", (draw.randrange(1, shape.vocabulary) for _ in range(length)))
+        rows.append(EncodedRow(number, ids, array("f", [0.0] * prompt + [1.0] * (length - prompt))))
+    return tuple(rows)
+
+
+def trained_tokens(shape: Shape) -> int:
+    """Of all conversations."""
+    return sum(sum(1 for weight in row.weights if weight) for row in conversations_of(shape))
+
+
+def task_of(shape: Shape) -> ScoredTask:
+    """The rows of `rows_of` as a task, or the conversations in packs."""
+    if shape.causal:
+        whole = SftTask(conversations_of(shape), pad_id=0, max_length=shape.length, padding_multiple=shape.length)
+        return whole.packed(range(CONVERSATIONS))
     rows, labels = rows_of(shape)
     return ClassificationTask(rows, labels, num_labels=2, vocab_size=shape.vocabulary, pad_id=0)

@@ -3,8 +3,10 @@
 The same decoder, LoRA, rows and global batch as `benchmarks.gpu_step`, trained by the HF Trainer or by a loop with
 Accelerate, as their documentation advises: bf16 autocast, fused AdamW, pinned memory, no logging and no look for NaN
 within the measured steps. `--per-device` makes micro-batches of so many rows, with accumulation; without it each GPU
-takes its share of the batch at once. The host's clock is read with the device at rest, before and after `--steps`
-updates that follow `--warm-up` others. Rank 0 prints one JSON object. Small on a CPU with `--shape tiny`.
+takes its share of the batch at once. Conversations (`--shape sft-0.6b`) are trained by the HF Trainer in rows of like
+lengths, so many as fill `--per-device` packs, and by TRL in packs of its own. The host's clock is read with the device
+at rest, before and after `--steps` updates that follow `--warm-up` others. Rank 0 prints one JSON object. Small on a
+CPU with `--shape tiny`.
 """
 
 from __future__ import annotations
@@ -15,13 +17,24 @@ import os
 import statistics
 import tempfile
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.device_time import now, now_on_all
-from benchmarks.gpu_job import SHAPES, Shape, base_of, rows_of
+from benchmarks.gpu_job import (
+    CONVERSATIONS,
+    SHAPES,
+    Shape,
+    base_of,
+    conversations_of,
+    rows_of,
+    targets_of,
+    task_of,
+    trained_tokens,
+)
 from benchmarks.turns import Turns
 
 
@@ -32,6 +45,8 @@ def main() -> int:
     parser.add_argument("--shape", choices=SHAPES, default="reference" if torch.cuda.is_available() else "tiny")
     parser.add_argument("--per-device", type=int, help="rows of a micro-batch; else all of a rank's rows at once")
     parser.add_argument("--compile", action="store_true", help="torch_compile=True, or torch.compile(model)")
+    parser.add_argument("--attention", default="sdpa", help="transformers' attn_implementation")
+    parser.add_argument("--liger", action="store_true", help="TRL with the fused loss and layers of liger-kernel")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=1, help="of --steps; the median is taken")
     parser.add_argument("--warm-up", type=int, default=8)
@@ -47,9 +62,11 @@ def main() -> int:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     clock = Clock(device, options.warm_up, options.steps, options.rounds)
-    PEERS[options.peer](shape, device, rows, share // rows, options.compile, clock)
+    way = Way(rows, share // rows, options.compile, options.attention, options.liger)
+    trained = PEERS[options.peer](shape, device, way, clock)
     if os.environ.get("RANK", "0") == "0":
-        print(json.dumps(_figures(options, shape, world, rows, device, clock)))
+        more = {"trained_tokens_per_step": trained * world} if shape.causal else {}
+        print(json.dumps(_figures(options, shape, world, rows, device, clock) | more))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     return 0
@@ -72,6 +89,17 @@ def _figures(
         "tflops_per_rank": round(shape.products / clock.ms_per_step / 1e9 / world, 1),
         "peak_gib": round(torch.cuda.max_memory_allocated(device) / 2**30, 2) if device.type == "cuda" else 0.0,
     }
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a peer works: rows or packs of a micro-batch, micro-batches of a rank's update, and what it is tuned with."""
+
+    rows: int
+    accumulation: int
+    compiled: bool
+    attention: str
+    liger: bool
 
 
 class Clock:
@@ -130,67 +158,142 @@ class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
         }
 
 
-def adapted(shape: Shape, device: torch.device) -> nn.Module:
-    """The decoder of `shape` with a LoRA as peft makes it: r=16 on q and v, in fp32 beside the bf16 base."""
+def labelled(shape: Shape) -> list[dict[str, list[int]]]:
+    """The conversations as libraries take them: -100 for what is not trained."""
+    return [
+        {
+            "input_ids": list(row.ids),
+            "labels": [token if weight else -100 for token, weight in zip(row.ids, row.weights, strict=True)],
+        }
+        for row in conversations_of(shape)
+    ]
+
+
+def tokenizer_of(shape: Shape) -> Any:
+    """One whose tokens are the numbers of the vocabulary; it only pads here."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = {str(number): number for number in range(shape.vocabulary)}
+    model = Tokenizer(WordLevel(words, unk_token="1"))
+    return PreTrainedTokenizerFast(tokenizer_object=model, pad_token="0", eos_token="2", unk_token="1")
+
+
+def adapted(shape: Shape, device: torch.device, attention: str) -> nn.Module:
+    """The decoder of `shape` with a LoRA as peft makes it: r=16 on `targets_of`, in fp32 beside the bf16 base."""
     from peft import LoraConfig, TaskType, get_peft_model
 
     config = LoraConfig(
-        task_type=TaskType.SEQ_CLS, r=16, lora_alpha=32, lora_dropout=0.05, target_modules=["q_proj", "v_proj"]
+        task_type=TaskType.CAUSAL_LM if shape.causal else TaskType.SEQ_CLS,
+        r=16,
+        lora_alpha=32,
+        lora_dropout=0.05,
+        target_modules=list(targets_of(shape)),
     )
-    found: nn.Module = get_peft_model(base_of(shape, device), config)
+    base: Any = base_of(shape, device)
+    base.set_attn_implementation(attention)
+    found: nn.Module = get_peft_model(base, config)
     return found.to(device)
 
 
-def hf_trainer(shape: Shape, device: torch.device, rows: int, accumulation: int, compiled: bool, clock: Clock) -> None:
-    """`transformers.Trainer` with its defaults but for what makes it fast here."""
-    from transformers import Trainer, TrainerCallback, TrainingArguments
+def arguments_of(device: torch.device, way: Way, clock: Clock, folder: str) -> dict[str, Any]:
+    """The arguments of transformers' and TRL's trainers: their defaults but for what makes them fast here."""
+    return {
+        "output_dir": folder,
+        "per_device_train_batch_size": way.rows,
+        "gradient_accumulation_steps": way.accumulation,
+        "max_steps": clock.updates,
+        "learning_rate": 1e-4,
+        "lr_scheduler_type": "constant",
+        "bf16": True,
+        "torch_compile": way.compiled,
+        "logging_steps": 10**9,
+        "logging_nan_inf_filter": False,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": device.type == "cpu",
+        "ddp_find_unused_parameters": False,
+    }
+
+
+def ticking(clock: Clock) -> Any:
+    """A callback of a trainer's that tells `clock` of each update."""
+    from transformers import TrainerCallback
 
     class Ticks(TrainerCallback):
         def on_step_end(self, *_args: Any, **_more: Any) -> None:
             clock.update_made()
 
+    return Ticks()
+
+
+def hf_trainer(shape: Shape, device: torch.device, way: Way, clock: Clock) -> float:
+    """`transformers.Trainer`; the trained tokens of an update of one rank on average, 0 for classes."""
+    from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments
+
+    model, more, trained = adapted(shape, device, way.attention), {}, 0.0
     with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
-            output_dir=folder,
-            per_device_train_batch_size=rows,
-            gradient_accumulation_steps=accumulation,
-            max_steps=clock.updates,
-            learning_rate=1e-4,
-            lr_scheduler_type="constant",
-            bf16=True,
-            torch_compile=compiled,
-            logging_steps=10**9,
-            logging_nan_inf_filter=False,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-            use_cpu=device.type == "cpu",
-            ddp_find_unused_parameters=False,
+        given = arguments_of(device, way, clock, folder)
+        if shape.causal:
+            rows = max(1, round(CONVERSATIONS / len(task_of(shape)) * way.rows))
+            given |= {"per_device_train_batch_size": rows, "train_sampling_strategy": "group_by_length"}
+            given |= {"dataloader_num_workers": 2}
+            more = {"data_collator": DataCollatorForSeq2Seq(tokenizer_of(shape)), "train_dataset": labelled(shape)}
+            trained = trained_tokens(shape) / CONVERSATIONS * rows * way.accumulation
+        else:
+            more = {"train_dataset": Rows(shape, clock.updates * shape.batch)}
+        Trainer(model, TrainingArguments(**given), callbacks=[ticking(clock)], **more).train()
+    return trained
+
+
+def trl(shape: Shape, device: torch.device, way: Way, clock: Clock) -> float:
+    """TRL's `SFTTrainer` with best-fit packing, no padding; the trained tokens of an update of one rank on average."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = SFTConfig(
+            **arguments_of(device, way, clock, folder),
+            packing=True,
+            max_length=shape.length,
+            gradient_checkpointing=False,
+            use_liger_kernel=way.liger,
+            dataloader_num_workers=2,
         )
-        data = Rows(shape, clock.updates * shape.batch)
-        Trainer(adapted(shape, device), arguments, train_dataset=data, callbacks=[Ticks()]).train()
+        trainer = SFTTrainer(
+            adapted(shape, device, way.attention),
+            arguments,
+            train_dataset=Dataset.from_list(labelled(shape)),
+            processing_class=tokenizer_of(shape),
+            callbacks=[ticking(clock)],
+        )
+        packs = len(trainer.train_dataset)
+        trainer.train()
+    return trained_tokens(shape) / packs * way.rows * way.accumulation
 
 
-def accelerate(shape: Shape, device: torch.device, rows: int, accumulation: int, compiled: bool, clock: Clock) -> None:
-    """A loop with `accelerate.Accelerator`, tuned as its documentation allows."""
+def accelerate(shape: Shape, device: torch.device, way: Way, clock: Clock) -> float:
+    """A loop with `accelerate.Accelerator`, tuned as its documentation allows; of classes alone, so 0 tokens."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(
-        mixed_precision="bf16", cpu=device.type == "cpu", gradient_accumulation_steps=accumulation
+        mixed_precision="bf16", cpu=device.type == "cpu", gradient_accumulation_steps=way.accumulation
     )
-    model = adapted(shape, device)
+    model = adapted(shape, device, way.attention)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=device.type == "cuda")
     loader = torch.utils.data.DataLoader(
-        Rows(shape, clock.updates * shape.batch), batch_size=rows, pin_memory=device.type == "cuda", num_workers=2
+        Rows(shape, clock.updates * shape.batch), batch_size=way.rows, pin_memory=device.type == "cuda", num_workers=2
     )
     prepared: tuple[nn.Module, Any, Iterable[dict[str, Tensor]]] = accelerator.prepare(model, optimizer, loader)
     model, wrapped, batches = prepared
-    if compiled:
+    if way.compiled:
         from torch._dynamo import config as tracing
 
         tracing.recompile_limit = tracing.accumulated_recompile_limit = 16 * shape.layers  # else some run eagerly
-    called: Callable[..., Any] = torch.compile(model) if compiled else model
+    called: Callable[..., Any] = torch.compile(model) if way.compiled else model
     for batch in batches:
         with accelerator.accumulate(model):
             accelerator.backward(called(**batch).loss)
@@ -200,9 +303,10 @@ def accelerate(shape: Shape, device: torch.device, rows: int, accumulation: int,
             wrapped.zero_grad()
         if accelerator.sync_gradients:
             clock.update_made()
+    return 0.0
 
 
-PEERS = {"hf_trainer": hf_trainer, "accelerate": accelerate}
+PEERS = {"hf_trainer": hf_trainer, "accelerate": accelerate, "trl": trl}
 
 
 if __name__ == "__main__":

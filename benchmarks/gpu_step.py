@@ -36,7 +36,7 @@ from andon.training.build import StepSpec, build_replicas, build_step
 from andon_contracts.digest import hex64
 from andon_contracts.policy import suspended
 from benchmarks.device_time import Mark, between, mark, now, now_on_all, rest
-from benchmarks.gpu_job import SHAPES, Shape, model_of, task_of
+from benchmarks.gpu_job import SHAPES, Shape, model_of, task_of, trained_tokens
 from benchmarks.runs import table
 from benchmarks.turns import Turns
 
@@ -102,6 +102,7 @@ class Measurement:
         self.shape = Shape(**{**asdict(shape), "layers": options.layers or shape.layers})
         self.options, self.backend, self.device = options, backend, device
         task = task_of(self.shape)
+        self.packs = len(task)
         count = options.warm_up + options.steps * options.rounds + 8 + 3 * BLOCK * (options.pairs + 1)
         rows, per_step = len(task), self.shape.batch
         self.plan = BatchPlan(tuple(range(rows)), per_step, options.micro_batches, 3, -(-count * per_step // rows))
@@ -160,12 +161,19 @@ class Measurement:
             "ms_by_round": rounds,
             "ms_by_tenths_of_last_round": self.tenths,
             "tflops_per_rank": round(self.shape.products / whole / 1e9 / self.backend.world_size, 1),
+            **self._trained(),
             "steps": self.taken,
             "weights": hex64(self.replica.weights_digest()),
             "loss": self.losses[-1],
             "peak_gib": round(_peak(self.device), 2),
             "build_s": round(self.built_s, 1),
         }
+
+    def _trained(self) -> dict[str, float]:
+        """Of conversations the trained tokens of an update, on average over all."""
+        if not self.shape.causal:
+            return {}
+        return {"trained_tokens_per_step": trained_tokens(self.shape) / self.packs * self.shape.batch}
 
     def take(self, count: int, *, checked: bool = True) -> list[Mark]:
         """Take steps, each launched before the last is read; a mark on the device at the end of each."""

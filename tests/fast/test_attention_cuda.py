@@ -20,6 +20,28 @@ SHAPES = [
     (2, 3, 3, 17, 32),
 ]
 """Rows, heads, heads of keys, length, size."""
+PACKS: list[list[list[int]] | None] = [
+    [[200, 1, 55], [256]],
+    [[7] * 28],
+    [[77], [1] * 77, [30, 40]],
+    [[64, 64, 64, 64, 200], [300]],
+    [[1]],
+    None,
+    [[3, 9], []],
+]
+"""Of each shape the rows that are packed in each of its rows; what they leave is padding. None: they are not packed."""
+
+
+def spans_of(packs: list[list[int]] | None, length: int) -> torch.Tensor | None:
+    """Of each place where its row begins and ends, and of padding a row at each place."""
+    if packs is None:
+        return None
+    found = []
+    for rows in packs:
+        ends = [sum(rows[: place + 1]) for place in range(len(rows))]
+        spans = [[end - size, end] for end, size in zip(ends, rows, strict=True) for _ in range(size)]
+        found.append(spans + [[place, place + 1] for place in range(len(spans), length)])
+    return torch.tensor(found, dtype=torch.int32, device="cuda")
 
 
 def drawn(shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -33,19 +55,24 @@ def drawn(shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> tuple[to
     return made(heads), made(shared), made(shared), made(heads)
 
 
-def law(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+def law(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, spans: torch.Tensor | None = None
+) -> torch.Tensor:
     """Attention by its definition, in float64."""
     group = q.shape[1] // k.shape[1]
     q, k, v = q.double(), k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
-    future = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)
-    return (q @ k.transpose(2, 3) * scale).masked_fill(future, -math.inf).softmax(-1) @ v
+    unseen = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)
+    if spans is not None:
+        places = torch.arange(q.shape[2], device=q.device)
+        unseen = unseen | (places < spans[:, None, :, :1])
+    return (q @ k.transpose(2, 3) * scale).masked_fill(unseen, -math.inf).softmax(-1) @ v
 
 
-def results(parts: tuple[torch.Tensor, ...], scale: float) -> list[torch.Tensor]:
+def results(parts: tuple[torch.Tensor, ...], scale: float, spans: torch.Tensor | None = None) -> list[torch.Tensor]:
     """The result and the gradients of q, k and v."""
     *inputs, gradient = parts
     leaves = [each.detach().requires_grad_() for each in inputs]
-    out = causal_attention(leaves[0], leaves[1], leaves[2], scale)
+    out = causal_attention(leaves[0], leaves[1], leaves[2], scale, spans)
     return [out.detach(), *torch.autograd.grad(out, leaves, gradient)]
 
 
@@ -80,6 +107,33 @@ def test_result_and_gradients_are_those_of_the_law(shape: tuple[int, int, int, i
     limit = 2 * 2.0**-9 if dtype == torch.bfloat16 else 2 * 2.0**-12
     for found, right, more in zip(results(parts, scale), expected, noise(parts, scale), strict=True):
         assert (found.double() - right).norm() <= limit * right.norm() + more
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("shape", "packs"), list(zip(SHAPES, PACKS, strict=True)))
+def test_packed_rows_are_attended_as_the_law_has_them_apart(
+    shape: tuple[int, int, int, int, int], packs: list[list[int]] | None, dtype: torch.dtype
+) -> None:
+    """Rows that end within a tile, at its end, and of one token. A place that sees itself alone gives queries and keys
+    no gradient but noise, so these are left out where all are so."""
+    parts, spans = drawn(shape, dtype), spans_of(packs, shape[3])
+    scale = 0.7 / math.sqrt(shape[-1])
+    leaves = [each.double().detach().requires_grad_() for each in parts[:3]]
+    out = law(leaves[0], leaves[1], leaves[2], scale, spans)
+    expected = [out.detach(), *torch.autograd.grad(out, leaves, parts[3].double())]
+    limit = 2 * 2.0**-9 if dtype == torch.bfloat16 else 2 * 2.0**-12
+    for found, right, more in zip(results(parts, scale, spans), expected, noise(parts, scale), strict=True):
+        assert (found.double() - right).norm() <= limit * right.norm() + more
+
+
+def test_a_row_has_the_same_bits_whatever_is_packed_behind_it() -> None:
+    """Other values, and another row where padding was."""
+    parts = drawn((1, 4, 2, 256, 64), torch.bfloat16)
+    alone = results(parts, 0.1, spans_of([[100]], 256))
+    for part in parts:
+        part[:, :, 100:] *= -3
+    beside = results(parts, 0.1, spans_of([[100, 60]], 256))
+    assert all(torch.equal(one[:, :, :100], other[:, :, :100]) for one, other in zip(alone, beside, strict=True))
 
 
 @pytest.mark.parametrize("shape", SHAPES[:4])

@@ -228,7 +228,7 @@ def test_few_logits_are_held_at_a_time(adapter: AdapterSpec, monkeypatch: pytest
     batch = batch_of(PACKED)
     whole = loss_sum(model, batch)
     exact = gradients(model, whole)
-    monkeypatch.setattr(andon.model.causal, "_LOGITS", 2 * 33)
+    monkeypatch.setattr(andon.model.causal, "_LOGITS", {"cpu": 2 * 33})
     rows: list[int] = []
     head = without_adapter(model).get_submodule("lm_head")
     with head.register_forward_hook(lambda _, __, logits: rows.append(logits.shape[0])):
@@ -259,7 +259,7 @@ def test_logits_take_a_small_part_of_what_all_of_them_take(
     def chunked() -> None:
         loss_sum(model, batch).loss_sum.backward()  # type: ignore[no-untyped-call]
 
-    monkeypatch.setattr(andon.model.causal, "_LOGITS", 20 * 8192)
+    monkeypatch.setattr(andon.model.causal, "_LOGITS", {"cpu": 20 * 8192})
     extras = []
     for way in (naive, chunked):
         known = [*model.parameters(), *(value.grad for value in trainable_parameters(model).values())]

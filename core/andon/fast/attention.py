@@ -29,13 +29,17 @@ def supports(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     )
 
 
-def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+def causal_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, spans: torch.Tensor | None = None
+) -> torch.Tensor:
     """softmax(scale q k') v where each place sees itself and those before it, with a gradient that has one order.
 
     q: [rows, heads, length, size]. k, v: [rows, heads or a divisor of it, length, size]. Returns the shape of q. Takes
-    what `supports` says, and only where it is told to be on a GPU.
+    what `supports` says, and only where it is told to be on a GPU. spans: int32 [rows, length, 2] in one piece, of each
+    place where the row that it is packed with others as begins, and where it ends, one behind its last; a place then
+    sees none of other rows, and what they would cost is not computed. Both numbers never fall from place to place.
     """
-    out: torch.Tensor = torch.ops.andon.causal_attention(q, k, v, scale)[0]
+    out: torch.Tensor = torch.ops.andon.causal_attention(q, k, v, spans, scale)[0]
     return out
 
 
@@ -43,14 +47,16 @@ def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: f
     "andon::causal_attention",
     mutates_args=(),
     device_types="cuda",
-    schema="(Tensor q, Tensor k, Tensor v, float scale) -> (Tensor, Tensor)",
+    schema="(Tensor q, Tensor k, Tensor v, Tensor? spans, float scale) -> (Tensor, Tensor)",
 )
-def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: torch.Tensor | None, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     from andon.fast.attention_cuda import forward
 
     # The kernels write into what stands here, so that their module, which needs Triton, needs nothing of this one.
-    out, lse = _shapes(q, k, v, scale)
-    forward(q, k, v, out, lse, scale)
+    out, lse = _shapes(q, k, v, spans, scale)
+    forward(q, k, v, spans, out, lse, scale)
     return out, lse
 
 
@@ -58,7 +64,7 @@ def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) 
     "andon::causal_attention_backward",
     mutates_args=(),
     device_types="cuda",
-    schema="(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, float scale)"
+    schema="(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? spans, Tensor out, Tensor lse, float scale)"
     " -> (Tensor, Tensor, Tensor)",
 )
 def _attention_backward(
@@ -66,14 +72,15 @@ def _attention_backward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    spans: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     from andon.fast.attention_cuda import backward
 
-    dq, dk, dv = _gradient_shapes(grad, q, k, v, out, lse, scale)
-    backward(grad, q, k, v, out, lse, dq, dk, dv, scale)
+    dq, dk, dv = _gradient_shapes(grad, q, k, v, spans, out, lse, scale)
+    backward(grad, q, k, v, spans, out, lse, dq, dk, dv, scale)
     return dq, dk, dv
 
 
@@ -84,7 +91,9 @@ def _empty_bshd(x: torch.Tensor) -> torch.Tensor:
 
 
 @_attention.register_fake
-def _shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _shapes(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: torch.Tensor | None, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     return _empty_bshd(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
@@ -94,6 +103,7 @@ def _gradient_shapes(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    spans: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
     scale: float,
@@ -107,7 +117,7 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, tor
 
 
 def _gradient(ctx: Any, grad: torch.Tensor, _of_lse: torch.Tensor) -> tuple[Any, ...]:
-    return *torch.ops.andon.causal_attention_backward(grad, *ctx.saved_tensors, ctx.scale), None
+    return *torch.ops.andon.causal_attention_backward(grad, *ctx.saved_tensors, ctx.scale), None, None
 
 
 _attention.register_autograd(_gradient, setup_context=_remember)

@@ -31,6 +31,8 @@ KEYS = Tiles(64, 64, 4, 2)
 """Fixed, and not chosen by timing: they are part of the order in which a row's terms are added."""
 
 _LOG2_E = 1.4426950408889634
+LOWEST: tl.constexpr = tl.constexpr(-1e30)
+"""Below every score, and yet a number."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -38,10 +40,12 @@ def _forward(  # type: ignore[no-untyped-def]
     Q, K, V, OUT, LSE, scale_log2,
     stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
     stride_ob, stride_oh, stride_os,
-    heads, group, length, SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SPANS, heads, group, length,
+    SIZE: tl.constexpr, PACKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """OUT = causal softmax(scale q k') v, and LSE, the base-2 logarithms of its sums, for BLOCK_M queries of one head.
-    Q, OUT: [rows, heads, length, SIZE]. K, V: [rows, heads / group, length, SIZE]. LSE: [rows, heads, length]."""
+    Q, OUT: [rows, heads, length, SIZE]. K, V: [rows, heads / group, length, SIZE]. LSE: [rows, heads, length].
+    SPANS, where PACKED: [rows, length, 2]."""
     block = tl.num_programs(1) - 1 - tl.program_id(1)  # those with the most keys first
     row, head = (tl.program_id(0) // heads).to(tl.int64), (tl.program_id(0) % heads).to(tl.int64)
     offs_m, offs_d = block * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, SIZE)
@@ -54,13 +58,22 @@ def _forward(  # type: ignore[no-untyped-def]
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     out = tl.zeros([BLOCK_M, SIZE], tl.float32)
-    for start_n in range(0, tl.minimum(block * BLOCK_M + BLOCK_M, length), BLOCK_N):
+    first = 0
+    if PACKED:
+        SPANS += row * length * 2
+        starts = tl.load(SPANS + 2 * offs_m, mask=offs_m < length, other=0)
+        first = tl.load(SPANS + 2 * block * BLOCK_M) // BLOCK_N * BLOCK_N
+    for start_n in range(first, tl.minimum(block * BLOCK_M + BLOCK_M, length), BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
         k = tl.load(K + offs_n[:, None] * stride_ks + offs_d[None, :], mask=offs_n[:, None] < length, other=0.0)
         v = tl.load(V + offs_n[:, None] * stride_vs + offs_d[None, :], mask=offs_n[:, None] < length, other=0.0)
         scores = tl.dot(q, tl.trans(k)) * scale_log2
         scores = tl.where(offs_m[:, None] >= offs_n[None, :], scores, float("-inf"))
+        if PACKED:
+            scores = tl.where(starts[:, None] <= offs_n[None, :], scores, float("-inf"))
         m_new = tl.maximum(m_i, tl.max(scores, 1))
+        if PACKED:  # of a place that has seen none of its own row yet, of which the largest number is no number
+            m_new = tl.maximum(m_new, LOWEST)
         p = tl.exp2(scores - m_new[:, None])
         alpha = tl.exp2(m_i - m_new)
         l_i = l_i * alpha + tl.sum(p, 1)
@@ -76,10 +89,12 @@ def _backward_queries(  # type: ignore[no-untyped-def]
     Q, K, V, OUT, DOUT, DQ, LSE, DELTA, scale_log2, scale,
     stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
     stride_ob, stride_oh, stride_os, stride_dob, stride_doh, stride_dos, stride_dqb, stride_dqh, stride_dqs,
-    heads, group, length, SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SPANS, heads, group, length,
+    SIZE: tl.constexpr, PACKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """DQ, and DELTA, the sums of OUT * DOUT that `_backward_keys` reads, for BLOCK_M queries of one head.
-    Q, OUT, DOUT, DQ: [rows, heads, length, SIZE]. K, V: with heads / group. LSE, DELTA: as Q, without SIZE."""
+    Q, OUT, DOUT, DQ: [rows, heads, length, SIZE]. K, V: with heads / group. LSE, DELTA: as Q, without SIZE.
+    SPANS: as `_forward` has them."""
     block = tl.num_programs(1) - 1 - tl.program_id(1)
     row, head = (tl.program_id(0) // heads).to(tl.int64), (tl.program_id(0) % heads).to(tl.int64)
     offs_m, offs_d = block * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, SIZE)
@@ -97,12 +112,19 @@ def _backward_queries(  # type: ignore[no-untyped-def]
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     tl.store(DELTA + flat, delta, mask=offs_m < length)
     dq = tl.zeros([BLOCK_M, SIZE], tl.float32)
-    for start_n in range(0, tl.minimum(block * BLOCK_M + BLOCK_M, length), BLOCK_N):
+    first = 0
+    if PACKED:
+        SPANS += row * length * 2
+        starts = tl.load(SPANS + 2 * offs_m, mask=offs_m < length, other=0)
+        first = tl.load(SPANS + 2 * block * BLOCK_M) // BLOCK_N * BLOCK_N
+    for start_n in range(first, tl.minimum(block * BLOCK_M + BLOCK_M, length), BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
         k = tl.load(K + offs_n[:, None] * stride_ks + offs_d[None, :], mask=offs_n[:, None] < length, other=0.0)
         v = tl.load(V + offs_n[:, None] * stride_vs + offs_d[None, :], mask=offs_n[:, None] < length, other=0.0)
         p = tl.exp2(tl.dot(q, tl.trans(k)) * scale_log2 - lse[:, None])
         p = tl.where(offs_m[:, None] >= offs_n[None, :], p, 0.0)
+        if PACKED:
+            p = tl.where(starts[:, None] <= offs_n[None, :], p, 0.0)
         ds = p * (tl.dot(do, tl.trans(v)) - delta[:, None])
         dq += tl.dot(ds.to(k.dtype), k)
     dq *= scale
@@ -115,10 +137,12 @@ def _backward_keys(  # type: ignore[no-untyped-def]
     Q, K, V, DOUT, DK, DV, LSE, DELTA, scale_log2, scale,
     stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
     stride_dob, stride_doh, stride_dos, stride_dkb, stride_dkh, stride_dks, stride_dvb, stride_dvh, stride_dvs,
-    kv_heads, group, length, SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SPANS, kv_heads, group, length,
+    SIZE: tl.constexpr, PACKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """DK and DV for BLOCK_M keys of one head, summed over the `group` heads of queries that share it.
-    K, V, DK, DV: [rows, kv_heads, length, SIZE]. Q, DOUT: with kv_heads * group. LSE, DELTA: as Q, without SIZE."""
+    K, V, DK, DV: [rows, kv_heads, length, SIZE]. Q, DOUT: with kv_heads * group. LSE, DELTA: as Q, without SIZE.
+    SPANS: as `_forward` has them."""
     # The first keys are seen by the most queries: the most work of the first half, then the least of the second, so
     # that a processor that gets one of each has as much to do as any other.
     turn, half = tl.program_id(1), tl.cdiv(tl.num_programs(1), 2)
@@ -133,7 +157,11 @@ def _backward_keys(  # type: ignore[no-untyped-def]
     dk = tl.zeros([BLOCK_M, SIZE], tl.float32)
     dv = tl.zeros([BLOCK_M, SIZE], tl.float32)
     first = block * BLOCK_M // BLOCK_N * BLOCK_N
-    turns = tl.cdiv(length - first, BLOCK_N)
+    end = length
+    if PACKED:
+        SPANS += row * length * 2
+        end = tl.load(SPANS + 2 * (tl.minimum(block * BLOCK_M + BLOCK_M, length) - 1) + 1)
+    turns = tl.cdiv(end - first, BLOCK_N)
     # One loop over the heads that share these keys and their rows, so that loads run ahead from one head to the next.
     for step in range(group * turns):
         q_head_index = kv_head * group + step // turns
@@ -148,6 +176,9 @@ def _backward_keys(  # type: ignore[no-untyped-def]
         delta = tl.load(DELTA + flat, mask=offs_n < length, other=0.0)
         p = tl.exp2(tl.dot(k, tl.trans(q)) * scale_log2 - lse[None, :])
         p = tl.where(offs_n[None, :] >= offs_m[:, None], p, 0.0)
+        if PACKED:
+            starts = tl.load(SPANS + 2 * offs_n, mask=offs_n < length, other=0)
+            p = tl.where(starts[None, :] <= offs_m[:, None], p, 0.0)
         dv += tl.dot(p.to(do.dtype), do)
         ds = p * (tl.dot(v, tl.trans(do)) - delta[None, :])
         dk += tl.dot(ds.to(q.dtype), q)
@@ -159,37 +190,40 @@ def _backward_keys(  # type: ignore[no-untyped-def]
 
 
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, scale: float
-) -> None:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor,
+    scale: float,
+) -> None:  # fmt: skip
     """Write softmax(scale q k') v, each place seeing itself and those before it, and the base-2 logarithms of its sums.
 
     q: [rows, heads, length, size], half precision. k, v: [rows, fewer heads, length, size]; their number of heads
-    divides that of q. Written are out, as q, its last dimension in one piece; lse, fp32 [rows, heads, length].
+    divides that of q. spans: None, or what keeps packed rows apart, as `causal_attention` has them. Written are out, as
+    q, its last dimension in one piece; lse, fp32 [rows, heads, length].
     """
     q, k, v = _addressable(q), _addressable(k), _addressable(v)
     rows, heads, length, size = q.shape
     _forward[(rows * heads, triton.cdiv(length, FORWARD.block_m))](
         q, k, v, out, lse, scale * _LOG2_E, *_strides(q, k, v, out),
-        heads, heads // k.shape[1], length, SIZE=size, **_launch(FORWARD),
+        q if spans is None else spans, heads, heads // k.shape[1], length,
+        SIZE=size, PACKED=spans is not None, **_launch(FORWARD),
     )  # fmt: skip
 
 
 def backward(
-    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, scale: float,
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: torch.Tensor | None,
+    out: torch.Tensor, lse: torch.Tensor, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, scale: float,
 ) -> None:  # fmt: skip
     """Write dq, dk and dv, the gradients of q, k and v for `grad`, that of `out`; out, lse: what `forward` wrote."""
     grad, q, k, v, out = _addressable(grad), _addressable(q), _addressable(k), _addressable(v), _addressable(out)
     rows, heads, length, size = q.shape
-    kv_heads = k.shape[1]
+    kv_heads, packed = k.shape[1], spans is not None
     delta = torch.empty_like(lse)
     _backward_queries[(rows * heads, triton.cdiv(length, QUERIES.block_m))](
         q, k, v, out, grad, dq, lse, delta, scale * _LOG2_E, scale, *_strides(q, k, v, out, grad, dq),
-        heads, heads // kv_heads, length, SIZE=size, **_launch(QUERIES),
+        q if spans is None else spans, heads, heads // kv_heads, length, SIZE=size, PACKED=packed, **_launch(QUERIES),
     )  # fmt: skip
     _backward_keys[(rows * kv_heads, triton.cdiv(length, KEYS.block_m))](
         q, k, v, grad, dk, dv, lse, delta, scale * _LOG2_E, scale, *_strides(q, k, v, grad, dk, dv),
-        kv_heads, heads // kv_heads, length, SIZE=size, **_launch(KEYS),
+        q if spans is None else spans, kv_heads, heads // kv_heads, length, SIZE=size, PACKED=packed, **_launch(KEYS),
     )  # fmt: skip
 
 

@@ -19,15 +19,16 @@ from torch import nn
 from andon.console.problems import InputError, Problem
 from andon.model.batches import padded_length
 from andon.model.build import backbone_of, computing, half_of, vocabulary_head, without_adapter
-from andon.model.masks import MISFITS, WINDOWS, evaluating
+from andon.model.masks import MISFITS, WINDOWS, evaluating, rows_apart
 from andon.step.task import Batch, LeafLoss
 from andon_contracts.digest import row_digests
 
 Row = tuple[torch.Tensor, torch.Tensor]
 """Its tokens, an int64 vector, and their weights, fp32 of the same length; 0 for one that is not trained."""
 
-_LOGITS = 1 << 25
-"""How many logits are held at a time, which is 128 MiB of fp32."""
+_LOGITS = {"cpu": 1 << 25, "cuda": 1 << 28}
+"""How many logits are held at a time by kind of device: 128 MiB of fp32, and 1 GiB where products of few rows wait for
+memory."""
 _TRIED_LENGTHS = (9, 2, 5)
 _ROUNDING = {None: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.05}
 """How far logits may be off, as a relative L2, by the precision of products; what another row leaks is more."""
@@ -85,26 +86,15 @@ def content(batch: Batch) -> torch.Tensor:
 def hidden_of(model: nn.Module, batch: Batch) -> torch.Tensor:
     """[packs, length, hidden]: one pass of the backbone, in which a token sees its own row up to itself.
 
-    Padding sees padding, so that no token is without one to see. Packed or not there is one path, and so the bits of a
-    batch are a function of the batch alone.
+    Packed or not there is one path, and so the bits of a batch are a function of the batch alone.
     """
-    ids, rows = batch["input_ids"], batch["rows"]
-    seen = (rows[:, None, :, None] == rows[:, None, None, :]).tril()
-    backbone = backbone_of(model)
-    with computing(model, ids.device):
-        output: Any = backbone(
-            input_ids=ids, attention_mask=_as_taken(model, seen), position_ids=batch["positions"], use_cache=False
+    ids = batch["input_ids"]
+    with computing(model, ids.device), rows_apart(model, batch["rows"], batch["positions"]) as mask:
+        output: Any = backbone_of(model)(
+            input_ids=ids, attention_mask=mask, position_ids=batch["positions"], use_cache=False
         )
     hidden: torch.Tensor = output.last_hidden_state
     return hidden
-
-
-def _as_taken(model: nn.Module, seen: torch.Tensor) -> torch.Tensor:
-    """The mask as the model's attention takes it: sdpa a boolean one, others what they add to their scores."""
-    config: Any = without_adapter(model).config
-    if config._attn_implementation == "sdpa":
-        return seen
-    return torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, torch.finfo(torch.float32).min)
 
 
 def loss_sum(model: nn.Module, batch: Batch) -> LeafLoss:
@@ -171,9 +161,9 @@ def _chunk_losses(
 
 
 def _chunks(head: nn.Module, count: int) -> Iterator[slice]:
-    """Tokens 0 to count - 1 in order, so many at a time as `_LOGITS` allows: a function of the two sizes alone."""
+    """Tokens 0 to count - 1 in order, so many at a time as `_LOGITS` allows: a function of sizes and device."""
     weight: Any = head.weight
-    step = max(1, _LOGITS // weight.shape[0])
+    step = max(1, _LOGITS.get(weight.device.type, _LOGITS["cpu"]) // weight.shape[0])
     return (slice(first, min(first + step, count)) for first in range(0, count, step))
 
 

@@ -3,13 +3,16 @@
 Given a mask of tokens, transformers looks on the host whether it is needed at all, and the host waits for the device.
 Padding is behind the last token here, where a causal model never looks from a token that counts: its attention needs
 no mask. Others take one by pairs of tokens as it is.
+
+Rows that are packed end to end must not see each other. Pairs of tokens say so to every model; on a GPU a model takes
+where each row begins and ends instead, and attention between rows then is not computed in the first place.
 """
 
 from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any
@@ -17,12 +20,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from andon.model.build import backbone_of, computing, half_of
+from andon.fast.attention import causal_attention, supports
+from andon.model.build import backbone_of, computing, half_of, without_adapter
 
 WINDOWS = ("sliding_window", "local_attention", "attention_window", "attention_chunk_size", "window_size")
 """What configurations of transformers call a limit to how far a token sees."""
 _UNMASKED = "andon_unmasked_sdpa"
 """What transformers knows its own attention under a second time: it makes no mask for names it has no masks of."""
+_SPANS = "andon_packed_rows"
+"""What transformers knows our attention of packed rows under; the mask that it is handed has their spans."""
 _TRIED_LENGTHS = (12, 7, 1)
 _NOISE = {None: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.05}
 """How far values may be off by rounding, of the largest, by the precision of products; padding seen is more."""
@@ -42,6 +48,7 @@ class Masking(Enum):
 
 
 _tried: weakref.WeakKeyDictionary[nn.Module, Masking] = weakref.WeakKeyDictionary()
+_taking_spans: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
 
 def possible_maskings(model: nn.Module) -> tuple[Masking, ...]:
@@ -175,14 +182,129 @@ def masked(model: nn.Module, masking: Masking, mask: torch.Tensor) -> Iterator[t
 @contextmanager
 def _attention_without_mask(model: nn.Module) -> Iterator[None]:
     """Inside, transformers makes no mask for `model`, whose attention then is causal by itself."""
-    from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    AttentionInterface.register(_UNMASKED, sdpa_attention_forward)
-    config: Any = model.config
+    with _attending(model, _UNMASKED, sdpa_attention_forward):
+        yield
+
+
+@contextmanager
+def _attending(model: nn.Module, name: str, attention: Callable[..., Any]) -> Iterator[None]:
+    """Inside, `model` attends by `attention`, which transformers knows under `name`."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(name, attention)
+    config: Any = without_adapter(model).config
     before = config._attn_implementation
-    config._attn_implementation = _UNMASKED
+    config._attn_implementation = name
     try:
         yield
     finally:
         config._attn_implementation = before
+
+
+@contextmanager
+def rows_apart(model: nn.Module, rows: torch.Tensor, positions: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Inside, the mask to give `model` so that each token sees those of its own row up to itself, and no other.
+
+    rows: int64 [packs, length], 1 for a pack's first row, 2, ... and 0 for padding, which is behind all rows.
+    positions: likewise, from 0 in each row, and 0 for padding. What padding sees says nothing, but it sees something.
+    """
+    if _takes_spans(model, rows.device):
+        with _attending(model, _SPANS, _attend_by_spans):
+            yield _spans(rows, positions)
+    else:
+        yield _pairs(model, rows)
+
+
+def _pairs(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    """The mask by pairs of tokens, as attention takes it: sdpa a boolean one, others what they add to their scores."""
+    seen = (rows[:, None, :, None] == rows[:, None, None, :]).tril()
+    config: Any = without_adapter(model).config
+    if config._attn_implementation == "sdpa":
+        return seen
+    return torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, torch.finfo(torch.float32).min)
+
+
+def _spans(rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """int32 [packs, 1, length, 2]: of each place where its row begins, and where that ends, one behind its last place.
+
+    Each place of padding is a row of its own.
+    """
+    length = rows.shape[1]
+    places = torch.arange(length, device=rows.device).expand_as(rows)
+    last = torch.ones_like(rows, dtype=torch.bool)
+    last[:, :-1] = positions[:, 1:] == 0
+    behind = (places + 1).masked_fill(~last, length)  # and of any other place the least that follows it
+    ends = behind.flip(1).cummin(1).values.flip(1)
+    return torch.stack([places - positions, ends], dim=2).int()[:, None]
+
+
+def _attend_by_spans(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **_: object,
+) -> tuple[torch.Tensor, None]:
+    """Attention of packed rows as transformers calls it: query [packs, heads, length, size], key and value with as many
+    heads or fewer, attention_mask what `_spans` gives; returns [packs, length, heads, size].
+
+    Raises `ValueError` for what our kernel does not take. Weights that are dropped, which it cannot do, torch drops.
+    """
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    query, key = query.to(value.dtype), key.to(value.dtype)  # autocast leaves turned ones in fp32
+    if dropout:
+        places = torch.arange(query.shape[2], device=query.device)
+        seen = (attention_mask[..., :1] <= places) & (places <= places[:, None])
+        shared = key.shape[1] != query.shape[1]
+        found = nn.functional.scaled_dot_product_attention(
+            query, key, value, seen, dropout, scale=scale, enable_gqa=shared
+        )
+        return found.transpose(1, 2).contiguous(), None
+    if not torch.compiler.is_compiling() and not supports(query, key, value):  # traced is what the trial has taken
+        msg = f"heads of {tuple(query.shape)} {query.dtype} on {query.device} are not attended by spans"
+        raise ValueError(msg)
+    return causal_attention(query, key, value, scale, attention_mask.squeeze(1)).transpose(1, 2).contiguous(), None
+
+
+def _takes_spans(model: nn.Module, device: torch.device) -> bool:
+    """Whether `model` on `device`, a GPU, gives for spans what it gives for pairs of tokens: tried, once a model."""
+    config: Any = without_adapter(model).config
+    if device.type != "cuda" or half_of(model) is None or config._attn_implementation not in ("sdpa", _SPANS):
+        return False
+    if model not in _taking_spans:
+        _taking_spans[model] = _spans_hold(model, device)
+    return _taking_spans[model]
+
+
+def _spans_hold(model: nn.Module, device: torch.device) -> bool:
+    base: Any = without_adapter(model)
+    room = getattr(base.config, "max_position_embeddings", None) or 2 * _TRIED_LENGTHS[0]
+    lengths = [max(1, min(length, room)) for length in _TRIED_LENGTHS]
+    rows = torch.tensor([number + 1 for number, length in enumerate(lengths) for _ in range(length)] + [0] * 4)
+    positions = torch.tensor([place for length in (*lengths, 1, 1, 1, 1) for place in range(length)])
+    rows, positions = rows[None].to(device), positions[None].to(device)
+    ids = torch.arange(1, rows.shape[1] + 1, device=device)[None] % base.get_input_embeddings().weight.shape[0]
+
+    def hidden(mask: torch.Tensor) -> torch.Tensor:
+        found: Any = backbone_of(model)(
+            input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False
+        ).last_hidden_state
+        return torch.as_tensor(found)[rows > 0].float()
+
+    with torch.no_grad(), evaluating(model), computing(model, device):
+        wanted = hidden(_pairs(model, rows))
+        try:
+            with _attending(model, _SPANS, _attend_by_spans):
+                found = hidden(_spans(rows, positions))
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise
+        except MISFITS as error:
+            if "CUDA error" in str(error):
+                raise
+            return False
+    return bool((found - wanted).norm() <= _NOISE[half_of(model)] * wanted.norm())

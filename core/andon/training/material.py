@@ -184,16 +184,13 @@ def conversation_task(config: Config, data: Examples, tokenizer: Tokenizer) -> S
     """The rows of `data`, which are a `ConversationSet`, as what is worked on, each a row of its own."""
     assert isinstance(data, ConversationSet)
     assert isinstance(tokenizer, HuggingFaceTokenizer)
-    if config.training.compile != "off":
-        what = f"{config.training.compile} is for classifiers; sft runs eagerly (off)"
-        raise InputError([Problem("training.compile", what)])
     limit = config.model.max_length
     encoded = encode_conversations(tokenizer, data, limit, config.data.train_on)
     return SftTask(
         encoded.rows,
         pad_id=tokenizer.pad_id,
         max_length=limit,
-        padding_multiple=config.training.pad_to_multiple_of,
+        padding_multiple=padding_multiple(config),
         sources=[data.source_of(id_) for id_ in data.ids],
         notes=(f"trained tokens: {encoded.mask_source}", *encoded.notes),
         asked=Asked(data.form, encoded.stops),
