@@ -52,9 +52,10 @@ LATER = (
 
 
 def identity(config: Config) -> dict[str, Any]:
-    """JSON values by dotted key, of all that defines the run: every key that is not `PLACING`, and three facts.
+    """JSON values by dotted key, of all that defines the run: every key that is not `PLACING`, and some facts.
 
-    `data.embedded` and `model.embedded` say whether the project's own are used. `run.device_kind` is cpu, cuda or
+    `data.embedded` and `model.embedded` say whether the project's own are used; `data.weights` are those of the files
+    to train on, where they are several or have another weight than 1. `run.device_kind` is cpu, cuda or
     mixed: results are the same to the bit on any number of devices of one kind, not across kinds.
     """
     found, default = _by_key(config), _by_key(Config())
@@ -67,6 +68,9 @@ def identity(config: Config) -> dict[str, Any]:
         kept.pop("training.activation_checkpointing", None)
     if not config.training.exact:
         kept["run.workers"] = config.run.workers
+    weights = [file.weight for file in config.data.files]
+    if weights not in ([], [1.0]):
+        kept["data.weights"] = weights
     return kept | {
         "data.embedded": config.data.train is None,
         "model.embedded": config.model.base is None,

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from andon.config.document import MOST_BYTES, Document, KeyPath, dump, parse
-from andon.config.schema import Config
+from andon.config.schema import ONE_FILE, SEVERAL_FILES, Config, TrainFile
 from andon.config.source import require_file
 from andon.console.problems import InputError, Problem, ProblemList, did_you_mean, shown
 
@@ -167,7 +167,7 @@ def _faults(error: ValidationError) -> Iterator[tuple[KeyPath, str]]:
 
 def _key_path(details: ErrorDetails) -> KeyPath:
     """The key itself: pydantic goes on with the type that it tried."""
-    location = tuple(map(str, details["loc"]))
+    location = tuple(str(part) for part in details["loc"] if part not in (ONE_FILE, SEVERAL_FILES))
     if details["type"] == "beside":
         return (*location, *str(details["ctx"]["key"]).split("."))
     return location[:2] if location[:2] in _MEANT else location
@@ -203,6 +203,8 @@ def _known() -> Iterator[KeyPath]:
 
 def _suggestion(path: KeyPath) -> str:
     """The key that was meant: the same name elsewhere, else the nearest beside it, else the nearest anywhere."""
+    if path[:2] == ("data", "train"):
+        return f"; known here: {', '.join(TrainFile.model_fields)}"
     known = list(_known())
     elsewhere = [".".join(each) for each in known if each[-1] == path[-1]]
     if elsewhere:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 
@@ -98,10 +98,36 @@ class Adapter(Section):
         return self
 
 
+class TrainFile(Section):
+    """One of the files to train on. weight: how often each of its rows stands in an epoch; of 0.5 half of them do."""
+
+    path: Name
+    weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
+
+
+def _as_files(value: object) -> object:
+    """A list of files, of which each is a path or a section, as a tuple of sections; what is no list as it is."""
+    if not isinstance(value, list | tuple):
+        return value
+    return tuple({"path": each} if isinstance(each, str) else each for each in value)
+
+
+ONE_FILE, SEVERAL_FILES = "<file>", "<files>"
+"""The kinds of `data.train`, as pydantic names them in the place of a fault; no keys."""
+_Train = Annotated[
+    Annotated[Name, Tag(ONE_FILE)] | Annotated[tuple[TrainFile, ...], Tag(SEVERAL_FILES)],
+    Discriminator(lambda value: SEVERAL_FILES if isinstance(value, tuple) else ONE_FILE),
+    BeforeValidator(_as_files),
+]
+
+
 class Data(Section):
     """Where rows come from. Files are .jsonl, .json (an object a line), .csv, .tsv or .parquet."""
 
-    train: Name | None = Field(default=None, description="file to train on; null: generated shell snippets")
+    train: _Train | None = Field(
+        default=None,
+        description="a file, or a list of files with path and weight; null: generated rows",
+    )
     eval: Name | None = Field(default=None, description="file never trained on; null: held-out rows")
     text_column: Name | None = Field(default=None, description="null: input or text")
     label_separator: Name | None = Field(
@@ -126,6 +152,23 @@ class Data(Section):
         if self.eval is not None and self.train is None:
             raise _refuse("eval", f"needs data.train: the embedded data has rows of its own for it ({self.eval!r})")
         return self
+
+    @model_validator(mode="after")
+    def _files_are_some(self) -> Data:
+        paths = [file.path for file in self.files]
+        if self.train is not None and not paths:
+            raise _refuse("train", "names no file ([])")
+        for path in paths:
+            if paths.count(path) > 1:
+                raise _refuse("train", f"names {path!r} twice; to have its rows twice give it the weight 2")
+        return self
+
+    @property
+    def files(self) -> tuple[TrainFile, ...]:
+        """The files to train on; none for the embedded data."""
+        if isinstance(self.train, str):
+            return (TrainFile(path=self.train),)
+        return self.train or ()
 
 
 class Optimizer(Section):

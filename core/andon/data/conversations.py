@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from os import PathLike
@@ -15,6 +15,7 @@ from typing import Literal, Self
 from andon.console.problems import ProblemList, did_you_mean, shown
 from andon.data.formats import Record, Table, open_table
 from andon.data.labels import text_fault
+from andon.data.origins import Origins
 
 Form = Literal["messages", "prompt and completion", "prompt and completion as messages", "text"]
 """How the rows of a file are written."""
@@ -66,6 +67,7 @@ class ConversationSet:
     rows: tuple[Conversation, ...]
     source: str
     form: Form
+    origins: Origins | None = field(default=None, compare=False, repr=False)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -129,67 +131,80 @@ def _add(sha: hashlib._Hash, part: bytes) -> None:
     sha.update(part)
 
 
-def read_conversations(path: str | PathLike[str]) -> ConversationSet:
-    """The rows of a .jsonl, .json (one object a line), .parquet, .csv or .tsv file, in the one form that all have.
+def read_conversations(*paths: str | PathLike[str]) -> ConversationSet:
+    """The rows of .jsonl, .json (one object a line), .parquet, .csv or .tsv files, in the one form that all have.
 
     `messages` is a list of objects with a `role`, a `content` and, where wanted, a `weight` (0 or more) or `train`
     (true or false); `prompt` and `completion` are two strings, or two lists of such messages, of which the completion
     alone is learned; `text` is learned as a whole. Other columns are left alone, but for `source` and `id`.
-    A row's id is its place among the file's rows, from 0.
+    A row's id is its place among all rows, from 0. Of several files the source of a row is its file
+    (`Origins.names`), where no row of that file names one.
 
     Raises `InputError` with every fault found, each as file:line with the offending value.
     """
-    path = Path(path)
     problems = ProblemList()
-    table = open_table(path, problems)
-    found = _Found(table, problems)
-    for record in table.records:
-        found.take(record)
-    if not found.rows and not problems:
-        problems.add(str(path), "has no rows")
+    found, origins = _Found(problems), Origins()
+    for path in map(Path, paths):
+        table, before = open_table(path, problems), len(found.rows)
+        origins.begin(table)
+        found.ids = {}
+        for record in table.records:
+            if found.take(table, record):
+                origins.add(record.line)
+        if len(found.rows) == before and not problems:
+            problems.add(str(path), "has no rows")
     problems.raise_if_any()
     assert found.form is not None
-    return ConversationSet(tuple(found.rows), str(path), found.form)
+    return ConversationSet(tuple(_sourced(found.rows, origins)), origins.source, found.form, origins)
+
+
+def _sourced(rows: Sequence[Conversation], origins: Origins) -> Iterator[Conversation]:
+    """The rows, those of a file of several by its name where none of them names a source."""
+    start = 0
+    for name, size in zip(origins.names(), origins.sizes, strict=True):
+        own = rows[start : start + size]
+        unnamed = len(origins.sizes) > 1 and not any(row.source for row in own)
+        yield from (replace(row, source=name) for row in own) if unnamed else own
+        start += size
 
 
 @dataclass
 class _Found:
-    """Rows that have been read so far, the form of the first with its line, and where each explicit id was seen."""
+    """Rows that have been read so far, the form of the first and where it is, and at which line each explicit id of a
+    file was seen."""
 
-    table: Table
     problems: ProblemList
     rows: list[Conversation] = field(default_factory=list)
     form: Form | None = None
-    first: int = 0
+    first: str = ""
     ids: dict[str, int] = field(default_factory=dict)
     taken: int = 0
 
-    def take(self, record: Record) -> None:
-        """Keep one record, or note what is wrong with it."""
-        where = self.table.place(record.line)
+    def take(self, table: Table, record: Record) -> bool:
+        """Keep one record, or note what is wrong with it; whether it was kept."""
+        where = table.place(record.line)
         number, self.taken = self.taken, self.taken + 1
         faults: list[str] = []
         form = _form(record.fields, faults)
         if form is not None and self.form is None:
-            self.form, self.first = form, record.line
+            self.form, self.first = form, where
         if form is not None and form != self.form:
-            faults.append(
-                f"has {form}, the rows from {self.table.place(self.first)} on have {self.form}; write all alike"
-            )
+            faults.append(f"has {form}, the rows from {self.first} on have {self.form}; write all alike")
         messages = () if form is None else _messages(form, record.fields, faults)
-        faults += self._repeated(record)
+        faults += self._repeated(table, record)
         for fault in faults:
             self.problems.add(where, fault)
         if not faults:
             source = record.fields.get(SOURCE_COLUMN)
             self.rows.append(Conversation(number, messages, where, "" if source is None else str(source)))
+        return not faults
 
-    def _repeated(self, record: Record) -> list[str]:
+    def _repeated(self, table: Table, record: Record) -> list[str]:
         given = record.fields.get(ID_COLUMN)
         if given is None or given == "":
             return []
         first = self.ids.setdefault(str(given), record.line)
-        return [] if first == record.line else [f"id {shown(given)} is there already, at {self.table.place(first)}"]
+        return [] if first == record.line else [f"id {shown(given)} is there already, at {table.place(first)}"]
 
 
 def _form(fields: Mapping[str, object], faults: list[str]) -> Form | None:

@@ -12,6 +12,7 @@ from andon.config.load import FLAGS
 from andon.console.problems import InputError, Problem, ProblemList, did_you_mean, shown
 from andon.data.formats import Record, Table, open_table
 from andon.data.labels import label_fault, label_names, label_set_of, same_kind, target_of, text_fault
+from andon.data.origins import Origins
 from andon.data.rows import VALUE, DataSet, Label, LabelSets, Row, Targets
 
 Meant = TypeVar("Meant")
@@ -24,79 +25,76 @@ ID_COLUMN = "id"
 
 
 def read(
-    path: str | PathLike[str],
-    *,
+    *paths: str | PathLike[str],
     text_column: str | None = None,
     text_pair_column: str | None = None,
     label_column: str | None = None,
     labels: Sequence[str] | None = None,
 ) -> DataSet:
-    """The rows of a .jsonl, .json (one object a line), .csv, .tsv or .parquet file.
+    """The rows of .jsonl, .json (one object a line), .csv, .tsv or .parquet files, one file after another.
 
     The text is in `text_column` (else `input` or `text`), a second one in `text_pair_column`, if any, the class in
     `label_column` (else `label`): integers from 0 or strings, not both. Without `labels` the classes are those found,
     integers by value and strings sorted, and there must be two at least. With `labels` (an evaluation file) each class
     must be one of them, by name.
-    A row's id is its place among the file's rows, from 0.
+    A row's id is its place among all rows, from 0.
 
     Raises `InputError` with every fault found, each as file:line with the offending value: a file that is missing,
-    empty, a folder or not UTF-8; NUL bytes; malformed records; a missing column; empty texts; labels that are null,
-    negative, fractional, of mixed types or unknown; repeated ids; one class only; no rows.
+    named twice, empty, a folder or not UTF-8; NUL bytes; malformed records; a missing column; empty texts; labels that
+    are null, negative, fractional, of mixed types or unknown; ids that a file repeats; one class only; no rows.
     """
     columns = _columns(text_column, text_pair_column, label_column)
-    return _data_set(_found(Path(path), columns, _class), labels)
+    return _data_set(_found(paths, columns, _class), labels)
 
 
 def read_targets(
-    path: str | PathLike[str],
-    *,
+    *paths: str | PathLike[str],
     text_column: str | None = None,
     text_pair_column: str | None = None,
     label_column: str | None = None,
 ) -> Targets:
-    """The rows of a file as `read` takes it, with a number for each where that has a class.
+    """The rows of files as `read` takes them, with a number for each where that has a class.
 
     Raises `InputError` with every fault found, as `read`, of labels those that are no finite number of fp32's range.
     """
     columns = _columns(text_column, text_pair_column, label_column)
-    found = _found(Path(path), columns, _target)
+    found = _found(paths, columns, _target)
     found.problems.raise_if_any()
-    return Targets(found.rows(found.labels), VALUE, str(path))
+    return Targets(found.rows(found.labels), VALUE, found.origins.source, found.origins)
 
 
 def read_label_sets(
-    path: str | PathLike[str],
-    *,
+    *paths: str | PathLike[str],
     text_column: str | None = None,
     text_pair_column: str | None = None,
     label_column: str | None = None,
     separator: str | None = None,
     labels: Sequence[str] | None = None,
 ) -> LabelSets:
-    """The rows of a file as `read` takes it, with any number of labels each, in `label_column` (else `label` or
+    """The rows of files as `read` takes them, with any number of labels each, in `label_column` (else `label` or
     `labels`): a list of strings, or a string with `separator` between them.
 
     Without `labels` they are those found, sorted. Raises `InputError` with every fault found: labels that are neither,
-    unknown ones, one that a row names twice, and a file of which no row has any.
+    unknown ones, one that a row names twice, and files of which no row has any.
     """
     columns = _columns(text_column, text_pair_column, label_column)
     if label_column is None:
         columns = replace(columns, label=(*LABEL_COLUMNS, "labels"))
-    found = _found(Path(path), columns, lambda label, typed: label_set_of(label, separator))
-    table, problems = found.table, found.problems
+    found = _found(paths, columns, lambda label, typed: label_set_of(label, separator))
+    problems = found.problems
     problems.raise_if_any()
     names = tuple(sorted({name for each in found.labels for name in each})) if labels is None else tuple(labels)
     if not names:
-        problems.add(str(path), "no row has a label")
+        problems.add(found.origins.source, "no row has a label")
     numbers = {name: number for number, name in enumerate(names)}
-    for line, each in zip(found.lines, found.labels, strict=True):
+    for place, each in enumerate(found.labels):
         for name in each:
             if name not in numbers:
                 known = f"there are {shown_names(names)}{did_you_mean(name, names)}"
-                problems.add(table.place(line), f"label {shown(name)} is unknown; {known}")
+                problems.add(found.origins.where(place), f"label {shown(name)} is unknown; {known}")
     problems.raise_if_any()
     sets = (tuple(sorted(numbers[name] for name in each)) for each in found.labels)
-    return LabelSets(found.rows(sets), names, str(path))
+    return LabelSets(found.rows(sets), names, found.origins.source, found.origins)
 
 
 def _columns(text: str | None, pair: str | None, label: str | None) -> _Columns:
@@ -115,20 +113,27 @@ def _target(label: object, typed: bool) -> tuple[float, str | None]:
     return (0.0, number) if isinstance(number, str) else (number, None)
 
 
-def _found(path: Path, columns: _Columns, meant: Callable[[object, bool], tuple[Meant, str | None]]) -> _Found[Meant]:
-    """All rows of the file, and what is wrong with them; raises `InputError` where there are none."""
+def _found(
+    paths: Sequence[str | PathLike[str]],
+    columns: _Columns,
+    meant: Callable[[object, bool], tuple[Meant, str | None]],
+) -> _Found[Meant]:
+    """All rows of the files, and what is wrong with them; raises `InputError` where one has none."""
     problems = ProblemList()
-    table = open_table(path, problems)
-    found = _Found(table, problems, meant)
-    if table.columns is not None:
-        columns.check(table.columns, f"{path}:1", problems)
-        problems.raise_if_any()
-    for record in table.records:
-        found.take(record, columns)
-    if not found.texts:
-        if not problems:
-            problems.add(str(path), "has no rows")
-        problems.raise_if_any()
+    found = _Found(problems, meant)
+    for path in map(Path, paths):
+        table = open_table(path, problems)
+        if table.columns is not None:
+            columns.check(table.columns, f"{path}:1", problems)
+            problems.raise_if_any()
+        before = len(found.texts)
+        found.begin(table)
+        for record in table.records:
+            found.take(table, record, columns)
+        if len(found.texts) == before:
+            if not problems:
+                problems.add(str(path), "has no rows")
+            problems.raise_if_any()
     return found
 
 
@@ -253,46 +258,53 @@ def shown_names(names: Sequence[str], most: int = 12) -> str:
 
 @dataclass
 class _Found(Generic[Meant]):
-    """Rows that have been read so far: line, text, label as it is meant; and where each explicit id was first seen.
+    """Rows that have been read so far: where from, text, label as it is meant; and where each explicit id of a file
+    was first seen. typed: whether numbers are not strings in all files.
 
     meant: a label as written, and whether numbers are not strings, to what it means, and why it cannot be used.
     """
 
-    table: Table
     problems: ProblemList
     meant: Callable[[object, bool], tuple[Meant, str | None]]
-    lines: list[int] = field(default_factory=list)
+    origins: Origins = field(default_factory=Origins)
+    typed: bool = True
     texts: list[tuple[str, ...]] = field(default_factory=list)
     labels: list[Meant] = field(default_factory=list)
     ids: dict[str, int] = field(default_factory=dict)
 
-    def take(self, record: Record, columns: _Columns) -> None:
+    def begin(self, table: Table) -> None:
+        """The records that are taken from now on are of this file."""
+        self.origins.begin(table)
+        self.typed = self.typed and table.typed
+        self.ids = {}
+
+    def take(self, table: Table, record: Record, columns: _Columns) -> None:
         """Keep one record, or note what is wrong with it."""
-        where = self.table.place(record.line)
+        where = table.place(record.line)
         chosen = columns.check(record.fields, where, self.problems)
         if chosen is None:
             return
         texts = {name: record.fields[name] for name in (chosen[0], *chosen[2:])}
-        label, label_fault = self.meant(record.fields[chosen[1]], self.table.typed)
+        label, label_fault = self.meant(record.fields[chosen[1]], table.typed)
         faults = [
             *(_fault_of(name, text) for name, text in texts.items()),
             label_fault,
-            self._repeated(record) if ID_COLUMN not in chosen else None,
+            self._repeated(table, record) if ID_COLUMN not in chosen else None,
         ]
         for fault in faults:
             if fault is not None:
                 self.problems.add(where, fault)
         if not any(faults):
-            self.lines.append(record.line)
+            self.origins.add(record.line)
             self.texts.append(tuple(map(str, texts.values())))
             self.labels.append(label)
 
-    def _repeated(self, record: Record) -> str | None:
+    def _repeated(self, table: Table, record: Record) -> str | None:
         given = record.fields.get(ID_COLUMN)
         if given is None or given == "":
             return None
         first = self.ids.setdefault(str(given), record.line)
-        return None if first == record.line else f"id {shown(given)} is there already, at {self.table.place(first)}"
+        return None if first == record.line else f"id {shown(given)} is there already, at {table.place(first)}"
 
     def rows(self, labels: Iterable[Label]) -> tuple[Row[Label], ...]:
         """The rows with these labels, one for each."""
@@ -305,19 +317,21 @@ class _Found(Generic[Meant]):
 
 def _data_set(found: _Found[int | str], labels: Sequence[str] | None) -> DataSet:
     """The rows with their classes numbered. Raises `InputError` when anything was noted."""
-    table, problems = found.table, found.problems
-    meant, faults = same_kind(found.labels, table.typed)
+    origins, problems = found.origins, found.problems
+    # Beside a table, in which all is text, what another file says is text too.
+    labels_said = found.labels if found.typed else [str(label) for label in found.labels]
+    meant, faults = same_kind(labels_said, found.typed)
     for place, fault in faults:
-        problems.add(table.place(found.lines[place]), fault)
+        problems.add(origins.where(place), fault)
     problems.raise_if_any()
     names = label_names(meant) if labels is None else tuple(labels)
     if labels is None and len(names) < 2:
         what = f"all {len(meant)} rows have the label {names[0]!r}; a classifier needs two classes at least"
-        problems.add(str(table.path), what)
+        problems.add(origins.source, what)
     numbers = {name: number for number, name in enumerate(names)}
     for place, label in enumerate(map(str, meant)):
         if label not in numbers:
             known = f"there are {shown_names(names)}{did_you_mean(label, names)}"
-            problems.add(table.place(found.lines[place]), f"label {shown(label)} is unknown; {known}")
+            problems.add(origins.where(place), f"label {shown(label)} is unknown; {known}")
     problems.raise_if_any()
-    return DataSet(found.rows(numbers[label] for label in map(str, meant)), names, str(table.path))
+    return DataSet(found.rows(numbers[label] for label in map(str, meant)), names, origins.source, origins)

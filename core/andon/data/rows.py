@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar, Generic, Protocol, Self, TypeVar
 
 from andon.console.problems import InputError
+from andon.data.origins import Origins
 
 Label = TypeVar("Label", covariant=True)
 
@@ -43,6 +44,11 @@ class Examples(Protocol):
     @property
     def source(self) -> str:
         """Where they came from."""
+        ...
+
+    @property
+    def origins(self) -> Origins | None:
+        """Where each row came from, by its id; None where that is no file."""
         ...
 
     @property
@@ -92,6 +98,7 @@ class TextRows(Generic[Label]):
     rows: tuple[Row[Label], ...]
     labels: tuple[str, ...]
     source: str
+    origins: Origins | None = field(default=None, compare=False, repr=False)
     kind: ClassVar[str] = ""
     """What keeps the digests of two tasks over the same texts apart."""
 

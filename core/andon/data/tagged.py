@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
@@ -10,8 +10,9 @@ from typing import ClassVar
 
 from andon.console.problems import ProblemList, did_you_mean, shown
 from andon.data.draw import Draw
-from andon.data.formats import open_table
+from andon.data.formats import Record, Table, open_table
 from andon.data.labels import text_fault
+from andon.data.origins import Origins
 from andon.data.rows import Row, TextRows
 
 TOKENS, TAGS = "tokens", "tags"
@@ -38,22 +39,21 @@ class Tagged(TextRows[tuple[int, ...]]):
 
 
 def read_tagged(
-    path: str | PathLike[str],
-    *,
+    *paths: str | PathLike[str],
     token_column: str | None = None,
     tag_column: str | None = None,
     labels: Sequence[str] | None = None,
 ) -> Tagged:
-    """The rows of a JSONL or Parquet file with a list of words and a list of tags, one a word.
+    """The rows of JSONL or Parquet files with a list of words and a list of tags, one a word.
 
     Without `labels` the tags are those found, sorted. Raises `InputError` with every fault found, each as file:line:
     what is no list of strings, empty lists and words, words with white space in them, lists of different lengths,
     unknown tags, no rows.
     """
     problems, names = ProblemList(), (token_column or TOKENS, tag_column or TAGS)
-    table = open_table(Path(path), problems)
-    found: list[tuple[int, list[str], list[str]]] = []
-    for record in table.records:
+    found: list[tuple[list[str], list[str]]] = []
+    origins = Origins()
+    for table, record in _records(paths, origins, problems):
         faults = [fault for name in names if (fault := _list_fault(name, record.fields)) is not None]
         words, tags = (record.fields.get(name) for name in names)
         if not faults and isinstance(words, list) and isinstance(tags, list):
@@ -64,18 +64,31 @@ def read_tagged(
                 faults.append(f"{len(words)} {names[0]} and {len(tags)} {names[1]}; each word has one tag")
             known = labels if labels is not None else tags
             faults += [f"tag {shown(tag)} is unknown{did_you_mean(tag, known)}" for tag in tags if tag not in known]
-            found.append((record.line, words, tags))
+            found.append((words, tags))
+            origins.add(record.line)
         for fault in faults:
             problems.add(table.place(record.line), fault)
-    if not found and not problems:
-        problems.add(str(path), "has no rows")
     problems.raise_if_any()
-    every = tuple(sorted({tag for _, _, tags in found for tag in tags})) if labels is None else tuple(labels)
+    every = tuple(sorted({tag for _, tags in found for tag in tags})) if labels is None else tuple(labels)
     numbers = {name: number for number, name in enumerate(every)}
     rows = (
-        Row(place, " ".join(words), tuple(numbers[tag] for tag in tags)) for place, (_, words, tags) in enumerate(found)
+        Row(place, " ".join(words), tuple(numbers[tag] for tag in tags)) for place, (words, tags) in enumerate(found)
     )
-    return Tagged(tuple(rows), every, str(path))
+    return Tagged(tuple(rows), every, origins.source, origins)
+
+
+def _records(
+    paths: Sequence[str | PathLike[str]], origins: Origins, problems: ProblemList
+) -> Iterator[tuple[Table, Record]]:
+    """The records of the files in turn; a file without any is a problem."""
+    for path in map(Path, paths):
+        table, empty = open_table(path, problems), True
+        origins.begin(table)
+        for record in table.records:
+            empty = False
+            yield table, record
+        if empty and not problems:
+            problems.add(str(path), "has no rows")
 
 
 def _list_fault(name: str, fields: Mapping[str, object]) -> str | None:

@@ -6,12 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from andon.console.problems import InputError, Problem
-from andon.data.rows import Examples
 from andon.inspection.recorded import Recorded
 from andon.run.folder import RunFolder
 from andon.run.provenance import read_provenance
 from andon.training.existing import config_of
-from andon.training.rows import read_rows
+from andon.training.rows import Rows, read_rows
 from andon_contracts.fields import Real
 from andon_contracts.record import (
     Broken,
@@ -36,7 +35,7 @@ _VERSIONS = ("torch", "transformers", "peft", "cpu", "devices")
 class Texts:
     """Training rows by id; `missing` says why there are none."""
 
-    rows: Examples | None = None
+    rows: Rows | None = None
     missing: str = ""
 
 
@@ -54,7 +53,7 @@ def texts_of(folder: RunFolder | None) -> Texts:
         return Texts(missing="the texts are not shown: the data is no longer that which the run was trained on")
     if config.training.packing:
         return Texts(missing="the ids are those of packs of rows; their texts are not shown")
-    return Texts(found.train)
+    return Texts(found)
 
 
 def overview(found: Recorded) -> Iterator[str]:
@@ -225,12 +224,15 @@ def _rank(part: RankPart, record: Step, texts: Texts, planned: bool) -> Iterator
 
 
 def _text(row: int, texts: Texts) -> str:
-    found = None if texts.rows is None else texts.rows.told(row)
+    if texts.rows is None:
+        return ""
+    found = texts.rows.train.told(texts.rows.row_of(row))
     if found is None:
         return ""
     learned, text = found
     shown = text if len(text) <= _WIDTH else text[: _WIDTH - 3] + "..."
-    return f"  {learned}  {shown!r}"
+    where = texts.rows.where(row)
+    return f"{where and f'  {where}'}  {learned}  {shown!r}"
 
 
 def _named(values: Mapping[str, str], before: str) -> str:

@@ -92,7 +92,8 @@ def train(
     """Train as `andon train` does with these options, and return what it left; without any, the embedded example.
 
     data, eval_data: the path of a file, or rows: mappings of columns to values (a list, any iterable, a
-    `datasets.Dataset`), or a pandas frame. Such rows are kept in the run folder. model: a folder or hub id. workers: a
+    `datasets.Dataset`), or a pandas frame. Such rows are kept in the run folder. data may be a list of paths too, each
+    with a weight as in `{"path": "a.jsonl", "weight": 0.5}`, or without. model: a folder or hub id. workers: a
     number, or "MIN:MAX". config: a YAML file, of which the other arguments override single keys. settings: any other
     section of the configuration as a mapping of its keys, as in `training={"epochs": 3}`, or `seed`; the sections
     `data` and `model` too can be given as mappings of their keys.
@@ -269,7 +270,7 @@ def _options(
     for key, name in _ROWS.items():
         rows = keys.pop(key, None) if flags.get(key) is None else flags[key]
         if rows is not None:
-            flags[key] = files.path_of(rows, name)
+            flags[key] = files.files_of(rows, name) if key == "data.train" else files.path_of(rows, name)
     flags = {key: os.fspath(value) if isinstance(value, os.PathLike) else value for key, value in flags.items()}
     problems = ProblemList()
     overrides = [f"{key}={_yaml(key, value, problems)}" for key, value in keys.items()]

@@ -283,9 +283,11 @@ def _origin(config: Config, provenance: Provenance, result: Result) -> Iterator[
 
 def _command(config: Config, result: Result) -> str:
     """What makes the run again where its files and its base lie in the working folder."""
+    files = config.data.files
+    weights = ["" if file.weight == 1 else f"={file.weight:g}" for file in files]
+    data = [f"{Path(file.path).name}{weight}" for file, weight in zip(files, weights, strict=True)]
     named = {
         "--task": config.task if config.task != CLASSIFICATION else None,
-        "--data": config.data.train and Path(config.data.train).name,
         "--eval-data": config.data.eval and Path(config.data.eval).name,
         "--text-column": config.data.text_column,
         "--label-column": config.data.label_column,
@@ -293,12 +295,13 @@ def _command(config: Config, result: Result) -> str:
         "--workers": str(result.world_size),
         "--backend": result.backend,
     }
-    words = ["andon", "train", *(word for flag, value in named.items() if value for word in (flag, value))]
+    words = ["andon", "train", *(word for each in data for word in ("--data", each))]
+    words += [word for flag, value in named.items() if value for word in (flag, value)]
     for key in ("text_pair_column", "label_separator"):
         if getattr(config.data, key) is not None:
             words += ["--set", f"data.{key}={json.dumps(getattr(config.data, key))}"]
     for key, _, value in differences(identity(Config()), identity(config)):
-        if not key.startswith("run.") and not key.endswith(".embedded") and key != "task":
+        if not key.startswith("run.") and not key.endswith((".embedded", ".weights")) and key != "task":
             words += ["--set", f"{key}={json.dumps(value)}"]
     return " ".join(shlex.quote(legible_line(word)) for word in words)
 
@@ -322,8 +325,8 @@ def _name(path: str | None) -> str | None:
 
 
 def _evaluated(config: Config) -> str:
-    path = config.data.eval or config.data.train
-    return Path(path).name if path else "the rows that Andon embeds"
+    paths = [config.data.eval] if config.data.eval else [file.path for file in config.data.files]
+    return ", ".join(Path(path).name for path in paths) or "the rows that Andon embeds"
 
 
 def _digests(provenance: Provenance) -> list[str]:

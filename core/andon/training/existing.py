@@ -104,12 +104,17 @@ def require_same_as_finished(config: Config, folder: RunFolder) -> None:
 
 
 def _has_other_data(was: Config, config: Config, folder: RunFolder) -> bool:
-    files = [(was.data.train, config.data.train), (was.data.eval, config.data.eval)]
-    gone = any(now is not None and not is_there(Path(now)) for _, now in files)
+    then, files = _files_of(was), _files_of(config)
+    gone = any(now is not None and not is_there(Path(now)) for now in files)
     before = _data_of(folder)
-    if before is None or (gone and all(_one_place(*pair) for pair in files)):
+    if before is None or (gone and len(then) == len(files) and all(map(_one_place, then, files))):
         return False
     return read_rows(config).digest != before
+
+
+def _files_of(config: Config) -> list[str | None]:
+    """What names data: the file to evaluate on, if any, and those to train on."""
+    return [config.data.eval, *(file.path for file in config.data.files)]
 
 
 def _one_place(was: str | None, now: str | None) -> bool:

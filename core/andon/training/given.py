@@ -33,6 +33,12 @@ class RowFiles:
     folder: Path
     written: dict[str, Path] = field(default_factory=dict)
 
+    def files_of(self, data: object, name: str) -> object:
+        """What `data.train` is given for `data`: a list of files as it is, else one (`path_of`)."""
+        if isinstance(data, list | tuple) and data and all(map(_is_file, data)):
+            return [_named_file(each) for each in data]
+        return self.path_of(data, name)
+
     def path_of(self, data: object, name: str) -> str:
         """The file of `data`: itself where it is a path, else one that now holds its rows (`write_rows`)."""
         if isinstance(data, str | PathLike):
@@ -47,6 +53,17 @@ class RowFiles:
         for name, path in self.written.items():
             text = re.sub(rf"{re.escape(str(path))}:(\d+)", partial(_row_of, name), text).replace(str(path), name)
         return text
+
+
+def _is_file(given: object) -> bool:
+    """Whether it is a path, or a path with a weight, as an entry of `data.train` is."""
+    if isinstance(given, Mapping):
+        return "path" in given and given.keys() <= {"path", "weight"} and isinstance(given["path"], str | PathLike)
+    return isinstance(given, str | PathLike)
+
+
+def _named_file(given: Any) -> object:
+    return {**given, "path": os.fspath(given["path"])} if isinstance(given, Mapping) else os.fspath(given)
 
 
 def _row_of(name: str, line: re.Match[str]) -> str:

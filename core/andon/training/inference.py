@@ -177,7 +177,7 @@ def read_labelled(
         columns = columns.model_copy(update={key: name for key, name in named.items() if name is not None})
     task = config.task or CLASSIFICATION
     labels = () if HEADS[task] == "causal" else read_labels(folder.adapter)
-    return READERS[task].read(columns, data, labels)
+    return READERS[task].read(columns, [data], labels)
 
 
 def evaluate_run(run: TrainedRun, data: Examples) -> Scores:

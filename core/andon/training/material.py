@@ -22,6 +22,7 @@ from andon.model.build import ModelSpec
 from andon.step.plan import BatchPlan
 from andon.tasks.classification import ClassificationTask
 from andon.tasks.encoded import Columns
+from andon.tasks.mixed import MixedRows
 from andon.tasks.multi_label import MultiLabelTask
 from andon.tasks.regression import RegressionTask
 from andon.tasks.sft import Asked, SftTask
@@ -60,7 +61,9 @@ def prepare(config: Config) -> Material:
     tokenizer = _tokenizer(config, rows.task)
     encode = ENCODERS[rows.task](config, rows, tokenizer)
     whole = encode(rows.train)
-    task, train_ids = _packed(whole, rows.train_ids) if config.training.packing else (whole, rows.train_ids)
+    task, train_ids = _in_epochs(config, rows, whole)
+    if rows.sources and not isinstance(whole, SftTask):
+        whole = MixedRows(whole, 1, rows.sources)
     if rows.evaluation is None:
         evaluation_task, evaluation_ids = whole, rows.validation_ids
     else:
@@ -87,8 +90,8 @@ def _tokenizer(config: Config, task: str) -> Tokenizer:
 
 
 def loss_weights(config: Config, rows: Rows) -> tuple[float, ...]:
-    """The weight of each class in the loss, from the rows that are trained on."""
-    trained_on = rows.trained_on
+    """The weight of each class in the loss, from the rows that are trained on, each as often as an epoch has it."""
+    trained_on = rows.train.subset(map(rows.row_of, rows.train_ids))
     assert isinstance(trained_on, DataSet)
     return class_weights(config.data.class_weights, trained_on.counts())
 
@@ -153,8 +156,13 @@ def _batching(config: Config, data: Examples, tokenizer: Tokenizer) -> dict[str,
         "pad_id": tokenizer.pad_id,
         "padding_multiple": padding_multiple(config),
         "max_length": config.model.max_length,
-        "places": [f"{data.source}: row {id_}" for id_ in data.ids],
+        "places": [_place(data, id_) for id_ in data.ids],
     }
+
+
+def _place(data: Examples, id_: int) -> str:
+    several = data.origins is not None and len(data.origins.sizes) > 1
+    return data.origins.where(id_) if several and data.origins is not None else f"{data.source}: row {id_}"
 
 
 def encoded(
@@ -231,10 +239,13 @@ HEADS: Mapping[str, str] = {
 """By the task's name: the head of its model."""
 
 
-def _packed(task: ScoredTask, ids: tuple[int, ...]) -> tuple[ScoredTask, tuple[int, ...]]:
-    if not isinstance(task, SftTask):
+def _in_epochs(config: Config, rows: Rows, whole: ScoredTask) -> tuple[ScoredTask, tuple[int, ...]]:
+    """What is trained on of all rows, and its ids in an epoch: packs of rows, or rows, some of them several times."""
+    if not config.training.packing:
+        return (MixedRows(whole, rows.copies) if rows.copies > 1 else whole), rows.train_ids
+    if not isinstance(whole, SftTask):
         raise InputError([Problem("training.packing", "is for conversations (task sft); a class is that of one row")])
-    packed = task.packed(ids)
+    packed = whole.packed([rows.row_of(id_) for id_ in rows.train_ids])
     return packed, tuple(range(len(packed)))
 
 

@@ -42,7 +42,11 @@ def write_start(
 def resolved(config: Config, folder: RunFolder) -> Config:
     """`config` as it can be used again from anywhere: its run folder named, files and folders by absolute paths."""
     data, base = config.data, config.model.base
-    files = {name: str(Path(path).resolve()) for name, path in (("train", data.train), ("eval", data.eval)) if path}
+    files: dict[str, object] = {} if data.eval is None else {"eval": str(Path(data.eval).resolve())}
+    if isinstance(data.train, str):
+        files["train"] = str(Path(data.train).resolve())
+    elif data.train is not None:
+        files["train"] = tuple(file.model_copy(update={"path": str(Path(file.path).resolve())}) for file in data.train)
     model = {"base": str(Path(base).resolve())} if base is not None and Path(base).is_dir() else {}
     return config.model_copy(
         update={
@@ -64,7 +68,8 @@ def write_adapter(folder: RunFolder, model: nn.Module, material: Material, resul
     if material.model.base is None and material.adapter.kind != "none":
         with whole_folder(folder.path / "base") as path:
             save_base(model, path, material.labels)
-    asked = material.task.asked if isinstance(material.task, SftTask) else None
+    task = material.validation_task  # of the rows themselves, whatever is made of them to train on
+    asked = task.asked if isinstance(task, SftTask) else None
     with whole_folder(folder.adapter) as path:
         write_model_files(path, model, config, material.tokenizer, material.labels, reference, asked)
         write_card(path, folder, config, result, form_of(config), folder.path.name, material.tokenizer, asked)

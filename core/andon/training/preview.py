@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 import torch
@@ -32,6 +33,7 @@ def describe(config: Config, row: int | None = None) -> Iterator[str]:
     if told_of_task(config):
         yield told_of_task(config)
     yield _data(material)
+    yield from _files(material)
     yield _texts(material)
     yield _model(model, material)
     yield _plan(material)
@@ -56,14 +58,29 @@ def describe(config: Config, row: int | None = None) -> Iterator[str]:
 
 
 def _data(material: Material) -> str:
-    held = f"{len(material.rows.validation_ids)} to validate, {len(material.evaluation_ids)} to evaluate on"
-    return f"data: {len(material.rows.train_ids)} rows to train on, {held}; {material.rows.train.about()}"
+    rows = material.rows
+    held = f"{len(rows.validation_ids)} to validate, {len(material.evaluation_ids)} to evaluate on"
+    return f"data: {len(rows.train_ids)} rows to train on, {held}; {rows.train.about()}"
+
+
+def _files(material: Material) -> Iterator[str]:
+    """A line for each of several files: its rows, how many of them are trained on, and how often in an epoch."""
+    rows, origins = material.rows, material.rows.train.origins
+    if not rows.weights or origins is None:
+        return
+    held = Counter(origins.file_of(id_) for id_ in rows.validation_ids)
+    stand = Counter(origins.file_of(rows.row_of(id_)) for id_ in rows.train_ids)
+    for place, (name, size, weight) in enumerate(zip(origins.names(), origins.sizes, rows.weights, strict=True)):
+        kept = f"{size - held[place]} of {size} rows to train on, weight {weight:g}"
+        yield f"file {name}: {kept}, {stand[place]} in an epoch"
 
 
 def _row(material: Material, row: int) -> Iterator[str]:
     if not 0 <= row < len(material.validation_task):
         count = len(material.validation_task)
         raise InputError([Problem("--show-row", f"{row} is none of the {count} rows, which are counted from 0")])
+    if material.rows.where(row):
+        yield material.rows.where(row)
     yield from material.validation_task.shown(row, material.tokenizer)
 
 

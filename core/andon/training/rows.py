@@ -5,6 +5,7 @@ What of rows depends on the task stands in `READERS` here, and what of tensors i
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from andon.console.problems import InputError, Problem
 from andon.data import reviews, rewriting, shell, tagged
 from andon.data.conversations import ConversationSet, are_of_conversations, read_conversations
 from andon.data.labels import likely_separator
+from andon.data.mixing import mixed
 from andon.data.readers import first_record, read, read_label_sets, read_targets
 from andon.data.rows import DataSet, Examples, LabelSets, Targets, frozen_split, shared_texts
 from andon.run.summary import HELD_OUT, LAST_VALIDATION
@@ -23,7 +25,9 @@ from andon.run.summary import HELD_OUT, LAST_VALIDATION
 class Rows:
     """The data sets of a run. Row ids of `train` cover training and validation; `evaluation` has its own.
 
-    task: what is learned of a row, by its name in the configuration.
+    task: what is learned of a row, by its name in the configuration. train_ids: the rows of an epoch; of a row that
+    stands there several times each but the first time has an id of its own (`mixing`). weights: of the files that
+    `train` is read from, in order; none where it is one file, each row once.
     """
 
     task: str
@@ -31,16 +35,49 @@ class Rows:
     evaluation: Examples | None
     train_ids: tuple[int, ...]
     validation_ids: tuple[int, ...]
+    weights: tuple[float, ...] = ()
 
     @property
     def digest(self) -> str:
-        """SHA-256 over both data sets."""
-        return self.train.digest + (self.evaluation.digest if self.evaluation is not None else "")
+        """SHA-256 over both data sets, and over where each of several files begins and its weight."""
+        return self._train_digest() + (self.evaluation.digest if self.evaluation is not None else "")
+
+    def _train_digest(self) -> str:
+        if not self.weights:
+            return self.train.digest
+        assert self.train.origins is not None
+        files = list(zip(self.train.origins.sizes, self.weights, strict=True))
+        return hashlib.sha256(f"{self.train.digest} {files}".encode()).hexdigest()
+
+    def row_of(self, id_: int) -> int:
+        """The row of `train` that an id of an epoch stands for."""
+        return id_ % len(self.train)
+
+    @property
+    def copies(self) -> int:
+        """How often the row that stands in an epoch most often stands there."""
+        return max(self.train_ids, default=0) // len(self.train) + 1
+
+    def where(self, id_: int) -> str:
+        """The file and line of an id, and the number of its copy from 2 on; empty for one file, or none."""
+        origins = self.train.origins
+        if not self.weights or origins is None or id_ < 0:
+            return ""
+        copy = id_ // len(self.train) + 1
+        return f"{origins.where(self.row_of(id_))}{f', copy {copy}' if copy > 1 else ''}"
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The file of each row of `train`, by name, where they are of several; else none."""
+        origins = self.train.origins
+        if origins is None or len(origins.sizes) < 2:
+            return ()
+        return tuple(name for name, size in zip(origins.names(), origins.sizes, strict=True) for _ in range(size))
 
     @property
     def trained_on(self) -> Examples:
-        """The rows that are trained on."""
-        return self.train.subset(self.train_ids)
+        """The rows that are trained on, each once."""
+        return self.train.subset(dict.fromkeys(map(self.row_of, self.train_ids)))
 
     @property
     def evaluated_on(self) -> Examples:
@@ -61,13 +98,13 @@ class Rows:
 class Reader:
     """Where the rows of a task come from.
 
-    found: why the first record of a file that names no task is of this one; empty where it is not. read: of a file;
-    the labels are those of the rows that are trained on, for a file that is only evaluated on. embedded: of a run that
+    found: why the first record of a file that names no task is of this one; empty where it is not. read: of files;
+    the labels are those of the rows that are trained on, for one that is only evaluated on. embedded: of a run that
     names none, by its seed: to train on, and never trained on.
     """
 
     found: Callable[[Data, Mapping[str, object]], str]
-    read: Callable[[Data, Path, tuple[str, ...] | None], Examples]
+    read: Callable[[Data, Sequence[Path], tuple[str, ...] | None], Examples]
     embedded: Callable[[int], tuple[Examples, Examples]]
 
 
@@ -76,16 +113,16 @@ def _is_named(data: Data, first: Mapping[str, object]) -> str:
     return ""
 
 
-def _classes(data: Data, path: Path, labels: tuple[str, ...] | None) -> DataSet:
-    return read(path, **_columns(data), labels=labels)
+def _classes(data: Data, paths: Sequence[Path], labels: tuple[str, ...] | None) -> DataSet:
+    return read(*paths, **_columns(data), labels=labels)
 
 
 def _columns(data: Data) -> dict[str, str | None]:
     return data.model_dump(include={"text_column", "text_pair_column", "label_column"})
 
 
-def _conversations(data: Data, path: Path, labels: tuple[str, ...] | None) -> ConversationSet:
-    return read_conversations(path)
+def _conversations(data: Data, paths: Sequence[Path], labels: tuple[str, ...] | None) -> ConversationSet:
+    return read_conversations(*paths)
 
 
 def _are_conversations(data: Data, first: Mapping[str, object]) -> str:
@@ -93,12 +130,12 @@ def _are_conversations(data: Data, first: Mapping[str, object]) -> str:
     return "rows are conversations" if not named and are_of_conversations(first) else ""
 
 
-def _numbers(data: Data, path: Path, labels: tuple[str, ...] | None) -> Targets:
-    return read_targets(path, **_columns(data))
+def _numbers(data: Data, paths: Sequence[Path], labels: tuple[str, ...] | None) -> Targets:
+    return read_targets(*paths, **_columns(data))
 
 
-def _label_sets(data: Data, path: Path, labels: tuple[str, ...] | None) -> LabelSets:
-    return read_label_sets(path, **_columns(data), separator=data.label_separator, labels=labels)
+def _label_sets(data: Data, paths: Sequence[Path], labels: tuple[str, ...] | None) -> LabelSets:
+    return read_label_sets(*paths, **_columns(data), separator=data.label_separator, labels=labels)
 
 
 def _are_label_sets(data: Data, first: Mapping[str, object]) -> str:
@@ -108,8 +145,8 @@ def _are_label_sets(data: Data, first: Mapping[str, object]) -> str:
     return "labels are lists" if any(isinstance(first.get(name), list) for name in named) else ""
 
 
-def _tagged(data: Data, path: Path, labels: tuple[str, ...] | None) -> tagged.Tagged:
-    return tagged.read_tagged(path, token_column=data.text_column, tag_column=data.label_column, labels=labels)
+def _tagged(data: Data, paths: Sequence[Path], labels: tuple[str, ...] | None) -> tagged.Tagged:
+    return tagged.read_tagged(*paths, token_column=data.text_column, tag_column=data.label_column, labels=labels)
 
 
 def _are_tagged(data: Data, first: Mapping[str, object]) -> str:
@@ -141,7 +178,7 @@ READERS: Mapping[str, Reader] = {
 
 def _found(config: Config) -> tuple[str, str]:
     """The task that the first row of the data is of, and why; a class, and no reason, where it is unclear."""
-    first = first_record(Path(config.data.train)) if config.data.train is not None else None
+    first = first_record(Path(config.data.files[0].path)) if config.data.files else None
     reasons = {} if first is None else {task: reader.found(config.data, first) for task, reader in READERS.items()}
     return next(((task, why) for task, why in reasons.items() if why), (CLASSIFICATION, ""))
 
@@ -163,7 +200,7 @@ def with_task(config: Config) -> Config:
 def told_of_task(config: Config) -> str:
     """A line that says which task was taken where none is named, and why; empty for what was always taken, a class."""
     task, why = _found(config) if config.task is None else (config.task, "")
-    return f"task: {task}, as {why} in {config.data.train} (another: --task NAME)" if why else ""
+    return f"task: {task}, as {why} in {config.data.files[0].path} (another: --task NAME)" if why else ""
 
 
 def read_rows(config: Config) -> Rows:
@@ -172,17 +209,24 @@ def read_rows(config: Config) -> Rows:
     evaluation: Examples | None
     task = task_of_run(config)
     reader = READERS[task]
-    if config.data.train is None:
+    files = config.data.files
+    if not files:
         train, evaluation = reader.embedded(config.seed)
     else:
-        train = reader.read(config.data, Path(config.data.train), None)
+        train = reader.read(config.data, [Path(file.path) for file in files], None)
         there = config.data.eval
-        evaluation = reader.read(config.data, Path(there), train.labels) if there is not None else None
+        evaluation = reader.read(config.data, [Path(there)], train.labels) if there is not None else None
     train_places, validation_places = frozen_split(len(train), config.data.validation_fraction, config.seed)
     ids = train.ids
     if evaluation is None and not validation_places:
         raise InputError([Problem("data", "no rows to evaluate on: name data.eval, or a data.validation_fraction > 0")])
-    return Rows(task, train, evaluation, _picked(ids, train_places), _picked(ids, validation_places))
+    train_ids, validation_ids = _picked(ids, train_places), _picked(ids, validation_places)
+    weights = [file.weight for file in files]
+    if weights in ([], [1.0]):
+        return Rows(task, train, evaluation, train_ids, validation_ids)
+    assert train.origins is not None
+    in_epoch = mixed(train_ids, train.origins.sizes, weights, config.seed)
+    return Rows(task, train, evaluation, in_epoch, validation_ids, tuple(weights))
 
 
 def unfit_model(config: Config) -> str:
@@ -204,13 +248,13 @@ def changed_since(config: Config, rows: Rows, started: float) -> dict[str, str]:
 
     Only files that were touched after `started` (seconds since the epoch, before they were read) are read again.
     """
-    named = {"data.train": config.data.train, "data.eval": config.data.eval}
-    if not any(path is not None and _touched(Path(path), started) for path in named.values()):
+    named = {"data.train": [file.path for file in config.data.files], "data.eval": [config.data.eval or ""]}
+    if not any(path and _touched(Path(path), started) for paths in named.values() for path in paths):
         return {}
     try:
         now = read_rows(config)
     except InputError as error:
-        return {key: f"can no longer be read ({error})" for key, path in named.items() if path is not None}
+        return {key: f"can no longer be read ({error})" for key, paths in named.items() if any(paths)}
     pairs = {"data.train": (rows.train, now.train), "data.eval": (rows.evaluation, now.evaluation)}
     return {
         key: f"has {len(after)} rows now, and {len(before)} were read"

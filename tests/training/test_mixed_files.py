@@ -1,0 +1,171 @@
+"""Several files to train on, with weights: one run, the same on any number of workers, with rows that can be found."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import andon
+from andon.cli.commands import app
+from andon.config.load import load_config
+from andon.console.exits import Exit
+from andon.console.problems import InputError
+from andon.launch.launcher import warm_up
+from andon.run.folder import RunFolder
+from andon.training.preview import describe
+from andon.training.run import train
+from andon_falsify.claims.ledgers import read_run, verify
+from andon_falsify.verdict import Outcome
+from tests.training.runs import PRELOAD, SMALL, outcome, records, row, summary
+
+warm_up(PRELOAD)
+
+SIZES, WEIGHTS = (20, 12), (0.5, 2.25)
+TASKS = ("classification", "sft", "sft-packed")
+
+
+def _row(task: str, number: int) -> dict[str, Any]:
+    text, label = row(number)
+    return {"text": text, "label": label} if task == "classification" else {"prompt": text, "completion": label}
+
+
+def mixture(folder: Path, task: str, weights: tuple[float, ...] = WEIGHTS) -> list[str]:
+    """The settings of a run on two files."""
+    number = 0
+    for name, size in zip("ab", SIZES, strict=True):
+        lines = [json.dumps(_row(task, each)) for each in range(number, number + size)]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+        number += size
+    files = [{"path": str(folder / f"{n}.jsonl"), "weight": w} for n, w in zip("ab", weights, strict=True)]
+    packed = ["training.packing=true", "training.batch_size=4", "model.max_length=96"] if task == "sft-packed" else []
+    return [*SMALL, f"data.train={json.dumps(files)}", *packed]
+
+
+def run(folder: Path, settings: list[str], workers: int = 1, backend: str = "inline", resume: str = "never") -> Exit:
+    """`andon train` with these settings."""
+    from andon.cli.train import run_training
+
+    flags = {"run.dir": str(folder), "run.backend": backend, "run.workers": workers, "run.resume": resume}
+    return run_training(None, settings, flags)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_any_number_of_workers_and_a_resume_give_the_same_bits(task: str, tmp_path: Path) -> None:
+    """What `andon verify` says holds, an epoch's rows once each among it; scores are told by file."""
+    settings = mixture(tmp_path, task)
+    alone, several, again = (tmp_path / name for name in ("alone", "several", "again"))
+    assert run(alone, settings) == Exit.OK
+    assert run(several, settings, 2, "gloo") == Exit.OK
+    asked = iter([False, False, True])
+    config = load_config(None, settings, {"run.dir": str(again), "run.backend": "inline"})
+    assert train(config, RunFolder(again), lambda: next(asked)) == Exit.PREEMPTED
+    assert run(again, settings, 3, "threads", "auto") == Exit.OK
+    assert outcome(alone) == outcome(several) == outcome(again)
+    assert summary(alone)["eval"]["sources"].keys() <= {"a.jsonl", "b.jsonl"}
+    assert sum(each["rows"] for each in summary(alone)["eval"]["sources"].values()) == summary(alone)["eval"]["rows"]
+    verdicts = {verdict.claim: verdict.outcome for verdict in verify([read_run(alone), read_run(several)])}
+    assert Outcome.FALSIFIED not in verdicts.values(), verdicts
+    assert verdicts["samples-once"] is Outcome.HOLDS
+
+
+def test_an_epoch_of_the_ledger_has_each_row_as_often_as_its_file_says(tmp_path: Path) -> None:
+    """By id, of which the row is what is left when all rows are taken away; `show` says the file, line and copy."""
+    settings = mixture(tmp_path, "classification")
+    assert run(tmp_path / "run", settings) == Exit.OK
+    total = sum(SIZES)
+    for epoch in (0, 1):
+        ids = [id_ for step in records(tmp_path / "run", "step") if step.epoch == epoch for id_ in step.ids]
+        assert len(set(ids)) == len(ids)
+        stands = Counter(id_ % total for id_ in ids)
+        first, second = ([stands[row] for row in rows if row in stands] for rows in (range(20), range(20, 32)))
+        assert set(first) == {1}
+        assert set(second) == {2, 3}
+    copy = next(id_ for id_ in ids if id_ >= 2 * total)
+    step = next(each.step for each in records(tmp_path / "run", "step") if copy in each.ids)
+    told = CliRunner().invoke(app, ["show", str(tmp_path / "run"), "--step", str(step)]).stdout
+    place = f"{copy}  {tmp_path / 'b.jsonl'}:{copy % total - 20 + 1}, copy 3"
+    assert place in told
+
+
+@pytest.mark.parametrize(
+    ("weights", "key"), [((0.5, 2.5), "data.weights"), ((1.0, 1.0), "data.weights")], ids=["other", "none"]
+)
+def test_other_weights_are_another_run(weights: tuple[float, ...], key: str, tmp_path: Path) -> None:
+    """A resume refuses them by name, as any setting, with both values."""
+    settings = mixture(tmp_path, "classification")
+    asked = iter([False, True])
+    config = load_config(None, settings, {"run.dir": str(tmp_path / "run"), "run.backend": "inline"})
+    assert train(config, RunFolder(tmp_path / "run"), lambda: next(asked)) == Exit.PREEMPTED
+    with pytest.raises(InputError, match=rf"{key}: was \[0.5, 2.25\] when the run began, is \[{weights[0]}"):
+        run(tmp_path / "run", mixture(tmp_path, "classification", weights), resume="auto")
+
+
+def test_a_row_of_a_second_file_is_other_data(tmp_path: Path) -> None:
+    """One digest binds all files; rows that move from one file to the other are other data too."""
+    settings = mixture(tmp_path, "classification")
+    asked = iter([False, True])
+    config = load_config(None, settings, {"run.dir": str(tmp_path / "run"), "run.backend": "inline"})
+    assert train(config, RunFolder(tmp_path / "run"), lambda: next(asked)) == Exit.PREEMPTED
+    first, second = (tmp_path / f"{name}.jsonl" for name in "ab")
+    lines = [*first.read_text().splitlines(keepends=True), *second.read_text().splitlines(keepends=True)]
+    first.write_text("".join(lines[:19]))
+    second.write_text("".join(lines[19:]))
+    with pytest.raises(InputError, match="data: was"):
+        run(tmp_path / "run", settings, resume="auto")
+
+
+def test_check_tells_of_each_file_and_of_the_row_that_is_shown(tmp_path: Path) -> None:
+    """Of 32 rows 3 are held back; the counts are those that the weights give of what is left."""
+    lines = list(describe(load_config(None, mixture(tmp_path, "classification"), {}), 21))
+    told = [line for line in lines if line.startswith("file ")]
+    trained = [int(line.split(": ")[1].split()[0]) for line in told]
+    assert sum(trained) == 29
+    assert told == [
+        f"file a.jsonl: {trained[0]} of 20 rows to train on, weight 0.5, {int(trained[0] / 2 + 0.5)} in an epoch",
+        f"file b.jsonl: {trained[1]} of 12 rows to train on, weight 2.25, {int(trained[1] * 2.25 + 0.5)} in an epoch",
+    ]
+    assert f"{tmp_path / 'b.jsonl'}:2" in lines
+
+
+def test_the_command_line_and_python_name_files_and_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--data` once a file, `=WEIGHT` behind it; from Python a list of paths, with or without weights."""
+    settings = mixture(tmp_path, "classification")
+    monkeypatch.chdir(tmp_path)
+    words = ["train", "--data", "a.jsonl=0.5", "--data", "b.jsonl=2.25", "--backend", "inline", "--run-dir", "run"]
+    found = CliRunner().invoke(app, [*words, *(word for each in SMALL for word in ("--set", each))])
+    assert found.exit_code == 0, found.output
+    assert run(tmp_path / "same", settings) == Exit.OK
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "same")
+    card = (tmp_path / "run" / "adapter" / "README.md").read_text()
+    assert "--data a.jsonl=0.5 --data b.jsonl=2.25" in card
+    sections: dict[str, dict[str, Any]] = {}
+    for section, key, value in (each.replace("=", ".").split(".", 2) for each in SMALL):
+        sections.setdefault(section, {})[key] = json.loads(value)
+    files = [{"path": tmp_path / "a.jsonl", "weight": 0.5}, {"path": "b.jsonl", "weight": 2.25}]
+    there = andon.train(data=files, backend="inline", workers=1, run_dir="python", **sections)
+    assert outcome(there.path) == outcome(tmp_path / "same")
+
+
+@pytest.mark.parametrize(
+    ("given", "part"),
+    [
+        ("[]", "names no file"),
+        ("[a.jsonl, a.jsonl]", "names 'a.jsonl' twice"),
+        ("[{path: a.jsonl, weight: 0}]", "must be more than 0"),
+        ("[{path: a.jsonl, weight: .inf}]", "must be at most 1000"),
+        ("[{path: a.jsonl, wieght: 2}]", "unknown key; known here: path, weight"),
+        ("[{weight: 2}]", "field required"),
+        ("[3]", "must be a section with keys, is 3"),
+        ("3", "must be a string, is 3"),
+    ],
+)
+def test_what_is_no_list_of_files_is_refused(given: str, part: str) -> None:
+    """With the key that is wrong."""
+    with pytest.raises(InputError, match=r"^--set data\.train: ") as caught:
+        load_config(None, [f"data.train={given}"])
+    assert part in str(caught.value)
