@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from andon.config.schema import CLASSIFICATION
 from andon.console.problems import InputError
 from andon.data.rows import DataSet, Row
 from andon.inspection.recorded import open_recorded
 from andon.inspection.show import Texts, one_step, overview, texts_of
+from andon.training.rows import Rows
 from andon_contracts.fields import Real
 from andon_contracts.record import Broken, Plan, RankPart
 from tests.inspection.ledgers import ROWS, digest, resumed_run, retracted_run, start, step, whole_run, write
@@ -68,7 +70,8 @@ def test_a_torn_tail_is_told(tmp_path: Path) -> None:
 def test_a_step_is_shown_with_rows_losses_digests_and_ranks(tmp_path: Path) -> None:
     """Every digest of the record, the exact loss, and each rank's rows with their texts."""
     found = open_recorded(write(tmp_path / "l.jsonl", whole_run()))
-    texts = Texts(DataSet((Row(2, "ls -l", 1), Row(0, "rm", 0)), ("unsafe", "safe"), "here"))
+    data = DataSet((Row(2, "ls -l", 1), Row(0, "rm", 0)), ("unsafe", "safe"), "here")
+    texts = Texts(Rows(CLASSIFICATION, data, None, data.ids, ()))
     text = "\n".join(one_step(found, 1, texts))
     for number in (11, 12, 13, 14):
         assert digest(number) in text

@@ -51,12 +51,12 @@ class Rows:
 
     def row_of(self, id_: int) -> int:
         """The row of `train` that an id of an epoch stands for."""
-        return id_ % len(self.train)
+        return id_ % len(self.train) if self.weights else id_
 
     @property
     def copies(self) -> int:
         """How often the row that stands in an epoch most often stands there."""
-        return max(self.train_ids, default=0) // len(self.train) + 1
+        return max(self.train_ids, default=0) // len(self.train) + 1 if self.weights else 1
 
     def where(self, id_: int) -> str:
         """The file and line of an id, and the number of its copy from 2 on; empty for one file, or none."""
