@@ -94,8 +94,12 @@ def _row(key: str, field: dict[str, Any]) -> str:
 
 def _values(field: dict[str, Any]) -> str:
     """What may stand there, in words."""
-    if "anyOf" in field:
-        return ", or ".join(map(_values, field["anyOf"]))
+    for several in ("anyOf", "oneOf"):
+        if several in field:
+            return ", or ".join(map(_values, field[several]))
+    if "$ref" in field:
+        part = Config.model_json_schema()["$defs"][field["$ref"].rpartition("/")[2]]
+        return " and ".join(f"`{key}` ({_values(each)})" for key, each in part["properties"].items())
     if "enum" in field or "const" in field:
         return ", ".join(f"`{value}`" for value in field.get("enum", [field.get("const")]))
     if field["type"] == "array":

@@ -25,6 +25,7 @@ by whoever reads them."""
 PLACING = frozenset(
     {
         *NAMING,
+        "data.cache",
         "training.keep_checkpoints",
         "training.checkpoint_every",
         "contracts.enabled",

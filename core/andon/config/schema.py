@@ -143,6 +143,9 @@ class Data(Section):
     train_on: Literal["assistant", "all"] = Field(
         default="assistant", description="sft: tokens of answers alone, or of all messages"
     )
+    cache: Name | None = Field(
+        default=None, description="sft: folder that keeps tokens for later runs too; null: the run's, until it ends"
+    )
     class_weights: Literal["uniform", "inverse", "sqrt_inverse"] = Field(
         default="uniform", description="of the loss, with sum K: uniform, inverse (of frequency) or sqrt_inverse"
     )

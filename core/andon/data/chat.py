@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -40,12 +40,21 @@ class EncodedRow:
 
 
 @dataclass(frozen=True)
-class Encoded:
-    """Rows in the order of the data.
+class Encoding:
+    """How rows were encoded.
 
     `mask_source`: what says which tokens are trained. `stops`: the ids that close an answer, ascending, at which a
     model that is asked has finished. `notes`: what a user should know of it, a line each.
     """
+
+    mask_source: str
+    stops: tuple[int, ...]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Rows in the order of the data, and how they were encoded."""
 
     rows: tuple[EncodedRow, ...]
     mask_source: str
@@ -56,7 +65,20 @@ class Encoded:
 def encode_conversations(
     tokenizer: HuggingFaceTokenizer, data: ConversationSet, max_length: int, train_on: TrainOn = "assistant"
 ) -> Encoded:
-    """Every row as ids, cut at its end to `max_length`, with what each token counts.
+    """Every row as ids, as `encode_each` gives them one after another; raises as that does."""
+    rows: list[EncodedRow] = []
+    found = encode_each(tokenizer, data, max_length, train_on, rows.append)
+    return Encoded(tuple(rows), found.mask_source, found.stops, found.notes)
+
+
+def encode_each(
+    tokenizer: HuggingFaceTokenizer,
+    data: ConversationSet,
+    max_length: int,
+    train_on: TrainOn,
+    keep: Callable[[EncodedRow], None],
+) -> Encoding:
+    """Give `keep` every row as ids, in order, cut at its end to `max_length`, with what each token counts.
 
     With the tokenizer's own chat template where it has one. Without one, a prompt and its completion stand one after
     the other between begin and end token; so do messages, each after its role, for a tokenizer that reads no special
@@ -72,14 +94,14 @@ def encode_conversations(
         )
     scribe = _Scribe(tokenizer, data.form, train_on)
     problems = ProblemList()
-    rows: list[EncodedRow] = []
+    cut = _Cut(max_length)
     for first in range(0, len(data), _AT_ONCE):
         for row, weighed in scribe.weighed(data.rows[first : first + _AT_ONCE], problems):
-            encoded = _cut(row, weighed, max_length, problems)
+            encoded = cut.row(row, weighed, problems)
             if encoded is not None:
-                rows.append(encoded)
+                keep(encoded)
     problems.raise_if_any()
-    return Encoded(tuple(rows), scribe.mask_source(), scribe.stops(), (*scribe.notes(), *_cut_notes(rows, max_length)))
+    return Encoding(scribe.mask_source(), scribe.stops(), (*scribe.notes(), *cut.notes()))
 
 
 def encode_prompt(tokenizer: HuggingFaceTokenizer, form: Form, messages: Sequence[Message]) -> list[int]:
@@ -420,23 +442,35 @@ def _no_prefix(name: str, *, merged: bool = False) -> str:
     return f"{what}, so that nothing says which tokens are the answer; {remedy}"
 
 
-def _cut(row: Conversation, weighed: _Weighed, most: int, problems: ProblemList) -> EncodedRow | None:
-    """The row's first `most` tokens; None, and a problem, where none of them is trained."""
-    ids, weights = weighed.ids[:most], weighed.weights[:most]
-    if not any(weights):
-        if any(weighed.weights):
-            first = next(place for place, weight in enumerate(weighed.weights) if weight)
-            what = f"its first trained token is number {first + 1}, and model.max_length is {most}"
-        else:
-            what = "all its answers have weight 0"
-        problems.add(row.where, f"no token of it would be trained: {what}")
-        return None
-    lost = weighed.weights[most:]
-    return EncodedRow(row.id, array("i", ids), array("f", weights), len(lost), sum(weight > 0 for weight in lost))
+@dataclass
+class _Cut:
+    """Cuts rows to their first `most` tokens, and counts what is lost."""
 
+    most: int
+    rows: int = 0
+    tokens: int = 0
+    trained: int = 0
 
-def _cut_notes(rows: Iterable[EncodedRow], most: int) -> Iterator[str]:
-    cut = [row for row in rows if row.cut]
-    if cut:
-        tokens, trained = sum(row.cut for row in cut), sum(row.cut_trained for row in cut)
-        yield f"{len(cut)} rows are cut to {most} tokens: {tokens} tokens are dropped, {trained} of them to be trained"
+    def row(self, row: Conversation, weighed: _Weighed, problems: ProblemList) -> EncodedRow | None:
+        """The row's first tokens; None, and a problem, where none of them is trained."""
+        ids, weights = weighed.ids[: self.most], weighed.weights[: self.most]
+        if not any(weights):
+            if any(weighed.weights):
+                first = next(place for place, weight in enumerate(weighed.weights) if weight)
+                what = f"its first trained token is number {first + 1}, and model.max_length is {self.most}"
+            else:
+                what = "all its answers have weight 0"
+            problems.add(row.where, f"no token of it would be trained: {what}")
+            return None
+        lost = weighed.weights[self.most :]
+        trained = sum(weight > 0 for weight in lost)
+        self.rows += bool(lost)
+        self.tokens += len(lost)
+        self.trained += trained
+        return EncodedRow(row.id, array("i", ids), array("f", weights), len(lost), trained)
+
+    def notes(self) -> Iterator[str]:
+        """What a user should know of it."""
+        if self.rows:
+            lost = f"{self.tokens} tokens are dropped, {self.trained} of them to be trained"
+            yield f"{self.rows} rows are cut to {self.most} tokens: {lost}"

@@ -22,7 +22,7 @@ REPORTS = "reports"
 """Where ranks say how they ended; under torchrun it may be there before the folder has an owner."""
 RUNS = Path("runs")
 """Where runs lie whose folder nobody names, in the working folder."""
-_LOCK, _CLAIM = ".lock", ".launch"
+_LOCK, _CLAIM, _TOKENS = ".lock", ".launch", "tokens"
 
 
 class State(Enum):
@@ -90,6 +90,11 @@ class RunFolder:
         return self.path / "rows"
 
     @property
+    def tokens(self) -> Path:
+        """The folder of the rows as tokens; there only while the run is not finished, and where rows take long."""
+        return self.path / _TOKENS
+
+    @property
     def summary(self) -> Path:
         """Outcome of the run; written last."""
         return self.path / "summary.json"
@@ -111,7 +116,7 @@ class RunFolder:
             raise InputError([Problem(str(self.path), f"{what}; name a folder for the run")]) from None
         except OSError as error:
             raise InputError([Problem(str(self.path), f"cannot be read: {error.strerror}")]) from error
-        if all(name in (_LOCK, _CLAIM, REPORTS) or is_leftover(name) for name in names):
+        if all(name in (_LOCK, _CLAIM, REPORTS, _TOKENS) or is_leftover(name) for name in names):
             return State.EMPTY
         signed = "andon_run" in _json_object(_head(self.lock, OWNER_LIMIT))
         if not (signed or _starts_a_ledger(self.ledger)):
@@ -144,7 +149,7 @@ class RunFolder:
                 return
             clean_leftovers(self.path)
             started = (self.config, self.environment, self.provenance, self.metrics, self.ledger, self.path / REPORTS)
-            for path in (*started, self.rows, self.checkpoints, self.lock):
+            for path in (*started, self.rows, self.tokens, self.checkpoints, self.lock):
                 if path.exists() and path.name not in (before or ()):
                     remove(path)
             if before is None and not any(self.path.iterdir()):

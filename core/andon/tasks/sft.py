@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self, get_args
 
@@ -26,6 +27,8 @@ from andon.model.batches import placed
 from andon.model.causal import collate_packs, content, loss_sum, require_apart, row_outputs
 from andon.run.atomic import write_json
 from andon.step.task import Batch, LeafLoss
+from andon.tasks.token_rows import TokenRows, sums_of
+from andon_contracts.digest import row_digests
 from andon_contracts.fields import Count, json_object, read_field
 from andon_contracts.untrusted import read_json
 
@@ -105,7 +108,7 @@ class SftTask:
 
     def __init__(
         self,
-        rows: Sequence[EncodedRow],
+        rows: Sequence[EncodedRow] | TokenRows,
         *,
         pad_id: int,
         max_length: int,
@@ -120,33 +123,32 @@ class SftTask:
         beyond max_length.
         """
         self.notes, self.asked = tuple(notes), asked
-        self._rows = rows
+        self._rows = rows if isinstance(rows, TokenRows) else TokenRows.of(rows)
         self._packs = [(place,) for place in range(len(rows))] if packs is None else [tuple(pack) for pack in packs]
         self._pad_id, self._limit, self._multiple = pad_id, max_length, padding_multiple
         self._sources = tuple(sources)
-        self._tensors = [
-            (torch.frombuffer(row.ids, dtype=torch.int32).long(), torch.frombuffer(row.weights, dtype=torch.float32))
-            for row in rows
-        ]
-        terms = [int((weights[1:] != 0).sum()) for _, weights in self._tensors]
-        self._terms = [sum(terms[place] for place in pack) for pack in self._packs]
-        lengths = [sum(len(rows[place].ids) for place in pack) for pack in self._packs]
-        self.lengths = torch.tensor(lengths, dtype=torch.int64)
-        self._table = torch.cat([content(self._collated(range(*each))) for each in self._runs()])
+        places = [place for pack in self._packs for place in pack]
+        self._terms = sums_of(self._rows.trained[places], self._packs).tolist()
+        self.lengths = sums_of(self._rows.lengths[places], self._packs)
+
+    @cached_property
+    def _table(self) -> torch.Tensor:
+        """int64 [packs]: the digest of each, from the rows as they are stored and not as batches are made of them."""
+        found = []
+        for first in range(0, len(self), _TABLE_PACKS):
+            laid, counts = self._rows.laid_out(self._packs[first : first + _TABLE_PACKS])
+            found.append(row_digests(laid.flatten(1), laid.shape[2] * counts))
+        return torch.cat(found)
 
     def __len__(self) -> int:
         return len(self._packs)
-
-    def _runs(self) -> Iterator[tuple[int, int]]:
-        for first in range(0, len(self), _TABLE_PACKS):
-            yield first, min(first + _TABLE_PACKS, len(self))
 
     def packed(self, ids: Sequence[int]) -> SftTask:
         """The rows `ids` of this task, whose packs are rows, best-fit packed: a task of packs of `max_length` tokens.
 
         The packs are a function of the rows' lengths alone. A line of its notes says how many there are.
         """
-        lengths = [len(self._rows[row].ids) for row in ids]
+        lengths = self._rows.lengths[list(ids)].tolist()
         packs = best_fit(lengths, self._limit)
         padding = padded_share(lengths, packs, self._limit)
         note = f"{len(ids)} rows in {len(packs)} packs of {self._limit} tokens ({padding:.1%} padding)"
@@ -163,10 +165,10 @@ class SftTask:
 
     def rows_of(self, pack: int) -> tuple[int, ...]:
         """The ids of the rows in a pack, in order."""
-        return tuple(self._rows[place].id for place in self._packs[pack])
+        return self._packs[pack]
 
     def _collated(self, ids: Sequence[int]) -> Batch:
-        packs = [[self._tensors[place] for place in self._packs[each]] for each in ids]
+        packs = [[self._rows.tensors(place) for place in self._packs[each]] for each in ids]
         return collate_packs(packs, self._pad_id, self._multiple, self._limit)
 
     def load(self, ids: Sequence[int], device: torch.device) -> Batch:
@@ -190,7 +192,7 @@ class SftTask:
         return content(batch)
 
     def planned_content(self, ids: Sequence[int]) -> torch.Tensor:
-        """int64 [len(ids)] on the CPU: what `content` must give, computed when the task was made."""
+        """int64 [len(ids)] on the CPU: what `content` must give, computed from the rows as they are stored, once."""
         return self._table[list(ids)]
 
     def planned_terms(self, ids: Sequence[int]) -> Sequence[int]:
@@ -199,11 +201,12 @@ class SftTask:
 
     def shown(self, row: int, tokenizer: Tokenizer) -> Iterator[str]:
         """A line for each token: its place, its id, what predicting it counts (a dot for nothing), what it says."""
-        return show_row(tokenizer, self._rows[row])
+        return show_row(tokenizer, self._rows.row(row))
 
     def require_fit(self, model: nn.Module, device: torch.device) -> None:
         """Raise `InputError` for a model that lets rows of a pack see each other, or does not see as far as a row."""
-        require_apart(model, device, max(len(self._rows[place].ids) for pack in self._packs for place in pack))
+        rows = [row for pack in self._packs for row in pack]
+        require_apart(model, device, int(self._rows.lengths[rows].max()))
 
     def outputs(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """fp64 [packs, 3]: sum of losses, tokens predicted right, trained tokens; in eval mode, without a graph."""

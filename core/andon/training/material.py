@@ -10,7 +10,7 @@ from typing import Any
 from andon.config.schema import CLASSIFICATION, MULTI_LABEL, REGRESSION, SFT, TOKEN_CLASSIFICATION, Config
 from andon.config.source import is_folder
 from andon.console.problems import InputError, Problem
-from andon.data.chat import encode_conversations
+from andon.data.chat import EncodedRow, Encoding, encode_each
 from andon.data.conversations import ConversationSet
 from andon.data.labels import class_weights
 from andon.data.rows import DataSet, Examples, LabelSets, Targets, TextRows
@@ -29,6 +29,7 @@ from andon.tasks.sft import Asked, SftTask
 from andon.tasks.tagging import NO_TAG, TaggingTask
 from andon.tasks.task import ScoredTask
 from andon.training.rows import Rows, read_rows
+from andon.training.token_cache import in_memory, kept_tokens, key_of_tokens
 
 
 @dataclass(frozen=True)
@@ -55,11 +56,14 @@ class Material:
         return self.rows.train.labels
 
 
-def prepare(config: Config) -> Material:
-    """Read, split, encode and plan. Raises `InputError` for anything that the user got wrong."""
+def prepare(config: Config, cache: Path | None = None) -> Material:
+    """Read, split, encode and plan. Raises `InputError` for anything that the user got wrong.
+
+    cache: a folder that keeps tokens, where the configuration names none; None: they are made again each time.
+    """
     rows = read_rows(config)
     tokenizer = _tokenizer(config, rows.task)
-    encode = ENCODERS[rows.task](config, rows, tokenizer)
+    encode = ENCODERS[rows.task](config, rows, tokenizer, _cache_of(config, cache))
     whole = encode(rows.train)
     task, train_ids = _in_epochs(config, rows, whole)
     if rows.sources and not isinstance(whole, SftTask):
@@ -81,6 +85,13 @@ def prepare(config: Config) -> Material:
         model=model_spec(config, rows.train.labels, tokenizer, HEADS[rows.task]),
         adapter=adapter_spec(config),
     )
+
+
+def _cache_of(config: Config, cache: Path | None) -> Path | None:
+    """Where tokens are kept: nowhere for rows that are embedded."""
+    if not config.data.files:
+        return None
+    return cache if config.data.cache is None else Path(config.data.cache)
 
 
 def _tokenizer(config: Config, task: str) -> Tokenizer:
@@ -178,7 +189,7 @@ def encoded(
 Encode = Callable[[Examples], ScoredTask]
 
 
-def _classification(config: Config, rows: Rows, tokenizer: Tokenizer) -> Encode:
+def _classification(config: Config, rows: Rows, tokenizer: Tokenizer, cache: Path | None) -> Encode:
     weights = loss_weights(config, rows)
 
     def encode(data: Examples) -> ScoredTask:
@@ -188,14 +199,30 @@ def _classification(config: Config, rows: Rows, tokenizer: Tokenizer) -> Encode:
     return encode
 
 
-def conversation_task(config: Config, data: Examples, tokenizer: Tokenizer) -> SftTask:
-    """The rows of `data`, which are a `ConversationSet`, as what is worked on, each a row of its own."""
+def _conversations(config: Config, rows: Rows, tokenizer: Tokenizer, cache: Path | None) -> Encode:
+    return lambda data: conversation_task(config, data, tokenizer, cache)
+
+
+def conversation_task(config: Config, data: Examples, tokenizer: Tokenizer, cache: Path | None = None) -> SftTask:
+    """The rows of `data`, which are a `ConversationSet`, as what is worked on, each a row of its own.
+
+    cache: a folder that keeps their tokens.
+    """
     assert isinstance(data, ConversationSet)
     assert isinstance(tokenizer, HuggingFaceTokenizer)
-    limit = config.model.max_length
-    encoded = encode_conversations(tokenizer, data, limit, config.data.train_on)
+    limit, train_on = config.model.max_length, config.data.train_on
+
+    def encode(keep: Callable[[EncodedRow], None]) -> Encoding:
+        return encode_each(tokenizer, data, limit, train_on, keep)
+
+    if cache is None:
+        found = in_memory(encode)
+    else:
+        key = key_of_tokens(data=data.digest, tokenizer=tokenizer.digest, max_length=limit, train_on=train_on)
+        found = kept_tokens(cache, key, encode)
+    encoded = found.encoding
     return SftTask(
-        encoded.rows,
+        found.rows,
         pad_id=tokenizer.pad_id,
         max_length=limit,
         padding_multiple=padding_multiple(config),
@@ -214,21 +241,23 @@ UNWEIGHTED: Mapping[str, Callable[[Config, Examples, Tokenizer], ScoredTask]] = 
 """By the task's name, of those without classes to be weighted: a data set by itself to what is made of it."""
 
 
-def _unweighted(task: str) -> Callable[[Config, Rows, Tokenizer], Encode]:
-    def encoder(config: Config, rows: Rows, tokenizer: Tokenizer) -> Encode:
+def _unweighted(task: str) -> Callable[[Config, Rows, Tokenizer, Path | None], Encode]:
+    def encoder(config: Config, rows: Rows, tokenizer: Tokenizer, cache: Path | None) -> Encode:
         kind = config.data.class_weights
-        if kind != "uniform" and task != SFT:
+        if kind != "uniform":
             raise InputError([Problem("data.class_weights", f"{kind} is of classes, and {task} has no weights")])
         return lambda data: UNWEIGHTED[task](config, data, tokenizer)
 
     return encoder
 
 
-ENCODERS: Mapping[str, Callable[[Config, Rows, Tokenizer], Encode]] = {
+ENCODERS: Mapping[str, Callable[[Config, Rows, Tokenizer, Path | None], Encode]] = {
     CLASSIFICATION: _classification,
     **{task: _unweighted(task) for task in UNWEIGHTED},
+    SFT: _conversations,
 }
-"""By the task's name: the rows of a run and their tokenizer to what makes a task of each of its data sets."""
+"""By the task's name: the rows of a run, their tokenizer and a folder for tokens to what makes a task of each of its
+data sets."""
 HEADS: Mapping[str, str] = {
     CLASSIFICATION: "classification",
     REGRESSION: "regression",

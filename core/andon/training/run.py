@@ -27,6 +27,7 @@ from andon.metrics.scores import Scores
 from andon.model.build import backbone_of
 from andon.model.compiled import CompiledPasses
 from andon.model.masks import Masking, masking_of
+from andon.run.columns import discard
 from andon.run.folder import RunFolder
 from andon.run.ledger import LedgerError, LedgerWriter
 from andon.run.provenance import fingerprint
@@ -79,6 +80,8 @@ def train(config: Config, folder: RunFolder, stop_asked: Callable[[], bool], sta
                 say(f"resume: the run in {folder.path} is finished, nothing to do")
             return Exit.OK
         outcome = _train(session, standpoint, stop_asked)
+        if session.run.writes and outcome.reason != "preempted":
+            discard(folder.tokens)
     return Exit.PREEMPTED if outcome.reason == "preempted" else Exit.OK
 
 

@@ -21,6 +21,7 @@ from andon.backend.machine import look_at, none_works, of_all_ranks, refuse_unfi
 from andon.config.schema import IN_PROCESS, Config
 from andon.console.messages import say
 from andon.console.problems import InputError, Problem
+from andon.launch.context import RankContext, is_rank
 from andon.launch.heartbeat import Heartbeat, Timeouts
 from andon.launch.joining import join
 from andon.launch.rank import end_now, watched_by
@@ -69,10 +70,12 @@ def assembled(
         if not config.contracts.enabled:
             stack.enter_context(suspended())
         clock = StepClock(compiles=config.training.compile != "off")
-        backend = stack.enter_context(_backend(config, clock))
-        if writing and backend.ranks[0] == 0:
+        if writing and (not is_rank() or RankContext.from_environment().rank == 0):
             stack.enter_context(folder.open_for_writing())
-        yield _assemble(config, folder, backend, time.time() if started is None else started, clock)
+        # Before ranks wait for each other: tokens take as long as there are rows.
+        material = prepare(config, folder.tokens if writing else None)
+        backend = stack.enter_context(_backend(config, clock))
+        yield _assemble(config, folder, material, backend, time.time() if started is None else started, clock)
 
 
 @contextmanager
@@ -178,8 +181,9 @@ def _tell(config: Config, backend: Backend) -> None:
         say(f"mixed: with training.{named[0]} each GPU draws dropout of its own, so who computes changes the result")
 
 
-def _assemble(config: Config, folder: RunFolder, backend: Backend, started: float, clock: StepClock) -> Session:
-    material = prepare(config)
+def _assemble(
+    config: Config, folder: RunFolder, material: Material, backend: Backend, started: float, clock: StepClock
+) -> Session:
     planned_bytes = agree_on_devices(config, material, backend)
     _tell(config, backend)
     spec = run_spec(config, material, backend.world_size)
