@@ -48,12 +48,18 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     """Under xdist: start the process that ranks are forked from, with what the ranks of all folders import.
 
     A process has one such server. Whoever starts it first decides what it holds, and in a run of all tests that would
-    be the folder that is collected first.
+    be the folder that is collected first. Where it writes is where its ranks will: into what pytest captures, so that
+    what they say is shown with the test that fails, and with no other.
     """
     if hasattr(session.config, "workerinput"):  # not the environment, which a pytest within a test inherits
         from andon.launch.launcher import warm_up
 
-        warm_up(_FORKED)
+        capture = session.config.pluginmanager.get_plugin("capturemanager")
+        capture.resume_global_capture()
+        try:
+            warm_up(_FORKED)
+        finally:
+            capture.suspend_global_capture()
 
 
 def _environment() -> dict[str, str]:
