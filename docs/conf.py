@@ -39,6 +39,7 @@ autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 maximum_signature_line_length = 60
 highlight_language = "none"
+smartquotes = False  # an option of a command keeps its two dashes
 
 html_theme = "furo"
 pygments_dark_style = "github-dark"

@@ -5,6 +5,7 @@ Its DevTools protocol is JSON, each message ended by a zero byte; Chromium reads
 
 from __future__ import annotations
 
+import base64
 import fcntl
 import json
 import os
@@ -117,9 +118,13 @@ class Browser:
         """Be a reader who prefers a `light` or `dark` page."""
         self._call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
-    def wide(self, pixels: int) -> None:
-        """Be a window of that width."""
-        self._call("Emulation.setDeviceMetricsOverride", width=pixels, height=800, deviceScaleFactor=1, mobile=False)
+    def wide(self, pixels: int, high: int = 800) -> None:
+        """Be a window of that width and height."""
+        self._call("Emulation.setDeviceMetricsOverride", width=pixels, height=high, deviceScaleFactor=1, mobile=False)
+
+    def picture(self) -> bytes:
+        """What the window shows, as a PNG file."""
+        return base64.b64decode(self._call("Page.captureScreenshot", format="png")["data"])
 
     def value(self, expression: str) -> Any:
         """The value of an expression of JavaScript in the page, as plain values; waits where it is a promise."""
