@@ -84,7 +84,7 @@ def test_tox_takes_its_versions_from_the_project() -> None:
     assert [name for name, section in tox.items() if "deps" in section] == []
     environments = tox["tox"]["env_list"].replace(" ", "").split(",")
     assert environments == [
-        *("lint", "types", "unit"),
+        *("lint", "types", "package", "unit"),
         *(f"falsify-{backend}" for backend in ("inline", "threads", "gloo", "nccl", "mixed")),
         "coverage",
     ]

@@ -69,13 +69,18 @@ def train(
     text_column: TextColumn = None,
     label_column: LabelColumn = None,
     model: BaseModel = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress, no scores.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Metrics as lines of JSON on standard output.")] = False,
     overrides: Overrides = None,
 ) -> None:
     """Train. The result is the same to the bit for every number of workers."""
     from andon.cli.train import run_training
 
     count, sizing = sized(workers, max_restarts)
+    if quiet and as_json:
+        raise InputError([Problem("--quiet", "says nothing, and --json says it as JSON; give one of them")])
     flags: dict[str, Any] = {
+        "run.progress": "quiet" if quiet else "json" if as_json else None,
         "run.workers": count,
         "run.backend": backend,
         "run.resume": resume,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 from andon.config.load import load_config
 from andon.config.schema import IN_PROCESS, Config
 from andon.console.exits import Exit
-from andon.console.messages import say
+from andon.console.messages import put, say
 from andon.console.problems import InputError, Problem
 from andon.integrations.tensorboard import require
 from andon.launch import preemption
@@ -41,9 +42,12 @@ def run_training(
     started = time.time()
     if is_rank():
         _be_a_rank(config_path, overrides, flags, sizing, started)
-    ended = start(load_config(config_path, overrides, flags), started, sizing=sizing, entry=entry)
+    config = load_config(config_path, overrides, flags)
+    ended = start(config, started, sizing=sizing, entry=entry)
     if ended.why:
         say(ended.why)
+    if config.run.progress == "json":
+        put(json.dumps({"what": "end", "exit": int(ended.exit), "run": str(ended.folder.path)}))
     if ended.exit is Exit.PREEMPTED:
         say(f"ended at a step boundary; go on with: {go_on_with(ended.folder)}")
     return ended.exit

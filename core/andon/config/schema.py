@@ -269,7 +269,10 @@ class Run(Section):
     report_to: Annotated[tuple[Literal["tensorboard"], ...], BeforeValidator(_as_tuple)] = Field(
         default=(), description="also write metrics for these, as in [tensorboard], into the run's folder"
     )
-    progress: Literal["auto", "always", "never"] = Field(default="auto", description="a bar; auto: on a terminal")
+    progress: Literal["auto", "always", "never", "quiet", "json"] = Field(
+        default="auto",
+        description="a bar; auto: on a terminal; never: plain lines; quiet: none; json: metrics on standard output",
+    )
     timeout_s: Positive = Field(default=600.0, description="a rank that gives no answer for so long is given up")
     step_deadline_s: Positive | None = Field(
         default=None, description="an update that takes longer ends the run; null: it is only said to be slow"

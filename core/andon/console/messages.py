@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import suppress
+from typing import TextIO
 
 from andon_contracts.legible import legible, legible_line
 
@@ -21,11 +22,12 @@ def say(text: str) -> None:
     write("".join(f"andon: {line}\n" for line in text.splitlines() or [""]))
 
 
-def write(text: str) -> None:
-    """`text` at once to standard error, as far as that takes it."""
+def write(text: str, stream: TextIO | None = None) -> None:
+    """`text` at once to `stream`, by default standard error, as far as that takes it."""
     with suppress(*BROKEN_STREAM):
-        sys.stderr.write(legible(text))
-        sys.stderr.flush()
+        stream = sys.stderr if stream is None else stream
+        stream.write(legible(text))
+        stream.flush()
 
 
 def put(*lines: str) -> bool:

@@ -206,13 +206,16 @@ class FolderJournal:
         self._since = now
         self._metrics.write(line)
         self._view.step(batch, result)
+        self._view.measured(line)
 
     def evaluated(self, step: int, epoch: int, scores: Scores, what: str, *, recorded: bool = False) -> None:
         """The scores, in the ledger, unless they are `recorded` there already, and among the metrics."""
         if not recorded:
             self._ledger.append(evaluation_of(step, epoch, scores))
-        self._metrics.write({"step": step, "epoch": epoch, "what": what, "rows": scores.rows, **_reals(scores)})
+        line = {"step": step, "epoch": epoch, "what": what, "rows": scores.rows, **_reals(scores)}
+        self._metrics.write(line)
         self._view.evaluated(step, scores, what)
+        self._view.measured(line)
 
     def checkpoint(self, progress: Progress, *, best: bool, last: bool) -> bool:
         """The whole state, written whole or not at all; then old ones are pruned, the best on disk is always kept.

@@ -1,9 +1,11 @@
-"""What a person sees while a run trains: a bar on a terminal, one plain line every N steps otherwise."""
+"""What is seen while a run trains: a bar on a terminal, a plain line every N steps otherwise, or JSON for a machine."""
 
 from __future__ import annotations
 
+import json
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -20,11 +22,13 @@ class ProgressView:
     def __init__(
         self, total_steps: int, log_every: int, mode: str = "auto", done: int = 0, *, counts_right: bool = True
     ) -> None:
-        """mode: auto (a bar on a terminal), always (a bar), never (lines). done: steps already taken.
+        """mode: auto (a bar on a terminal), always (a bar), never (lines), quiet (nothing), json (lines of metrics on
+        standard output, and nothing else). done: steps already taken.
 
         counts_right: as a `ScoredTask` says it.
         """
         self._counts_right = counts_right
+        self._mode = mode
         self._total = total_steps
         self._every = log_every
         self._started = time.perf_counter()
@@ -39,7 +43,7 @@ class ProgressView:
             bar, task = self._bar
             with suppress(*BROKEN_STREAM):
                 bar.update(task, completed=result.step, description=f"epoch {batch.epoch + 1} loss {result.loss:.4f}")
-        elif result.step % self._every == 0 or result.step == self._total:
+        elif self._is_shown(result.step):
             rate = (result.step - self._done_before) / (time.perf_counter() - self._started)
             right = f"accuracy {result.correct / max(result.terms, 1):.3f} " if self._counts_right else ""
             self._line(
@@ -54,6 +58,14 @@ class ProgressView:
         told = " ".join(f"{word} {value:.4f}" for word, value in quoted(scores.as_dict()).items())
         self._line(f"{what} after step {step}: {told}{loss} ({scores.rows} rows)")
 
+    def measured(self, line: Mapping[str, Any]) -> None:
+        """A line of the metrics was written: of an update, or of scores."""
+        if self._mode == "json" and ("what" in line or self._is_shown(line["step"])):
+            write(f"{json.dumps(line)}\n", sys.stdout)
+
+    def _is_shown(self, step: int) -> bool:
+        return step % self._every == 0 or step == self._total
+
     def close(self) -> None:
         """Take the bar away."""
         if self._bar is not None:
@@ -62,6 +74,8 @@ class ProgressView:
             self._bar = None
 
     def _line(self, text: str) -> None:
+        if self._mode in ("quiet", "json"):
+            return
         if self._bar is not None:
             with suppress(*BROKEN_STREAM):
                 self._bar[0].console.print(text)
