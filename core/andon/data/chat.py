@@ -11,10 +11,12 @@ import re
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal
 
 from andon.console.problems import InputError, Problem, ProblemList, shown
 from andon.data.conversations import ANSWERS, Conversation, ConversationSet, Form, Message
+from andon.data.surveyed import SurveyedConversations
 from andon.data.template import ChatTemplate, TemplateFault
 from andon.data.tokens import HuggingFaceTokenizer, Tokenizer
 
@@ -73,7 +75,7 @@ def encode_conversations(
 
 def encode_each(
     tokenizer: HuggingFaceTokenizer,
-    data: ConversationSet,
+    data: ConversationSet | SurveyedConversations,
     max_length: int,
     train_on: TrainOn,
     keep: Callable[[EncodedRow], None],
@@ -95,8 +97,9 @@ def encode_each(
     scribe = _Scribe(tokenizer, data.form, train_on)
     problems = ProblemList()
     cut = _Cut(max_length)
-    for first in range(0, len(data), _AT_ONCE):
-        for row, weighed in scribe.weighed(data.rows[first : first + _AT_ONCE], problems):
+    rows = iter(data.rows)
+    while together := list(islice(rows, _AT_ONCE)):
+        for row, weighed in scribe.weighed(together, problems):
             encoded = cut.row(row, weighed, problems)
             if encoded is not None:
                 keep(encoded)

@@ -16,6 +16,7 @@ from andon.console.problems import ProblemList, did_you_mean, shown
 from andon.data.formats import Record, Table, open_table
 from andon.data.labels import text_fault
 from andon.data.origins import Origins
+from andon.data.rows import fingerprint
 
 Form = Literal["messages", "prompt and completion", "prompt and completion as messages", "text"]
 """How the rows of a file are written."""
@@ -90,13 +91,9 @@ class ConversationSet:
     def digest(self) -> str:
         """SHA-256 (hex) of the form and every message in order: each part with its length before it."""
         sha = hashlib.sha256()
-        _add(sha, self.form.encode())
+        add_form(sha, self.form)
         for row in self.rows:
-            sha.update(len(row.messages).to_bytes(8, "little"))
-            for message in row.messages:
-                _add(sha, message.role.encode())
-                _add(sha, message.content.encode())
-                _add(sha, struct.pack("<d", message.weight))
+            add_row(sha, row)
         return sha.hexdigest()
 
     @cached_property
@@ -113,17 +110,37 @@ class ConversationSet:
 
     def texts(self) -> tuple[str, ...]:
         """What a model is asked by each row, in order: all before the last answer; of a row of text, the text."""
-        return tuple(self._asked(row) for row in self.rows)
+        return tuple(asked(self.form, row) for row in self.rows)
+
+    def fingerprints(self) -> tuple[int, ...]:
+        """A number for each row's text, in order."""
+        return tuple(map(fingerprint, self.texts()))
 
     def told(self, id_: int) -> tuple[str, str] | None:
         """A row's last answer and what is before it; None for an id not here."""
         row = self._by_id.get(id_)
-        return None if row is None else (row.messages[-1].content, self._asked(row))
+        return None if row is None else (row.messages[-1].content, asked(self.form, row))
 
-    def _asked(self, row: Conversation) -> str:
-        if self.form == "text":
-            return row.messages[0].content
-        return "\n".join(f"{each.role}: {each.content}" for each in row.messages[:-1])
+
+def asked(form: Form, row: Conversation) -> str:
+    """What a model is asked by a row: all before the last answer; of a row of text, the text."""
+    if form == "text":
+        return row.messages[0].content
+    return "\n".join(f"{each.role}: {each.content}" for each in row.messages[:-1])
+
+
+def add_form(sha: hashlib._Hash, form: Form) -> None:
+    """Begin the digest of rows that have this form."""
+    _add(sha, form.encode())
+
+
+def add_row(sha: hashlib._Hash, row: Conversation) -> None:
+    """Go on with the digest of rows: every message in order, each part with its length before it."""
+    sha.update(len(row.messages).to_bytes(8, "little"))
+    for message in row.messages:
+        _add(sha, message.role.encode())
+        _add(sha, message.content.encode())
+        _add(sha, struct.pack("<d", message.weight))
 
 
 def _add(sha: hashlib._Hash, part: bytes) -> None:
@@ -142,20 +159,11 @@ def read_conversations(*paths: str | PathLike[str]) -> ConversationSet:
 
     Raises `InputError` with every fault found, each as file:line with the offending value.
     """
-    problems = ProblemList()
-    found, origins = _Found(problems), Origins()
-    for path in map(Path, paths):
-        table, before = open_table(path, problems), len(found.rows)
-        origins.begin(table)
-        found.ids = {}
-        for record in table.records:
-            if found.take(table, record):
-                origins.add(record.line)
-        if len(found.rows) == before and not problems:
-            problems.add(str(path), "has no rows")
-    problems.raise_if_any()
-    assert found.form is not None
-    return ConversationSet(tuple(_sourced(found.rows, origins)), origins.source, found.form, origins)
+    reading = Reading()
+    rows = list(reading.rows(list(map(Path, paths))))
+    assert reading.form is not None
+    origins = reading.origins
+    return ConversationSet(tuple(_sourced(rows, origins)), origins.source, reading.form, origins)
 
 
 def _sourced(rows: Sequence[Conversation], origins: Origins) -> Iterator[Conversation]:
@@ -169,19 +177,35 @@ def _sourced(rows: Sequence[Conversation], origins: Origins) -> Iterator[Convers
 
 
 @dataclass
-class _Found:
-    """Rows that have been read so far, the form of the first and where it is, and at which line each explicit id of a
-    file was seen."""
+class Reading:
+    """One pass over files: the form of the first row and where it is, where all rows are, and at which line each
+    explicit id of a file was seen."""
 
-    problems: ProblemList
-    rows: list[Conversation] = field(default_factory=list)
+    problems: ProblemList = field(default_factory=ProblemList)
+    origins: Origins = field(default_factory=Origins)
     form: Form | None = None
     first: str = ""
     ids: dict[str, int] = field(default_factory=dict)
     taken: int = 0
 
-    def take(self, table: Table, record: Record) -> bool:
-        """Keep one record, or note what is wrong with it; whether it was kept."""
+    def rows(self, paths: Iterable[Path]) -> Iterator[Conversation]:
+        """The rows of the files in turn, as far as nothing is wrong with them; raises `InputError` at the end with all
+        that is."""
+        for path in paths:
+            table, before = open_table(path, self.problems), self.taken
+            self.origins.begin(table)
+            self.ids = {}
+            for record in table.records:
+                row = self._take(table, record)
+                if row is not None:
+                    self.origins.add(record.line)
+                    yield row
+            if self.taken == before and not self.problems:
+                self.problems.add(str(path), "has no rows")
+        self.problems.raise_if_any()
+
+    def _take(self, table: Table, record: Record) -> Conversation | None:
+        """One record as a row; None where something is wrong with it, which is noted."""
         where = table.place(record.line)
         number, self.taken = self.taken, self.taken + 1
         faults: list[str] = []
@@ -194,10 +218,10 @@ class _Found:
         faults += self._repeated(table, record)
         for fault in faults:
             self.problems.add(where, fault)
-        if not faults:
-            source = record.fields.get(SOURCE_COLUMN)
-            self.rows.append(Conversation(number, messages, where, "" if source is None else str(source)))
-        return not faults
+        if faults:
+            return None
+        source = record.fields.get(SOURCE_COLUMN)
+        return Conversation(number, messages, where, "" if source is None else str(source))
 
     def _repeated(self, table: Table, record: Record) -> list[str]:
         given = record.fields.get(ID_COLUMN)

@@ -14,6 +14,7 @@ from andon.data.chat import EncodedRow, Encoding, encode_each
 from andon.data.conversations import ConversationSet
 from andon.data.labels import class_weights
 from andon.data.rows import DataSet, Examples, LabelSets, Targets, TextRows
+from andon.data.surveyed import SurveyedConversations
 from andon.data.tagged import Tagged
 from andon.data.tokens import HuggingFaceTokenizer, Tokenizer, byte_tokenizer, pretrained_tokenizer
 from andon.model.adapter import AdapterSpec
@@ -28,7 +29,8 @@ from andon.tasks.regression import RegressionTask
 from andon.tasks.sft import Asked, SftTask
 from andon.tasks.tagging import NO_TAG, TaggingTask
 from andon.tasks.task import ScoredTask
-from andon.training.rows import Rows, read_rows
+from andon.training.rows import Rows, cache_of, read_rows
+from andon.training.surveys import Surveys
 from andon.training.token_cache import in_memory, kept_tokens, key_of_tokens
 
 
@@ -59,11 +61,13 @@ class Material:
 def prepare(config: Config, cache: Path | None = None) -> Material:
     """Read, split, encode and plan. Raises `InputError` for anything that the user got wrong.
 
-    cache: a folder that keeps tokens, where the configuration names none; None: they are made again each time.
+    cache: a folder that keeps surveys and tokens of conversations, where the configuration names none; None: they are
+    made again each time.
     """
-    rows = read_rows(config)
+    kept_in = cache_of(config, cache)
+    rows = read_rows(config, None if kept_in is None else Surveys(kept_in, writes=True))
     tokenizer = _tokenizer(config, rows.task)
-    encode = ENCODERS[rows.task](config, rows, tokenizer, _cache_of(config, cache))
+    encode = ENCODERS[rows.task](config, rows, tokenizer, kept_in)
     whole = encode(rows.train)
     task, train_ids = _in_epochs(config, rows, whole)
     if rows.sources and not isinstance(whole, SftTask):
@@ -85,13 +89,6 @@ def prepare(config: Config, cache: Path | None = None) -> Material:
         model=model_spec(config, rows.train.labels, tokenizer, HEADS[rows.task]),
         adapter=adapter_spec(config),
     )
-
-
-def _cache_of(config: Config, cache: Path | None) -> Path | None:
-    """Where tokens are kept: nowhere for rows that are embedded."""
-    if not config.data.files:
-        return None
-    return cache if config.data.cache is None else Path(config.data.cache)
 
 
 def _tokenizer(config: Config, task: str) -> Tokenizer:
@@ -208,7 +205,7 @@ def conversation_task(config: Config, data: Examples, tokenizer: Tokenizer, cach
 
     cache: a folder that keeps their tokens.
     """
-    assert isinstance(data, ConversationSet)
+    assert isinstance(data, ConversationSet | SurveyedConversations)
     assert isinstance(tokenizer, HuggingFaceTokenizer)
     limit, train_on = config.model.max_length, config.data.train_on
 

@@ -19,6 +19,7 @@ from andon.data.mixing import mixed
 from andon.data.readers import first_record, read, read_label_sets, read_targets
 from andon.data.rows import DataSet, Examples, LabelSets, Targets, frozen_split, shared_texts
 from andon.run.summary import HELD_OUT, LAST_VALIDATION
+from andon.training.surveys import Surveys
 
 
 @dataclass(frozen=True)
@@ -203,8 +204,18 @@ def told_of_task(config: Config) -> str:
     return f"task: {task}, as {why} in {config.data.files[0].path} (another: --task NAME)" if why else ""
 
 
-def read_rows(config: Config) -> Rows:
-    """The rows that `config` names, split once and for all. Raises `InputError` with all that is wrong with them."""
+def cache_of(config: Config, own: Path | None) -> Path | None:
+    """Where what is made of rows is kept: the folder that `config` names, else `own`; nowhere for embedded rows."""
+    if not config.data.files:
+        return None
+    return own if config.data.cache is None else Path(config.data.cache)
+
+
+def read_rows(config: Config, surveys: Surveys | None = None) -> Rows:
+    """The rows that `config` names, split once and for all. Raises `InputError` with all that is wrong with them.
+
+    surveys: conversations are not held, but surveyed, and what is known of them is kept there; None: all rows are held.
+    """
     train: Examples
     evaluation: Examples | None
     task = task_of_run(config)
@@ -213,9 +224,15 @@ def read_rows(config: Config) -> Rows:
     if not files:
         train, evaluation = reader.embedded(config.seed)
     else:
-        train = reader.read(config.data, [Path(file.path) for file in files], None)
+
+        def rows_of(paths: Sequence[Path], labels: tuple[str, ...] | None) -> Examples:
+            if surveys is None or task != SFT:
+                return reader.read(config.data, paths, labels)
+            return surveys.of(paths)
+
+        train = rows_of([Path(file.path) for file in files], None)
         there = config.data.eval
-        evaluation = reader.read(config.data, [Path(there)], train.labels) if there is not None else None
+        evaluation = rows_of([Path(there)], train.labels) if there is not None else None
     train_places, validation_places = frozen_split(len(train), config.data.validation_fraction, config.seed)
     ids = train.ids
     if evaluation is None and not validation_places:

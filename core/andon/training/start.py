@@ -29,7 +29,8 @@ from andon.run.summary import quoted, read_summary
 from andon.training.entry import ENTRY, payload_of
 from andon.training.existing import go_on_with, how_far, newest_unfinished, require_same_as_finished, same_data
 from andon.training.given import kept
-from andon.training.rows import notes, read_rows, told_of_task, with_task
+from andon.training.rows import cache_of, notes, read_rows, told_of_task, with_task
+from andon.training.surveys import Surveys
 
 _PRELOAD = (
     "andon.launch.server_first",
@@ -87,7 +88,7 @@ def start(
     if task:
         say(task)
     # All mistakes in the data at once, before ranks are started that would each find them.
-    rows = read_rows(config)
+    rows = read_rows(config, Surveys(cache_of(config, None if folder is None else folder.tokens), writes=False))
     for note in notes(rows):
         say(note)
     made = folder is None
