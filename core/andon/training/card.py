@@ -250,16 +250,24 @@ def _scores(result: Result, task: str, data: str) -> Iterator[str]:
         yield _table((what[0], "precision", "recall", "F1", what[1]), lines)
     sources: Mapping[str, Mapping[str, Any]] = found.get("sources") or {}
     if sources and len(sources) <= _MOST_LABELS:
+        each = next(iter(sources.values()))
+        own = sorted((score for score in _SCORES[task] if score.key in each), key=lambda score: score.key != "loss")
+        tokens = [("tokens", "trained tokens")] if "tokens" in each else []
+        words = ("source", "rows", *(word for _, word in tokens), *(score.word for score in own))
         lines = [
-            (_code(name), one["rows"], one["tokens"], f"{one['loss']:.4f}", f"{one['token_accuracy']:.4f}")
+            (_code(name), one["rows"], *(one[key] for key, _ in tokens), *(_shown(one.get(s.key)) for s in own))
             for name, one in sources.items()
         ]
-        yield _table(("source", "rows", "trained tokens", "loss", "token accuracy"), lines)
+        yield _table(words, lines)
     confusion: Sequence[Sequence[int]] = found.get("confusion") or ()
     if confusion and len(confusion) <= _MOST_COLUMNS:
         yield "Rows of each class (down) by what they were taken for (across):"
         lines = [(_code(label), *row) for label, row in zip(result.labels, confusion, strict=True)]
         yield _table(("", *map(_code, result.labels)), lines)
+
+
+def _shown(score: float | None) -> str:
+    return "" if score is None else f"{score:.4f}"
 
 
 def _origin(config: Config, provenance: Provenance, result: Result) -> Iterator[str]:
