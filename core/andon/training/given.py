@@ -19,6 +19,7 @@ from typing import Any
 
 from andon.config.schema import Config
 from andon.console.problems import InputError, Problem, ProblemList, shown
+from andon.data.formats import KINDS
 from andon.run.atomic import storage, write_whole
 from andon.run.folder import RunFolder
 
@@ -56,10 +57,11 @@ class RowFiles:
 
 
 def _is_file(given: object) -> bool:
-    """Whether it is a path, or a path with a weight, as an entry of `data.train` is."""
+    """Whether it is a path, or a path with a weight, as an entry of `data.train` is; a text with another ending than
+    files of rows have may be a row that was forgotten to be made one."""
     if isinstance(given, Mapping):
         return "path" in given and given.keys() <= {"path", "weight"} and isinstance(given["path"], str | PathLike)
-    return isinstance(given, str | PathLike)
+    return isinstance(given, PathLike) or (isinstance(given, str) and Path(given).suffix.lower() in KINDS)
 
 
 def _named_file(given: Any) -> object:
