@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from andon_falsify.history import History
@@ -56,6 +57,7 @@ def check(history: History, law: Schedule | None, tolerance: float = 1e-12) -> V
     expected = {event.number: law(event.number) for event in history.steps}
     allowed = tolerance * max(map(abs, expected.values()), default=0.0)
     found: list[Counterexample] = []
+    lawful: list[tuple[float, int]] = []
     checked, missing = 0, ""
     for event in history.steps:
         if event.lr is None:
@@ -64,15 +66,17 @@ def check(history: History, law: Schedule | None, tolerance: float = 1e-12) -> V
         checked += 1
         seen, planned = event.lr.value, expected[event.number]
         if seen is None or abs(seen - planned) > allowed:
-            what = f"the learning rate is off the schedule{_whose(seen, law, history, allowed)}"
+            lawful = lawful or sorted((law(step), step) for step in range(1, 4 * len(history.steps) + 1))
+            what = f"the learning rate is off the schedule{_whose(seen, lawful, allowed)}"
             found.append(Counterexample(what, f"step {event.number}", f"{planned:.9g}", str(event.lr)))
     return conclude(CLAIM, checked, found, missing)
 
 
-def _whose(seen: float | None, law: Schedule, history: History, allowed: float) -> str:
-    """Which updates have that rate by the law, among four times as many as were made."""
-    if seen is None:
+def _whose(seen: float | None, lawful: Sequence[tuple[float, int]], allowed: float) -> str:
+    """Which updates have that rate, by the `lawful` rates of four times as many as were made, ascending."""
+    if seen is None or math.isnan(seen):
         return ""
-    horizon = 4 * len(history.steps)
-    owners = [step for step in range(1, horizon + 1) if abs(law(step) - seen) <= allowed]
+    first = bisect_left(lawful, seen - allowed, key=lambda each: each[0])
+    behind = bisect_right(lawful, seen + allowed, key=lambda each: each[0])
+    owners = sorted(step for _, step in lawful[first : min(behind, first + 3)])
     return f": it is that of step {' or '.join(map(str, owners))}" if 1 <= len(owners) <= 2 else ""
