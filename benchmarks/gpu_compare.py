@@ -50,8 +50,6 @@ JOBS: dict[str, tuple[str, ...]] = {
     "trl, compiled": (*PEERS, "--peer", "trl", "--per-device", "4", "--compile"),
     "trl, liger": (*PEERS, "--peer", "trl", "--per-device", "4", "--liger"),
     "trl, flex, compiled": (*PEERS, "--peer", "trl", "--per-device", "8", "--attention", "flex_attention", "--compile"),
-    "hf, rows of like lengths": (*PEERS, "--per-device", "2"),
-    "hf, rows of like lengths, compiled": (*PEERS, "--per-device", "2", "--compile"),
 }
 
 
@@ -72,13 +70,12 @@ class Job:
         """End it and all of its ranks, by force if they do not."""
         members = family(self.process.pid)
         self.process.terminate()
-        try:
+        with suppress(subprocess.TimeoutExpired):
             self.process.wait(_GRACE_S)
-        except subprocess.TimeoutExpired:
-            for member in members:
-                with suppress(ProcessLookupError):
-                    os.kill(member, signal.SIGKILL)
-            self.process.wait()
+        for member in members:
+            with suppress(ProcessLookupError):
+                os.kill(member, signal.SIGKILL)
+        self.process.wait()
 
 
 def main() -> int:

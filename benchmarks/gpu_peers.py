@@ -4,7 +4,8 @@ The same decoder, LoRA, rows and global batch as `benchmarks.gpu_step`, trained 
 Accelerate, as their documentation advises: bf16 autocast, fused AdamW, pinned memory, no logging and no look for NaN
 within the measured steps. `--per-device` makes micro-batches of so many rows, with accumulation; without it each GPU
 takes its share of the batch at once. Conversations (`--shape sft-0.6b`) are trained by the HF Trainer in rows of like
-lengths, so many as fill `--per-device` packs, and by TRL in packs of its own. The host's clock is read with the device
+lengths, so many as fill `--per-device` packs on average (updates of other lengths than their neighbours: one round of
+many steps says more than rounds of few), and by TRL in packs of its own. The host's clock is read with the device
 at rest, before and after `--steps` updates that follow `--warm-up` others. Rank 0 prints one JSON object. Small on a
 CPU with `--shape tiny`.
 """
@@ -57,6 +58,8 @@ def main() -> int:
     rows = options.per_device or share
     if rest or share % rows:
         parser.error(f"a batch of {shape.batch} on {world} ranks is not made of micro-batches of {rows}")
+    if shape.causal != (options.peer == "trl") and options.peer != "hf_trainer":
+        parser.error(f"{options.peer} does not train {options.shape} here")
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

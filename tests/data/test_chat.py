@@ -277,6 +277,12 @@ def test_a_template_that_asks_for_the_date_gets_one_day_always() -> None:
     before = written("\n  26 Jul 2024 2024-07-26|")[0]
     assert one(encoded) == (before + ANSWERED[0], [0.0] * len(before) + ANSWERED[1])
     assert "date" in encoded.notes[0]
+    spoken = "{{ strftime_now('%A, %-d %B, %I %p') }}|" + CHATML
+    assert one(encode_conversations(tokenizer(spoken), rows_of(TALK), 1000))[0] == (
+        written("Friday, 26 July, 12 AM|")[0] + ANSWERED[0]
+    )
+    unknown = refused(tokenizer("{{ strftime_now('%d %U') }}" + CHATML), rows_of(TALK))
+    assert "a part of the date is not known here: %d %U" in unknown[0]
 
 
 def test_special_tokens_in_messages_are_refused_with_their_place() -> None:
@@ -347,7 +353,9 @@ def test_a_text_counts_as_a_whole_but_for_its_first_token() -> None:
 
 def test_all_tokens_can_be_trained_and_a_message_left_out() -> None:
     """`train_on` all: prompts and headers count 1, and each message what it says."""
-    ids, weights = one(encode_conversations(tokenizer(CHATML), rows_of(TALK), 1000, "all"))
+    encoded = encode_conversations(tokenizer(CHATML), rows_of(TALK), 1000, "all")
+    ids, weights = one(encoded)
+    assert encoded.stops == encode_conversations(tokenizer(CHATML), rows_of(TALK), 1000).stops != ()
     assert ids == ANSWERED[0]
     assert weights == [0.0] + [1.0] * (len(ids) - 1)
     talk = (TALK[0], Message("user", "hi", 0.0), Message("assistant", "yo", 0.5))
@@ -418,6 +426,15 @@ def test_a_model_is_asked_as_it_was_trained(tokens: HuggingFaceTokenizer) -> Non
         assert encode_prompt(tokens, data.form, data.rows[0].messages[:-1]) == ids[:first]
     with pytest.raises(InputError, match="spells the special token"):
         encode_prompt(tokenizer(CHATML), "messages", [Message("user", "<s>")])
+
+
+def test_a_text_that_begins_itself_is_asked_with_one_beginning() -> None:
+    """As it was trained: its author rendered the row with the begin token; one that does not gets it."""
+    begins = tokenizer(begins=True)
+    (begun, _), (plain, _) = (one(encode_conversations(begins, text(words), 99)) for words in ("<s>why so", "why so"))
+    assert begun == plain
+    for asked in ("<s>why ", "why "):
+        assert encode_prompt(begins, "text", [Message("assistant", asked)]) == begun[: len("why ") + 1]
 
 
 def test_a_template_and_what_splits_no_special_tokens_survive_a_folder(tmp_path: Path) -> None:

@@ -69,13 +69,14 @@ def test_messages_are_read_with_their_weights(tmp_path: Path) -> None:
 
 
 def test_each_form_is_found_by_its_columns(tmp_path: Path) -> None:
-    """A prompt's own answers are not learned again; a column that is null is not there."""
+    """A prompt's own answers are not learned again, and the rest of it counts as where it is a string; a column that
+    is null is not there."""
     pair = read_conversations(lines(tmp_path, {"prompt": "a", "completion": " b"}))
     lists = read_conversations(lines(tmp_path, {"prompt": [ASKED, SAID, ASKED], "completion": [SAID]}))
     text = read_conversations(lines(tmp_path, {"text": "all", "messages": None}))
     assert (pair.form, lists.form, text.form) == ("prompt and completion", "prompt and completion as messages", "text")
     assert pair.rows[0].messages == (Message("user", "a"), Message("assistant", " b"))
-    assert [each.weight for each in lists.rows[0].messages] == [0.0, 0.0, 0.0, 1.0]
+    assert [each.weight for each in lists.rows[0].messages] == [1.0, 0.0, 1.0, 1.0]
     assert text.rows[0].messages == (Message("assistant", "all"),)
     assert (pair.texts(), text.texts()) == (("user: a",), ("all",))
 

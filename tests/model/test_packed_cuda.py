@@ -12,6 +12,7 @@ import andon.model.masks
 from andon.model.adapter import AdapterSpec, attach, trainable_parameters
 from andon.model.build import build_base
 from andon.model.causal import collate_packs, loss_sum, require_apart
+from andon.model.masks import Masking, masking_of
 from andon.step.task import Batch
 from tests.model.tiny import CAUSAL, perturbed
 
@@ -48,10 +49,10 @@ def learned(model: nn.Module, lengths: list[list[int]]) -> tuple[float, torch.Te
 def test_spans_give_what_pairs_give(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loss and gradients, to what products of bf16 leave of them; and not what rows that see each other give."""
     model = model_of()
-    assert andon.model.masks._takes_spans(model, GPU)
+    assert masking_of(model, GPU) is Masking.SPANS
     require_apart(model, GPU, 128)
     loss, gradient = learned(model, LENGTHS)
-    monkeypatch.setattr(andon.model.masks, "_takes_spans", lambda *_: False)
+    monkeypatch.setitem(andon.model.masks._tried, model, Masking.ROW_PAIRS)
     wanted, right = learned(model, LENGTHS)
     assert abs(loss - wanted) <= 0.01 * wanted
     assert (gradient - right).norm() <= 0.03 * right.norm()
@@ -74,6 +75,6 @@ def test_the_same_bits_again() -> None:
 def test_what_the_kernel_does_not_take_is_told_by_pairs(model: tuple[str, int]) -> None:
     """Full precision, and heads of another size: they train as before."""
     built = model_of(*model)
-    assert not andon.model.masks._takes_spans(built, GPU)
+    assert masking_of(built, GPU) is Masking.ROW_PAIRS
     require_apart(built, GPU, 128)
     assert learned(built, LENGTHS)[0] > 0

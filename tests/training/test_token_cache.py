@@ -22,9 +22,10 @@ from andon.data.chat import EncodedRow, Encoding
 from andon.launch.launcher import warm_up
 from andon.run.columns import key_of
 from andon.run.folder import RunFolder
+from andon.run.provenance import source_digest
 from andon.training import material
 from andon.training.run import train
-from andon.training.token_cache import Encode, in_memory, kept_tokens, key_of_tokens
+from andon.training.token_cache import _CODE, _LIBRARIES, Encode, in_memory, kept_tokens, key_of_tokens
 from tests.training.runs import PRELOAD, Runs, outcome, row
 
 warm_up(PRELOAD)
@@ -164,8 +165,10 @@ def test_the_key_is_of_all_that_tokens_depend_on() -> None:
     """Whatever is given, and the libraries that tokenise."""
     given = {"data": "d", "tokenizer": "t", "max_length": 9, "train_on": "all"}
     keys = {key_of_tokens(**given), *(key_of_tokens(**{**given, name: "other"}) for name in given)}
-    assert len(keys | {key_of((), **given)}) == 6
-    assert key_of_tokens(**given) in keys
+    assert len(keys) == 5
+    assert key_of((), code=source_digest(_CODE), **given) not in keys  # no libraries
+    assert key_of(_LIBRARIES, **given) not in keys  # no code of ours
+    assert key_of(_LIBRARIES, code=source_digest(_CODE), **given) in keys
 
 
 @pytest.fixture(scope="module")

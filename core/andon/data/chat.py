@@ -118,7 +118,8 @@ def encode_prompt(tokenizer: HuggingFaceTokenizer, form: Form, messages: Sequenc
     try:
         if fault is not None:
             raise TemplateFault(fault)
-        return [*scribe.opening, *tokenizer.plain_ids([scribe.text(asked.messages, asks=True)])[0]]
+        ids = tokenizer.plain_ids([scribe.text(asked.messages, asks=True)])[0]
+        return [*scribe.opening_of(ids), *ids]
     except TemplateFault as error:
         raise InputError([Problem(asked.where, str(error))]) from error
 
@@ -298,7 +299,8 @@ class _Scribe:
         for place, message in enumerate(messages):
             answer = message.role == ANSWERS
             usual = message.weight == 1.0 if self._all else not answer or message.weight == 0.0
-            if usual and (self._template is not None or not answer):
+            closing = self._all and answer and place == len(messages) - 1  # what follows it is where a model stops
+            if usual and not closing and (self._template is not None or not answer):
                 continue
             if answer and place == 0 and self._template is not None and not self._all:
                 raise TemplateFault('begins with an answer, to which nothing leads; give that message "train": false')
@@ -350,6 +352,11 @@ class _Scribe:
             raise TemplateFault(f"{name} is in none of the {len(rendered.marks)} places that the chat template marks")
         return rendered.text, [turn for turn in turns if turn.weight > 0]
 
+    def opening_of(self, ids: Sequence[int]) -> list[int]:
+        """What is put before `ids`: a text that its author wrote as a whole may begin with it already."""
+        written = self._form == "text" and list(ids[: len(self.opening)]) == self.opening
+        return [] if written else self.opening
+
     def _weigh(self, ids_of: dict[str, list[int]], text: str, turns: list[_Turn]) -> _Weighed:
         whole = ids_of[text]
         usual = 1.0 if self._all else 0.0
@@ -371,9 +378,9 @@ class _Scribe:
             if ids[-1:] != [self._closing]:
                 ids.append(self._closing)
                 weights.append(usual)
-        if ids[: len(self.opening)] != self.opening or self._form != "text":
-            ids[:0] = self.opening
-            weights[:0] = [0.0] * len(self.opening)
+        opening = self.opening_of(ids)
+        ids[:0] = opening
+        weights[:0] = [0.0] * len(opening)
         bos = self._tokenizer.base.bos_token_id
         if bos is not None and bos != self._tokenizer.base.eos_token_id and ids[:2] == [bos, bos]:
             raise TemplateFault("begins with two begin tokens, one of the chat template and one of the text")

@@ -277,7 +277,7 @@ def _messages(form: Form, fields: Mapping[str, object], faults: list[str]) -> tu
             for place, each in enumerate(answered)
             if each.role not in (ANSWERS, "tool")
         ]
-        messages = [*(replace(each, weight=0.0) for each in asked), *answered]
+        messages = [*(replace(each, weight=0.0) if each.role == ANSWERS else each for each in asked), *answered]
     else:
         texts = {name: fields[name] for name in _COLUMNS[form]}
         for name, text in texts.items():

@@ -14,6 +14,16 @@ from andon.console.problems import InputError, Problem
 from andon.data.formats import Table
 
 
+def short_names(paths: Sequence[str | Path]) -> tuple[str, ...]:
+    """Each path in as few of its last parts as tell it from the others."""
+    parts = [Path(path).absolute().parts for path in paths]
+    for depth in range(1, max(map(len, parts), default=1)):
+        short = ["/".join(each[-depth:]) for each in parts]
+        if max(Counter(short).values()) == 1:
+            return tuple(short)
+    return tuple(map(str, paths))
+
+
 class Origins:
     """The places of rows, which are added in order, one file after another; a row is known by its place among all."""
 
@@ -72,13 +82,8 @@ class Origins:
         return f"{path}{unit}{self._lines[row]}"
 
     def names(self) -> tuple[str, ...]:
-        """What each file is called, in as few parts of its path as tell it from the others."""
-        parts = [path.absolute().parts for path, _ in self._files]
-        for depth in range(1, max(map(len, parts), default=1)):
-            short = ["/".join(each[-depth:]) for each in parts]
-            if max(Counter(short).values()) == 1:
-                return tuple(short)
-        return tuple(str(path) for path, _ in self._files)
+        """What each file is called, as `short_names` has it."""
+        return short_names([path for path, _ in self._files])
 
     def file_of(self, row: int) -> int:
         """The place of a row's file among the files."""

@@ -30,8 +30,8 @@ _LONGEST = 11
 def generate(seed: int, count: int) -> ConversationSet:
     """`count` rows with prompts that all differ, the rules and the lengths of words as even as `count` allows.
 
-    The same `seed` gives the same rows on any machine and any version of Python. Raises `ValueError` for more rows
-    than can be told apart.
+    The same `seed` gives the same rows on any machine and any version of Python. `count` is at
+    most some hundred thousand: there must be words enough.
     """
     draw = Draw(f"andon rewriting {seed}")
     lengths = [3 + place % (_LONGEST - 2) for place in range(count)]

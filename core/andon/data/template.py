@@ -24,7 +24,20 @@ MOST_WRITTEN = 1 << 26
 _LONGEST_REASON = 300
 _MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _CLOCK = "strftime_now"
+_UNKNOWN_CODE = "a part of the date is not known here: "
 _DATE = {
+    "%-d": "26",
+    "%-m": "7",
+    "%-H": "0",
+    "%-I": "12",
+    "%e": "26",
+    "%A": "Friday",
+    "%a": "Fri",
+    "%j": "208",
+    "%I": "12",
+    "%p": "AM",
+    "%F": "2024-07-26",
+    "%T": "00:00:00",
     "%d": "26",
     "%b": "Jul",
     "%B": "July",
@@ -100,7 +113,9 @@ def _without_clock(source: str) -> str:
     """The template with a clock that stands still. The line break after a block is dropped as jinja2 is set up, so
     that nothing before the template is written and its first line is one."""
     written = "".join(f" | replace({code!r}, {text!r})" for code, text in _DATE.items())
-    return f"{{%- macro {_CLOCK}(format) -%}}{{{{ format{written} }}}}{{%- endmacro %}}\n{source}"
+    refusal = f"{{%- if '%' in text -%}}{{{{ raise_exception({_UNKNOWN_CODE!r} ~ format) }}}}{{%- endif -%}}"
+    body = f"{{%- set text = format{written} -%}}{refusal}{{{{ text }}}}"
+    return f"{{%- macro {_CLOCK}(format) -%}}{body}{{%- endmacro %}}\n{source}"
 
 
 def _words(error: Exception) -> str:

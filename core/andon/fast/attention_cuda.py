@@ -1,9 +1,9 @@
 """Causal attention for training on a GPU, as Triton kernels whose backward pass adds in one order.
 
-Made for the short rows of text classification, where the kernels that torch keeps for its deterministic mode spend
-most of their time outside of the products: keys and values of fewer heads than the queries are read as they are, and
-no gradient is summed atomically or through memory. The way of computing is that of FlashAttention-2 (Dao, 2023): the
-backward pass computes the probabilities again from the logarithms of their sums; the gradients of queries in one
+Made for short rows, of text classification or in packs, where the kernels that torch keeps for its deterministic mode
+spend most of their time outside of the products: keys and values of fewer heads than the queries are read as they are,
+and no gradient is summed atomically or through memory. The way of computing is that of FlashAttention-2 (Dao, 2023):
+the backward pass computes the probabilities again from the logarithms of their sums; the gradients of queries in one
 kernel, those of keys and values in another, each program for its own rows, in the order of the other rows.
 """
 

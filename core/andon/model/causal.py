@@ -19,7 +19,7 @@ from torch import nn
 from andon.console.problems import InputError, Problem
 from andon.model.batches import padded_length
 from andon.model.build import backbone_of, computing, half_of, vocabulary_head, without_adapter
-from andon.model.masks import MISFITS, WINDOWS, evaluating, rows_apart
+from andon.model.masks import MISFITS, NOISE, WINDOWS, evaluating, rows_apart
 from andon.step.task import Batch, LeafLoss
 from andon_contracts.digest import row_digests
 
@@ -30,8 +30,6 @@ _LOGITS = {"cpu": 1 << 25, "cuda": 1 << 28}
 """How many logits are held at a time by kind of device: 128 MiB of fp32, and 1 GiB where products of few rows wait for
 memory."""
 _TRIED_LENGTHS = (9, 2, 5)
-_ROUNDING = {None: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.05}
-"""How far logits may be off, as a relative L2, by the precision of products; what another row leaks is more."""
 
 
 def collate_packs(packs: Sequence[Sequence[Row]], pad_id: int, multiple: int, limit: int | None) -> Batch:
@@ -246,7 +244,7 @@ def require_apart(model: nn.Module, device: torch.device, longest: int | None = 
     found.append(packed[1, : rows[0].numel()])
     pairs = zip(found, [*alone, alone[0]], strict=True)
     worst = max(float((one - other).norm() / other.float().norm()) for one, other in pairs)
-    if not worst <= _ROUNDING[half_of(model)]:
+    if not worst <= NOISE[half_of(model)]:
         _refuse(base, f"gives packed rows other logits than each row alone (relative L2 {worst:.2g})")
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from andon.fast.attention import causal_attention, supports
-from andon.model.build import backbone_of, computing, half_of, without_adapter
+from andon.model.build import backbone_of, computing, half_of, vocabulary_head, without_adapter
 
 WINDOWS = ("sliding_window", "local_attention", "attention_window", "attention_chunk_size", "window_size")
 """What configurations of transformers call a limit to how far a token sees."""
@@ -30,8 +30,9 @@ _UNMASKED = "andon_unmasked_sdpa"
 _SPANS = "andon_packed_rows"
 """What transformers knows our attention of packed rows under; the mask that it is handed has their spans."""
 _TRIED_LENGTHS = (12, 7, 1)
-_NOISE = {None: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.05}
-"""How far values may be off by rounding, of the largest, by the precision of products; padding seen is more."""
+NOISE = {None: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.05}
+"""How far values may be off by rounding, of the largest or of their norm, by the precision of products; what must not
+be seen is more."""
 
 
 MISFITS = (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError)
@@ -39,16 +40,18 @@ MISFITS = (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyE
 
 
 class Masking(Enum):
-    """How a model on a GPU is told who sees whom; the first that it takes is the cheapest."""
+    """How a model on a GPU is told who sees whom; the first that it takes is the cheapest. A causal language model,
+    which is given packs, takes one of the last two."""
 
     UNMASKED = "no mask in its attention, which is causal"
     CAUSAL_PAIRS = "a mask by pairs of tokens, of those before"
     PAIRS = "a mask by pairs of tokens"
     TOKENS = "the mask of tokens, as on a CPU"
+    SPANS = "where each row of a pack begins and ends"
+    ROW_PAIRS = "a mask by pairs of tokens of one row"
 
 
 _tried: weakref.WeakKeyDictionary[nn.Module, Masking] = weakref.WeakKeyDictionary()
-_taking_spans: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
 
 def possible_maskings(model: nn.Module) -> tuple[Masking, ...]:
@@ -86,10 +89,11 @@ def masking_of(model: nn.Module, device: torch.device) -> Masking:
     What a model cannot be given, or gives other values for than for the mask of tokens, it is not given. A trial of
     other weights may come out otherwise, so a run asks before any are restored, and a resumed one comes to the same.
     """
+    packed = vocabulary_head(model) is not None
     if device.type != "cuda":
-        return Masking.TOKENS
+        return Masking.ROW_PAIRS if packed else Masking.TOKENS
     if model not in _tried:
-        _tried[model] = tried_masking(model, device)
+        _tried[model] = (tried_for_packs if packed else tried_masking)(model, device)
     return _tried[model]
 
 
@@ -104,7 +108,7 @@ def _holds(model: nn.Module, masking: Masking, device: torch.device) -> bool:
     Tried on three rows of tokens that differ, the same on every rank, one row of a single token.
     """
     ids, mask = _tokens(model, device)
-    noise = _NOISE[half_of(model)]
+    noise = NOISE[half_of(model)]
     with torch.no_grad(), evaluating(model), computing(model, device):
         wanted = _values(model, ids, mask, mask)
         with masked(model, masking, mask) as given:
@@ -210,7 +214,7 @@ def rows_apart(model: nn.Module, rows: torch.Tensor, positions: torch.Tensor) ->
     rows: int64 [packs, length], 1 for a pack's first row, 2, ... and 0 for padding, which is behind all rows.
     positions: likewise, from 0 in each row, and 0 for padding. What padding sees says nothing, but it sees something.
     """
-    if _takes_spans(model, rows.device):
+    if masking_of(model, rows.device) is Masking.SPANS:
         with _attending(model, _SPANS, _attend_by_spans):
             yield _spans(rows, positions)
     else:
@@ -271,14 +275,11 @@ def _attend_by_spans(
     return causal_attention(query, key, value, scale, attention_mask.squeeze(1)).transpose(1, 2).contiguous(), None
 
 
-def _takes_spans(model: nn.Module, device: torch.device) -> bool:
-    """Whether `model` on `device`, a GPU, gives for spans what it gives for pairs of tokens: tried, once a model."""
+def tried_for_packs(model: nn.Module, device: torch.device) -> Masking:
+    """`SPANS` where `model`, in half precision on a GPU, gives for them what it gives for pairs, else `ROW_PAIRS`."""
     config: Any = without_adapter(model).config
-    if device.type != "cuda" or half_of(model) is None or config._attn_implementation not in ("sdpa", _SPANS):
-        return False
-    if model not in _taking_spans:
-        _taking_spans[model] = _spans_hold(model, device)
-    return _taking_spans[model]
+    taken = half_of(model) is not None and config._attn_implementation == "sdpa" and _spans_hold(model, device)
+    return Masking.SPANS if taken else Masking.ROW_PAIRS
 
 
 def _spans_hold(model: nn.Module, device: torch.device) -> bool:
@@ -307,4 +308,4 @@ def _spans_hold(model: nn.Module, device: torch.device) -> bool:
             if "CUDA error" in str(error):
                 raise
             return False
-    return bool((found - wanted).norm() <= _NOISE[half_of(model)] * wanted.norm())
+    return bool((found - wanted).norm() <= NOISE[half_of(model)] * wanted.norm())

@@ -126,6 +126,8 @@ def train(
         _one_at_a_time.release()
     if ended.exit is not Exit.OK:
         _raise(ended)
+    if ended.asked_by:  # it came when nothing was left to be cut short
+        signal.raise_signal(ended.asked_by)
     return TrainingRun(ended.folder.path)
 
 

@@ -14,7 +14,7 @@ import torch
 
 @contextmanager
 def torch_as_found() -> Iterator[None]:
-    """Inside, torch has the settings of a new process; afterwards it has its caller's again.
+    """Inside, torch has the settings of a new rank; afterwards it has its caller's again.
 
     These are the number of threads, deterministic kernels, the types and devices of new tensors, and whether gradients
     are recorded or numbers cast. So are the states of the generators of torch, numpy and Python, whose next numbers do
@@ -40,6 +40,7 @@ def _settings(stack: ExitStack) -> None:
     filling: Any = torch.utils.deterministic
     stack.callback(setattr, filling, "fill_uninitialized_memory", filling.fill_uninitialized_memory)
     stack.callback(torch.set_num_threads, torch.get_num_threads())
+    torch.set_num_threads(1)  # as every rank and command has: a model that is loaded already asks for it no more
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     stack.callback(
         torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled(), warn_only=warn_only

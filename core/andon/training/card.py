@@ -19,6 +19,7 @@ import yaml
 from andon.config.identity import differences, identity
 from andon.config.schema import CLASSIFICATION, MULTI_LABEL, REGRESSION, SFT, TOKEN_CLASSIFICATION, Config
 from andon.data.chat import Asking
+from andon.data.origins import short_names
 from andon.run.provenance import Provenance
 from andon.training.card_use import PIPELINES, use
 from andon_contracts.legible import legible_line
@@ -292,8 +293,8 @@ def _origin(config: Config, provenance: Provenance, result: Result) -> Iterator[
 def _command(config: Config, result: Result) -> str:
     """What makes the run again where its files and its base lie in the working folder."""
     files = config.data.files
-    weights = ["" if file.weight == 1 else f"={file.weight:g}" for file in files]
-    data = [f"{Path(file.path).name}{weight}" for file, weight in zip(files, weights, strict=True)]
+    weights = ["" if file.weight == 1 else f"={file.weight!r}" for file in files]
+    data = [f"{name}{weight}" for name, weight in zip(short_names([file.path for file in files]), weights, strict=True)]
     named = {
         "--task": config.task if config.task != CLASSIFICATION else None,
         "--eval-data": config.data.eval and Path(config.data.eval).name,

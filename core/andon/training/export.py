@@ -71,13 +71,16 @@ def export_adapter_of(run: TrainedRun, target: Path) -> tuple[str, ...]:
     For a run of every weight that is the whole model. Returns what is to be said of it, a line each. Raises
     `InputError` as `require_place` and `result_of` do.
     """
+    require_place(target)
     result, config = result_of(run.folder, run.labels), config_of(run.folder)
     reference, asked = _reference(run, config), _asked(run)
     with whole_folder(target) as path:
         write_model_files(path, run.model, config, run.tokenizer, run.labels, reference, asked)
         if form_of(config) is Form.COMPLETE:
             save_base(run.model, path / reference, run.labels)
-        return write_card(path, run.folder, config, result, form_of(config), target.name, run.tokenizer, asked)
+        said = write_card(path, run.folder, config, result, form_of(config), target.name, run.tokenizer, asked)
+        require_place(target)
+        return said
 
 
 def _asked(run: TrainedRun) -> Asked | None:
@@ -100,6 +103,7 @@ def export_merged(run: TrainedRun, target: Path, dtype: str = "float32") -> tupl
     `InputError` as `export_adapter_of` does, and `RuntimeError` for a model that was written and does not say what the
     run's does.
     """
+    require_place(target)
     result, config = result_of(run.folder, run.labels), config_of(run.folder)
     found, asked = rows_of(run), _asked(run)
     questions = questions_of(run, None if found is None else found.evaluated_on)
@@ -119,4 +123,6 @@ def export_merged(run: TrainedRun, target: Path, dtype: str = "float32") -> tupl
                 raise RuntimeError(msg)
             said = str(apart)
         note = f"Its weights are in {dtype}{'' if form is Form.WHOLE else ', merged in float32'}; {said}."
-        return said, *write_card(path, run.folder, config, result, form, target.name, run.tokenizer, asked, note)
+        written = write_card(path, run.folder, config, result, form, target.name, run.tokenizer, asked, note)
+        require_place(target)  # measuring the drift takes minutes
+        return said, *written

@@ -196,7 +196,14 @@ def _classification(config: Config, rows: Rows, tokenizer: Tokenizer, cache: Pat
     return encode
 
 
+def _require_uniform(config: Config, task: str) -> None:
+    kind = config.data.class_weights
+    if kind != "uniform":
+        raise InputError([Problem("data.class_weights", f"{kind} is of classes, and {task} has no weights")])
+
+
 def _conversations(config: Config, rows: Rows, tokenizer: Tokenizer, cache: Path | None) -> Encode:
+    _require_uniform(config, SFT)
     return lambda data: conversation_task(config, data, tokenizer, cache)
 
 
@@ -240,9 +247,7 @@ UNWEIGHTED: Mapping[str, Callable[[Config, Examples, Tokenizer], ScoredTask]] = 
 
 def _unweighted(task: str) -> Callable[[Config, Rows, Tokenizer, Path | None], Encode]:
     def encoder(config: Config, rows: Rows, tokenizer: Tokenizer, cache: Path | None) -> Encode:
-        kind = config.data.class_weights
-        if kind != "uniform":
-            raise InputError([Problem("data.class_weights", f"{kind} is of classes, and {task} has no weights")])
+        _require_uniform(config, task)
         return lambda data: UNWEIGHTED[task](config, data, tokenizer)
 
     return encoder
@@ -250,7 +255,7 @@ def _unweighted(task: str) -> Callable[[Config, Rows, Tokenizer, Path | None], E
 
 ENCODERS: Mapping[str, Callable[[Config, Rows, Tokenizer, Path | None], Encode]] = {
     CLASSIFICATION: _classification,
-    **{task: _unweighted(task) for task in UNWEIGHTED},
+    **{task: _unweighted(task) for task in UNWEIGHTED if task != SFT},
     SFT: _conversations,
 }
 """By the task's name: the rows of a run, their tokenizer and a folder for tokens to what makes a task of each of its

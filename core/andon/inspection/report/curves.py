@@ -130,7 +130,8 @@ class Scale:
     def __call__(self, number: float) -> str:
         """The place of `number`, in the picture's units with one decimal."""
         # Halves first: the difference of two numbers near the largest float is none.
-        share = (number / 2 - self.low / 2) / (self.high / 2 - self.low / 2)
+        wide = self.high / 2 - self.low / 2
+        share = (number / 2 - self.low / 2) / wide if wide else 0.5  # the smallest numbers of all have no halves
         return f"{self.start + share * (self.end - self.start):.1f}"
 
 
