@@ -1,7 +1,9 @@
-"""Train, init, check; the commands of `results`, `inspect` and of other packages join them here."""
+"""Train, init, check, doctor; the commands of `results`, `inspect` and of other packages join them here."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,10 +24,13 @@ from andon.cli.options import (
     material,
 )
 from andon.config.source import is_there
+from andon.console.exits import Exit
 from andon.console.messages import put
 from andon.console.problems import InputError, Problem
+from andon.inspection.doctor import examine
 from andon.integrations.tensorboard import require
 from andon.launch.sizes import sized
+from andon.run.folder import RUNS
 
 app = typer.Typer(
     add_completion=False,
@@ -142,6 +147,27 @@ def check(
     require(loaded.run.report_to)
     for line in describe(loaded, show_row):
         put(line)
+
+
+@app.command()
+def doctor(
+    folder: Annotated[Path, typer.Argument(help="Where runs are to be.")] = RUNS,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds that each check may take at most.")] = 60,
+) -> None:
+    """Say whether runs can train here, and what to do where not. Ends with 0 where they can, with 1 where not."""
+    found = []
+    for each in examine(folder, timeout):
+        found.append(each)
+        if not as_json:
+            put(f"{each.level:<8} {each.name}: {each.found}", *([f"         -> {each.todo}"] if each.todo else []))
+    can = all(each.level != "problem" for each in found)
+    if as_json:
+        told = {"can_train": can, "checks": [dataclasses.asdict(each) for each in found]}
+        put(*json.dumps(told, indent=2).splitlines())
+    else:
+        put("andon train can run here" if can else "andon train cannot run here: see each problem above")
+    raise typer.Exit(int(Exit.OK if can else Exit.CRASHED))
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})

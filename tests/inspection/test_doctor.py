@@ -1,0 +1,127 @@
+"""`andon doctor`: what keeps a run from this machine is found where it really is so, and named with what to do.
+
+What is wrong is made wrong for real: an interface that is not there, a folder that takes no file, a library that cannot
+be imported, one whose import never ends.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from andon.console.problems import install_hint
+from andon.inspection.doctor import EXTRAS
+from tests.repository.sources import ROOT
+
+PATIENCE_S = 240
+
+
+@dataclass(frozen=True)
+class Told:
+    """How the command ended, and its checks by name."""
+
+    code: int
+    can_train: bool
+    checks: dict[str, dict[str, str]]
+
+    @property
+    def problems(self) -> set[str]:
+        """The names of those that keep a run from here."""
+        return {name for name, check in self.checks.items() if check["level"] == "problem"}
+
+
+def doctor(*arguments: str | Path, temporary: Path, **variables: str) -> Told:
+    """What `andon doctor --json` says with these variables; nothing may be on standard error, or left."""
+    temporary.mkdir()
+    command = [sys.executable, "-m", "andon", "doctor", "--json", *map(str, arguments)]
+    variables = os.environ | {"TMPDIR": str(temporary)} | variables
+    with subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
+        out, said = running.communicate(timeout=PATIENCE_S)
+    assert said == b""
+    assert list(temporary.iterdir()) == list(Path("/tmp").glob(f"ad-{running.pid}-*")) == []
+    found = json.loads(out)
+    return Told(running.returncode, found["can_train"], {check["name"]: check for check in found["checks"]})
+
+
+def hiding(folder: Path, *names: str) -> str:
+    """A path for modules with which these cannot be imported, as if they were not installed."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(
+        "import sys\n"
+        "class Hidden:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name.partition('.')[0] in {names!r}:\n"
+        "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
+        "sys.meta_path.insert(0, Hidden())\n"
+    )
+    return os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+
+
+def test_all_is_well(tmp_path: Path) -> None:
+    """0 where a run can be, though an extra is missing that it does not need: that one is named with its line."""
+    told = doctor(tmp_path / "runs" / "new", temporary=tmp_path / "t", PYTHONPATH=hiding(tmp_path / "h", "pyarrow"))
+    assert (told.code, told.can_train, told.problems) == (0, True, set())
+    for backend in ("inline", "threads", "gloo"):
+        assert told.checks[f"backend {backend}"]["found"] == "2 ranks have added up their numbers"
+    assert told.checks["extra parquet"]["found"] == "not installed: pyarrow"
+    assert told.checks["extra parquet"]["todo"] == install_hint("parquet")
+    assert not (tmp_path / "runs").exists()
+    assert str(tmp_path) in told.checks["folder"]["found"]
+
+
+def test_an_interface_and_folders_that_cannot_be_used(tmp_path: Path) -> None:
+    """1, with what is wrong with each, and nothing else called wrong. A socket's path has at most 107 bytes."""
+    told = doctor("/proc/runs", temporary=tmp_path / ("n" * 107), GLOO_SOCKET_IFNAME="nowhere0")
+    assert (told.code, told.can_train) == (1, False)
+    assert told.problems == {"network", "backend gloo", "temporary files", "folder"}
+    assert "TMPDIR: no socket can be made" in told.checks["temporary files"]["found"]
+    assert "GLOO_SOCKET_IFNAME" in told.checks["network"]["todo"]
+    for name in ("network", "backend gloo"):
+        assert "nowhere0: no such interface" in told.checks[name]["found"]
+    assert "/proc" in told.checks["folder"]["found"]
+    assert "--run-dir" in told.checks["folder"]["todo"]
+
+
+def test_a_library_that_is_not_there(tmp_path: Path) -> None:
+    """1, with the library and the line that installs it; backends need torch alone."""
+    told = doctor(tmp_path, temporary=tmp_path / "t", PYTHONPATH=hiding(tmp_path / "h", "transformers"))
+    assert told.code == 1
+    # peft imports transformers itself.
+    assert told.problems == {"library transformers", "library peft", "extra train"}
+    assert "No module named 'transformers'" in told.checks["library transformers"]["found"]
+    assert told.checks["library transformers"]["todo"] == install_hint("train")
+
+
+def test_a_check_that_never_ends_is_ended(tmp_path: Path) -> None:
+    """An import that waits for ever costs its time, is a problem, and its process is gone with the command."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    (tmp_path / "m" / "peft").mkdir(parents=True)
+    (tmp_path / "m" / "peft" / "__init__.py").write_text(f"import os\nos.read(os.open({str(pipe)!r}, os.O_RDWR), 1)\n")
+    path = os.pathsep.join([str(tmp_path / "m"), os.environ.get("PYTHONPATH", "")])
+    told = doctor("--timeout", "3", tmp_path, temporary=tmp_path / "t", PYTHONPATH=path)
+    assert told.code == 1
+    assert "no answer within 3 s" in told.checks["libraries"]["found"]
+    with pytest.raises(OSError, match=os.strerror(errno.ENXIO)):  # nobody has it open any more
+        os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+
+
+def test_every_extra_is_known() -> None:
+    """The table of extras has what pyproject.toml has, so that a missing library is named."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = {
+        extra: {re.match(r"[\w-]+", each)[0] for each in needs if not each.startswith("andon[")}  # type: ignore[index]
+        for extra, needs in project["optional-dependencies"].items()
+    }
+    assert {extra: set(brought) for extra, brought in EXTRAS.items()} == {
+        extra: names for extra, names in wanted.items() if names
+    }
