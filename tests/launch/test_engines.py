@@ -1,0 +1,197 @@
+"""Ranks as tasks of an engine: each finds its place, one that is killed is started again, the bits are the same.
+
+Ray and Slurm are not among what tests install: where they are not, what needs them is skipped. The script for Slurm is
+also tried without one: `srun` and `scontrol` are then a few lines that set the variables of tasks, which are real.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.repository.sources import ROOT
+from tests.training.runs import Runs, outcome, records, write_jsonl
+
+ENGINES = ROOT / "examples" / "engines"
+PATIENCE_S = 280
+EPOCHS = "training.epochs=10"
+SRUN = """#!/bin/bash
+# As srun starts the tasks of a job on one node; it ends with the highest code of them.
+while [[ $1 == --* ]]; do shift; done
+for ((task = 0; task < SLURM_NTASKS; task++)); do
+    SLURM_PROCID=$task SLURM_LOCALID=$task "$@" & pids+=($!)
+done
+highest=0
+for pid in "${pids[@]}"; do wait "$pid"; code=$?; ((code > highest)) && highest=$code; done
+exit $highest
+"""
+SCONTROL = """#!/bin/bash
+case $1 in show) echo localhost ;; requeue) echo "requeued $2" ;; esac
+"""
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Runs, Path]:
+    """The run that every engine must come to: in one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    runs = Runs(write_jsonl(folder / "train.jsonl"))
+    assert runs.train(folder / "run", EPOCHS) == 0
+    return runs, folder / "run"
+
+
+def arguments(runs: Runs) -> list[str]:
+    """What `andon train` is given."""
+    return [part for each in runs.overrides(EPOCHS) for part in ("--set", each)]
+
+
+def rank_one(run: Path, parent: bool) -> int | None:
+    """The process that is rank 1 of the run, or its parent; None where there is none."""
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            told = (process / "cmdline").read_bytes().split(b"\0"), (process / "environ").read_bytes().split(b"\0")
+            above = int(re.findall(r"^PPid:\s*(\d+)$", (process / "status").read_text(), re.MULTILINE)[0])
+        except OSError:
+            continue
+        if str(run).encode() in told[0] and b"andon" in told[0] and b"RANK=1" in told[1]:
+            return above if parent else int(process.name)
+    return None
+
+
+class Killer(threading.Thread):
+    """Kills, once the run has a checkpoint, the process of rank 1, or its parent, and remembers which."""
+
+    def __init__(self, run: Path, parent: bool) -> None:
+        super().__init__(daemon=True)
+        self.killed: int | None = None
+        self._run_folder, self._parent, self._ended = run, parent, threading.Event()
+
+    def run(self) -> None:
+        """Look until there is one to kill."""
+        while self.killed is None and not self._ended.wait(0.05):
+            if any((self._run_folder / "checkpoints").glob("step-*")):
+                found = rank_one(self._run_folder, self._parent)
+                if found is not None:
+                    os.kill(found, signal.SIGKILL)
+                    self.killed = found
+
+    def end(self) -> None:
+        """Look no more."""
+        self._ended.set()
+        self.join()
+
+
+def killed_in(run: Path, work: Callable[[], None], *, parent: bool) -> None:
+    """Do the work, in which rank 1 (or its parent) is killed once."""
+    killer = Killer(run, parent)
+    killer.start()
+    try:
+        work()
+    finally:
+        killer.end()
+    assert killer.killed is not None, "the run was over before its rank was killed"
+
+
+def resumed(run: Path) -> bool:
+    """Whether the run went on from a checkpoint."""
+    return bool(records(run, "resume"))
+
+
+def as_slurm(tmp_path: Path, tasks: int, restarts: int = 0) -> dict[str, str]:
+    """The variables of a job with so many tasks on this machine, and commands that stand for Slurm's."""
+    commands = tmp_path / "bin"
+    commands.mkdir(exist_ok=True)
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (commands / name).write_text(text)
+        (commands / name).chmod(0o755)
+    return os.environ | {
+        "PATH": f"{commands}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_JOB_NODELIST": "localhost",
+        "SLURM_NTASKS": str(tasks),
+        "SLURM_NTASKS_PER_NODE": str(tasks),
+        "SLURM_RESTART_COUNT": str(restarts),
+        "RUN_DIR": str(tmp_path / "run"),
+    }
+
+
+@pytest.mark.timeout(600)
+def test_the_script_for_slurm(tmp_path: Path, alone: tuple[Runs, Path]) -> None:
+    """Two tasks take their places; with one killed the job asks to be queued again, goes on, and ends the same."""
+    runs, reference = alone
+    ended: list[subprocess.CompletedProcess[str]] = []
+
+    def start(restarts: int) -> None:
+        command = ["bash", str(ENGINES / "andon.sbatch"), *arguments(runs)]
+        given = as_slurm(tmp_path, 2, restarts)
+        ended.append(
+            subprocess.run(command, env=given, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+        )
+
+    killed_in(tmp_path / "run", lambda: start(0), parent=False)
+    assert ended[0].returncode == 128 + signal.SIGKILL, ended[0].stderr
+    assert f"requeued {os.getpid()}" in ended[0].stdout
+    start(1)
+    assert ended[1].returncode == 0, ended[1].stderr
+    assert "requeued" not in ended[1].stdout
+    assert resumed(tmp_path / "run")
+    assert outcome(tmp_path / "run") == outcome(reference)
+
+
+def test_what_beginning_again_does_not_mend_is_not_queued_again(tmp_path: Path) -> None:
+    """A mistake in the configuration ends the job with 2, once."""
+    command = ["bash", str(ENGINES / "andon.sbatch"), "--set", "optimizer.lr=-1"]
+    ended = subprocess.run(
+        command, env=as_slurm(tmp_path, 1), capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
+    assert ended.returncode == 2
+    assert "optimizer.lr" in ended.stderr
+    assert "requeued" not in ended.stdout
+
+
+def _slurm() -> bool:
+    found = shutil.which("sinfo") and subprocess.run(["sinfo", "-h", "-t", "idle"], capture_output=True, check=False)
+    return bool(found and found.returncode == 0 and found.stdout.strip())
+
+
+@pytest.mark.skipif(not _slurm(), reason="needs Slurm with an idle node (sinfo): Debian's slurm-wlm does")
+def test_tasks_of_slurm(tmp_path: Path, alone: tuple[Runs, Path]) -> None:
+    """A job of Slurm's own, on one node: its tasks come to the same weights."""
+    runs, reference = alone
+    given = os.environ | {
+        "RUN_DIR": str(tmp_path / "run"),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
+    place = ["--wait", "--nodes=1", "--ntasks-per-node=2", f"--output={tmp_path / 'said'}"]
+    command = ["sbatch", *place, str(ENGINES / "andon.sbatch"), *arguments(runs)]
+    ended = subprocess.run(command, env=given, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert ended.returncode == 0, (tmp_path / "said").read_text()
+    assert outcome(tmp_path / "run") == outcome(reference)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'ray[train]'")
+@pytest.mark.parametrize("workers", [2, 4])
+def test_workers_of_ray(tmp_path: Path, alone: tuple[Runs, Path], workers: int) -> None:
+    """With a worker of Ray killed, Ray begins again, and the run goes on to the weights of one process."""
+    runs, reference = alone
+    run = tmp_path / "run"
+
+    def train() -> None:
+        place = ["--workers", str(workers), "--cpus-per-worker", "0.25", "--run-dir", str(run)]
+        command = [sys.executable, str(ENGINES / "ray_train.py"), *place, "--", *arguments(runs)]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE_S, check=False)
+        assert ended.returncode == 0, ended.stderr[-4000:]
+
+    killed_in(run, train, parent=True)
+    assert resumed(run)
+    assert outcome(run) == outcome(reference)
