@@ -2,7 +2,8 @@
 # What the action runs: andon falsify with all its reports, a summary for the job, and the verdict as exit code.
 set -uo pipefail
 mkdir -p "$REPORTS"
-read -r -a more <<<"${ARGUMENTS:-}"
+mapfile -t more < <(xargs -n 1 printf '%s\n' <<<"${ARGUMENTS:-}")  # words in quotes stay together
+[ -n "${ARGUMENTS:-}" ] || more=()
 if [ -n "${SCRIPT:-}" ]; then what=(--script "$SCRIPT"); else what=(--subject "${SUBJECT:?give script or subject}"); fi
 
 andon falsify "${what[@]}" "${more[@]}" --json "$REPORTS/falsify.json" --junit "$REPORTS/falsify.xml" \

@@ -192,4 +192,4 @@ class Verdicts:
         elif action == "raise" and not suspicion:
             raise whole
         elif aloud:
-            say(f"andon.Violation: {whole}")
+            say(f"{'andon suspicion' if suspicion else 'andon.Violation'}: {whole}")

@@ -125,6 +125,7 @@ def card(
     that answers is asked."""
     base = _base(config)
     head = " with a head" if result.labels else ""
+    units = "packs of rows" if config.training.packing else "rows"
     made = {
         Form.ADAPTER: f"A LoRA adapter of rank {config.adapter.r}{head} on {base}",
         Form.COMPLETE: f"A LoRA adapter of rank {config.adapter.r}{head}, and its base, {base}",
@@ -135,7 +136,7 @@ def card(
     parts = [
         f"---\n{header}---",
         f"# {_plain(name)}",
-        f"{made}. {_told(config, result)} Trained by Andon on {result.rows} rows, {result.steps} steps.",
+        f"{made}. {_told(config, result)} Trained by Andon on {result.rows} {units}, {result.steps} steps.",
         note,
         "## Use",
         use(config, alone=form is Form.ADAPTER, asking=asking),

@@ -59,7 +59,9 @@ def describe(config: Config, row: int | None = None) -> Iterator[str]:
 
 def _data(material: Material) -> str:
     rows = material.rows
-    held = f"{len(rows.validation_ids)} to validate, {len(material.evaluation_ids)} to evaluate on"
+    apart = rows.evaluation is not None
+    scored = f"{len(material.evaluation_ids)} to evaluate on" if apart else "on which the result is scored too"
+    held = f"{len(rows.validation_ids)} to validate, {scored}"
     return f"data: {len(rows.train_ids)} rows to train on, {held}; {rows.train.about()}"
 
 
