@@ -181,5 +181,9 @@ def test_the_lines_of_the_docs_name_the_number_of_workers() -> None:
     text = (ROOT / "docs" / "multi-node.md").read_text()
     blocks = [part for part in re.split(r"\n(?! {4})", text) if re.search(r"torchrun.*andon", part, re.DOTALL)]
     lines = [block for block in blocks if block.count("\n    ") and not re.search(r"--nnodes \d+:\d+", block)]
+    assert len(lines) == 2
+    lines += re.findall(
+        r"(?m)^[^#\n]*\bandon train\b(?:.*\\\n)*.*", (ROOT / "examples" / "engines" / "andon.sbatch").read_text()
+    )
     assert len(lines) == 3
     assert [block for block in lines if "--workers" not in block] == []

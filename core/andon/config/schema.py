@@ -271,7 +271,7 @@ class Run(Section):
     )
     progress: Literal["auto", "always", "never", "quiet", "json"] = Field(
         default="auto",
-        description="a bar; auto: on a terminal; never: plain lines; quiet: none; json: metrics on standard output",
+        description="a bar; auto: on a terminal; never: lines; quiet: none; json: metrics to stdout",
     )
     timeout_s: Positive = Field(default=600.0, description="a rank that gives no answer for so long is given up")
     step_deadline_s: Positive | None = Field(
