@@ -19,7 +19,7 @@ from torch import nn
 from andon.console.problems import InputError, Problem
 from andon.model.batches import padded_length
 from andon.model.build import backbone_of, computing, half_of, vocabulary_head, without_adapter
-from andon.model.masks import MISFITS, NOISE, WINDOWS, evaluating, rows_apart
+from andon.model.masks import MISFITS, NOISE, WINDOWS, evaluating, require_misfit, rows_apart
 from andon.step.task import Batch, LeafLoss
 from andon_contracts.digest import row_digests
 
@@ -232,11 +232,8 @@ def require_apart(model: nn.Module, device: torch.device, longest: int | None = 
             packed = head(hidden_of(model, batch)).float()
             alone = [base(input_ids=row[None].to(device), use_cache=False).logits[0] for row in rows]
             by_head = head(backbone_of(model)(input_ids=rows[0][None].to(device), use_cache=False).last_hidden_state)[0]
-        except (torch.OutOfMemoryError, torch.AcceleratorError):
-            raise
         except MISFITS as error:
-            if "CUDA error" in str(error):
-                raise
+            require_misfit(error)
             _refuse(base, f"cannot be given packs of rows: {' '.join(str(error).split())[:200]}")
     if not torch.equal(by_head, alone[0]):
         _refuse(base, "changes its logits behind its head (scales or caps them), which this training does not")

@@ -39,6 +39,12 @@ MISFITS = (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyE
 """How models fail on a mask by pairs or on none: those that use the mask of tokens for more than attention."""
 
 
+def require_misfit(error: Exception) -> None:
+    """Raise `error`, one of `MISFITS`, again where it is of the device: that says nothing of the model."""
+    if isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError) or "CUDA error" in str(error):
+        raise error
+
+
 class Masking(Enum):
     """How a model on a GPU is told who sees whom; the first that it takes is the cheapest. A causal language model,
     which is given packs, takes one of the last two."""
@@ -138,11 +144,8 @@ def _values(model: Any, ids: torch.Tensor, given: torch.Tensor, mask: torch.Tens
             logits: torch.Tensor = model(input_ids=ids, attention_mask=given).logits
         finally:
             hook.remove()
-    except (torch.OutOfMemoryError, torch.AcceleratorError):
-        raise
     except MISFITS as error:
-        if "CUDA error" in str(error):
-            raise
+        require_misfit(error)
         return None
     return (logits.float(), *seen)
 
@@ -298,14 +301,11 @@ def _spans_hold(model: nn.Module, device: torch.device) -> bool:
         return torch.as_tensor(found)[rows > 0].float()
 
     with torch.no_grad(), evaluating(model), computing(model, device):
-        wanted = hidden(_pairs(model, rows))
         try:
+            wanted = hidden(_pairs(model, rows))
             with _attending(model, _SPANS, _attend_by_spans):
                 found = hidden(_spans(rows, positions))
-        except (torch.OutOfMemoryError, torch.AcceleratorError):
-            raise
         except MISFITS as error:
-            if "CUDA error" in str(error):
-                raise
+            require_misfit(error)
             return False
     return bool((found - wanted).norm() <= NOISE[half_of(model)] * wanted.norm())
