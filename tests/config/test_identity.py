@@ -75,6 +75,7 @@ def test_what_a_run_computes_may_not(override: str) -> None:
         "training.compile_lengths=2",
         "training.group_by_length=true",
         "training.pad_to_multiple_of=1",
+        "model.new_tokens=['<tool>', '</tool>']",
     ],
 )
 def test_what_later_versions_compute_otherwise_may_not_change(override: str) -> None:

@@ -40,6 +40,7 @@ PLACING = frozenset(
 
 LATER = (
     "task",
+    "model.new_tokens",
     "data.train_on",
     "training.packing",
     "training.exact",

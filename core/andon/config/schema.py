@@ -61,6 +61,18 @@ class Model(Section):
     dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="of the frozen weights; what trains is float32"
     )
+    new_tokens: Annotated[tuple[Name, ...], BeforeValidator(_as_tuple)] = Field(
+        default=(), description="sft: added to the tokenizer's own, as in ['<tool>', '</tool>']; their rows train"
+    )
+
+    @model_validator(mode="after")
+    def _new_tokens_differ(self) -> Model:
+        for token in self.new_tokens:
+            if token != token.strip():
+                raise _refuse("new_tokens", f"{token!r} begins or ends with white space, which texts have anyway")
+            if self.new_tokens.count(token) > 1:
+                raise _refuse("new_tokens", f"names {token!r} twice ({list(self.new_tokens)})")
+        return self
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> Model:
@@ -365,6 +377,15 @@ class Config(Section):
         if self.schedule.min_lr > self.optimizer.lr:
             what = f"must not be more than optimizer.lr, {self.optimizer.lr} ({self.schedule.min_lr})"
             raise _refuse("schedule.min_lr", what)
+        return self
+
+    @model_validator(mode="after")
+    def _new_rows_run_eagerly(self) -> Config:
+        if self.model.new_tokens and self.adapter.kind == "lora" and self.training.compile != "off":
+            what = (
+                f"does not know rows of new tokens beside an adapter (model.new_tokens): off ({self.training.compile})"
+            )
+            raise _refuse("training.compile", what)
         return self
 
     @model_validator(mode="after")

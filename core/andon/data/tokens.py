@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import re
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from andon.config.source import loading
-from andon.console.problems import InputError, Problem
+from andon.console.problems import InputError, Problem, ProblemList
 from andon.data.hub import require_on_hub
 from andon.data.labels import text_fault
 from andon_contracts.legible import legible_line
@@ -71,6 +72,10 @@ class Tokenizer(Protocol):
 
     def shown(self, id_: int) -> str:
         """What a token says, in quotes, on one line of a terminal."""
+        ...
+
+    def ids_of(self, tokens: Sequence[str]) -> tuple[int, ...]:
+        """The id of each of these tokens. Raises `InputError` for one that is none."""
         ...
 
     def save(self, folder: Path, max_length: int | None = None) -> None:
@@ -163,6 +168,41 @@ class HuggingFaceTokenizer:
             covers = ([place for place in place_of[word.start() : word.end()] if place >= 0] for word in words)
             firsts.append([min(places, default=-1) for places in covers])
         return rows, firsts
+
+    def with_tokens(self, tokens: Sequence[str]) -> HuggingFaceTokenizer:
+        """A tokenizer with `tokens` besides these, their ids behind all others, in order.
+
+        They are found in texts to the letter, wherever they stand, and are not special: whoever writes a message may
+        write them, and they stay in what is decoded. Raises `InputError` for one that is a token already, or that is
+        not read and written as one id.
+        """
+        found, known = ProblemList(), self.base.get_vocab()
+        for token in tokens:
+            ids = [known[token]] if token in known else self.plain_ids([token])[0]
+            if token in known or (len(ids) == 1 and self.base.decode(ids) == token):
+                found.add(
+                    "model.new_tokens", f"{token!r} is a token of this tokenizer already (id {ids[0]}); leave it out"
+                )
+        found.raise_if_any()
+        from transformers import AddedToken
+
+        base = copy.deepcopy(self.base)
+        base.add_tokens([AddedToken(token, normalized=False, special=False) for token in tokens])
+        grown = HuggingFaceTokenizer(base, self.pad_id, self._empty_id)
+        for id_, token in enumerate(tokens, start=self.vocab_size):
+            if grown.plain_ids([token]) != [[id_]] or base.decode([id_]) != token:
+                found.add("model.new_tokens", f"{token!r} is not read and written as one token by this tokenizer")
+        found.raise_if_any()
+        return grown
+
+    def ids_of(self, tokens: Sequence[str]) -> tuple[int, ...]:
+        """The id of each of these tokens. Raises `InputError` for one that is none."""
+        found, known = ProblemList(), self.base.get_vocab() if tokens else {}
+        for token in tokens:
+            if token not in known:
+                found.add("model.new_tokens", f"{token!r} is no token of this tokenizer")
+        found.raise_if_any()
+        return tuple(known[token] for token in tokens)
 
     def shown(self, id_: int) -> str:
         """What a token says, in quotes, on one line of a terminal; a part of a character by the name it has."""

@@ -22,6 +22,7 @@ from torch import nn
 from andon.config.source import is_folder, require_model_folder
 from andon.console.problems import InputError, Problem, ProblemList
 from andon.model.build import head_names, seeded, vocabulary_head
+from andon.model.new_tokens import add_rows, layers_with_rows, with_rows_put_in
 from andon_contracts.digest import tree_digest
 
 ALL_LINEAR = "all-linear"
@@ -32,7 +33,8 @@ class AdapterSpec:
     """Which weights train. kind: 'lora', or 'none' for every weight of the model.
 
     r: rank. alpha: the update is scaled by alpha / r. dropout: before A, in [0, 1). targets: names of Linear modules,
-    matched as whole dotted suffixes, or 'all-linear' for every Linear outside of the head.
+    matched as whole dotted suffixes, or 'all-linear' for every Linear outside of the head. new_tokens: ids, in order
+    and without a gap, that a causal language model learns besides those before them.
     """
 
     kind: str = "lora"
@@ -40,16 +42,20 @@ class AdapterSpec:
     alpha: float = 16.0
     dropout: float = 0.05
     targets: str | tuple[str, ...] = ALL_LINEAR
+    new_tokens: tuple[int, ...] = ()
 
 
 def attach(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
     """`model` with the adapter of `spec`: A drawn from `seed`, B zero, the whole head trainable, trainables fp32.
 
-    The head of a causal language model came with it, and stays as it is. Changes `model` in place and returns what to
-    train (a peft model, or `model` itself for kind 'none'). Raises `InputError` for values out of range and for each
-    target that matches no Linear, with the nearest names.
+    The head of a causal language model came with it, and stays as it is, but for the rows of new tokens, which train
+    as those of its embedding do. Changes `model` in place and returns what to train (a peft model, or `model` itself
+    for kind 'none'). Raises `InputError` for values out of range and for each target that matches no Linear, with the
+    nearest names.
     """
     _check(spec)
+    if spec.new_tokens:
+        add_rows(model, spec.new_tokens, spec.kind)
     if spec.kind == "none":
         return model.float().requires_grad_(True)
     heads = head_names(model)
@@ -134,12 +140,13 @@ def _inject(model: nn.Module, spec: AdapterSpec, new_heads: Sequence[str], seed:
         lora_dropout=spec.dropout,
         target_modules=ALL_LINEAR if names == (ALL_LINEAR,) else list(names),
         modules_to_save=list(new_heads) or None,
+        trainable_token_indices=layers_with_rows(model, spec.new_tokens),
     )
     with seeded(seed), torch.device("cpu"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to False", UserWarning)  # it sets what GPT-2 needs
         try:
-            return get_peft_model(model, config)
+            return with_rows_put_in(get_peft_model(model, config))
         except ValueError as error:
             raise InputError([Problem("adapter", f"peft refuses it for {type(model).__name__}: {error}")]) from error
 
@@ -281,12 +288,12 @@ def save_base(model: nn.Module, folder: Path, labels: Sequence[str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     # peft keeps the base's own tensors beside those that it adds, under names with one part more.
-    tied = base.all_tied_weights_keys
     tensors = {
-        name.replace(".base_layer.", ".").replace(".original_module.", "."): _detached(value)
+        name.replace(".token_adapter", "").replace(".base_layer.", ".").replace(".original_module.", "."): value
         for name, value in base.state_dict().items()
-        if ".lora_" not in name and ".modules_to_save." not in name and name not in tied
+        if not any(part in name for part in (".lora_", ".modules_to_save.", ".trainable_tokens_"))
     }
+    tensors = {name: _detached(value) for name, value in tensors.items() if name not in base.all_tied_weights_keys}
     (folder / "model.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))
     _write_json(folder / "config.json", _model_config(base, labels))
     _write_labels(folder, labels)

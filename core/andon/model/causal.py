@@ -160,7 +160,7 @@ def _chunk_losses(
 
 def _chunks(head: nn.Module, count: int) -> Iterator[slice]:
     """Tokens 0 to count - 1 in order, so many at a time as `_LOGITS` allows: a function of sizes and device."""
-    weight: Any = head.weight
+    weight = next(head.parameters())  # `head.weight` of one with new tokens would be put together for this
     step = max(1, _LOGITS.get(weight.device.type, _LOGITS["cpu"]) // weight.shape[0])
     return (slice(first, min(first + step, count)) for first in range(0, count, step))
 

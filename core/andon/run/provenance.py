@@ -66,10 +66,16 @@ def commit() -> str | None:
 
 
 def write_provenance(
-    path: Path, *, identity: str, digests: Mapping[str, str], environment: Mapping[str, object]
+    path: Path,
+    *,
+    identity: str,
+    digests: Mapping[str, str],
+    environment: Mapping[str, object],
+    new_tokens: Mapping[str, int] | None = None,
 ) -> None:
-    """Write what the run comes from: the commit, the configuration's identity, digests (data, base model) by name."""
-    found = {
+    """Write what the run comes from: the commit, the configuration's identity, digests (data, base model) by name, and
+    the ids of new tokens, where there are any."""
+    found = ({"new_tokens": dict(new_tokens)} if new_tokens else {}) | {
         "commit": commit(),
         "identity": identity,
         "digests": dict(digests),

@@ -170,7 +170,9 @@ def _of_use(config: Config, result: Result, asking: Asking | None) -> str:
         by = "The tokenizer's chat template writes the messages." if asking.example is None else by
         note = f" In one thing it is not asked as in training: {asking.note}." if asking.note else ""
         ends = "`generation_config.json` has the tokens that end an answer."
-        return f"{by} {ends} It was trained on rows of {limit} tokens at most.{note}"
+        new = config.model.new_tokens
+        also = f" Its tokenizer has new tokens, whose rows were trained: {_listed(new)}." if new else ""
+        return f"{by} {ends} It was trained on rows of {limit} tokens at most.{also}{note}"
     kind = {
         REGRESSION: " The score is the number itself.",
         MULTI_LABEL: " Each label has a probability of its own, and is true above 0.5.",

@@ -33,7 +33,7 @@ def use(config: Config, *, alone: bool, asking: Asking | None) -> str:
     pipeline = PIPELINES[task]
     lines = ["import re", ""] if task == TOKEN_CLASSIFICATION else []
     if alone:
-        lines += _loaded(task, config.model.dtype)
+        lines += _loaded(task, config)
         given = "model, tokenizer=tokenizer"
     else:
         lines += ["from transformers import pipeline", ""]
@@ -50,15 +50,20 @@ def use(config: Config, *, alone: bool, asking: Asking | None) -> str:
     return "\n".join(f"    {line}".rstrip() for line in lines)
 
 
-def _loaded(task: str, dtype: str) -> list[str]:
-    """An adapter with its base, which knows neither the classes nor where an answer ends."""
+def _loaded(task: str, config: Config) -> list[str]:
+    """An adapter with its base, which knows neither the classes nor where an answer ends, and no new tokens: for these
+    peft's own loader makes room."""
     loader = LOADERS[HEADS[task]]
     if task == SFT:
+        used = f"{loader}, AutoTokenizer, GenerationConfig, pipeline"
+        if config.model.new_tokens:
+            loader, used = "AutoPeftModelForCausalLM", "AutoTokenizer, GenerationConfig, pipeline"
         return [
-            f"from transformers import {loader}, AutoTokenizer, GenerationConfig, pipeline",
+            *(["from peft import AutoPeftModelForCausalLM"] if config.model.new_tokens else []),
+            f"from transformers import {used}",
             "",
             'folder = "THIS FOLDER"',
-            f'model = {loader}.from_pretrained(folder, dtype="{dtype}")',
+            f'model = {loader}.from_pretrained(folder, dtype="{config.model.dtype}")',
             "model.generation_config = GenerationConfig.from_pretrained(folder)  # where an answer ends",
             "tokenizer = AutoTokenizer.from_pretrained(folder)",
         ]

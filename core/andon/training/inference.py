@@ -117,7 +117,7 @@ def load_run(folder: RunFolder, base: str | None = None) -> TrainedRun:
     head = HEADS[config.task or CLASSIFICATION]
     labels = () if head == "causal" else read_labels(folder.adapter)
     tokenizer = pretrained_tokenizer(str(folder.adapter), local_only=True)
-    adapter = adapter_spec(config)
+    adapter = adapter_spec(config, tokenizer)
     spec = model_spec(config, labels, tokenizer, head)
     if adapter.kind == "none":
         model = _whole_model(folder, spec)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,14 +87,20 @@ def prepare(config: Config, cache: Path | None = None) -> Material:
         evaluation_ids=evaluation_ids,
         plan=_plan(config, train_ids, task),
         model=model_spec(config, rows.train.labels, tokenizer, HEADS[rows.task]),
-        adapter=adapter_spec(config),
+        adapter=adapter_spec(config, tokenizer),
     )
 
 
 def _tokenizer(config: Config, task: str) -> Tokenizer:
+    new = config.model.new_tokens
+    if new and task != SFT:
+        what = f"are for conversations (task sft), and this is {task} ({', '.join(map(repr, new))})"
+        raise InputError([Problem("model.new_tokens", what)])
     if config.model.base is None:
-        return byte_tokenizer(pairs=config.data.text_pair_column is not None, begins=task == SFT)
-    return pretrained_tokenizer(config.model.base, local_only=is_folder(Path(config.model.base)))
+        found = byte_tokenizer(pairs=config.data.text_pair_column is not None, begins=task == SFT)
+    else:
+        found = pretrained_tokenizer(config.model.base, local_only=is_folder(Path(config.model.base)))
+    return found.with_tokens(new) if new else found
 
 
 def loss_weights(config: Config, rows: Rows) -> tuple[float, ...]:
@@ -231,9 +237,17 @@ def conversation_task(config: Config, data: Examples, tokenizer: Tokenizer, cach
         max_length=limit,
         padding_multiple=padding_multiple(config),
         sources=[data.source_of(id_) for id_ in data.ids],
-        notes=(f"trained tokens: {encoded.mask_source}", *encoded.notes),
+        notes=(f"trained tokens: {encoded.mask_source}", *_new_tokens(config, tokenizer), *encoded.notes),
         asked=Asked(data.form, encoded.stops),
     )
+
+
+def _new_tokens(config: Config, tokenizer: Tokenizer) -> Iterator[str]:
+    """What is said of new tokens: nothing where there are none."""
+    new = config.model.new_tokens
+    if new:
+        said = ", ".join(f"{token!r} {id_}" for token, id_ in zip(new, tokenizer.ids_of(new), strict=True))
+        yield f"new tokens, by id: {said}; each starts as the mean of all rows before them"
 
 
 UNWEIGHTED: Mapping[str, Callable[[Config, Examples, Tokenizer], ScoredTask]] = {
@@ -312,12 +326,13 @@ def idleness(plan: BatchPlan, config: Config, workers: int) -> str:
 
 
 def model_spec(config: Config, labels: tuple[str, ...], tokenizer: Tokenizer, head: str) -> ModelSpec:
-    """The base model that `config` describes for these labels and this tokenizer, with this head."""
+    """The base model that `config` describes for these labels and this tokenizer, with this head; it knows no new
+    tokens yet, for which `attach` makes room."""
     model = config.model
     return ModelSpec(
         num_labels=len(labels),
         labels=labels,
-        vocab_size=tokenizer.vocab_size,
+        vocab_size=min(tokenizer.ids_of(model.new_tokens), default=tokenizer.vocab_size),
         pad_id=tokenizer.pad_id,
         base=model.base,
         architecture=model.architecture,
@@ -334,10 +349,15 @@ def model_spec(config: Config, labels: tuple[str, ...], tokenizer: Tokenizer, he
     )
 
 
-def adapter_spec(config: Config) -> AdapterSpec:
-    """The adapter that `config` describes."""
+def adapter_spec(config: Config, tokenizer: Tokenizer) -> AdapterSpec:
+    """The adapter that `config` describes. tokenizer: of the run, with its new tokens."""
     adapter = config.adapter
     targets = adapter.targets if adapter.targets is None or isinstance(adapter.targets, str) else tuple(adapter.targets)
     return AdapterSpec(
-        kind=adapter.kind, r=adapter.r, alpha=adapter.alpha, dropout=adapter.dropout, targets=targets or "all-linear"
+        kind=adapter.kind,
+        r=adapter.r,
+        alpha=adapter.alpha,
+        dropout=adapter.dropout,
+        targets=targets or "all-linear",
+        new_tokens=tokenizer.ids_of(config.model.new_tokens),
     )

@@ -31,9 +31,11 @@ def write_start(
     """The resolved configuration, the environment, where everything comes from. Raises `InputError` for a bad disk."""
     write_whole(folder.config, to_yaml(resolved(config, folder)).encode())
     write_json(folder.environment, environment)
+    new = config.model.new_tokens
     write_provenance(
         folder.provenance,
         identity=config_digest(config),
+        new_tokens=dict(zip(new, material.tokenizer.ids_of(new), strict=True)),
         digests={**digests, "data": material.rows.digest, "tokenizer": material.tokenizer.digest},
         environment=environment,
     )

@@ -46,7 +46,7 @@ class Study:
 
     def _shape(self, config: Config) -> Any:
         spec = replace(self.material.model, dtype=config.model.dtype)
-        return attach(build_shape(spec), adapter_spec(config), config.seed)
+        return attach(build_shape(spec), adapter_spec(config, self.material.tokenizer), config.seed)
 
     def plan(self, config: Config, kind: str, workers: int) -> MemoryPlan:
         """What one of `workers` replicas on a device of `kind` needs, without what lies outside of torch.

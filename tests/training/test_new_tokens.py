@@ -1,0 +1,221 @@
+"""`model.new_tokens` from a file to an answer: the same bits anywhere, and they go along wherever the model goes."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+from typer.testing import CliRunner
+
+from andon.cli.commands import app
+from andon.config.load import load_config
+from andon.console.exits import Exit
+from andon.console.problems import InputError
+from andon.data.rows import frozen_split
+from andon.launch.launcher import warm_up
+from andon.run.folder import RunFolder
+from andon.training.inference import evaluate_run, load_run, read_labelled
+from andon.training.material import prepare
+from andon.training.run import train
+from tests.cli.command import andon, tree
+from tests.training.runs import PRELOAD, Runs, outcome, records, summary
+from tests.training.test_export import exported
+from tests.training.test_export_tasks import PROMPTS, answers_of_run, answers_of_stock
+
+warm_up(PRELOAD)
+
+ROWS = 45
+NEW = {"<tool>": 260, "</tool>": 261}
+"""By id: the embedded tokenizer has 260 tokens before them."""
+TOKENS = f"model.new_tokens={json.dumps([*NEW])}"
+WIDE = ("model.hidden_size=32", "model.intermediate_size=32", "optimizer.lr=0.02", "training.epochs=12")
+"""What a model needs to learn the rows."""
+
+
+def talk(path: Path, answer: str) -> Runs:
+    """Rows in which the first letter of a word is asked for; answers are written as `answer`."""
+    lines = []
+    for number in range(ROWS):
+        word = ("red", "green", "blue")[number % 3]
+        asked = {"role": "user", "content": f"{'say it: ' * (number % 2)}{word}?"}
+        told = {"role": "assistant", "content": answer.format(word[0])}
+        lines.append(json.dumps({"messages": [asked, told]}))
+    path.write_text("\n".join(lines) + "\n")
+    return Runs(path)
+
+
+@pytest.fixture(scope="module")
+def called(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Runs on answers that are a letter between the new tokens."""
+    return talk(tmp_path_factory.mktemp("talk") / "talk.jsonl", "<tool>{}</tool>")
+
+
+@pytest.fixture(scope="module")
+def whole(called: Runs, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What one worker makes of them on the embedded model."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    assert called.train(folder, TOKENS) == Exit.OK
+    return folder
+
+
+@pytest.fixture(scope="module")
+def learned(called: Runs, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A base that answers with the letter alone, and a run on it that learned to put it between new tokens."""
+    folder = tmp_path_factory.mktemp("learned")
+    plain = talk(folder / "plain.jsonl", "{}")
+    assert plain.train(folder / "plain", *WIDE, "adapter.kind=none") == Exit.OK
+    exported(folder / "plain", folder / "base", "--merge")
+    assert called.train(folder / "run", *WIDE, TOKENS, "adapter.r=8", f"model.base={folder / 'base'}") == Exit.OK
+    return folder / "base", folder / "run"
+
+
+@pytest.mark.parametrize(("backend", "workers"), [("inline", 4), ("threads", 3), ("gloo", 2)])
+def test_any_number_of_workers_gives_the_same_bits(
+    called: Runs, whole: Path, tmp_path: Path, backend: str, workers: int
+) -> None:
+    """Weights, scores, and the digests of each step."""
+    assert called.train(tmp_path / "run", TOKENS, backend=backend, workers=workers) == Exit.OK
+    assert outcome(tmp_path / "run") == outcome(whole)
+    assert [step.digests for step in records(tmp_path / "run", "step")] == [s.digests for s in records(whole, "step")]
+
+
+@pytest.mark.parametrize(("step", "backend", "workers"), [(1, "inline", 3), (5, "gloo", 2)])
+def test_a_resumed_run_ends_with_the_same_bits(
+    called: Runs, whole: Path, tmp_path: Path, step: int, backend: str, workers: int
+) -> None:
+    """Interrupted by one worker, resumed by several; with other new tokens it is another run."""
+    asked = iter([False] * (step - 1) + [True])
+    flags = {"run.dir": str(tmp_path / "run"), "run.backend": "inline"}
+    config = load_config(None, called.overrides(TOKENS), flags)
+    assert train(config, RunFolder(tmp_path / "run"), lambda: next(asked)) == Exit.PREEMPTED
+    with pytest.raises(InputError, match=r"model.new_tokens"):
+        called.train(tmp_path / "run", "model.new_tokens=[<tool>]", resume="auto")
+    assert called.train(tmp_path / "run", TOKENS, backend=backend, workers=workers, resume="auto") == Exit.OK
+    assert outcome(tmp_path / "run") == outcome(whole)
+
+
+def test_they_are_in_the_record_and_in_the_folder_of_the_adapter(whole: Path) -> None:
+    """With their ids in the provenance, in the tokenizer's files, in the rows of the adapter, and in its card."""
+    folder = RunFolder(whole)
+    assert json.loads(folder.provenance.read_text())["new_tokens"] == NEW
+    tokenizer = AutoTokenizer.from_pretrained(folder.adapter)
+    assert tokenizer.convert_tokens_to_ids([*NEW]) == [*NEW.values()]
+    assert tokenizer.decode(tokenizer("a<tool>b")["input_ids"], skip_special_tokens=True) == "a<tool>b"
+    settings = json.loads((folder.adapter / "adapter_config.json").read_text())
+    assert settings["trainable_token_indices"] == {"model.embed_tokens": [*NEW.values()]}
+    (rows,) = (t for name, t in load_file(folder.adapter / "adapter_model.safetensors").items() if "token" in name)
+    assert (tuple(rows.shape), rows.dtype) == ((2, 16), torch.float32)
+    assert "whose rows were trained: `<tool>`, `</tool>`" in (folder.adapter / "README.md").read_text()
+
+
+def test_a_trained_run_is_scored_again(whole: Path, tmp_path: Path) -> None:
+    """`eval` on the rows that validated gives the summary's scores to the bit, so what was trained was saved."""
+    run = load_run(RunFolder(whole))
+    _, held = frozen_split(ROWS, run.config.data.validation_fraction, run.config.seed)
+    lines = Path(str(run.config.data.train)).read_text().splitlines()
+    (tmp_path / "held.jsonl").write_text("".join(f"{lines[number]}\n" for number in held))
+    assert (
+        evaluate_run(run, read_labelled(RunFolder(whole), tmp_path / "held.jsonl")).as_dict() == summary(whole)["eval"]
+    )
+
+
+def test_a_model_learns_to_write_them(learned: tuple[Path, Path]) -> None:
+    """To the letter for the rows that it learned from, and between them something for any other prompt."""
+    answers = answers_of_run(learned[1])
+    assert answers[:2] == ["<tool>r</tool>", "<tool>g</tool>"]
+    assert summary(learned[1])["eval"]["exact_match"] == 1.0
+
+
+@pytest.mark.parametrize("options", [("--merge",), ()], ids=["merged", "unmerged"])
+def test_stock_transformers_answers_as_the_run_does(
+    learned: tuple[Path, Path], tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    """By the code of the card in a process of its own; unmerged on a base that has no rows for them."""
+    exported(learned[1], tmp_path / "out", *options)
+    assert answers_of_stock(tmp_path / "out", tmp_path) == answers_of_run(learned[1])
+
+
+def test_no_other_row_of_the_vocabulary_changes(learned: tuple[Path, Path], tmp_path: Path) -> None:
+    """Merged, the rows of the base have the bits that they had; those of new tokens are no longer their mean."""
+    base, run = learned
+    exported(run, tmp_path / "out", "--merge")
+    was = load_file(base / "model.safetensors")["model.embed_tokens.weight"]
+    now = load_file(tmp_path / "out" / "model.safetensors")["model.embed_tokens.weight"]
+    assert now.shape == (262, 32)
+    assert torch.equal(now[:260], was)
+    assert ((now[260:] - was.double().mean(0)).norm(dim=1) > 0.1).all()
+
+
+def test_tokens_that_were_made_without_them_are_not_taken(called: Runs, tmp_path: Path) -> None:
+    """One folder keeps both: with new tokens a row is shorter, and has their ids."""
+    kept = f"data.cache={tmp_path}"
+    plain, new = (
+        prepare(load_config(None, called.overrides("task=sft", kept, *more), {})).task for more in ((), (TOKENS,))
+    )
+    assert int(plain.lengths[0]) - int(new.lengths[0]) == len("<tool></tool>") - 2
+    assert set(NEW.values()) <= set(new.load([0], torch.device("cpu"))["input_ids"].flatten().tolist())
+
+
+def test_every_weight_may_train_with_them(called: Runs, tmp_path: Path) -> None:
+    """Without an adapter the vocabulary grows as well, and the folder has the whole of it."""
+    assert called.train(tmp_path / "run", TOKENS, "adapter.kind=none", "training.epochs=1") == Exit.OK
+    weights = load_file(RunFolder(tmp_path / "run").adapter / "model.safetensors")
+    assert weights["model.embed_tokens.weight"].shape == (262, 16)
+    assert len(answers_of_run(tmp_path / "run", most=2)) == len(PROMPTS)
+
+
+def test_a_reader_is_told(called: Runs) -> None:
+    """`check` names them with their ids, and how they start."""
+    given = ["check", *(part for each in called.overrides(TOKENS) for part in ("--set", each))]
+    said = CliRunner().invoke(app, given, catch_exceptions=False).output
+    assert "new tokens, by id: '<tool>' 260, '</tool>' 261; each starts as the mean of all rows before them" in said
+
+
+@pytest.mark.parametrize(
+    ("more", "what"),
+    [
+        ('["<a>", "<pad>"]', "'<pad>' is a token of this tokenizer already (id 0); leave it out"),
+        ('["k"]', "'k' is a token of this tokenizer already (id 78); leave it out"),
+        ('["größe"]', "'größe' is not read and written as one token by this tokenizer"),
+    ],
+)
+def test_what_a_tokenizer_cannot_take_is_refused(called: Runs, more: str, what: str) -> None:
+    """What is a token already, and what it would not give back."""
+    config = load_config(None, called.overrides("task=sft", f"model.new_tokens={more}"), {})
+    with pytest.raises(InputError, match=re.escape(f"model.new_tokens: {what}")):
+        prepare(config)
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ('model:\n  new_tokens: ["<a>", ""]\n', ":2 model.new_tokens.1: string should have at least 1 character ('')"),
+        ('model:\n  new_tokens: [" <a>"]\n', ":2 model.new_tokens: ' <a>' begins or ends with white space"),
+        ("model:\n  new_tokens: [<a>, <b>, <a>]\n", ":2 model.new_tokens: names '<a>' twice (['<a>', '<b>', '<a>'])"),
+        ("model:\n  new_tokens: <a>\n", ":2 model.new_tokens: must be a list, is the string '<a>'"),
+        (
+            "model:\n  new_tokens: [<a>]\ntraining:\n  compile: graphs\n",
+            ":4 training.compile: does not know rows of new tokens beside an adapter (model.new_tokens): off (graphs)",
+        ),
+    ],
+)
+def test_what_a_file_says_wrong_is_told_by_its_line(tmp_path: Path, text: str, what: str) -> None:
+    """File, line, key and value."""
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(InputError, match=re.escape(f"{tmp_path / 'config.yaml'}{what}")):
+        load_config(tmp_path / "config.yaml")
+
+
+def test_a_classifier_has_none(tmp_path: Path) -> None:
+    """Refused in a line, with 2, and nothing is left behind."""
+    (tmp_path / "rows.jsonl").write_text('{"text": "a", "label": "x"}\n{"text": "b", "label": "y"}\n' * 8)
+    given = ("--data", tmp_path / "rows.jsonl", "--set", "model.new_tokens=[<a>]", "--run-dir", tmp_path / "run")
+    ended = andon("train", *given)
+    assert (ended.code, ended.out) == (2, [])
+    assert "model.new_tokens: are for conversations (task sft), and this is classification ('<a>')" in ended.said[-1]
+    assert {path for path in tree(tmp_path) if not path.startswith("run")} == {"rows.jsonl"}
