@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import time
+from array import array
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -24,6 +25,7 @@ from torch import nn
 
 from andon.backend.devices import demand_determinism
 from andon.backend.inprocess import InlineBackend
+from andon.data.chat import EncodedRow
 from andon.model.adapter import AdapterSpec, attach, trainable_parameters
 from andon.model.batches import shapes_of
 from andon.model.memory import measure_peak_bytes, plan_bytes
@@ -32,6 +34,8 @@ from andon.model.memory_trace import checkpoint_hollow, hollow, traced_activatio
 from andon.step.optimizer import OptimizerSpec
 from andon.step.plan import BatchPlan
 from andon.tasks.classification import ClassificationTask
+from andon.tasks.sft import SftTask
+from andon.tasks.task import ScoredTask
 from andon.training.build import StepSpec, build_replicas, build_step
 from benchmarks.runs import table
 
@@ -41,7 +45,8 @@ _MARK = "RESULT "
 
 @dataclass(frozen=True)
 class Job:
-    """A model, and how it is trained. batch: rows of an update, all of `length` tokens."""
+    """A model, and how it is trained. batch: rows of an update, all of `length` tokens. task: 'sft' trains a causal
+    language model on packs of one row, of which every token but the first is learned."""
 
     name: str
     hidden: int = 2560
@@ -60,11 +65,15 @@ class Job:
     checkpointing: bool = False
     compile: str = "off"
     optimizer: str = "adamw"
+    task: str = "classification"
 
 
 _SMALL = {"hidden": 1024, "heads": 16, "inner": 3072}
 _ENCODER = {**_SMALL, "architecture": "encoder", "head_size": 64, "inner": 4096, "vocabulary": 30_522}
 _REFERENCE = {"layers": 36, "vocabulary": 151_936}
+_CONVERSATIONS = {
+    **_SMALL, "layers": 28, "vocabulary": 151_936, "length": 2048, "batch": 8, "task": "sft"
+}  # fmt: skip
 GPU_JOBS = (
     Job("reference, 36 layers, graphs", **_REFERENCE, compile="graphs"),  # type: ignore[arg-type]
     Job("4 layers, fused kernels", compile="kernels"),
@@ -86,6 +95,11 @@ GPU_JOBS = (
     Job("encoder, 8 layers, 128 tokens", **_ENCODER, layers=8, length=128),  # type: ignore[arg-type]
     Job("encoder, 8 layers, SGD", **_ENCODER, layers=8, optimizer="sgd"),  # type: ignore[arg-type]
     Job("reference, 36 layers", **_REFERENCE),  # type: ignore[arg-type]
+    Job("sft, 0.6 B, graphs", **_CONVERSATIONS, compile="graphs"),  # type: ignore[arg-type]
+    Job("sft, 0.6 B", **_CONVERSATIONS),  # type: ignore[arg-type]
+    Job("sft, 0.6 B, checkpointing", **_CONVERSATIONS, checkpointing=True),  # type: ignore[arg-type]
+    Job("sft, 0.6 B, all weights trained", **_CONVERSATIONS, adapter="none"),  # type: ignore[arg-type]
+    Job("sft, 0.6 B, fp32", **{**_CONVERSATIONS, "length": 512, "dtype": "float32"}),  # type: ignore[arg-type]
 )
 _TINY = Job("", 64, 2, 4, 2, 16, 128, 256, length=32, batch=16)
 CPU_JOBS = (
@@ -101,6 +115,9 @@ CPU_JOBS = (
     replace(_TINY, name="encoder, 2 layers", architecture="encoder"),
     replace(_TINY, name="encoder, 4 layers, fp32", architecture="encoder", layers=4, dtype="float32"),
     replace(_TINY, name="encoder, 2 layers, SGD", architecture="encoder", optimizer="sgd"),
+    replace(_TINY, name="sft, 2 layers", task="sft"),
+    replace(_TINY, name="sft, 2 layers, large vocabulary", task="sft", vocabulary=151_936),
+    replace(_TINY, name="sft, 2 layers, all weights trained, fp32", task="sft", adapter="none", dtype="float32"),
 )
 
 
@@ -224,13 +241,7 @@ def measured(job: Job, kind: str) -> dict[str, Any]:
 
 def trained(job: Job, device: torch.device) -> object:
     """Build the model, take three steps, and return what keeps it alive."""
-    task = ClassificationTask(
-        [[1 + (row + place) % (job.vocabulary - 1) for place in range(job.length)] for row in range(2 * job.batch)],
-        [row % 2 for row in range(2 * job.batch)],
-        num_labels=2,
-        vocab_size=job.vocabulary,
-        pad_id=0,
-    )
+    task = _task(job)
     plan = BatchPlan(tuple(range(len(task))), job.batch, job.micro_batches, 3, STEPS)
     backend = InlineBackend([device])
     update = StepSpec(
@@ -253,6 +264,16 @@ def trained(job: Job, device: torch.device) -> object:
     return step, replicas
 
 
+def _task(job: Job) -> ScoredTask:
+    tokens = [[1 + (row + place) % (job.vocabulary - 1) for place in range(job.length)] for row in range(2 * job.batch)]
+    if job.task == "sft":
+        weights = array("f", [1.0] * job.length)
+        rows = [EncodedRow(place, array("i", ids), weights) for place, ids in enumerate(tokens)]
+        return SftTask(rows, pad_id=0, max_length=job.length)
+    labels = [row % 2 for row in range(2 * job.batch)]
+    return ClassificationTask(tokens, labels, num_labels=2, vocab_size=job.vocabulary, pad_id=0)
+
+
 def model_of(job: Job, device: torch.device) -> nn.Module:
     """The model of `job` with its adapter on `device`, with random weights."""
     before = torch.get_default_dtype()
@@ -263,13 +284,20 @@ def model_of(job: Job, device: torch.device) -> nn.Module:
     finally:
         torch.set_default_dtype(before)
     base.config.dtype = getattr(torch, job.dtype)
-    targets: Any = ("q_proj", "v_proj") if job.architecture == "decoder" else "all-linear"
+    few = job.architecture == "decoder" and job.task != "sft"
+    targets: Any = ("q_proj", "v_proj") if few else "all-linear"
     adapter = AdapterSpec(kind=job.adapter, r=16, alpha=32.0, dropout=0.05, targets=targets)
     return attach(base.train(), adapter, 1).to(device)
 
 
 def _base(job: Job) -> nn.Module:
-    from transformers import BertConfig, BertForSequenceClassification, Qwen3Config, Qwen3ForSequenceClassification
+    from transformers import (
+        BertConfig,
+        BertForSequenceClassification,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        Qwen3ForSequenceClassification,
+    )
 
     shared: dict[str, Any] = {
         "hidden_size": job.hidden,
@@ -280,13 +308,17 @@ def _base(job: Job) -> nn.Module:
         "max_position_embeddings": job.length,
         "pad_token_id": 0,
         "use_cache": False,
-        "num_labels": 2,
     }
+    if job.task == "sft":
+        shared["tie_word_embeddings"] = True
+    else:
+        shared["num_labels"] = 2
     if job.architecture == "encoder":
         return BertForSequenceClassification(BertConfig(**shared))
     ends: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
     own: dict[str, Any] = {"head_dim": job.head_size, "num_key_value_heads": job.kv_heads}
-    return Qwen3ForSequenceClassification(Qwen3Config(**shared, **own, **ends))
+    kind = Qwen3ForCausalLM if job.task == "sft" else Qwen3ForSequenceClassification
+    return kind(Qwen3Config(**shared, **own, **ends))
 
 
 def _outside() -> dict[str, Any]:

@@ -13,9 +13,9 @@ from andon.model import memory_compiled
 from andon.model.adapter import AdapterSpec, attach
 from andon.model.build import build_shape
 from andon.model.memory import rounded
-from andon.model.memory_compiled import _layers_of, compiled_activations, peak_of, shortened
+from andon.model.memory_compiled import _layers_of, _Passes, compiled_activations, peak_of, shortened
 from andon.model.memory_trace import hollow
-from tests.model.tiny import spec
+from tests.model.tiny import CAUSAL, spec
 
 
 def shape(layers: int) -> nn.Module:
@@ -29,9 +29,9 @@ def test_a_few_layers_stand_for_all(layers: int, monkeypatch: pytest.MonkeyPatch
     """Where each layer needs 7 bytes and the rest 100, so does a model of many, of which few are looked at."""
     looked: list[int] = []
 
-    def traced(model: nn.Module, *_: int) -> int:
+    def traced(model: nn.Module, *_: int) -> _Passes:
         looked.append(len(_layers_of(model)))
-        return 100 + 7 * looked[-1]
+        return _Passes(100 + 7 * looked[-1], 0, torch.empty(0))
 
     monkeypatch.setattr(memory_compiled, "_traced", traced)
     assert compiled_activations(shape(layers), 4, 16) == 100 + 7 * layers
@@ -122,6 +122,17 @@ def test_attention_with_dropout_keeps_no_weights_of_pairs(monkeypatch: pytest.Mo
                 module.dropout.p = dropout
         found.append(_compiled(model))
     assert found[0] <= 1.05 * found[1]
+
+
+def test_a_large_vocabulary_needs_its_logits_while_all_else_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One layer of a small width: more words raise the plan by what chunks of logits need, at most some GiB of them."""
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
+    found = []
+    for words in (1_000, 100_000):
+        sizes = dataclasses.replace(CAUSAL, hidden_size=64, num_hidden_layers=1, vocab_size=words, max_length=256)
+        found.append(_compiled(attach(build_shape(sizes), AdapterSpec(r=4), 0)))
+    all_logits = 4 * 256 * (100_000 - 1_000) * 4
+    assert found[1] - found[0] > all_logits
 
 
 def _compiled(model: nn.Module) -> int:

@@ -9,13 +9,15 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from andon.model import causal
 from andon.model.adapter import AdapterSpec, attach, trainable_parameters
 from andon.model.build import ModelSpec, build_base, build_shape, checkpoint_layers
+from andon.model.causal import collate_packs, loss_sum
 from andon.model.memory import measure_peak_bytes, plan_bytes, rounded
 from andon.model.memory_trace import KernelsOfCuda, checkpoint_hollow, hollow, traced_activations, traced_evaluation
 from andon.step.flat import FlatParameters
 from andon.step.keyed import KeyedRandomness
-from tests.model.tiny import CPU, spec, task
+from tests.model.tiny import CAUSAL, CPU, spec, task
 
 ADAPTER = AdapterSpec(r=4, dropout=0.1)
 SHAPE = dataclasses.replace(spec(), hidden_size=64, intermediate_size=128, dropout=0.1, max_length=32)
@@ -61,6 +63,59 @@ def test_the_trace_is_what_lives(architecture: str, kind: str, dtype: str) -> No
     shape = dataclasses.replace(SHAPE, architecture=architecture, dtype=dtype)
     adapter = dataclasses.replace(ADAPTER, kind=kind)
     assert planned(shape, adapter, 5, 32) == pytest.approx(counted(shape, adapter, 5, 32), rel=0.05)
+
+
+def counted_causal(shape: ModelSpec, adapter: AdapterSpec, packs: int, length: int) -> int:
+    """As `counted`, of next tokens in packs of two rows."""
+    half = (torch.arange(length // 2) % shape.vocab_size, torch.ones(length // 2))
+
+    def train() -> None:
+        model = attach(build_base(shape), adapter, 0)
+        flat = FlatParameters(trainable_parameters(model), CPU)
+        batch = collate_packs([[half, half]] * packs, 0, 8, None)
+        with KeyedRandomness(0, CPU).micro_batch(1, 0):
+            loss_sum(model, batch).loss_sum.backward()  # type: ignore[no-untyped-call]
+        assert flat.attached()
+
+    return measure_peak_bytes(train).peak
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "words"),
+    [("lora", "float32", 33), ("lora", "bfloat16", 200_000), ("none", "float32", 200_000), ("none", "float32", 33)],
+)
+def test_the_trace_of_next_tokens_is_what_lives(
+    kind: str, dtype: str, words: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within five hundredths of the count; where the vocabulary is large, its logits in chunks are most of it."""
+    monkeypatch.setattr(causal, "_LOGITS", {"cpu": 40 * 200_000})
+    shape = dataclasses.replace(CAUSAL, hidden_size=64, intermediate_size=128, vocab_size=words, dtype=dtype)
+    adapter = dataclasses.replace(ADAPTER, kind=kind)
+    assert planned(shape, adapter, 5, 32) == pytest.approx(counted_causal(shape, adapter, 5, 32), rel=0.05)
+
+
+def test_packs_on_a_gpu_are_attended_by_their_spans() -> None:
+    """In half precision what they need grows with their length, and with its square where pairs of tokens are told."""
+    shape = dataclasses.replace(CAUSAL, hidden_size=64, max_length=1024, dtype="bfloat16")
+    grown = {}
+    for dtype in ("bfloat16", "float32"):
+        model = attach(build_shape(dataclasses.replace(shape, dtype=dtype)), ADAPTER, 0)
+        with hollow(model):
+            short, long = (traced_activations(model, 2, length, "cuda") for length in (512, 1024))
+        grown[dtype] = long / short
+    assert grown["bfloat16"] == pytest.approx(2, rel=0.02)
+    assert grown["float32"] > 2.3
+
+
+def test_an_evaluation_of_next_tokens_keeps_no_graph() -> None:
+    """Four layers need what two do."""
+    found = []
+    for layers in (2, 4):
+        model = attach(build_shape(dataclasses.replace(CAUSAL, num_hidden_layers=layers)), ADAPTER, 0)
+        with hollow(model):
+            found.append(traced_evaluation(model, 8, 16, "cpu"))
+            assert found[-1] < traced_activations(model, 8, 16, "cpu")
+    assert found[0] == pytest.approx(found[1], rel=0.01)
 
 
 def test_the_trace_follows_layers_that_compute_again() -> None:

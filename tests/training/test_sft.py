@@ -179,11 +179,16 @@ def test_a_run_from_python_answers(whole: tuple[tuple[str, ...], Path]) -> None:
         found.predict(["abc?"])
 
 
-def test_memory_that_is_not_planned_is_said_not_to_be(conversations: Runs) -> None:
-    """`andon plan` ends with 2 and says what it cannot do, in words."""
-    given = ["plan", "--data", str(conversations.data), "--gpu-memory", "16"]
-    with pytest.raises(InputError, match="task: the memory that sft needs is not planned yet"):
-        CliRunner().invoke(app, given, catch_exceptions=False)
+def test_memory_is_planned(conversations: Runs) -> None:
+    """`andon plan` says what each number of workers needs; packs of more tokens need more."""
+    given = ["plan", "--data", str(conversations.data), "--gpu-memory", "16", "--json"]
+    needed = []
+    for settings in ((), (*PACKED, "training.micro_batches=1")):
+        told = CliRunner().invoke(app, [*given, *(f"--set={each}" for each in settings)], catch_exceptions=False)
+        assert told.exit_code == Exit.OK
+        (world,) = json.loads(told.stdout)["worlds"][:1]
+        needed.append(world["devices"][0]["each_rank"]["activations"])
+    assert 0 < needed[0] < needed[1]
 
 
 def test_a_model_needs_to_see_as_far_as_a_row_and_not_as_a_pack() -> None:

@@ -13,11 +13,11 @@ _OLDEST = (8, 0)
 """The compute capability from which a multiprocessor has the shared memory that the kernels take."""
 
 
-def supports(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether `causal_attention` takes these: half precision on a GPU that is not too old, heads of 32, 64 or 128
+def fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether these have shapes and a precision that `causal_attention` takes: half precision, heads of 32, 64 or 128
     values, as many keys as queries, and fewer or as many heads of keys and values, each of which serves as many of the
     queries'."""
-    if any(x.dim() != 4 or x.device.type != "cuda" or x.dtype != q.dtype for x in (q, k, v)):
+    if any(x.dim() != 4 or x.dtype != q.dtype for x in (q, k, v)):
         return False
     return (
         q.dtype in _HALVES
@@ -25,8 +25,17 @@ def supports(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
         and k.shape == v.shape
         and (q.shape[0], *q.shape[2:]) == (k.shape[0], *k.shape[2:])
         and q.shape[1] % k.shape[1] == 0
-        and torch.cuda.get_device_capability(q.device) >= _OLDEST
     )
+
+
+def runs_on(device: torch.device) -> bool:
+    """Whether `device` is a GPU that is not too old for `causal_attention`."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _OLDEST
+
+
+def supports(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether `causal_attention` takes these where they are: they fit, and all are on a GPU that it runs on."""
+    return fits(q, k, v) and all(x.device == q.device for x in (k, v)) and runs_on(q.device)
 
 
 def causal_attention(

@@ -11,6 +11,7 @@ tokens of the whole global batch. A token's weight belongs to its prediction, ma
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -19,7 +20,7 @@ from torch import nn
 from andon.console.problems import InputError, Problem
 from andon.model.batches import padded_length
 from andon.model.build import backbone_of, computing, half_of, vocabulary_head, without_adapter
-from andon.model.masks import MISFITS, NOISE, WINDOWS, evaluating, require_misfit, rows_apart
+from andon.model.masks import MISFITS, NOISE, WINDOWS, Masking, evaluating, masking_of, require_misfit, rows_apart
 from andon.step.task import Batch, LeafLoss
 from andon_contracts.digest import row_digests
 
@@ -86,32 +87,50 @@ def hidden_of(model: nn.Module, batch: Batch) -> torch.Tensor:
 
     Packed or not there is one path, and so the bits of a batch are a function of the batch alone.
     """
-    ids = batch["input_ids"]
-    with computing(model, ids.device), rows_apart(model, batch["rows"], batch["positions"]) as mask:
-        output: Any = backbone_of(model)(
-            input_ids=ids, attention_mask=mask, position_ids=batch["positions"], use_cache=False
-        )
+    with told_apart(model, masking_of(model, batch["rows"].device), batch) as given:
+        output: Any = backbone_of(model)(**given)
     hidden: torch.Tensor = output.last_hidden_state
     return hidden
 
 
+@contextmanager
+def told_apart(model: nn.Module, masking: Masking, batch: Batch) -> Iterator[dict[str, Any]]:
+    """Inside, what the backbone of `model` is given of `batch`, in its precision. masking: one for packs."""
+    with (
+        computing(model, batch["rows"].device),
+        rows_apart(model, masking, batch["rows"], batch["positions"]) as mask,
+    ):
+        yield {
+            "input_ids": batch["input_ids"],
+            "attention_mask": mask,
+            "position_ids": batch["positions"],
+            "use_cache": False,
+        }
+
+
 def loss_sum(model: nn.Module, batch: Batch) -> LeafLoss:
     """The fp32 sum of weight * cross entropy over the trained tokens, with its graph; its terms are these tokens, and
-    correct is those that have the largest logit.
+    correct is those that have the largest logit."""
+    return loss_of_hidden(model, hidden_of(model, batch), batch)
+
+
+def loss_of_hidden(model: nn.Module, hidden: torch.Tensor, batch: Batch, kind: str | None = None) -> LeafLoss:
+    """`loss_sum` of what `hidden_of` gave. kind: of the device as on which it is computed, None: as where it is.
 
     Logits are made at trained tokens alone, some at a time, and their gradient with them: nothing of the size of the
     vocabulary is kept for the backward pass. Their order is the batch's, so the bits are too.
     """
     head = _head(model)
-    hidden, targets, weights = _predictions(hidden_of(model, batch), batch)
+    hidden, targets, weights = _predictions(hidden, batch)
+    parts = _chunks(head, targets.numel(), kind or hidden.device.type)
     learning = [parameter for parameter in head.parameters() if parameter.requires_grad]
     with computing(model, hidden.device):
         if torch.is_grad_enabled():
             total, correct = _LossInChunks.apply(  # type: ignore[no-untyped-call]
-                head, hidden, targets, weights, *learning
+                head, parts, hidden, targets, weights, *learning
             )
         else:
-            losses, right = _token_losses(head, hidden, targets, weights)
+            losses, right = _token_losses(head, parts, hidden, targets, weights)
             total, correct = losses.double().sum().float(), right.sum()
     return LeafLoss(total, correct, (weights != 0).sum())
 
@@ -123,7 +142,9 @@ def row_outputs(model: nn.Module, batch: Batch) -> torch.Tensor:
     """
     with torch.no_grad(), evaluating(model), computing(model, batch["input_ids"].device):
         hidden, targets, weights = _predictions(hidden_of(model, batch), batch)
-        losses, right = _token_losses(_head(model), hidden, targets, weights)
+        head = _head(model)
+        parts = _chunks(head, targets.numel(), hidden.device.type)
+        losses, right = _token_losses(head, parts, hidden, targets, weights)
     values = torch.stack([losses.double(), right.double(), (weights != 0).double()], dim=1)
     packs, length = batch["input_ids"].shape
     # Each at its own place, where a sum by index would have an order of the device's; place 0 only ever takes zeros.
@@ -158,20 +179,20 @@ def _chunk_losses(
     return losses, (logits.detach().argmax(dim=1) == targets) & (weights != 0)
 
 
-def _chunks(head: nn.Module, count: int) -> Iterator[slice]:
-    """Tokens 0 to count - 1 in order, so many at a time as `_LOGITS` allows: a function of sizes and device."""
+def _chunks(head: nn.Module, count: int, kind: str) -> list[slice]:
+    """Tokens 0 to count - 1 in order, so many at a time as `_LOGITS` allows: a function of sizes and kind of device."""
     weight = next(head.parameters())  # `head.weight` of one with new tokens would be put together for this
-    step = max(1, _LOGITS.get(weight.device.type, _LOGITS["cpu"]) // weight.shape[0])
-    return (slice(first, min(first + step, count)) for first in range(0, count, step))
+    step = max(1, _LOGITS.get(kind, _LOGITS["cpu"]) // weight.shape[0])
+    return [slice(first, min(first + step, count)) for first in range(0, count, step)]
 
 
 def _token_losses(
-    head: nn.Module, hidden: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor
+    head: nn.Module, parts: Sequence[slice], hidden: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `_chunk_losses`, for any number of tokens and without a graph."""
     losses = torch.empty(targets.shape, device=hidden.device)
     right = torch.empty(targets.shape, dtype=torch.bool, device=hidden.device)
-    for part in _chunks(head, targets.numel()):
+    for part in parts:
         losses[part], right[part] = _chunk_losses(head, hidden[part], targets[part], weights[part])
     return losses, right
 
@@ -183,6 +204,7 @@ class _LossInChunks(torch.autograd.Function):
     def forward(
         ctx: Any,
         head: nn.Module,
+        parts: Sequence[slice],
         hidden: torch.Tensor,
         targets: torch.Tensor,
         weights: torch.Tensor,
@@ -191,7 +213,7 @@ class _LossInChunks(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
         gradients = [torch.zeros_like(hidden), *(torch.zeros_like(each) for each in learning)]
-        for part in _chunks(head, targets.numel()):
+        for part in parts:
             with torch.enable_grad():
                 inputs = hidden[part].detach().requires_grad_()
                 losses, right = _chunk_losses(head, inputs, targets[part], weights[part])
@@ -211,7 +233,7 @@ class _LossInChunks(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         # In place: a head's gradient is large, and autograd itself refuses to come here a second time.
         of_hidden, *of_head = (kept.mul_(gradient) for kept in ctx.saved_tensors)
-        return None, of_hidden, None, None, *of_head
+        return None, None, of_hidden, None, None, *of_head
 
 
 def require_apart(model: nn.Module, device: torch.device, longest: int | None = None) -> None:

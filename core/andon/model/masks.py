@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from andon.fast.attention import causal_attention, supports
+from andon.fast.attention import causal_attention, fits, runs_on
 from andon.model.build import backbone_of, computing, half_of, vocabulary_head, without_adapter
 
 WINDOWS = ("sliding_window", "local_attention", "attention_window", "attention_chunk_size", "window_size")
@@ -211,13 +211,16 @@ def _attending(model: nn.Module, name: str, attention: Callable[..., Any]) -> It
 
 
 @contextmanager
-def rows_apart(model: nn.Module, rows: torch.Tensor, positions: torch.Tensor) -> Iterator[torch.Tensor]:
+def rows_apart(
+    model: nn.Module, masking: Masking, rows: torch.Tensor, positions: torch.Tensor
+) -> Iterator[torch.Tensor]:
     """Inside, the mask to give `model` so that each token sees those of its own row up to itself, and no other.
 
-    rows: int64 [packs, length], 1 for a pack's first row, 2, ... and 0 for padding, which is behind all rows.
-    positions: likewise, from 0 in each row, and 0 for padding. What padding sees says nothing, but it sees something.
+    masking: `SPANS` or `ROW_PAIRS`. rows: int64 [packs, length], 1 for a pack's first row, 2, ... and 0 for padding,
+    which is behind all rows. positions: likewise, from 0 in each row, and 0 for padding. What padding sees says
+    nothing, but it sees something.
     """
-    if masking_of(model, rows.device) is Masking.SPANS:
+    if masking is Masking.SPANS:
         with _attending(model, _SPANS, _attend_by_spans):
             yield _spans(rows, positions)
     else:
@@ -272,17 +275,22 @@ def _attend_by_spans(
             query, key, value, seen, dropout, scale=scale, enable_gqa=shared
         )
         return found.transpose(1, 2).contiguous(), None
-    if not torch.compiler.is_compiling() and not supports(query, key, value):  # traced is what the trial has taken
-        msg = f"heads of {tuple(query.shape)} {query.dtype} on {query.device} are not attended by spans"
+    if not fits(query, key, value):
+        msg = f"heads of {tuple(query.shape)} {query.dtype} are not attended by spans"
         raise ValueError(msg)
     return causal_attention(query, key, value, scale, attention_mask.squeeze(1)).transpose(1, 2).contiguous(), None
 
 
 def tried_for_packs(model: nn.Module, device: torch.device) -> Masking:
-    """`SPANS` where `model`, in half precision on a GPU, gives for them what it gives for pairs, else `ROW_PAIRS`."""
-    config: Any = without_adapter(model).config
-    taken = half_of(model) is not None and config._attn_implementation == "sdpa" and _spans_hold(model, device)
+    """`SPANS` where `model` on the GPU `device` gives for them what it gives for pairs, else `ROW_PAIRS`."""
+    taken = may_take_spans(model) and runs_on(device) and _spans_hold(model, device)
     return Masking.SPANS if taken else Masking.ROW_PAIRS
+
+
+def may_take_spans(model: nn.Module) -> bool:
+    """Whether a GPU's run of `model` tries `SPANS` at all: it computes in half precision, with torch's attention."""
+    config: Any = without_adapter(model).config
+    return half_of(model) is not None and config._attn_implementation == "sdpa"
 
 
 def _spans_hold(model: nn.Module, device: torch.device) -> bool:
@@ -303,8 +311,8 @@ def _spans_hold(model: nn.Module, device: torch.device) -> bool:
     with torch.no_grad(), evaluating(model), computing(model, device):
         try:
             wanted = hidden(_pairs(model, rows))
-            with _attending(model, _SPANS, _attend_by_spans):
-                found = hidden(_spans(rows, positions))
+            with rows_apart(model, Masking.SPANS, rows, positions) as spans:
+                found = hidden(spans)
         except MISFITS as error:
             require_misfit(error)
             return False

@@ -9,22 +9,24 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from andon.fast.rewrites import given_to
-from andon.model.build import backbone_of
+from andon.model.build import backbone_of, vocabulary_head
 from andon.model.compiled import rewriting_backend, traced
 from andon.model.memory import rounded
-from andon.model.memory_trace import batch_of, passing
+from andon.model.memory_trace import batch_of, passing, traced_loss
 
 _TRACED = (2, 3)
 """Layers that are traced; what a further one adds is the difference."""
 _SDPA: Any = nn.functional.scaled_dot_product_attention
 _ATTENTION_TAKES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _OWN_KERNEL = ("mm", "addmm", "bmm", "baddbmm", "convolution", "index_put", "embedding_dense_backward", "sort")
+_GIVEN = ("primals", "tangents")
+"""What torch's compiler calls the parameters and inputs of a graph, and the gradients that come to its backward one."""
 _SAME_MEMORY = ("_unsafe_view", "reshape")
 
 
@@ -36,13 +38,31 @@ def compiled_activations(model: nn.Module, rows: int, length: int) -> int:
     count = len(_layers_of(model))
     few = [layers for layers in _TRACED if layers < count]
     if len(few) < len(_TRACED):
-        return _traced(model, rows, length)
+        return _most(model, _traced(model, rows, length))
     found = []
     for layers in few:
         with shortened(model, layers):
             found.append(_traced(model, rows, length))
     less, more = found
-    return more + (count - few[-1]) * (more - less)
+    further = count - few[-1]
+    peak, held = more.peak + further * (more.peak - less.peak), more.held + further * (more.held - less.held)
+    return _most(model, _Passes(peak, held, more.hidden))
+
+
+class _Passes(NamedTuple):
+    """Bytes of compiled passes. peak: the most, forward or backward. held: what they keep from the one for the other.
+    hidden: what they give."""
+
+    peak: int
+    held: int
+    hidden: torch.Tensor
+
+
+def _most(model: nn.Module, passes: _Passes) -> int:
+    """The most bytes at once with the loss, which is not compiled: next tokens need room while all else is held."""
+    if vocabulary_head(model) is None:
+        return passes.peak
+    return max(passes.peak, passes.held + traced_loss(model, passes.hidden, "cuda"))
 
 
 def _layers_of(model: nn.Module) -> nn.ModuleList:
@@ -64,11 +84,13 @@ def shortened(model: nn.Module, layers: int) -> Iterator[None]:
         whole._modules.update(kept)
 
 
-def _traced(model: nn.Module, rows: int, length: int) -> int:
+def _traced(model: nn.Module, rows: int, length: int) -> _Passes:
     peaks: list[int] = []
+    held: list[int] = []
 
     def weigh(graph: torch.fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Any:
         peaks.append(peak_of(graph))
+        held.append(_kept_by(graph))
 
         def run(given: list[Any]) -> Any:
             return graph(*given)
@@ -85,12 +107,18 @@ def _traced(model: nn.Module, rows: int, length: int) -> int:
     torch._dynamo.reset()
     passes = traced(model, backend)
     try:
-        with passing(model, batch_of(rows, length), "cuda") as given:
+        with passing(model, batch_of(model, rows, length), "cuda") as given:
             hidden = passes(**given)[0]
         hidden.sum().backward()
     finally:
         torch._dynamo.reset()
-    return max(peaks)
+    return _Passes(max(peaks), max(held), hidden.detach())
+
+
+def _kept_by(graph: torch.fx.GraphModule) -> int:
+    """Bytes that a graph takes of what another one made: what was kept for the backward one."""
+    nodes = graph.graph.find_nodes(op="placeholder")
+    return sum(_bytes_of(node.meta.get("val")) for node in nodes if not str(node.target).startswith(_GIVEN))
 
 
 def drop_nothing_in_attention(module: torch.fx.GraphModule) -> None:
@@ -149,7 +177,7 @@ def _only_returned(node: Any) -> bool:
 def _has_memory(node: Any) -> bool:
     if node.op == "placeholder":
         # A parameter, as the compiler names what the model is called with; the few rows of tokens go with them.
-        return not str(node.target).startswith("primals")
+        return not str(node.target).startswith(_GIVEN[0])
     if node.op != "call_function" or _is_view(node):
         return False
     return _runs_alone(node) or any(_needs_memory(user) for user in node.users)

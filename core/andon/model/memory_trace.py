@@ -16,8 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from andon.model.adapter import trainable_parameters
-from andon.model.build import checkpoint_layers, computing
-from andon.model.masks import MISFITS, Masking, masked, possible_maskings
+from andon.model.build import backbone_of, checkpoint_layers, computing, vocabulary_head
+from andon.model.causal import loss_of_hidden, told_apart
+from andon.model.masks import MISFITS, Masking, masked, may_take_spans, possible_maskings
 from andon.model.memory import CUDA_UNIT, StorageWatch
 from andon.step.flat import FlatParameters
 
@@ -62,14 +63,25 @@ def traced_evaluation(model: nn.Module, rows: int, length: int, kind: str) -> in
     """Bytes that a forward pass without a graph adds to the weights. model: hollow. kind: 'cpu' or 'cuda'."""
 
     def look() -> object:
-        with torch.no_grad(), passing(model, batch_of(rows, length), kind) as given:
-            return model(**given).logits.float()
+        with torch.no_grad():
+            return _loss(model, batch_of(model, rows, length), kind)
 
     model.eval()
     try:
         return _peak(model, kind, look)
     finally:
         model.train()
+
+
+def traced_loss(model: nn.Module, hidden: torch.Tensor, kind: str) -> int:
+    """Bytes that next tokens as a loss, forward and backward, add to weights and flat buffers, from what the backbone
+    gave for packs, [packs, length, hidden], which counts. model: hollow."""
+
+    def run() -> None:
+        given = torch.empty_like(hidden).requires_grad_()
+        loss_of_hidden(model, given, batch_of(model, *hidden.shape[:2]), kind).loss_sum.backward()  # type: ignore[no-untyped-call]
+
+    return _peak(model, kind, run)
 
 
 def _peak(model: nn.Module, kind: str, work: Callable[[], object]) -> int:
@@ -90,26 +102,41 @@ def checkpoint_hollow(model: nn.Module, kind: str, *, compiled: bool = False) ->
         checkpoint_layers(model, _CPU, lambda: (nullcontext(), KernelsOfCuda() if kind == "cuda" else nullcontext()))
 
 
-def batch_of(rows: int, length: int) -> dict[str, torch.Tensor]:
-    """int64 input_ids and attention_mask [rows, length], labels [rows]."""
-    return {
-        "input_ids": torch.zeros((rows, length), dtype=torch.int64),
-        "attention_mask": torch.ones((rows, length), dtype=torch.int64),
-        "labels": torch.zeros(rows, dtype=torch.int64),
-    }
+def batch_of(model: nn.Module, rows: int, length: int) -> dict[str, torch.Tensor]:
+    """What `model` is given of `rows` rows of `length` tokens, int64: packs, of one row whose tokens are all trained,
+    for a causal language model; else input_ids and attention_mask [rows, length]."""
+    ids = torch.zeros((rows, length), dtype=torch.int64)
+    if vocabulary_head(model) is None:
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    names = ("input_ids", "positions", "rows", "weights", "trained")
+    return {name: torch.zeros_like(ids) for name in names}
 
 
 def _pass(model: nn.Module, rows: int, length: int, kind: str) -> None:
-    batch = batch_of(rows, length)
+    _loss(model, batch_of(model, rows, length), kind).backward()  # type: ignore[no-untyped-call]
+
+
+def _loss(model: nn.Module, batch: Mapping[str, torch.Tensor], kind: str) -> torch.Tensor:
+    """The loss sum of one micro-batch: of a classifier's kind, as all tasks but next tokens are."""
+    if vocabulary_head(model) is not None:
+        with passing(model, batch, kind) as given:
+            hidden: Any = backbone_of(model)(**given)
+        return loss_of_hidden(model, hidden.last_hidden_state, batch, kind).loss_sum
     with passing(model, batch, kind) as given:
-        logits = model(**given).logits
-    losses = nn.functional.cross_entropy(logits.float(), batch["labels"], reduction="none")
-    (losses * torch.ones_like(losses)).sum().backward()  # type: ignore[no-untyped-call]
+        logits: Any = model(**given).logits
+    logits = logits.float().flatten(0, -2)
+    losses = nn.functional.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64), reduction="none")
+    return (losses * torch.ones_like(losses)).sum()
 
 
 @contextmanager
-def passing(model: nn.Module, batch: Mapping[str, torch.Tensor], kind: str) -> Iterator[dict[str, torch.Tensor]]:
-    """Inside, what the forward pass of `model` is given of `batch` on a device of this kind, in its precision."""
+def passing(model: nn.Module, batch: Mapping[str, torch.Tensor], kind: str) -> Iterator[dict[str, Any]]:
+    """Inside, what the forward pass of `model` is given of `batch` on a device of this kind, in its precision; of a
+    causal language model, that of its backbone."""
+    if vocabulary_head(model) is not None:
+        with told_apart(model, _first_for_packs(model) if kind == "cuda" else Masking.ROW_PAIRS, batch) as given:
+            yield given
+        return
     masking = _first_that_fits(model) if kind == "cuda" else Masking.TOKENS
     with computing(model, _CPU), masked(model, masking, batch["attention_mask"]) as mask:
         yield {"input_ids": batch["input_ids"], "attention_mask": mask}
@@ -117,7 +144,7 @@ def passing(model: nn.Module, batch: Mapping[str, torch.Tensor], kind: str) -> I
 
 def _first_that_fits(model: nn.Module) -> Masking:
     """How a GPU's run most likely tells `model` who sees whom: by values that are not there nothing more is known."""
-    batch = batch_of(2, 5)  # no two sizes alike, so that none passes for another
+    batch = batch_of(model, 2, 5)  # no two sizes alike, so that none passes for another
     for masking in possible_maskings(model)[:-1]:
         with torch.no_grad(), computing(model, _CPU), masked(model, masking, batch["attention_mask"]) as mask:
             try:
@@ -126,6 +153,18 @@ def _first_that_fits(model: nn.Module) -> Masking:
                 continue
         return masking
     return Masking.TOKENS
+
+
+def _first_for_packs(model: nn.Module) -> Masking:
+    """The same for packs."""
+    if may_take_spans(model):
+        with torch.no_grad(), told_apart(model, Masking.SPANS, batch_of(model, 2, 5)) as given:
+            try:
+                backbone_of(model)(**given)
+            except MISFITS:
+                return Masking.ROW_PAIRS
+        return Masking.SPANS
+    return Masking.ROW_PAIRS
 
 
 class KernelsOfCuda(TorchFunctionMode):

@@ -51,11 +51,8 @@ class Study:
     def plan(self, config: Config, kind: str, workers: int) -> MemoryPlan:
         """What one of `workers` replicas on a device of `kind` needs, without what lies outside of torch.
 
-        Raises `NotPlannable` where the model's own code fails on tensors that hold nothing, and for tasks whose passes
-        are not followed: those that make no logits of a whole batch.
+        Raises `NotPlannable` where the model's own code fails on tensors that hold nothing.
         """
-        if self.material.model.head == "causal":
-            raise NotPlannable([Problem("task", f"the memory that {self.material.rows.task} needs is not planned yet")])
         try:
             return self._plan(config, kind, workers)
         except InputError:
