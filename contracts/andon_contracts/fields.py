@@ -10,8 +10,9 @@ import dataclasses
 import math
 import re
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin, get_type_hints
 
 _HEX16 = re.compile(r"[0-9a-f]{16}")
@@ -91,21 +92,19 @@ class Part:
 
         Raises `ValueError` naming a field that is missing, unknown or ill-typed.
         """
-        found = json_object(data, where or cls.__name__.lower())
-        hints = _hints(cls)
-        specs = [spec for spec in dataclasses.fields(cls) if spec.metadata.get(_SINCE, 0) <= version]
-        unknown = sorted(set(found) - {spec.name for spec in specs})
-        if unknown:
+        specs = _specs(cls, version)
+        if not isinstance(data, dict) or not data.keys() <= specs.keys():
+            found = json_object(data, where or cls.__name__.lower())
+            unknown = sorted(set(found) - specs.keys())
             raise ValueError(f"{where or cls.__name__.lower()} has the unknown field {unknown[0]!r}")
         values = {}
-        for spec in specs:
-            place = f"{where}.{spec.name}" if where else spec.name
-            if spec.name in found:
-                values[spec.name] = read_field(hints[spec.name], found[spec.name], place, version)
-            elif spec.metadata.get(_OPTIONAL, _NEWEST + 1) <= version:
-                values[spec.name] = None
-            elif spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING:
-                raise ValueError(f"{place} is missing")
+        for name, (read, left_out) in specs.items():
+            if name in data:
+                values[name] = read(data[name], f"{where}.{name}" if where else name, version)
+            elif left_out is _MISSING:
+                raise ValueError(f"{where}.{name} is missing" if where else f"{name} is missing")
+            elif left_out is None:
+                values[name] = None
         return cls(**values)
 
 
@@ -131,61 +130,113 @@ def _plain(value: object) -> object:
     return value
 
 
-_known_hints: dict[type[Part], Mapping[str, Any]] = {}
+_Reader = Callable[[Any, str, int], Any]
+"""From a value of JSON, the place that a message names, and a version to what the value is read as."""
+_MISSING, _DEFAULT = object(), object()
+"""A field that is left out is a mistake, or has the default of its class. A ledger has millions of fields: what a type
+says of the reading is worked out once."""
 
 
-def _hints(part: type[Part]) -> Mapping[str, Any]:
-    if part not in _known_hints:
-        hints = get_type_hints(part, include_extras=True)
-        _known_hints[part] = {spec.name: hints[spec.name] for spec in dataclasses.fields(part)}
-    return _known_hints[part]
+@cache
+def _specs(part: type[Part], version: int) -> Mapping[str, tuple[_Reader, object]]:
+    """By name, the fields of `part` that an object of `version` may have, and what it means that one is left out."""
+    hints = get_type_hints(part, include_extras=True)
+    found: dict[str, tuple[_Reader, object]] = {}
+    for spec in dataclasses.fields(part):
+        if spec.metadata.get(_SINCE, 0) <= version:
+            required = spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING
+            may_lack = spec.metadata.get(_OPTIONAL, _NEWEST + 1) <= version
+            left_out = None if may_lack else _MISSING if required else _DEFAULT
+            found[spec.name] = (_reader(hints[spec.name]), left_out)
+    return found
 
 
 def read_field(hint: Any, value: Any, where: str, version: int = _NEWEST) -> Any:
     """`value` from JSON as what `hint` says in `version`. Raises `ValueError` naming `where` otherwise."""
+    return _reader(hint)(value, where, version)
+
+
+@cache
+def _reader(hint: Any) -> _Reader:
     if hint is Any:
-        return value
-    origin = get_origin(hint)
+        return lambda value, where, version: value
+    origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        (hint,) = (option for option in get_args(hint) if option is not type(None))
-        return read_field(hint, value, where, version)
+        (only,) = (option for option in inner if option is not type(None))
+        return _reader(only)
     if origin is Annotated:
-        return _read_marked(get_args(hint)[1], value, where)
+        return _MARKED[inner[1]]
     if origin is tuple:
+        return _read_counts if inner[0] == Count else _list_reader(_reader(inner[0]))
+    if origin is Literal:
+        return _choice_reader(inner)
+    if origin is not None:
+        return _object_reader(_reader(inner[1]))
+    if issubclass(hint, Part):
+        return hint.from_json
+    if issubclass(hint, Real):
+        return lambda value, where, version: hint.from_json(value, where)
+    return _plain_reader(hint)
+
+
+def _list_reader(read: _Reader) -> _Reader:
+    def items(value: Any, where: str, version: int) -> tuple[Any, ...]:
         if not isinstance(value, list):
             raise _fault(where, "a list", value)
-        if get_args(hint)[0] == Count and all(map(_is_count, value)):
-            return tuple(value)
-        return tuple(read_field(get_args(hint)[0], item, f"{where}[{i}]", version) for i, item in enumerate(value))
-    if origin is Literal:
-        if type(value) is not str or value not in get_args(hint):
-            raise _fault(where, f"one of {', '.join(get_args(hint))}", value)
+        return tuple(read(item, f"{where}[{i}]", version) for i, item in enumerate(value))
+
+    return items
+
+
+def _choice_reader(options: tuple[str, ...]) -> _Reader:
+    def choice(value: Any, where: str, version: int) -> str:
+        if type(value) is not str or value not in options:
+            raise _fault(where, f"one of {', '.join(options)}", value)
         return value
-    if origin is not None:
-        return {
-            name: read_field(get_args(hint)[1], item, f"{where}.{name}", version)
-            for name, item in json_object(value, where).items()
-        }
-    if issubclass(hint, Part):
-        return hint.from_json(value, where, version)
-    if issubclass(hint, Real):
-        return hint.from_json(value, where)
-    if type(value) is not hint:
-        raise _fault(where, f"a {hint.__name__}", value)
-    return value
+
+    return choice
 
 
-def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value < 1 << 63
+def _object_reader(read: _Reader) -> _Reader:
+    def entries(value: Any, where: str, version: int) -> dict[str, Any]:
+        return {name: read(item, f"{where}.{name}", version) for name, item in json_object(value, where).items()}
+
+    return entries
 
 
-def _read_marked(mark: str, value: object, where: str) -> object:
-    if mark == "count":
-        if not _is_count(value):
-            raise _fault(where, "an integer from 0", value)
-    elif mark == "seconds":
-        if type(value) is not float or not 0 <= value < math.inf:
-            raise _fault(where, "a finite float from 0", value)
-    elif not isinstance(value, str) or not _HEX16.fullmatch(value):
-        raise _fault(where, "16 hexadecimal digits", value)
-    return value
+def _plain_reader(kind: type) -> _Reader:
+    def plain(value: Any, where: str, version: int) -> Any:
+        if type(value) is not kind:
+            raise _fault(where, f"a {kind.__name__}", value)
+        return value
+
+    return plain
+
+
+def _read_count(value: Any, where: str, version: int) -> int:
+    if type(value) is int and 0 <= value < _COUNTS:
+        return value
+    raise _fault(where, "an integer from 0", value)
+
+
+def _read_seconds(value: Any, where: str, version: int) -> float:
+    if type(value) is float and 0 <= value < math.inf:
+        return value
+    raise _fault(where, "a finite float from 0", value)
+
+
+def _read_hex16(value: Any, where: str, version: int) -> str:
+    if isinstance(value, str) and _HEX16.fullmatch(value):
+        return value
+    raise _fault(where, "16 hexadecimal digits", value)
+
+
+_COUNTS = 1 << 63
+_MARKED: Mapping[str, _Reader] = {"count": _read_count, "seconds": _read_seconds, "hex16": _read_hex16}
+_each_count = _list_reader(_read_count)
+
+
+def _read_counts(value: Any, where: str, version: int) -> tuple[int, ...]:
+    # The rows of a batch: most of what a ledger holds. Where one of them is wrong, the slower way names it.
+    right = type(value) is list and {*map(type, value)} == {int} and min(value) >= 0 and max(value) < _COUNTS
+    return tuple(value) if right else _each_count(value, where, version)

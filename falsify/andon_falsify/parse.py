@@ -6,7 +6,7 @@ import json
 import math
 import reprlib
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import Any
 
 from andon_falsify.events import Event, Number, Plan, RankStep, RowId, StartEvent, StepEvent, whole
 
@@ -19,8 +19,6 @@ What is left out is None in all of them.
 _RETRACTING = 3
 """The version that takes updates back."""
 KINDS = frozenset({"start", "step", "eval", "checkpoint", "resume", "violation", "retraction", "end"})
-
-Scalar = TypeVar("Scalar")
 
 
 class LineError(ValueError):
@@ -122,7 +120,7 @@ def _rank(entry: object) -> RankStep:
     if rank is None:
         msg = f"an entry of ranks has rank {_quote(entry.get('rank'))}"
         raise LineError(msg)
-    leaves = tuple(_required(whole(leaf), f"leaves holds {_quote(leaf)}") for leaf in _list(entry, "leaves"))
+    leaves = tuple(_leaf(leaf) for leaf in _list(entry, "leaves"))
     weights, optimizer, gradient = (_text(entry, name) for name in ("weights", "optimizer", "gradient"))
     return RankStep(rank, leaves, _ids(entry, "ids"), weights, optimizer, gradient)
 
@@ -168,13 +166,27 @@ def _float(value: object) -> float | None:
 
 
 def _ids(fields: Mapping[str, object], name: str) -> tuple[RowId, ...]:
-    return tuple(_row(entry, name) for entry in _list(fields, name))
+    entries = _list(fields, name)
+    # Most of what a ledger holds: of integers alone the least and the greatest say whether all are row ids.
+    if {*map(type, entries)} == {int} and None not in (whole(min(entries)), whole(max(entries))):
+        return tuple(entries)
+    return tuple(_row(entry, name) for entry in entries)
 
 
 def _row(entry: object, name: str) -> RowId:
-    if isinstance(entry, str):
-        return entry
-    return _required(whole(entry), f"{name} holds {_quote(entry)}, not a row id")
+    row = entry if isinstance(entry, str) else whole(entry)
+    if row is None:
+        msg = f"{name} holds {_quote(entry)}, not a row id"
+        raise LineError(msg)
+    return row
+
+
+def _leaf(entry: object) -> int:
+    leaf = whole(entry)
+    if leaf is None:
+        msg = f"leaves holds {_quote(entry)}"
+        raise LineError(msg)
+    return leaf
 
 
 def _digests(fields: Mapping[str, object]) -> Mapping[str, str]:
@@ -184,7 +196,11 @@ def _digests(fields: Mapping[str, object]) -> Mapping[str, str]:
 
 def _int(fields: Mapping[str, object], name: str) -> int | None:
     value = fields.get(name)
-    return None if value is None else _required(whole(value), f"{name} is {_quote(value)}, not an integer")
+    number = whole(value)
+    if number is None and value is not None:
+        msg = f"{name} is {_quote(value)}, not an integer"
+        raise LineError(msg)
+    return number
 
 
 def _text(fields: Mapping[str, object], name: str) -> str | None:
@@ -195,7 +211,7 @@ def _text(fields: Mapping[str, object], name: str) -> str | None:
     raise LineError(msg)
 
 
-def _list(fields: Mapping[str, object], name: str) -> list[object]:
+def _list(fields: Mapping[str, object], name: str) -> list[Any]:
     value = fields.get(name)
     if value is None:
         return []
@@ -218,9 +234,3 @@ def _mapping(fields: Mapping[str, object], name: str) -> Mapping[str, object]:
 def _quote(value: object) -> str:
     """A repr of bounded length: a line may be megabytes long."""
     return reprlib.repr(value)
-
-
-def _required(value: Scalar | None, why: str) -> Scalar:
-    if value is None:
-        raise LineError(why)
-    return value
