@@ -380,7 +380,10 @@ def test_rows_are_cut_at_their_end_and_it_is_said_what_is_lost() -> None:
     assert encoded.notes == (f"1 rows are cut to {prompt + 4} tokens: 2 tokens are dropped, 1 of them to be trained",)
     said = refused(tokenizer(CHATML), rows_of(talk), prompt)
     what = f"its first trained token is number {prompt + 1}, and model.max_length is {prompt}"
-    assert said == [f"a.jsonl:1: no token of it would be trained: {what}"]
+    remedy = f"--set model.max_length={prompt + 1} is the least that sees one, or leave the row out"
+    assert said == [f"a.jsonl:1: no token of it would be trained: {what}; {remedy}"]
+    enough = encode_conversations(tokenizer(CHATML), rows_of(talk), prompt + 1)
+    assert [weight > 0 for weight in enough.rows[0].weights].count(True) == 1
     untrained = (TALK[1], Message("assistant", "abcd", 0.0))
     assert refused(tokenizer(CHATML), rows_of(untrained))[0].endswith("all its answers have weight 0")
     assert refused(tokenizer(CHATML), rows_of(talk), 1)[0].startswith("model.max_length: must be 2 at least")

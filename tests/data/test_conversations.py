@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from andon.console.problems import InputError
-from andon.data.conversations import Conversation, ConversationSet, Message, read_conversations
+from andon.data.conversations import Conversation, ConversationSet, Message, read_conversations, read_prompts
 
 ASKED = {"role": "user", "content": "why"}
 SAID = {"role": "assistant", "content": "so"}
@@ -179,6 +179,44 @@ def test_all_faults_are_said_at_once_and_mixed_forms_are_refused(tmp_path: Path)
         "a.jsonl:2: has messages, the rows from a.jsonl:1 on have text; write all alike",
         "a.jsonl:3: text is empty",
         "a.jsonl:5: id 1 is there already, at a.jsonl:4",
+    ]
+
+
+def test_one_fault_of_many_rows_is_told_once_with_its_count(tmp_path: Path) -> None:
+    """The first three rows by name and how many more there are; another fault between them is told at its place."""
+    wrong = {"conversation": [ASKED, SAID]}
+    path = lines(tmp_path, *[wrong] * 4, {"text": ""}, *[wrong] * 3)
+    found = faults(path)
+    assert [each.partition(": ")[0] for each in found[:3]] == ["a.jsonl:1", "a.jsonl:2", "a.jsonl:3"]
+    assert found[3:] == ["... and 4 more of the same, the last at a.jsonl:8", "a.jsonl:5: text is empty"]
+
+
+def test_a_prompt_is_a_text_or_messages_without_the_answer(tmp_path: Path) -> None:
+    """In `prompt`, else in `messages`, else where it is said to be; every fault has its line, and the column's flag."""
+    system = {"role": "system", "content": "be brief"}
+    path = lines(
+        tmp_path,
+        {"prompt": "hi", "messages": [SAID]},
+        with_messages(system, ASKED, SAID),
+        with_messages(ASKED),
+        {"prompt": [ASKED, SAID, ASKED]},
+    )
+    asked = Message("user", str(ASKED["content"]))
+    assert read_prompts(path) == (
+        (Message("user", "hi"),),
+        (Message("system", "be brief"), asked),
+        (asked,),
+        (asked, Message("assistant", str(SAID["content"])), asked),
+    )
+    assert read_prompts(lines(tmp_path, {"q": "hi"}), "q") == ((Message("user", "hi"),),)
+    path = lines(tmp_path, {"question": "hi"}, with_messages(SAID), {"prompt": ""}, {"prompt": 7})
+    with pytest.raises(InputError) as caught:
+        read_prompts(path)
+    assert [str(problem).removeprefix(f"{tmp_path}/") for problem in caught.value.problems] == [
+        "a.jsonl:1: has no column 'prompt' or 'messages'; there are 'question'; name it with --prompt-column",
+        "a.jsonl:2: messages asks nothing: all that it holds is an answer",
+        "a.jsonl:3: prompt is empty",
+        "a.jsonl:4: prompt must be a string or a list of messages, is 7",
     ]
 
 

@@ -154,6 +154,17 @@ def test_a_trained_run_is_scored_and_asked_again(whole: tuple[tuple[str, ...], P
     assert json.loads(asked.read_text()) == {"form": "messages", "stops": [2]}
 
 
+def test_the_file_that_was_trained_on_can_be_asked(conversations: Runs, whole: tuple[tuple[str, ...], Path]) -> None:
+    """`generate --data` answers the last question of each conversation as `generate` does that question alone."""
+    given = ["generate", str(whole[1]), "--max-new-tokens", "3"]
+    told = CliRunner().invoke(app, [*given, "--data", str(conversations.data)], catch_exceptions=False).stdout
+    answers = [json.loads(line) for line in told.splitlines()]
+    assert len(answers) == ROWS
+    assert [each["prompt"] for each in answers[:2]] == ["a?", "user: say ab?\nassistant: AB\nuser: say abc?"]
+    (alone,) = andon.open_run(whole[1]).generate(["a?"], max_new_tokens=3)
+    assert asdict(alone) == answers[0]
+
+
 def test_a_run_of_one_task_is_not_used_for_another(conversations: Runs, whole: tuple[tuple[str, ...], Path]) -> None:
     """The command that would do is named."""
     given = ["predict", str(whole[1]), str(conversations.data)]

@@ -17,6 +17,7 @@ from andon.config.schema import SFT, TOKEN_CLASSIFICATION
 from andon.config.source import is_there, require_file
 from andon.console.messages import put, say
 from andon.console.problems import InputError, Problem, ProblemList
+from andon.data.conversations import Message, read_prompts
 from andon.data.formats import encoded, require_kind
 from andon.data.labels import text_fault
 from andon.data.readers import TEXT_COLUMNS, Texts, read_texts
@@ -83,7 +84,9 @@ def generate(
     run: FinishedRun,
     prompt: Annotated[str | None, typer.Argument(help="What is asked; else --data, or a line each.")] = None,
     data: Annotated[Path | None, typer.Option(help="Prompts: JSONL, CSV, TSV or Parquet.")] = None,
-    prompt_column: Annotated[str, typer.Option(help="Column of the prompts.")] = "prompt",
+    prompt_column: Annotated[
+        str | None, typer.Option(help="Column of the prompts; prompt, else messages, by default.")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = 256,
     output: Annotated[Path | None, typer.Option(help="Write a .csv, .tsv, .jsonl or .parquet file instead.")] = None,
     model: Base = None,
@@ -98,16 +101,16 @@ def generate(
         fault = text_fault(prompt)
         if fault is not None:
             raise InputError([Problem("the prompt", fault)])
-        found = Texts((prompt,), None)
+    if data is None and prompt_column is not None:
+        raise InputError([Problem("--prompt-column", f"{prompt_column}, a column of a file; give --data beside it")])
+    prompts: Sequence[str | Sequence[Message]]
+    if prompt is not None:
+        prompts = [prompt]
     else:
-        found = (
-            Texts(tuple(_lines(sys.stdin.buffer)), None)
-            if data is None
-            else read_texts(data, text_column=prompt_column)
-        )
+        prompts = _lines(sys.stdin.buffer) if data is None else read_prompts(data, prompt_column)
     from andon.training.inference import answer, load_run
 
-    rows = (asdict(each) for each in answer(load_run(folder, model), found.texts, max_new_tokens))
+    rows = (asdict(each) for each in answer(load_run(folder, model), prompts, max_new_tokens))
     _put_rows(rows, output)
 
 

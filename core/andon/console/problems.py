@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import difflib
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 _LONGEST_QUOTE = 60
+_ALIKE = 3
+"""Places that are named of one and the same fault."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +61,23 @@ class ProblemList:
         return bool(self._found)
 
     def raise_if_any(self) -> None:
-        """Raise `InputError` with what was noted (at most `limit` of them, then a count of the rest)."""
+        """Raise `InputError` with what was noted: of one fault the first places and how many more there are, of all
+        at most `limit`, then a count of the rest."""
         if not self._found:
             return
-        shown = self._found[: self._limit]
-        rest = len(self._found) - len(shown)
-        if rest:
-            shown.append(Problem("", f"... and {rest} more problems of this kind"))
+        times, last = Counter(problem.what for problem in self._found), {each.what: each.where for each in self._found}
+        seen = Counter[str]()
+        told: list[Problem] = []
+        for problem in self._found:
+            seen[problem.what] += 1
+            if seen[problem.what] <= _ALIKE:
+                told.append(problem)
+            elif seen[problem.what] == _ALIKE + 1:
+                rest = times[problem.what] - _ALIKE
+                told.append(Problem("", f"... and {rest} more of the same, the last at {last[problem.what]}"))
+        shown = told[: self._limit]
+        if len(told) > len(shown):
+            shown.append(Problem("", f"... and {len(told) - len(shown)} more problems"))
         raise InputError(shown)
 
 

@@ -467,7 +467,8 @@ class _Cut:
         if not any(weights):
             if any(weighed.weights):
                 first = next(place for place, weight in enumerate(weighed.weights) if weight)
-                what = f"its first trained token is number {first + 1}, and model.max_length is {self.most}"
+                what = f"its first trained token is number {first + 1}, and model.max_length is {self.most}; "
+                what += f"--set model.max_length={first + 1} is the least that sees one, or leave the row out"
             else:
                 what = "all its answers have weight 0"
             problems.add(row.where, f"no token of it would be trained: {what}")

@@ -124,9 +124,12 @@ class ConversationSet:
 
 def asked(form: Form, row: Conversation) -> str:
     """What a model is asked by a row: all before the last answer; of a row of text, the text."""
-    if form == "text":
-        return row.messages[0].content
-    return "\n".join(f"{each.role}: {each.content}" for each in row.messages[:-1])
+    return row.messages[0].content if form == "text" else written(row.messages[:-1])
+
+
+def written(messages: Iterable[Message]) -> str:
+    """Messages as one text, each with its role before it."""
+    return "\n".join(f"{each.role}: {each.content}" for each in messages)
 
 
 def add_form(sha: hashlib._Hash, form: Form) -> None:
@@ -229,6 +232,50 @@ class Reading:
             return []
         first = self.ids.setdefault(str(given), record.line)
         return [] if first == record.line else [f"id {shown(given)} is there already, at {table.place(first)}"]
+
+
+def read_prompts(path: Path, column: str | None = None) -> tuple[tuple[Message, ...], ...]:
+    """What a model is to answer, of each row of a file: in `column`, else in `prompt`, else in `messages`.
+
+    A string is one message of a user; of a list of messages the answer at its end is left out, as that of a row to be
+    learned. Raises `InputError` with every fault found, each as file:line.
+    """
+    problems = ProblemList()
+    table = open_table(path, problems)
+    found: list[tuple[Message, ...]] = []
+    for record in table.records:
+        faults: list[str] = []
+        found.append(_prompt(record.fields, column, faults))
+        for fault in faults:
+            problems.add(table.place(record.line), fault)
+    if not found and not problems:
+        problems.add(str(path), "has no rows")
+    problems.raise_if_any()
+    return tuple(found)
+
+
+def _prompt(fields: Mapping[str, object], column: str | None, faults: list[str]) -> tuple[Message, ...]:
+    names = ("prompt", "messages") if column is None else (column,)
+    name = next((name for name in names if fields.get(name) is not None), None)
+    if name is None:
+        hint = next(filter(None, (did_you_mean(each, fields) for each in names)), "; name it with --prompt-column")
+        wanted, there = " or ".join(map(repr, names)), ", ".join(map(shown, fields)) or "none"
+        faults.append(f"has no column {wanted}; there are {there}{hint}")
+        return ()
+    given = fields[name]
+    if isinstance(given, str):
+        fault = text_fault(given)
+        faults += [f"{name} {fault}"] if fault else []
+        return (Message("user", given),)
+    if not isinstance(given, list):
+        faults.append(f"{name} {_is('a string or a list of messages', given)}")
+        return ()
+    messages = _listed(name, given, faults)
+    if messages and messages[-1].role == ANSWERS:
+        messages.pop()
+    if not messages and not faults:
+        faults.append(f"{name} asks nothing: all that it holds is an answer")
+    return tuple(messages)
 
 
 def _form(fields: Mapping[str, object], faults: list[str]) -> Form | None:

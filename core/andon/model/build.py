@@ -341,7 +341,11 @@ def _check_fit(config: Any, spec: ModelSpec) -> None:
     if positions is not None and config.model_type in _OFFSET_POSITIONS:
         positions -= spec.pad_id + 1
     if positions is not None and spec.max_length > positions:
-        found.add("model.max_length", f"{spec.max_length} tokens are more than the model's {positions} positions")
+        found.add(
+            "model.max_length",
+            f"{spec.max_length} tokens are more than the model's {positions} positions; "
+            f"--set model.max_length={positions} is the most",
+        )
     found.raise_if_any()
 
 

@@ -174,7 +174,7 @@ def _token_fault(row: Sequence[int], vocab_size: int, pad_id: int, max_length: i
     if not row:
         return "the text gives no tokens"
     if max_length is not None and len(row) > max_length:
-        return f"{len(row)} tokens are more than max_length {max_length}"
+        return f"{len(row)} tokens are more than max_length {max_length}; cut the row, or set model.max_length higher"
     lowest, highest = min(row), max(row)
     if lowest < 0 or highest >= vocab_size:
         wrong = lowest if lowest < 0 else highest

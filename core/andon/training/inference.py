@@ -17,7 +17,7 @@ from andon.config.source import loading
 from andon.console.messages import say
 from andon.console.problems import InputError, Problem
 from andon.data.chat import encode_prompt
-from andon.data.conversations import Message
+from andon.data.conversations import Message, written
 from andon.data.rows import DataSet, Examples
 from andon.data.tokens import HuggingFaceTokenizer, Tokenizer, pretrained_tokenizer
 from andon.metrics.scores import ClassificationScores, Scores
@@ -232,7 +232,10 @@ def _weights(run: TrainedRun) -> tuple[float, ...] | None:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a run's model writes to a prompt; `finished`: whether it came to the end of its answer."""
+    """What a run's model writes to a prompt; `finished`: whether it came to the end of its answer.
+
+    A prompt of several messages is told as a text, each with its role before it.
+    """
 
     prompt: str
     answer: str
@@ -240,23 +243,26 @@ class Answer:
     finished: bool
 
 
-def answer(run: TrainedRun, prompts: Iterable[str], max_new_tokens: int) -> Iterator[Answer]:
+def answer(run: TrainedRun, prompts: Iterable[str | Sequence[Message]], max_new_tokens: int) -> Iterator[Answer]:
     """The model's answer to each prompt, in order: at each place the likeliest token, so the same every time.
 
-    A prompt is one message of a user, written as the conversations were that the run was trained on. Raises
-    `InputError` for a prompt that leaves the model no room.
+    A prompt is messages, or a text that is one message of a user, written as the conversations were that the run was
+    trained on. Raises `InputError` for a prompt that leaves the model no room.
     """
     assert isinstance(run.tokenizer, HuggingFaceTokenizer)
     base = run.tokenizer.base
     asked, limit = Asked.read(run.folder.adapter), run.config.model.max_length
     for prompt in prompts:
-        ids = encode_prompt(run.tokenizer, asked.form, (Message("user", prompt),))
+        messages = (Message("user", prompt),) if isinstance(prompt, str) else tuple(prompt)
+        ids = encode_prompt(run.tokenizer, asked.form, messages)
         if len(ids) >= limit:
-            raise InputError([Problem("the prompt", f"has {len(ids)} tokens, and the model was trained on {limit}")])
+            what = f"has {len(ids)} tokens, and the model was trained on {limit} (model.max_length); shorten it"
+            raise InputError([Problem("the prompt", what)])
         found = generate_greedy(run.model, ids, asked.stops, min(max_new_tokens, limit - len(ids)))
         finished = bool(found) and found[-1] in asked.stops
         text = str(base.decode(found[:-1] if finished else found))
-        yield Answer(prompt, text, len(found), finished)
+        alone = len(messages) == 1 and messages[0].role == "user"
+        yield Answer(messages[0].content if alone else written(messages), text, len(found), finished)
 
 
 def predict(

@@ -42,12 +42,12 @@ class ProgressView:
         if self._bar is not None:
             bar, task = self._bar
             with suppress(*BROKEN_STREAM):
-                bar.update(task, completed=result.step, description=f"epoch {batch.epoch + 1} loss {result.loss:.4f}")
+                bar.update(task, completed=result.step, description=f"epoch {batch.epoch} loss {result.loss:.4f}")
         elif self._is_shown(result.step):
             rate = (result.step - self._done_before) / (time.perf_counter() - self._started)
             right = f"accuracy {result.correct / max(result.terms, 1):.3f} " if self._counts_right else ""
             self._line(
-                f"step {result.step}/{self._total} epoch {batch.epoch + 1} loss {result.loss:.4f} {right}"
+                f"step {result.step}/{self._total} epoch {batch.epoch} loss {result.loss:.4f} {right}"
                 f"grad_norm {result.grad_norm:.3f} "
                 f"lr {result.rate:.2e} {rate:.1f} steps/s"
             )
