@@ -136,10 +136,18 @@ _MISSING, _DEFAULT = object(), object()
 """A field that is left out is a mistake, or has the default of its class. A ledger has millions of fields: what a type
 says of the reading is worked out once."""
 
+_Specs = Mapping[str, tuple[_Reader, object]]
+_known_specs: dict[tuple[type[Part], int], _Specs] = {}
 
-@cache
-def _specs(part: type[Part], version: int) -> Mapping[str, tuple[_Reader, object]]:
+
+def _specs(part: type[Part], version: int) -> _Specs:
     """By name, the fields of `part` that an object of `version` may have, and what it means that one is left out."""
+    if (part, version) not in _known_specs:
+        _known_specs[part, version] = _specs_of(part, version)
+    return _known_specs[part, version]
+
+
+def _specs_of(part: type[Part], version: int) -> _Specs:
     hints = get_type_hints(part, include_extras=True)
     found: dict[str, tuple[_Reader, object]] = {}
     for spec in dataclasses.fields(part):
@@ -173,7 +181,8 @@ def _reader(hint: Any) -> _Reader:
     if origin is not None:
         return _object_reader(_reader(inner[1]))
     if issubclass(hint, Part):
-        return hint.from_json
+        read: _Reader = hint.from_json
+        return read
     if issubclass(hint, Real):
         return lambda value, where, version: hint.from_json(value, where)
     return _plain_reader(hint)

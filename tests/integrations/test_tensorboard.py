@@ -20,7 +20,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import andon
 from andon.console.problems import InputError
-from andon.integrations.tensorboard import findings, require
+from andon.integrations.tensorboard import findings
+from andon.integrations.trackers import require
 from andon.run.folder import RunFolder
 from tests.training.runs import Runs, outcome, write_jsonl
 
@@ -127,7 +128,7 @@ def test_what_is_not_installed_is_said_before_the_run(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By name, with what to do; nothing is written. A run that does not ask for it does not need it."""
-    monkeypatch.setattr("andon.integrations.tensorboard.find_spec", lambda name: None)
+    monkeypatch.setattr("andon.integrations.trackers.find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"run.report_to: tensorboard is not installed; run: pip install '.\[tensorb"):
         runs.train(tmp_path / "run", TRACKED)
     assert not (tmp_path / "run").exists()

@@ -40,6 +40,7 @@ SLOW = (
     "torch._inductor",
     "torch.utils.tensorboard",
     "tensorboard",
+    "wandb",
     "transformers",
     "transformers.integrations",
     "transformers.modeling_layers",

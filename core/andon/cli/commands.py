@@ -28,7 +28,7 @@ from andon.console.exits import Exit
 from andon.console.messages import put
 from andon.console.problems import InputError, Problem
 from andon.inspection.doctor import examine
-from andon.integrations.tensorboard import require
+from andon.integrations.trackers import require
 from andon.launch.sizes import sized
 from andon.run.folder import RUNS
 

@@ -15,7 +15,7 @@ from andon.config.schema import IN_PROCESS, Config
 from andon.console.exits import Exit
 from andon.console.messages import put, say
 from andon.console.problems import InputError, Problem
-from andon.integrations.tensorboard import require
+from andon.integrations.trackers import require
 from andon.launch import preemption
 from andon.launch.context import RankContext, is_rank
 from andon.launch.rank import report_to, run_rank

@@ -278,8 +278,8 @@ class Run(Section):
     )
     dir: Name | None = Field(default=None, description="folder of the run; null: a new one under runs/")
     log_every: Count = Field(default=10, description="steps between two lines")
-    report_to: Annotated[tuple[Literal["tensorboard"], ...], BeforeValidator(_as_tuple)] = Field(
-        default=(), description="also write metrics for these, as in [tensorboard], into the run's folder"
+    report_to: Annotated[tuple[Literal["tensorboard", "wandb"], ...], BeforeValidator(_as_tuple)] = Field(
+        default=(), description="also give metrics to these, as in [tensorboard, wandb]"
     )
     progress: Literal["auto", "always", "never", "quiet", "json"] = Field(
         default="auto",

@@ -43,6 +43,7 @@ EXTRAS = {
     "lightning": {"lightning": "lightning"},
     "accelerate": {"accelerate": "accelerate"},
     "tensorboard": {"tensorboard": "tensorboard"},
+    "wandb": {"wandb": "wandb"},
 }
 """What each extra brings: the name of a distribution, and of what is imported."""
 _NEEDED = {"torch": "torch", "icontract": "icontract"}

@@ -1,8 +1,6 @@
 """TensorBoard: what a run measures, and what a watch finds, in the event files that it reads.
 
-    andon.watch(model, optimizer, log=findings("runs/x"))
-
-A tracker never ends what it tracks: where it cannot write, that is said once, and it writes no more.
+andon.watch(model, optimizer, log=findings("runs/x"))
 """
 
 from __future__ import annotations
@@ -11,20 +9,10 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from andon.console.messages import say
-from andon.console.problems import InputError, Problem, install_hint
-
-NAME = "tensorboard"
-
-
-def require(trackers: Sequence[str]) -> None:
-    """Raise `InputError` for `run.report_to` with a tracker whose library is not installed."""
-    if NAME in trackers and find_spec(NAME) is None:
-        raise InputError([Problem("run.report_to", f"{NAME} is not installed; {install_hint(NAME)}")])
+from andon.integrations.trackers import Attempts, numbers, writes
 
 
 class EventFile:
@@ -38,29 +26,22 @@ class EventFile:
         self._folder = folder
         self._done = done
         self._path: Path | None = None
-        self._failed = False
+        self._attempt = Attempts(f"TensorBoard in {folder}")
 
     def line(self, line: Mapping[str, Any]) -> None:
         """A line of metrics: each real number as a scalar of its step, below what it was measured on."""
-        values = {name: value for name, value in line.items() if isinstance(value, float)}
-        of = line.get("what", "training")
-        self._write(int(line["step"]), [(f"{of}/{name}", each) for name, each in values.items()])
+        self._attempt(lambda: self._append(int(line["step"]), list(numbers(line).items())))
+
+    def close(self) -> None:
+        """Nothing is held."""
 
     def finding(self, found: Mapping[str, object]) -> None:
         """What a watch gives its `log`: the message as a text of the step, under the clause."""
         step = found["andon/step"]
         # Four spaces: Markdown shows it as it is.
         text = "".join(f"    {line}\n" for line in str(found["andon/message"]).splitlines())
-        self._write(step if isinstance(step, int) else 0, [(f"andon/{found['andon/clause']}", text)])
-
-    def _write(self, step: int, values: Sequence[tuple[str, float | str]]) -> None:
-        if self._failed:
-            return
-        try:
-            self._append(step, values)
-        except Exception as error:  # noqa: BLE001 - of whatever libraries: nothing that is tracked ends for it
-            self._failed = True
-            say(f"warning: no more is written for TensorBoard in {self._folder}: {error}")
+        tagged = [(f"andon/{found['andon/clause']}", text)]
+        self._attempt(lambda: self._append(step if isinstance(step, int) else 0, tagged))
 
     def _append(self, step: int, values: Sequence[tuple[str, float | str]]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -91,8 +72,4 @@ def findings(folder: str | os.PathLike[str]) -> Callable[[dict[str, object]], No
 
     Call it once the process group is there.
     """
-    from torch import distributed
-
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_rank() != 0:
-        return lambda found: None
-    return EventFile(Path(folder)).finding
+    return EventFile(Path(folder)).finding if writes() else lambda found: None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 
 from andon.console.messages import say
 from andon.console.problems import InputError, Problem
-from andon.integrations.tensorboard import EventFile
+from andon.integrations.trackers import Tracker
 from andon.metrics.scores import Scores
 from andon.run.atomic import fsync_folder, storage, write_all, write_whole
 from andon.run.checkpoint import Checkpoint, is_complete, prune, require_intact, save_checkpoint
@@ -53,12 +53,12 @@ class MetricsWriter:
     """Appends lines of JSON, each whole or not at all; a disk that refuses one is an `InputError`.
 
     Lines that an interrupted run has left and that will be written again are dropped first: those after `done` steps,
-    and the scores of the rows never trained on. `tracker` is given every line too.
+    and the scores of the rows never trained on. Every tracker is given every line too.
     """
 
-    def __init__(self, path: Path, done: int, tracker: EventFile | None = None) -> None:
+    def __init__(self, path: Path, done: int, trackers: Iterable[Tracker] = ()) -> None:
         self._path = path
-        self._tracker = tracker
+        self._trackers = tuple(trackers)
         if path.exists():
             with storage(path, "read"):
                 kept = b"".join(line for line in read_lines(path, MAX_LINE) if _is_up_to(line, done))
@@ -77,14 +77,16 @@ class MetricsWriter:
                 os.ftruncate(self._handle, self._size)
                 raise
         self._size += len(data)
-        if self._tracker is not None:
-            self._tracker.line(line)
+        for tracker in self._trackers:
+            tracker.line(line)
 
     def close(self) -> None:
         """Close the file; more than once is harmless."""
         if self._handle >= 0:
             os.close(self._handle)
             self._handle = -1
+            for tracker in self._trackers:
+                tracker.close()
 
 
 def _is_up_to(line: bytes, done: int) -> bool:

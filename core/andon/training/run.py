@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
@@ -20,8 +20,9 @@ from andon.config.schema import Config
 from andon.console.exits import Exit
 from andon.console.messages import say
 from andon.console.problems import InputError, Problem
-from andon.integrations.tensorboard import NAME as TENSORBOARD
 from andon.integrations.tensorboard import EventFile
+from andon.integrations.trackers import TENSORBOARD, WANDB, Tracker
+from andon.integrations.wandb import WandbRun
 from andon.launch.rank import dropped_values
 from andon.metrics.scores import Scores
 from andon.model.build import backbone_of
@@ -213,7 +214,7 @@ def open_journal(session: Session, standpoint: Standpoint, progress: Progress) -
     return FolderJournal(
         folder=folder,
         ledger=ledger,
-        metrics=MetricsWriter(folder.metrics, progress.step, _tracker(session, progress.step)),
+        metrics=MetricsWriter(folder.metrics, progress.step, _trackers(session, progress.step)),
         view=ProgressView(
             run.plan.total_steps,
             config.run.log_every,
@@ -231,8 +232,12 @@ def open_journal(session: Session, standpoint: Standpoint, progress: Progress) -
     )
 
 
-def _tracker(session: Session, done: int) -> EventFile | None:
-    return EventFile(session.folder.events, done) if TENSORBOARD in session.config.run.report_to else None
+def _trackers(session: Session, done: int) -> Iterator[Tracker]:
+    asked, folder = session.config.run.report_to, session.folder
+    if TENSORBOARD in asked:
+        yield EventFile(folder.events, done)
+    if WANDB in asked:
+        yield WandbRun(folder.path, folder.metrics, session.config.model_dump(mode="json"))
 
 
 def _state_digests(session: Session) -> dict[str, str]:

@@ -18,7 +18,7 @@ from andon.config.schema import IN_PROCESS, Config
 from andon.console.exits import Exit
 from andon.console.messages import say
 from andon.console.problems import InputError, Problem, ProblemList
-from andon.integrations.tensorboard import require
+from andon.integrations.trackers import require
 from andon.launch import preemption
 from andon.launch.elastic import launch_elastic
 from andon.launch.launcher import PRELOAD, LaunchResult, launch, warm_up

@@ -1,0 +1,104 @@
+"""Weights & Biases: what a run measures, and what a watch finds, in its runs.
+
+    andon.watch(model, optimizer, log=findings())
+
+Where it writes, as which project and whether online is said as its own documentation has it: `WANDB_MODE`,
+`WANDB_PROJECT`, `wandb login`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from andon.integrations.trackers import Attempts, numbers, writes
+from andon_contracts.untrusted import read_lines
+
+_LOCAL = ("offline", "dryrun", "disabled")
+_LONGEST_LINE = 1 << 24
+
+
+class WandbRun:
+    """One run in wandb for one run of ours, however often that is resumed.
+
+    Its id is kept beside its files, in `folder`/wandb. Whatever `metrics` has that it does not know is given to it
+    first: a process that was killed may not have handed over all that it measured.
+    """
+
+    def __init__(self, folder: Path, metrics: Path, settings: Mapping[str, Any]) -> None:
+        """metrics: the file of lines that every line is in, the one that comes too. settings: what the run was told."""
+        self._folder = folder
+        self._metrics = metrics
+        self._settings = settings
+        self._run: Any = None
+        self._library: Any = None
+        self._attempt = Attempts("wandb")
+
+    def line(self, line: Mapping[str, Any]) -> None:
+        """A line of metrics: each real number, at its step."""
+        self._attempt(lambda: self._log(line))
+
+    def close(self) -> None:
+        """Hand over what is left, say how the run ended, and end the process that wandb has started for it."""
+        failed = sys.exc_info()[0] is not None
+        if self._run is not None:
+            self._attempt(lambda: self._run.finish(exit_code=int(failed)))
+        if self._library is not None and self._library.run is None:  # else the caller has a run of its own
+            Attempts("wandb")(self._library.teardown)
+
+    def _log(self, line: Mapping[str, Any]) -> None:
+        if self._run is not None:
+            self._run.log(numbers(line), step=int(line["step"]))
+            return
+        self._run = self._open()
+        known = self._run.step
+        for told in map(json.loads, read_lines(self._metrics, _LONGEST_LINE)):
+            if int(told["step"]) >= known:
+                self._run.log(numbers(told), step=int(told["step"]))
+
+    def _open(self) -> Any:
+        import wandb
+
+        kept = self._folder / "wandb" / "id"
+        if not kept.exists():
+            kept.parent.mkdir(exist_ok=True)
+            kept.write_text(secrets.token_hex(4), encoding="ascii")
+        self._library = wandb
+        if wandb.setup().settings.mode not in _LOCAL and not wandb.login(prompt=False, verify=False):
+            raise RuntimeError("it has no key here: run wandb login, or set WANDB_MODE=offline")
+        return wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "andon"),
+            id=kept.read_text(encoding="ascii"),
+            resume="allow",
+            reinit="create_new",
+            name=os.environ.get("WANDB_NAME", self._folder.name),
+            dir=self._folder,
+            config=dict(self._settings),
+            settings=wandb.Settings(console="off"),  # what a rank prints is its launcher's to read
+        )
+
+
+def findings() -> Callable[[dict[str, object]], None]:
+    """For `andon.watch(log=...)`: gives each finding, under its clause, to the run that `wandb.init` has opened.
+
+    On rank 0 alone; call it once the process group is there. It stands in the row that the loop logs next. Raises
+    `ValueError` where no run is open.
+    """
+    if not writes():
+        return lambda found: None
+    import wandb
+
+    run = wandb.run
+    if run is None:
+        raise ValueError("wandb has no open run: call wandb.init() before findings()")
+    attempt = Attempts("wandb")
+
+    def log(found: dict[str, object]) -> None:
+        attempt(lambda: run.log({f"andon/{found['andon/clause']}": found["andon/message"]}, commit=False))
+
+    return log

@@ -1,0 +1,181 @@
+"""Runs of wandb, read back from the files that it keeps offline: of a run, of one that was killed, and of a watch."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("wandb", reason="wandb is not installed: pip install '.[wandb]'")
+
+import wandb
+from wandb.proto import wandb_internal_pb2
+
+import andon
+from andon.console.problems import InputError
+from andon.integrations.trackers import require
+from andon.integrations.wandb import findings
+from andon.run.folder import RunFolder
+from tests.training.runs import Runs, outcome, write_jsonl
+
+TRACKED = "run.report_to=[wandb]"
+BLOCK, HEADER = 32768, 7
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Starts runs."""
+    return Runs(write_jsonl(tmp_path_factory.mktemp("data") / "train.jsonl"))
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As its user says it, in the environment."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+
+
+def records(path: Path) -> Iterator[Any]:
+    """What a file of wandb holds: LevelDB's log format, behind seven bytes of its own."""
+    data, at, whole = path.read_bytes(), HEADER, b""
+    while at + HEADER <= len(data):
+        if BLOCK - at % BLOCK < HEADER:
+            at += BLOCK - at % BLOCK
+        _, size, kind = struct.unpack_from("<IHB", data, at)
+        whole += data[at + HEADER : at + HEADER + size]
+        at += HEADER + size
+        if kind in (1, 4):  # a whole record, or its last piece
+            yield wandb_internal_pb2.Record.FromString(whole)
+            whole = b""
+
+
+def shown(file: Path) -> dict[str, dict[int, float]]:
+    """The numbers in one file by name and step."""
+    found: dict[str, dict[int, float]] = {}
+    for record in records(file):
+        if record.WhichOneof("record_type") == "history":
+            items = {each.key or ".".join(each.nested_key): json.loads(each.value_json) for each in record.history.item}
+            for name, value in items.items():
+                if "/" in name:
+                    found.setdefault(name, {})[int(items["_step"])] = value
+    return found
+
+
+def measured(folder: Path) -> dict[str, dict[int, float]]:
+    """Every real number of metrics.jsonl by name and step."""
+    found: dict[str, dict[int, float]] = {}
+    for line in map(json.loads, RunFolder(folder).metrics.read_text().splitlines()):
+        for name, value in line.items():
+            if isinstance(value, float):
+                found.setdefault(f"{line.get('what', 'training')}/{name}", {})[line["step"]] = value
+    return found
+
+
+def files(folder: Path) -> list[Path]:
+    """What was kept of each process, the oldest first."""
+    return sorted((folder / "wandb").glob("offline-run-*/*.wandb"))
+
+
+def test_a_run_is_shown_as_its_metrics_have_it(runs: Runs, tmp_path: Path) -> None:
+    """Every number of every line, at its step, and none besides; the run itself is the same with and without."""
+    assert runs.train(tmp_path / "plain") == 0
+    assert not (tmp_path / "plain" / "wandb").exists()
+    assert runs.train(tmp_path / "run", TRACKED) == 0
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "plain")
+    (file,) = files(tmp_path / "run")
+    assert shown(file) == measured(tmp_path / "run")
+    assert {"training/loss", "training/lr", "validation/accuracy"} <= shown(file).keys()
+    (told,) = (each.run for each in records(file) if each.WhichOneof("record_type") == "run")
+    assert (told.project, told.display_name) == ("andon", "run")
+    assert {each.key for each in told.config.update} >= {"seed", "training", "optimizer"}
+
+
+def test_a_run_that_was_killed_goes_on_as_the_same_one(runs: Runs, tmp_path: Path) -> None:
+    """A rank is killed at step 7: the resumed run has its id, and hands over all that was measured before."""
+    folder = tmp_path / "run"
+    runs.train(folder, TRACKED, backend="gloo", workers=2, entry="tests.training.entries:kill_rank")
+    assert runs.train(folder, TRACKED, resume="auto") == 0
+    first, last = files(folder)
+    assert first.name == last.name == f"run-{(folder / 'wandb' / 'id').read_text()}.wandb"
+    assert shown(last) == measured(folder)
+    assert sorted(shown(last)["training/loss"]) == list(range(1, 13))
+
+
+def test_a_tracker_that_cannot_write_ends_no_run(
+    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Something else is in the place of its folder: one line says so, and the run is what it is without."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    RunFolder(folder).lock.write_text('{"andon_run": 1}')
+    (folder / "wandb").write_text("in the way")
+    assert runs.train(folder, TRACKED) == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if "no more is written for wandb" in line]
+    assert len(said) == 1
+
+
+ALONE = """
+import sys
+from pathlib import Path
+from andon.integrations.wandb import WandbRun
+(Path(sys.argv[1]) / "m.jsonl").write_text('{"step": 1, "loss": 0.5}\\n')
+run = WandbRun(Path(sys.argv[1]), Path(sys.argv[1]) / "m.jsonl", {})
+run.line({"step": 1, "loss": 0.5})
+run.close()
+print("here")
+"""
+
+
+def test_without_a_key_nobody_is_asked_for_one(tmp_path: Path) -> None:
+    """Online without a key: said once with what to do, where wandb itself would ask and wait."""
+    environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, tmp_path],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout) == (0, "here\n"), done.stderr
+    assert "wandb: it has no key here: run wandb login, or set WANDB_MODE=offline" in done.stderr
+
+
+def test_what_is_not_installed_is_said_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By name, with what to do."""
+    monkeypatch.setattr("andon.integrations.trackers.find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"run.report_to: wandb is not installed; run: pip install '.\[wandb"):
+        require(("wandb",))
+
+
+def test_what_a_watch_finds_stands_beside_what_the_loop_logs(tmp_path: Path) -> None:
+    """The finding under its clause, in the row that the loop logs next; without an open run it is refused."""
+    with pytest.raises(ValueError, match=r"call wandb.init\(\)"):
+        findings()
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with wandb.init(dir=tmp_path, settings=wandb.Settings(console="off")) as run:
+        watch = andon.watch(model, optimizer, log=findings())
+        for update in range(3):
+            optimizer.zero_grad()
+            loss = model(torch.ones(4, 2)).sum()
+            loss.backward()
+            assert model.weight.grad is not None
+            if update == 1:
+                model.weight.grad[0, 0] = torch.nan
+            optimizer.step()
+            run.log({"loop/update": update})
+        watch.close()
+    wandb.teardown()
+    (file,) = files(tmp_path)
+    found = shown(file)
+    assert found["loop/update"] == {0: 0, 1: 1, 2: 2}
+    assert [*found["andon/finite"]] == [1]
+    assert "finite broken at step 2" in str(found["andon/finite"][1])
