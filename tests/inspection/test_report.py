@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from andon.config.schema import UNUSED_WITH_BASE, Model
 from andon.console.problems import InputError
 from andon.inspection.difference import compare, read_side
 from andon.inspection.report import render
@@ -112,6 +113,46 @@ def test_the_command_repeats_the_run(run: Path, tmp_path: Path) -> None:
     assert command[0] == "andon"
     assert andon(*command[1:], folder=tmp_path).code == 0
     assert summary(tmp_path / "again")["weights_digest"] == summary(run)["weights_digest"]
+
+
+def test_settings_of_the_embedded_model_are_told_of_it_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a base they were not read; paths below the folder in which one works are told from there, others whole."""
+    monkeypatch.chdir(tmp_path)
+    files = f"data:\n  train: [{tmp_path}/a.csv, /elsewhere/b.csv]\n"
+    told = []
+    for name, model in (("embedded", ""), ("based", f"model:\n  base: {tmp_path}/models/m\n")):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name / "ledger.jsonl", whole_run())
+        (tmp_path / name / "config.yaml").write_text(f"{files}{model}")
+        told.append(page_of(tmp_path / name).named("Settings").by_name())
+    assert {name for name in told[0] if name not in told[1]} == UNUSED_WITH_BASE
+    assert told[1]["model.base"][0] == "models/m"
+    assert [each["path"] for each in json.loads(told[1]["data.train"][0])] == ["a.csv", "/elsewhere/b.csv"]
+    assert {f"model.{name}" for name in Model.model_fields} > UNUSED_WITH_BASE
+
+
+def test_packs_are_not_called_rows(tmp_path: Path) -> None:
+    """Of a run that packs, the plan counts packs."""
+    for name, unit in (("true", "packs"), ("false", "rows")):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name / "ledger.jsonl", whole_run())
+        (tmp_path / name / "config.yaml").write_text(f"training:\n  packing: {name}\n")
+        facts = page_of(tmp_path / name).named("At a glance").by_name()
+        assert [row for row in facts if row.endswith(("an epoch", "a step"))] == [f"{unit} an epoch", f"{unit} a step"]
+
+
+def test_the_page_of_two_runs_is_not_written_over_that_of_one(tmp_path: Path) -> None:
+    """Each has a place of its own, beside the first run."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    for folder in (one, other):
+        folder.mkdir()
+        write(folder / "ledger.jsonl", whole_run())
+    assert andon("report", one).out == [f"wrote {one / 'report.html'}"]
+    alone = (one / "report.html").read_text()
+    assert andon("report", one, other).out == [f"wrote {one / 'report-other.html'}"]
+    assert (one / "report.html").read_text() == alone
+    ledger = one / "ledger.jsonl"
+    assert andon("report", ledger, other / "ledger.jsonl").out == [f"wrote {one / 'ledger-ledger.html'}"]
 
 
 def test_the_command_writes_the_page_and_says_where(run: Path, tmp_path: Path) -> None:

@@ -74,7 +74,9 @@ def explain(
 def report(
     run: Run,
     other: Annotated[Path | None, typer.Argument(help="A second one, to be shown beside it.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Where the page is written; RUN/report.html by default.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Where the page is written; RUN/report.html, or report-OTHER.html.")
+    ] = None,
 ) -> None:
     """Make one HTML page of a run, or of two side by side. Curves, scores, verdict, what happened, where they part."""
     from andon.inspection.difference import compare, read_side
@@ -82,7 +84,7 @@ def report(
     from andon.inspection.report.page import Page, Verdict
     from andon.inspection.report.told import read_told
 
-    target = html if html is not None else run / "report.html" if run.is_dir() else run.with_suffix(".html")
+    target = html if html is not None else _page_of(run, other)
     if target.suffix not in (".html", ".htm"):
         raise InputError([Problem("--html", f"{target} must end in .html, so that no file of a run is written over")])
     paths = [run] if other is None else [run, other]
@@ -92,6 +94,12 @@ def report(
         verdicts = [None if (said := each.result()) is None else Verdict(*said) for each in asked]
     write_page(Page(runs, verdicts, compare(*(each.side for each in runs)) if other is not None else None), target)
     put(f"wrote {target}")
+
+
+def _page_of(run: Path, other: Path | None) -> Path:
+    """Where the page of a run is, or that of two: beside it, so that neither is written over the other."""
+    beside = "" if other is None else f"-{other.resolve().name if other.is_dir() else other.stem}"
+    return run / f"report{beside}.html" if run.is_dir() else run.with_name(f"{run.stem}{beside}.html")
 
 
 def register(app: typer.Typer) -> None:

@@ -89,6 +89,20 @@ class Model(Section):
         return self
 
 
+UNUSED_WITH_BASE = frozenset(
+    f"model.{name}"
+    for name in (
+        "architecture",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "intermediate_size",
+    )
+)
+"""By dotted key, the settings that say how the embedded model is made; a run with `model.base` does not read them."""
+
+
 class Adapter(Section):
     """What is trained besides the classification head."""
 

@@ -8,9 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
-from andon.config.schema import Config
+from andon.config.schema import UNUSED_WITH_BASE, Config
 from andon.inspection.difference import Differences, by_dotted_key, first_difference
 from andon.inspection.report.curves import Picture, Series, draw
 from andon.inspection.report.told import Evaluated, Told
@@ -197,11 +198,11 @@ class Page:
     @cached_property
     def settings(self) -> Table | None:
         """Every setting of each run, with its default."""
-        found = [run.side.config for run in self.runs]
+        found = [_settings(run) for run in self.runs]
         if not any(found):
             return None
         usual = by_dotted_key(Config())
-        table = self._beside("Settings", ({key: _plain(value) for key, value in each.items()} for each in found))
+        table = self._beside("Settings", found)
         rows = [[*row, _plain(usual.get(str(row[0])))] for row in table.rows]
         # Beside another run what differs is marked, else what was changed; both come first.
         marked = [row for row in rows if len(set(row[1:-1] if len(self.runs) > 1 else row[1:])) > 1]
@@ -234,6 +235,21 @@ class Page:
         return Table(caption, ("", *self._heads), rows, apart)
 
 
+def _settings(run: Told) -> dict[str, Value]:
+    """The settings that the run read. A path below the folder in which the report is made is told from there."""
+    config = run.side.config
+    unused = UNUSED_WITH_BASE if config.get("model.base") is not None else frozenset[str]()
+    return {key: _plain(_nearer(value)) for key, value in config.items() if key not in unused}
+
+
+def _nearer(value: object) -> object:
+    if isinstance(value, list):
+        return [_nearer(each) for each in value]
+    if isinstance(value, dict):
+        return {name: _nearer(each) for name, each in value.items()}
+    return value.removeprefix(f"{Path.cwd()}/") if isinstance(value, str) else value
+
+
 def _same(value: Value) -> object:
     return value.hex() if isinstance(value, float) else value
 
@@ -245,13 +261,14 @@ def _facts(run: Told) -> dict[str, Value]:
     planned = start.plan.steps if start is not None else None
     workers = dict.fromkeys(f"{record.world} {record.backend}" for record in steps.values())
     best = [each.name for each in run.checkpoints if each.best]
+    unit = "packs" if run.side.config.get("training.packing") else "rows"
     return {
         "how it ended": run.state,
         "steps": f"{max(steps, default=0)} of {planned}" if planned else max(steps, default=0),
         "violations": len(run.violations),
         "task": start.plan.task if start is not None else None,
-        "rows an epoch": start.plan.rows if start is not None else None,
-        "rows a step": start.plan.batch_size if start is not None else None,
+        f"{unit} an epoch": start.plan.rows if start is not None else None,
+        f"{unit} a step": start.plan.batch_size if start is not None else None,
         "workers": ", then ".join(workers) or (f"{start.world} {start.backend}" if start is not None else None),
         "loss of the last step": last.loss.value if last is not None and last.loss is not None else None,
         "weights after the last step": last.digests.weights if last is not None else None,
