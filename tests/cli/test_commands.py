@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import json
 import os
@@ -10,9 +11,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
-from andon.cli.commands import app
+from andon.cli.commands import COMMANDS, app
 from andon.config.load import load_config
 from andon.console.problems import InputError
 from andon.training.preview import describe
@@ -36,22 +38,32 @@ def test_train_as_a_user_does(tmp_path: Path) -> None:
     assert outcome(tmp_path / "run") == outcome(tmp_path / "here")
 
 
-def test_without_its_extra_a_command_says_what_to_install() -> None:
+@pytest.mark.parametrize("library", ["typer", "pydantic"])
+def test_without_its_extra_a_command_says_what_to_install(library: str) -> None:
     """In a base install: one line and 2. The name of Andon alone would bring nothing, it is on no package index."""
-    absent = "sys.modules['typer'] = None; sys.argv = ['andon', 'plan']"
+    absent = f"sys.modules['{library}'] = None; sys.argv = ['andon', 'plan']"
     program = f"import sys; {absent}; from andon.cli.app import main; main()"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     hint = "run: pip install '.[train]' in a checkout of andon"
-    assert (done.returncode, done.stderr) == (2, f"andon: typer is not installed; {hint}\n")
+    assert (done.returncode, done.stderr) == (2, f"andon: {library} is not installed; {hint}\n")
 
 
 def test_help_loads_no_heavy_library() -> None:
-    """`andon --help` names every command, and neither torch nor transformers is loaded for it."""
-    program = "import sys; from andon.cli.app import main\ntry: main()\nfinally: assert 'torch' not in sys.modules"
+    """`andon --help` names every command, and what none but a command needs is not loaded for it."""
+    heavy = {"torch", "pydantic", "yaml", "andon.cli.results", "andon_falsify.claims"}
+    program = f"import sys; from andon.cli.app import main\ntry: main()\nfinally: assert not {heavy} & {{*sys.modules}}"
     done = subprocess.run([sys.executable, "-c", program, "--help"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     for name in ("train", "init", "check", "eval", "predict"):
         assert f"\n  {name} " in done.stdout
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_list_of_commands_says_what_each_says_of_itself(name: str) -> None:
+    """Its line is the first sentence of what its own help begins with; so the list can be made without it."""
+    module, _, function = COMMANDS[name][0].partition(":")
+    said = getattr(importlib.import_module(module), function).__doc__
+    assert f"{said.strip().partition('. ')[0].rstrip('.')}." == COMMANDS[name][1]
 
 
 def test_help_is_asked_for_by_h_too_and_cuts_no_sentence() -> None:
@@ -189,19 +201,20 @@ def test_predict_for_a_reader_that_has_enough(run: Path) -> None:
     assert (code, done.stderr) == ("0", "")
 
 
-def test_an_interrupt_while_the_command_is_imported() -> None:
+@pytest.mark.parametrize("module", ["andon.cli.commands", "andon.cli.plan"])
+def test_an_interrupt_while_the_command_is_imported(module: str) -> None:
     """Ctrl-C before anything was done: one line and 130, as a shell has it."""
     program = (
         "import os, signal, sys\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a background job inherits it ignored
         "class Interrupting:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name == 'andon.cli.commands': os.kill(os.getpid(), signal.SIGINT)\n"
+        f"        if name == '{module}': os.kill(os.getpid(), signal.SIGINT)\n"
         "sys.meta_path.insert(0, Interrupting())\n"
         "from andon.cli.app import main\n"
         "main()\n"
     )
-    done = subprocess.run([sys.executable, "-c", program, "--help"], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", program, "plan"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "andon: interrupted\n")
 
 

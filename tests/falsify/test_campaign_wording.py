@@ -9,7 +9,7 @@ import pytest
 
 from andon_falsify.campaign.findings import Finding, Report
 from andon_falsify.campaign.wording import verdict_lines
-from andon_falsify.cli.falsify import _show
+from andon_falsify.cli.attempt import show
 from andon_falsify.verdict import Counterexample, Outcome
 
 SMALLEST = Counterexample(
@@ -46,7 +46,7 @@ def test_a_file_that_was_not_asked_for_is_not_pointed_at(
 ) -> None:
     """Where no --json was given the line says what would write the other counterexamples."""
     report = Report("2026-01-02T03:04:05+00:00", findings=(fallen(2, 1, SMALLEST, LARGER),))
-    _show(report, {option: Path("r")})
+    show(report, {option: Path("r")})
     assert f"  and 1 more ({rest})" in capsys.readouterr().out.splitlines()
 
 

@@ -10,6 +10,3 @@ TWO_WAY: frozenset[tuple[str, str]] = frozenset()
 
 LONG_CLASSES: frozenset[str] = frozenset()
 """Classes of more than the lines that one may have."""
-
-DEFERRED: frozenset[str] = frozenset()
-"""Modules with an import inside a function for which nothing slow or optional is the reason."""

@@ -13,9 +13,12 @@ from andon.console.exits import Exit
 from andon.console.messages import BROKEN_STREAM, say
 from andon.console.problems import InputError, install_hint
 from andon.launch import preemption
+from andon_contracts.violation import Violation
 
 _TRACEBACK = "ANDON_TRACEBACK"
 _TRAIN = "train"
+_OF_COMMANDS = ("typer", "pydantic", "yaml", "rich", "click")
+"""What commands cannot be without."""
 _WATCH = "watch"
 """The one command that needs no extra, and whose script ends as it likes: it does not pass through here."""
 
@@ -31,7 +34,7 @@ def main() -> NoReturn:
         if sys.argv[1:2] == [_TRAIN]:
             preemption.heed()
         _open_closed_streams()
-        code = _run_command()
+        code = guarded(_run)
         preemption.end()
     except KeyboardInterrupt:  # while modules are imported; typer sees those of a command
         code = _say("interrupted", Exit.INTERRUPTED)
@@ -39,16 +42,6 @@ def main() -> NoReturn:
         by_hand = asked.signum == signal.SIGINT
         code = _say(f"ended by {asked} before training began", Exit.INTERRUPTED if by_hand else Exit.PREEMPTED)
     _leave(code)
-
-
-def _run_command() -> int:
-    try:
-        from andon.cli.commands import app
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in ("typer", "pydantic", "yaml", "rich", "click"):
-            raise
-        return _say(f"{error.name} is not installed; {install_hint('train')}", Exit.USAGE)
-    return guarded(lambda: _run(app))
 
 
 def _leave(code: int) -> NoReturn:
@@ -79,7 +72,9 @@ def _open_closed_streams() -> None:
             setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
 
 
-def _run(app: Callable[[], object]) -> int:
+def _run() -> int:
+    from andon.cli.commands import app
+
     try:
         app()
     except SystemExit as ended:  # how typer ends, its own usage errors (2) included
@@ -89,8 +84,6 @@ def _run(app: Callable[[], object]) -> int:
 
 def guarded(work: Callable[[], int]) -> int:
     """`work`'s exit code; what it raises becomes one message on stderr and the code that belongs to it."""
-    from andon_contracts.violation import Violation
-
     try:
         return work()
     except InputError as error:
@@ -98,6 +91,8 @@ def guarded(work: Callable[[], int]) -> int:
     except Violation as error:
         return _say(str(error), Exit.VIOLATION)
     except Exception as error:  # the last resort: one line for a user, the traceback on request
+        if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in _OF_COMMANDS:
+            return _say(f"{error.name} is not installed; {install_hint('train')}", Exit.USAGE)
         if os.environ.get(_TRACEBACK) == "1":
             raise
         return _say(f"{type(error).__name__}: {error} (set {_TRACEBACK}=1 for the traceback)", Exit.CRASHED)

@@ -11,6 +11,10 @@ import typer
 from andon.cli import plugins
 from andon.console.messages import put, say
 from andon.console.problems import InputError, Problem
+from andon.inspection.difference import compare, read_side
+from andon.inspection.recorded import open_recorded
+from andon.inspection.replaying import ReplayFailed, replay_run
+from andon.inspection.show import one_step, overview, texts_of
 
 Run = Annotated[Path, typer.Argument(help="Run folder, or its ledger.jsonl.")]
 
@@ -20,9 +24,6 @@ def show(
     step: Annotated[int | None, typer.Option(help="Show this step: rows, losses, digests, ranks.")] = None,
 ) -> None:
     """Show a run from start to end, or one step of it, by its ledger."""
-    from andon.inspection.recorded import open_recorded
-    from andon.inspection.show import one_step, overview, texts_of
-
     found = open_recorded(run)
     lines = overview(found) if step is None else one_step(found, step, texts_of(found.folder))
     for line in lines:
@@ -34,8 +35,6 @@ def diff(
     other: Annotated[Path, typer.Argument(help="Run folder, ledger, or configuration (.yaml).")],
 ) -> None:
     """Find where two runs part. Ends with 0 same, 1 different, 2 not comparable."""
-    from andon.inspection.difference import compare, read_side
-
     report = compare(read_side(one), read_side(other))
     for line in report.lines:
         put(line)
@@ -49,8 +48,6 @@ def replay(
     backend: Annotated[str | None, typer.Option(help="inline, threads, gloo, nccl or mixed.")] = None,
 ) -> None:
     """Do steps of a run again and compare every digest. Ends with 0 same, 1 different, 2 neither."""
-    from andon.inspection.replaying import ReplayFailed, replay_run
-
     try:
         report = replay_run(run, steps, workers, backend)
     except ReplayFailed as error:
@@ -79,7 +76,6 @@ def report(
     ] = None,
 ) -> None:
     """Make one HTML page of a run, or of two side by side. Curves, scores, verdict, what happened, where they part."""
-    from andon.inspection.difference import compare, read_side
     from andon.inspection.report import write_page
     from andon.inspection.report.page import Page, Verdict
     from andon.inspection.report.told import read_told
@@ -100,9 +96,3 @@ def _page_of(run: Path, other: Path | None) -> Path:
     """Where the page of a run is, or that of two: beside it, so that neither is written over the other."""
     beside = "" if other is None else f"-{other.resolve().name if other.is_dir() else other.stem}"
     return run / f"report{beside}.html" if run.is_dir() else run.with_name(f"{run.stem}{beside}.html")
-
-
-def register(app: typer.Typer) -> None:
-    """Add these commands to `app`."""
-    for command in (show, explain, diff, replay, report):
-        app.command()(command)

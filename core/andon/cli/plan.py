@@ -20,6 +20,7 @@ from andon.cli.options import (
     TrainData,
     material,
 )
+from andon.config.load import load_config
 from andon.console.exits import Exit
 from andon.console.messages import put
 from andon.console.problems import InputError, Problem
@@ -51,8 +52,6 @@ def plan(
     overrides: Overrides = None,
 ) -> None:
     """Say what memory a run needs on each device. Ends with 0 where it fits, with 2 where not."""
-    from andon.config.load import load_config
-
     if gpu_memory is not None and not 0 < gpu_memory < 2**20:
         raise InputError([Problem("--gpu-memory", f"{gpu_memory} is no size of a GPU in GiB")])
     made_of = material(task, data, eval_data, text_column, label_column, model)
@@ -137,8 +136,3 @@ def _parts(plan: MemoryPlan) -> str:
 
 def _gib(size: int) -> str:
     return f"{size / 2**30:.2f} GiB"
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
-    app.command()(plan)

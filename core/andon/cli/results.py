@@ -243,11 +243,3 @@ def _lines(lines: Iterable[bytes]) -> list[str]:
         found.add("stdin", "holds no texts; write one a line")
     found.raise_if_any()
     return texts
-
-
-def register(app: typer.Typer) -> None:
-    """Add these commands to `app`."""
-    app.command(name="eval")(evaluate)
-    app.command()(predict)
-    app.command()(generate)
-    app.command()(export)

@@ -1,4 +1,4 @@
-"""`andon train`: read what was asked for, have it trained, or be one rank of it; say how it ended."""
+"""`andon train`: read what was asked for, have it trained, or be one rank of it; say how it ended. And resize."""
 
 from __future__ import annotations
 
@@ -8,8 +8,22 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
+
+from andon.cli.options import (
+    Backend,
+    BaseModel,
+    ConfigFile,
+    EvalData,
+    LabelColumn,
+    Overrides,
+    Task,
+    TextColumn,
+    TrainData,
+    material,
+)
 from andon.config.load import load_config
 from andon.config.schema import IN_PROCESS, Config
 from andon.console.exits import Exit
@@ -19,12 +33,59 @@ from andon.integrations.trackers import require
 from andon.launch import preemption
 from andon.launch.context import RankContext, is_rank
 from andon.launch.rank import report_to, run_rank
-from andon.launch.sizes import Sizing
+from andon.launch.resizing import ask
+from andon.launch.sizes import Sizing, sized
 from andon.run.folder import RunFolder, State
 from andon.training.entry import ENTRY, payload_of, train_rank
 from andon.training.existing import go_on_with
 from andon.training.rows import told_of_task, with_task
 from andon.training.start import foreign, start
+
+
+def train(
+    config: ConfigFile = None,
+    workers: Annotated[
+        str | None, typer.Option(metavar="N|MIN:MAX", help="Ranks on this machine; MIN:MAX: a number that may change.")
+    ] = None,
+    max_restarts: Annotated[
+        int | None, typer.Option(min=0, help="With MIN:MAX, at one size without a new checkpoint; 3 by default.")
+    ] = None,
+    backend: Backend = None,
+    resume: Annotated[str | None, typer.Option(help="auto: go on in --run-dir, or the newest unfinished.")] = None,
+    run_dir: Annotated[str | None, typer.Option(help="Folder of the run; a new one under runs/ by default.")] = None,
+    task: Task = None,
+    data: TrainData = None,
+    eval_data: EvalData = None,
+    text_column: TextColumn = None,
+    label_column: LabelColumn = None,
+    model: BaseModel = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress, no scores.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Metrics as lines of JSON on standard output.")] = False,
+    overrides: Overrides = None,
+) -> None:
+    """Train. The result is the same to the bit for every number of workers."""
+    count, sizing = sized(workers, max_restarts)
+    if quiet and as_json:
+        raise InputError([Problem("--quiet", "says nothing, and --json says it as JSON; give one of them")])
+    flags: dict[str, Any] = {
+        "run.progress": "quiet" if quiet else "json" if as_json else None,
+        "run.workers": count,
+        "run.backend": backend,
+        "run.resume": resume,
+        "run.dir": run_dir,
+        **material(task, data, eval_data, text_column, label_column, model),
+    }
+    given = {key: value for key, value in flags.items() if value is not None}
+    raise typer.Exit(int(run_training(config, overrides or (), given, sizing=sizing)))
+
+
+def resize(
+    run: Annotated[Path, typer.Argument(help="Run folder.")],
+    workers: Annotated[int, typer.Argument(help="Ranks from the next step boundary on.")],
+) -> None:
+    """Change the workers of a run that has --workers MIN:MAX."""
+    ask(run, workers)
+    put(f"asked for {workers} workers; the run goes on with them from its next step boundary")
 
 
 def run_training(

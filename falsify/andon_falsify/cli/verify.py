@@ -5,14 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from andon_falsify.cli.falsify import USAGE, FalsifyCommand
-
-if TYPE_CHECKING:
-    from andon_falsify.verdict import Verdict
+from andon_contracts.legible import legible_line
+from andon_falsify.cli.command import USAGE, FalsifyCommand
+from andon_falsify.verdict import Verdict, closing_line, exit_code
 
 _SHOWN = 5
 
@@ -21,8 +20,6 @@ Runs = Annotated[list[Path], typer.Argument(help="Run folders or ledgers; severa
 
 def verify(runs: Runs) -> None:
     """Check every claim that a ledger can decide; 0 all hold, 1 one is falsified, 2 one is unknown."""
-    from andon_contracts.legible import legible_line
-
     try:
         lines, code = report(runs)
     except OSError as error:
@@ -35,14 +32,12 @@ def verify(runs: Runs) -> None:
 
 def report(runs: Sequence[Path]) -> tuple[tuple[str, ...], int]:
     """The lines and the exit code of `andon verify` for these runs. Raises `OSError` for one that cannot be read."""
-    from andon_contracts.legible import legible_line
-    from andon_falsify.claims.ledgers import ALL, read_run, recorded_violations, unfinished
-    from andon_falsify.claims.ledgers import verify as judged
-    from andon_falsify.verdict import closing_line, exit_code
+    # The checkers are what `andon --help` does not need, and as much again as all that it loads.
+    from andon_falsify.claims import ledgers
 
-    read = [read_run(path) for path in runs]
-    verdicts = judged(read)
-    statements = {claim.name: claim for claim in ALL}
+    read = [ledgers.read_run(path) for path in runs]
+    verdicts = ledgers.verify(read)
+    statements = {claim.name: claim for claim in ledgers.ALL}
     lines = []
     for verdict in verdicts:
         lines.append(f"{verdict.claim} v{statements[verdict.claim].version}: {verdict.outcome.value}{_why(verdict)}")
@@ -50,10 +45,10 @@ def report(runs: Sequence[Path]) -> tuple[tuple[str, ...], int]:
         if len(verdict.counterexamples) > _SHOWN:
             lines.append(f"  and {len(verdict.counterexamples) - _SHOWN} more")
     for run in read:
-        told = recorded_violations(run)
+        told = ledgers.recorded_violations(run)
         for line in (*told[:_SHOWN], *([f"{len(told) - _SHOWN} more"] if len(told) > _SHOWN else [])):
             lines.append(f"note: {run.path} records {line}")
-        if stops := unfinished(run):
+        if stops := ledgers.unfinished(run):
             lines.append(f"note: {run.path} {stops}")
     lines.append(closing_line(verdicts, len(read)))
     return tuple(map(legible_line, lines)), exit_code(verdicts)
