@@ -37,8 +37,8 @@ from andon_contracts.record import (
     decode_line,
     encode,
 )
-from andon_falsify.events import StepEvent
-from andon_falsify.parse import parse_line
+from andon_falsify.history.events import StepEvent
+from andon_falsify.history.parse import parse_line
 from tests.support.ledger_lines import verify_chain
 
 H = ["0123456789abcdef", "f" * 16, "00000000000000a1", "1" * 16]

@@ -20,8 +20,8 @@ import json
 import math
 import re
 
-from andon_falsify.events import RowId
 from andon_falsify.history import History, chain_digest, read_lines
+from andon_falsify.history.events import RowId
 from andon_falsify.verdict import Outcome, Verdict
 
 _RANK = re.compile(r"(\d+)(?:@([\d,]+))?\[([^\]]*)\]")

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from andon_falsify.events import Event, Number, Plan, RankStep, RowId, StartEvent, StepEvent, Unread
-from andon_falsify.parse import LineError, parse_line
+from andon_falsify.history.events import Event, Number, Plan, RankStep, RowId, StartEvent, StepEvent, Unread
+from andon_falsify.history.parse import LineError, parse_line
 
 __all__ = [
     "Event",

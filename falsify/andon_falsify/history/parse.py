@@ -8,7 +8,7 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any
 
-from andon_falsify.events import Event, Number, Plan, RankStep, RowId, StartEvent, StepEvent, whole
+from andon_falsify.history.events import Event, Number, Plan, RankStep, RowId, StartEvent, StepEvent, whole
 
 VERSIONS = (1, 2, 3, 4)
 """Version 2 lets more be left out and adds what a watch of another's loop knows, version 3 what a witness
