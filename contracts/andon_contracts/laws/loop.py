@@ -221,13 +221,10 @@ _FROZEN_ALIKE: Law[Seen[object]] = Law(
 """What all ranks write alike a loop may mean, and hardware does not do: nobody is stopped for it."""
 
 
-def _moved(seen: Seen[object]) -> list[int]:
-    return [o.rank for o in seen.said if o.values["followed"] != o.values["first followed"]]
-
-
 def _first_alone(seen: Seen[object]) -> bool:
     """Whether rank 0 alone moved what follows the trained weights, as loops do that save and score it there."""
-    return len(seen.said) > 1 and _moved(seen) == [0]
+    moved = [o.rank for o in seen.said if o.values["followed"] != o.values["first followed"]]
+    return len(seen.said) > 1 and moved == [0]
 
 
 def _explain_followers(seen: Seen[object]) -> Finding:

@@ -108,10 +108,6 @@ def _explain_clip(seen: Seen[object]) -> Finding:
     return Finding(what, seen.step, (), "gradient")
 
 
-def _unfinished(seen: Seen[object]) -> bool:
-    return any(each & _UNFINISHED for each in seen.column("clipping"))
-
-
 def _explain_micro(seen: Seen[object]) -> Finding:
     what = "the gradients were clipped for each micro-batch, and not once for the update"
     return Finding(what, seen.step, (), "gradient")
@@ -187,7 +183,13 @@ COURSE: tuple[Law[Seen[object]], ...] = (
         suspicion=True,
     ),
     Law("clip-placed/before", ("clipping",), lambda seen: not _clipped_early(seen), _explain_clip),
-    Law("clip-placed/micro-batch", ("clipping",), lambda seen: not _unfinished(seen), _explain_micro, suspicion=True),
+    Law(
+        "clip-placed/micro-batch",
+        ("clipping",),
+        lambda seen: not any(each & _UNFINISHED for each in seen.column("clipping")),
+        _explain_micro,
+        suspicion=True,
+    ),
     Law("ranks-joined/before", ("alone",), lambda seen: not seen.any("alone"), _explain_alone, suspicion=True),
 )
 """At every update: passes have orders of their own, what is trained is in training mode, and clipping has its place."""

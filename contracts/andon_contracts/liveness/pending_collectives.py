@@ -73,7 +73,8 @@ class PendingCollectives:
 
     def follow(self, model: nn.Module) -> list[DistributedDataParallel]:
         """The modules in `model` whose backward passes reduce over all ranks; `forward` is to be told of each call."""
-        found = [m for m in model.modules() if isinstance(m, DistributedDataParallel) and self._reduces(m)]
+        modules = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+        found = [each for each in modules if self._ranks <= set(dist.get_process_group_ranks(each.process_group))]
         self._parameters = frozenset(id(p) for each in found for p in each.parameters())
         return found
 
@@ -131,9 +132,6 @@ class PendingCollectives:
         """For the other ranks. The gathers are read last: what is said of the rest was so before they were more."""
         backwards, inside = self._backwards, self._inside or ("", 0)
         return Counts(self._gathers, backwards, *inside)
-
-    def _reduces(self, module: DistributedDataParallel) -> bool:
-        return self._ranks <= set(dist.get_process_group_ranks(module.process_group))
 
 
 def stuck(waiting: Waiting, told: Mapping[int, Counts]) -> dict[int, str]:

@@ -68,8 +68,9 @@ def unlisten(listener: Listener) -> None:
     """No longer tell `listener`; with the last one everything is as it was."""
     if listener in _listeners:
         _listeners.remove(listener)
-        if not _listeners:
-            _restore()
+        while _originals and not _listeners:
+            home, name, original = _originals.pop()
+            setattr(home, name, original)
 
 
 def _replace(home: Any, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -90,12 +91,6 @@ def _install() -> None:
         _replace(home, "all_reduce", _around_reduce)
     _replace(dataloader._BaseDataLoaderIter, "_next_index", _around_draw)
     _replace(dataloader._BaseDataLoaderIter, "__next__", _around_yield)
-
-
-def _restore() -> None:
-    while _originals:
-        home, name, original = _originals.pop()
-        setattr(home, name, original)
 
 
 def _listed(parameters: Any) -> list[torch.Tensor]:

@@ -13,7 +13,7 @@ import re
 import shlex
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -227,8 +227,9 @@ class Practice:
         for number in numbers:
             counted = self._passes.setdefault(number, _Counted())
             for rank, part in enumerate(parts):
-                for row, key, _, size, most, so_far in _rows_of(part, number):
-                    counted.add(rank, row, key, size, most, so_far)
+                for row, key, of_pass, size, most, so_far in zip(*part, strict=True):
+                    if of_pass == number:
+                        counted.add(rank, row, key, size, most, so_far)
             keys = counted.repeated()
             ranks = counted.ranks_of(keys, self._exchange.world_size)
             self._verdicts.judge(PASS, Practised(observations, repeated=counted.rows(keys), ranks=ranks), scene)
@@ -288,10 +289,6 @@ def _would_tell(command: Sequence[str]) -> str:
     known = "" if "{local_batch}" in script else "; put {local_batch} and {accumulation} where it takes them"
     run = f"torchrun --standalone --nproc-per-node {{world}} -m andon watch {script}"
     return f"  gradient scale: not checked without reference=; this would: andon falsify --script {run!r}{known}"
-
-
-def _rows_of(part: list[list[int]], number: int) -> Iterator[tuple[int, ...]]:
-    return (row for row in zip(*part, strict=True) if row[2] == number)
 
 
 class _Counted:

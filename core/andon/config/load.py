@@ -194,18 +194,15 @@ def _what(key_path: KeyPath, details: ErrorDetails) -> str:
     return f"{details['msg'][:1].lower()}{details['msg'][1:]} ({shown(value)})"
 
 
-def _known() -> Iterator[KeyPath]:
-    for name, section in Config.model_fields.items():
-        yield (name,)
-        if isinstance(section.annotation, type) and issubclass(section.annotation, BaseModel):
-            yield from ((name, key) for key in section.annotation.model_fields)
-
-
 def _suggestion(path: KeyPath) -> str:
     """The key that was meant: the same name elsewhere, else the nearest beside it, else the nearest anywhere."""
     if path[:2] == ("data", "train"):
         return f"; known here: {', '.join(TrainFile.model_fields)}"
-    known = list(_known())
+    known: list[KeyPath] = []
+    for name, section in Config.model_fields.items():
+        known.append((name,))
+        if isinstance(section.annotation, type) and issubclass(section.annotation, BaseModel):
+            known += ((name, key) for key in section.annotation.model_fields)
     elsewhere = [".".join(each) for each in known if each[-1] == path[-1]]
     if elsewhere:
         return f"; did you mean {elsewhere[0]!r}?"

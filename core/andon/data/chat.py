@@ -304,7 +304,8 @@ class _Scribe:
                 continue
             if answer and place == 0 and self._template is not None and not self._all:
                 raise TemplateFault('begins with an answer, to which nothing leads; give that message "train": false')
-            before = self._before(messages[:place], answer)
+            # Templates cannot write no messages at all.
+            before = self.text(messages[:place], asks=answer) if place or self._template is None else ""
             after = whole if place == len(messages) - 1 else self.text(messages[: place + 1])
             if not whole.startswith(before) or not after.startswith(before):
                 raise TemplateFault(_no_prefix(self._name(place)))
@@ -312,10 +313,6 @@ class _Scribe:
                 raise TemplateFault(f"the chat template leaves out {self._name(place)}")
             turns.append(_Turn(place, before, after, message.weight, answer))
         return whole, turns
-
-    def _before(self, messages: Sequence[Message], answer: bool) -> str:
-        """The text before a message. Templates cannot write no messages at all."""
-        return self.text(messages, asks=answer) if messages or self._template is None else ""
 
     def _all_there(self, messages: Sequence[Message], whole: str) -> None:
         """Raise `TemplateFault` for a message of which the template writes nothing, as one for images does of texts."""

@@ -205,13 +205,13 @@ def _network(seen: Mapping[str, Any]) -> Check:
     advice = f"several machines: set {_INTERFACE} to the one to use ({', '.join(others) or names})"
     if not seen["ours"] and _INTERFACE not in os.environ:
         return Check("network", "warning", f"{found}, which is none of this machine's", advice)
-    if others and _INTERFACE not in os.environ and all(_loops(address) for address in seen["ours"]):
+    if (
+        others
+        and _INTERFACE not in os.environ
+        and all(each.startswith("127.") or each == "::1" for each in seen["ours"])
+    ):
         return Check("network", "ok", f"{found}, which other machines cannot reach", advice)
     return Check("network", "ok", found)
-
-
-def _loops(address: str) -> bool:
-    return address.startswith("127.") or address == "::1"
 
 
 def _backend(name: str, seen: Mapping[str, Any]) -> Check:

@@ -87,7 +87,8 @@ def replay(config: Config, path: Path, first: int, last: int) -> Replayed:
     found = open_recorded(path)
     assert found.folder is not None
     with assembled(config, found.folder, writing=False) as session:
-        checkpoint = _nearest(found.folder, first)
+        # Where the latest is damaged, an older one, or the initial weights, serve as well.
+        checkpoint = newest_valid(found.folder.checkpoints, before=first)[0]
         _require_same(session, checkpoint)
         total = session.run.plan.total_steps
         if last > total:
@@ -106,11 +107,6 @@ def replay_rank(payload: Mapping[str, Any]) -> int:
     if dist.get_rank() == 0:
         write_json(Path(payload["out"]) / RESULT, asdict(result))
     return 0
-
-
-def _nearest(folder: RunFolder, first: int) -> Checkpoint | None:
-    """The latest valid checkpoint that was written before step `first`; None: the run starts from its beginning."""
-    return newest_valid(folder.checkpoints, before=first)[0]  # an older one, or the initial weights, serve as well
 
 
 def _require_same(session: Session, checkpoint: Checkpoint | None) -> None:

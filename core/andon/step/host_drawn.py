@@ -83,7 +83,9 @@ class HostDrawnDropout(TorchFunctionMode):
     def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         if not training or not 0 < p < 1:
             return _functional.dropout(input, p, training, inplace)
-        kept = self._drawn(input, p).div_(1 - p).to(input.device, non_blocking=True)
+        # Drawn on the CPU, in the order of the input's memory, so that a GPU drops what a CPU would.
+        drawn = torch.empty_like(input, device="cpu", requires_grad=False).bernoulli_(1 - p, generator=self._generator)
+        kept = drawn.div_(1 - p).to(input.device, non_blocking=True)
         return input.mul_(kept) if inplace else input * kept
 
     def _attention(self, given: Mapping[str, Any]) -> Tensor:
@@ -95,10 +97,6 @@ class HostDrawnDropout(TorchFunctionMode):
         shares: Tensor = torch.ops.aten._safe_softmax(weights + _bias(given, weights), -1)
         seen: Tensor = self._dropout(shares, given["dropout_p"]) @ value
         return seen
-
-    def _drawn(self, like: Tensor, p: float) -> Tensor:
-        """1 where a value of `like` is kept and 0 where it is dropped, on the CPU, in the order of its memory."""
-        return torch.empty_like(like, device="cpu", requires_grad=False).bernoulli_(1 - p, generator=self._generator)
 
 
 def _drops_nothing(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

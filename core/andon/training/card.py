@@ -258,20 +258,17 @@ def _scores(result: Result, task: str, data: str) -> Iterator[str]:
         own = sorted((score for score in _SCORES[task] if score.key in each), key=lambda score: score.key != "loss")
         tokens = [("tokens", "trained tokens")] if "tokens" in each else []
         words = ("source", "rows", *(word for _, word in tokens), *(score.word for score in own))
-        lines = [
-            (_code(name), one["rows"], *(one[key] for key, _ in tokens), *(_shown(one.get(s.key)) for s in own))
-            for name, one in sources.items()
-        ]
+        lines = []
+        for name, one in sources.items():
+            scores = [one.get(score.key) for score in own]
+            shown = ["" if score is None else f"{score:.4f}" for score in scores]
+            lines.append((_code(name), one["rows"], *(one[key] for key, _ in tokens), *shown))
         yield _table(words, lines)
     confusion: Sequence[Sequence[int]] = found.get("confusion") or ()
     if confusion and len(confusion) <= _MOST_COLUMNS:
         yield "Rows of each class (down) by what they were taken for (across):"
         lines = [(_code(label), *row) for label, row in zip(result.labels, confusion, strict=True)]
         yield _table(("", *map(_code, result.labels)), lines)
-
-
-def _shown(score: float | None) -> str:
-    return "" if score is None else f"{score:.4f}"
 
 
 def _origin(config: Config, provenance: Provenance, result: Result) -> Iterator[str]:
@@ -290,7 +287,7 @@ def _origin(config: Config, provenance: Provenance, result: Result) -> Iterator[
     yield _table(("what", "value"), [(what, value) for what, value in facts.items() if value])
     workers = "any number of workers of one kind of device" if config.training.exact else "as many workers"
     yield f"The same weights come from the same rows and base, with these versions on {workers}, by:"
-    yield _block(_command(config, result))
+    yield f"    {_command(config, result)}"
 
 
 def _command(config: Config, result: Result) -> str:
@@ -360,10 +357,6 @@ def _plain(text: str) -> str:
 def _code(text: str) -> str:
     """`text` as it is written, between backticks; one of its own becomes an apostrophe."""
     return f"`{legible_line(text).replace('`', chr(39)).replace('|', chr(92) + '|')}`"
-
-
-def _block(*lines: str) -> str:
-    return "\n".join(f"    {line}".rstrip() for line in lines)
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

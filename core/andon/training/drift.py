@@ -193,10 +193,6 @@ def _classes(run: TrainedRun, asked: Questions, logits: Iterator[torch.Tensor]) 
     return Said(found, found.argmax(dim=1).tolist())
 
 
-def _numbers(run: TrainedRun, asked: Questions, logits: Iterator[torch.Tensor]) -> Said:
-    return Said(torch.cat(list(logits)), ())
-
-
 def _label_sets(run: TrainedRun, asked: Questions, logits: Iterator[torch.Tensor]) -> Said:
     found = torch.cat([batch.sigmoid() for batch in logits])
     return Said(found, (found > 0.5).tolist())
@@ -214,7 +210,7 @@ def _tags(run: TrainedRun, asked: Questions, logits: Iterator[torch.Tensor]) -> 
 
 _SAID: Mapping[str, Callable[[TrainedRun, Questions, Iterator[torch.Tensor]], Said]] = {
     CLASSIFICATION: _classes,
-    REGRESSION: _numbers,
+    REGRESSION: lambda run, asked, logits: Said(torch.cat(list(logits)), ()),
     MULTI_LABEL: _label_sets,
     TOKEN_CLASSIFICATION: _tags,
 }

@@ -227,7 +227,9 @@ class FolderJournal:
         not intact. A ledger that cannot be written always ends the run.
         """
         self._ledger.sync()
-        state = {**self._fixed_state, "progress": _exact(asdict(progress))}
+        # Reals as hex, so that a checkpoint's state is strict JSON and exact.
+        exact = {name: value.hex() if isinstance(value, float) else value for name, value in asdict(progress).items()}
+        state = {**self._fixed_state, "progress": exact}
         try:
             self._retention.make_again(self._folder.checkpoints)
             path = save_checkpoint(self._folder.checkpoints, progress.step, self._tensors(), state, self._ledger.head)
@@ -276,11 +278,6 @@ def evaluation_of(step: int, epoch: int, scores: Scores) -> Evaluation:
 
 def _reals(scores: Scores) -> dict[str, float]:
     return {name: value for name, value in scores.as_dict().items() if isinstance(value, float)}
-
-
-def _exact(values: dict[str, Any]) -> dict[str, Any]:
-    """Reals as hex, so that a checkpoint's state is strict JSON and exact."""
-    return {name: value.hex() if isinstance(value, float) else value for name, value in values.items()}
 
 
 def progress_from(checkpoint: Checkpoint) -> Progress:

@@ -13,11 +13,11 @@ from pathlib import Path
 from andon.config.schema import CLASSIFICATION, MULTI_LABEL, REGRESSION, SFT, TOKEN_CLASSIFICATION, Config, Data
 from andon.console.problems import InputError, Problem
 from andon.data import reviews, rewriting, shell, tagged
-from andon.data.conversations import ConversationSet, are_of_conversations, read_conversations
+from andon.data.conversations import are_of_conversations, read_conversations
 from andon.data.labels import likely_separator
 from andon.data.mixing import mixed
 from andon.data.readers import first_record, read, read_label_sets, read_targets
-from andon.data.rows import DataSet, Examples, LabelSets, Targets, frozen_split, shared_texts
+from andon.data.rows import DataSet, Examples, LabelSets, frozen_split, shared_texts
 from andon.run.summary import HELD_OUT, LAST_VALIDATION
 from andon.training.surveys import Surveys
 
@@ -114,25 +114,13 @@ def _is_named(data: Data, first: Mapping[str, object]) -> str:
     return ""
 
 
-def _classes(data: Data, paths: Sequence[Path], labels: tuple[str, ...] | None) -> DataSet:
-    return read(*paths, **_columns(data), labels=labels)
-
-
 def _columns(data: Data) -> dict[str, str | None]:
     return data.model_dump(include={"text_column", "text_pair_column", "label_column"})
-
-
-def _conversations(data: Data, paths: Sequence[Path], labels: tuple[str, ...] | None) -> ConversationSet:
-    return read_conversations(*paths)
 
 
 def _are_conversations(data: Data, first: Mapping[str, object]) -> str:
     named = data.text_column is not None or data.label_column is not None
     return "rows are conversations" if not named and are_of_conversations(first) else ""
-
-
-def _numbers(data: Data, paths: Sequence[Path], labels: tuple[str, ...] | None) -> Targets:
-    return read_targets(*paths, **_columns(data))
 
 
 def _label_sets(data: Data, paths: Sequence[Path], labels: tuple[str, ...] | None) -> LabelSets:
@@ -168,11 +156,15 @@ def notes(rows: Rows) -> Iterator[str]:
 
 
 READERS: Mapping[str, Reader] = {
-    CLASSIFICATION: Reader(_is_named, _classes, shell.embedded),
+    CLASSIFICATION: Reader(
+        _is_named, lambda data, paths, labels: read(*paths, **_columns(data), labels=labels), shell.embedded
+    ),
     TOKEN_CLASSIFICATION: Reader(_are_tagged, _tagged, tagged.embedded),
     MULTI_LABEL: Reader(_are_label_sets, _label_sets, reviews.embedded_label_sets),
-    REGRESSION: Reader(_is_named, _numbers, reviews.embedded_numbers),
-    SFT: Reader(_are_conversations, _conversations, rewriting.embedded),
+    REGRESSION: Reader(
+        _is_named, lambda data, paths, labels: read_targets(*paths, **_columns(data)), reviews.embedded_numbers
+    ),
+    SFT: Reader(_are_conversations, lambda data, paths, labels: read_conversations(*paths), rewriting.embedded),
 }
 """By the task's name in the configuration."""
 

@@ -43,7 +43,10 @@ def fitting_powers(
     fits: dict[int, list[Mapping[str, int]]] = {}
     for tried in product(_POWERS, repeat=len(names)):
         powers = {name: power for name, power in zip(names, tried, strict=True) if power}
-        if powers and all(isclose(_value(factors, powers), abs(r), rel_tol=tolerance) for r, factors in measured):
+        made = [prod(float(factors.get(name, 1)) ** power for name, power in powers.items()) for _, factors in measured]
+        if powers and all(
+            isclose(each, abs(r), rel_tol=tolerance) for each, (r, _) in zip(made, measured, strict=True)
+        ):
             fits.setdefault(sum(power * power for power in tried), []).append(powers)
     return fits[min(fits)] if fits else []
 
@@ -53,10 +56,6 @@ def name_product(factors: Mapping[str, int], powers: Mapping[str, int]) -> str:
     above = [_power(name, factors[name], power) for name, power in sorted(powers.items()) if power > 0]
     below = [_power(name, factors[name], -power) for name, power in sorted(powers.items()) if power < 0]
     return " / ".join([" x ".join(above) or "1", *below])
-
-
-def _value(factors: Mapping[str, int], powers: Mapping[str, int]) -> float:
-    return prod(float(factors.get(name, 1)) ** power for name, power in powers.items())
 
 
 def _power(name: str, value: int, power: int) -> str:

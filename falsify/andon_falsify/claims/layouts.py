@@ -112,15 +112,14 @@ def _proven(
             return [replace(found, what=f"{found.what} ({uneven})") for found in apart.values()]
         if "loss" not in apart and step.loss is not None and twin.loss is not None:
             return list(apart.values())
-    return [
-        found
+    scaled = [
+        field
         for field, found in apart.items()
-        if field == "lr" or (field in _SCALED and _is_named(found.ratio, layout, step.number))
+        if field in _SCALED
+        and found.ratio is not None
+        and fitting_powers([(found.ratio, layout)], _allowed(step.number))
     ]
-
-
-def _is_named(ratio: float | None, layout: Mapping[str, int], number: int) -> bool:
-    return ratio is not None and bool(fitting_powers([(ratio, layout)], _allowed(number)))
+    return [found for field, found in apart.items() if field == "lr" or field in scaled]
 
 
 def _unproven(apart: Mapping[str, Counterexample], step: StepEvent, twin: StepEvent, layout: Mapping[str, int]) -> str:

@@ -168,7 +168,9 @@ def describe(parts: Parts) -> None:
     case, replicas, seen = parts.case, parts.replicas, parts.seen
     for rank, replica in zip(seen.ranks, replicas, strict=True):
         named = trainable_parameters(replica.model)
-        seen.layouts[rank] = tuple((name, tuple(p.shape), str(p.dtype)) for name, p in _in_flat_order(named))
+        # In the order of their addresses, which is that of the flat buffer whatever anyone says of it.
+        in_flat_order = sorted(named.items(), key=lambda item: item[1].data_ptr())
+        seen.layouts[rank] = tuple((name, tuple(p.shape), str(p.dtype)) for name, p in in_flat_order)
         seen.start[rank] = digest(named)
         seen.frozen[rank] = (digest(frozen_of(replica.model)), "")
     if case.values and seen.ranks[0] == 0:
@@ -182,11 +184,6 @@ def frozen_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """What must not change, by name: parameters that do not train, and buffers."""
     frozen = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
     return frozen | dict(model.named_buffers())
-
-
-def _in_flat_order(named: dict[str, nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
-    """The parameters in the order of their addresses, which is that of the flat buffer whatever anyone says of it."""
-    return sorted(named.items(), key=lambda item: item[1].data_ptr())
 
 
 def _planned_bytes(case: Case, replica: Replica, task: ClassificationTask, plan: BatchPlan) -> int:

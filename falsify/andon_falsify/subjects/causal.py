@@ -71,7 +71,9 @@ class CausalSubject:
     def __init__(self, case: CausalCase) -> None:
         self.case = case
         self.rows = token_rows(case.rows, case.seed)
-        encoded = [_encoded(place, row) for place, row in enumerate(self.rows)]
+        encoded = [
+            EncodedRow(place, array("i", row.tokens), array("f", row.weights)) for place, row in enumerate(self.rows)
+        ]
         task = SftTask(encoded, pad_id=PAD, max_length=LONGEST)
         self.task = task.packed(range(len(encoded))) if case.packed else task
         spec, backend = StepSpec(OptimizerSpec(), 5, case.micro_batches, None), InlineBackend([_CPU] * case.world)
@@ -134,10 +136,6 @@ def distances(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> dict
         raise ValueError(msg)
     off = {name: float((found[name].double() - value).norm()) for name, value in wanted.items()}
     return {name: each / float(wanted[name].norm()) if each else 0.0 for name, each in off.items()}
-
-
-def _encoded(place: int, row: TokenRow) -> EncodedRow:
-    return EncodedRow(place, array("i", row.tokens), array("f", row.weights))
 
 
 def _short(name: str) -> str:

@@ -231,7 +231,8 @@ class Page:
         columns = list(found)
         names = [name for name in dict.fromkeys(chain(*columns)) if any(each.get(name) is not None for each in columns)]
         rows = [[name, *(each.get(name) for each in columns)] for name in names]
-        apart = frozenset(at for at, row in enumerate(rows) if len({_same(value) for value in row[1:]}) > 1)
+        exact = [[value.hex() if isinstance(value, float) else value for value in row[1:]] for row in rows]
+        apart = frozenset(at for at, row in enumerate(exact) if len(set(row)) > 1)
         return Table(caption, ("", *self._heads), rows, apart)
 
 
@@ -248,10 +249,6 @@ def _nearer(value: object) -> object:
     if isinstance(value, dict):
         return {name: _nearer(each) for name, each in value.items()}
     return value.removeprefix(f"{Path.cwd()}/") if isinstance(value, str) else value
-
-
-def _same(value: Value) -> object:
-    return value.hex() if isinstance(value, float) else value
 
 
 def _facts(run: Told) -> dict[str, Value]:
