@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from andon_contracts.causes import Cause, first_line
-from andon_contracts.digest import tensor_digest
+from andon_contracts.digest import hex64, tensor_digest
 from andon_contracts.fingerprint import environment
 from andon_contracts.record import SCHEMA_VERSION, Broken
 from andon_contracts.stacks import collectives, stacks
@@ -132,7 +132,7 @@ def _write_state(folder: Path, evidence: Evidence, tensor: str, body: dict[str, 
         for name, found in evidence.tensors(tensor):
             if name in digests:
                 continue
-            digests[name] = f"{tensor_digest(found):016x}"
+            digests[name] = hex64(tensor_digest(found))
             if found.dtype not in NAMES or size + found.nbytes > LIMIT_BYTES:
                 left_out.append(name)
                 continue

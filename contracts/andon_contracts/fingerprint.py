@@ -98,7 +98,7 @@ def environment(threads: int | None = None, devices: Sequence[str] = ()) -> dict
         "platform": platform.platform(),
         "machine": platform.machine(),
         "libc": " ".join(platform.libc_ver()).strip(),
-        "packages": {name: _version(name) for name in names},
+        "packages": {name: version_of(name) for name in names},
         "cpu": cpu["model"],
         "instructions": cpu["instructions"],
         "cores": len(os.sched_getaffinity(0)),
@@ -156,9 +156,10 @@ def _driver() -> str | None:
     return found[1] if found is not None else None
 
 
-def _version(name: str) -> str | None:
+def version_of(library: str) -> str | None:
+    """The version of an installed library; None where it is not installed."""
     try:
-        return metadata.version(name)
+        return metadata.version(library)
     except metadata.PackageNotFoundError:
         return None
 

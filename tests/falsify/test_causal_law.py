@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from andon_falsify.reference.causal import TokenRow, causal_gradient, mean_of, token_sum
+from andon_falsify.reference.causal import TokenRow, mean_of, token_sum
 from andon_falsify.reference.decoder import Decoder
 from andon_falsify.subjects.causal import CausalCase, CausalLaw, CausalSubject, distances
 
@@ -46,7 +46,7 @@ def test_the_law_is_one_sum_divided_once(whole: CausalSubject) -> None:
     rows = [TokenRow((1, 2, 3), (0.0, 0.0, 1.0)), TokenRow(tuple(range(4, 14)), (1.0,) * 10)]
     assert [row.trained for row in rows] == [1, 9]
     by_row = [token_sum(decoder, params, names, row) for row in rows]
-    loss, gradients = causal_gradient(decoder, params, names, rows)
+    loss, gradients = mean_of(by_row)
     by_hand = 0.0
     for row in rows:
         chances = decoder.next_token_logits(params, torch.tensor(row.tokens)).log_softmax(1)
@@ -72,7 +72,7 @@ def test_what_has_no_mean_is_refused(whole: CausalSubject) -> None:
     """No trained token at all, and a weight too few."""
     decoder, params, names = _law(whole), whole.weights(), ["model.norm.weight"]
     with pytest.raises(ValueError, match="without a trained token"):
-        causal_gradient(decoder, params, names, [TokenRow((1, 2), (1.0, 0.0))])
+        mean_of([token_sum(decoder, params, names, TokenRow((1, 2), (1.0, 0.0)))])
     with pytest.raises(ValueError, match="2 tokens and 1 weights"):
         token_sum(decoder, params, names, TokenRow((1, 2), (1.0,)))
 

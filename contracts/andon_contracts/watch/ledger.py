@@ -19,7 +19,7 @@ from andon_contracts.agree import real_of
 from andon_contracts.digest import join
 from andon_contracts.fields import Real
 from andon_contracts.fingerprint import environment, fingerprint
-from andon_contracts.laws.law import Observations
+from andon_contracts.laws.law import Observations, hexadecimal
 from andon_contracts.ledger import LedgerError, LedgerFile
 from andon_contracts.observe import flat_digest
 from andon_contracts.record import (
@@ -122,9 +122,9 @@ class Recorder:
         if self._file is None:
             return
         identity = _identity(self._subject, optimizers)
-        digests = {"weights": _hex(flat_digest(self._subject.trainable.values()))}
+        digests = {"weights": hexadecimal(flat_digest(self._subject.trainable.values()))}
         if self._subject.frozen:
-            digests["base"] = _hex(flat_digest(self._subject.frozen.values()))
+            digests["base"] = hexadecimal(flat_digest(self._subject.frozen.values()))
         self._last = (start, {"weights": digests["weights"]})
         machine = _fingerprint(self._subject)
         if self._file.head[0]:
@@ -144,14 +144,15 @@ class Recorder:
         reduced = any(o.values["reduced seen"] for o in before)
         skipped = any(o.values["skipped"] for o in before)
         parts = {
-            "gradient": [_hex(o.values["reduced" if reduced else "gradient"]) for o in before],
-            "weights": [_hex(o.values["weights"]) for o in after],
-            "optimizer": [_hex(o.values["optimizer"]) for o in after],
+            "gradient": [hexadecimal(o.values["reduced" if reduced else "gradient"]) for o in before],
+            "weights": [hexadecimal(o.values["weights"]) for o in after],
+            "optimizer": [hexadecimal(o.values["optimizer"]) for o in after],
         }
         whole = {name: self._one(name, digests) for name, digests in parts.items()}
         ranks = tuple(self._rank(rank, parts, told) for rank in range(len(after)))
         loss, count = _loss(before)
-        content = None if not told.contents else _hex(text_digest(sorted(zip(told.union, told.contents, strict=True))))
+        contents = sorted(zip(told.union, told.contents, strict=True)) if told.contents else None
+        content = None if contents is None else hexadecimal(text_digest(contents))
         self._last = (step, {"weights": whole["weights"], "optimizer": whole["optimizer"]})
         self._append(
             Step(
@@ -186,7 +187,7 @@ class Recorder:
         """The digest of all: rank 0's where every rank holds the same, else one of all ranks' parts."""
         if self._held[name]:
             return digests[0]
-        return _hex(join({f"rank {rank}": int(digest, 16) for rank, digest in enumerate(digests)}))
+        return hexadecimal(join({f"rank {rank}": int(digest, 16) for rank, digest in enumerate(digests)}))
 
     def _norm(self, observations: Observations, name: str) -> float:
         return self._subject.norm_of_all([real_of(o.values[name]) for o in observations])
@@ -210,13 +211,13 @@ class Recorder:
 
     def saved(self, step: int, name: str, digests: Mapping[str, int]) -> None:
         """The loop saved a checkpoint."""
-        self._append(Saved(step, name, _hex(join({key: value % (1 << 64) for key, value in digests.items()}))))
+        self._append(Saved(step, name, hexadecimal(join({key: value % (1 << 64) for key, value in digests.items()}))))
 
     def loaded(self, step: int, name: str, world: int, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """The loop loaded a checkpoint and goes on after `step` updates."""
         if self._file is None:
             return
-        digests = {"weights": _hex(flat_digest(self._subject.trainable.values()))}
+        digests = {"weights": hexadecimal(flat_digest(self._subject.trainable.values()))}
         identity, machine = _identity(self._subject, optimizers), _fingerprint(self._subject)
         self._append(Resume(step, identity, machine, digests, world, _backend(), name))
 
@@ -262,10 +263,6 @@ def reason_of(error: BaseException | None) -> str:
     if isinstance(error, Violation) and not isinstance(error, Halted):
         return "violation"
     return "finished" if error is None or (isinstance(error, SystemExit) and not error.code) else "failed"
-
-
-def _hex(digest: int) -> str:
-    return f"{digest % (1 << 64):016x}"
 
 
 def _loss(before: Observations) -> tuple[Real | None, int | None]:

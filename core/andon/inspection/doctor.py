@@ -17,14 +17,13 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
 from andon.console.problems import InputError, install_hint
 from andon.inspection.probes import IMPORTED
 from andon.launch.fork_server import require_sockets
-from andon_contracts.fingerprint import environment
+from andon_contracts.fingerprint import environment, version_of
 
 EXTRAS = {
     "train": {
@@ -132,7 +131,7 @@ def _answer(limit_s: float, arguments: tuple[str, ...], scratch: str) -> Mapping
 
 
 def _ourselves() -> Check:
-    name = f"andon {_version('andon') or 'of unknown version'}, Python {sys.version.split()[0]} ({sys.executable})"
+    name = f"andon {version_of('andon') or 'of unknown version'}, Python {sys.version.split()[0]} ({sys.executable})"
     if sys.version_info < (3, 11):  # noqa: UP036 - a checkout on a path is asked for nothing
         return Check("andon", "problem", name, "Andon needs Python 3.11 or newer")
     return Check("andon", "ok", name)
@@ -154,7 +153,7 @@ def _libraries(seen: Mapping[str, Any]) -> Iterator[Check]:
         return
     names = {module: name for name, module in (_NEEDED | EXTRAS["train"]).items()}
     for module in IMPORTED:
-        version = _version(names[module])
+        version = version_of(names[module])
         if module not in seen["broken"]:
             yield Check(f"library {names[module]}", "ok", version or "there, of unknown version")
             continue
@@ -169,7 +168,7 @@ def _extras() -> Iterator[Check]:
     for extra, brought in EXTRAS.items():
         missing = [name for name, module in brought.items() if not _is_there(module)]
         if not missing:
-            versions = ", ".join(f"{name} {_version(name) or 'of unknown version'}" for name in brought)
+            versions = ", ".join(f"{name} {version_of(name) or 'of unknown version'}" for name in brought)
             yield Check(f"extra {extra}", "ok", versions)
         else:
             level: Level = "problem" if extra == "train" else "ok"
@@ -268,10 +267,3 @@ def _is_there(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):
         return False
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None

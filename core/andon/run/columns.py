@@ -17,7 +17,6 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -25,6 +24,7 @@ from andon.console.messages import say
 from andon.run.atomic import clean_leftovers, json_bytes, remove, storage, whole_folder, write_new
 from andon.run.ownership import open_lock
 from andon_contracts.fields import json_object
+from andon_contracts.fingerprint import version_of
 from andon_contracts.untrusted import open_regular, read_json
 
 Read = TypeVar("Read")
@@ -49,16 +49,9 @@ class Columns:
 
 def key_of(libraries: tuple[str, ...], **depends_on: object) -> str:
     """The digest of what columns depend on: what is given, the format here, and the versions of what makes them."""
-    versions = {name: _version(name) for name in libraries}
+    versions = {name: version_of(name) or "" for name in libraries}
     known = {"format": [FORMAT, sys.byteorder], "versions": versions, **depends_on}
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return ""
 
 
 def found(folder: Path, key: str, kinds: Mapping[str, str], read: Callable[[Columns], Read]) -> Read | None:

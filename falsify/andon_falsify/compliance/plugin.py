@@ -35,8 +35,6 @@ from andon_falsify.verdict import Verdict
 _SUITE = pytest.StashKey[Suite]()
 """The campaign against the subject that was named; not there where none was."""
 _OF_A_SUBJECT = "test_subject.py"
-_FOLDERS = (Path(__file__).parent, Path(__file__).parents[2])
-"""Where compliance tests lie: in the package, and in a checkout beside it those that collect them."""
 _ONCE = ("subject", "script", "world", "accumulation", "seed", "budget", "name")
 _AGAIN = ("claim", "expected_failed")
 _PROFILES = {"quick": "andon-dev", "standard": "andon-ci", "deep": "andon-deep"}

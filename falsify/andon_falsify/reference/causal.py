@@ -79,10 +79,3 @@ def mean_of(sums: Iterable[TokenSum]) -> tuple[float, dict[str, Tensor]]:
         name: torch.stack([part.gradients[name] for part in parts]).sum(0) / tokens for name in parts[0].gradients
     }
     return sum(part.loss for part in parts) / tokens, gradients
-
-
-def causal_gradient(
-    model: Decoder, params: Params, trainable: Collection[str], rows: Iterable[TokenRow]
-) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradient of one global batch, as `token_sum` and `mean_of` have them."""
-    return mean_of(token_sum(model, params, trainable, row) for row in rows)
