@@ -63,6 +63,7 @@ class LedgerFile:
             if self.torn:
                 os.ftruncate(self._handle, self._size)
                 os.fsync(self._handle)
+            # The name of a new file has to survive a power cut as its lines do.
             fsync_folder(path.parent)
         except BaseException:
             os.close(self._handle)
@@ -80,6 +81,7 @@ class LedgerFile:
             write_all(self._handle, line)
             self._count, self._digest, self._size = self._count + 1, chain(line), self._size + len(line)
         except BaseException:
+            # The chain goes on from whole lines alone, also where the caller goes on after this.
             if self._kept:
                 os.ftruncate(self._handle, self._size)
             raise
@@ -116,6 +118,7 @@ def read_lines(path: Path, *, follow: bool = False) -> Iterator[tuple[Line, byte
     count, digest = 0, GENESIS
     with open_regular(path, follow=follow) as file:
         while raw := file.readline(MAX_LINE + 1):
+            # Torn: a crash leaves such a line, and whoever writes on cuts it off.
             if not raw.endswith(b"\n") and len(raw) <= MAX_LINE:
                 return
             try:

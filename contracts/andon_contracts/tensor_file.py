@@ -46,6 +46,7 @@ def open_private(path: Path) -> BinaryIO:
     """`path`, made anew for writing, for its owner alone (0600) whatever the umask: rows and weights go into it."""
     path.unlink(missing_ok=True)
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    # A umask may have taken the owner's own rights away.
     os.fchmod(handle, 0o600)
     return os.fdopen(handle, "wb")
 
@@ -65,6 +66,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         begin, end = end, end + tensor.nbytes
         header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
+    # Tensors begin at a multiple of 8, as the format has it for those who map the file.
     text += b" " * (-len(text) % 8)
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:

@@ -24,6 +24,7 @@ def open_regular(path: Path, *, follow: bool = False) -> BinaryIO:
     follow: open what a link leads to, as where a user named the path himself. Raises `OSError` with the reason as its
     `strerror`: none there, a link, no regular file, or a disk that fails.
     """
+    # To open a pipe that nobody writes to would wait for good.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     try:
         handle = os.open(path, flags)

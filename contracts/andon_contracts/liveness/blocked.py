@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# A real-time one: those with names mean something to shells, launchers and libraries.
 _SIGNAL = signal.SIGRTMIN + 7
 _CAN_ABORT = frozenset({"nccl"})
 """Gloo has the method too, and does nothing in it."""
@@ -61,6 +62,7 @@ def interrupt() -> None:
 def alarm(seconds: float) -> None:
     """Let the system end this process by SIGALRM after that time: no thread has to run for it, no lock to be free."""
     if threading.current_thread() is threading.main_thread():
+        # The default action is the kernel's, which ends the process; a handler of Python would have to get to run.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, seconds)
 

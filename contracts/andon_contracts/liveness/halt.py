@@ -192,7 +192,7 @@ class HaltSignal:
         return first
 
     def _publish(self, cause: Cause) -> Cause:
-        with self._pulling:
+        with self._pulling:  # the loop and our thread may find something at once, and are to act on one cause
             if self.cause is None:
                 self._link.publish(cause)
                 if not self._known.wait(_SETTLE_S / 2):
@@ -229,6 +229,7 @@ class HaltSignal:
 
     def _watch(self) -> None:
         trouble: Callable[[Teller], Cause | None] = self._monitor.trouble
+        # Once more after an error of its own: to tell the other ranks of it, or to halt where they do.
         for _ in range(2):
             try:
                 self._look_out(trouble)
@@ -312,16 +313,13 @@ class HaltSignal:
     def _leave_evidence(self, cause: Cause, *, with_state: bool) -> None:
         """Once, by the thread of the loop or by that of the cord; the other one waits until it is on the disk."""
         with self._leaving:
-            if not self._evidence_left:
-                self._evidence_left = True
-                self._write_evidence(cause, with_state=with_state)
-
-    def _write_evidence(self, cause: Cause, *, with_state: bool) -> None:
-        at = {**vars(self._whereabouts()), "doing": doing(self._owner)}
-        lowest = self._monitor.lowest_live()
-        failed = write_cause(cause, self.evidence, at, state=with_state, account=lowest)
-        if failed:
-            tell(f"andon: rank {self._rank} could not write all of its bundle: {failed}")
+            if self._evidence_left:
+                return
+            self._evidence_left = True
+            at = {**vars(self._whereabouts()), "doing": doing(self._owner)}
+            failed = write_cause(cause, self.evidence, at, state=with_state, account=self._monitor.lowest_live())
+            if failed:
+                tell(f"andon: rank {self._rank} could not write all of its bundle: {failed}")
 
     def _tell_launcher(self, cause: Cause) -> None:
         tell_launcher(cause.text, late=cause.rank != self._rank)
@@ -337,12 +335,12 @@ class HaltSignal:
         self._crashed = True
         self._released.set()
         if self._hard_stop:
-            blocked.alarm(2 * _LAST_S)
+            blocked.alarm(2 * _LAST_S)  # the interpreter's last calls may wait for good, for threads or a device
 
     def _at_exit(self) -> None:
         error = sys.exc_info()[1]
         if isinstance(error, SystemExit):
-            error = error.__context__ if error.code else None
+            error = error.__context__ if error.code else None  # `sys.exit(1)` while it is handled ends by it
         if error is None:
             self.close()
         else:
@@ -364,6 +362,7 @@ def own_store(name: str) -> Store | None:
     clone = getattr(shared, "clone", None)
     if clone is not None:
         with contextlib.suppress(RuntimeError, NotImplementedError):
+            # The loop's own connection answers one question at a time, and may wait for a key for minutes.
             shared = clone()
             shared.set_timeout(datetime.timedelta(seconds=TAKEN_AWAY_S))
     return PrefixStore(f"andon/{name}", shared)

@@ -69,6 +69,7 @@ def _aside(probe: OptimizerProbe) -> Iterator[None]:
     device = next(iter(probe.parameters.values())).device
     probe.taps.muted = True
     try:
+        # Of this device alone: by default it is of all GPUs, and each would be given a context of this process.
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             yield
     finally:

@@ -122,6 +122,7 @@ class Exchange:
 
     def columns(self, step: int, columns: Sequence[Sequence[int]]) -> list[list[list[int]]]:
         """By rank, some columns of integers of one length on each rank. Two gathers."""
+        # The lengths first: a collective takes one length of all ranks.
         counts = [o.values["count"] for o in self(step, "count", {"count": len(columns[0])})]
         most = max(counts)
         table = torch.zeros(len(columns), most, dtype=torch.int64)

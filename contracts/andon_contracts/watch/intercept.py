@@ -111,6 +111,7 @@ def _around_clip(original: Callable[..., Any]) -> Callable[..., Any]:
 def _around_scaled_step(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        # A scaler tells nobody that it left an update out; that the count stood still does.
         before = [(listener, listener.updates_of(optimizer)) for listener in list(_listeners)]
         result = original(scaler, optimizer, *args, **kwargs)
         for listener, updates in before:
@@ -178,6 +179,7 @@ def _around_yield(original: Callable[..., Any]) -> Callable[..., Any]:
         except StopIteration:
             ended(iterator)
             raise
+        # Without gradients it is an evaluation, whose rows nobody trains on.
         if torch.is_grad_enabled():
             found = yielded(iterator, batch)
             for listener in list(_listeners):

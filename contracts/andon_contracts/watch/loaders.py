@@ -83,6 +83,7 @@ _latest: weakref.WeakKeyDictionary[Any, Pass] = weakref.WeakKeyDictionary()
 
 def drawn(iterator: Any, index: Any) -> None:
     """An iterator of a data loader has drawn the index of a batch, or of a row."""
+    # Only an iterator with workers numbers what it draws; another has one batch under way.
     _drawn.setdefault(iterator, {})[getattr(iterator, "_send_idx", 0)] = index
 
 
@@ -109,6 +110,7 @@ def ended(iterator: Any) -> None:
 
 def _index(iterator: Any) -> Any:
     """What was drawn for the batch that was yielded last; None where that is not known."""
+    # A number is outstanding until its batch was yielded, in whatever order workers answer.
     outstanding = _drawn.get(iterator, {})
     waiting = getattr(iterator, "_task_info", {})
     gone = [number for number in outstanding if number not in waiting]

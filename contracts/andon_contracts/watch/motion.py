@@ -76,6 +76,7 @@ class Motion:
             rate = self._rate_of(index)
             by_gradient = step or max(by_gradient, rate)
         least = float(weight.abs().min())
+        # `ulp` is of fp64, which has 29 bits more than fp32.
         spacing = math.ulp(least) * (2.0**29 if weight.dtype == torch.float32 else 1.0)
         return by_gradient <= spacing / 2
 

@@ -87,6 +87,7 @@ class Standby:
             self._open(optimizer)
 
     def _after(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        # An update that raised came to no end: it still lies above the one that ends now.
         while self._running and self._running.pop() is not optimizer:
             pass
 

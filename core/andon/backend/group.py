@@ -89,6 +89,7 @@ class GroupBackend:
         sent = local[0].to(self._carrier).contiguous()
         width = sent.shape[-1]
         received = sent.new_empty(sum(rows) * width)
+        # Bits are carried and nothing is added: a collective that adds has an order of its own.
         dist.all_to_all_single(
             received,
             sent.view(-1),
@@ -102,6 +103,7 @@ class GroupBackend:
     def total(self, local: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """All-reduce."""
         whole = local[0].to(self._carrier, copy=True)
+        # Adds in an order that is the backend's: for sums that need not be exact.
         dist.all_reduce(whole, group=self._group)
         return [whole.to(self.devices[0])]
 

@@ -219,6 +219,7 @@ def _prepare() -> None:
     """One thread of arithmetic, tracebacks of native crashes, signals that only set a flag."""
     with contextlib.suppress(ValueError, OSError):  # stderr may have been closed
         faulthandler.enable(all_threads=False)
+    # Kernels of a CPU share a sum among their threads, so that its order depends on how many there are.
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
     for signum in PREEMPTION_SIGNALS:

@@ -222,6 +222,7 @@ class _LossInChunks(torch.autograd.Function):
             if learning:
                 torch._foreach_add_(gradients[1:], found[1:])
             del found  # as large as the head, and not to be there beside that of the next chunk
+            # In fp64, and rounded once at the end: a sum of thousands of terms in fp32 loses its last digits.
             total += losses.detach().double().sum()
             correct += right.sum()
         ctx.save_for_backward(*gradients)

@@ -89,6 +89,7 @@ def remove(path: Path) -> None:
 
 def write_new(path: Path, data: bytes | memoryview) -> None:
     """Create `path` with `data`, fsynced, with the permissions that the umask leaves. Not atomic: `write_whole` is."""
+    # Never into what is there: it may be another writer's, or a link that somebody put in its place.
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         write_all(handle, data)
@@ -110,6 +111,7 @@ def write_whole(path: Path, data: bytes) -> None:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
+        # A rename survives a power cut once the folder is on the disk.
         fsync_folder(path.parent)
 
 
@@ -125,6 +127,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
         temporary.mkdir()
         try:
             yield temporary
+            # All of it before the name: a power cut must not leave the name of a folder whose files are empty.
             for root, _, names in os.walk(temporary):
                 for name in names:
                     _fsync_file(Path(root, name))

@@ -86,6 +86,7 @@ def save_checkpoint(
     with storage(final):
         try:
             _write(temporary, tensors, state, Sealing(step, hex64(join(saved)), head))
+            # Read from the disk before it has the name: what is not whole must not replace what is.
             _require_saved(saved, step, partial(_read_back, temporary, step))
             _put_in_place(temporary, final)
         except BaseException:
@@ -119,6 +120,7 @@ def _write(folder: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any]
     files = {TENSORS: save(_separate(tensors)), STATE: listed}
     for name, data in files.items():
         write_new(folder / name, data)
+    # Last, and with the digests of the others: what has no manifest is no checkpoint.
     write_new(folder / MANIFEST, json_bytes(manifest_of(sealing, tensors, files)))
     fsync_folder(folder)
 
@@ -137,6 +139,7 @@ def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _put_in_place(temporary: Path, final: Path) -> None:
     replaced = final.with_name(f"{final.name}.old-{secrets.token_hex(4)}")
+    # No rename replaces a folder with files in it: the old one steps aside, under a name that counts as much.
     if os.path.lexists(final):
         final.rename(replaced)
         try:
@@ -204,6 +207,7 @@ def prune(folder: Path, keep: int, best: int | None = None, newest: int | None =
 
 def _discard(path: Path) -> None:
     with storage(path):
+        # The name goes first, and on the disk: what is found by its name has all of its files.
         unnamed = temporary_beside(path)
         path.rename(unnamed)
         fsync_folder(path.parent)

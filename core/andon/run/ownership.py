@@ -102,6 +102,7 @@ def refuse_claimed(run: Path, file: Path) -> None:
             return
     try:
         with storage(file, "read"):
+            # Shared: ranks that ask at the same time do not keep each other out.
             fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         raise InputError([Problem(str(run), f"is being written by {_owner(handle)}")]) from None

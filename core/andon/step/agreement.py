@@ -113,6 +113,7 @@ class Agreement:
         for place, (rank, device) in enumerate(zip(self._backend.ranks, self._backend.devices, strict=True)):
             values = observed[place]
             head = header(rank, step, self._sequence, point, (*values, *names))
+            # All that the host knows goes to the device at once: each copy is a launch.
             known = on_device([*head, *map(signed, values.values()), *behind], device)
             if place == 0:
                 held_against = known[len(known) - len(behind) :]

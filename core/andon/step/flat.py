@@ -65,6 +65,7 @@ class FlatParameters:
             for slot, parameter in zip(self.slots, self._parameters, strict=True):
                 view = self.weights.data[slot.start : slot.end].view(slot.shape)
                 view.copy_(parameter)
+                # Its data alone: modules, hooks and whoever built the model keep the parameter that they hold.
                 parameter.data = view
         self.attach_gradient()
 

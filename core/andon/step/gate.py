@@ -77,6 +77,7 @@ class Gate:
         if kernel is None:
             self.closed.masked_fill_(broken(table, wanted, rules, held, want), 1.0)
         else:
+            # A kernel takes no None; what it reads in the place of `held` no rule asks for.
             kernel(table, wanted, rules, table if held is None else held, self.closed, want)
         self._spread()
 
@@ -115,6 +116,7 @@ def broken(
         odd |= (rules == Rule.MOST) & (table != ahead)
         norm = ahead.view(torch.float64)
         left = table.contiguous().view(torch.float64)
+        # torch's own factor (`clip_grads_with_norm_`), with its 1e-6: what is expected is what that does.
         right = norm if want.limit is None else norm * (want.limit / (norm + 1e-6)).clamp(max=1.0)
         close = (left - right).abs() <= want.norm_tolerance * right + NORM_FLOOR
         odd |= (rules == Rule.CLIPPED) & close.logical_not()

@@ -87,6 +87,7 @@ def close_on_device(
     """
     world, width = table.shape
     count = world * width
+    # One program for the whole table: one launch, and nobody else writes the flag.
     block = max(_LEAST, triton.next_power_of_2(count))
     sizes = (world, width, table.stride(0), count)
     norms = Reduced() if want is None else want

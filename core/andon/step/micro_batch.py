@@ -89,6 +89,7 @@ def reports_of_leaves(
     columns = (
         index,
         rows,
+        # Reals as their bits: messages are integers, and are compared as such.
         _column([result.loss for result in results], torch.float64, device).view(torch.int64),
         _column([result.correct for result in results], torch.int64, device),
         *(terms or [_column([result.terms for result in results], torch.int64, device)]),

@@ -80,8 +80,10 @@ class Pending:
         if not self.late:
             then(tensor.cpu())
         elif tensor.device.type != "cuda":
+            # The next update may write into this memory before it is read.
             self._waiting.append((tensor.clone(), then))
         else:
+            # Only a copy into pinned memory does not make the host wait.
             copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             copy.copy_(tensor, non_blocking=True)
             self._waiting.append((copy, then))
@@ -89,6 +91,7 @@ class Pending:
     def end(self, device: torch.device) -> None:
         """After the last reading: mark how far `device` has to come."""
         if device.type == "cuda":
+            # One for all readings: a stream does its work in order.
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record(torch.cuda.current_stream(device))
 

@@ -30,6 +30,7 @@ class TreeReduction:
         self.leaves = leaves
         self.size = size
         self._backend = backend
+        # Rounded up: collectives take slices of one length.
         self._width = -(-size // backend.world_size)
         self.roots_of_rank = tuple(
             subtree_roots((0, leaves), run.start, run.stop) for run in rank_leaves(leaves, backend.world_size, shares)
@@ -42,6 +43,7 @@ class TreeReduction:
         slice from every rank (the last slices may be shorter or empty). Pieces are read-only.
         """
         if self._backend.world_size == 1:
+            # One rank has summed the whole tree, in the order that all ranks together would.
             return [[local[0][(0, self.leaves)]]]
         counts = [len(roots) for roots in self.roots_of_rank]
         sent = []

@@ -144,6 +144,7 @@ class Replica:
 
     def _leaf(self, step: int, leaf: Leaf, task: Task, *, checked: bool) -> LeafResult:
         self.parameters.gradient.zero_()
+        # Exact zeros without a forward pass: the tree has its leaves however few rows a batch has.
         if not leaf.ids:
             return LeafResult(leaf)
         batch = task.load(leaf.ids, self.device)
@@ -167,6 +168,7 @@ class Replica:
         return buffer.copy_(value)
 
     def _add(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        # In place: of the tree at most one buffer a level is held at once.
         left.add_(right)
         if right is not self.parameters.gradient:
             self._spare.append(right)
@@ -177,6 +179,7 @@ class Replica:
         start = 0
         for piece in pieces:
             here = piece.to(self.master.device)
+            # Once, and after all sums: a mean of means would round by how the work is shared.
             torch.div(here, divisor, out=self.master.gradient[start : start + piece.numel()])
             start += piece.numel()
 
@@ -190,6 +193,7 @@ class Replica:
         """
         self.set_gradient(pieces, divisor)
         self.set_rate(rate)
+        # The weights too, before the update: what flipped in them since the last one is not to be built on.
         sums = word_sums([self.master.gradient, self.weights_of_model()], finite=True) if checked else None
         norm = self.gradient_norm()
         self.clip(limit, norm)
@@ -208,6 +212,7 @@ class Replica:
     def clip(self, limit: float | None, norm: torch.Tensor | float) -> None:
         """Scale the gradient to the L2 norm `limit` if `norm` (0-dim fp32) is above it (None: never)."""
         if limit is not None:
+            # By the norm that is told, and not by one that is computed anew: what is judged is what was done.
             total = torch.as_tensor(norm, dtype=torch.float32, device=self.master.device)
             nn.utils.clip_grads_with_norm_([self.master.weights], limit, total)
 
@@ -247,6 +252,7 @@ class Replica:
             msg = f"{self.spec.name} on {self.device} is not fused, so its device cannot keep it from updating"
             raise ValueError(msg)
         self._closed = closed
+        # The attributes by which torch's loss scaler speaks to fused optimizers, which look at them in `step`.
         self.optimizer.found_inf = closed  # type: ignore[attr-defined]
         self.optimizer.grad_scale = None  # type: ignore[attr-defined]
 
@@ -255,6 +261,7 @@ class Replica:
         self.optimizer.step()
         self.master.give(self.parameters)
         if not self.spec.counts:
+            # On the device, since only there it is known by now whether the gate let the update pass.
             self._count += 1.0 if self._closed is None else 1.0 - self._closed
 
     @property
@@ -275,6 +282,7 @@ class Replica:
         state = self.optimizer.state[self.master.weights]
         state.clear()
         for name, value in optimizer_state.items():
+            # The optimizer writes into its state, and the caller's tensors are to stay what they are.
             state[name] = value.to(self.master.device, copy=True)
 
     def layout_digest(self) -> int:

@@ -125,6 +125,7 @@ class TrainingStep:
         if update.checked:
             self._attest(update)
         if self.late:
+            # After all that judges: a law that the host finds broken is to be said, and not that the gate was closed.
             update.read(self._gate.closed, _refuse_closed)
             update.end(self._backend.devices[0])
         return update
@@ -201,6 +202,7 @@ class TrainingStep:
         for each in done:
             if isinstance(each, Exception):
                 raise each
+        # First: in a message of another point of a step the same columns mean something else.
         settle(Judgement((LOCKSTEP,), Seen(observations, None)))
         failed = [o.rank for o in observations if o.values["failed"]]
         if failed:
@@ -217,6 +219,7 @@ class TrainingStep:
         pieces = self._reduce([part.roots for part in partials])
 
         def take(index: int) -> torch.Tensor:
+            # Without a term the sum is 0 as it is, and 0 / 0 would be none.
             replica, terms, limit = self._replicas[index], max(update.terms, 1), self._clip_norm
             facts = replica.take(pieces[index], terms, update.rate, limit, checked=update.checked)
             replica.release(partials[index])
@@ -243,6 +246,7 @@ class TrainingStep:
         want = Reduced(Rule.SAME if self._weights is None else self._weights, self._clip_norm)
         looks = {"gradient": Replica.reduced_gradient, "weights": _weights}
         settle(self._agreement.judgement(REDUCED, Seen(said, want), looks))
+        # Several ranks compare their moments after each update; a lone one only has what it left itself.
         if self._backend.world_size == 1 and not self.late and self._optimizer is not None:
             kept = {"optimizer": signed(self._replicas[0].optimizer_digest())}
             settle(Judgement((KEPT,), Seen([replace(said[0], values=kept)], self._optimizer)))
@@ -258,6 +262,7 @@ class TrainingStep:
         gathered = self._agreement.gather(
             update.batch.step, "updated", [{} for _ in facts], facts, spec.facts, expected
         )
+        # Kept on the device: the next update is held to it there before the host has read this one.
         self._weights_there = gathered.table[0, gathered.column("weights")] if self.late else None
         self._judged(update, gathered, self._judge_updated)
 
@@ -303,6 +308,7 @@ class TrainingStep:
         self._optimizer = signed(self._replicas[0].optimizer_digest()) if enforced() else None
         self._weights_there = None
         if self.late and enforced():
+            # The raw sum, as ranks say it on their devices; digests are made of it by the host.
             self._weights_there = word_sums([self._replicas[0].weights_of_model()], finite=False)[0]
 
 

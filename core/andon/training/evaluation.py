@@ -50,6 +50,7 @@ def _gathered(
     def work(index: int) -> torch.Tensor:
         start, end = owned[backend.ranks[index]]
         device = backend.devices[index]
+        # Filled up with -1, since collectives take one length; fp64 holds ids and fp32 outputs as they are.
         table = torch.full((most, 1 + task.width), -1.0, dtype=torch.float64, device=device)
         row = 0
         for batch in batches[start:end]:

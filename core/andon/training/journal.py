@@ -74,6 +74,7 @@ class MetricsWriter:
             try:
                 write_all(self._handle, data)
             except BaseException:
+                # A line is whole or not there, also where who catches this writes on.
                 os.ftruncate(self._handle, self._size)
                 raise
         self._size += len(data)
