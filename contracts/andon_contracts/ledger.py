@@ -17,6 +17,8 @@ from typing import Self
 from andon_contracts.record import GENESIS, MAX_LINE, Line, Record, chain, decode_line, encode, link
 from andon_contracts.untrusted import open_regular
 
+_BEGINNING = 16
+
 
 class LedgerError(ValueError):
     """A ledger that is not the one that was written; the message names the file and the line."""
@@ -42,8 +44,9 @@ class LedgerFile:
     """Appends records to the ledger at `path`, which is created if it is not there.
 
     What is there is verified first. A line without its end, as a crash leaves it, is cut off; `torn` is its number of
-    bytes, for the record of the resume. Raises `LedgerError` for any other damage and `OSError` for a disk that
-    refuses. There may be one writer at a time. What is no file of a disk, as a pipe or a device, is written to only.
+    bytes, for the record of the resume. Raises `LedgerError` for any other damage, for a file of something else, of
+    which nothing is cut off, and `OSError` for a disk that refuses. There may be one writer at a time. What is no file
+    of a disk, as a pipe or a device, is written to only.
     """
 
     def __init__(self, path: Path, *, alone: bool = False) -> None:
@@ -60,6 +63,8 @@ class LedgerFile:
             self._kept = stat.S_ISREG(os.fstat(self._handle).st_mode)
             self._count, self._digest, self._size = _scan(path) if self._kept else (0, GENESIS, 0)
             self.torn = os.fstat(self._handle).st_size - self._size if self._kept else 0
+            if self.torn and not self._count and not _begins_a_ledger(os.pread(self._handle, _BEGINNING, 0)):
+                raise LedgerError(f"{path}:1: not the beginning of a ledger")
             if self.torn:
                 os.ftruncate(self._handle, self._size)
                 os.fsync(self._handle)
@@ -128,6 +133,12 @@ def read_lines(path: Path, *, follow: bool = False) -> Iterator[tuple[Line, byte
                 raise LedgerError(f"{path}:{count + 1}: {error}") from None
             yield line, raw
             count, digest = count + 1, chain(raw)
+
+
+def _begins_a_ledger(piece: bytes) -> bool:
+    """Whether a crash may have left these first bytes of a first line: its keys are sorted. Some disks leave zeros."""
+    starts = (b'{"algorithms":', b'{"backend":')
+    return not piece.strip(b"\0") or any(piece[: len(start)] == start[: len(piece)] for start in starts)
 
 
 def _scan(path: Path) -> tuple[int, str, int]:

@@ -28,6 +28,11 @@ def legible_line(text: str) -> str:
     return legible(text).replace("\n", "\\n")
 
 
+def counted(count: int, noun: str) -> str:
+    """`1 step`, `2 steps`."""
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
 def tell(*lines: str) -> None:
     """Write lines to standard error at once, in one piece: what is invisible in them is written out."""
     print(legible("\n".join(lines)), file=sys.stderr, flush=True)

@@ -28,11 +28,15 @@ _GRAVITY = {Outcome.NOT_APPLICABLE: 0, Outcome.HOLDS: 1, Outcome.UNKNOWN: 2, Out
 
 @dataclass(frozen=True)
 class Claim:
-    """A promise that can be falsified: its name in words, its version (raised when its meaning changes), its text."""
+    """A promise that can be falsified: its name in words, its version (raised when its meaning changes), its text.
+
+    source: where else it is promised, or seen broken, by the names that are used there; of no use to a reader.
+    """
 
     name: str
     version: int
     statement: str
+    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -166,7 +170,8 @@ def closing_line(verdicts: Sequence[Verdict], runs: int, not_selected: int = 0) 
         for outcomes in ((Outcome.HOLDS, Outcome.FALSIFIED), (Outcome.NOT_APPLICABLE,), (Outcome.UNKNOWN,))
     )
     total = len(verdicts) + not_selected
-    return f"checked {checked} of {total} claims, {runs} runs, {inapplicable} not applicable, {open_} unknown"
+    tried = f"{runs} run{'s' * (runs != 1)}"
+    return f"checked {checked} of {total} claims, {tried}, {inapplicable} not applicable, {open_} unknown"
 
 
 def exit_code(verdicts: Iterable[Verdict]) -> int:

@@ -39,6 +39,7 @@ def test_it_says_where_others_reach_the_store(tmp_path: Path, address: str, wher
     said = open_store(HERE, net(tmp_path, address))
     assert said.startswith(f"the ranks' store listens {where} (port {NUMBER}), though all ranks are on this machine: ")
     assert "\n" not in said
+    assert "close that port by a firewall, or start the ranks by andon train --workers N" in said
 
 
 @pytest.mark.parametrize("address", ["0100007F", "0" * 24 + "01000000", "0" * 16 + "FFFF0000" + "0100007F"])

@@ -72,9 +72,16 @@ def test_the_headline_says_how_many_fell() -> None:
 
     assert headline(campaign()) == "2 of 3 subjects break a claim"
     assert headline(only("andon", "ddp")) == "1 of 2 subjects breaks a claim"
-    assert headline(only("hf_trainer")) == "hf_trainer 5.23.0 breaks 2 of 3 claims that could be checked"
+    assert (
+        headline(only("hf_trainer"))
+        == "hf_trainer 5.23.0 breaks 2 of 3 claims that could be checked, 1 of them as expected"
+    )
     assert headline(only("andon")) == "andon 1.0 breaks none of 5 claims that could be checked"
     assert headline(only()) == "Nothing was judged"
+
+    known = [each for each in only("hf_trainer").findings if each.claim != "samples-once"]
+    alone = headline(replace(campaign(), findings=tuple(known)))
+    assert alone == "hf_trainer 5.23.0 breaks 1 of 2 claims that could be checked, as expected"
 
 
 def test_many_counterexamples_stay_readable() -> None:

@@ -462,3 +462,13 @@ def test_the_reason_is_what_ended_a_script(said: str, reason: str, tmp_path: Pat
     """And not what it printed of an error that it handled."""
     (tmp_path / "output").write_text(said)
     assert _last_words(tmp_path / "output") == reason
+
+
+def test_a_command_is_told_what_it_is_held_to() -> None:
+    """Nobody says of norms that are compared to a ten-thousandth that they are the same to the bit."""
+    told = {claim.name: claim.statement for claim in open_script("run {world} {local_batch}", 30.0).claims}
+    assert [name for name, text in told.items() if f"to {SCRIPT.norm:g} of them" in text] == [
+        "same-everywhere",
+        "resume-equal",
+    ]
+    assert [name for name, text in told.items() if "bit" in text] == ["replicas-agree"]

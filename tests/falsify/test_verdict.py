@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import permutations
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from andon_falsify.checkers import CLAIMS
+from andon_falsify.claims import statements
 from andon_falsify.verdict import (
     Claim,
     Counterexample,
@@ -137,4 +139,13 @@ def test_a_verdict_lists_its_counterexamples() -> None:
 def test_claims_have_names_of_their_own() -> None:
     """The registry lists each claim once, with a version and a statement."""
     assert len({claim.name for claim in CLAIMS}) == len(CLAIMS) == 13
-    assert all(claim.version >= 1 and claim.statement.endswith((".", ")")) for claim in CLAIMS)
+    assert all(claim.version >= 1 and claim.statement.endswith(".") for claim in CLAIMS)
+
+
+def test_statements_are_words_and_no_codes() -> None:
+    """Names that only a catalogue knows, as F-DP-001, V35 or F77, are no part of what a reader is shown."""
+    beyond = [claim for claim in vars(statements).values() if isinstance(claim, Claim)]
+    assert len(beyond) > 8
+    code = r"\b(?:[A-Z]+-)*[A-Z]+-?\d+\b|\b(?:seed|issue|faults) [A-Z]?\d"
+    for claim in (*CLAIMS, *beyond):
+        assert re.findall(code, claim.statement) == [], claim.name

@@ -43,7 +43,7 @@ def test_a_good_ledger_holds(tmp_path: Path) -> None:
     assert set(found.values()) == {HOLDS, NOT_APPLICABLE}
     assert exit_code(verdicts) == 0
     rest = len(ALL) - 4
-    assert closing_line(verdicts, 1) == f"checked 4 of {len(ALL)} claims, 1 runs, {rest} not applicable, 0 unknown"
+    assert closing_line(verdicts, 1) == f"checked 4 of {len(ALL)} claims, 1 run, {rest} not applicable, 0 unknown"
 
 
 def _flip(path: Path, where: bytes, by: bytes) -> None:
@@ -256,7 +256,7 @@ def test_the_command_joins_by_its_entry_point(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert [line.split()[0] for line in lines[:-1]] == [claim.name for claim in ALL]
-    assert lines[-1].startswith(f"checked 4 of {len(ALL)} claims, 1 runs")
+    assert lines[-1].startswith(f"checked 4 of {len(ALL)} claims, 1 run,")
 
 
 def test_a_run_that_is_not_there_is_a_usage_error(tmp_path: Path) -> None:

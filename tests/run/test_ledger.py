@@ -90,6 +90,20 @@ def test_a_torn_tail_is_cut_and_told(tmp_path: Path) -> None:
     assert path.read_bytes() == both
 
 
+@pytest.mark.parametrize("text", ["my notes", '{"name": "x"}', "{", '{"back'])
+def test_of_a_file_of_something_else_nothing_is_cut_off(tmp_path: Path, text: str) -> None:
+    """A text without a line end is no torn line of a ledger, unless it could be the beginning of one."""
+    path = tmp_path / "notes.txt"
+    path.write_text(text)
+    if '{"backend":'.startswith(text):
+        written(path, step(1))
+        assert list(read_ledger(path)) == [step(1)]
+        return
+    with pytest.raises(LedgerError, match=r"notes.txt:1: not the beginning of a ledger"):
+        LedgerWriter(path)
+    assert path.read_text() == text
+
+
 def test_damage_is_named_by_line(tmp_path: Path) -> None:
     """A line that was changed, lost or doubled is an error with file and number; nothing is cut off then."""
     path = tmp_path / "ledger.jsonl"

@@ -14,6 +14,7 @@ from torch import nn
 from andon.console.problems import InputError
 from andon.model.batches import evaluation_batches, logits_of, predictions
 from andon.tasks.classification import ClassificationTask
+from andon.tasks.multi_label import MultiLabelTask
 from tests.model.tiny import CPU, PAD, adapted, padded_batch, perturbed, task
 
 
@@ -28,6 +29,15 @@ class Fixed(nn.Module):
         """An output with `logits`, as transformers gives it."""
         self.logits = self.table[input_ids[:, 0]]
         return self
+
+
+def test_a_reader_is_told_the_name_of_a_class() -> None:
+    """Where names are known: of several labels too."""
+    named = ClassificationTask([[3], [4]], [1, 0], num_labels=2, vocab_size=9, pad_id=0, names=["no", "yes"])
+    assert [named.learned(row) for row in (0, 1)] == ["class 1 (yes)", "class 0 (no)"]
+    assert task([[3]], [1]).learned(0) == "class 1"
+    several = MultiLabelTask([[3]], [[0, 2]], num_labels=3, vocab_size=9, pad_id=0, names=["a", "b", "c"])
+    assert several.learned(0) == "labels [0, 2] (a, c)"
 
 
 def test_the_loss_is_the_weighted_sum() -> None:

@@ -493,6 +493,7 @@ def test_a_process_that_is_to_be_alone_says_so(monkeypatch: pytest.MonkeyPatch) 
             ["train.py", "--lr", "1e-3", "--batch-size", "8", "--accum=2"],
             "--batch-size {local_batch} --accum={accumulation}'",
         ),
+        (["train.py", "--accum", "2"], "--accum {accumulation}'; put {local_batch} where it takes them"),
         (["train.py", "--lr", "1e-3"], "--lr 1e-3'; put {local_batch} and {accumulation} where it takes them"),
     ],
 )

@@ -336,7 +336,7 @@ def test_nothing_was_watched_only_where_no_watch_was_opened(
         code = int(ended.code or 0)
     assert code == 0
     said = capsys.readouterr().err
-    assert ("andon.watch: 1 steps" in said, _IDLE in said) == (not idle, idle)
+    assert ("andon.watch: 1 step," in said, _IDLE in said) == (not idle, idle)
 
 
 @pytest.mark.parametrize("world", ["", "1", "2"])

@@ -29,7 +29,8 @@ def open_store(environ: Mapping[str, str] | None = None, net: Path = Path("/proc
     where = "on all interfaces" if any(address.is_unspecified for address in open_at) else f"at {open_at[0]}"
     return (
         f"the ranks' store listens {where} (port {port}), though all ranks are on this machine: "
-        "who reaches it can end this run, and with a c10d rendezvous run code as you (docs/multi-node.md)"
+        "who reaches it can end this run, and with a c10d rendezvous (--standalone is one) run code as you; close that "
+        "port by a firewall, or start the ranks by andon train --workers N, which opens none (docs/multi-node.md)"
     )
 
 

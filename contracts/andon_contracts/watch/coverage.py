@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from andon_contracts.legible import counted
 from andon_contracts.liveness.open_store import open_store
 from andon_contracts.watch.judging import Verdicts
 from andon_contracts.watch.model_probe import ModelProbe, Several
@@ -172,13 +173,13 @@ def closing_lines(
     ran = [name for name in found if name in evaluated]
     idle = [name for name, cover in found.items() if name not in evaluated and cover.live]
     dark = [name for name, cover in found.items() if not cover.live]
-    total = sum(evaluated.values())
+    total, broken = sum(evaluated.values()), counted(verdicts.counts.total(), "violation")
     lines = [
-        f"andon.watch: {steps} steps, {len(ran)} of {len(found)} clauses evaluated {total} times",
-        f"  {verdicts.counts.total()} violations, {verdicts.suspected.total()} suspicions, {share:.1%} of the time",
+        f"andon.watch: {counted(steps, 'step')}, {len(ran)} of {len(found)} clauses evaluated {counted(total, 'time')}",
+        f"  {broken}, {counted(verdicts.suspected.total(), 'suspicion')}, {share:.1%} of the time",
     ]
-    lines += [f"  {name}: {count} times" for name, count in (verdicts.counts + verdicts.suspected).items()]
-    lines += [f"  {name}: {count} times, silenced by allow" for name, count in verdicts.silenced.items()]
+    lines += [f"  {name}: {counted(count, 'time')}" for name, count in (verdicts.counts + verdicts.suspected).items()]
+    lines += [f"  {name}: {counted(count, 'time')}, silenced by allow" for name, count in verdicts.silenced.items()]
     if idle:
         lines.append(f"  never evaluated: {', '.join(idle)}")
     if dark:

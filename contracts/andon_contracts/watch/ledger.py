@@ -94,7 +94,8 @@ def open_ledger(path: Path, start: int) -> LedgerFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = LedgerFile(path, alone=True)
     except LedgerError as error:
-        raise ValueError(f"ledger: {error}") from None
+        what = "is another file, or a ledger that was changed; name one that is not there yet; it was left as it is"
+        raise ValueError(f"ledger: {path} {what} ({error})") from None
     except BlockingIOError:
         raise ValueError(f"ledger: {path} is being written by another process") from None
     except OSError as error:

@@ -286,7 +286,8 @@ def _would_tell(command: Sequence[str]) -> str:
             word = held
         shown.append(word)
     script = " ".join(each if "{" in each else shlex.quote(each) for each in shown)
-    known = "" if "{local_batch}" in script else "; put {local_batch} and {accumulation} where it takes them"
+    lacks = [place for place in ("{local_batch}", "{accumulation}") if place not in script]
+    known = f"; put {' and '.join(lacks)} where it takes them" if "{local_batch}" in lacks else ""
     run = f"torchrun --standalone --nproc-per-node {{world}} -m andon watch {script}"
     return f"  gradient scale: not checked without reference=; this would: andon falsify --script {run!r}{known}"
 

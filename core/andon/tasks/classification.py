@@ -39,13 +39,16 @@ class ClassificationTask(EncodedRows):
         max_length: int | None = None,
         places: Sequence[str] | None = None,
         columns: Columns | None = None,
+        names: Sequence[str] = (),
     ) -> None:
         """tokens, labels: parallel, one entry a row. class_weights: w, one a class (None: all 1). padding_multiple,
-        max_length, columns: as `EncodedRows` has them. places: where each row came from, for messages.
+        max_length, columns: as `EncodedRows` has them. places: where each row came from, for messages. names: of the
+        classes, for a reader.
 
         Raises `InputError` that names every row that `check_rows` refuses, or whose label is not a class.
         """
         self.num_labels = num_labels
+        self._names = tuple(names)
 
         def fault(index: int) -> str:
             label = labels[index]
@@ -98,8 +101,9 @@ class ClassificationTask(EncodedRows):
         return self.num_labels
 
     def learned(self, row: int) -> str:
-        """The row's class, as its number."""
-        return f"class {int(self._classes[row])}"
+        """The row's class, as its number, with its name where it is known."""
+        number = int(self._classes[row])
+        return f"class {number} ({self._names[number]})" if self._names else f"class {number}"
 
     def outputs(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """fp32 [rows, classes] logits in eval mode and without a graph."""

@@ -36,13 +36,15 @@ class MultiLabelTask(EncodedRows):
         max_length: int | None = None,
         places: Sequence[str] | None = None,
         columns: Columns | None = None,
+        names: Sequence[str] = (),
     ) -> None:
         """tokens, labels: parallel, one entry a row; of labels their numbers. padding_multiple, max_length, columns: as
-        `EncodedRows` has them.
+        `EncodedRows` has them. names: of the labels, for a reader.
 
         Raises `InputError` that names, by `places`, every row that `check_rows` refuses, or with a label that is none.
         """
         self.width = num_labels
+        self._names = tuple(names)
 
         def fault(index: int) -> str:
             odd = next((label for label in labels[index] if not 0 <= label < num_labels), None)
@@ -75,8 +77,9 @@ class MultiLabelTask(EncodedRows):
         return LeafLoss(_losses(logits, wanted).sum(), right, torch.full_like(right, wanted.numel()))
 
     def learned(self, row: int) -> str:
-        """The numbers of the row's labels."""
-        return f"labels {self._wanted[row].nonzero().flatten().tolist()}"
+        """The numbers of the row's labels, with their names where they are known."""
+        numbers = self._wanted[row].nonzero().flatten().tolist()
+        return f"labels {numbers}" + (f" ({', '.join(self._names[each] for each in numbers)})" if self._names else "")
 
     def outputs(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """fp32 [rows, labels] logits in eval mode and without a graph."""

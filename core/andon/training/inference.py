@@ -204,9 +204,10 @@ def evaluate_run(run: TrainedRun, data: Examples) -> Scores:
 def named(found: Scores, labels: Sequence[str]) -> dict[str, Any]:
     """`found` as plain values for JSON, with the classes' names, where there are any.
 
-    Each of `classes` has its `label`; `labels` names the rows (actual) and columns (predicted) of `confusion`.
+    Each of `classes` has its `label`; `labels` names the rows (actual) and columns (predicted) of `confusion`. A score
+    that says nothing of these rows, as AUROC of more than two classes, is left out.
     """
-    values = found.as_dict()
+    values = {name: value for name, value in found.as_dict().items() if value is not None}
     if "classes" not in values:
         return values
     values["classes"] = [{"label": label} | one for label, one in zip(labels, values["classes"], strict=True)]

@@ -115,6 +115,7 @@ def task_of(config: Config, data: DataSet, tokenizer: Tokenizer, weights: Sequen
     return ClassificationTask(
         labels=[row.label for row in data.rows],
         num_labels=len(data.labels),
+        names=data.labels,
         class_weights=weights,
         **_encoded(config, data, tokenizer),
     )
@@ -135,6 +136,7 @@ def multi_label_of(config: Config, data: Examples, tokenizer: Tokenizer) -> Mult
     return MultiLabelTask(
         labels=[row.label for row in data.rows],
         num_labels=len(data.labels),
+        names=data.labels,
         **_encoded(config, data, tokenizer),
     )
 

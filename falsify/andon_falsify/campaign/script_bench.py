@@ -51,6 +51,20 @@ ONE_RUN: tuple[Claim, ...] = (
 )
 
 
+_ROUNDED = f"to {SCRIPT.norm:g} of them at the first update, and to more later, since differences of rounding grow"
+_COMPARED = {
+    checkers.same_everywhere.CLAIM.name: "The same global batches on another number of ranks, or in micro-batches of "
+    f"another size, give as many updates with the same rates, and the same losses and norms {_ROUNDED}.",
+    checkers.resume_equal.CLAIM.name: "A run that was killed and taken up by the command makes the updates of one that "
+    f"was not: the same rows and rates, and the same losses and norms {_ROUNDED}.",
+}
+"""What a command's run is held to where more is claimed of our own trainer."""
+
+
+def _as_compared(claim: Claim) -> Claim:
+    return replace(claim, statement=_COMPARED.get(claim.name, claim.statement))
+
+
 def open_script(command: str, deadline_s: float) -> ScriptBench:
     """The bench of a command with placeholders, see `Command`. deadline_s: the budget's, for one run of a loop.
 
@@ -68,7 +82,7 @@ class ScriptBench:
         self.words: tuple[str, ...] = ("--script", command.text)
         self.backends: tuple[str, ...] = ("script",)
         self.every_backend: tuple[str, ...] = ("script",)
-        self.claims: tuple[Claim, ...] = (*ONE_RUN, checkers.resume_equal.CLAIM)
+        self.claims: tuple[Claim, ...] = tuple(map(_as_compared, (*ONE_RUN, checkers.resume_equal.CLAIM)))
         self.kinds: Mapping[str, frozenset[str]] = {
             LAW: frozenset(claim.name for claim in ONE_RUN),
             RESUME: frozenset({checkers.resume_equal.CLAIM.name}),

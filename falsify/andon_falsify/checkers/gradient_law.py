@@ -13,7 +13,8 @@ CLAIM = Claim(
     "gradient-law",
     1,
     "The gradient before clipping is that of (sum of the rows' weighted losses) / (rows of the global batch), as one "
-    "process computes it in float64 (seed D1, D3, V8, V11).",
+    "process computes it in float64.",
+    "seed D1, D3, V8, V11",
 )
 
 _SHOWN = 3

@@ -11,7 +11,8 @@ CLAIM = Claim(
     "halt-together",
     1,
     "A NaN or infinity in any rank's loss or gradient stops all ranks at that step, before the update: no later step "
-    "in that run, no changed weights, and a violation in the record (seed F-DP-003).",
+    "in that run, no changed weights, and a violation in the record.",
+    "seed F-DP-003",
 )
 
 

@@ -10,7 +10,8 @@ from andon_falsify.verdict import Claim, Counterexample, Verdict, conclude, not_
 CLAIM = Claim(
     "layout-equal",
     1,
-    "The gradient's layout (names, shapes, types, order) is the same on every rank and backend (seed F-HET-001).",
+    "The gradient's layout (names, shapes, types, order) is the same on every rank and backend.",
+    "seed F-HET-001",
 )
 
 Tensor = tuple[str, tuple[int, ...], str]

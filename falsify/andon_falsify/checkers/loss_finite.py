@@ -8,7 +8,8 @@ from andon_falsify.verdict import Claim, Counterexample, Verdict, conclude
 CLAIM = Claim(
     "loss-finite",
     1,
-    "The loss and the norm of the reduced gradient of every update are finite (seed F-DP-003, F-DP-004).",
+    "The loss and the norm of the reduced gradient of every update are finite.",
+    "seed F-DP-003, F-DP-004",
 )
 
 

@@ -11,7 +11,8 @@ from andon_falsify.verdict import Claim, Counterexample, Verdict, conclude
 CLAIM = Claim(
     "losses-close",
     1,
-    "From update 100 on the loss differs from that of one process by less than 1 % of it (seed F-DP-005, C-DP-001).",
+    "From update 100 on the loss differs from that of one process by less than 1 % of it.",
+    "seed F-DP-005, C-DP-001",
 )
 
 

@@ -10,8 +10,9 @@ from andon_falsify.verdict import Claim, Counterexample, Verdict, conclude
 CLAIM = Claim(
     "memory-budget",
     1,
-    "The peak of live tensor bytes of every replica is at most the plan's number and 10 % (seed F-HET-002), and the "
-    "bytes that stay alive between updates do not grow with each of them.",
+    "The peak of live tensor bytes of every replica is at most the plan's number and 10 %, and the bytes that "
+    "stay alive between updates do not grow with each of them.",
+    "seed F-HET-002",
 )
 
 _LEAST_UPDATES = 4

@@ -13,7 +13,8 @@ CLAIM = Claim(
     "replicas-agree",
     1,
     "After every update all ranks hold bitwise the same trainable weights and optimizer state, "
-    "and before it the same reduced gradient (seed C-DP-001, F-DP-001, DTEC6C-INV-002).",
+    "and before it the same reduced gradient.",
+    "seed C-DP-001, F-DP-001, DTEC6C-INV-002",
 )
 
 _CAUSAL_ORDER = ("gradient", "optimizer", "weights")

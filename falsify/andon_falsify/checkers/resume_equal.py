@@ -11,7 +11,8 @@ CLAIM = Claim(
     "resume-equal",
     1,
     "A resumed run makes every update exactly as the uninterrupted one, on any number of workers; an update done again "
-    "carries the digests that it had (seed 5.3 D10; faults F77).",
+    "carries the digests that it had.",
+    "seed 5.3 D10; faults F77",
 )
 
 

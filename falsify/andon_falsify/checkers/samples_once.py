@@ -13,7 +13,8 @@ CLAIM = Claim(
     "samples-once",
     1,
     "The ranks' rows of a batch are disjoint and together the batch; an epoch visits every training row exactly once; "
-    "two epochs visit them in different orders (seed F-DP-002, C-DP-002; accelerate even_batches).",
+    "two epochs visit them in different orders.",
+    "seed F-DP-002, C-DP-002; accelerate even_batches",
 )
 
 _SHOWN = 8

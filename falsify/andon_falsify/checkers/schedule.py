@@ -13,8 +13,8 @@ from andon_falsify.verdict import Claim, Counterexample, Verdict, conclude, not_
 CLAIM = Claim(
     "schedule",
     1,
-    "The learning rate of update t is the schedule at t, whatever the world size, the accumulation or a resume "
-    "(faults F14, F61, F77).",
+    "The learning rate of update t is the schedule at t, whatever the world size, the accumulation or a resume.",
+    "faults F14, F61, F77",
 )
 
 Schedule = Callable[[int], float]

@@ -8,39 +8,42 @@ UPDATE = Claim(
     "update-law",
     1,
     "The weights after an update are those of one optimizer step from the weights before it, with the reduced "
-    "gradient clipped once and the rate of the schedule (seed V5, V7, V38).",
+    "gradient clipped once and the rate of the schedule.",
+    "seed V5, V7, V38",
 )
 NORM = Claim(
-    "norm-law", 1, "The reported norm is that of the reduced gradient of the law before clipping (seed V6, D4)."
+    "norm-law", 1, "The reported norm is that of the reduced gradient of the law before clipping.", "seed V6, D4"
 )
-BASE = Claim("base-frozen", 1, "No frozen weight or buffer of any rank changes in a run (seed V35, F-FREEZE-003).")
+BASE = Claim("base-frozen", 1, "No frozen weight or buffer of any rank changes in a run.", "seed V35, F-FREEZE-003")
 EVALUATION = Claim(
     "evaluation-law",
     2,
     "The loss and the accuracy of an evaluation, on every rank that reports them, are those of every row once, "
-    "whatever the number of ranks, the padding and the order; and it changes nothing in the model (seed V8; accelerate "
-    "even_batches, HF eval_loss).",
+    "whatever the number of ranks, the padding and the order; and it changes nothing in the model.",
+    "seed V8; accelerate even_batches, HF eval_loss",
 )
 RANDOMNESS = Claim(
     "randomness-apart",
     2,
     "What draws random numbers in training (dropout, noise) draws them in every forward pass, and ranks draw different "
-    "ones (faults F55, F56, F58).",
+    "ones.",
+    "faults F55, F56, F58",
 )
 HEADS = Claim(
     "heads-quoted",
     1,
     "Every checkpoint and the summary quote a line of the ledger by its number and digest, and it is that line: "
-    "no line was cut off after it was quoted (issue 3).",
+    "no line was cut off after it was quoted.",
+    "issue 3",
 )
 FALLBACK = Claim(
-    "cpu-fallback", 1, "Without a usable GPU a run goes on on the CPU, says so, and has the same loss (seed F-DP-004)."
+    "cpu-fallback", 1, "Without a usable GPU a run goes on on the CPU, says so, and has the same loss.", "seed F-DP-004"
 )
 AVERAGE = Claim(
     "average-law", 1, "average_gradients is the mean over workers; finite for finite input, NaN and Inf propagate."
 )
-NON_FINITE = Claim("non-finite-seen", 1, "has_non_finite sees NaN, Inf and -Inf at every place (seed R28).")
-SHARDS = Claim("shards-law", 1, "shard_samples gives contiguous shards in order, the last with the remainder (R26).")
+NON_FINITE = Claim("non-finite-seen", 1, "has_non_finite sees NaN, Inf and -Inf at every place.", "seed R28")
+SHARDS = Claim("shards-law", 1, "shard_samples gives contiguous shards in order, the last with the remainder.", "R26")
 FACE = Claim(
-    "coordinator-face", 1, "The coordinator refuses an empty list of devices, and its primary is replica 0 (R9, R14)."
+    "coordinator-face", 1, "The coordinator refuses an empty list of devices, and its primary is replica 0.", "R9, R14"
 )

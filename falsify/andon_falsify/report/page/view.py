@@ -54,7 +54,12 @@ class Page:
         cells = self.table.of(subjects[0])
         decided = [cell for cell in cells if cell.outcome in (Outcome.HOLDS, Outcome.FALSIFIED)]
         broken = sum(cell.mark in _FELL for cell in decided)
-        return f"{subjects[0]} breaks {broken or 'none'} of {_number(len(decided), 'claim')} that could be checked"
+        expected = sum(cell.mark is Mark.EXPECTED for cell in decided)
+        known = f", {'all' if expected == broken else expected} of them as expected" if expected else ""
+        known = ", as expected" if expected == broken == 1 else known
+        return (
+            f"{subjects[0]} breaks {broken or 'none'} of {_number(len(decided), 'claim')} that could be checked{known}"
+        )
 
     @property
     def lamp(self) -> str:
