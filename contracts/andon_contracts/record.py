@@ -251,10 +251,12 @@ class Line:
 def encode(record: Record, seq: int, prev: str) -> bytes:
     """The line of `record`, line feed included. Raises `ValueError` for a record that a reader would refuse."""
     body = record.to_json()
+    # Read back before it is written: all that follows in the chain would be lost with a line that no reader takes.
     if type(record).from_json(body) != record:
         raise ValueError(f"a {record.kind} record does not survive JSON: a field has a value of a wrong type")
     envelope = {"v": SCHEMA_VERSION, "kind": record.kind, "seq": read_field(Count, seq, "seq"), "prev": prev}
     read_field(Hex16, prev, "prev")
+    # One text for one record, since the chain goes by bytes.
     text = json.dumps(body | envelope, sort_keys=True, separators=(",", ":"), allow_nan=False)
     line = text.encode("ascii") + b"\n"
     if len(line) > MAX_LINE:
@@ -267,6 +269,7 @@ def decode_line(line: bytes) -> Line:
     if len(line) > MAX_LINE:
         raise ValueError(f"the line has {len(line)} bytes, more than {MAX_LINE}")
     try:
+        # Python takes more than JSON: NaN, and of a key that stands twice the last, where others take the first.
         data = json.loads(line.decode("ascii"), object_pairs_hook=_unique, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not a line of JSON: {error}") from None

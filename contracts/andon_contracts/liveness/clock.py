@@ -43,6 +43,7 @@ class Pauses:
                 return
             last, used = self._looked
             self._looked = now, used_now = time.monotonic(), time.process_time()
+            # A process that used its processor meanwhile was not stopped: only the threads that look here waited.
             if now - last >= self._least_s and used_now - used < _SHARE * (now - last):
                 self._noted.append((last, now))
 

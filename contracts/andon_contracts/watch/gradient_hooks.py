@@ -103,6 +103,7 @@ class GradientHooks:
         def see(gradient: Tensor) -> None:
             if self.muted:
                 return
+            # The clock is no small part of what a hook costs, so some windows are timed for all.
             timed = self._timed
             began = time.perf_counter() if timed else 0.0
             cord = self.cord
@@ -155,6 +156,7 @@ class GradientHooks:
     def read(self) -> Raw:
         """What the window showed. One wait for each device."""
         seen = self._seen.read()
+        # Written so that NaN, with which no comparison holds, is bad.
         bad = [owner for owner, low, high in seen if not (low > -_INFINITE and high < _INFINITE)]
         return Raw(min(bad, default=-1) + 1, self._stale() + 1, seen)
 

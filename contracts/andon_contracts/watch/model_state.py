@@ -101,6 +101,7 @@ class FrozenBase:
         return True
 
     def _marked(self) -> list[int]:
+        # A write in place is counted in the version; `.data = ` is not, and moves the memory.
         return [*map(_version, self._frozen), *map(Tensor.data_ptr, self._frozen)]
 
     def _read_all(self) -> int:

@@ -63,6 +63,7 @@ class OptimizerState:
         names = tuple(kept)
         order = self._orders.get(names)
         if order is None:
+            # Ranks may have filled it in different orders, and names may be of several types.
             order = self._orders[names] = tuple(sorted(names, key=repr))
         rest.append(order)
         for name in order:

@@ -62,6 +62,7 @@ def restore(session: Session) -> Standpoint:
         except InputError as refused:
             error, answer = refused, _REFUSED
     backend = session.run.backend
+    # Also where rank 0 refuses: the others wait here, and would not learn why.
     answer = int(backend.gather([torch.tensor([answer], device=device) for device in backend.devices])[0])
     if error is not None:
         raise error

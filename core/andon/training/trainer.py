@@ -134,6 +134,7 @@ class Trainer:
         it that has to see the weights as it leaves them.
         """
         self.clock.at(batch.step, UPDATE)
+        # What each rank was asked goes into the update and is agreed on there: signals reach ranks at different times.
         rate, asked = self.schedule.rate(batch.step), self.stop_asked()
         if not self.step.late:
             result = self.step(batch, rate, batch.step, stop=asked)
@@ -151,12 +152,14 @@ class Trainer:
     def _settle(self, batch: GlobalBatch, result: StepResult, *, stopping: bool) -> None:
         """Write down an update that held, and do what is due after it. stopping: the run ends with it."""
         record = step_record(batch, result, self.backend.world_size, self.backend.name)
+        # Before it is written: of one step the ledger must not have two results.
         self.repeats.judge(record)
         self.progress = replace(self.progress, step=batch.step, last_loss=result.loss)
         self.weights = result.digests.get("weights", self.weights)
         self.journal.step(batch, result, record)
         best, every = self._look(batch), self.cadence.checkpoint_every
         saving = stopping or self.plan.is_epoch_end(batch.step) or (every is not None and batch.step % every == 0)
+        # What is frozen is too large to be read at each update, but no checkpoint vouches for it unread.
         if saving or batch.step % self.cadence.base_every == 0:
             self.step.attest_base(batch.step, self.base_digest)
         if saving:
@@ -198,6 +201,7 @@ class Trainer:
         except (InputError, Violation) as refused:
             error = refused
         outcome = _WRITTEN if error is None else _BROKEN if isinstance(error, Violation) else _REFUSED
+        # Also where this rank is about to raise: the others would wait for it in the next update.
         outcomes = self.backend.gather([torch.tensor([outcome], device=device) for device in self.backend.devices])
         if error is not None:
             raise error
