@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +14,13 @@ from andon.backend.inprocess import InlineBackend, ThreadsBackend
 from andon.console.problems import InputError
 from andon.model.adapter import AdapterSpec, attach
 from andon.model.build import build_base, checkpoint_layers
+from andon.model.masks import _attending
 from andon.model.memory import measure_peak_bytes
 from andon.step.keyed import KeyedRandomness
 from andon.step.optimizer import OptimizerSpec
 from andon.step.plan import BatchPlan
 from andon.training.build import StepSpec, build_replicas, build_step
-from tests.model.tiny import CPU, spec, task
+from tests.model.tiny import CPU, causal, spec, task
 
 ROWS = task(
     [[1 + (row * 7 + place) % 30 for place in range(3 + row % 9)] for row in range(13)], [r % 3 for r in range(13)]
@@ -89,3 +91,31 @@ def test_a_model_without_such_layers_is_refused() -> None:
     """A plain module would train as before, and its user would believe otherwise."""
     with pytest.raises(InputError, match=r"^training\.activation_checkpointing: Linear has no layers"):
         checkpoint_layers(nn.Linear(2, 2), CPU)
+
+
+def test_what_is_computed_again_attends_as_it_did() -> None:
+    """A pass of packs attends by a function of its own, and its gradient is made after that one is gone: the same one
+    is called again, once a layer, and the gradient is that without computing again."""
+    calls: list[str] = []
+
+    def attend(
+        module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+    ) -> Any:
+        calls.append(type(module).__name__)
+        times = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
+        return (query * key * value).transpose(1, 2).contiguous(), None
+
+    found = []
+    for checkpointing in (False, True):
+        model = causal(adapter=AdapterSpec(kind="none"))
+        if checkpointing:
+            checkpoint_layers(model, CPU)
+        calls.clear()
+        with _attending(model, "andon_test_attention", attend):
+            logits = model(input_ids=torch.arange(1, 9)[None], use_cache=False).logits
+        forward = len(calls)
+        logits.square().sum().backward()
+        assert (forward, len(calls)) == (2, 4 if checkpointing else 2)
+        found.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

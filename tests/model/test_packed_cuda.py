@@ -10,7 +10,7 @@ from torch import nn
 
 import andon.model.masks
 from andon.model.adapter import AdapterSpec, attach, trainable_parameters
-from andon.model.build import build_base
+from andon.model.build import build_base, checkpoint_layers
 from andon.model.causal import collate_packs, loss_sum, require_apart
 from andon.model.masks import Masking, masking_of
 from andon.step.task import Batch
@@ -78,3 +78,14 @@ def test_what_the_kernel_does_not_take_is_told_by_pairs(model: tuple[str, int]) 
     assert masking_of(built, GPU) is Masking.ROW_PAIRS
     require_apart(built, GPU, 128)
     assert learned(built, LENGTHS)[0] > 0
+
+
+def test_layers_that_compute_again_attend_by_spans_again() -> None:
+    """Loss and gradients are those without, to the bit."""
+    first = learned(model_of(dropout=0.0), LENGTHS)
+    model = model_of(dropout=0.0)
+    checkpoint_layers(model, GPU)
+    assert masking_of(model, GPU) is Masking.SPANS
+    again = learned(model, LENGTHS)
+    assert first[0] == again[0]
+    assert torch.equal(first[1], again[1])

@@ -6,7 +6,6 @@ the classification head for others) is drawn from the spec's own seed, and the p
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -376,21 +375,55 @@ def computing(model: nn.Module, device: torch.device) -> AbstractContextManager[
     return nullcontext() if half is None else torch.autocast(device.type, dtype=half)
 
 
-def checkpoint_layers(model: nn.Module, device: torch.device, contexts: Contexts = replaying) -> None:
+@contextmanager
+def attending_as(model: nn.Module, name: str) -> Iterator[None]:
+    """Inside, `model` attends by what transformers knows under `name`."""
+    config: Any = without_adapter(model).config
+    before = config._attn_implementation
+    config._attn_implementation = name
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+def _no_contexts() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
+    return nullcontext(), nullcontext()
+
+
+def checkpoint_layers(model: nn.Module, device: torch.device, contexts: Contexts | None = None) -> None:
     """Have every layer of `model`, which trains on `device`, keep its input alone and compute the rest again.
 
-    On a CPU the draws are replayed from the micro-batch's own generator, on a GPU from the device's. contexts: what
-    each of the two passes of a layer is in on a CPU. Only training passes are changed. Raises `InputError` for a model
-    whose layers cannot do this.
+    Draws are replayed, on a CPU from the micro-batch's own generator, on a GPU from the device's; attention is the one
+    that the layer had, whichever the model has when its gradient is made. contexts: what each of the two passes of a
+    layer is in, None for that of the device. Only training passes are changed. Raises `InputError` for a model whose
+    layers cannot do this.
     """
     able = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
     if not able:
         what = f"{type(model).__name__} has no layers that can compute their activations again"
         raise InputError([Problem("training.activation_checkpointing", what)])
-    again = functools.partial(checkpoint, use_reentrant=False)
-    if device.type != "cuda":
-        again = functools.partial(again, preserve_rng_state=False, context_fn=contexts)
+    on_gpu = device.type == "cuda"
+    entered = contexts or (_no_contexts if on_gpu else replaying)
+    config: Any = without_adapter(model).config
+
+    @contextmanager
+    def as_before(attention: str, context: AbstractContextManager[object]) -> Iterator[None]:
+        with attending_as(model, attention), context:
+            yield
+
+    def both_passes() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
+        once, again = entered()
+        return once, as_before(config._attn_implementation, again)
+
+    def computed_again(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # then both passes are traced here and now
+            return checkpoint(function, *args, use_reentrant=False, **kwargs)
+        return checkpoint(
+            function, *args, use_reentrant=False, preserve_rng_state=on_gpu, context_fn=both_passes, **kwargs
+        )
+
     # Not `gradient_checkpointing_enable`: it has the embeddings ask for gradients that nobody needs here.
     for module in able:
-        module._gradient_checkpointing_func = again  # type: ignore[assignment]
+        module._gradient_checkpointing_func = computed_again  # type: ignore[assignment]
         module.gradient_checkpointing = True  # type: ignore[assignment]

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from andon.fast.attention import causal_attention, fits, runs_on
-from andon.model.build import backbone_of, computing, half_of, vocabulary_head, without_adapter
+from andon.model.build import attending_as, backbone_of, computing, half_of, vocabulary_head, without_adapter
 
 WINDOWS = ("sliding_window", "local_attention", "attention_window", "attention_chunk_size", "window_size")
 """What configurations of transformers call a limit to how far a token sees."""
@@ -201,13 +201,8 @@ def _attending(model: nn.Module, name: str, attention: Callable[..., Any]) -> It
     from transformers import AttentionInterface
 
     AttentionInterface.register(name, attention)
-    config: Any = without_adapter(model).config
-    before = config._attn_implementation
-    config._attn_implementation = name
-    try:
+    with attending_as(model, name):
         yield
-    finally:
-        config._attn_implementation = before
 
 
 @contextmanager
