@@ -33,6 +33,12 @@ def test_a_compiled_pass_computes_what_an_eager_one_does(found: dict[str, Any]) 
     assert max(found["off"]) <= TOLERANCE
 
 
+def test_rows_of_new_tokens_get_the_gradient_of_an_eager_pass(found: dict[str, Any]) -> None:
+    """In the embedding, which is compiled, and in a head of its own, which is not."""
+    assert len(found["rows"]) == 2
+    assert max(found["rows"]) <= TOLERANCE
+
+
 def test_the_same_bits_again_and_with_shifted_allocations(found: dict[str, Any]) -> None:
     """With dropout: a step's bits belong to its stream, not to what was computed before or where memory lies."""
     assert found["same"] == [True] * 4

@@ -76,6 +76,36 @@ def off_eager(mode: str) -> list[float]:
     return [float((found.float() - wanted.float()).norm() / wanted.float().norm()) for found, wanted in pairs]
 
 
+def new_rows_off_eager(mode: str) -> list[float]:
+    """The same of the rows of two new tokens, read and written in two packs by a model with a head of its own."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from andon.model.adapter import AdapterSpec, attach
+    from andon.model.causal import collate_packs, loss_sum
+
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    sizes = {"hidden_size": 256, "num_hidden_layers": 2, "intermediate_size": 512, "vocab_size": 100}
+    torch.manual_seed(3)
+    base: nn.Module = Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, tie_word_embeddings=False, use_cache=False))
+    base.config.dtype = torch.bfloat16  # type: ignore[union-attr]
+    spec = AdapterSpec(r=8, alpha=16.0, dropout=0.0, targets=("q_proj", "v_proj"), new_tokens=(100, 101))
+    model = attach(base.to(torch.bfloat16), spec, 1).to(DEVICE).train()
+    rows = [(torch.arange(start, start + 32) % 102, torch.ones(32)) for start in (0, 75, 90)]
+    packs = collate_packs([rows[:2], rows[2:]], 0, LENGTH, LENGTH)
+    given = {name: value.to(DEVICE) for name, value in packs.items()}
+
+    def learned() -> list[torch.Tensor]:
+        model.zero_grad()
+        with KeyedRandomness(7, DEVICE).micro_batch(1, 0):
+            loss_sum(model, given).loss_sum.backward()  # type: ignore[no-untyped-call]
+        named = sorted((name, p.grad) for name, p in model.named_parameters() if "trainable_tokens" in name)
+        return [grad.clone() for _, grad in named if grad is not None]
+
+    eager = learned()
+    compile_backbone(model, mode, {(2, LENGTH)})
+    return [float((one - other).norm() / other.norm()) for one, other in zip(learned(), eager, strict=True)]
+
+
 def again(mode: str) -> tuple[list[bool], list[bool]]:
     """With dropout: whether step 1 has its bits after step 2 and at other places in memory, and step 2 has them too."""
     model = decoder(0.1)
@@ -93,4 +123,5 @@ def again(mode: str) -> tuple[list[bool], list[bool]]:
 if __name__ == "__main__":
     demand_determinism([DEVICE])
     same, other = again(sys.argv[1])
-    print(json.dumps({"off": off_eager(sys.argv[1]), "same": same, "other": other}))
+    off, rows = off_eager(sys.argv[1]), new_rows_off_eager(sys.argv[1])
+    print(json.dumps({"off": off, "rows": rows, "same": same, "other": other}))

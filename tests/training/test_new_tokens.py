@@ -198,10 +198,6 @@ def test_what_a_tokenizer_cannot_take_is_refused(called: Runs, more: str, what: 
         ('model:\n  new_tokens: [" <a>"]\n', ":2 model.new_tokens: ' <a>' begins or ends with white space"),
         ("model:\n  new_tokens: [<a>, <b>, <a>]\n", ":2 model.new_tokens: names '<a>' twice (['<a>', '<b>', '<a>'])"),
         ("model:\n  new_tokens: <a>\n", ":2 model.new_tokens: must be a list, is the string '<a>'"),
-        (
-            "model:\n  new_tokens: [<a>]\ntraining:\n  compile: graphs\n",
-            ":4 training.compile: does not know rows of new tokens beside an adapter (model.new_tokens): off (graphs)",
-        ),
     ],
 )
 def test_what_a_file_says_wrong_is_told_by_its_line(tmp_path: Path, text: str, what: str) -> None:

@@ -394,15 +394,6 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _new_rows_run_eagerly(self) -> Config:
-        if self.model.new_tokens and self.adapter.kind == "lora" and self.training.compile != "off":
-            what = (
-                f"does not know rows of new tokens beside an adapter (model.new_tokens): off ({self.training.compile})"
-            )
-            raise _refuse("training.compile", what)
-        return self
-
-    @model_validator(mode="after")
     def _patience_has_a_loss(self) -> Config:
         patience = self.training.early_stopping_patience
         if patience is not None and self.data.validation_fraction == 0:
