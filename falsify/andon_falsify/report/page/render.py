@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from importlib import resources
 
-from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
-from andon_contracts.legible import legible
+from andon.console.html import escaping, source
 from andon_falsify.campaign.findings import Report
 from andon_falsify.report.page.view import Page, filter_rules, width_rule
 
@@ -23,28 +20,12 @@ def render(report: Report) -> str:
     style = f"{_part('style.css')}\n{width_rule(columns)}{filter_rules(columns)}"
     script = _part("script.js")
     policy = (
-        f"default-src 'none'; style-src {_source(style)}; script-src {_source(script)}; img-src data:; "
+        f"default-src 'none'; style-src {source(style)}; script-src {source(script)}; img-src data:; "
         "base-uri 'none'; form-action 'none'"
     )
-    return _template().render(page=page, style=Markup(style), script=Markup(script), policy=policy)
-
-
-def _template() -> Template:
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, finalize=_shown, trim_blocks=True, lstrip_blocks=True
-    )
-    return environment.from_string(_part("page.html.j2"))
-
-
-def _shown(value: object) -> object:
-    """What the template puts in: style and script as they are, all else as text that can be read, still unescaped."""
-    return value if isinstance(value, Markup) else legible(str(value), _MOST_CHARACTERS)
+    template = escaping(_part("page.html.j2"), _MOST_CHARACTERS)
+    return template.render(page=page, style=Markup(style), script=Markup(script), policy=policy)
 
 
 def _part(name: str) -> str:
     return resources.files("andon_falsify.report.page").joinpath(name).read_text(encoding="utf-8")
-
-
-def _source(text: str) -> str:
-    """How a content security policy names an inline style or script."""
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
