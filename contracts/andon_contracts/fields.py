@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin, g
 _HEX16 = re.compile(r"[0-9a-f]{16}")
 _SINCE, _OPTIONAL = "since", "optional since"
 _NEWEST = 1 << 31
+_PAIR = {"hex", "value"}
 
 Hex16 = Annotated[str, "hex16"]
 """A digest: 16 lower-case hexadecimal digits."""
@@ -63,10 +64,9 @@ class Real:
     @classmethod
     def from_json(cls, data: object, where: str = "real") -> Self:
         """The inverse of `to_json`. Raises `ValueError` where value and hex do not say the same."""
-        found = json_object(data, where)
-        text, value = found.get("hex"), found.get("value")
-        if set(found) != {"hex", "value"} or not isinstance(text, str):
-            raise _fault(where, "{value, hex}", data)
+        if not isinstance(data, dict) or data.keys() != _PAIR or not isinstance(data["hex"], str):
+            raise _fault(where, "{value, hex}", json_object(data, where))
+        text, value = data["hex"], data["value"]
         try:
             real = cls.of(float.fromhex(text))
             finite = isinstance(value, int | float) and not isinstance(value, bool) and cls.of(value) == real

@@ -270,7 +270,7 @@ def decode_line(line: bytes) -> Line:
         raise ValueError(f"the line has {len(line)} bytes, more than {MAX_LINE}")
     try:
         # Python takes more than JSON: NaN, and of a key that stands twice the last, where others take the first.
-        data = json.loads(line.decode("ascii"), object_pairs_hook=_unique, parse_constant=_no_constant)
+        data = _DECODER.decode(line.decode("ascii"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not a line of JSON: {error}") from None
     found = json_object(data, "the line")
@@ -312,3 +312,6 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 def _no_constant(name: str) -> object:
     raise ValueError(f"{name} is not JSON")
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant)

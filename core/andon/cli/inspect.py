@@ -76,16 +76,16 @@ def report(
     ] = None,
 ) -> None:
     """Make one HTML page of a run, or of two side by side. Curves, scores, verdict, what happened, where they part."""
-    from andon.inspection.report import write_page
-    from andon.inspection.report.page import Page, Verdict
-    from andon.inspection.report.told import read_told
-
     target = html if html is not None else _page_of(run, other)
     if target.suffix not in (".html", ".htm"):
         raise InputError([Problem("--html", f"{target} must end in .html, so that no file of a run is written over")])
     paths = [run] if other is None else [run, other]
     with ThreadPoolExecutor() as threads:  # each is a process, which reads the ledger while this one does
         asked = [threads.submit(plugins.said_by, "verify", "--", str(path)) for path in paths]
+        from andon.inspection.report import write_page
+        from andon.inspection.report.page import Page, Verdict
+        from andon.inspection.report.told import read_told
+
         runs = [read_told(read_side(path)) for path in paths]
         verdicts = [None if (said := each.result()) is None else Verdict(*said) for each in asked]
     write_page(Page(runs, verdicts, compare(*(each.side for each in runs)) if other is not None else None), target)
