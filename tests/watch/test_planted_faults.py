@@ -37,6 +37,11 @@ def both(first: int) -> list[Pair]:
     return pairs
 
 
+def alone(numbers: Sequence[int]) -> list[list[tuple[str, int]]]:
+    """What the one line finds of faults for which a watch can be told more."""
+    return [Watched(SEEN[each][0].loop, replace(SEEN[each][1], lines=())).run().found for each in numbers]
+
+
 class Pairs(Sequence[list[Pair]]):
     """By fault, then by rank: what a run without it left and found, and one with it; run as they are asked for."""
 
@@ -83,6 +88,16 @@ def test_the_fault_is_caught_by_its_clause_in_time(seen: Pairs, number: int, ins
     assert min(steps) <= inside.by
 
 
+def test_the_one_line_sees_those_that_are_said_to_need_no_more() -> None:
+    """By another clause, on every rank alike, and no later than with the lines."""
+    numbers = [number for number, (_, inside) in enumerate(SEEN) if inside.alone]
+    one, other = (outcome.get() for outcome in run_ranks(WORLD, alone, numbers, deadline_s=DEADLINE_S))
+    assert one == other
+    for number, found in zip(numbers, one, strict=True):
+        inside = SEEN[number][1]
+        assert any(clause == inside.alone and step <= inside.by for clause, step in found), (inside, found)
+
+
 @numbered
 def test_the_same_run_without_the_fault_raises_nothing(seen: Pairs, number: int, inside: Inside) -> None:
     """The watch that catches the fault, told the same lines, is silent on the run that is right."""
@@ -122,7 +137,11 @@ def document(seen: Pairs) -> str:
         _row(fault, inside, pairs[0][1]) for (fault, inside), pairs in sorted(rows, key=lambda row: row[0][0].code)
     ]
     codes = sorted({fault.code for fault, _ in SEEN})
-    alone = [code for code in codes if any(fault.code == code and not inside.lines for fault, inside in SEEN)]
+    alone = [
+        code
+        for code in codes
+        if any(fault.code == code and (inside.alone or not inside.lines) for fault, inside in SEEN)
+    ]
     lines += ["", f"By the one line alone, in one of their forms at least: {len(alone)} of {len(codes)} entries of the"]
     lines += [f"catalogue, {', '.join(alone)}."]
     lines += ["", "Of the faults that claims see, these are not here:", ""]
@@ -133,5 +152,7 @@ def document(seen: Pairs) -> str:
 def _row(fault: LoopFault, inside: Inside, wrong: Trace) -> str:
     steps = [step for clause, step in wrong.found if clause == inside.clause]
     told = ", ".join(inside.lines) or "none"
+    if inside.alone:
+        told += f"; none for `{inside.alone}`"
     step = str(min(steps)) if steps else "missed"
     return f"| {fault.code} | {fault.what} | {told} | `{inside.clause}` | {step} | {inside.by} |"

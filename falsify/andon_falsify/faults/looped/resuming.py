@@ -157,5 +157,5 @@ FAULTS = (
     LoopFault("F82", "one update too many", OneTooMany, Inside("updates-planned", 7, ("updates",)), _NUMBER),
     LoopFault("F83", "best checkpoint by a local metric", BestByOwnLoss, _BEHIND, _END),
     LoopFault("F83", "only one rank reloads", BestOnOne, _BEHIND, _END),
-    LoopFault("F83", "only one rank loads", LoadedOnOne, _READ, _PART),
+    LoopFault("F83", "only one rank loads", LoadedOnOne, replace(_READ, alone="replicas-agree"), _PART),
 )  # fmt: skip
