@@ -202,6 +202,17 @@ def test_memory_is_planned(conversations: Runs) -> None:
     assert 0 < needed[0] < needed[1]
 
 
+def test_an_evaluation_is_planned_of_rows_alone(conversations: Runs) -> None:
+    """Packs are for training: whatever fits into one, 64 rows are scored at the length of the longest row."""
+    given = ["plan", "--data", str(conversations.data), "--gpu-memory", "16", "--json", "--set=model.max_length=320"]
+    needed = []
+    for packed in ("false", "true"):
+        told = CliRunner().invoke(app, [*given, f"--set=training.packing={packed}"], catch_exceptions=False)
+        (world,) = json.loads(told.stdout)["worlds"]
+        needed.append(world["devices"][0]["each_rank"]["evaluation"])
+    assert needed[0] == needed[1] > 0
+
+
 def test_a_model_needs_to_see_as_far_as_a_row_and_not_as_a_pack() -> None:
     """Rows of 4 tokens in packs of 12: a window of 4 tokens is enough, one of 3 is not."""
     rows = [EncodedRow(place, array("i", [1, 2, 3, 4]), array("f", [0, 1, 1, 1])) for place in range(6)]

@@ -93,10 +93,8 @@ def updated_on_host(config: Config, kind: str) -> bool:
 
 
 def _padded(material: Material, config: Config) -> int:
-    """The longest padded length of any row that is trained on or scored."""
-    longest = max(
-        int(task.lengths.max()) for task in (material.task, material.validation_task, material.evaluation_task)
-    )
+    """The longest padded length of any row that may be scored; packs are trained on, their rows are scored alone."""
+    longest = max(int(task.lengths.max()) for task in (material.validation_task, material.evaluation_task))
     return padded_length(min(longest, config.model.max_length), padding_multiple(config), config.model.max_length)
 
 
