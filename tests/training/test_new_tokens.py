@@ -181,6 +181,8 @@ def test_a_reader_is_told(called: Runs) -> None:
     [
         ('["<a>", "<pad>"]', "'<pad>' is a token of this tokenizer already (id 0); leave it out"),
         ('["k"]', "'k' is a token of this tokenizer already (id 78); leave it out"),
+        ('["<pad>2"]', "'<pad>2' holds the special token '<pad>', which no message may spell"),
+        ('["é"]', "'é' stands for something else in this tokenizer's vocabulary ("),
         ('["größe"]', "'größe' is not read and written as one token by this tokenizer"),
     ],
 )

@@ -202,6 +202,24 @@ def test_memory_is_planned(conversations: Runs) -> None:
     assert 0 < needed[0] < needed[1]
 
 
+def test_a_remedy_is_one_that_a_run_takes(tmp_path: Path) -> None:
+    """Packs of half the length need less; where all that is learned would be cut off, a run refuses them.
+
+    No other remedy is left to these settings.
+    """
+    path = tmp_path / "talk.jsonl"
+    path.write_text(f"{json.dumps({'prompt': 'q' * 84, 'completion': 'a' * 9})}\n" * 16)
+    given = ["plan", "--data", str(path), "--gpu-memory", "0.001", "--json"]
+    settings = ["run.backend=nccl", "training.packing=true", "training.batch_size=8", "training.micro_batches=8"]
+    settings += ["training.activation_checkpointing=true", "model.dtype=bfloat16", "adapter.r=1"]
+    given += ["--workers", "1", *(word for each in settings for word in ("--set", each))]
+    offered = {}
+    for length in (128, 256):
+        told = CliRunner().invoke(app, [*given, "--set", f"model.max_length={length}"], catch_exceptions=False)
+        offered[length] = {each["setting"] for each in json.loads(told.stdout)["remedies"]}
+    assert offered == {128: set(), 256: {"model.max_length=128"}}
+
+
 def test_an_evaluation_is_planned_of_rows_alone(conversations: Runs) -> None:
     """Packs are for training: whatever fits into one, 64 rows are scored at the length of the longest row."""
     given = ["plan", "--data", str(conversations.data), "--gpu-memory", "16", "--json", "--set=model.max_length=320"]

@@ -26,7 +26,7 @@ def at_hand(base: str) -> str:
     except Exception as error:  # a name that can be none, or a cache without it
         what = f"the base {base!r} is no folder here"
         if Path(base).is_absolute():
-            what += "; if it has moved, name its place: --model PATH, in eval, predict and export"
+            what += "; if it has moved, name its place: --model PATH, in eval, predict, generate and export"
         else:
             what += f" and not in the hub's cache; fetch it first: hf download {shlex.quote(base)}"
         raise InputError([Problem("model.base", what)]) from error

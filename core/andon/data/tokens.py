@@ -179,10 +179,16 @@ class HuggingFaceTokenizer:
         found, known = ProblemList(), self.base.get_vocab()
         for token in tokens:
             ids = [known[token]] if token in known else self.plain_ids([token])[0]
-            if token in known or (len(ids) == 1 and self.base.decode(ids) == token):
-                found.add(
-                    "model.new_tokens", f"{token!r} is a token of this tokenizer already (id {ids[0]}); leave it out"
-                )
+            held = [each for each in self.base.all_special_tokens if each in token]
+            if len(ids) == 1 and self.base.decode(ids) == token:
+                what = f"is a token of this tokenizer already (id {ids[0]}); leave it out"
+            elif token in known:
+                what = f"stands for something else in this tokenizer's vocabulary ({self.shown(ids[0])}, id {ids[0]})"
+            elif held:
+                what = f"holds the special token {held[0]!r}, which no message may spell"
+            else:
+                continue
+            found.add("model.new_tokens", f"{token!r} {what}")
         found.raise_if_any()
         from transformers import AddedToken
 

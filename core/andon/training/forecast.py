@@ -139,7 +139,7 @@ def machine_here(gpu_bytes: int | None, workers: int) -> Machine:
 
 
 def forecast(config: Config, workers: Sequence[int], machine: Machine) -> Forecast:
-    """The plan for each number of `workers`. Raises `InputError` for anything that a run of `config` would refuse."""
+    """The plan for each of `workers`. Raises `InputError` for what a run would refuse before it reads weights."""
     material = prepare(config)
     study = Study(material)
     worlds = tuple(_world(study, config, count, machine) for count in workers)
@@ -201,8 +201,11 @@ def _remedies(study: Study, config: Config, short: WorldPlan, machine: Machine) 
     found = []
     for setting, changed, price in _changes(config):
         try:
-            world = _world(study, changed, short.workers, machine)
-        except InputError:  # not with this model: no remedy
+            # Rows that are cut otherwise are other rows: fewer tokens each, and more packs.
+            same_rows = changed.model.max_length == config.model.max_length
+            looked = study if same_rows else Study(prepare(changed))
+            world = _world(looked, changed, short.workers, machine)
+        except InputError:  # not with this model, or these rows: no remedy
             continue
         after = next((need for need in world.needs if need.kind == before.kind), None)
         if after is not None and after.needed < before.needed:
