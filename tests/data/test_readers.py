@@ -223,11 +223,19 @@ def test_labels_of_an_evaluation_file_are_those_of_training_by_name(tmp_path: Pa
 @pytest.mark.parametrize("bad", [1, 19, 20, 21, 50])
 def test_at_most_twenty_problems_are_shown_and_the_rest_is_counted(tmp_path: Path, bad: int) -> None:
     """A file that is wrong throughout does not fill the screen, and no problem is forgotten."""
-    said = faults(written(tmp_path, "a.csv", "text,label\na,0\nb,1\n" + ",0\n" * bad))
-    assert sum("is empty" in line for line in said) == min(bad, 20)
+    rows = "".join(f"a,{10 + row}\n" for row in range(bad))
+    said = faults(written(tmp_path, "a.csv", "text,label\na,0\nb,1\n" + rows), labels=("0", "1"))
+    assert sum("is unknown" in line for line in said) == min(bad, 20)
     assert len(said) == min(bad, 20) + (bad > 20)
     if bad > 20:
         assert f" {bad - 20} more" in said[-1]
+
+
+def test_one_fault_of_many_lines_is_told_of_three(tmp_path: Path) -> None:
+    """Where it stands first, how often it comes again, and where at last."""
+    said = faults(written(tmp_path, "a.csv", "text,label\na,0\nb,1\n" + ",0\n" * 50))
+    assert [line.split(" ")[0] for line in said[:3]] == ["a.csv:4:", "a.csv:5:", "a.csv:6:"]
+    assert said[3:] == ["... and 47 more of the same, the last at a.csv:53"]
 
 
 def test_a_line_beyond_the_limit_is_refused_without_being_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,20 +65,28 @@ class ProblemList:
         at most `limit`, then a count of the rest."""
         if not self._found:
             return
-        times, last = Counter(problem.what for problem in self._found), {each.what: each.where for each in self._found}
-        seen = Counter[str]()
+        times, last = Counter(map(_fault, self._found)), {_fault(each): each.where for each in self._found}
+        seen = Counter[tuple[str, str]]()
         told: list[Problem] = []
         for problem in self._found:
-            seen[problem.what] += 1
-            if seen[problem.what] <= _ALIKE:
+            fault = _fault(problem)
+            seen[fault] += 1
+            if seen[fault] <= _ALIKE:
                 told.append(problem)
-            elif seen[problem.what] == _ALIKE + 1:
-                rest = times[problem.what] - _ALIKE
-                told.append(Problem("", f"... and {rest} more of the same, the last at {last[problem.what]}"))
+            elif seen[fault] == _ALIKE + 1:
+                rest = times[fault] - _ALIKE
+                told.append(Problem("", f"... and {rest} more of the same, the last at {last[fault]}"))
         shown = told[: self._limit]
         if len(told) > len(shown):
             shown.append(Problem("", f"... and {len(told) - len(shown)} more problems"))
         raise InputError(shown)
+
+
+def _fault(problem: Problem) -> tuple[str, str]:
+    """What lines of one file have in common that are wrong in the same way; settings and variables are each their own,
+    since each must be named."""
+    file, _, line = problem.where.rpartition(":")
+    return (file if line.isdecimal() else problem.where), problem.what
 
 
 def shown(value: object) -> str:
