@@ -1,6 +1,6 @@
 """TensorBoard: what a run measures, and what a watch finds, in the event files that it reads.
 
-andon.watch(model, optimizer, log=findings("runs/x"))
+For a watch: `andon.watch(model, optimizer, log=findings("runs/x"))`.
 """
 
 from __future__ import annotations
