@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from andon.backend.inprocess import InlineBackend
 from andon.step.audit import AuditSpec
+from andon.step.captured import CapturedPasses
 from andon.step.keyed import KeyedRandomness
 from andon.step.optimizer import OptimizerSpec
 from andon.step.replica import Replica
@@ -41,16 +44,24 @@ class PinnedTask(ToyTask):
 
 
 def made(
-    world: int, settings: Settings, task: Task, *, late: bool | None = None, audit_every: int = 0
+    world: int,
+    settings: Settings,
+    task: Task,
+    *,
+    late: bool | None = None,
+    audit_every: int = 0,
+    captured: bool = False,
+    kind: type[nn.Module] = ToyModel,
 ) -> tuple[TrainingStep, list[Replica]]:
-    """A step on fresh replicas, all on the first GPU."""
+    """A step on fresh replicas, all on the first GPU; captured: their passes become CUDA graphs."""
     device = torch.device("cuda", 0)
     replicas = []
     for _ in range(world):
         torch.manual_seed(0)
-        model = ToyModel().to(device)
+        model = kind().to(device)
         randomness = KeyedRandomness(SEED, device)
-        replicas.append(Replica(model, trainable(model), settings.optimizer, randomness, device))
+        passes = CapturedPasses(device) if captured else None
+        replicas.append(Replica(model, trainable(model), settings.optimizer, randomness, device, captured=passes))
     backend = InlineBackend([device] * world)
     audit = AuditSpec(audit_every, None)
     return TrainingStep(backend, replicas, task, settings.micro_batches, settings.clip_norm, audit, late=late), replicas
@@ -132,6 +143,84 @@ class _Poisoned(PoisonedTask):
 
 def _state(replicas: list[Replica]) -> list[tuple[int, int, int]]:
     return [(r.weights_digest(), r.optimizer_digest(), r.updates) for r in replicas]
+
+
+class Waiting(ToyModel):
+    """Asks for a value in the middle of a pass."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """As the toy model's."""
+        assert float(x.sum()) != 0.5
+        return super().forward(x)
+
+
+class Synchronizing(ToyModel):
+    """Waits for the device by a call that torch's debug mode does not see: only the capture fails."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """As the toy model's."""
+        torch.cuda.synchronize()
+        return super().forward(x)
+
+
+class Leaving(ToyModel):
+    """Leaves its hidden layer out now and then, as drawn on the host: layer dropout of transformers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """As the toy model's, or without the first dropout."""
+        return super().forward(x if torch.rand([]) < 0.5 else 2 * x)
+
+
+def _run(kind: type[nn.Module], world: int, *, captured: bool, audit_every: int = 0) -> tuple[object, list[Replica]]:
+    """Six rounds of ragged batches, so that every shape comes often enough to be captured and launched again."""
+    settings = Settings(4, sizes=(10, 7, 3, 1) * 6, clip_norm=0.2)
+    step, replicas = made(world, settings, PinnedTask(), captured=captured, audit_every=audit_every, kind=kind)
+    step.attest_start({})
+    batches = Settings(4).batches() * 6
+    done = [
+        record(step(replace(batch, step=number), rate(number), number), replicas)
+        for number, batch in enumerate(batches, 1)
+    ]
+    return done, replicas
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_captured_passes_have_the_bits_of_eager_ones(world: int) -> None:
+    """Losses, gradients, weights and moments of 24 updates with dropout; audits, which are eager, agree at each."""
+    eager, _ = _run(ToyModel, 1, captured=False)
+    found, replicas = _run(ToyModel, world, captured=True, audit_every=1)
+    assert found == eager
+    for each in replicas:
+        assert each.captured is not None
+        assert each.captured.eager == ""
+        assert 1 < len(each.captured) <= 3  # micro-batches of 1, 2 and 3 rows, on three ranks not each of them
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"), [(Waiting, "waits"), (Synchronizing, "could not be captured"), (Leaving, "on the host")]
+)
+def test_what_a_graph_could_not_do_again_stays_eager(kind: type[nn.Module], why: str) -> None:
+    """The run goes on, with the bits that it would have had."""
+    eager, _ = _run(kind, 1, captured=False)
+    found, (replica,) = _run(kind, 1, captured=True)
+    assert found == eager
+    assert replica.captured is not None
+    assert why in replica.captured.eager
+    assert len(replica.captured) == 0
+
+
+def test_a_captured_pass_waits_for_nothing(without_waiting: None) -> None:
+    """Once all shapes have been captured no update makes the host wait."""
+    settings = Settings(4, sizes=(8, 8, 8, 8, 8))
+    step, (replica,) = made(1, settings, PinnedTask(), captured=True)
+    first, second, third, *rest = (replace(SETTINGS.batches()[0], step=number) for number in range(1, 6))
+    for batch in (first, second, third):
+        step(batch, rate(batch.step), batch.step)
+    assert replica.captured is not None
+    assert len(replica.captured) > 0
+    torch.cuda.set_sync_debug_mode("error")
+    launched = [step.launch(batch, rate(batch.step), batch.step) for batch in rest]
+    assert [each.result().step for each in launched] == [4, 5]
 
 
 def test_the_kernel_judges_a_table_as_plain_operations_do() -> None:

@@ -290,6 +290,10 @@ class Run(Section):
     devices: Annotated[tuple[str | int, ...], BeforeValidator(_as_tuple)] | None = Field(
         default=None, description="one for each worker, as in [0, 1] or [cuda:0, cpu]; null: the backend's own"
     )
+    cuda_graphs: Literal["auto", "always", "never"] = Field(
+        default="auto",
+        description="of eager passes on GPUs, with the same bits; auto: where a micro-batch needs up to 2 GiB",
+    )
     dir: Name | None = Field(default=None, description="folder of the run; null: a new one under runs/")
     log_every: Count = Field(default=10, description="steps between two lines")
     report_to: Annotated[tuple[Literal["tensorboard", "wandb"], ...], BeforeValidator(_as_tuple)] = Field(

@@ -38,20 +38,32 @@ class Leaf:
     ids: Sequence[int]
 
 
+@dataclass(frozen=True)
+class PassResult:
+    """What one forward and backward pass gave besides its gradient: 0-dim tensors on its device.
+
+    loss: the sum. correct: int64. terms: int64; None where each row is one. total: fp64, finite exactly where the
+    gradient is; None where nobody looked. content: int64 [rows], the digests of the rows as the pass read them; None
+    where that is still to be asked of the batch.
+    """
+
+    loss: torch.Tensor
+    correct: torch.Tensor
+    terms: torch.Tensor | None = None
+    total: torch.Tensor | None = None
+    content: torch.Tensor | None = None
+
+
 @dataclass
 class LeafResult:
-    """What one micro-batch gave besides its gradient: 0-dim tensors on its device, and the rows as they were given.
+    """What one micro-batch gave besides its gradient, and the rows as they were given.
 
-    batch, loss, correct: None without rows. terms: None where each row is one. total, gradient: None where nobody
-    looked.
+    batch, found: None without rows. gradient: 0-dim int64, its word sum; None where no audit is due.
     """
 
     leaf: Leaf
     batch: Batch | None = None
-    loss: torch.Tensor | None = None
-    correct: torch.Tensor | None = None
-    terms: torch.Tensor | None = None
-    total: torch.Tensor | None = None
+    found: PassResult | None = None
     gradient: torch.Tensor | None = None
 
 
@@ -83,17 +95,22 @@ def reports_of_leaves(
     """
     if not results:
         return torch.empty((0, len(REPORT_FIELDS)), dtype=torch.int64, device=device)
-    counted = all(result.terms is None for result in results)
+    found = [result.found for result in results]
+    counted = all(each is None or each.terms is None for each in found)
+
+    def told(name: str, dtype: torch.dtype) -> torch.Tensor:
+        return _column([None if each is None else getattr(each, name) for each in found], dtype, device)
+
     known = [number for result in results for number in (result.leaf.index, *(1 + counted) * [len(result.leaf.ids)])]
     index, rows, *terms = on_device(known, device).view(len(results), -1).unbind(1)
     columns = (
         index,
         rows,
         # Reals as their bits: messages are integers, and are compared as such.
-        _column([result.loss for result in results], torch.float64, device).view(torch.int64),
-        _column([result.correct for result in results], torch.int64, device),
-        *(terms or [_column([result.terms for result in results], torch.int64, device)]),
-        _column([result.total for result in results], torch.float64, device).view(torch.int64),
+        told("loss", torch.float64).view(torch.int64),
+        told("correct", torch.int64),
+        *(terms or [told("terms", torch.int64)]),
+        told("total", torch.float64).view(torch.int64),
         _contents(results, task, device, checked=checked),
         _column([result.gradient for result in results], torch.int64, device),
     )
@@ -114,22 +131,27 @@ def _column(values: Sequence[torch.Tensor | None], dtype: torch.dtype, device: t
 def _contents(results: Sequence[LeafResult], task: Task, device: torch.device, *, checked: bool) -> torch.Tensor:
     """int64 [len(results)]: the digest of the rows of each as the model was given them, bound to their places; 0
     without rows."""
-    given = [(result.leaf, result.batch) for result in results if result.batch is not None]
+    given = [(result, result.batch) for result in results if result.batch is not None]
     if not given or not checked:
         return torch.zeros(len(results), dtype=torch.int64, device=device)
-    rows = task.content(_together([batch for _, batch in given]))
-    firsts, counts = [leaf.first for leaf, _ in given], [len(leaf.ids) for leaf, _ in given]
-    there = kernels() if rows.is_cuda else None
-    if there is None:
+    known = [None if result.found is None else result.found.content for result, _ in given]
+    if all(each is None for each in known):
+        rows = task.content(_together([batch for _, batch in given]))
+    else:
+        there = [task.content(batch) if each is None else each for each, (_, batch) in zip(known, given, strict=True)]
+        rows = torch.cat(there)
+    firsts, counts = [result.leaf.first for result, _ in given], [len(result.leaf.ids) for result, _ in given]
+    triton = kernels() if rows.is_cuda else None
+    if triton is None:
         sums = bound_sums(rows, firsts, counts)
     else:
         starts = accumulate(counts, initial=0)
         runs = [value for run in zip(starts, firsts, counts, strict=False) for value in run]
-        sums = there.bound_sums_on_device(rows, on_device(runs, rows.device).view(-1, 3))
+        sums = triton.bound_sums_on_device(rows, on_device(runs, rows.device).view(-1, 3))
     if len(given) == len(results):
         return sums
-    found: Iterator[torch.Tensor] = iter(sums)
-    return _column([None if result.batch is None else next(found) for result in results], torch.int64, device)
+    ordered: Iterator[torch.Tensor] = iter(sums)
+    return _column([None if result.batch is None else next(ordered) for result in results], torch.int64, device)
 
 
 def _together(batches: Sequence[Batch]) -> Batch:

@@ -3,6 +3,7 @@ same names and values whatever the flat layout or world."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,11 +11,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from andon.step.captured import CapturedPasses
 from andon.step.flat import REPLACED, FlatParameters, Master
 from andon.step.keyed import KeyedRandomness
-from andon.step.micro_batch import REPORT_FIELDS, Leaf, LeafResult, reports_of_leaves
+from andon.step.micro_batch import REPORT_FIELDS, Leaf, LeafResult, PassResult, reports_of_leaves
 from andon.step.optimizer import OptimizerSpec
-from andon.step.task import Task
+from andon.step.task import Batch, Task
 from andon.step.tree import Node, fold
 from andon_contracts.digest import tensor_digest, tree_digest, word_sum_tensor
 from andon_contracts.observe import finite_total, word_sums
@@ -68,9 +70,11 @@ class Replica:
         randomness: KeyedRandomness,
         device: torch.device,
         master_on: torch.device | None = None,
+        captured: CapturedPasses | None = None,
     ) -> None:
         """model: already on `device`. trainable: its trainable parameters in canonical order, all fp32. master_on:
         where the gradient is divided and clipped and the update is made, on buffers of their own; None: on the model's.
+        captured: what makes CUDA graphs of passes, where they are to be; the bits are the same.
 
         Raises `ValueError` for what `FlatParameters` refuses, for a parameter that requires a gradient and is not in
         `trainable`, and for a norm that keeps running statistics.
@@ -81,6 +85,7 @@ class Replica:
         self.spec = optimizer
         self.master = Master.of(self.parameters, master_on)
         self.optimizer = optimizer.build(self.master.weights)
+        self.captured = captured
         self.keeping: frozenset[Node] | None = None
         """The sums of which the next `gradients` keeps copies, for an audit; None: none is due."""
         self._count = torch.zeros((), device=self.master.device)
@@ -143,21 +148,39 @@ class Replica:
             self.model.train()
 
     def _leaf(self, step: int, leaf: Leaf, task: Task, *, checked: bool) -> LeafResult:
-        self.parameters.gradient.zero_()
         # Exact zeros without a forward pass: the tree has its leaves however few rows a batch has.
         if not leaf.ids:
+            self.parameters.gradient.zero_()
             return LeafResult(leaf)
         batch = task.load(leaf.ids, self.device)
-        with self._randomness.micro_batch(step, leaf.index):
-            loss = task.loss_sum(self.model, batch)
-            loss.loss_sum.backward()  # type: ignore[no-untyped-call]
+        drawing = functools.partial(self._randomness.micro_batch, step, leaf.index)
+        if self.captured is None:
+            with drawing():
+                return LeafResult(leaf, batch, self._pass(task, batch, checked=checked))
+        # What the graph reads is a copy, so it is asked there what it was.
+        compute = functools.partial(self._pass, task, checked=checked, content=checked)
+        return LeafResult(leaf, batch, self.captured((task, checked), batch, drawing, compute))
+
+    def _pass(self, task: Task, batch: Batch, *, checked: bool, content: bool = False) -> PassResult:
+        """Forward and backward of `batch` into the flat gradient, and what they gave besides."""
+        self.parameters.gradient.zero_()
+        loss = task.loss_sum(self.model, batch)
+        loss.loss_sum.backward()  # type: ignore[no-untyped-call]
         total = finite_total(self.parameters.gradient) if checked else None
-        return LeafResult(leaf, batch, loss.loss_sum.detach(), loss.correct, loss.terms, total)
+        rows = task.content(batch) if content else None
+        return PassResult(loss.loss_sum.detach(), loss.correct, loss.terms, total, rows)
 
     def gradient_of(self, step: int, leaf: Leaf, task: Task) -> torch.Tensor:
-        """The gradient of one micro-batch alone, [size] fp32, as its owner computes it; changes nothing else."""
+        """The gradient of one micro-batch alone, [size] fp32, as its owner computes it; changes nothing else.
+
+        Eagerly: where the owner's pass is a CUDA graph, this holds it to the pass that it stands for.
+        """
         self._prepare()
-        self._leaf(step, leaf, task, checked=False)
+        captured, self.captured = self.captured, None
+        try:
+            self._leaf(step, leaf, task, checked=False)
+        finally:
+            self.captured = captured
         return self.parameters.gradient.clone()
 
     def _keep(self, value: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from andon.backend.base import Backend
 from andon.backend.machine import look_at, of_all_ranks, refuse_unfit
 from andon.config.schema import Config
 from andon.console.messages import say
+from andon.model.memory import MemoryPlan
 from andon.training.material import Material
 from andon.training.study import NotPlannable, Study
 from andon_contracts.laws.law import Judgement
@@ -22,33 +23,34 @@ from andon_contracts.laws.outcome import BUDGET, Peaks
 _GROUPED = ("nccl", "mixed")
 
 
-def agree_on_devices(config: Config, material: Material, backend: Backend) -> int:
-    """Bytes that each GPU replica may need by the plan; 0 where no rank is on a GPU.
+def agree_on_devices(config: Config, material: Material, backend: Backend) -> MemoryPlan | None:
+    """What each GPU replica may need, of eager passes; None where no rank is on a GPU, or where it cannot be planned.
 
     Collective where ranks are on GPUs. Raises `InputError`, the same on every rank, for a GPU with too little memory
     free. What else keeps GPUs from training was refused before a backend was made on them.
     """
     if backend.name not in _GROUPED:
-        return 0
+        return None
     device = backend.devices[0]
     found = of_all_ranks(look_at(device.index or 0) if device.type == "cuda" else None)
     if not found:
-        return 0
+        return None
     planned = _planned(config, material, backend)
     # A rank's own context is there already. What compiled passes need is less, so there nothing is refused for it.
-    refuse_unfit(backend.name, found, planned if config.training.compile == "off" and planned else None)
+    bounds = planned is not None and config.training.compile == "off"
+    refuse_unfit(backend.name, found, planned.total + planned.graphs if planned and bounds else None)
     return planned
 
 
-def _planned(config: Config, material: Material, backend: Backend) -> int:
-    """The plan of the eager passes; 0, which is said, for a model that cannot be followed without its memory."""
+def _planned(config: Config, material: Material, backend: Backend) -> MemoryPlan | None:
+    """The plan of the eager passes; None, which is said, for a model that cannot be followed without its memory."""
     eager = config.model_copy(update={"training": config.training.model_copy(update={"compile": "off"})})
     try:
-        return Study(material).plan(eager, "cuda", backend.world_size).total
+        return Study(material).plan(eager, "cuda", backend.world_size)
     except NotPlannable as error:
         if 0 in backend.ranks:
             say(f"warning: {error}")
-        return 0
+        return None
 
 
 def hold_to_budget(backend: Backend, step: int, planned: int) -> Mapping[str, int]:

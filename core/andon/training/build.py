@@ -25,6 +25,7 @@ from andon.model.masks import masking_of
 from andon.run.checkpoint import Checkpoint
 from andon.run.repeats import Repeats
 from andon.step.audit import NO_AUDIT, AuditSpec
+from andon.step.captured import CapturedPasses
 from andon.step.keyed import KeyedRandomness, needs_full_interception
 from andon.step.optimizer import OptimizerSpec
 from andon.step.plan import BatchPlan
@@ -44,7 +45,8 @@ class StepSpec:
     seed: of dropout. micro_batches: M, the leaves of the sum. exact, late: see `TrainingStep`. checkpointing: whether
     layers compute their activations again in the backward pass. compile: one of `andon.model.compiled.MODES`, for
     models on GPUs. shapes: of the micro-batches that are compiled then. shares: micro-batches of each rank; None: as
-    their speed says where it differs, else as many for each.
+    their speed says where it differs, else as many for each. capture: whether eager passes of GPUs become CUDA
+    graphs, of the same bits; not with checkpointing, for which the device's generator would be read in the middle.
     """
 
     optimizer: OptimizerSpec
@@ -58,6 +60,7 @@ class StepSpec:
     compile: str = "off"
     shapes: frozenset[Shape] = frozenset()
     shares: tuple[int, ...] | None = None
+    capture: bool = False
 
 
 @dataclass(frozen=True)
@@ -245,7 +248,10 @@ def _replica(
         with randomness.micro_batch(0, 0), torch.no_grad():
             task.loss_sum(model, batch)  # raises for what cannot be drawn as a CPU does
     master_on = torch.device("cpu") if backend.name == "mixed" and device.type != "cpu" else None
-    return Replica(model, trainable_parameters(model), spec.optimizer, randomness, device, master_on)
+    # A replica that is alone in its process, and draws on its device.
+    capture = spec.capture and device.type == "cuda" and backend.name in ("inline", "nccl")
+    captured = CapturedPasses(device) if capture else None
+    return Replica(model, trainable_parameters(model), spec.optimizer, randomness, device, master_on, captured)
 
 
 def draws_as_cpus(backend: str, device: torch.device, *, checkpointing: bool, compiled: bool) -> bool:

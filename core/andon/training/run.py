@@ -339,6 +339,8 @@ def finish(session: Session, journal: Journal, outcome: Outcome, history: Histor
     passes = backbone_of(run.primary.model).forward
     if isinstance(passes, CompiledPasses) and passes.eager:
         say(f"compile: {passes.eager} training passes of rank 0 ran eagerly, since their micro-batches were not full")
+    if run.primary.captured is not None and run.primary.captured.eager:
+        say(f"note: passes ran eagerly and not as CUDA graphs (run.cuda_graphs): {run.primary.captured.eager}")
     if scores is not None:
         journal.evaluated(progress.step, epoch, scores, material.rows.last_scores, recorded=history.evaluated == scored)
         write_adapter(session.folder, run.primary.model, material, _result(session, outcome, weights, scores, history))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from andon.training.budget import agree_on_devices
 from andon.training.build import Run, RunSpec, StepSpec, build_run
 from andon.training.material import Material, padding_multiple, prepare
 from andon.training.rows import with_task
+from andon.training.study import captures
 from andon.training.trainer import Cadence
 from andon_contracts.liveness.clock import StepClock
 from andon_contracts.policy import suspended
@@ -184,9 +185,12 @@ def _tell(config: Config, backend: Backend) -> None:
 def _assemble(
     config: Config, folder: RunFolder, material: Material, backend: Backend, started: float, clock: StepClock
 ) -> Session:
-    planned_bytes = agree_on_devices(config, material, backend)
+    plan = agree_on_devices(config, material, backend)
     _tell(config, backend)
     spec = run_spec(config, material, backend.world_size)
+    captured = captures(config, backend.devices[0].type, plan.activations if plan else None)
+    if captured:
+        spec = replace(spec, step=replace(spec.step, capture=True))
     run = build_run(spec, backend, material.task, material.plan, ledger=folder.ledger)
     material.task.require_fit(run.primary.model, run.primary.device)
     if backend.ranks[0] == 0:
@@ -201,5 +205,5 @@ def _assemble(
         environment=environment(torch.get_num_threads(), accelerators),
         started=started,
         clock=clock,
-        planned_bytes=planned_bytes,
+        planned_bytes=plan.total + captured * plan.graphs if plan else 0,
     )

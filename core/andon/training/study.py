@@ -27,6 +27,10 @@ def largest(material: Material, config: Config, workers: int) -> tuple[int, int]
     return rows, padded_length(longest, padding_multiple(config), config.model.max_length)
 
 
+_CAPTURED_BYTES = 1 << 31
+"""Of a micro-batch whose passes are captured by themselves."""
+
+
 class NotPlannable(InputError):
     """A model that cannot be followed on tensors without memory: it may well be trained."""
 
@@ -81,10 +85,25 @@ class Study:
             momentum=optimizer.momentum,
             kind=kind,
         )
-        # The graphs keep their memory while an evaluation runs beside them.
+        # The graphs keep their memory while an evaluation, or an eager pass of another shape, runs beside them.
         held = activations if kind == "cuda" and training.compile == "graphs" else 0
+        graphs = min(held, evaluation)
+        if captures(config, kind, activations):
+            graphs = (
+                activations + plan.workspace
+            )  # they are captured on a stream of their own, where products have theirs
         moments = 0 if updated_on_host(config, kind) else plan.moments
-        return replace(plan, evaluation=evaluation, graphs=min(held, evaluation), moments=moments)
+        return replace(plan, evaluation=evaluation, graphs=graphs, moments=moments)
+
+
+def captures(config: Config, kind: str, activations: int | None) -> bool:
+    """Whether a replica on a device of `kind` has its eager passes as CUDA graphs. activations: bytes of a micro-batch,
+    which the graphs hold beside those of eager passes; None: not known. A large one gains little: its kernels take
+    longer than their launches."""
+    training, asked = config.training, config.run.cuda_graphs
+    fits = asked == "always" or (activations is not None and activations <= _CAPTURED_BYTES)
+    possible = kind == "cuda" and training.compile == "off" and not training.activation_checkpointing
+    return possible and fits and asked != "never"
 
 
 def updated_on_host(config: Config, kind: str) -> bool:
