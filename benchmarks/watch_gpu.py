@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._autograd import DeviceType
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
@@ -117,8 +118,8 @@ def _model(shape: Shape, device: torch.device) -> nn.Module:
         max_position_embeddings=shape.length,
         pad_token_id=0,
         use_cache=False,
-        num_labels=2,
     )
+    config.num_labels = 2
     kept = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16 if _CUDA and not shape.full else torch.float32)
     try:
@@ -130,7 +131,7 @@ def _model(shape: Shape, device: torch.device) -> nn.Module:
         lora = LoraConfig(
             task_type=TaskType.SEQ_CLS, r=16, lora_alpha=32, lora_dropout=0.05, target_modules=["q_proj", "v_proj"]
         )
-        model = get_peft_model(model, lora)  # type: ignore[arg-type]
+        model = get_peft_model(model, lora)
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
@@ -206,7 +207,7 @@ class Bench:
                 counts[kind] += event.name in names
             counts["concatenations"] += event.name == "aten::cat"
             counts["collectives"] += event.name.startswith("c10d::")
-            if event.device_type == torch.autograd.DeviceType.CUDA:
+            if event.device_type == DeviceType.CUDA:
                 kernels[event.name] += 1
                 lasted[event.name] += event.device_time_total
         counts["device us"] = round(lasted.total())

@@ -10,6 +10,7 @@ finite, and one launch takes several tensors of one size. Rows of token ids have
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 import triton
@@ -135,3 +136,173 @@ def bound_sums_on_device(rows: torch.Tensor, runs: torch.Tensor) -> torch.Tensor
     if runs.shape[0]:
         _bound_sums[(runs.shape[0],)](rows.contiguous(), runs.contiguous(), out, _ROWS)
     return out
+
+
+LIST_COLUMNS = 5
+"""Of a row for `list_sums_on_device`: address, bytes, position of the first word, place of the sum, first program."""
+EXTREME_COLUMNS = 3
+"""Of a row for `list_extremes_on_device`: address, elements, first program."""
+NO_EXTREMES = (0x7FFFFFFF, -0x80000000)
+"""The keys of the smallest and the largest of no elements."""
+
+
+@triton.jit
+def _row_of(rows, count, program, STEPS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    # The last row whose first program is not behind this one, by halving.
+    low = program * 0
+    high = low + count
+    for _ in range(STEPS):
+        middle = (low + high) // 2
+        right = tl.load(rows + middle * COLUMNS + COLUMNS - 1) <= program
+        low = tl.where(right, middle, low)
+        high = tl.where(right, high, middle)
+    return low
+
+
+@triton.jit
+def _placed(word, place, start, inside):  # type: ignore[no-untyped-def]
+    return tl.where(inside, _mix(word + (place + start).to(tl.uint64) * 0x9E3779B97F4A7C15), 0)
+
+
+@triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
+def _list_sums(rows, out, count, STEPS: tl.constexpr, BLOCK: tl.constexpr, ROUNDS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    program = tl.program_id(0).to(tl.int64)
+    row = rows + _row_of(rows, count, program, STEPS, COLUMNS) * COLUMNS
+    address = tl.load(row)
+    size = tl.load(row + 1)
+    start = tl.load(row + 2)
+    chunk = program - tl.load(row + 4)
+    whole = size // 8
+    total = tl.zeros([BLOCK], dtype=tl.uint64)
+    first = chunk * ROUNDS * BLOCK
+    if (address % 16 == 0) & (first + ROUNDS * BLOCK <= whole):
+        # Only without a mask are loads wide.
+        words = tl.multiple_of(address.to(tl.pointer_type(tl.int64)), 16)
+        for turn in range(ROUNDS):
+            place = first + turn * BLOCK + tl.arange(0, BLOCK)
+            word = tl.load(words + place).to(tl.uint64, bitcast=True)
+            total += _mix(word + (place + start).to(tl.uint64) * 0x9E3779B97F4A7C15)
+    elif address % 4 == 0:
+        halves = address.to(tl.pointer_type(tl.uint32))
+        for turn in range(ROUNDS):
+            place = first + turn * BLOCK + tl.arange(0, BLOCK)
+            inside = place < whole
+            low = tl.load(halves + 2 * place, mask=inside, other=0).to(tl.uint64)
+            high = tl.load(halves + 2 * place + 1, mask=inside, other=0).to(tl.uint64)
+            total += _placed(low | (high << 32), place, start, inside)
+    else:
+        octets = address.to(tl.pointer_type(tl.uint8))
+        for turn in range(ROUNDS):
+            place = first + turn * BLOCK + tl.arange(0, BLOCK)
+            inside = place < whole
+            word = tl.zeros([BLOCK], dtype=tl.uint64)
+            for octet in tl.static_range(8):
+                octet_here = tl.load(octets + 8 * place + octet, mask=inside, other=0).to(tl.uint64)
+                word = word | (octet_here << (8 * octet))
+            total += _placed(word, place, start, inside)
+    found = tl.sum(total, axis=0)
+    if (size % 8 != 0) & (chunk == whole // (BLOCK * ROUNDS)):
+        # The last word, filled up with zeros.
+        octet = tl.arange(0, 8)
+        inside = whole * 8 + octet < size
+        parts = tl.load(address.to(tl.pointer_type(tl.uint8)) + whole * 8 + octet, mask=inside, other=0)
+        word = tl.sum(parts.to(tl.uint64) << (8 * octet).to(tl.uint64), axis=0)
+        found += _mix(word + (whole + start).to(tl.uint64) * 0x9E3779B97F4A7C15)
+    tl.atomic_add(out + tl.load(row + 3), found.to(tl.int64, bitcast=True))
+
+
+@triton.jit
+def _key(value):  # type: ignore[no-untyped-def]
+    # In the order of these keys the floats are in theirs, and a NaN is beyond the infinity of its sign.
+    bits = value.to(tl.float32).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
+def _list_extremes(
+    rows,
+    out,
+    count,
+    TYPE: tl.constexpr,
+    STEPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # type: ignore[no-untyped-def]
+    program = tl.program_id(0).to(tl.int64)
+    found = _row_of(rows, count, program, STEPS, COLUMNS)
+    row = rows + found * COLUMNS
+    address = tl.load(row)
+    size = tl.load(row + 1)
+    chunk = program - tl.load(row + 2)
+    first = chunk * ROUNDS * BLOCK
+    low = tl.full([BLOCK], 0x7FFFFFFF, dtype=tl.int32)
+    high = tl.full([BLOCK], -0x80000000, dtype=tl.int32)
+    if (address % 16 == 0) & (first + ROUNDS * BLOCK <= size):
+        values = tl.multiple_of(address.to(tl.pointer_type(TYPE)), 16)
+        for turn in range(ROUNDS):
+            key = _key(tl.load(values + first + turn * BLOCK + tl.arange(0, BLOCK)))
+            low = tl.minimum(low, key)
+            high = tl.maximum(high, key)
+    else:
+        values = address.to(tl.pointer_type(TYPE))
+        for turn in range(ROUNDS):
+            place = first + turn * BLOCK + tl.arange(0, BLOCK)
+            inside = place < size
+            key = _key(tl.load(values + place, mask=inside, other=0.0))
+            low = tl.minimum(low, tl.where(inside, key, 0x7FFFFFFF))
+            high = tl.maximum(high, tl.where(inside, key, -0x80000000))
+    tl.atomic_min(out + 2 * found, tl.min(low, axis=0))
+    tl.atomic_max(out + 2 * found + 1, tl.max(high, axis=0))
+
+
+def _rounds(total_bytes: int) -> int:
+    return _ROUNDS_SMALL if total_bytes < _SMALL_WORDS * _WORD else _ROUNDS_LARGE
+
+
+def _steps(count: int) -> int:
+    """Halvings that find one row of `count`; in fours, so that few kernels are compiled."""
+    return -(-count.bit_length() // 4) * 4
+
+
+def first_programs(counts: Sequence[int], total_bytes: int) -> list[int]:
+    """The first program of each of a list of tensors with so many words or elements, and behind them how many there
+    are. None of the counts is 0."""
+    most = _BLOCK * _rounds(total_bytes)
+    return list(accumulate((-(-count // most) for count in counts), initial=0))
+
+
+def list_sums_on_device(rows: torch.Tensor, out: torch.Tensor, programs: int, total_bytes: int) -> None:
+    """Add to `out` (int64 on the device) the word sum of each row's tensor, at its place there.
+
+    rows: int64 [n, `LIST_COLUMNS`] on the device, with the `first_programs` of all words, begun ones among them.
+    """
+    count = rows.shape[0]
+    _list_sums[(programs,)](
+        rows, out, count, _steps(count), _BLOCK, _rounds(total_bytes), LIST_COLUMNS, num_warps=_WARPS
+    )
+
+
+def list_extremes_on_device(
+    rows: torch.Tensor, out: torch.Tensor, programs: int, total_bytes: int, dtype: torch.dtype
+) -> None:
+    """Put the keys of the smallest and the largest element of each row's tensor into `out`, int32 [n, 2] on the device.
+
+    It holds `NO_EXTREMES` before. rows: int64 [n, `EXTREME_COLUMNS`] on the device. A key is the bits of the element in
+    fp32, all but the sign turned over where that is set: in the order of the keys a NaN is beyond the infinities.
+    """
+    count = rows.shape[0]
+    _list_extremes[(programs,)](
+        rows,
+        out,
+        count,
+        _TYPES[dtype],
+        _steps(count),
+        _BLOCK,
+        _rounds(total_bytes),
+        EXTREME_COLUMNS,
+        num_warps=_WARPS,
+    )
+
+
+_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}

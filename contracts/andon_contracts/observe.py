@@ -6,16 +6,17 @@ waits for the device then. There are three ways to look.
 `word_sums` is for flat memory, and gives an integer of each: the trainer keeps weights, gradient and moments flat, and
 its gate compares the sums where they are. They are portable: one value on every device.
 
-An `Observer` is for a list of hundreds of small tensors, as a loop has them, and gives one digest for all, so that
-the host asks for one number. On a CPU it is the checksum that is fastest there, unless it is to be `portable`, which
-takes several times as long on a CPU: only where ranks on CPUs are compared with ranks on other devices.
+An `Observer` is for a list of hundreds of tensors, as a loop has them, and gives one digest for all. On a CPU it is
+the checksum that is fastest there, unless it is to be `portable`, which takes several times as long on a CPU: only
+where ranks on CPUs are compared with ranks on other devices. On a GPU it is always portable, and one launch.
 
-`Extremes` are taken one by one where gradients appear, and read together.
+`Extremes` are taken where gradients appear, on a GPU of many at once, and read together.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -26,15 +27,19 @@ import torch
 from torch import Tensor
 
 from andon_contracts.checksum import MOST_SUMS, Summed, checksum, room_of, sums_in
-from andon_contracts.digest import kernels, mix_integer, word_sum_tensor
+from andon_contracts.digest import kernels, word_sum_tensor
+from andon_contracts.multi_tensor import ListSums, RawGradients, bring, listable
 
 ORDINARY = (Tensor, torch.nn.Parameter)
 """Types of tensors that are what they hold, unless they are sparse."""
 _CHUNK_BYTES = 1 << 24
-_CPU_BYTES = 1 << 19
-"""So much is copied and looked at together: on a CPU, so that it is still in a cache."""
+_GROUP_BYTES = 1 << 19
+"""So much is copied and looked at together: so that on a CPU it is still in a cache."""
 _SMALL_BYTES = 1 << 18
+_LEAST_BYTES, _MOST_SHARE = 1 << 25, 16
+"""Raw gradients wait to be read until they are so many bytes, or one in so many of all, whichever is more."""
 _WORD = 8
+_MASK = (1 << 64) - 1
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 _dtype_of = attrgetter("dtype")
 _unrecorded: Callable[[], AbstractContextManager[None]] = getattr(torch._C, "_AutoDispatchBelowAutograd", torch.no_grad)
@@ -116,19 +121,24 @@ def nonfinite(tensor: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class Look:
-    """What one look at a list of tensors found, where they are. To ask for `digest` or `norm` waits for the device."""
+    """What one look at a list of tensors found, where they are. To ask for `digest` or `norm` waits for the device,
+    unless `waiting` and `norms` were brought to the CPU before.
+    """
 
     count: int
     beside: int
-    sums: list[int | Tensor]
-    """In order: numbers where a CPU found them, else 0-dim int64 on the device."""
+    sums: list[int | tuple[int, int]]
+    """In order: numbers where a CPU found them, else which of those `waiting` has it, and at which place."""
+    waiting: list[Tensor]
+    """1-dim int64 on a device."""
     norms: list[Tensor]
 
     @property
     def digest(self) -> int:
         """The digest in [0, 2^64) of the tensors' bits in order, with what stood `beside` them."""
-        read = iter(numbers([each for each in self.sums if isinstance(each, Tensor)]))
-        sums = [int(next(read)) if isinstance(each, Tensor) else each for each in self.sums]
+        bring(self.waiting)
+        found = [each.tolist() for each in self.waiting]
+        sums = [each if isinstance(each, int) else found[each[0]][each[1]] for each in self.sums]
         return (chained(self.count, sums) + self.beside) % (1 << 64)
 
     @property
@@ -140,8 +150,8 @@ class Look:
 class Observer:
     """Looks at one list of tensors again and again; what was found of its layout is kept while that stays.
 
-    The digest binds bits and order; names and shapes are to be compared apart. It is one on all CPUs, and one on all
-    other devices; `portable` digests are one everywhere.
+    The digest binds bits and order; names and shapes are to be compared apart. It is one on all CPUs; `portable` ones,
+    as all other devices give them, are one everywhere.
     """
 
     def __init__(self, *, portable: bool = False, stable: bool = False) -> None:
@@ -153,6 +163,7 @@ class Observer:
         self._held: Sequence[Tensor] = ()
         self._groups: list[_Group] = []
         self._summed: list[Summed] = []
+        self._listed: list[_Listed] = []
         self._special = False
         self._copied = False
 
@@ -199,6 +210,9 @@ class Observer:
             tensors = [plain(tensor).resolve_conj().resolve_neg() for tensor in tensors]
         for group in self._groups:
             members = [tensors[index] for index in group.members]
+            if group.in_place:
+                group.flat = [member.contiguous() for member in members]
+                continue
             group.flat = [*(members if group.places else [member.flatten() for member in members]), *group.filler]
 
     def _plan(self, tensors: Sequence[Tensor], layout: list[object]) -> None:
@@ -210,16 +224,20 @@ class Observer:
         for index, tensor in enumerate(map(plain, tensors)):
             size = tensor.numel() * tensor.element_size()
             kind = (tensor.dtype, tensor.device)
-            most = _CPU_BYTES if tensor.device.type == "cpu" else _CHUNK_BYTES
             group = open_.get(kind)
-            if group is None or size > _SMALL_BYTES or group.size + size > most:
-                group = _Group(on_cpu=tensor.device.type == "cpu")
+            if group is None or size > _SMALL_BYTES or group.size + size > _GROUP_BYTES:
+                group = _Group(tensor.device)
                 self._groups.append(group)
                 if size <= _SMALL_BYTES:
                     open_[kind] = group
             group.members.append(index)
+            group.sizes.append(size)
             group.size += size
         self._sum_copies(tensors)
+        self._listed = []
+        for device in filter(listable, dict.fromkeys(group.device for group in self._groups)):
+            groups = [group for group in self._groups if group.device == device]
+            self._listed.append(_Listed(len(self._listed), groups))
 
     def _sum_copies(self, tensors: Sequence[Tensor]) -> None:
         """Where groups are copied on a CPU: into which room, and with which others each is summed."""
@@ -242,30 +260,39 @@ class Observer:
                 group.take = functools.partial(summed.take, piece)
 
     def _read(self, count: int, norm: bool, beside: int) -> Look:
-        alone: list[int | Tensor] = []
-        norms: list[Tensor] = []
+        waiting = [listed.look() for listed in self._listed]
+        norms = [each for listed in self._listed for each in listed.norms()] if norm else []
+        alone: list[int | tuple[int, int]] = []
         for group in self._groups:
-            part = group.together()
-            if self.portable or not group.on_cpu:
-                alone.append(word_sum_tensor(part))
-            elif group.take is None:
-                alone.append(checksum(part))
+            if group.source is not None:
+                alone.append(group.source)
             else:
-                group.take()
-            if norm:
-                norms.append(_norm(part))
+                part = group.together()
+                if not group.on_cpu:
+                    alone.append((len(waiting), 0))
+                    waiting.append(word_sum_tensor(part).view(1))
+                elif self.portable:
+                    alone.append(int(word_sum_tensor(part)))
+                elif group.take is None:
+                    alone.append(checksum(part))
+                else:
+                    group.take()
+                if norm:
+                    norms.append(_norm(part))
             if not self._stable:
                 group.flat = []
         together = [] if self.portable else [summed.fold() for summed in self._summed]
-        return Look(count, beside, [*together, *alone], norms)
+        return Look(count, beside, [*together, *alone], waiting, _fewer(norms))
 
 
 @dataclass(slots=True)
 class _Group:
     """Tensors that are looked at as one, by their places in the list; `size` in bytes; `flat` what is looked at."""
 
-    on_cpu: bool
+    device: torch.device
     members: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    """Of the members, in bytes."""
     size: int = 0
     flat: list[Tensor] = field(default_factory=list)
     filler: list[Tensor] = field(default_factory=list)
@@ -277,6 +304,15 @@ class _Group:
     """The room without the zeros."""
     take: Callable[[], None] | None = None
     """Sums what is in the room, where that is of a CPU."""
+    source: tuple[int, int] | None = None
+    """Which launch finds the sum, and its place among those, where one launch reads a list."""
+    in_place: bool = False
+    """Whether that reads every member where it lies, because each begins with a whole word of the group."""
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the members are a CPU's."""
+        return self.device.type == "cpu"
 
     def copy_into(self, words: Tensor, dtype: torch.dtype) -> None:
         """Let `together` copy tensors of `dtype` into `words`, with zeros behind them."""
@@ -304,16 +340,56 @@ class _Group:
         return self.flat[0].detach() if len(self.flat) == 1 else torch.cat(self.flat)
 
 
+class _Listed:
+    """Groups of one device, whose sums one launch finds."""
+
+    def __init__(self, number: int, groups: Sequence[_Group]) -> None:
+        """number: of the launch, among those of the look."""
+        rows: list[tuple[int, int, int]] = []
+        for place, group in enumerate(groups):
+            begins = list(itertools.accumulate(group.sizes, initial=0))
+            group.source, group.in_place = (number, place), not any(begin % _WORD for begin in begins[:-1])
+            if group.in_place:
+                rows += [(size, begin // _WORD, place) for begin, size in zip(begins, group.sizes, strict=False)]
+            else:
+                rows.append((group.size, 0, place))
+        self._groups = groups
+        self._sums = ListSums(groups[0].device, rows)
+
+    def look(self) -> Tensor:
+        """int64 [groups] on the device."""
+        return self._sums.look([each for group in self._groups for each in _as_read(group)])
+
+    def norms(self) -> list[Tensor]:
+        """0-dim tensors, whose 2-norm is that of all elements."""
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for tensor in (each for group in self._groups for each in group.flat):
+            by_dtype.setdefault(tensor.dtype, []).append(tensor)
+        return [
+            norm
+            for dtype, same in by_dtype.items()
+            for norm in torch._foreach_norm(same, 2, dtype=torch.float32 if dtype.itemsize < 4 else dtype)
+        ]
+
+
+def _as_read(group: _Group) -> list[Tensor]:
+    return group.flat if group.in_place else [torch.cat(group.flat)]
+
+
 @functools.lru_cache(maxsize=1)
 def _scratch() -> Tensor:
     """Memory of a CPU for what is copied together. A new piece for each copy would cost more than the copy."""
-    return torch.empty(room_of(_CPU_BYTES), dtype=torch.int64)
+    return torch.empty(room_of(_GROUP_BYTES), dtype=torch.int64)
 
 
 def chained(digest: int, following: Iterable[int]) -> int:
     """One digest in [0, 2^64) of `digest` and those `following`, in their order."""
     for value in following:
-        digest = mix_integer(digest + value)
+        # `mix_integer`, written out: a GPU's weights have hundreds of sums.
+        digest = digest + value & _MASK
+        digest = (digest ^ digest >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+        digest = (digest ^ digest >> 27) * 0x94D049BB133111EB & _MASK
+        digest ^= digest >> 31
     return digest
 
 
@@ -357,7 +433,18 @@ def _norm(part: Tensor) -> Tensor:
 def _joined(norms: Sequence[Tensor]) -> float:
     if len(norms) <= 1:
         return float(norms[0]) if norms else 0.0
-    return float(torch.linalg.vector_norm(torch.stack([norm.to(norms[0]) for norm in norms])))
+    return float(_norm_of_norms(norms))
+
+
+def _norm_of_norms(norms: Sequence[Tensor]) -> Tensor:
+    found: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0]) for norm in norms]))
+    return found
+
+
+def _fewer(norms: list[Tensor]) -> list[Tensor]:
+    """One of many that are on an accelerator, so that one number is brought to the host."""
+    there = len(norms) > 1 and any(norm.device.type != "cpu" for norm in norms)
+    return [_norm_of_norms(norms)] if there else norms
 
 
 # Gradients as they appear: the smallest and the largest element of each.
@@ -382,7 +469,8 @@ def extremes(tensor: Tensor) -> tuple[Tensor, Tensor]:
 class Extremes:
     """The `extremes` of the gradients of some parameters, of any number of backward passes.
 
-    They are written into places that are kept, so that a look costs one operation and reading costs one for all.
+    They are written into places that are kept, so that a look costs one operation and reading costs one for all. Those
+    of a GPU wait to be read many at once: until `flush`, unless another hook may change them before.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -396,10 +484,17 @@ class Extremes:
         self._passes = [0] * len(parameters)
         self._rooms: list[_Room] = []
         self._others: list[tuple[int, Tensor, Tensor]] = []
+        self._parameters = parameters
+        self._raw: dict[torch.device, RawGradients] = {}
+        whole = sum(parameter.nbytes for parameter in parameters)
+        for device in filter(listable, {parameter.device for parameter in parameters}):
+            self._raw[device] = RawGradients(device, max(_LEAST_BYTES, whole // _MOST_SHARE))
 
     def add(self, index: int, gradient: Tensor) -> None:
         """A backward pass gave `gradient` to parameter `index`."""
         self.any = True
+        if self._plain[index] and self._raw and self._waits(index, gradient):
+            return
         if self._plain[index]:
             number = self._passes[index]
             if number == len(self._rooms):
@@ -414,13 +509,31 @@ class Extremes:
                 return
         self._others.append((index, *extremes(gradient)))
 
+    def _waits(self, index: int, gradient: Tensor) -> bool:
+        parameter = self._parameters[index]
+        raw = self._raw.get(gradient.device)
+        # What else is told of the gradient may write to it; a write that was not foreseen is seen by its version.
+        told = len(parameter._backward_hooks or ()) > 1 or bool(parameter._post_accumulate_grad_hooks)
+        return raw is not None and not told and index not in raw.changed and raw.add(index, gradient)
+
+    def flush(self) -> None:
+        """Read what waits: a backward pass ends, and gradients are about to be reduced or changed. No wait."""
+        for raw in self._raw.values():
+            raw.flush()
+
+    def waiting(self) -> list[list[Tensor]]:
+        """What is read of devices, in lists that may be brought to the CPU before `read`."""
+        self.flush()
+        return [raw.keys for raw in self._raw.values()]
+
     def has(self, index: int) -> bool:
         """Whether there is one of parameter `index`."""
-        return self._passes[index] > 0 or any(index == one for one, _, _ in self._others)
+        there = self._passes[index] > 0 or any(index == one for one, _, _ in self._others)
+        return there or any(raw.has(index) for raw in self._raw.values())
 
     def read(self) -> list[tuple[int, float, float]]:
         """(parameter, smallest, largest) of each; one wait for each table of places that was used."""
-        found: list[tuple[int, float, float]] = []
+        found = [each for raw in self._raw.values() for each in raw.read()]
         for number in range(max(self._passes, default=0)):
             places = self._rooms[number].read()
             if min(self._passes) <= number:
@@ -436,6 +549,8 @@ class Extremes:
         self.any = False
         self._passes = [0] * len(self._passes)
         self._others.clear()
+        for raw in self._raw.values():
+            raw.clear()
 
 
 class _Room:

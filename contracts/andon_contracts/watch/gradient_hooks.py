@@ -2,7 +2,8 @@
 hook that was there before; and which of them the loop reduced, in which order.
 
 A hook finds the smallest and the largest element and waits for nothing; they are looked at together, just before the
-update.
+update. On a GPU it leaves the gradient to be read with others, at the latest when the backward pass ends: before a
+wrapper that reduces puts the sum in its place.
 """
 
 from __future__ import annotations
@@ -94,6 +95,9 @@ class GradientHooks:
         self._parameters = parameters
         self._count = len(parameters)
         self._seen = Extremes(parameters)
+        self._ends = False
+        """Whether the end of the backward pass at hand is to be told."""
+        self._on_gpu = any(parameter.is_cuda for parameter in parameters)
         self._left: list[_Left] = []
         self._timed, self._windows, self._timed_windows, self._timed_s = True, 1, 1, 0.0
         self._started = bytearray(self._count)
@@ -120,6 +124,10 @@ class GradientHooks:
             elif held is None:
                 self._forget(index)
             self.backward_seen = True
+            if self._on_gpu and not self._ends:
+                self._ends = True
+                # Told in the order of asking: a wrapper asks after it got a gradient, which this hook has before it.
+                torch.autograd.Variable._execution_engine.queue_callback(self._pass_ends)
             self._seen.add(index, gradient)
             if timed:
                 self._timed_s += time.perf_counter() - began
@@ -136,6 +144,10 @@ class GradientHooks:
         """Whether a backward pass of this window has reached a parameter."""
         return self._seen.any
 
+    def _pass_ends(self) -> None:
+        self._ends = False
+        self._seen.flush()
+
     def _forget(self, index: int) -> None:
         # Somebody threw the window away by hand; with the first parameter that shows it, all of it goes.
         if self._seen.has(index):
@@ -144,6 +156,7 @@ class GradientHooks:
 
     def _clear(self) -> None:
         self._seen.clear()
+        self._ends = False  # a pass that failed told nothing
         self._left.clear()
         self.backward_seen = False
 
@@ -153,8 +166,12 @@ class GradientHooks:
         self._started = bytearray(b"\x01" * self._count)
         self._discarded()
 
+    def waiting(self) -> list[list[Tensor]]:
+        """What devices have yet to say, in lists that may be brought to the CPU before `read`."""
+        return self._seen.waiting()
+
     def read(self) -> Raw:
-        """What the window showed. One wait for each device."""
+        """What the window showed. One wait for each device, unless that was brought."""
         seen = self._seen.read()
         # Written so that NaN, with which no comparison holds, is bad.
         bad = [owner for owner, low, high in seen if not (low > -_INFINITE and high < _INFINITE)]

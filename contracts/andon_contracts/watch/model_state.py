@@ -5,11 +5,14 @@ all. Buffers: small ones are read at every look; large ones where a version coun
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
 from operator import attrgetter
 
 import torch
 from torch import Tensor
 
+from andon_contracts.multi_tensor import ListSums, bring, listable
 from andon_contracts.observe import Observer, chained, flat_digest, plain
 from andon_contracts.watch.values import text_digest
 
@@ -32,6 +35,10 @@ class FrozenBase:
         self._sums: list[int] = []
         self._marks: list[int] = []
         self._looks = 0
+        self._looked = self._moved = False
+        self._turn: tuple[range, PartLook] | None = None
+        self._readers: dict[int, PartReader] = {}
+        """By turn, where a look is worth preparing."""
         self.first = self._begin()
         """The digest at the start, in [0, 2^64)."""
         self._now = self.first
@@ -40,19 +47,38 @@ class FrozenBase:
         """Whether there is anything frozen."""
         return bool(self._frozen)
 
+    def look(self) -> None:
+        """Look at the part whose turn it is; `digest`, which otherwise does so itself, says what was found."""
+        self._looked, self._turn, self._moved = True, None, not self.untouched
+        if self._moved:
+            return
+        parts, turn = len(self._parts), self._looks % ROUND
+        self._looks += 1
+        these = range(parts * turn // ROUND, parts * (turn + 1) // ROUND)
+        if these:
+            if turn not in self._readers:
+                self._readers[turn] = PartReader(self._parts[these.start : these.stop])
+            self._turn = these, self._readers[turn].look()
+
+    def waiting(self) -> list[list[Tensor]]:
+        """What devices have yet to say of the look, in lists that may be brought to the CPU before `digest`."""
+        return [] if self._turn is None else [self._turn[1].waiting]
+
     def digest(self, *, whole: bool = False) -> int:
         """The digest of what was last read of each weight; one call for each update. whole: read all of them now."""
+        if not self._looked:
+            self.look()
+        self._looked = False
         if whole:
             return self.last_look()
-        if not self.untouched:
+        if self._moved:
             return self.first if self._thawed() else self.last_look()
-        parts, looks = len(self._parts), self._looks
-        self._looks += 1
-        changed = False
-        for index in range(parts * (looks % ROUND) // ROUND, parts * (looks % ROUND + 1) // ROUND):
-            seen = flat_digest(self._parts[index])
-            changed |= seen != self._sums[index]
-            self._sums[index] = seen
+        if self._turn is None:
+            return self._now
+        these, looked = self._turn
+        seen = looked.sums()
+        changed = seen != self._sums[these.start : these.stop]
+        self._sums[these.start : these.stop] = seen
         if changed and self._thawed():
             return self.first
         if changed:
@@ -72,8 +98,8 @@ class FrozenBase:
     def changed(self) -> torch.nn.Parameter | None:
         """The first weight that is not what it was at first; None where there is none."""
         for part, first, pieces in zip(_parts(self._frozen), self._first_sums, self._pieces, strict=True):
-            if flat_digest(part) != first:
-                odd = (each for each, was in zip(part, pieces, strict=False) if flat_digest([each]) != was)
+            if sums_of_parts([part]) != [first]:
+                odd = (each for each, was in zip(part, pieces, strict=False) if sums_of_parts([[each]]) != [was])
                 place = next(odd, part[0]).data_ptr()
                 ends = ((p, plain(p).data_ptr(), p.numel() * p.element_size()) for p in self._frozen)
                 return next((p for p, begin, size in ends if begin <= place < begin + size), None)
@@ -83,7 +109,9 @@ class FrozenBase:
         """Read all, as what it is held to. Returns the digest."""
         found = self._read_all()
         self._first_sums = list(self._sums)
-        self._pieces = [[flat_digest([each]) for each in part] if len(part) > 1 else [] for part in self._parts]
+        several = [part if len(part) > 1 else [] for part in self._parts]
+        sums = iter(sums_of_parts([[each] for part in several for each in part]))
+        self._pieces = [list(islice(sums, len(part))) for part in several]
         return found
 
     def last_look(self) -> int:
@@ -106,9 +134,66 @@ class FrozenBase:
 
     def _read_all(self) -> int:
         self._marks = self._marked()
-        self._parts = list(_parts(self._frozen))
-        self._sums = [flat_digest(part) for part in self._parts]
+        self._parts, self._readers = list(_parts(self._frozen)), {}
+        self._sums = sums_of_parts(self._parts)
         return chained(len(self._sums), self._sums)
+
+
+@dataclass(frozen=True)
+class PartLook:
+    """The sums of parts: where a CPU found them, and by device those that it has yet to say."""
+
+    found: dict[int, int]
+    places: list[list[int]]
+    waiting: list[Tensor]
+
+    def sums(self) -> list[int]:
+        """One in [0, 2^64) for each part, in order. Waits for the devices, unless `waiting` was brought to the CPU."""
+        bring(self.waiting)
+        found = dict(self.found)
+        for places, sums in zip(self.places, self.waiting, strict=True):
+            found |= {place: value % (1 << 64) for place, value in zip(places, sums.tolist(), strict=True)}
+        return [found[place] for place in sorted(found)]
+
+
+class PartReader:
+    """Reads the same parts again and again, each a list of tensors: those of a GPU, with Triton, in one launch."""
+
+    def __init__(self, parts: Sequence[Sequence[Tensor]]) -> None:
+        self._others: dict[int, Sequence[Tensor]] = {}
+        self._places: dict[torch.device, list[int]] = {}
+        for place, part in enumerate(parts):
+            device = part[0].device
+            alike = all(each.device == device and each.is_contiguous() for each in part)
+            if alike and listable(device):
+                self._places.setdefault(device, []).append(place)
+            else:
+                self._others[place] = part
+        self._lists = [
+            ([*chain.from_iterable(parts[i] for i in places)], _list_of(device, [parts[i] for i in places]))
+            for device, places in self._places.items()
+        ]
+
+    def look(self) -> PartLook:
+        """What is there now. No wait for a GPU with Triton."""
+        found = {place: flat_digest(part) for place, part in self._others.items()}
+        return PartLook(found, list(self._places.values()), [each.look(tensors) for tensors, each in self._lists])
+
+
+def _list_of(device: torch.device, parts: Sequence[Sequence[Tensor]]) -> ListSums:
+    """Of each of `parts` one sum, of its tensors as if each were filled up to whole words."""
+    rows: list[tuple[int, int, int]] = []
+    for place, part in enumerate(parts):
+        start = 0
+        for each in part:
+            rows.append((each.nbytes, start, place))
+            start += -(-each.nbytes // 8)
+    return ListSums(device, rows)
+
+
+def sums_of_parts(parts: Sequence[Sequence[Tensor]]) -> list[int]:
+    """One in [0, 2^64) for each of `parts`, as `PartReader` gives it."""
+    return PartReader(parts).look().sums()
 
 
 class Buffers:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from andon_contracts.multi_tensor import FLOATS, bring, equal_each, extremes_of_keys, list_extremes, listable
 from andon_contracts.observe import extremes, numbers, plain
 
 _SPARSE = 64
@@ -37,13 +38,13 @@ class Motion:
             rates = {
                 id(p): float(group.get("lr", 1)) for group in self._optimizer.param_groups for p in group["params"]
             }
-            found = [
-                (i, *extremes(p.grad))
+            there = {
+                i: p.grad
                 for i, p in enumerate(self._members)
                 if p.grad is not None and plain(p.grad).numel() and rates[id(p)]
-            ]
-            lows, highs = numbers([low for _, low, _ in found]), numbers([high for _, _, high in found])
-            sizes = {i: max(abs(low), abs(high)) for (i, _, _), low, high in zip(found, lows, highs, strict=True)}
+            }
+            found = zip(there, _extremes_of(list(there.values())), strict=True)
+            sizes = {i: max(abs(low), abs(high)) for i, (low, high) in found}
             least = _NOISE * max(sizes.values(), default=0.0)
             self._moving = [i for i, size in sizes.items() if size > least]
             self._sizes = {i: rates[id(self._members[i])] * sizes[i] for i in self._moving}
@@ -52,11 +53,12 @@ class Motion:
         """The members that kept every bit although their update could have been held."""
         moved = {i: plain(self._members[i]) for i in self._moving}
         before, self._before, self._moving = self._before, [], []
-        kept = [i for i, now in moved.items() if torch.equal(before[i], now)]
+        equal = equal_each([before[i] for i in moved], list(moved.values()))
+        kept = [i for i, same in zip(moved, equal, strict=True) if same]
         if not kept:
             self._again = set()
             return []
-        steps = [float((now - before[i]).abs().max()) for i, now in moved.items() if i not in kept]
+        steps = numbers([(now - before[i]).abs().max().double() for i, now in moved.items() if i not in kept])
         found = [i for i in kept if not self._rounds_away(i, max(steps, default=0.0))]
         few = {i for i in found if self._members[i].numel() <= _FEW}
         again, self._again = few & self._again, few
@@ -84,3 +86,20 @@ class Motion:
         member = self._members[index]
         groups = self._optimizer.param_groups
         return next(float(g.get("lr", 1)) for g in groups if any(p is member for p in g["params"]))
+
+
+def _extremes_of(tensors: Sequence[Tensor]) -> list[tuple[float, float]]:
+    """The `extremes` of each, none of which is empty: those of a GPU with Triton with one launch for each dtype."""
+    lists: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, tensor in enumerate(map(plain, tensors)):
+        if tensor.dtype in FLOATS and tensor.is_contiguous() and listable(tensor.device):
+            lists.setdefault((tensor.device, tensor.dtype), []).append(index)
+    keys = [list_extremes([plain(tensors[i]) for i in each]) for each in lists.values()]
+    listed = {i for each in lists.values() for i in each}
+    others = {i: extremes(tensor) for i, tensor in enumerate(tensors) if i not in listed}
+    lows, highs = numbers([low for low, _ in others.values()]), numbers([high for _, high in others.values()])
+    found = dict(zip(others, zip(lows, highs, strict=True), strict=True))
+    bring(keys)
+    for each, these in zip(lists.values(), keys, strict=True):
+        found |= zip(each, extremes_of_keys(these), strict=True)
+    return [found[index] for index in range(len(tensors))]

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from andon_contracts.agree import bits_of
-from andon_contracts.observe import Look, Observer, plain
+from andon_contracts.multi_tensor import bring
+from andon_contracts.observe import ORDINARY, Look, Observer, plain
 from andon_contracts.watch.clipping import Clips
 from andon_contracts.watch.gradient_coverage import GradientCoverage
 from andon_contracts.watch.gradient_hooks import GradientHooks, Reductions
@@ -63,7 +64,8 @@ class OptimizerProbe:
         self._slot = {name: index for index, name in enumerate(subject.names)}
         self._declared = self._declared_values()
         self._clips = Clips(held)
-        self._norm: float | None = None
+        self._norm: float | Tensor | None = None
+        """Of the reduced gradient; a tensor where it is a GPU's, which is not waited for while the loop clips."""
         self._reduced: int | None = None
         self._share = 0.0
         self.moments_equal = False
@@ -108,7 +110,7 @@ class OptimizerProbe:
         if self.taps.muted or not any(id(p) in self.held for p in parameters):
             return
         if norm is not None and self._norm is None and self.settings.clip is None and not self.settings.recording:
-            self._norm = float(norm)
+            self._norm = norm.detach() if norm.is_cuda and type(norm) in ORDINARY else float(norm)
         if norm is not None and self.settings.clip is not None and not self.subject.sharded:
             self._clips.add(parameters, norm)
         self.reduced()
@@ -117,10 +119,11 @@ class OptimizerProbe:
         """What there is now is the reduced gradient, before clipping."""
         if self._norm is None and (self.settings.clip is not None or self.settings.recording):
             seen = self._look_at_gradient(norm=True)
+            bring(seen.waiting, seen.norms)
             self._norm = seen.norm
             if self.settings.recording:
                 self._reduced = seen.digest
-                self._share = self._norm_share(self.gradients(), self._norm)
+                self._share = self._norm_share(self.gradients(), seen.norm)
         if self.audit_due and self.gradient_before_clip is None:
             self.gradient_before_clip = self.dense_gradients()
 
@@ -152,16 +155,26 @@ class OptimizerProbe:
         if group is None or (isinstance(group, dist.ProcessGroup) and dist.get_world_size(group) == self.world):
             self._elements_reduced += tensor.numel()
 
-    def before(self) -> dict[str, int]:
-        """What is seen just before an update, as integers; the names and their number never change."""
+    def before(self, also: Sequence[list[Tensor]] = ()) -> dict[str, int]:
+        """What is seen just before an update, as integers; the names and their number never change.
+
+        also: what else is to be brought from devices by the one wait for them.
+        """
         step = self.updates + 1
         overflow = getattr(self.optimizer, "found_inf", None)
         skipped = overflow is not None and bool(overflow)
-        raw = self.taps.read()
         # The loop's own clipping has said the norm; what is left of it then matters to few.
-        told = self._norm
-        asked = told is None or bool(raw.nonfinite) or self.settings.clip is not None or self.settings.recording
+        asked = self._norm is None or self.settings.clip is not None or self.settings.recording
         gradient = self._look_at_gradient(norm=asked)
+        weights = None if self._begun else self._weights_before(step)
+        of_clip = [self._norm] if isinstance(self._norm, Tensor) else []
+        of_weights = [] if weights is None else weights.waiting
+        bring(*self.taps.waiting(), gradient.waiting, gradient.norms, of_clip, of_weights, *also)
+        told = float(of_clip[0]) if of_clip else self._norm
+        assert not isinstance(told, Tensor)
+        raw = self.taps.read()
+        if raw.nonfinite and not asked:
+            asked, gradient = True, self._look_at_gradient(norm=True)
         used = gradient.norm if asked or told is None else told
         apart = None if self.settings.clip is None else self._clips.left(self.settings.clip)
         norm, clipped = apart or (used if told is None else told, used)
@@ -181,7 +194,7 @@ class OptimizerProbe:
             "repaired": int(bad > 0 and used < float("inf")),
             "collectives": self.reductions.digest(),
             "strided": self._place(self.reductions.strided),
-            **(self._begun or self._weights_before(step)),
+            **(self._begun or self._said_of(weights)),
             "reduces": self._reducer().value,
             "gradient": gradient.digest,
             **self._recorded(used, skipped=skipped),
@@ -232,21 +245,25 @@ class OptimizerProbe:
         odd = (index for index, group, key, value in self._declared if not _holds(groups[group].get(key), value))
         return next(odd, -1) + 1
 
-    def _weights_before(self, step: int) -> dict[str, int]:
+    def _weights_before(self, step: int) -> Look | None:
+        """The weights, where a version says that they were written, and now and then; None: they were not read."""
+        read = self._marks() != self._versions or step % _REREAD == 0 or self.synchrony.watchful
+        return self._observers["weights"].look(self._members) if read else None
+
+    def _said_of(self, look: Look | None) -> dict[str, int]:
         """The digest of the weights, whether they were read for it, and whether they were written since they were left.
 
-        They are read where a version says that they were written, and now and then; before the first update nothing
-        is known of what was left.
+        Before the first update nothing is known of what was left.
         """
-        read = self._marks() != self._versions or step % _REREAD == 0 or self.synchrony.watchful
         left = self._weights
-        if read:
-            self._weights = self._observers["weights"].look(self._members).digest
-        return {"weights": self._weights, "weights read": int(read), "written": int(left not in (0, self._weights))}
+        if look is not None:
+            self._weights = look.digest
+        written = left not in (0, self._weights)
+        return {"weights": self._weights, "weights read": int(look is not None), "written": int(written)}
 
     def begin_step(self) -> None:
         """A step with a closure begins, which may move the weights, by a rank's own gradient, before it calls that."""
-        self._begun = self._weights_before(self.updates + 1)
+        self._begun = self._said_of(self._weights_before(self.updates + 1))
 
     def _reducer(self) -> Reducer:
         """Who was seen to reduce the gradients of this window."""
@@ -271,6 +288,7 @@ class OptimizerProbe:
         self.updates, self._begun = self.updates + 1, {}
         seen = self._observers["weights"].look(self._members, norm=self.settings.recording)
         kept = self._kept.look()
+        bring(seen.waiting, seen.norms, kept.waiting)
         self._weights = seen.digest
         self._versions = self._marks()
         share = self._norm_share(self._members, seen.norm) if self.settings.recording else 0.0

@@ -28,7 +28,7 @@ from andon_contracts.agree import Observation
 from andon_contracts.laws.law import Observations, Seen
 from andon_contracts.laws.practice import CLIPPED_ALIKE, COPIED, COURSE, JOINED, PASS, ROWS
 from andon_contracts.laws.practice import Practice as Practised
-from andon_contracts.observe import Observer
+from andon_contracts.observe import Look, Observer
 from andon_contracts.watch.clip_place import ClipPlace
 from andon_contracts.watch.copies import Copies
 from andon_contracts.watch.exchange import Exchange
@@ -87,6 +87,7 @@ class Practice:
         self._held: list[Yielded] = []
         self._given: list[Tensor] = []
         self._observer = Observer()
+        self._look: Look | None = None
         self._modes: set[bool] = set()
         self._forwards = 0
         self.clips = ClipPlace(lambda: self._forwards, lambda: rows.discarded)
@@ -161,7 +162,8 @@ class Practice:
             source.before = None
 
     def values(self) -> dict[str, int]:
-        """The integers of an update."""
+        """The integers of an update, but for `given`, which is looked at here and read by that."""
+        self._look = self._observer.look(self._given) if self._given else None
         ids = [each.ids for each in self._window]
         known = (
             bool(ids) and all(each is not None for each in ids) and all(each.keys is not None for each in self._window)
@@ -174,13 +176,21 @@ class Practice:
             "drawn": sum(len(each) for each in ids if each is not None) if known else 0,
             "drawn keys": total(torch.cat(keys)) if known else 0,
             "held": sum(len(each.ids or ()) for each in self._held),
-            "given": self._observer.look(self._given).digest >> 1 if self._given else 0,
+            "given": 0,
             "order again": self._again,
             "clipping": self.clips.seen,
             **self._copies.values(0 if self._apart else self._updates + 1),
             "alone": int(self._updates > 0 and self.is_alone()),
             "evaluating": (1 if self._trained else 2) if self._evaluating > 1 else 0,
         }
+
+    def waiting(self) -> list[Tensor]:
+        """What devices have yet to say, in a list that may be brought to the CPU before `given`."""
+        return [] if self._look is None else self._look.waiting
+
+    def given(self) -> dict[str, int]:
+        """What the model was given, in one integer in [0, 2^63); 0: nothing that is known."""
+        return {"given": 0 if self._look is None else self._look.digest >> 1}
 
     def _moody(self) -> bool:
         """Whether any module does something else in evaluation mode."""

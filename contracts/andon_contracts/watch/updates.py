@@ -163,11 +163,12 @@ class Updates:
         began = time.perf_counter()
         step = probe.updates + 1
         practised = self.practice.values()  # ahead of copies that are made here
-        seen_here = probe.before()
+        self._base.look()
+        seen_here = probe.before([self.practice.waiting(), *self._base.waiting()])
         together = probe.synchrony.state is State.TOGETHER
         merges = bool(seen_here["written"]) and together and bool(self._base)
         base = self._base_values(self._base.digest(whole=merges))
-        told = {**self.reports.told(), **practised}
+        told = {**self.reports.told(), **practised, **self.practice.given()}
         values = {**seen_here, **told, **base, **self._followers.digests(step)}
         self._seen_before = self._exchange(step, f"before {self._number(probe)}", values, judged=True)
         observations = self._aligned = self._merged(self._replicas.align(self._seen_before))

@@ -1,0 +1,204 @@
+"""A list of tensors on a GPU, read in one launch where Triton is: no tensor is copied, and nothing is waited for.
+
+A launch reads where each tensor lies from a table on the device. The table is copied there, from memory that the device
+reads by itself, when a tensor has moved; weights and moments stay where they are.
+
+`bring` is the one wait: of any number of results, together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from andon_contracts.digest import kernels
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes whose extremes one launch finds."""
+_WORD = 8
+
+
+def on_device(values: Tensor, device: torch.device) -> Tensor:
+    """A copy of `values`, of a CPU, on `device`, which is not waited for."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
+
+
+def bring(*held: list[Tensor]) -> None:
+    """Put in the place of each tensor that lies on an accelerator its copy on the CPU, with one wait for each device.
+
+    They are small: what was found of others.
+    """
+    by_device: dict[torch.device, list[tuple[list[Tensor], int]]] = {}
+    for each in held:
+        for index, tensor in enumerate(each):
+            if tensor.device.type != "cpu":
+                by_device.setdefault(tensor.device, []).append((each, index))
+    for places in by_device.values():
+        # Wide elements first, so that each lies where its dtype can be read.
+        places.sort(key=lambda place: -place[0][place[1]].element_size())
+        tensors = [each[index].detach() for each, index in places]
+        if len(tensors) == 1:
+            (each, index), (tensor,) = places[0], tensors
+            each[index] = tensor.cpu()
+            continue
+        raw = torch.cat([tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]).cpu()
+        sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+        for (each, index), tensor, part in zip(places, tensors, raw.split(sizes), strict=True):
+            each[index] = part.view(tensor.dtype).view(tensor.shape)
+
+
+class ListSums:
+    """The word sums of tensors on `device`, of sizes that never change; several may add up to one."""
+
+    def __init__(
+        self, device: torch.device, rows: Sequence[tuple[int, int, int]], *, by: ModuleType | None = None
+    ) -> None:
+        """rows: (bytes, position of the first word, place of the sum) of each. by: the kernels, if not a GPU's."""
+        self._device, self._kernels = device, by or _kernels()
+        self._count = 1 + max((place for _, _, place in rows), default=-1)
+        self._bytes = sum(size for size, _, _ in rows)
+        self._there = [index for index, (size, _, _) in enumerate(rows) if size]
+        filled = [rows[index] for index in self._there]
+        *first, self._programs = self._kernels.first_programs([-(-size // _WORD) for size, _, _ in filled], self._bytes)
+        self._rows = torch.tensor([(0, *row, begin) for row, begin in zip(filled, first, strict=True)]).view(-1, 5)
+        self._places: list[int] = []
+        self._table = self._rows
+
+    def look(self, tensors: Sequence[Tensor]) -> Tensor:
+        """int64 [sums] on the device: of the contiguous memory of `tensors` now. No wait for the device."""
+        out = torch.zeros(self._count, dtype=torch.int64, device=self._device)
+        if not self._programs:
+            return out
+        places = [tensors[index].data_ptr() for index in self._there]
+        if places != self._places:
+            self._rows[:, 0] = torch.tensor(places)
+            # A copy, because the rows may be written again before the device has read them.
+            self._table, self._places = on_device(self._rows.clone(), self._device), places
+        self._kernels.list_sums_on_device(self._table, out, self._programs, self._bytes)
+        return out
+
+
+def list_extremes(tensors: Sequence[Tensor], *, by: ModuleType | None = None) -> Tensor:
+    """int32 [n, 2] on the device of `tensors`: the keys of the extremes of each, to be read by `extremes_of_keys`.
+
+    They are contiguous and not empty, and of one dtype of `FLOATS`. No wait for the device. by: the kernels, if not a
+    GPU's.
+    """
+    found, first = by or _kernels(), tensors[0]
+    counts = [tensor.numel() for tensor in tensors]
+    size = sum(counts) * first.element_size()
+    *begins, programs = found.first_programs(counts, size)
+    places = [tensor.data_ptr() for tensor in tensors]
+    rows = on_device(torch.tensor([places, counts, begins]).T.contiguous(), first.device)
+    out = on_device(torch.tensor([found.NO_EXTREMES] * len(tensors), dtype=torch.int32), first.device)
+    found.list_extremes_on_device(rows, out, programs, size, first.dtype)
+    return out
+
+
+def extremes_of_keys(keys: Tensor) -> list[tuple[float, float]]:
+    """(smallest, largest) by the int32 [n, 2] that `list_extremes` gave, on a CPU; both are NaN where one is."""
+    bits = keys ^ (keys >> 31 & 0x7FFFFFFF)
+    found = bits.view(torch.float32)
+    odd = found.isnan().any(1, keepdim=True)
+    pairs: list[tuple[float, float]] = list(map(tuple, found.masked_fill(odd, float("nan")).tolist()))
+    return pairs
+
+
+def listable(device: torch.device) -> bool:
+    """Whether one launch can read a list of tensors on `device`: a GPU where Triton is."""
+    return device.type == "cuda" and kernels() is not None
+
+
+def _kernels() -> ModuleType:
+    found = kernels()
+    assert found is not None
+    return found
+
+
+def equal_each(ones: Sequence[Tensor], others: Sequence[Tensor]) -> list[bool]:
+    """Whether each of `ones` is equal to its tensor of `others`, of the same shapes, dtypes and devices."""
+    equal: dict[int, bool] = {}
+    lists: dict[torch.device, list[int]] = {}
+    for index, (one, other) in enumerate(zip(ones, others, strict=True)):
+        if listable(one.device) and one.is_contiguous() and other.is_contiguous():
+            lists.setdefault(one.device, []).append(index)
+        else:
+            equal[index] = torch.equal(one, other)
+    for device, places in lists.items():
+        reader = ListSums(device, [(ones[index].nbytes, 0, place) for place, index in enumerate(places)])
+        sums = [reader.look([each[index] for index in places]) for each in (ones, others)]
+        bring(sums)
+        equal |= zip(places, sums[0].eq(sums[1]).tolist(), strict=True)
+    return [equal[index] for index in range(len(ones))]
+
+
+class RawGradients:
+    """Gradients of one GPU as a backward pass gives them, whose extremes are found together, a little later.
+
+    What waits is held as an alias, so that torch still lets a parameter take the gradient's memory for its own. Where a
+    gradient is copied instead, that memory is held longer: for at most `most` bytes.
+    """
+
+    def __init__(self, device: torch.device, most: int) -> None:
+        self._device, self._most = device, most
+        self._indices: list[int] = []
+        self._held: list[Tensor] = []
+        self._versions: list[int] = []
+        self._bytes = 0
+        self._stream: torch.cuda.Stream | None = None
+        self.owners: list[list[int]] = []
+        """By launch, the indices of the gradients."""
+        self.keys: list[Tensor] = []
+        """By launch, what `list_extremes` gave."""
+        self.changed: list[int] = []
+        """Which gradients were written before they were read, with what follows a backward pass: read at once, then."""
+
+    def add(self, index: int, gradient: Tensor) -> bool:
+        """Take the gradient of parameter `index`; whether it is one of those that can be read together."""
+        if gradient.dtype not in FLOATS or not gradient.is_contiguous() or torch.cuda.is_current_stream_capturing():
+            return False
+        stream = torch.cuda.current_stream(self._device)
+        if self._held and (stream != self._stream or gradient.dtype != self._held[0].dtype):
+            self.flush()
+        self._stream = stream
+        self._indices.append(index)
+        self._held.append(gradient.detach())
+        self._versions.append(gradient._version)
+        self._bytes += gradient.numel() * gradient.element_size()
+        if self._bytes > self._most:
+            self.flush()
+        return True
+
+    def flush(self) -> None:
+        """Read what waits, behind what the device has to do. No wait for it."""
+        if not self._held:
+            return
+        self.changed += [
+            i for i, g, v in zip(self._indices, self._held, self._versions, strict=True) if g._version != v
+        ]
+        with torch.cuda.stream(self._stream):
+            self.keys.append(list_extremes(self._held))
+        self.owners.append(self._indices)
+        self._indices, self._held, self._versions, self._bytes = [], [], [], 0
+
+    def read(self) -> list[tuple[int, float, float]]:
+        """(parameter, smallest, largest) of each gradient; one wait, unless `keys` were brought before."""
+        self.flush()
+        bring(self.keys)
+        return [
+            (owner, low, high)
+            for owners, keys in zip(self.owners, self.keys, strict=True)
+            for owner, (low, high) in zip(owners, extremes_of_keys(keys), strict=True)
+        ]
+
+    def has(self, index: int) -> bool:
+        """Whether there is one of parameter `index`."""
+        return index in self._indices or any(index in owners for owners in self.owners)
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        self._indices, self._held, self._versions, self._bytes = [], [], [], 0
+        self.owners, self.keys = [], []
