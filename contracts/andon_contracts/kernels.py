@@ -146,7 +146,7 @@ NO_EXTREMES = (0x7FFFFFFF, -0x80000000)
 """The keys of the smallest and the largest of no elements."""
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _row_of(rows, count, program, STEPS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
     # The last row whose first program is not behind this one, by halving.
     low = program * 0
@@ -219,7 +219,7 @@ def _key(value):  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
-def _list_extremes(
+def _list_extremes(  # type: ignore[no-untyped-def]
     rows,
     out,
     count,
@@ -228,7 +228,7 @@ def _list_extremes(
     BLOCK: tl.constexpr,
     ROUNDS: tl.constexpr,
     COLUMNS: tl.constexpr,
-):  # type: ignore[no-untyped-def]
+):
     program = tl.program_id(0).to(tl.int64)
     found = _row_of(rows, count, program, STEPS, COLUMNS)
     row = rows + found * COLUMNS

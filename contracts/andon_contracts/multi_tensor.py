@@ -14,6 +14,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from andon_contracts.added_time import AddedTime
 from andon_contracts.digest import kernels
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -46,7 +47,7 @@ def bring(*held: list[Tensor]) -> None:
             continue
         raw = torch.cat([tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]).cpu()
         sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
-        for (each, index), tensor, part in zip(places, tensors, raw.split(sizes), strict=True):
+        for (each, index), tensor, part in zip(places, tensors, torch.split(raw, sizes), strict=True):
             each[index] = part.view(tensor.dtype).view(tensor.shape)
 
 
@@ -144,6 +145,7 @@ class RawGradients:
 
     def __init__(self, device: torch.device, most: int) -> None:
         self._device, self._most = device, most
+        self.added = AddedTime(device)
         self._indices: list[int] = []
         self._held: list[Tensor] = []
         self._versions: list[int] = []
@@ -179,7 +181,7 @@ class RawGradients:
         self.changed += [
             i for i, g, v in zip(self._indices, self._held, self._versions, strict=True) if g._version != v
         ]
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), self.added:
             self.keys.append(list_extremes(self._held))
         self.owners.append(self._indices)
         self._indices, self._held, self._versions, self._bytes = [], [], [], 0

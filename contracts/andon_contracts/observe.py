@@ -521,6 +521,10 @@ class Extremes:
         for raw in self._raw.values():
             raw.flush()
 
+    def seconds(self) -> float:
+        """How long GPUs took so far to read what waited. Waits for them."""
+        return sum(raw.added.seconds() for raw in self._raw.values())
+
     def waiting(self) -> list[list[Tensor]]:
         """What is read of devices, in lists that may be brought to the CPU before `read`."""
         self.flush()

@@ -173,9 +173,9 @@ def test_a_gradient_that_another_hook_repairs_is_read_before_it() -> None:
     """Told to another hook as well, it is read at once."""
     parameter = nn.Parameter(torch.ones(4, device="cuda"))
     seen = Extremes([parameter])
-    parameter.register_hook(lambda gradient: seen.add(0, gradient))
-    parameter.register_hook(lambda gradient: gradient.nan_to_num_(0.0))
-    (parameter * torch.tensor([1.0, math.nan, 1.0, 1.0], device="cuda")).sum().backward()
+    parameter.register_hook(lambda gradient: seen.add(0, gradient))  # type: ignore[no-untyped-call]
+    parameter.register_hook(lambda gradient: gradient.nan_to_num_(0.0))  # type: ignore[no-untyped-call]
+    (parameter * torch.tensor([1.0, math.nan, 1.0, 1.0], device="cuda")).sum().backward()  # type: ignore[no-untyped-call]
     ((_, low, high),) = seen.read()
     assert math.isnan(low)
     assert math.isnan(high)
@@ -192,7 +192,7 @@ def test_a_gradient_becomes_the_parameters_own_while_it_waits() -> None:
         seen.add(0, gradient)
         places.append(gradient.data_ptr())
 
-    parameter.register_hook(see)
-    (parameter * parameter).sum().backward()
+    parameter.register_hook(see)  # type: ignore[no-untyped-call]
+    (parameter * parameter).sum().backward()  # type: ignore[no-untyped-call]
     assert parameter.grad is not None
     assert [parameter.grad.data_ptr()] == places

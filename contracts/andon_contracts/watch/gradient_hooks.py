@@ -136,8 +136,8 @@ class GradientHooks:
 
     @property
     def spent(self) -> float:
-        """Seconds in the hooks: those of every `_TIMED`th window, which stand for the others too."""
-        return self._timed_s * self._windows / self._timed_windows
+        """Seconds in the hooks, those of every `_TIMED`th window, which stand for the others too; and of GPUs."""
+        return self._timed_s * self._windows / self._timed_windows + self._seen.seconds()
 
     @property
     def started(self) -> bool:

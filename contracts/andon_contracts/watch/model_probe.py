@@ -149,6 +149,11 @@ class ModelProbe:
         """The name of each parameter by its identity."""
         return {id(parameter): name for name, parameter in self.parameters.items()}
 
+    def gpu(self) -> torch.device | None:
+        """The GPU that holds the first parameter that is trained, whose time is the loop's; None where none does."""
+        held = (parameter.device for parameter in self.trainable.values() if parameter.is_cuda)
+        return next(held, None)
+
     def accelerators(self) -> list[str]:
         """The names of the accelerators that hold parameters."""
         used = {parameter.device for parameter in self.parameters.values() if parameter.device.type == "cuda"}

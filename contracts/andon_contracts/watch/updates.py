@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from andon_contracts.act import Scene
+from andon_contracts.added_time import AddedTime
 from andon_contracts.agree import Observation
 from andon_contracts.laws.law import Observations, Seen, in_lockstep
 from andon_contracts.laws.loop import AFTER, BEFORE, NEVER_MET, PARTED, START, each_by_itself
@@ -32,7 +32,7 @@ from andon_contracts.watch.values import roles_digest
 
 
 class Updates:
-    """The updates of a watched loop. `steps` were made so far, and `spent` seconds on looking at them."""
+    """The updates of a watched loop. `steps` were made so far; `added` is the time that looking at them took."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Updates:
         self._buffers = [BufferProbe() for _ in subject.homes]
         self._seen_before: Observations = ()
         self._aligned: Observations = ()
-        self.spent = 0.0
+        self.added = AddedTime(subject.gpu())
         self.steps = 0
 
     @property
@@ -118,15 +118,17 @@ class Updates:
         probes = [probe for probe in self._probes if not probe.taps.started]
         if not probes or any(probe.taps.muted for probe in probes):
             return
-        began = time.perf_counter()
-        digests = self._buffers[home].digests(*self._subject.homes[home].buffers(), self.made + 1)
-        for probe in probes:
-            probe.looks.add(home, digests)
-        self.spent += time.perf_counter() - began
+        with self.added:
+            digests = self._buffers[home].digests(*self._subject.homes[home].buffers(), self.made + 1)
+            for probe in probes:
+                probe.looks.add(home, digests)
 
     def after(self, probe: OptimizerProbe) -> None:
         """An update of `probe`'s optimizer was made."""
-        began = time.perf_counter()
+        with self.added:
+            self._after(probe)
+
+    def _after(self, probe: OptimizerProbe) -> None:
         values = probe.after()
         self.steps, self.outcomes.norm_in_training = self.steps + 1, 0
         seen = self._exchange(probe.updates, f"after {self._number(probe)}", values, judged=True)
@@ -143,7 +145,6 @@ class Updates:
         probe.moments_equal = "optimizer" not in aligned.differing
         probe.turn()
         self.practice.turn()
-        self.spent += time.perf_counter() - began
 
     def _record(self, probe: OptimizerProbe, after: Observations) -> None:
         if not self._settings.recording or not self._seen_before:
@@ -160,7 +161,10 @@ class Updates:
 
     def before(self, probe: OptimizerProbe) -> None:
         """An update of `probe`'s optimizer is about to be made."""
-        began = time.perf_counter()
+        with self.added:
+            self._before(probe)
+
+    def _before(self, probe: OptimizerProbe) -> None:
         step = probe.updates + 1
         practised = self.practice.values()  # ahead of copies that are made here
         self._base.look()
@@ -186,7 +190,6 @@ class Updates:
             # What no one has reduced yet is no gradient of all rows.
             if probe.synchrony.known:
                 self.auditor(probe, step, ids, lambda: self.locator.scene(probe, observations, applied=False))
-        self.spent += time.perf_counter() - began
 
     def _base_values(self, digest: int) -> dict[str, int]:
         """What is said of the frozen weights: their digests now and at first, and the place of one that changed."""

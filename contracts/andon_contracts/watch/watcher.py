@@ -295,7 +295,7 @@ class Watch:
             self._cord.close()
         atexit.unregister(self._leave)
         whole = time.perf_counter() - self._began
-        spent = self._updates.spent + sum(probe.taps.spent for probe in self._probes.values())
+        spent = self._updates.added.seconds() + sum(probe.taps.spent for probe in self._probes.values())
         unread: list[str] = []
         reason = reason_of(sys.exc_info()[1] or self._last_error)
         try:
