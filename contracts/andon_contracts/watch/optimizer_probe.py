@@ -62,7 +62,7 @@ class OptimizerProbe:
         self.held = frozenset(map(id, held))
         self._layout = layout_digest(self.parameters)
         self._slot = {name: index for index, name in enumerate(subject.names)}
-        self._declared = self._declared_values()
+        self._declared = _declared_values(optimizer, self.parameters, self._slot, settings)
         self._clips = Clips(held)
         self._norm: float | Tensor | None = None
         """Of the reduced gradient; a tensor where it is a GPU's, which is not waited for while the loop clips."""
@@ -77,17 +77,6 @@ class OptimizerProbe:
         self._texts = {"present": Text(), "modes": Text()}
         self._nest = Nest()
         self._motion = Motion(optimizer, held)
-
-    def _declared_values(self) -> list[tuple[int, int, str, Any]]:
-        """(index of the parameter, of its group, hyperparameter, value) for what `groups` says of names."""
-        place = {id(p): g for g, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
-        return [
-            (self._slot[name], place[id(parameter)], key, value)
-            for name, parameter in self.parameters.items()
-            for pattern, values in self.settings.groups.items()
-            if fnmatch.fnmatchcase(name, pattern)
-            for key, value in values.items()
-        ]
 
     @property
     def rate(self) -> float:
@@ -224,20 +213,14 @@ class OptimizerProbe:
 
     def hyperparameters_by_key(self) -> dict[str, int]:
         """The digest of each hyperparameter of each group, as it is compared."""
-        return {f"{k} of group {i}": kept_digest(v) for i, group in enumerate(self._shown()) for k, v in group.items()}
-
-    def _shown(self) -> list[dict[str, object]]:
-        return [
-            {
-                k: float(v) if isinstance(v, Tensor) and v.numel() == 1 else v
-                for k, v in group.items()
-                if not k.startswith("param")
-            }
-            for group in self.optimizer.param_groups
-        ]
+        return {
+            f"{k} of group {i}": kept_digest(v)
+            for i, group in enumerate(_hyperparameters_of(self.optimizer))
+            for k, v in group.items()
+        }
 
     def _hyperparameters(self) -> int:
-        shown = self._shown()
+        shown = _hyperparameters_of(self.optimizer)
         return self._nest.digest([shown, [len(g["params"]) for g in self.optimizer.param_groups]])
 
     def _ungrouped(self) -> int:
@@ -349,6 +332,35 @@ class OptimizerProbe:
         """Take every hook off."""
         self.taps.close()
         self.presence.close()
+
+
+def _declared_values(
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, torch.nn.Parameter],
+    slot: Mapping[str, int],
+    settings: Settings,
+) -> list[tuple[int, int, str, Any]]:
+    """(index of the parameter, of its group, hyperparameter, value) for what `groups` says of names."""
+    place = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    return [
+        (slot[name], place[id(parameter)], key, value)
+        for name, parameter in parameters.items()
+        for pattern, values in settings.groups.items()
+        if fnmatch.fnmatchcase(name, pattern)
+        for key, value in values.items()
+    ]
+
+
+def _hyperparameters_of(optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:
+    """By group, each hyperparameter as it is compared; tensors of one element as numbers."""
+    return [
+        {
+            k: float(v) if isinstance(v, Tensor) and v.numel() == 1 else v
+            for k, v in group.items()
+            if not k.startswith("param")
+        }
+        for group in optimizer.param_groups
+    ]
 
 
 def _holds(held: object, value: object) -> bool:
