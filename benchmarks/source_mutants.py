@@ -12,7 +12,8 @@ Nothing of the checkout itself is changed. A test that fails counts only if it p
 `--also TREE` draws only from functions that another checkout holds too, with the same name and the same body wherever
 its file lies: the sample is then the same for both, and the killed share of one can be held against that of the other.
 `--in TREE` tries it on that checkout instead of this one. `--results FILE` keeps a line of JSON for each mutant, and a
-second call goes on behind it. A survivor is no proof of a fault: some changes change nothing that can be seen.
+second call goes on behind it. `--jobs N` tries so many at a time, each in a copy of its own. A survivor is no proof of
+a fault: some changes change nothing that can be seen.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -430,18 +433,30 @@ def account(trials: Sequence[Trial], planned: int) -> str:
     return f"{words} of {len(trials)} ({share:.0%} killed), {planned} drawn; {each:.0f} s each"
 
 
-def try_all(drawn: Sequence[Site], bench: Bench, results: Path, begin: Callable[[], bool]) -> list[Trial]:
-    """Each mutant that no earlier call tried, as long as `begin` says so; all that is known afterwards, in order."""
+def try_all(drawn: Sequence[Site], benches: Sequence[Bench], results: Path, begin: Callable[[], bool]) -> list[Trial]:
+    """Each mutant that no earlier call tried, as long as `begin` says so; all that is known afterwards, in order.
+
+    As many at a time as there are benches, of which each has one.
+    """
     known = tried(results)
-    for site in drawn:
-        if site.id in known:
-            continue
-        if not begin():
-            break
-        known[site.id] = bench.attempt(site)
-        with results.open("a", encoding="utf-8") as lines:
-            lines.write(json.dumps(asdict(known[site.id])) + "\n")
-        print(*known[site.id].row(), sep="  ", flush=True)
+    left = iter([site for site in drawn if site.id not in known])
+    writing = threading.Lock()
+
+    def work(bench: Bench) -> None:
+        while True:
+            with writing:
+                site = next(left, None) if begin() else None
+            if site is None:
+                return
+            trial = bench.attempt(site)
+            with writing, results.open("a", encoding="utf-8") as lines:
+                known[site.id] = trial
+                lines.write(json.dumps(asdict(trial)) + "\n")
+                print(*trial.row(), sep="  ", flush=True)
+
+    with ThreadPoolExecutor(len(benches)) as pool:
+        for _ in pool.map(work, benches):  # so that an error of one is raised
+            pass
     return [known[site.id] for site in drawn if site.id in known]
 
 
@@ -456,6 +471,7 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=Path("source-mutants.jsonl"), help="where to keep them")
     parser.add_argument("--files", type=int, default=12, help="test files of a mutant at most")
     parser.add_argument("--seconds", type=float, default=300.0, help="for the tests of a mutant")
+    parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
     parser.add_argument("--deadline", type=float, default=float("inf"), help="seconds after which none is begun")
     parser.add_argument("--list", action="store_true", help="print the sample and try nothing")
     options = parser.parse_args()
@@ -465,8 +481,9 @@ def main() -> int:
         return 0
     until = time.monotonic() + options.deadline
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        bench = Bench(options.root.resolve(), Path(folder), options.files, options.seconds)
-        found = try_all(drawn, bench, options.results, lambda: time.monotonic() < until)
+        copies = [Path(folder) / str(job) for job in range(options.jobs)]
+        benches = [Bench(options.root.resolve(), each, options.files, options.seconds) for each in copies]
+        found = try_all(drawn, benches, options.results, lambda: time.monotonic() < until)
     print(table(("where", "change", "outcome", "by", "s"), [trial.row() for trial in found]))
     print(account(found, len(drawn)))
     return 0

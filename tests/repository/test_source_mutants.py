@@ -87,3 +87,16 @@ def test_a_mutant_that_the_tests_see_is_told_from_one_that_they_do_not(
     assert (unseen.outcome, unseen.test) == (mutants.SURVIVED, "")
     for folder in (one, tmp_path / "copy"):
         assert (folder / "core" / "andon" / "limits.py").read_text() == WHOLE
+
+
+def test_several_at_a_time_give_what_one_at_a_time_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is tried once, in a copy of its own, and kept; what an earlier call kept is not tried again."""
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:andon_falsify")
+    one = checkout(tmp_path / "one", "limits", WHOLE)
+    drawn = [site for site in mutants.sample(one, None, 100, 1) if site.line == 8]
+    benches = [mutants.Bench(one, tmp_path / str(job), files=3, seconds=60.0) for job in range(2)]
+    results = tmp_path / "results.jsonl"
+    found = mutants.try_all(drawn, benches, results, lambda: True)
+    assert [(trial.becomes, trial.outcome) for trial in found] == [(site.becomes, mutants.KILLED) for site in drawn]
+    assert len(drawn) == len(results.read_text().splitlines()) == 3
+    assert mutants.try_all(drawn, benches, results, lambda: False) == found
