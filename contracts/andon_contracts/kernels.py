@@ -5,6 +5,8 @@ To be imported only where Triton is: `andon_contracts.digest.kernels` gives this
 Each program mixes a run of 64-bit words with their positions and adds one partial sum atomically; sums modulo 2^64
 commute, so neither the grid nor the order is part of the result. The same pass can count the fp32 values that are not
 finite, and one launch takes several tensors of one size. Rows of token ids have a program each.
+
+Triton launches on the current GPU, which need not be that of the tensors: hence the guards round every launch.
 """
 
 from __future__ import annotations
@@ -75,9 +77,10 @@ def _launch(tensors: Sequence[torch.Tensor], start: int, *, finite: bool) -> tor
     rounds = _ROUNDS_SMALL if count < _SMALL_WORDS else _ROUNDS_LARGE
     programs = max(1, triton.cdiv(count, _BLOCK * rounds))
     out = torch.zeros((len(tensors), 2), dtype=torch.int64, device=words.device)
-    _mixed_sums[(programs, len(tensors))](
-        words, out, shifts[1], shifts[2], count, start, _BLOCK, rounds, finite, num_warps=_WARPS
-    )
+    with torch.cuda.device_of(words):
+        _mixed_sums[(programs, len(tensors))](
+            words, out, shifts[1], shifts[2], count, start, _BLOCK, rounds, finite, num_warps=_WARPS
+        )
     return out
 
 
@@ -123,7 +126,8 @@ def row_digests_on_device(values: torch.Tensor, lengths: torch.Tensor) -> torch.
     values, lengths = values.contiguous(), lengths.contiguous()
     out = torch.empty(rows, dtype=torch.int64, device=values.device)
     if rows:
-        _row_sums[(rows,)](values, lengths, out, columns, columns, _COLUMNS)
+        with torch.cuda.device_of(values):
+            _row_sums[(rows,)](values, lengths, out, columns, columns, _COLUMNS)
     return out
 
 
@@ -134,7 +138,8 @@ def bound_sums_on_device(rows: torch.Tensor, runs: torch.Tensor) -> torch.Tensor
     """
     out = torch.empty(runs.shape[0], dtype=torch.int64, device=rows.device)
     if runs.shape[0]:
-        _bound_sums[(runs.shape[0],)](rows.contiguous(), runs.contiguous(), out, _ROWS)
+        with torch.cuda.device_of(rows):
+            _bound_sums[(runs.shape[0],)](rows.contiguous(), runs.contiguous(), out, _ROWS)
     return out
 
 
@@ -278,9 +283,10 @@ def list_sums_on_device(rows: torch.Tensor, out: torch.Tensor, programs: int, to
     rows: int64 [n, `LIST_COLUMNS`] on the device, with the `first_programs` of all words, begun ones among them.
     """
     count = rows.shape[0]
-    _list_sums[(programs,)](
-        rows, out, count, _steps(count), _BLOCK, _rounds(total_bytes), LIST_COLUMNS, num_warps=_WARPS
-    )
+    with torch.cuda.device_of(out):
+        _list_sums[(programs,)](
+            rows, out, count, _steps(count), _BLOCK, _rounds(total_bytes), LIST_COLUMNS, num_warps=_WARPS
+        )
 
 
 def list_extremes_on_device(
@@ -292,17 +298,18 @@ def list_extremes_on_device(
     fp32, all but the sign turned over where that is set: in the order of the keys a NaN is beyond the infinities.
     """
     count = rows.shape[0]
-    _list_extremes[(programs,)](
-        rows,
-        out,
-        count,
-        _TYPES[dtype],
-        _steps(count),
-        _BLOCK,
-        _rounds(total_bytes),
-        EXTREME_COLUMNS,
-        num_warps=_WARPS,
-    )
+    with torch.cuda.device_of(out):
+        _list_extremes[(programs,)](
+            rows,
+            out,
+            count,
+            _TYPES[dtype],
+            _steps(count),
+            _BLOCK,
+            _rounds(total_bytes),
+            EXTREME_COLUMNS,
+            num_warps=_WARPS,
+        )
 
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}

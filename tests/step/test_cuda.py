@@ -163,6 +163,26 @@ class Synchronizing(ToyModel):
         return super().forward(x)
 
 
+class RefusingOne(ToyModel):
+    """Waits as `Synchronizing` does, and only for a single row: graphs of other shapes are there by then."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """As the toy model's."""
+        if len(x) == 1:
+            torch.cuda.synchronize()
+        return super().forward(x)
+
+
+class Interrupted(ToyModel):
+    """Ctrl-C comes while a pass is captured."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """As the toy model's."""
+        if torch.cuda.is_current_stream_capturing():
+            raise KeyboardInterrupt
+        return super().forward(x)
+
+
 class Leaving(ToyModel):
     """Leaves its hidden layer out now and then, as drawn on the host: layer dropout of transformers."""
 
@@ -207,6 +227,29 @@ def test_what_a_graph_could_not_do_again_stays_eager(kind: type[nn.Module], why:
     assert replica.captured is not None
     assert why in replica.captured.eager
     assert len(replica.captured) == 0
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_a_capture_that_fails_late_takes_no_graph_along(world: int) -> None:
+    """What was captured before draws from a generator that the failure left unusable: all is eager from then on."""
+    eager, _ = _run(ToyModel, 1, captured=False)
+    found, replicas = _run(RefusingOne, world, captured=True, audit_every=1)
+    assert found == eager
+    for each in replicas:
+        assert each.captured is not None
+        assert "could not be captured" in each.captured.eager
+        assert "\n" not in each.captured.eager
+        assert len(each.captured) == 0
+
+
+def test_an_interrupt_inside_of_a_capture_ends_it() -> None:
+    """It goes up as itself, and the device draws and launches afterwards as before."""
+    with pytest.raises(KeyboardInterrupt):
+        _run(Interrupted, 1, captured=True)
+    assert not torch.cuda.is_current_stream_capturing()
+    assert torch.rand(3, device="cuda").sum().isfinite()
+    eager, _ = _run(ToyModel, 1, captured=False)
+    assert _run(ToyModel, 1, captured=True)[0] == eager
 
 
 def test_a_captured_pass_waits_for_nothing(without_waiting: None) -> None:

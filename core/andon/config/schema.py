@@ -292,7 +292,7 @@ class Run(Section):
     )
     cuda_graphs: Literal["auto", "always", "never"] = Field(
         default="auto",
-        description="of eager passes on GPUs, the same bits; auto: up to 2 GiB a micro-batch",
+        description="of eager passes on GPUs, the same bits; auto: up to 2 GiB a micro-batch, not sft",
     )
     dir: Name | None = Field(default=None, description="folder of the run; null: a new one under runs/")
     log_every: Count = Field(default=10, description="steps between two lines")

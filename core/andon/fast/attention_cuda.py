@@ -201,11 +201,12 @@ def forward(
     """
     q, k, v = _addressable(q), _addressable(k), _addressable(v)
     rows, heads, length, size = q.shape
-    _forward[(rows * heads, triton.cdiv(length, FORWARD.block_m))](
-        q, k, v, out, lse, scale * _LOG2_E, *_strides(q, k, v, out),
-        q if spans is None else spans, heads, heads // k.shape[1], length,
-        SIZE=size, PACKED=spans is not None, **_launch(FORWARD),
-    )  # fmt: skip
+    with torch.cuda.device_of(q):  # Triton launches on the current GPU
+        _forward[(rows * heads, triton.cdiv(length, FORWARD.block_m))](
+            q, k, v, out, lse, scale * _LOG2_E, *_strides(q, k, v, out),
+            q if spans is None else spans, heads, heads // k.shape[1], length,
+            SIZE=size, PACKED=spans is not None, **_launch(FORWARD),
+        )  # fmt: skip
 
 
 def backward(
@@ -215,16 +216,18 @@ def backward(
     """Write dq, dk and dv, the gradients of q, k and v for `grad`, that of `out`; out, lse: what `forward` wrote."""
     grad, q, k, v, out = _addressable(grad), _addressable(q), _addressable(k), _addressable(v), _addressable(out)
     rows, heads, length, size = q.shape
-    kv_heads, packed = k.shape[1], spans is not None
+    kv_heads = k.shape[1]
+    how = {"SIZE": size, "PACKED": spans is not None}
     delta = torch.empty_like(lse)
-    _backward_queries[(rows * heads, triton.cdiv(length, QUERIES.block_m))](
-        q, k, v, out, grad, dq, lse, delta, scale * _LOG2_E, scale, *_strides(q, k, v, out, grad, dq),
-        q if spans is None else spans, heads, heads // kv_heads, length, SIZE=size, PACKED=packed, **_launch(QUERIES),
-    )  # fmt: skip
-    _backward_keys[(rows * kv_heads, triton.cdiv(length, KEYS.block_m))](
-        q, k, v, grad, dk, dv, lse, delta, scale * _LOG2_E, scale, *_strides(q, k, v, grad, dk, dv),
-        q if spans is None else spans, kv_heads, heads // kv_heads, length, SIZE=size, PACKED=packed, **_launch(KEYS),
-    )  # fmt: skip
+    with torch.cuda.device_of(q):  # Triton launches on the current GPU
+        _backward_queries[(rows * heads, triton.cdiv(length, QUERIES.block_m))](
+            q, k, v, out, grad, dq, lse, delta, scale * _LOG2_E, scale, *_strides(q, k, v, out, grad, dq),
+            q if spans is None else spans, heads, heads // kv_heads, length, **how, **_launch(QUERIES),
+        )  # fmt: skip
+        _backward_keys[(rows * kv_heads, triton.cdiv(length, KEYS.block_m))](
+            q, k, v, grad, dk, dv, lse, delta, scale * _LOG2_E, scale, *_strides(q, k, v, grad, dk, dv),
+            q if spans is None else spans, kv_heads, heads // kv_heads, length, **how, **_launch(KEYS),
+        )  # fmt: skip
 
 
 def _addressable(x: torch.Tensor) -> torch.Tensor:

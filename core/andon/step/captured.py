@@ -18,6 +18,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -28,6 +29,9 @@ _MOST_GRAPHS = 256
 """Each takes some MiB besides the memory that all of them share."""
 _FAILURES = (RuntimeError, ValueError, TypeError)
 """As what torch, and models that ask for values on the host, refuse a wait or a capture."""
+
+_everywhere: WeakSet[CapturedPasses] = WeakSet()
+"""Of this process: those of one device draw from one generator."""
 
 Drawing = Callable[[], AbstractContextManager[object]]
 Pass = Callable[[Batch], PassResult]
@@ -58,6 +62,7 @@ class CapturedPasses:
         """By shape that had an eager pass: whether that could be captured."""
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
+        _everywhere.add(self)
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -118,30 +123,44 @@ class CapturedPasses:
             graph = torch.cuda.CUDAGraph()
             current = torch.cuda.current_stream(self._device)
             self._stream.wait_stream(current)
-            failed: Exception | None = None
+            torch.cuda.empty_cache()  # inside of a capture what is held and not used cannot be given back for more
             with torch.cuda.stream(self._stream):
                 # Of this thread alone: others look at the device meanwhile, as that of NCCL does.
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     found = compute(given)
                     bits = _packed(found)
-                except _FAILURES as error:
-                    failed = error
-                try:
-                    graph.capture_end()
-                except RuntimeError as error:
-                    failed = failed or error
+                except BaseException as error:  # an interrupt too: nothing could be launched beside an open capture
+                    self.eager = f"a pass could not be captured: {_first_line(error)}"
+                    self._end(graph)
+                    if not isinstance(error, _FAILURES):
+                        raise
+                else:
+                    self._end(graph)
             current.wait_stream(self._stream)
-        if failed is None:
-            self._graphs[shape] = _Graph(
-                graph, given, bits, PassResult(*(_without_memory(part) for part in _parts(found)))
-            )
-            return self._graphs[shape]
-        self.eager = f"a pass could not be captured: {_first_line(failed)}"
-        # A capture that failed leaves the device's generator in the middle of it.
-        fresh = torch.Generator(device=self._device)
-        torch.cuda.default_generators[self._device.index or 0].graphsafe_set_state(fresh)
-        return None
+        if self.eager:
+            return None
+        self._graphs[shape] = _Graph(graph, given, bits, PassResult(*(_without_memory(part) for part in _parts(found))))
+        return self._graphs[shape]
+
+    def _end(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End the capture into `graph`; where torch refuses to, undo what it then leaves as in the middle of one.
+
+        The allocator would route to the pool, and never again give back memory that other streams used. The device's
+        generator would refuse to draw: a new one takes its place, which no graph of the device draws from.
+        """
+        try:
+            graph.capture_end()
+        except RuntimeError as error:
+            self.eager = self.eager or f"a pass could not be captured: {_first_line(error)}"
+            index = self._device.index or 0
+            torch._C._cuda_endAllocateToPool(index, self._pool)
+            fresh = torch.Generator(device=self._device)
+            torch.cuda.default_generators[index].graphsafe_set_state(fresh)
+            for each in _everywhere:
+                if each._device == self._device:
+                    each._graphs.clear()
+                    each.eager = each.eager or self.eager
 
 
 def _without_memory(part: torch.Tensor | None) -> Any:
@@ -158,7 +177,7 @@ def _host_randomness() -> tuple[object, ...]:
     return torch.random.get_rng_state().numpy().tobytes(), random.getstate()
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 

@@ -93,4 +93,5 @@ def close_on_device(
     norms = Reduced() if want is None else want
     bounds = (norms.limit or 0.0, norms.norm_tolerance, NORM_FLOOR)
     limited, majority = norms.limit is not None, want is not None
-    _close[(1,)](table, wanted, rules, held, closed, *sizes, *bounds, limited, majority, block)
+    with torch.cuda.device_of(table):  # Triton launches on the current GPU
+        _close[(1,)](table, wanted, rules, held, closed, *sizes, *bounds, limited, majority, block)

@@ -16,7 +16,7 @@ from andon.config.schema import Config
 from andon.console.messages import say
 from andon.model.memory import MemoryPlan
 from andon.training.material import Material
-from andon.training.study import NotPlannable, Study
+from andon.training.study import NotPlannable, Study, with_graphs_that_fit
 from andon_contracts.laws.law import Judgement
 from andon_contracts.laws.outcome import BUDGET, Peaks
 
@@ -37,8 +37,11 @@ def agree_on_devices(config: Config, material: Material, backend: Backend) -> Me
         return None
     planned = _planned(config, material, backend)
     # A rank's own context is there already. What compiled passes need is less, so there nothing is refused for it.
-    bounds = planned is not None and config.training.compile == "off"
-    refuse_unfit(backend.name, found, planned.total + planned.graphs if planned and bounds else None)
+    if planned is None or config.training.compile != "off":
+        refuse_unfit(backend.name, found, None)
+        return planned
+    planned = with_graphs_that_fit(planned, config, min(each.free for each in found.values()))
+    refuse_unfit(backend.name, found, planned.needed)
     return planned
 
 

@@ -16,7 +16,7 @@ from andon.console.problems import InputError
 from andon.model.memory import MemoryPlan
 from andon.step.plan import efficiency, rank_leaves
 from andon.training.material import idleness, prepare
-from andon.training.study import Study, largest, updated_on_host
+from andon.training.study import Study, largest, updated_on_host, with_graphs_that_fit
 
 _MIB = 2**20
 CUDA_CONTEXT = 600 * _MIB
@@ -164,7 +164,9 @@ def _world(study: Study, config: Config, workers: int, machine: Machine) -> Worl
     if gpus:
         plan = study.plan(config, "cuda", workers)
         plan = replace(plan, outside=CUDA_CONTEXT + (NCCL_BUFFERS if workers > 1 and backend == "nccl" else 0))
-        needs.append(Need("cuda", len(gpus), plan, plan.needed, min(machine.gpus[index] for index in gpus)))
+        free = min(machine.gpus[index] for index in gpus)
+        plan = with_graphs_that_fit(plan, config, free)
+        needs.append(Need("cuda", len(gpus), plan, plan.needed, free))
         host = _on_host(study, config, plan, workers)
         needs.append(Need("host", len(gpus), host, len(gpus) * host.needed, machine.ram))
     if len(gpus) < workers:
@@ -222,8 +224,10 @@ def _changes(config: Config) -> Sequence[tuple[str, Config, str]]:
         written = str(value).lower() if isinstance(value, bool) else value
         changes.append((f"{section}.{key}={written}", config.model_copy(update={section: part}), price))
 
+    if config.run.cuda_graphs == "always":
+        change("run", "cuda_graphs", "never", "same bits; small models wait for their launches")
     more = min(2 * training.micro_batches, training.batch_size)
-    while training.exact and more > training.micro_batches and len(changes) < 3:
+    while training.exact and more > training.micro_batches and more <= 8 * training.micro_batches:
         change("training", "micro_batches", more, "another result, as valid")
         more = 0 if more == training.batch_size else min(2 * more, training.batch_size)
     if not training.exact:

@@ -189,6 +189,7 @@ def _assemble(
     _tell(config, backend)
     spec = run_spec(config, material, backend.world_size)
     captured = captures(config, backend.devices[0].type, plan.activations if plan else None)
+    captured = captured and (plan is None or plan.graphs > 0)  # a GPU may have no room for them
     if captured:
         spec = replace(spec, step=replace(spec.step, capture=True))
     run = build_run(spec, backend, material.task, material.plan, ledger=folder.ledger)

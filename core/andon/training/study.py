@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from andon.config.schema import Config, Training
+from andon.config.schema import SFT, Config, Training
 from andon.console.problems import InputError, Problem
 from andon.model.adapter import attach, trainable_parameters
 from andon.model.batches import padded_length
@@ -99,11 +99,19 @@ class Study:
 def captures(config: Config, kind: str, activations: int | None) -> bool:
     """Whether a replica on a device of `kind` has its eager passes as CUDA graphs. activations: bytes of a micro-batch,
     which the graphs hold beside those of eager passes; None: not known. A large one gains little: its kernels take
-    longer than their launches."""
+    longer than their launches. Packs of `sft` gain nothing: each is of other shapes, and a shape's first pass is eager.
+    """
     training, asked = config.training, config.run.cuda_graphs
-    fits = asked == "always" or (activations is not None and activations <= _CAPTURED_BYTES)
-    possible = kind == "cuda" and training.compile == "off" and not training.activation_checkpointing
-    return possible and fits and asked != "never"
+    fits = activations is not None and activations <= _CAPTURED_BYTES and config.task != SFT
+    # Replicas on threads share a device's generator, and one on a CPU beside GPUs has dropout drawn on the host.
+    possible = kind == "cuda" and config.run.backend in ("inline", "nccl")
+    possible = possible and training.compile == "off" and not training.activation_checkpointing
+    return possible and asked != "never" and (fits or asked == "always")
+
+
+def with_graphs_that_fit(plan: MemoryPlan, config: Config, free: int) -> MemoryPlan:
+    """`plan`, without CUDA graphs where `free` bytes have no room for them and nobody asked: the bits are the same."""
+    return replace(plan, graphs=0) if config.run.cuda_graphs == "auto" and plan.needed > free else plan
 
 
 def updated_on_host(config: Config, kind: str) -> bool:
