@@ -43,11 +43,11 @@ class AddedTime:
         if self._first is not None:
             self._marks.append((self._first, self._marked()))
             self._first = None
-        while self._marks and (len(self._marks) > _KEPT or self._marks[0][1].query()):  # type: ignore[no-untyped-call]
+        while self._marks and (len(self._marks) > _KEPT or self._marks[0][1].query()):
             self._take()
 
     def _marked(self) -> torch.cuda.Event:
-        event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 

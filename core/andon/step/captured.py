@@ -117,7 +117,7 @@ class CapturedPasses:
         """The graph of `compute`, which does nothing yet; None where it cannot be captured, and then no other is."""
         with torch.cuda.device(self._device), drawing():
             if self._stream is None:
-                self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+                self._stream = torch.cuda.Stream(self._device)
                 self._pool = torch.cuda.graph_pool_handle()
             given = {name: tensor.clone() for name, tensor in batch.items()}
             graph = torch.cuda.CUDAGraph()

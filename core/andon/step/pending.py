@@ -92,7 +92,7 @@ class Pending:
         """After the last reading: mark how far `device` has to come."""
         if device.type == "cuda":
             # One for all readings: a stream does its work in order.
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied = torch.cuda.Event()
             self._copied.record(torch.cuda.current_stream(device))
 
     def result(self) -> StepResult:

@@ -54,7 +54,7 @@ def _settings(stack: ExitStack) -> None:
 def _generators(stack: ExitStack) -> None:
     stack.callback(random.setstate, random.getstate())
     stack.callback(torch.set_rng_state, torch.get_rng_state())
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_initialized():
         stack.callback(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())
     numpy = sys.modules.get("numpy")
     if numpy is not None:
