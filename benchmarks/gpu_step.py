@@ -83,6 +83,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="of the shape, for a smaller job of the same widths")
     parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--compile", choices=("off", "kernels", "graphs"), default="off")
+    parser.add_argument("--captured", action="store_true", help="eager passes as CUDA graphs, as run.cuda_graphs has")
     parser.add_argument("--inexact", action="store_true", help="each rank's rows at once, plain all-reduce")
     parser.add_argument("--adapter", choices=("lora", "none"), default="lora", help="none trains every weight")
     parser.add_argument("--audit", action="store_true", help="as often as by default: a hundredth of the work")
@@ -118,6 +119,7 @@ class Measurement:
             exact=exact,
             compile=options.compile,
             shapes=shapes_of(per_step, parts, [shape.length]),
+            capture=options.captured,
         )
         replicas = build_replicas(model_of(self.shape, device, options.adapter), update, backend, task, 0)
         self.replica: Replica = replicas[0]
@@ -154,6 +156,7 @@ class Measurement:
             "world": self.backend.world_size,
             "micro_batches": self.options.micro_batches,
             "compile": self.options.compile,
+            "captured": self.options.captured,
             "adapter": self.options.adapter,
             "exact": not self.options.inexact,
             "torch": torch.__version__,
