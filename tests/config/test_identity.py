@@ -75,6 +75,7 @@ def test_what_a_run_computes_may_not(override: str) -> None:
         "training.compile_lengths=2",
         "training.group_by_length=true",
         "training.pad_to_multiple_of=1",
+        "run.portable=true",
         "model.new_tokens=['<tool>', '</tool>']",
     ],
 )

@@ -115,6 +115,7 @@ BAD = {
     "run.devices=[0.5]": "must be a list of devices",
     "run.devices=[]": "names 0 devices for 1 workers",
     "run.timeout_s=0": "must be more than 0 (0)",
+    "run.portable=yes": "must be true or false, is the string 'yes'",
     "run=5": "must be a section with keys, is 5",
     "seed=1e3": "must be an integer, is 1000.0",
     "seed=9223372036854775808": "must be less than 9223372036854775808",
@@ -130,6 +131,20 @@ def test_each_bad_value_is_one_line_with_the_key_and_the_value(override: str) ->
     (said,) = faults(None, [override])
     assert said.startswith(f"--set {override.split('=')[0]}: ")
     assert BAD[override] in said
+
+
+@pytest.mark.parametrize(
+    ("beside", "said"),
+    [
+        ("run.backend=nccl", "is of CPUs; with nccl leave it false (true)"),
+        ("run.devices=[0, cpu]", "is of CPUs; with devices [0, 'cpu'] leave it false (true)"),
+        ("model.dtype=bfloat16", "needs model.dtype=float32: CPUs compute bfloat16 each in its way"),
+    ],
+)
+def test_what_no_cpu_computes_alike_is_not_portable(beside: str, said: str) -> None:
+    """The key is the one that asks for it; with CPUs by name it is as without."""
+    assert faults(None, ["run.portable=true", beside]) == [f"--set run.portable: {said}"]
+    assert load_config(None, ["run.portable=true", "run.devices=[cpu, cpu]"]).run.portable
 
 
 def test_an_override_does_not_hide_a_mistake_in_the_file(tmp_path: Path) -> None:

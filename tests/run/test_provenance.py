@@ -87,6 +87,17 @@ def test_the_fingerprint_changes_with_what_bits_depend_on(name: str, value: obje
     assert difference.startswith(f"{name}: ")
 
 
+def test_the_fingerprint_of_a_portable_run_is_one_for_all_cpus() -> None:
+    """Its bits do not depend on the CPU; on versions they may, and a plain run on that CPU is another one."""
+    ours, plain = environment(threads=1, portable=True), environment(threads=1)
+    theirs = ours | {"cpu": "another", "instructions": "avx avx2 avx512f fma"}
+    assert fingerprint(theirs) == fingerprint(ours)
+    assert fingerprint(theirs | {"libc": "musl"}) != fingerprint(ours)
+    apart = [each.partition(":")[0] for each in differences(fingerprint(ours), fingerprint(plain))]
+    assert apart == ["cpu", "instructions"]
+    assert "portable" not in plain
+
+
 @pytest.mark.parametrize("name", ["andon", "triton", "nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cudnn-cu13"])
 def test_what_makes_the_kernels_of_an_accelerator_is_in_its_fingerprint(name: str) -> None:
     """Another version of it is another fingerprint there; a run on CPUs is compared with those from before it was."""

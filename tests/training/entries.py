@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import sys
@@ -156,3 +157,15 @@ def all_vanish(payload: Payload) -> int:
     """Every rank ends by `os._exit(0)`, which Python does not see."""
     _called_in_update(lambda: os._exit(0), (0, 1))
     return train_rank(payload)
+
+
+def tell_kernels(payload: Payload) -> int:
+    """Beside the run folder each rank leaves how torch computed in it, and what the environment says of that."""
+    import torch
+
+    ended = train_rank(payload)
+    told = {"capability": torch.backends.cpu.get_cpu_capability()}
+    told |= {name: os.environ.get(name) for name in ("ATEN_CPU_CAPABILITY", "MKL_CBWR")}
+    rank = RankContext.from_environment().rank
+    Path(payload["folder"]).with_name(f"rank-{rank}.json").write_text(json.dumps(told))
+    return ended

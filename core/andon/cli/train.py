@@ -32,6 +32,7 @@ from andon.console.problems import InputError, Problem
 from andon.integrations.trackers import require
 from andon.launch import preemption
 from andon.launch.context import RankContext, is_rank
+from andon.launch.portable import chosen
 from andon.launch.rank import report_to, run_rank
 from andon.launch.resizing import ask
 from andon.launch.sizes import Sizing, sized
@@ -104,7 +105,8 @@ def run_training(
     if is_rank():
         _be_a_rank(config_path, overrides, flags, sizing, started)
     config = load_config(config_path, overrides, flags)
-    ended = start(config, started, sizing=sizing, entry=entry)
+    with chosen(config.run):
+        ended = start(config, started, sizing=sizing, entry=entry)
     if ended.why:
         say(ended.why)
     if config.run.progress == "json":
@@ -149,7 +151,8 @@ def _be_a_rank(
             raise InputError([foreign(folder)])
         RunFolder(folder).refuse_claimed()  # before a report is written among those of the command that has it
         report_to(folder)
-        return train_rank(payload_of(config, folder, started))
+        with chosen(config.run):
+            return train_rank(payload_of(config, folder, started))
 
     # Those that come from here on wait until the rank has handlers of its own.
     signal.pthread_sigmask(signal.SIG_BLOCK, preemption.PREEMPTION_SIGNALS)

@@ -32,7 +32,7 @@ PLACING = frozenset(
         "contracts.base_every",
         "contracts.audit_every",
         "contracts.audit_coverage",
-        *(f"run.{key}" for key in Run.model_fields),
+        *(f"run.{key}" for key in Run.model_fields if key != "portable"),
     }
 )
 """Keys that may change between a run and its resume."""
@@ -49,6 +49,7 @@ LATER = (
     "training.activation_checkpointing",
     "training.group_by_length",
     "training.pad_to_multiple_of",
+    "run.portable",
 )
 """Keys that came later: at their defaults they are left out, so that runs from before them can be resumed."""
 

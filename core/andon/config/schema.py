@@ -281,7 +281,7 @@ _DEVICE = re.compile(r"cpu|(cuda:)?\d{1,4}")
 
 
 class Run(Section):
-    """Where a run lives and what it says; none of this changes its result."""
+    """Where a run lives and what it says; none of this but `portable` changes its result."""
 
     workers: Workers = Field(default=2, description="ranks on this machine")
     backend: Literal["inline", "threads", "gloo", "nccl", "mixed"] = Field(
@@ -293,6 +293,9 @@ class Run(Section):
     cuda_graphs: Literal["auto", "always", "never"] = Field(
         default="auto",
         description="of eager passes on GPUs, the same bits; auto: up to 2 GiB a micro-batch, not sft",
+    )
+    portable: bool = Field(
+        default=False, description="the same bits on any x86 CPU with AVX2; large products take several times as long"
     )
     dir: Name | None = Field(default=None, description="folder of the run; null: a new one under runs/")
     log_every: Count = Field(default=10, description="steps between two lines")
@@ -331,6 +334,13 @@ class Run(Section):
                 f"needs ranks of their own, which {self.backend} has not: gloo, nccl or mixed ({self.step_deadline_s})"
             )
             raise _refuse("step_deadline_s", what)
+        return self
+
+    @model_validator(mode="after")
+    def _portable_is_of_cpus(self) -> Run:
+        if self.portable and (self.backend in ("nccl", "mixed") or {*map(str, self.devices or ())} - {"cpu"}):
+            where = f"devices {list(self.devices)}" if self.devices else self.backend
+            raise _refuse("portable", f"is of CPUs; with {where} leave it false (true)")
         return self
 
     @model_validator(mode="after")
@@ -395,6 +405,12 @@ class Config(Section):
         if self.schedule.min_lr > self.optimizer.lr:
             what = f"must not be more than optimizer.lr, {self.optimizer.lr} ({self.schedule.min_lr})"
             raise _refuse("schedule.min_lr", what)
+        return self
+
+    @model_validator(mode="after")
+    def _portable_is_of_float32(self) -> Config:
+        if self.run.portable and self.model.dtype != "float32":
+            raise _refuse("run.portable", f"needs model.dtype=float32: CPUs compute {self.model.dtype} each in its way")
         return self
 
     @model_validator(mode="after")

@@ -13,6 +13,7 @@ from andon.console.problems import InputError, Problem
 from andon.inspection.difference import Differences
 from andon.inspection.recorded import open_recorded
 from andon.launch.launcher import launch
+from andon.launch.portable import chosen
 
 ENTRY = "andon.inspection.replay:replay_rank"
 
@@ -39,8 +40,9 @@ def replay_run(path: Path, steps: str, workers: int | None, backend: str | None)
     first, last = read_range(steps, found)
     config = settings(found.folder, workers, backend)
     if config.run.backend in IN_PROCESS:
-        return report_of(replay(config, path, first, last), first, last)
-    with tempfile.TemporaryDirectory(prefix="andon-replay-") as out:
+        with chosen(config.run):
+            return report_of(replay(config, path, first, last), first, last)
+    with chosen(config.run), tempfile.TemporaryDirectory(prefix="andon-replay-") as out:
         payload: dict[str, Any] = {"config": config.model_dump(mode="json"), "path": str(path.absolute()), "out": out}
         result = launch(
             ENTRY,

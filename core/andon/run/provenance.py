@@ -20,15 +20,18 @@ _COMPILED_BY = ("model", "fast")
 """Folders of the code that decides what a compiled pass computes."""
 
 
-def environment(threads: int | None = None, devices: Sequence[str] = ()) -> dict[str, object]:
+def environment(
+    threads: int | None = None, devices: Sequence[str] = (), *, portable: bool = False
+) -> dict[str, object]:
     """Machine and versions that a run runs on, as `andon_contracts.fingerprint.environment` says it of a process.
 
+    portable: whether the run is, in which case its fingerprint is one for all kinds of CPU (`run.portable`).
     With devices also `sources`, digests of the code that rewrites and compiles passes for them: our version number
     is one for many states of a checkout, and a rewriting decides bits as much as a library does.
     """
     found = environment_of_process(threads, devices)
     sources = {f"andon.{folder}": source_digest(_CORE / folder) for folder in _COMPILED_BY} if devices else {}
-    return found | ({"sources": sources} if devices else {})
+    return found | ({"sources": sources} if devices else {}) | ({"portable": True} if portable else {})
 
 
 def source_digest(folder: Path) -> str:

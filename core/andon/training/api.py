@@ -34,6 +34,7 @@ from andon.console.problems import InputError, Problem, ProblemList, install_hin
 from andon.data.labels import text_fault
 from andon.launch.context import is_rank
 from andon.launch.fork_server import for_one_launch
+from andon.launch.portable import chosen
 from andon.launch.sizes import Sizing, sized
 from andon.run.folder import RunFolder, State
 from andon.run.ledger import LedgerError, read_ledger
@@ -334,12 +335,12 @@ def _trained(config: Config, started: float, sizing: Sizing | None, files: RowFi
     if config.run.backend in IN_PROCESS:
         from andon.training.caller import torch_as_found
 
-        with torch_as_found():
+        with chosen(config.run), torch_as_found():
             return start(config, started, sizing=sizing, given=given)
     if multiprocessing.current_process().daemon:
         what = f"{config.run.backend} starts ranks, and a daemonic process may start none; take inline or threads"
         raise InputError([Problem("run.backend", what)])
-    with for_one_launch():
+    with chosen(config.run), for_one_launch():
         return start(config, started, sizing=sizing, given=given)
 
 

@@ -24,6 +24,7 @@ from andon.console.problems import InputError, Problem
 from andon.launch.context import RankContext, is_rank
 from andon.launch.heartbeat import Heartbeat, Timeouts
 from andon.launch.joining import join
+from andon.launch.portable import require_in_effect
 from andon.launch.rank import end_now, watched_by
 from andon.model.batches import padded_lengths, shapes_of
 from andon.run.folder import RunFolder
@@ -67,6 +68,8 @@ def assembled(
     Raises `InputError` for what the user got wrong, a folder that another process owns included.
     """
     config = with_task(config)
+    if config.run.portable:
+        require_in_effect()
     with ExitStack() as stack:
         if not config.contracts.enabled:
             stack.enter_context(suspended())
@@ -203,7 +206,7 @@ def _assemble(
         folder=folder,
         material=material,
         run=run,
-        environment=environment(torch.get_num_threads(), accelerators),
+        environment=environment(torch.get_num_threads(), accelerators, portable=config.run.portable),
         started=started,
         clock=clock,
         planned_bytes=plan.total + captured * plan.graphs if plan else 0,
