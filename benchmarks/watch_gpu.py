@@ -207,7 +207,8 @@ class Bench:
                 counts[kind] += event.name in names
             counts["concatenations"] += event.name == "aten::cat"
             counts["collectives"] += event.name.startswith("c10d::")
-            if event.device_type == DeviceType.CUDA:
+            # A range that a trace lays around an optimizer's step, on the device too, is no kernel.
+            if event.device_type == DeviceType.CUDA and not event.is_user_annotation:
                 kernels[event.name] += 1
                 lasted[event.name] += event.device_time_total
         counts["device us"] = round(lasted.total())

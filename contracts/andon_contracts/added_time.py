@@ -57,8 +57,8 @@ class AddedTime:
         self._seconds += first.elapsed_time(last) / 1e3
         self._spare += first, last
 
-    def seconds(self) -> float:
-        """All so far. Waits for the device."""
-        while self._marks:
+    def seconds(self, *, wait: bool = True) -> float:
+        """All so far. wait: for the device, to come to the last of it; else what it has not come to is not counted."""
+        while self._marks and (wait or self._marks[0][1].query()):
             self._take()
         return self._seconds

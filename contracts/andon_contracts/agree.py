@@ -225,7 +225,7 @@ class GroupGather:
         timeout = self._group.options._timeout
 
         def numbers(mine: Sequence[int]) -> list[list[int]]:
-            return [row.tolist() for row in self._through_group(torch.tensor(mine))]
+            return [row.tolist() for row in self._through_group(torch.tensor(mine, device="cpu"))]
 
         return connect(self.rank, self.world_size, numbers, timeout.total_seconds())
 

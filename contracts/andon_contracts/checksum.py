@@ -37,13 +37,13 @@ MOST_SUMS = _BLOCK // ROW + 3 * STRIDE
 @functools.cache
 def _weights() -> Tensor:
     """Random weights of the halves of the words that are folded."""
-    return mix64(torch.arange(1, 2 * MOST_SUMS + 1, dtype=torch.int64))
+    return mix64(torch.arange(1, 2 * MOST_SUMS + 1, dtype=torch.int64, device="cpu"))
 
 
 def _copied(flat: Tensor) -> Tensor:
     """The bytes of `flat` as int64 words of their own, the last one filled up with zeros."""
     raw = flat.view(torch.uint8)
-    words = torch.zeros(-(-raw.numel() // _WORD), dtype=torch.int64)
+    words = torch.zeros(-(-raw.numel() // _WORD), dtype=torch.int64, device="cpu")
     words.view(torch.uint8)[: raw.numel()] = raw
     return words
 
@@ -90,7 +90,7 @@ class Summed:
     def __init__(self, sizes: Sequence[int], room: Tensor) -> None:
         """sizes: of the pieces, in bytes, whose `sums_in` are at most `MOST_SUMS`; room: 1-dim int64 on a CPU with
         `room_of` words for the largest."""
-        self._sums = torch.zeros(sum(map(sums_in, sizes)), dtype=torch.int64)
+        self._sums = torch.zeros(sum(map(sums_in, sizes)), dtype=torch.int64, device="cpu")
         self._halves = self._sums.view(torch.int32)
         self._weights = _weights()[: self._halves.numel()]
         self._pieces: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []

@@ -64,7 +64,8 @@ class ListSums:
         self._there = [index for index, (size, _, _) in enumerate(rows) if size]
         filled = [rows[index] for index in self._there]
         *first, self._programs = self._kernels.first_programs([-(-size // _WORD) for size, _, _ in filled], self._bytes)
-        self._rows = torch.tensor([(0, *row, begin) for row, begin in zip(filled, first, strict=True)]).view(-1, 5)
+        table = [(0, *row, begin) for row, begin in zip(filled, first, strict=True)]
+        self._rows = torch.tensor(table, device="cpu").view(-1, 5)
         self._places: list[int] = []
         self._table = self._rows
 
@@ -75,7 +76,7 @@ class ListSums:
             return out
         places = [tensors[index].data_ptr() for index in self._there]
         if places != self._places:
-            self._rows[:, 0] = torch.tensor(places)
+            self._rows[:, 0] = torch.tensor(places, device="cpu")
             # A copy, because the rows may be written again before the device has read them.
             self._table, self._places = on_device(self._rows.clone(), self._device), places
         self._kernels.list_sums_on_device(self._table, out, self._programs, self._bytes)
@@ -93,8 +94,9 @@ def list_extremes(tensors: Sequence[Tensor], *, by: ModuleType | None = None) ->
     size = sum(counts) * first.element_size()
     *begins, programs = found.first_programs(counts, size)
     places = [tensor.data_ptr() for tensor in tensors]
-    rows = on_device(torch.tensor([places, counts, begins]).T.contiguous(), first.device)
-    out = on_device(torch.tensor([found.NO_EXTREMES] * len(tensors), dtype=torch.int32), first.device)
+    rows = on_device(torch.tensor([places, counts, begins], device="cpu").T.contiguous(), first.device)
+    none = torch.tensor([found.NO_EXTREMES] * len(tensors), dtype=torch.int32, device="cpu")
+    out = on_device(none, first.device)
     found.list_extremes_on_device(rows, out, programs, size, first.dtype)
     return out
 
@@ -181,8 +183,14 @@ class RawGradients:
         self.changed += [
             i for i, g, v in zip(self._indices, self._held, self._versions, strict=True) if g._version != v
         ]
+        current = torch.cuda.current_stream(self._device)
         with torch.cuda.stream(self._stream), self.added:
-            self.keys.append(list_extremes(self._held))
+            keys = list_extremes(self._held)
+        if self._stream is not None and current != self._stream:
+            # A backward pass may have a stream of its own, and the keys are read on this one.
+            current.wait_stream(self._stream)
+            keys.record_stream(current)
+        self.keys.append(keys)
         self.owners.append(self._indices)
         self._indices, self._held, self._versions, self._bytes = [], [], [], 0
 

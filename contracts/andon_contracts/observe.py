@@ -41,7 +41,7 @@ _LEAST_BYTES, _MOST_SHARE = 1 << 25, 16
 _WORD = 8
 _MASK = (1 << 64) - 1
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
-_dtype_of = attrgetter("dtype")
+_dtype_of, _device_of = attrgetter("dtype"), attrgetter("device")
 _unrecorded: Callable[[], AbstractContextManager[None]] = getattr(torch._C, "_AutoDispatchBelowAutograd", torch.no_grad)
 """As `no_grad`, but autograd is not even asked, which for many small tensors takes as long as reading them."""
 
@@ -181,7 +181,7 @@ class Observer:
 
     def _look(self, tensors: Sequence[Tensor], norm: bool, beside: int, *, anew: bool = False) -> Look:
         if anew or not self._stable or self._copied or self._moved(tensors):
-            layout = [*map(_dtype_of, tensors), *map(Tensor.numel, tensors)]
+            layout = [*map(_dtype_of, tensors), *map(Tensor.numel, tensors), *map(_device_of, tensors)]
             if layout != self._layout:
                 with torch.no_grad():
                     self._plan(tensors, layout)
@@ -318,7 +318,7 @@ class _Group:
         """Let `together` copy tensors of `dtype` into `words`, with zeros behind them."""
         self.room = words[: room_of(self.size)].view(dtype)
         self.copied = self.room[: self.size // dtype.itemsize]
-        self.filler = [torch.zeros(self.room.numel() - self.copied.numel(), dtype=dtype)]
+        self.filler = [torch.zeros(self.room.numel() - self.copied.numel(), dtype=dtype, device="cpu")]
 
     def place(self, members: Sequence[Tensor]) -> None:
         """Let `together` copy tensors of the shapes of `members` as they are: tensors that are new each time would have
@@ -379,7 +379,7 @@ def _as_read(group: _Group) -> list[Tensor]:
 @functools.lru_cache(maxsize=1)
 def _scratch() -> Tensor:
     """Memory of a CPU for what is copied together. A new piece for each copy would cost more than the copy."""
-    return torch.empty(room_of(_GROUP_BYTES), dtype=torch.int64)
+    return torch.empty(room_of(_GROUP_BYTES), dtype=torch.int64, device="cpu")
 
 
 def chained(digest: int, following: Iterable[int]) -> int:
@@ -521,9 +521,9 @@ class Extremes:
         for raw in self._raw.values():
             raw.flush()
 
-    def seconds(self) -> float:
-        """How long GPUs took so far to read what waited. Waits for them."""
-        return sum(raw.added.seconds() for raw in self._raw.values())
+    def seconds(self, *, wait: bool = True) -> float:
+        """How long GPUs took so far to read what waited. wait: for them, to the last."""
+        return sum(raw.added.seconds(wait=wait) for raw in self._raw.values())
 
     def waiting(self) -> list[list[Tensor]]:
         """What is read of devices, in lists that may be brought to the CPU before `read`."""

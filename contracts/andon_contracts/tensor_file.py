@@ -106,5 +106,5 @@ def _tensor(body: memoryview, place: Mapping[str, Any]) -> Tensor:
     if math.prod(shape) * dtype.itemsize != end - begin:
         raise ValueError("a tensor's shape does not fit its bytes")
     if begin == end:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(bytearray(body[begin:end]), dtype=dtype).reshape(shape)

@@ -352,3 +352,25 @@ def test_one_number_is_read_as_it_is_and_several_at_once() -> None:
         (small,) = numbers([torch.tensor(-(2**63) + 1)])
         assert (small, seen.count) == (-(2**63) + 1, 0)
         assert (numbers([torch.tensor(2**62 + 1), torch.tensor(3)]), seen.count) == ([2**62 + 1, 3], 1)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("stable", [False, True])
+def test_tensors_that_moved_to_another_device_are_laid_out_anew(stable: bool) -> None:
+    """Sizes and dtypes are those of before; they are read where they are now, and not copied to where they were."""
+    observer = Observer(portable=True, stable=stable)
+    here = (torch.arange(6.0), torch.ones(3))
+    first = observer.look(here).digest
+    moved = observer.look(tuple(each.cuda() for each in here))
+    assert all(found.is_cuda for found in moved.waiting)
+    assert moved.digest == observer.look(here).digest == first
+
+
+def test_what_is_made_for_the_host_is_made_there_whatever_the_default_device_is() -> None:
+    """A user may have said that all is made on a GPU; `meta` is a device of which nothing can be read."""
+    tensors = [
+        torch.arange(float(size), device="cpu").to(dtype) for size, dtype in ((5, torch.float16), (9, torch.float))
+    ]
+    expected = Observer().look(tensors).digest
+    with torch.device("meta"):
+        assert Observer().look(tensors).digest == expected

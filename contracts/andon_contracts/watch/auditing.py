@@ -95,7 +95,7 @@ class Auditor:
     def _apart(self, step: int, ids: Sequence[int], seen: Observations) -> list[ForwardPass]:
         """Each batch of each rank with its random state."""
         words = max(o.values["words"] for o in seen)
-        table = torch.zeros(max(o.values["batches"] for o in seen), 1 + words, dtype=torch.int64)
+        table = torch.zeros(max(o.values["batches"] for o in seen), 1 + words, dtype=torch.int64, device="cpu")
         for row, batch in zip(table, self._rows.batches, strict=False):
             row[0] = batch.rows
             if batch.random is not None:

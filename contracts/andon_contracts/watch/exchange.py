@@ -54,10 +54,10 @@ def by_rank(shown: Sequence[str]) -> str:
 
 def _decimal(bits: int, dtype: torch.dtype) -> str:
     """The number with the fewest digits that are this number and no other of its dtype."""
-    number = torch.tensor([bits]).to(_INTEGER[dtype.itemsize]).view(dtype).item()
+    number = torch.tensor([bits], device="cpu").to(_INTEGER[dtype.itemsize]).view(dtype).item()
     for digits in range(1, 17):
         short = f"{number:.{digits}g}"
-        if torch.tensor(float(short), dtype=dtype).item() == number:
+        if torch.tensor(float(short), dtype=dtype, device="cpu").item() == number:
             return short
     return f"{number:.17g}"
 
@@ -125,9 +125,9 @@ class Exchange:
         # The lengths first: a collective takes one length of all ranks.
         counts = [o.values["count"] for o in self(step, "count", {"count": len(columns[0])})]
         most = max(counts)
-        table = torch.zeros(len(columns), most, dtype=torch.int64)
+        table = torch.zeros(len(columns), most, dtype=torch.int64, device="cpu")
         for index, column in enumerate(columns):
-            table[index, : len(column)] = torch.tensor(list(column), dtype=torch.int64)
+            table[index, : len(column)] = torch.tensor(list(column), dtype=torch.int64, device="cpu")
         seen = self(step, "rows", {}, table.flatten())
         return [
             [list(row[:count]) for row in o.payload.view(len(columns), most).tolist()]
@@ -176,7 +176,7 @@ class Exchange:
         odd = _first_odd(rows)
         if odd is None:
             return None
-        index = tuple(int(i) for i in torch.unravel_index(torch.tensor(first + odd), tensor.shape))
+        index = tuple(int(i) for i in torch.unravel_index(torch.tensor(first + odd, device="cpu"), tensor.shape))
         return Element(index, tuple(int(row[odd]) for row in rows), tensor.dtype)
 
     def _rows(self, step: int, words: Tensor) -> list[Tensor]:

@@ -134,10 +134,10 @@ class GradientHooks:
 
         return see
 
-    @property
-    def spent(self) -> float:
-        """Seconds in the hooks, those of every `_TIMED`th window, which stand for the others too; and of GPUs."""
-        return self._timed_s * self._windows / self._timed_windows + self._seen.seconds()
+    def spent(self, *, wait: bool) -> float:
+        """Seconds in the hooks, those of every `_TIMED`th window, which stand for the others too; and of GPUs, which
+        are waited for or not."""
+        return self._timed_s * self._windows / self._timed_windows + self._seen.seconds(wait=wait)
 
     @property
     def started(self) -> bool:

@@ -202,7 +202,7 @@ def row_keys(ids: Sequence[int], tensors: Sequence[Tensor]) -> Tensor | None:
     own = [t for t in tensors if t.dim() and t.shape[0] == len(ids) and t.device.type == "cpu" and t.numel()]
     if not own or not ids:
         return None
-    found = mix64(torch.tensor(ids, dtype=torch.int64))
+    found = mix64(torch.tensor(ids, dtype=torch.int64, device="cpu"))
     mask = next(filter(_is_mask, own), None)
     for place, tensor in enumerate(own, start=1):
         words, shown = _words(_spread(tensor)), None

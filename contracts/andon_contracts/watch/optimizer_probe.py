@@ -290,7 +290,7 @@ class OptimizerProbe:
 
     def gradients_by_name(self) -> Mapping[str, Tensor]:
         """The gradient of each parameter; an empty tensor where there is none."""
-        return {n: torch.empty(0) if p.grad is None else p.grad for n, p in self.parameters.items()}
+        return {n: torch.empty(0, device="cpu") if p.grad is None else p.grad for n, p in self.parameters.items()}
 
     def turn(self) -> None:
         """The window is over."""

@@ -290,14 +290,18 @@ class Watch:
         self.closed = True
         for undo in reversed(self._undo):
             undo()
+        reason = reason_of(sys.exc_info()[1] or self._last_error)
+        # Before the cord goes: it ends a wait for a device that waits for a rank that is gone. After an error none.
+        wait = reason == "finished"
+        spent = self._updates.added.seconds(wait=wait) + sum(
+            probe.taps.spent(wait=wait) for probe in self._probes.values()
+        )
+        whole = time.perf_counter() - self._began
         if self._cord is not None:
             self._record_cause(self._cord.cause)
             self._cord.close()
         atexit.unregister(self._leave)
-        whole = time.perf_counter() - self._began
-        spent = self._updates.added.seconds() + sum(probe.taps.spent for probe in self._probes.values())
         unread: list[str] = []
-        reason = reason_of(sys.exc_info()[1] or self._last_error)
         try:
             if reason == "finished":
                 unread = self._updates.judge_parted()
