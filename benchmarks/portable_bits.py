@@ -13,7 +13,6 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 JOBS = {
@@ -45,21 +44,23 @@ def main() -> int:
     told = json.loads(subprocess.run([sys.executable, "-c", _MACHINE], capture_output=True, check=True).stdout)
     print(f"{_cpu()}; {told['capability']} by itself; torch {told['torch']}; Python {platform.python_version()}")
     print("| job | run.portable | weights | final loss | seconds |\n| --- | --- | --- | --- | --- |")
-    for name in list(JOBS)[: options.jobs]:
-        for portable in (True, False):
-            shown = _run(JOBS[name], portable, options.workers)
-            print(f"| {name} | {'on' if portable else 'off'} | {' | '.join(shown)} |", flush=True)
-    return 0
+    shown = [_run(name, portable, options.workers) for name in list(JOBS)[: options.jobs] for portable in (True, False)]
+    return 0 if all(shown) else 1
 
 
-def _run(settings: Sequence[str], portable: bool, workers: int) -> tuple[str, str, str]:
-    """Digest, last loss and seconds of one run."""
-    given = [f"--set={each}" for each in (*settings, f"run.portable={str(portable).lower()}")]
+def _run(name: str, portable: bool, workers: int) -> bool:
+    """Print the row of one run: digest, last loss and seconds, or why there are none; whether it ended well."""
+    given = [f"--set={each}" for each in (*JOBS[name], f"run.portable={str(portable).lower()}")]
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "andon", "train", "--quiet", "--workers", str(workers), *given]
-        subprocess.run([*command, "--run-dir", f"{folder}/run"], capture_output=True, text=True, check=True)
-        found = json.loads((Path(folder) / "run" / "summary.json").read_text())
-    return found["weights_digest"], found["final_loss"]["hex"], f"{found['wall_s']:.1f}"
+        ended = subprocess.run([*command, "--run-dir", f"{folder}/run"], capture_output=True, text=True, check=False)
+        if ended.returncode:
+            shown = f"exit {ended.returncode}: {' '.join(ended.stderr.split())[-600:]} | | "
+        else:
+            found = json.loads((Path(folder) / "run" / "summary.json").read_text())
+            shown = f"{found['weights_digest']} | {found['final_loss']['hex']} | {found['wall_s']:.1f}"
+    print(f"| {name} | {'on' if portable else 'off'} | {shown} |", flush=True)
+    return not ended.returncode
 
 
 def _cpu() -> str:

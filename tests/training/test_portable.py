@@ -83,6 +83,13 @@ def test_the_ledger_is_that_of_any_such_cpu(portable_run: Path, whole: Path) -> 
     assert ours.identity != plain.identity
 
 
+def test_the_card_has_it_in_the_command_that_gives_the_same_weights(portable_run: Path, whole: Path) -> None:
+    """Without it they would be others."""
+    ours, plain = ((RunFolder(folder).adapter / "README.md").read_text() for folder in (portable_run, whole))
+    assert "--set run.portable=true" in ours
+    assert "portable" not in plain
+
+
 def test_a_resume_keeps_it(runs: Runs, portable_run: Path, whole: Path, tmp_path: Path) -> None:
     """An interrupted run goes on to the same bits; with another value it is refused, either way, in words."""
     folder = tmp_path / "run"

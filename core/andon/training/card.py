@@ -290,6 +290,10 @@ def _origin(config: Config, provenance: Provenance, result: Result) -> Iterator[
     yield f"    {_command(config, result)}"
 
 
+_SAID_OTHERWISE = ("task", "run.workers", "run.device_kind")
+"""Of what defines a run: these have flags of their own in its command, the last that of its backend."""
+
+
 def _command(config: Config, result: Result) -> str:
     """What makes the run again where its files and its base lie in the working folder."""
     files = config.data.files
@@ -310,7 +314,7 @@ def _command(config: Config, result: Result) -> str:
         if getattr(config.data, key) is not None:
             words += ["--set", f"data.{key}={json.dumps(getattr(config.data, key))}"]
     for key, _, value in differences(identity(Config()), identity(config)):
-        if not key.startswith("run.") and not key.endswith((".embedded", ".weights")) and key != "task":
+        if key not in _SAID_OTHERWISE and not key.endswith((".embedded", ".weights")):
             words += ["--set", f"{key}={json.dumps(value)}"]
     return " ".join(shlex.quote(legible_line(word)) for word in words)
 
