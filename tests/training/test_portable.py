@@ -106,9 +106,11 @@ def test_a_resume_keeps_it(runs: Runs, portable_run: Path, whole: Path, tmp_path
     assert outcome(folder) == outcome(portable_run)
 
 
-def test_a_replay_computes_so(portable_run: Path) -> None:
-    """Steps are done again as they were done."""
-    again = python(portable_run.parent, "-m", "andon", "replay", str(portable_run), "--steps", "1:3")
+@pytest.mark.parametrize("place", [("inline", "1"), ("gloo", "2")], ids=["inline", "gloo"])
+def test_a_replay_computes_so(portable_run: Path, place: tuple[str, str]) -> None:
+    """Steps are done again as they were done, in this process and in ranks."""
+    where = ("--steps", "1:3", "--backend", place[0], "--workers", place[1])
+    again = python(portable_run.parent, "-m", "andon", "replay", str(portable_run), *where)
     assert again.returncode == 0, again.stdout + again.stderr
 
 
