@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,11 @@ from torch.utils._device import DeviceContext
 
 from andon_falsify.faults.looped import FAULTS
 from andon_falsify.faults.looped.fault import Inside, LoopFault
+from andon_falsify.faults.planting import patched
+from andon_falsify.loops import task
+from andon_falsify.peers import plain
 from tests.support.ranks import run_ranks
+from tests.watch import watched
 from tests.watch.watched import Trace, Watched
 
 WORLD = 2
@@ -58,7 +63,10 @@ class _OnGpu(DeviceContext):
 
 def both_on_gpu(first: int) -> list[Pair]:
     """As `both`, with the loops' models and batches on the one GPU that all ranks share."""
-    with _OnGpu(torch.device("cuda", 0)):
+    with ExitStack() as stack:
+        for module in (plain, watched):
+            patched(stack, module, "model", lambda case: task.model(case).cuda())
+        stack.enter_context(_OnGpu(torch.device("cuda", 0)))
         return both(first)
 
 

@@ -32,7 +32,7 @@ from andon_contracts.watch.values import roles_digest
 
 
 class Updates:
-    """The updates of a watched loop. `steps` were made so far; `added` is the time that looking at them took."""
+    """The updates of a watched loop. `steps` were made so far."""
 
     def __init__(
         self,
@@ -67,13 +67,20 @@ class Updates:
         self._buffers = [BufferProbe() for _ in subject.homes]
         self._seen_before: Observations = ()
         self._aligned: Observations = ()
-        self.added = AddedTime(subject.gpu())
+        self._added = AddedTime(subject.gpu())
         self.steps = 0
 
     @property
     def made(self) -> int:
         """The updates of the optimizer that has made most, those before the watch included."""
         return max(probe.updates for probe in self._probes)
+
+    def spent(self, *, wait: bool) -> float:
+        """Seconds that looking at updates and at gradients took so far.
+
+        wait: for GPUs, to the last of it; while the cord is there, which ends a wait for a rank that is gone.
+        """
+        return self._added.seconds(wait=wait) + sum(probe.taps.spent(wait=wait) for probe in self._probes)
 
     def start(self) -> None:
         """Acquaintance with the other ranks' replicas, and the first look at them. Collective."""
@@ -118,14 +125,14 @@ class Updates:
         probes = [probe for probe in self._probes if not probe.taps.started]
         if not probes or any(probe.taps.muted for probe in probes):
             return
-        with self.added:
+        with self._added:
             digests = self._buffers[home].digests(*self._subject.homes[home].buffers(), self.made + 1)
             for probe in probes:
                 probe.looks.add(home, digests)
 
     def after(self, probe: OptimizerProbe) -> None:
         """An update of `probe`'s optimizer was made."""
-        with self.added:
+        with self._added:
             self._after(probe)
 
     def _after(self, probe: OptimizerProbe) -> None:
@@ -161,7 +168,7 @@ class Updates:
 
     def before(self, probe: OptimizerProbe) -> None:
         """An update of `probe`'s optimizer is about to be made."""
-        with self.added:
+        with self._added:
             self._before(probe)
 
     def _before(self, probe: OptimizerProbe) -> None:

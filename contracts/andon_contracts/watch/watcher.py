@@ -291,11 +291,7 @@ class Watch:
         for undo in reversed(self._undo):
             undo()
         reason = reason_of(sys.exc_info()[1] or self._last_error)
-        # Before the cord goes: it ends a wait for a device that waits for a rank that is gone. After an error none.
-        wait = reason == "finished"
-        spent = self._updates.added.seconds(wait=wait) + sum(
-            probe.taps.spent(wait=wait) for probe in self._probes.values()
-        )
+        spent = self._updates.spent(wait=reason == "finished")
         whole = time.perf_counter() - self._began
         if self._cord is not None:
             self._record_cause(self._cord.cause)
