@@ -6,8 +6,10 @@ same rows and in an order that goes round, so that each step is measured three t
 watched, not watched, and not watched again as a control. While an unwatched replica steps, the watch hears nothing of
 the loop's calls. A step lasts from a barrier until its slowest rank is done. Printed are the medians of the
 ratios step by step with an interval that holds the median of 95 % of such samples, the difference in milliseconds,
-and, as a proof that the three did the same, whether they ended with the same weights. `--pieces` says where the time
-of the watch goes on rank 0, in microseconds a step; measuring that costs time too.
+and, as a proof that the three did the same, whether they ended with the same weights. The same of processor time says
+what the watch computes, whoever else has the cores: that of the loop's thread, on the rank where a step takes most of
+it, without waits that sleep. `--pieces` says where the time of the watch goes on rank 0, in microseconds a step;
+measuring that costs time too.
 """
 
 from __future__ import annotations
@@ -216,30 +218,34 @@ def measure(shape: Shape, pairs: int, spent: dict[str, list[float]] | None = Non
     loops = {role: Loop(shape) for role in ROLES}
     watched = loops["watched"]
     seconds: dict[str, list[float]] = {role: [] for role in ROLES}
+    busy: dict[str, list[float]] = {role: [] for role in ROLES}
     orders = list(itertools.permutations(ROLES))
     with andon.watch(watched.model, watched.optimizer, action="raise") as watch:
         for number in range(1, WARM_UP + pairs + 1):
             for role in orders[number % len(orders)]:
                 if role == "watched":
-                    taken = _timed(lambda n=number: watched.step(n, watch.batch if shape.told else None))  # type: ignore[misc]
+                    taken, used = _timed(lambda n=number: watched.step(n, watch.batch if shape.told else None))  # type: ignore[misc]
                 else:
                     with _deaf(watch):
-                        taken = _timed(lambda n=number, one=loops[role]: one.step(n))  # type: ignore[misc]
+                        taken, used = _timed(lambda n=number, one=loops[role]: one.step(n))  # type: ignore[misc]
                 if number > WARM_UP:
                     seconds[role].append(taken)
+                    busy[role].append(used)
             for piece in (spent or {}).values():
                 piece.append(0.0)
         evaluations = sum(watch.evaluations.values())
     whole = {role: _slowest(taken) for role, taken in seconds.items()}
     same = all(map(torch.equal, watched.weights(), loops["control"].weights()))
-    return _figures(shape, whole, watched.weights(), same, evaluations / (WARM_UP + pairs))
+    most = {role: _slowest(used) for role, used in busy.items()}
+    return _figures(shape, whole, watched.weights(), same, evaluations / (WARM_UP + pairs)) | _of_processor(most)
 
 
-def _timed(step: Callable[[], None]) -> float:
+def _timed(step: Callable[[], None]) -> tuple[float, float]:
+    """Seconds that the step took, and seconds of a processor that this thread had in it."""
     dist.barrier()
-    start = time.perf_counter()
+    start, used = time.perf_counter(), time.thread_time()
     step()
-    return time.perf_counter() - start
+    return time.perf_counter() - start, time.thread_time() - used
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
@@ -253,16 +259,12 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
 def _figures(
     shape: Shape, seconds: dict[str, list[float]], weights: Sequence[Tensor], same: bool, evaluations: float
 ) -> dict[str, object]:
-    found: dict[str, object] = {"pairs": len(seconds["watched"]), "ranks": dist.get_world_size()}
-    for name, first in (("watched_over_unwatched", "watched"), ("control_over_unwatched", "control")):
-        ratios = [a / b for a, b in zip(seconds[first], seconds["unwatched"], strict=True)]
-        found[name] = round(statistics.median(ratios), 4)
-        found[f"{name}_interval"] = [round(end, 4) for end in median_interval(ratios)]
-    extra = [a - b for a, b in zip(seconds["watched"], seconds["unwatched"], strict=True)]
-    return found | {
+    return {
+        "pairs": len(seconds["watched"]),
+        "ranks": dist.get_world_size(),
+        **_compared(seconds),
         **{f"{role}_ms": round(1e3 * statistics.median(taken), 3) for role, taken in seconds.items()},
         **{f"{role}_mean_ms": round(1e3 * statistics.fmean(taken), 3) for role, taken in seconds.items()},
-        "extra_ms": round(1e3 * statistics.median(extra), 3),
         "trained_tensors": len(weights),
         "trained_elements": sum(weight.numel() for weight in weights),
         "evaluations_per_step": round(evaluations, 2),
@@ -271,19 +273,39 @@ def _figures(
     }
 
 
+def _compared(seconds: dict[str, list[float]]) -> dict[str, object]:
+    """Ratios step by step to what is not watched, each with its interval, and the watched step's difference."""
+    found: dict[str, object] = {}
+    for first in ("watched", "control"):
+        ratios = [a / b for a, b in zip(seconds[first], seconds["unwatched"], strict=True)]
+        found[f"{first}_over_unwatched"] = round(statistics.median(ratios), 4)
+        found[f"{first}_over_unwatched_interval"] = [round(end, 4) for end in median_interval(ratios)]
+    extra = [a - b for a, b in zip(seconds["watched"], seconds["unwatched"], strict=True)]
+    return found | {"extra_ms": round(1e3 * statistics.median(extra), 3)}
+
+
+def _of_processor(seconds: dict[str, list[float]]) -> dict[str, object]:
+    return {f"processor_{name}": figure for name, figure in _compared(seconds).items()}
+
+
 def _microseconds(piece: Sequence[float]) -> int:
     return round(1e6 * statistics.median(piece[WARM_UP:-1]))
+
+
+_RATIOS = {"watched / unwatched": "watched_over_unwatched", "control / unwatched": "control_over_unwatched"}
+
+
+def _shown(found: dict[str, object], name: str) -> str:
+    return f"{found[name]} in {found[f'{name}_interval']}"
 
 
 def rows_of(found: dict[str, object]) -> list[list[object]]:
     """The figures as rows of a table."""
     steps: list[list[object]] = [[f"{role} step, median", f"{found[f'{role}_ms']} ms"] for role in ROLES]
-    return [
-        *steps,
-        ["watched / unwatched", f"{found['watched_over_unwatched']} in {found['watched_over_unwatched_interval']}"],
-        ["control / unwatched", f"{found['control_over_unwatched']} in {found['control_over_unwatched_interval']}"],
-        ["watched - unwatched", f"{found['extra_ms']} ms"],
-    ]
+    for of, kind in (("", ""), (", of a processor", "processor_")):
+        steps += [[name + of, _shown(found, kind + key)] for name, key in _RATIOS.items()]
+        steps.append([f"watched - unwatched{of}", f"{found[f'{kind}extra_ms']} ms"])
+    return steps
 
 
 def main() -> int:
