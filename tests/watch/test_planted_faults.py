@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch.utils._device import DeviceContext
 
 from andon_falsify.faults.looped import FAULTS
 from andon_falsify.faults.looped.fault import Inside, LoopFault
-from andon_falsify.faults.planting import patched
-from andon_falsify.loops import task
-from andon_falsify.peers import plain
 from tests.support.ranks import run_ranks
-from tests.watch import watched
 from tests.watch.watched import Trace, Watched
 
 WORLD = 2
@@ -47,27 +40,6 @@ def both(first: int) -> list[Pair]:
 def alone(numbers: Sequence[int]) -> list[list[tuple[str, int]]]:
     """What the one line finds of faults for which a watch can be told more."""
     return [Watched(SEEN[each][0].loop, replace(SEEN[each][1], lines=())).run().found for each in numbers]
-
-
-class _OnGpu(DeviceContext):
-    """Inside, a tensor is made on the GPU where no device is named; a generator of the CPU draws on the CPU."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        generator = (kwargs or {}).get("generator")
-        if generator is not None and generator.device.type == "cpu":
-            return func(*args, **(kwargs or {}))
-        return super().__torch_function__(func, types, args, kwargs or {})
-
-
-def both_on_gpu(first: int) -> list[Pair]:
-    """As `both`, with the loops' models and batches on the one GPU that all ranks share."""
-    with ExitStack() as stack:
-        for module in (plain, watched):
-            patched(stack, module, "model", lambda case: task.model(case).cuda())
-        stack.enter_context(_OnGpu(torch.device("cuda", 0)))
-        return both(first)
 
 
 class Pairs(Sequence[list[Pair]]):
@@ -114,22 +86,6 @@ def test_the_fault_is_caught_by_its_clause_in_time(seen: Pairs, number: int, ins
     steps = [step for clause, step in found[0] if clause == inside.clause]
     assert steps, f"found only {found[0]}"
     assert min(steps) <= inside.by
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("first", range(0, len(SEEN), CHUNK))
-def test_every_fault_is_caught_on_a_gpu_as_on_a_cpu(first: int) -> None:
-    """By its clause, on every rank alike, at most one update later; and the run without it raises nothing there."""
-    ranks = [outcome.get() for outcome in run_ranks(WORLD, both_on_gpu, first, deadline_s=DEADLINE_S)]
-    odd = {}
-    for (fault, inside), *pairs in zip(SEEN[first:], *ranks, strict=False):
-        silent = all(right.found == [] for right, _ in pairs)
-        one, other = (wrong.found for _, wrong in pairs)
-        caught = any(clause == inside.clause and step <= inside.by + 1 for clause, step in one)
-        if not (silent and caught and one == other):
-            odd[fault.name] = [(right.found, wrong.found) for right, wrong in pairs], (inside.clause, inside.by)
-    assert odd == {}
 
 
 def test_the_one_line_sees_those_that_are_said_to_need_no_more() -> None:

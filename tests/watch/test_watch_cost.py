@@ -31,7 +31,6 @@ def test_the_three_replicas_do_the_same_and_one_is_watched(trained: str) -> None
         shown = {str(name): figure for name, figure in rows_of(found)}
         assert len(shown) == 9
         assert shown["watched - unwatched, of a processor"] == f"{found['processor_extra_ms']} ms"
-        assert 0 < float(str(found["processor_extra_ms"])) < 2 * float(str(found["watched_mean_ms"]))
         for name in PIECES:
             assert len(spent[name]) == WARM_UP + PAIRS + 1
             assert spent[name][-1] == 0.0
