@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from contextlib import suppress
 from types import TracebackType
 
 import torch
@@ -59,6 +60,8 @@ class AddedTime:
 
     def seconds(self, *, wait: bool = True) -> float:
         """All so far. wait: for the device, to come to the last of it; else what it has not come to is not counted."""
-        while self._marks and (wait or self._marks[0][1].query()):
-            self._take()
+        # A device that failed answers with its error, which is the loop's to tell; what is known is said.
+        with suppress(RuntimeError):
+            while self._marks and (wait or self._marks[0][1].query()):
+                self._take()
         return self._seconds

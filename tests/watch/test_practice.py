@@ -24,6 +24,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import andon
 from andon_contracts.violation import Violation
+from andon_contracts.watch.loaders import places_of, yielded
 from tests.support.ranks import run_ranks
 
 ROWS = 40
@@ -531,3 +532,15 @@ def test_what_a_sampler_adds_or_leaves_out_is_a_closing_line() -> None:
         "  rows: 1 rows more than the 45 of the data fill up a pass over them (DistributedSampler)",
         "  rows: 1 of the 45 rows of the data are left out of a pass over them (DistributedSampler)",
     ]
+
+
+def test_a_batch_is_not_mistaken_for_what_got_its_memory() -> None:
+    """A loop that copies its batches lets go of what was yielded, and the next tensors lie where that was."""
+    iterator = iter(DataLoader(TensorDataset(torch.zeros(16, 4096)), batch_size=4))
+    (batch,) = next(iterator)
+    seen = yielded(iterator, [batch])
+    assert places_of([batch[1:].detach()]) == seen.places
+    assert not places_of([batch.clone()]) & seen.places
+    del batch
+    later = [torch.empty(4, 4096) for _ in range(50)]
+    assert not any(places_of([each]) & seen.places for each in later)

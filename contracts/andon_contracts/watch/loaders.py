@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import RandomSampler, Subset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -63,13 +64,15 @@ class Pass:
 class Yielded:
     """A batch of a data loader. keys: of each row its index and content; None where either cannot be seen.
 
-    places: the addresses of the memory of its tensors, by which it is known in a forward pass.
+    places: which storages hold its tensors, by which it is known in a forward pass. kept: what keeps each of them from
+    being another one's once its memory is free: an address alone is soon given to the next batch.
     """
 
     source: Pass
     ids: tuple[int, ...] | None
     keys: Tensor | None
     places: frozenset[int]
+    kept: tuple[StorageWeakRef, ...]
     so_far: int = 0
     """How many rows the pass had yielded with it."""
 
@@ -98,7 +101,9 @@ def yielded(iterator: Any, batch: object) -> Yielded:
     keys = None if ids is None else row_keys(ids, tensors)
     found.rows += 0 if ids is None else len(ids)
     found.order += (ids or ())[: _REMEMBERED - len(found.order)]
-    return Yielded(found, ids, keys, places_of(tensors), found.rows)
+    storages = (each.untyped_storage() for each in tensors if each.numel())
+    kept = tuple(StorageWeakRef(each) for each in storages)  # type: ignore[no-untyped-call]
+    return Yielded(found, ids, keys, places_of(tensors), kept, found.rows)
 
 
 def ended(iterator: Any) -> None:
@@ -193,8 +198,8 @@ def tensors_in(value: object, depth: int = _DEEPEST) -> Iterator[Tensor]:
 
 
 def places_of(tensors: Sequence[Tensor]) -> frozenset[int]:
-    """Where the memory of `tensors` begins."""
-    return frozenset(each.untyped_storage().data_ptr() for each in tensors if each.numel())
+    """Which storages hold `tensors`: their views have the same, copies others."""
+    return frozenset(each.untyped_storage()._cdata for each in tensors if each.numel())
 
 
 def row_keys(ids: Sequence[int], tensors: Sequence[Tensor]) -> Tensor | None:

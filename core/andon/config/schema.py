@@ -295,7 +295,8 @@ class Run(Section):
         description="of eager passes on GPUs, the same bits; auto: up to 2 GiB a micro-batch, not sft",
     )
     portable: bool = Field(
-        default=False, description="the same bits on any x86 CPU with AVX2; large products take several times as long"
+        default=False,
+        description="the same bits on x86 CPUs with AVX2, but for exact GELU; large products take over twice as long",
     )
     dir: Name | None = Field(default=None, description="folder of the run; null: a new one under runs/")
     log_every: Count = Field(default=10, description="steps between two lines")

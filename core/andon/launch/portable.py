@@ -22,6 +22,8 @@ SETTINGS = {"ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "COMPATIBLE"}
 _KEY = "run.portable"
 _ASK_BRANCH, _COMPATIBLE = 1, 3
 """MKL_CBWR_BRANCH and MKL_CBWR_COMPATIBLE of mkl_types.h."""
+_UNASKED = 0
+"""No branch of MKL's."""
 _WANTED = ("AVX2", _COMPATIBLE)
 """What torch and MKL answer where both variables took effect."""
 
@@ -45,7 +47,7 @@ def chosen(run: Run) -> Iterator[None]:
     finally:
         if not (run.backend in IN_PROCESS and "torch" in sys.modules and _capability_and_branch() == _WANTED):
             for name in (name for name, value in before.items() if value is None):
-                del os.environ[name]
+                os.environ.pop(name, None)
 
 
 def _require_possible() -> None:
@@ -83,6 +85,8 @@ def _capability_and_branch() -> tuple[str, int | None]:
     capability = torch.backends.cpu.get_cpu_capability()
     if not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
         return capability, None
+    if capability != _WANTED[0]:
+        return capability, _UNASKED  # MKL settles on a branch when it is asked, and a plain run may follow
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
         return capability, int(ctypes.CDLL(str(library)).mkl_serv_cbwr_get(_ASK_BRANCH))

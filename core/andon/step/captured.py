@@ -15,7 +15,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, fields
 from typing import Any
 from weakref import WeakSet
@@ -154,7 +154,8 @@ class CapturedPasses:
         except RuntimeError as error:
             self.eager = self.eager or f"a pass could not be captured: {_first_line(error)}"
             index = self._device.index or 0
-            torch._C._cuda_endAllocateToPool(index, self._pool)
+            with suppress(RuntimeError):  # where the end came as far as to the graph itself, it is done already
+                torch._C._cuda_endAllocateToPool(index, self._pool)
             fresh = torch.Generator(device=self._device)
             torch.cuda.default_generators[index].graphsafe_set_state(fresh)
             for each in _everywhere:

@@ -111,7 +111,8 @@ def captures(config: Config, kind: str, activations: int | None) -> bool:
 
 def with_graphs_that_fit(plan: MemoryPlan, config: Config, free: int) -> MemoryPlan:
     """`plan`, without CUDA graphs where `free` bytes have no room for them and nobody asked: the bits are the same."""
-    return replace(plan, graphs=0) if config.run.cuda_graphs == "auto" and plan.needed > free else plan
+    unasked = config.run.cuda_graphs == "auto" and config.training.compile == "off"  # compiled ones are asked for
+    return replace(plan, graphs=0) if unasked and plan.needed > free else plan
 
 
 def updated_on_host(config: Config, kind: str) -> bool:
