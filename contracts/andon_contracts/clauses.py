@@ -403,6 +403,17 @@ _ALL = (
         likely="a factor too much or too few between loss, accumulation and reduction",
     ),
     Clause(
+        "gradient-scale",
+        (),
+        "pre",
+        "The terms of the loss weigh together in the reduced gradient what those of one mean do, in a window of any "
+        "length.",
+        "issue 17 item 2; faults F16, F19, F20, F29, F35",
+        "the graph of each loss down to its means, two dot products of 1,024 elements",
+        "every watched step of which the loss and the reduction tell it",
+        likely="the loss is not divided by the accumulation, or by the world size twice or not at all",
+    ),
+    Clause(
         "loss-reported",
         (),
         "post",

@@ -183,7 +183,8 @@ def scaled_and_told(steps: int) -> Seen:
         w.batch(mine)
         with torch.autocast("cpu", dtype=torch.float16):
             loss = nn.functional.cross_entropy(model(x[mine]), y[mine], reduction="sum")
-        scaler.scale(loss / len(ids)).backward()  # type: ignore[no-untyped-call]
+        # DDP takes the mean over ranks of what each adds to the mean over rows.
+        scaler.scale(loss * dist.get_world_size() / len(ids)).backward()  # type: ignore[no-untyped-call]
         w.loss(loss.detach(), len(mine), float(_mean(loss.detach(), len(ids))))
         scaler.step(optimizer)
         scaler.update()

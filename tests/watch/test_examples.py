@@ -124,9 +124,11 @@ def records_of(ran: dict[str, Path], name: str, kind: str = "") -> list[Record]:
 
 @pytest.mark.parametrize("name", NEEDS)
 def test_an_example_is_watched_from_its_first_update_to_its_last(ran: dict[str, Path], name: str) -> None:
-    """The ledger has every update and an end, the watch finds nothing, and the checkers hold what it says."""
+    """The ledger has every update and an end, the watch finds nothing that is not there, and the checkers hold it."""
     *records, end = records_of(ran, name)
-    assert not any(isinstance(record, Broken) for record in records)
+    # That Trainer multiplies the loss of classes by the number of ranks, which the second update shows.
+    told = [(record.clause, record.step) for record in records if isinstance(record, Broken)]
+    assert told == [("gradient-scale", 2)] * (name == "hf_trainer")
     steps = [record for record in records if isinstance(record, Step)]
     assert [(step.step, step.world, len(step.ranks)) for step in steps] == [(n, 2, 2) for n in range(1, STEPS + 1)]
     assert isinstance(end, End)
@@ -142,6 +144,7 @@ def test_an_example_is_watched_from_its_first_update_to_its_last(ran: dict[str, 
 def test_an_example_that_loses_a_bit_is_caught(ran: dict[str, Path], name: str) -> None:
     """A bit that one rank loses is found with the next update; of shards without a replica nobody can tell."""
     broken = [record for record in records_of(ran, name, "-flipped") if isinstance(record, Broken)]
+    broken = [record for record in broken if record.clause != "gradient-scale"]  # as without the bit
     if name == "fsdp2":
         assert broken == []
         return

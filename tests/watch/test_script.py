@@ -70,7 +70,7 @@ first = torch.optim.SGD(one.parameters(), lr=0.05)
 second = torch.optim.Adam(other.parameters(), lr=0.05)
 for step in range(3):
     for model, optimizer in ((one, first), (other, second)):
-        model(mine(step)).square().mean().backward()
+        (model(mine(step)).square().mean() / world).backward()
         grads(*model.parameters())
         optimizer.step()
         optimizer.zero_grad()
@@ -92,7 +92,7 @@ for module in (encoder, head):
         dist.broadcast(p.data, 0)
 optimizer = torch.optim.SGD([*head.parameters(), scale, *encoder.parameters()], lr=0.05)
 for step in range(3):
-    (scale * head(encoder(mine(step)))).square().mean().backward()
+    ((scale * head(encoder(mine(step)))).square().mean() / world).backward()
     grads(*head.parameters(), scale, *encoder.parameters())
     optimizer.step()
     optimizer.zero_grad()
@@ -105,7 +105,7 @@ for phase in range(2):
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=0.05)
     for step in range(2):
-        model(mine(step)).square().mean().backward()
+        (model(mine(step)).square().mean() / world).backward()
         grads(*trained)
         optimizer.step()
         optimizer.zero_grad()
@@ -125,7 +125,7 @@ model = net()
 optimizer = torch.optim.LBFGS(model.parameters(), lr=0.05, max_iter=2)
 def closure():
     optimizer.zero_grad()
-    loss = model(rows[rank::world]).square().mean()
+    loss = model(rows[rank::world]).square().mean() / world
     loss.backward()
     grads(*model.parameters())
     total = loss.detach().clone()

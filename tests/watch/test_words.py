@@ -52,7 +52,7 @@ def test_two_lines_open_a_watch_and_the_table_is_there_for_who_asks() -> None:
     """The second one names each argument that would have more watched; verbose lists every clause of a watch once."""
     first, second = _opened(verbose=False)
     assert re.fullmatch(
-        r"andon.watch: 1 rank, 4 trainable tensors; \d+ of 32 clauses are held, verbose=True lists them", first
+        r"andon.watch: 1 rank, 4 trainable tensors; \d+ of 33 clauses are held, verbose=True lists them", first
     )
     for argument in ("schedule=", "groups=", "clip=", "reference=", "updates="):
         assert f"({argument})" in second
@@ -60,7 +60,7 @@ def test_two_lines_open_a_watch_and_the_table_is_there_for_who_asks() -> None:
     table = _opened(verbose=True)
     assert table[0].endswith("clauses are held")
     named = [line.split()[0] for line in table[2:]]
-    assert len(named) == len(set(named)) == 32
+    assert len(named) == len(set(named)) == 33
     assert set(named) <= set(CLAUSES)
 
 

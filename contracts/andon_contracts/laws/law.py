@@ -69,9 +69,7 @@ class Seen(Generic[W_co]):
     def differing(self) -> frozenset[str]:
         """The names of the values that are not the same on all ranks: the only place where ranks are compared."""
         first, *others = (each.values for each in self.said)
-        if all(values == first for values in others):
-            return frozenset()
-        return frozenset(name for name in first if any(values[name] != first[name] for values in others))
+        return frozenset(name for other in others if other != first for name, _ in first.items() - other.items())
 
     @property
     def step(self) -> int:
@@ -84,7 +82,7 @@ class Seen(Generic[W_co]):
 
     def any(self, name: str) -> bool:
         """Whether any rank has another value for `name` than 0."""
-        return any(each.values[name] for each in self.said)
+        return any(self.column(name))
 
 
 @dataclass(frozen=True)
@@ -245,11 +243,12 @@ def agreeing(
 
 def in_lockstep(said: Observations) -> bool:
     """All ranks sent the message of the same step, sequence number and point, and each rank sent its own."""
-    first = said[0]
-    return all(
-        each.names_match and each.rank == rank and each.step == first.step and each.sequence == first.sequence
-        for rank, each in enumerate(said)
-    )
+    step, sequence = said[0].step, said[0].sequence
+    # A loop, because every update asks this several times.
+    for rank, each in enumerate(said):
+        if not each.names_match or each.rank != rank or each.step != step or each.sequence != sequence:
+            return False
+    return True
 
 
 def _explain_lockstep(seen: Seen[object]) -> Finding:

@@ -30,6 +30,7 @@ _ALONE = (
     "order-renewed",
     "training-mode",
     "clip-placed",
+    "gradient-scale",
     "ranks-joined",
 )
 
@@ -68,7 +69,9 @@ def coverage(
         found["gradient-present"] = Cover("degraded", why)
     if subject.sharded:
         found["finite"] = Cover("degraded", "what the optimizer gets: the shards show no raw gradient")
-        found["gradient-fresh"] = Cover("not observable", "the shards show no raw gradient")
+        found |= dict.fromkeys(
+            ("gradient-fresh", "gradient-scale"), Cover("not observable", "the shards show no raw gradient")
+        )
     if settings.trainable is None:
         found["parameters-kept"] = Cover("degraded", "trainable= declares nothing: held to the set of the start only")
     found |= _declared(settings, world)

@@ -101,7 +101,7 @@ class GradientHooks:
         self._left: list[_Left] = []
         self._timed, self._windows, self._timed_windows, self._timed_s = True, 1, 1, 0.0
         self._started = bytearray(self._count)
-        self._handles = [_hooked_first(p, self._hook(index, p)) for index, p in enumerate(parameters)]
+        self._handles = [hooked_first(p, self._hook(index, p)) for index, p in enumerate(parameters)]
 
     def _hook(self, index: int, parameter: torch.nn.Parameter) -> Callable[[Tensor], None]:
         def see(gradient: Tensor) -> None:
@@ -200,7 +200,7 @@ class GradientHooks:
         self._handles.clear()
 
 
-def _hooked_first(parameter: torch.nn.Parameter, hook: Callable[[Tensor], None]) -> RemovableHandle:
+def hooked_first(parameter: torch.nn.Parameter, hook: Callable[[Tensor], None]) -> RemovableHandle:
     """Let `hook` see the gradients of `parameter` before the hooks that it has already, which may change them."""
     handle: RemovableHandle = parameter.register_hook(hook)  # type: ignore[no-untyped-call]
     hooks = parameter._backward_hooks

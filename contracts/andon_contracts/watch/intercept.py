@@ -1,5 +1,5 @@
-"""The loop's own calls, seen while a watch is open: clipping, reductions through `torch.distributed`, loss scaling, and
-what torch's data loaders draw and yield.
+"""The loop's own calls, seen while a watch is open: backward passes, clipping, reductions through `torch.distributed`,
+loss scaling, and what torch's data loaders draw and yield.
 
 The calls are made as before; the listeners are told first, each that was there when the call was made: one that is told
 may begin or end to listen. A name that a script imported earlier (`from torch.nn.utils import clip_grad_norm_`) is seen
@@ -19,7 +19,9 @@ from torch.nn.utils import clip_grad
 from torch.utils.data import dataloader
 
 from andon_contracts.liveness.halt import HaltSignal
+from andon_contracts.stacks import line_here
 from andon_contracts.watch.loaders import Yielded, drawn, ended, yielded
+from andon_contracts.watch.loss_scale import Passes
 from andon_contracts.watch.optimizer_probe import OptimizerProbe
 from andon_contracts.watch.practice import Practice
 
@@ -50,6 +52,12 @@ class Listener(Protocol):
 
     def yielded(self, batch: Yielded) -> None:
         """A data loader has given the loop a batch, perhaps ahead of its use."""
+
+    def backward(self, loss: torch.Tensor | None) -> None:
+        """The backward pass of `loss` begins; None: of more than one tensor, or with a gradient of its own."""
+
+    def backward_over(self) -> None:
+        """It is over, or has failed."""
 
 
 _listeners: list[Listener] = []
@@ -89,6 +97,7 @@ def _install() -> None:
     _replace(torch.amp.GradScaler, "unscale_", _around_unscale)
     for home in (dist, dist.distributed_c10d):
         _replace(home, "all_reduce", _around_reduce)
+    _replace(torch.autograd, "backward", _around_backward)
     _replace(dataloader._BaseDataLoaderIter, "_next_index", _around_draw)
     _replace(dataloader._BaseDataLoaderIter, "__next__", _around_yield)
 
@@ -161,6 +170,29 @@ def _around_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
     return reduce
 
 
+_backward_passes: list[object] = []
+"""Those that are under way: a checkpoint makes one within one, of a part of the same loss."""
+
+
+def _around_backward(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if _backward_passes:
+            return original(tensors, grad_tensors, *args, **kwargs)
+        alone = isinstance(tensors, torch.Tensor) and grad_tensors is None
+        for listener in list(_listeners):
+            listener.backward(tensors if alone else None)
+        _backward_passes.append(tensors)
+        try:
+            return original(tensors, grad_tensors, *args, **kwargs)
+        finally:
+            _backward_passes.pop()
+            for listener in list(_listeners):
+                listener.backward_over()
+
+    return backward
+
+
 def _around_draw(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def draw(iterator: Any) -> Any:
@@ -192,8 +224,11 @@ def _around_yield(original: Callable[..., Any]) -> Callable[..., Any]:
 class Hearing:
     """What a watch hears of the loop's own calls, handed on to the optimizers that they concern."""
 
-    def __init__(self, probes: Mapping[int, OptimizerProbe], signal: HaltSignal | None, practice: Practice) -> None:
+    def __init__(
+        self, probes: Mapping[int, OptimizerProbe], signal: HaltSignal | None, practice: Practice, passes: Passes
+    ) -> None:
         """probes: by the identity of their optimizer. signal: what stops all ranks, and knows who waits for whom."""
+        self._passes = passes
         self._probes = probes
         self._held = frozenset[int]().union(*(probe.held for probe in probes.values()))
         self._practice = practice
@@ -241,3 +276,12 @@ class Hearing:
     def yielded(self, batch: Yielded) -> None:
         """A data loader has given the loop a batch."""
         self._practice.yielded(batch)
+
+    def backward(self, loss: torch.Tensor | None) -> None:
+        """A backward pass begins."""
+        if any(not probe.taps.muted for probe in self._probes.values()):
+            self._passes.begins(loss, line_here())
+
+    def backward_over(self) -> None:
+        """It is over."""
+        self._passes.ends()

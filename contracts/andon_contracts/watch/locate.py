@@ -19,10 +19,10 @@ from andon_contracts.violation import Violation
 from andon_contracts.watch.exchange import Exchange
 from andon_contracts.watch.judging import Verdicts
 from andon_contracts.watch.model_probe import ModelProbe
-from andon_contracts.watch.optimizer_probe import OptimizerProbe
+from andon_contracts.watch.optimizer_probe import OptimizerProbe, hyperparameters_by_key
 from andon_contracts.watch.replicas import Replicas
 from andon_contracts.watch.rows import Rows
-from andon_contracts.watch.values import layout_digest, roles_digest
+from andon_contracts.watch.values import layout_digest, roles_digest, state_digest
 
 W = TypeVar("W")
 REPLICATED = {name: law.clause for law in (REPLICAS, GRADIENTS, OPTIMIZERS) for name in law.look}
@@ -70,7 +70,9 @@ class Locator:
             "caches": partial(self._buffers, step, buffers),
             "modes": lambda: {"modes": self.exchange.spread(step, "modes of modules", self.subject.modes_by_name())},
             "hyperparameters": lambda: {
-                "hyperparameters": self.exchange.spread(step, "hyperparameters", probe.hyperparameters_by_key())
+                "hyperparameters": self.exchange.spread(
+                    step, "hyperparameters", hyperparameters_by_key(probe.optimizer)
+                )
             },
         }
         self._look(judgement, laws, looks)
@@ -139,7 +141,8 @@ class Locator:
         return {"layout": self.replicas.align_tensors(self.exchange.spread(step, "tensors of layout", roles))}
 
     def _states(self, step: int, probe: OptimizerProbe) -> Details:
-        spread = self.exchange.spread(step, "tensors of optimizer", probe.state_by_name())
+        states = {n: state_digest(probe.optimizer.state.get(p, {})) for n, p in probe.parameters.items()}
+        spread = self.exchange.spread(step, "tensors of optimizer", states)
         return {"optimizer": self.replicas.align_tensors(spread)}
 
     def _buffers(self, step: int, buffers: Mapping[str, Tensor]) -> Details:

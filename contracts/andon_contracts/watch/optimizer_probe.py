@@ -18,6 +18,7 @@ from andon_contracts.observe import ORDINARY, Look, Observer, plain
 from andon_contracts.watch.clipping import Clips
 from andon_contracts.watch.gradient_coverage import GradientCoverage
 from andon_contracts.watch.gradient_hooks import GradientHooks, Reductions
+from andon_contracts.watch.loss_scale import LossScale, Passes
 from andon_contracts.watch.model_probe import ModelProbe
 from andon_contracts.watch.model_state import BufferLooks
 from andon_contracts.watch.motion import Motion
@@ -25,7 +26,7 @@ from andon_contracts.watch.optimizer_state import OptimizerState
 from andon_contracts.watch.rows import Rows
 from andon_contracts.watch.settings import Settings
 from andon_contracts.watch.synchrony import Reducer, Synchrony
-from andon_contracts.watch.values import Nest, Text, kept_digest, layout_digest, state_digest
+from andon_contracts.watch.values import Nest, Text, kept_digest, layout_digest
 
 _REREAD = 16
 """The weights are read again before every so many-th update, whatever their versions say."""
@@ -36,7 +37,13 @@ class OptimizerProbe:
     """The parameters of one optimizer, the hooks on them, and what the present window of the loop showed."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, subject: ModelProbe, settings: Settings, rows: Rows, world: int
+        self,
+        optimizer: torch.optim.Optimizer,
+        subject: ModelProbe,
+        settings: Settings,
+        rows: Rows,
+        world: int,
+        passes: Passes,
     ) -> None:
         names = subject.name_of()
         held = [p for group in optimizer.param_groups for p in group["params"] if id(p) in names and p.requires_grad]
@@ -51,6 +58,7 @@ class OptimizerProbe:
         """How many updates a loss scaler left out; the plan of rows goes on past them."""
         self.world = world
         self.taps = GradientHooks(held, self._thrown_away)
+        self.scale = LossScale(() if subject.sharded else held, passes, lambda: self.taps.muted)
         self.presence = GradientCoverage(held, self.names, subject, self.taps)
         self.reductions = Reductions(held)
         self.looks = BufferLooks(len(subject.homes))
@@ -106,6 +114,7 @@ class OptimizerProbe:
 
     def reduced(self) -> None:
         """What there is now is the reduced gradient, before clipping."""
+        self.scale.reduced()
         if self._norm is None and (self.settings.clip is not None or self.settings.recording):
             seen = self._look_at_gradient(norm=True)
             bring(seen.waiting, seen.norms)
@@ -150,15 +159,15 @@ class OptimizerProbe:
         also: what else is to be brought from devices by the one wait for them.
         """
         step = self.updates + 1
-        overflow = getattr(self.optimizer, "found_inf", None)
-        skipped = overflow is not None and bool(overflow)
+        skipped = bool(getattr(self.optimizer, "found_inf", None))
         # The loop's own clipping has said the norm; what is left of it then matters to few.
         asked = self._norm is None or self.settings.clip is not None or self.settings.recording
         gradient = self._look_at_gradient(norm=asked)
         weights = None if self._begun else self._weights_before(step)
+        self.scale.reduced()
         of_clip = [self._norm] if isinstance(self._norm, Tensor) else []
         of_weights = [] if weights is None else weights.waiting
-        bring(*self.taps.waiting(), gradient.waiting, gradient.norms, of_clip, of_weights, *also)
+        bring(*self.taps.waiting(), gradient.waiting, gradient.norms, of_clip, of_weights, self.scale.dots, *also)
         told = float(of_clip[0]) if of_clip else self._norm
         assert not isinstance(told, Tensor)
         raw = self.taps.read()
@@ -191,6 +200,7 @@ class OptimizerProbe:
             "clipped": bits_of(0.0 if skipped else clipped),
             "stale": self._place(raw.stale),
             "raw": raw.sign,
+            **self.scale.values(),
             "missing": self._place(self.presence.missing()),
             "scale": 0 if self.settings.scaler is None else bits_of(float(self.settings.scaler.get_scale())),
         }
@@ -210,14 +220,6 @@ class OptimizerProbe:
     def _place(self, member: int) -> int:
         """The place among all parameters of a member, each plus one; 0 for 0."""
         return member and self._slot[self.names[member - 1]] + 1
-
-    def hyperparameters_by_key(self) -> dict[str, int]:
-        """The digest of each hyperparameter of each group, as it is compared."""
-        return {
-            f"{k} of group {i}": kept_digest(v)
-            for i, group in enumerate(_hyperparameters_of(self.optimizer))
-            for k, v in group.items()
-        }
 
     def _hyperparameters(self) -> int:
         shown = _hyperparameters_of(self.optimizer)
@@ -284,10 +286,6 @@ class OptimizerProbe:
             "unmoved": 0 if not unmoved else self._slot[self.names[unmoved[0]]] + 1,
         }
 
-    def state_by_name(self) -> dict[str, int]:
-        """The digest of what the optimizer keeps for each parameter."""
-        return {name: state_digest(self.optimizer.state.get(p, {})) for name, p in self.parameters.items()}
-
     def gradients_by_name(self) -> Mapping[str, Tensor]:
         """The gradient of each parameter; an empty tensor where there is none."""
         return {n: torch.empty(0, device="cpu") if p.grad is None else p.grad for n, p in self.parameters.items()}
@@ -307,6 +305,7 @@ class OptimizerProbe:
 
     def _begin_window(self) -> None:
         self.taps.reset()
+        self.scale.clear()
         self.looks.clear()
         for each in self.subject.reducers:
             each.turn()
@@ -326,11 +325,13 @@ class OptimizerProbe:
 
     def _thrown_away(self) -> None:
         self.rows.discard()
+        self.scale.clear()
         self._forget_reduced()
 
     def close(self) -> None:
         """Take every hook off."""
         self.taps.close()
+        self.scale.close()
         self.presence.close()
 
 
@@ -349,6 +350,15 @@ def _declared_values(
         if fnmatch.fnmatchcase(name, pattern)
         for key, value in values.items()
     ]
+
+
+def hyperparameters_by_key(optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """The digest of each hyperparameter of each group, as it is compared."""
+    return {
+        f"{k} of group {i}": kept_digest(v)
+        for i, group in enumerate(_hyperparameters_of(optimizer))
+        for k, v in group.items()
+    }
 
 
 def _hyperparameters_of(optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:

@@ -9,11 +9,8 @@ yielded last is. What is left at the close was never used.
 from __future__ import annotations
 
 import os
-import re
-import shlex
-import sys
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,11 +45,6 @@ rows does so all the time.
 _SPARSE = 64
 _LEAST = 6
 """Fewer rows may come in the same order by chance."""
-_PLACES = (
-    (re.compile(r"^--?\S*accum", re.IGNORECASE), "{accumulation}"),
-    (re.compile(r"^--?\S*batch", re.IGNORECASE), "{local_batch}"),
-)
-"""Options of scripts by which the falsifier sets how many rows and micro-batches a rank has."""
 _MOST = 1 << 16
 """A pass of more rows than these is not held to the end."""
 
@@ -279,27 +271,7 @@ class Practice:
                 what = f"{spare} rows more than the {each.size} of the data fill up" if spare > 0 else ""
                 what = what or f"{-spare} of the {each.size} rows of the data are left out of"
                 found[f"  rows: {what} a pass over them ({each.sampler})"] = None
-        scale = [] if world == 1 or self._verdicts.settings.reference is not None else [_would_tell(sys.argv)]
-        return [*found, *scale]
-
-
-def _would_tell(command: Sequence[str]) -> str:
-    """The one command that would tell whether the gradient has the right scale, with the arguments of this script."""
-    shown = list[str]()
-    for word in command:
-        name, has_value, _ = word.partition("=")
-        place = next((place for option, place in _PLACES if option.search(name)), "")
-        held = next((place for option, place in _PLACES if shown and option.search(shown[-1])), "")
-        if place and has_value:
-            word = f"{name}={place}"
-        elif held and not word.startswith("-"):
-            word = held
-        shown.append(word)
-    script = " ".join(each if "{" in each else shlex.quote(each) for each in shown)
-    lacks = [place for place in ("{local_batch}", "{accumulation}") if place not in script]
-    known = f"; put {' and '.join(lacks)} where it takes them" if "{local_batch}" in lacks else ""
-    run = f"torchrun --standalone --nproc-per-node {{world}} -m andon watch {script}"
-    return f"  gradient scale: not checked without reference=; this would: andon falsify --script {run!r}{known}"
+        return list(found)
 
 
 class _Counted:

@@ -139,6 +139,12 @@ class Standby:
     def lost(self, error: BaseException) -> None:
         """Of no concern before there is a watch."""
 
+    def backward(self, loss: torch.Tensor | None) -> None:
+        """Of no concern before there is a watch."""
+
+    def backward_over(self) -> None:
+        """Of no concern before there is a watch."""
+
     def yielded(self, batch: Yielded) -> None:
         """Of no concern before there is a watch."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from andon_contracts.added_time import AddedTime
 from andon_contracts.agree import Observation
 from andon_contracts.laws.law import Observations, Seen, in_lockstep
 from andon_contracts.laws.loop import AFTER, BEFORE, NEVER_MET, PARTED, START, each_by_itself
+from andon_contracts.laws.scale import SCALE
 from andon_contracts.laws.update import FROZEN, Reduced
 from andon_contracts.observe import Observer
 from andon_contracts.watch.auditing import Auditor
@@ -19,6 +21,7 @@ from andon_contracts.watch.exchange import Exchange
 from andon_contracts.watch.judging import Verdicts
 from andon_contracts.watch.ledger import Recorder, Told
 from andon_contracts.watch.locate import Locator
+from andon_contracts.watch.loss_scale import scale_lines
 from andon_contracts.watch.model_probe import ModelProbe
 from andon_contracts.watch.model_state import BufferProbe, Followers, FrozenBase
 from andon_contracts.watch.optimizer_probe import OptimizerProbe
@@ -193,6 +196,8 @@ class Updates:
         if in_lockstep(observations):
             self.outcomes.judge_count(probe.updates, over=False)
             self.practice.judge(self._seen_before)
+            scaled = probe.scale.judged(self._seen_before)
+            self._verdicts.judge(SCALE, scaled, Scene(self._exchange.world_size))
             ids = self.reports.judge_rows(observations, probe.skipped)
             # What no one has reduced yet is no gradient of all rows.
             if probe.synchrony.known:
@@ -233,6 +238,11 @@ class Updates:
                 scene = Scene(self._exchange.world_size, applied=True)
                 self._verdicts.take(judgement.violation(law), scene, alone=True, by_all=True)
         return list(filter(None, (probe.synchrony.closing_line() for probe in self._probes)))
+
+    def lines(self) -> list[str]:
+        """For the end: what was seen of the rows and of the scale of gradients, which a reference says better."""
+        scales = [] if self._settings.reference is not None else [probe.scale for probe in self._probes]
+        return [*self.practice.lines(), *scale_lines(scales, self._exchange.world_size, sys.argv)]
 
     def judge_base(self) -> str:
         """Read all frozen weights once more, and hold them to the start: this rank alone, because a close is.

@@ -26,6 +26,7 @@ from andon_contracts.watch.intercept import Hearing, listen
 from andon_contracts.watch.judging import Verdicts
 from andon_contracts.watch.ledger import Recorder, reason_of
 from andon_contracts.watch.locate import REPLICATED, tensors_of
+from andon_contracts.watch.loss_scale import Passes
 from andon_contracts.watch.model_probe import ForwardTap, ModelProbe
 from andon_contracts.watch.optimizer_probe import OptimizerProbe
 from andon_contracts.watch.replicas import Replicas
@@ -66,12 +67,12 @@ class Watch:
         if cord is not None:
             cord.evidence = evidence
             exchange.attend(lambda: cord.heed(again=True), cord.lost, cord.begun)
-        world = exchange.world_size
-        self._probes = {id(each): OptimizerProbe(each, subject, settings, self._rows, world) for each in optimizers}
-        probes = list(self._probes.values())
+        world, passes = exchange.world_size, Passes()
+        probes = [OptimizerProbe(each, subject, settings, self._rows, world, passes) for each in optimizers]
+        self._probes = {id(each.optimizer): each for each in probes}
         self._updates = Updates(subject, probes, exchange, replicas, self._verdicts, self._recorder, self._rows)
         self._reports, self._outcomes = self._updates.reports, self._updates.outcomes
-        self.hearing = Hearing(self._probes, cord, self._updates.practice)
+        self.hearing = Hearing(self._probes, cord, self._updates.practice, passes)
         self._began = time.perf_counter()
         self._undo: list[Callable[[], object]] = []
         self._say(opening_lines(self._cover, exchange.world_size, len(subject.trainable), settings))
@@ -310,7 +311,7 @@ class Watch:
             lines = closing_lines(
                 self._cover, self._verdicts, self._updates.steps, spent / whole if whole else 0.0, self._reports.untold
             )
-            self._say([*lines, *self._updates.practice.lines(), *unread, self._recorder.closing_line()])
+            self._say([*lines, *self._updates.lines(), *unread, self._recorder.closing_line()])
 
     def _record_cause(self, cause: Cause | None) -> None:
         """What stopped the loop from elsewhere goes into the ledger here, where no line is being written."""

@@ -75,6 +75,7 @@ MAP: tuple[Kinship, ...] = (
     Kinship("precision-sufficient", "part", ("update-law",)),
     Kinship("collectives-agree", "none", (), "seen from outside only in what comes of it"),
     Kinship("gradient-law", "same", ("gradient-law",)),
+    Kinship("gradient-scale", "part", ("gradient-law",)),
     Kinship("loss-reported", "part", ("losses-close",)),
     Kinship("scaler-agrees", "none", (), "no case scales its loss"),
     Kinship("randomness-declared", "part", ("randomness-apart",), "that streams differ which must"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -49,11 +50,11 @@ class MeanOfMeans(Multiplied):
         return len(self.batch) / self.own_rows / dist.get_world_size()
 
 
-class AveragedTwice(Multiplied):
+class AveragedTwice(PlainLoop):
     """The right mean, divided by the number of ranks again."""
 
-    def _factor(self, ids: Sequence[int]) -> float:
-        return 1 / dist.get_world_size()
+    def _loss_sum(self, ids: Sequence[int]) -> Tensor:
+        return super()._loss_sum(ids) / dist.get_world_size()
 
 
 class TimesWorld(Multiplied):
@@ -120,11 +121,11 @@ class MeanOfMicroMeans(Multiplied):
         return len(self.batch) / len(ids) / pieces
 
 
-class DividedTwice(Multiplied):
+class DividedTwice(PlainLoop):
     """The right mean, divided by the accumulation again."""
 
-    def _factor(self, ids: Sequence[int]) -> float:
-        return 1 / self.case.accumulation
+    def _loss_sum(self, ids: Sequence[int]) -> Tensor:
+        return super()._loss_sum(ids) / self.case.accumulation
 
 
 class NeverZeroed(PlainLoop):
@@ -168,9 +169,13 @@ _HIDDEN = "what a watch sees is trained with AdamW and clipping as it is"
 
 
 def _scale(code: str, what: str, loop: type[PlainLoop], says: str, by: int = 1) -> tuple[LoopFault, LoopFault]:
-    """A wrong scale, with SGD, and with AdamW and clipping, where the weights hardly show it."""
+    """A wrong scale, with SGD, and with AdamW and clipping, where the weights hardly show it.
+
+    The one line sees it by the graph of the loss and the reduction, at the second update.
+    """
+    inside = replace(_law(by), alone="gradient-scale", alone_by=max(by, 2))
     return (
-        LoopFault(code, what, loop, _law(by), Outside("gradient-law", says)),
+        LoopFault(code, what, loop, inside, Outside("gradient-law", says)),
         LoopFault(code, f"{what}, AdamW clipped", loop, _HIDDEN, Outside("gradient-law", says, ADAMW)),
     )
 

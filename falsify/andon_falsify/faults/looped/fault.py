@@ -29,7 +29,8 @@ class Inside:
     clause: what must name it, at the update `by` at the latest (0: at the start). lines: what the loop tells its watch
     beside the one line `andon.watch(model, optimizer)`: names of arguments and of calls. at: the update from which it
     acts, where that is another than outside. resumed: after which update all is saved, lost, and loaded again.
-    alone: the clause by which the one line sees it without these lines, no later; "" where it does not.
+    alone: the clause by which the one line sees it without these lines; "" where it does not. alone_by: the update at
+    the latest, where that is later than `by`.
     """
 
     clause: str
@@ -39,6 +40,7 @@ class Inside:
     at: int | None = None
     resumed: int | None = None
     alone: str = ""
+    alone_by: int = 0
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,148 @@
+"""The scale of an update's gradient, as far as it can be known without computing it again.
+
+How much a loss weighs stands in its graph: `cross_entropy(...) / 2` is a mean that counts half. By which factor a loop
+reduces is seen of one parameter: its gradient before the update over the sum of what the backward passes of all ranks
+gave it. The product, over all passes and ranks, is what all terms of the global batch weigh together. Of a mean it is
+1, whoever divides by what; 4 where two micro-batches on two ranks were added and nobody divided. A loss may be
+weighed on purpose, so a law stands here only for factors that come from the layout, and it is a suspicion.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from andon_contracts.agree import Observation, real_of
+from andon_contracts.laws.law import Law, Observations
+from andon_contracts.violation import Finding
+
+UNKNOWN = -1
+"""In the place of the number of backward passes: what they weigh is not known."""
+_CLOSE = 5e-3
+"""Within this a product is a factor: it was read off gradients that were rounded, perhaps to 16 bits."""
+_CANCELLED = 1e-3
+"""Below this share of what they are made of, sums have lost too many digits to tell a factor by."""
+
+
+def _close(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=_CLOSE)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What all terms of one update weigh together: `first`, by the first part of each loss, and `whole`, by all.
+
+    passes: the backward passes of each rank, 0 where ranks have different numbers. terms: in the means and sums of all
+    ranks, 0 where that is not known. chosen: whether a factor is a number with a point, as who weighs a loss writes it.
+    spread: by how much the weight of a term on one rank or pass exceeds that of another, 1.0 where it does not or is
+    not known. factor: of the sum over the ranks, what the loop made its gradient.
+    """
+
+    first: float
+    whole: float
+    passes: int
+    terms: int
+    chosen: bool
+    spread: float
+    factor: float
+
+    def shown(self, world: int) -> str:
+        """What it is made of, on `world` ranks."""
+        weight = self.first / self.factor / world
+        loss = f"the loss weighs {weight:.3f} on a rank"
+        if self.passes > 1:
+            loss = f"the losses of {self.passes} backward passes weigh {weight / self.passes:.3f} each"
+        reduced = f" and the gradient is {self.factor:.3f} of the sum over {world} ranks" * (world > 1)
+        return f"{loss}{reduced}: {self.first:.3f} together"
+
+    @property
+    def right(self) -> bool:
+        """Whether it is that of one mean."""
+        return _close(self.first, 1) or _close(self.whole, 1)
+
+
+def scale_of(said: Sequence[Observation]) -> Scale | None:
+    """The scale of an update by what all ranks said of it; None where that does not tell."""
+    passes = [each.values["loss passes"] for each in said]
+    kept, raw, first, whole = (
+        [real_of(each.values[name]) for each in said] for name in ("dot kept", "dot raw", "loss first", "loss whole")
+    )
+    # Ranks that reduced differ in nothing; where they did not, each has its own factor.
+    if min(passes) < 0 or not any(passes) or len(set(kept)) > 1 or not all(map(math.isfinite, (*kept, *raw))):
+        return None
+    total = math.fsum(raw)
+    if not kept[0] or abs(total) <= _CANCELLED * math.fsum(map(abs, raw)):
+        return None
+    factor = kept[0] / total
+    terms = [each.values["loss terms"] for each in said]
+    lows = [real_of(each.values["loss low"]) for each in said if each.values["loss passes"]]
+    highs = [real_of(each.values["loss high"]) for each in said if each.values["loss passes"]]
+    return Scale(
+        factor * math.fsum(first),
+        factor * math.fsum(whole),
+        passes[0] if len(set(passes)) == 1 else 0,
+        sum(terms) if all(t or not p for t, p in zip(terms, passes, strict=True)) else 0,
+        any(each.values["loss chosen"] for each in said),
+        max(highs) / min(lows) if min(lows) > 0 else 1.0,
+        factor,
+    )
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """The scale of this update, and of the one before of which it was known; None where it was not."""
+
+    said: Observations
+    now: Scale | None
+    before: Scale | None
+
+    @property
+    def step(self) -> int:
+        """The number of the update."""
+        return self.said[0].step
+
+    @property
+    def short(self) -> str:
+        """How far short of a full one this window is, where it was divided as the full one before; "": it was not."""
+        now, before = self.now, self.before
+        if now is None or before is None or now.right or not before.right:
+            return ""
+        for what, here, full in (("micro-batches", now.passes, before.passes), ("rows", now.terms, before.terms)):
+            if 0 < here < full and _close(now.first, here / full):
+                return f"{here} of {full} {what}"
+        return ""
+
+    @property
+    def misscaled(self) -> bool:
+        """Whether a factor of the layout is too much or too few, in this update and in the one before."""
+        now, before = self.now, self.before
+        if now is None or before is None or now.right or not _close(now.first, before.first):
+            return False
+        # Halves of losses are common, and twice a loss is not.
+        if now.chosen and now.first < 1:
+            return False
+        world, passes = len(self.said), max(now.passes, 1)
+        layout = {world, passes, world * passes, world**2} - {1}
+        return any(_close(now.first, each) or _close(now.first, 1 / each) for each in layout)
+
+
+def _explain_factor(seen: Scaled) -> Finding:
+    assert seen.now is not None
+    what = f"{seen.now.shown(len(seen.said))}, where the terms of a mean weigh 1"
+    return Finding(what, seen.step, (), "gradient")
+
+
+def _explain_short(seen: Scaled) -> Finding:
+    assert seen.now is not None
+    shown = seen.now.shown(len(seen.said))
+    what = f"{shown}, and 1 in the update before: a window of {seen.short} is divided as a full one"
+    return Finding(what, seen.step, (), "gradient")
+
+
+_READS = ("loss first", "loss whole", "loss passes", "loss terms", "loss chosen", "dot raw", "dot kept")
+SCALE: tuple[Law[Scaled], ...] = (
+    Law("gradient-scale/short", _READS, lambda seen: not seen.short, _explain_short, suspicion=True),
+    Law("gradient-scale/before", _READS, lambda seen: not seen.misscaled, _explain_factor, suspicion=True),
+)
+"""At every update of which it is known: the terms of the global batch weigh together what those of a mean do."""

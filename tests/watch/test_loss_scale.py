@@ -1,0 +1,424 @@
+"""What a loss weighs by its graph, and the scale of an update by that and by the reduction that was seen."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import andon
+from andon_contracts.violation import Violation
+from andon_contracts.watch.loss_scale import Passes, weight_of
+from tests.support.ranks import run_ranks
+
+# a loss by its graph, held to autograd: the weight of a term is the derivative of the loss by it
+
+
+def terms(count: int) -> Tensor:
+    """[count] losses of rows, which a graph ends in."""
+    return torch.linspace(0.5, 2.0, count).requires_grad_()
+
+
+Step = Callable[[Tensor], Tensor]
+STEPS: dict[str, Step] = {
+    "divided by a count": lambda loss: loss / 3,
+    "times a count": lambda loss: loss * 4,
+    "times a number": lambda loss: 0.25 * loss,
+    "divided by a tensor": lambda loss: loss / torch.tensor(7),
+    "times the scale of a scaler": lambda loss: torch.tensor(1024.0) * loss,
+    "cast": lambda loss: loss.double(),
+    "in a list": lambda loss: loss.view(1).squeeze(0),
+    "the mean of one": lambda loss: loss.mean(),
+    "the sum of one": lambda loss: loss.unsqueeze(0).sum(),
+    "a constant more": lambda loss: loss + 1,
+    "cloned": lambda loss: loss.clone(),
+}
+
+
+@given(
+    st.lists(st.lists(st.sampled_from(sorted(STEPS)), max_size=4), min_size=1, max_size=3),
+    st.sampled_from(["sum", "mean", "stack sum", "stack mean"]),
+    st.integers(2, 7),
+)
+def test_the_weight_of_a_loss_is_what_autograd_says(chains: list[list[str]], joined: str, count: int) -> None:
+    """However means are divided, multiplied, stacked and added, the whole weight is the sum of the derivatives."""
+    parts = []
+    leaves = [terms(count + index) for index in range(len(chains))]
+    for leaf, chain in zip(leaves, chains, strict=True):
+        loss = leaf.abs().mean()
+        for step in chain:
+            loss = STEPS[step](loss)
+        parts.append(loss)
+    if joined.startswith("stack"):
+        together = torch.stack([part.double() for part in parts])
+        loss = together.mean() if joined.endswith("mean") else together.sum()
+    else:
+        loss = sum(parts[1:], start=parts[0]) / (len(parts) if joined == "mean" else 1)
+    found = weight_of(loss)
+    assert found is not None
+    expected = sum(float(each.sum()) for each in torch.autograd.grad(loss, leaves))
+    assert found.whole == pytest.approx(expected, rel=1e-5)
+
+
+def test_what_torchs_losses_weigh() -> None:
+    """A mean weighs 1 and knows its terms, less those that are ignored; a sum weighs as many as it has."""
+    logits, labels = torch.randn(6, 3, requires_grad=True), torch.tensor([0, 1, 2, -100, 1, 0])
+    numbers = torch.zeros(6, 3)
+    weights = torch.tensor([0.5, 1.0, 2.0])
+    seen = {
+        "mean": weight_of(F.cross_entropy(logits, labels)),
+        "sum": weight_of(F.cross_entropy(logits, labels, reduction="sum")),
+        "sum by count": weight_of(F.cross_entropy(logits, labels, reduction="sum") / 5),
+        "weighed mean": weight_of(F.cross_entropy(logits, labels, weights)),
+        "squares": weight_of(F.mse_loss(logits, numbers)),
+        "logits": weight_of(2 * F.binary_cross_entropy_with_logits(logits, numbers)),
+        "none, then mean": weight_of(F.mse_loss(logits, numbers, reduction="none").mean()),
+        "none, then sum": weight_of(F.cross_entropy(logits, labels.clamp(0), reduction="none").sum()),
+    }
+    shown = {name: each and (round(each.first.weight, 6), each.first.terms) for name, each in seen.items()}
+    assert shown == {
+        "mean": (1, 5),
+        "sum": (5, 5),
+        "sum by count": (1, 5),
+        "weighed mean": (1, 5),  # 0.5 + 1 + 2 + 1 + 0.5, which is what the mean is divided by
+        "squares": (1, 18),
+        "logits": (2, 18),
+        "none, then mean": (1, 18),
+        "none, then sum": (6, 6),
+    }
+
+
+UNKNOWN: dict[str, Step] = {
+    "a sum of what was multiplied": lambda x: x.square().sum(),  # nobody knows how many terms it has
+    "a sum under a mask": lambda x: (x.abs() * torch.tensor([1.0, 0, 0, 1, 1, 1])).sum() / 4,
+    "a product of means": lambda x: x.mean() * x.abs().mean(),
+    "a quotient of means": lambda x: x.mean() / x.abs().mean(),
+    "no multiple of a mean": lambda x: x.abs().mean().exp(),
+    "a sum over weighed classes": lambda x: F.cross_entropy(
+        x.view(2, 3), torch.tensor([0, 1]), torch.tensor([1.0, 2, 3]), reduction="sum"
+    ),
+    "no scalar": lambda x: x.abs(),
+    "no graph": lambda x: x.detach().mean(),
+    "nothing": lambda x: 0 * x.mean(),
+}
+
+
+@pytest.mark.parametrize("loss", UNKNOWN)
+def test_what_a_graph_does_not_say_is_not_known(loss: str) -> None:
+    """Nothing is guessed."""
+    assert weight_of(UNKNOWN[loss](torch.randn(6, requires_grad=True))) is None
+
+
+def test_a_number_with_a_point_is_told_from_a_count() -> None:
+    """Who weighs a loss writes 0.5; who divides by micro-batches or ranks has an integer."""
+    plain = terms(4).mean()
+    chosen = {"0.5 *": 0.5 * plain, "/ 2": plain / 2, "* 1.0": plain * 1.0, "scaled": plain * torch.tensor(4.0)}
+    found = {name: weight_of(loss) for name, loss in chosen.items()}
+    assert {name: each and each.first.chosen for name, each in found.items()} == {
+        "0.5 *": True,
+        "/ 2": False,
+        "* 1.0": False,
+        "scaled": False,
+    }
+
+
+def test_a_loss_in_a_checkpoint_is_soon_not_computed_again_for_its_weight() -> None:
+    """Reading its graph makes torch compute it again; after two that took long none is read."""
+    x, calls = torch.randn(6, requires_grad=True), list[int]()
+
+    def slow(x: Tensor) -> Tensor:
+        calls.append(1)
+        until = time.thread_time() + 0.02
+        while time.thread_time() < until:
+            pass
+        return F.mse_loss(x, torch.zeros(6)) / 2
+
+    passes = Passes()
+    for _ in range(20):
+        loss = checkpoint(slow, x, use_reentrant=False)
+        passes.begins(loss, "")
+        loss.backward()  # type: ignore[no-untyped-call]
+        passes.ends()
+    # Forward and again in backward, twenty times, and a few for the two that were read: each number in a graph is one.
+    assert 2 * 20 < len(calls) <= 2 * 20 + 2 * 8
+
+
+# loops
+
+
+@dataclass
+class Trained:
+    """A loop of `passes` backward passes an update. loss: of logits, labels, the pass and the update."""
+
+    loss: Callable[[Tensor, Tensor, int, int], Tensor]
+    passes: Callable[[int], int] = lambda update: 2
+    rows: Callable[[int, int, int], int] = lambda update, number, rank: 4
+    by_hand: Callable[[Tensor], object] | None = None
+    clip: float | None = 0.05
+    sgd: bool = False
+    updates: int = 6
+    found: list[tuple[str, int, str]] = field(default_factory=list)
+
+    def run(self) -> tuple[list[tuple[str, int, str]], list[str]]:
+        """What a watch finds with no further line, and its closing lines of the scale."""
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3))
+        model = plain if self.by_hand or not dist.is_initialized() else DistributedDataParallel(plain)
+        kind = torch.optim.SGD if self.sgd else torch.optim.AdamW
+        optimizer = kind(model.parameters(), lr=0.01)
+        rank = dist.get_rank() if dist.is_initialized() else 0
+
+        def note(found: Violation) -> None:
+            self.found.append((found.clause, found.step, found.finding.seen))
+
+        said = io.StringIO()
+        with contextlib.redirect_stderr(said):
+            watch = andon.watch(model, optimizer, action=note)
+            torch.manual_seed(1 + rank)
+            for update in range(1, self.updates + 1):
+                for number in range(self.passes(update)):
+                    x = torch.randn(self.rows(update, number, rank), 6)
+                    self.loss(model(x), torch.randint(3, (len(x),)), number, update).backward()  # type: ignore[no-untyped-call]
+                for parameter in plain.parameters() if self.by_hand else ():
+                    assert parameter.grad is not None
+                    dist.all_reduce(parameter.grad)
+                    self.by_hand and self.by_hand(parameter.grad)
+                if self.clip is not None:
+                    nn.utils.clip_grad_norm_(model.parameters(), self.clip)
+                optimizer.step()
+                optimizer.zero_grad()
+            watch.close()
+        lines = [line for line in said.getvalue().splitlines() if line.startswith("  gradient scale:")]
+        return self.found, lines
+
+
+def _mean(logits: Tensor, labels: Tensor, number: int, update: int) -> Tensor:
+    return F.cross_entropy(logits, labels) / 2
+
+
+def _plain(logits: Tensor, labels: Tensor, number: int, update: int) -> Tensor:
+    return F.cross_entropy(logits, labels)
+
+
+def _ragged(update: int, number: int, rank: int) -> int:
+    return 2 + rank if update == 5 else 4
+
+
+def _last_short(update: int) -> int:
+    return 1 if update == 4 else 2
+
+
+def right_loops() -> Iterator[tuple[str, Trained]]:
+    """Each for a reason of its own."""
+    world = dist.get_world_size()
+    yield "means, divided by their number", Trained(_mean)
+    yield "SGD without a clip", Trained(_mean, clip=None, sgd=True)
+    yield "reduced and averaged by hand", Trained(_mean, by_hand=lambda gradient: gradient.div_(world))
+    yield "averaged by hand over ranks and passes", Trained(_plain, by_hand=lambda gradient: gradient.div_(2 * world))
+    yield (
+        "sums, divided by all rows",
+        Trained(lambda logits, labels, *_: F.cross_entropy(logits, labels, reduction="sum") / (4 * 2)),
+    )
+    yield (
+        "short windows, divided by what they have",
+        Trained(
+            lambda logits, labels, number, update: F.cross_entropy(logits, labels) / (1 if update == 4 else 2),
+            passes=_last_short,
+        ),
+    )
+    yield "ragged rows", Trained(_mean, rows=_ragged)
+    yield (
+        "a loss that is weighed",
+        Trained(lambda logits, labels, *_: 0.5 * F.cross_entropy(logits, labels), passes=lambda update: 1),
+    )
+    yield (
+        "a second loss beside it",
+        Trained(
+            lambda logits, labels, *_: F.cross_entropy(logits, labels) + logits.square().mean(),
+            passes=lambda update: 1,
+        ),
+    )
+    yield (
+        "half of either of two losses",
+        Trained(
+            lambda logits, labels, *_: (F.cross_entropy(logits, labels) + logits.abs().mean()) / 2,
+            passes=lambda update: 1,
+        ),
+    )
+    yield (
+        "a weight that fades in",
+        Trained(
+            lambda logits, labels, number, update: F.cross_entropy(logits, labels) * (update / 6),
+            passes=lambda update: 1,
+        ),
+    )
+    yield "a loss of no known weight", Trained(lambda logits, labels, *_: logits.square().sum())
+
+
+def wrong_loops() -> Iterator[tuple[str, Trained, int, float]]:
+    """Each with the update at which it is found at the latest, and its scale."""
+    world = dist.get_world_size()
+    yield "not divided by the accumulation", Trained(_plain), 2, 2.0
+    yield "the same with SGD, unclipped", Trained(_plain, clip=None, sgd=True), 2, 2.0
+    yield (
+        "divided by the accumulation twice",
+        Trained(lambda logits, labels, *_: F.cross_entropy(logits, labels) / 2 / 2),
+        2,
+        0.5,
+    )
+    yield "a short window, divided as a full one", Trained(_mean, passes=_last_short), 4, 0.5
+    yield (
+        "a batch of few rows, divided as a full one",
+        Trained(
+            lambda logits, labels, *_: F.cross_entropy(logits, labels, reduction="sum") / (4 * 2),
+            rows=lambda update, number, rank: 1 if update == 5 else 4,
+        ),
+        5,
+        0.25,
+    )
+    if world > 1:
+        yield "multiplied by the ranks", Trained(lambda *given: _mean(*given) * world), 2, float(world)
+        yield "the ranks are added", Trained(_mean, by_hand=lambda gradient: gradient), 2, float(world)
+        yield (
+            "averaged over the ranks twice",
+            Trained(_mean, by_hand=lambda gradient: gradient.div_(world).div_(world)),
+            2,
+            1 / world,
+        )
+        yield "as an HF Trainer does", Trained(lambda *given: _plain(*given) * world), 2, 2.0 * world
+
+
+def every_loop() -> tuple[dict[str, object], dict[str, object], dict[str, object]]:
+    """What was found of right loops and of wrong ones, and what was to be of these."""
+    right = {name: (loop.run()[0]) for name, loop in right_loops()}
+    wrong: dict[str, object] = {}
+    expected: dict[str, object] = {}
+    for name, loop, step, scale in wrong_loops():
+        found = [(clause, at, f"{scale:.3f} together" in seen) for clause, at, seen in loop.run()[0]]
+        wrong[name], expected[name] = found[:1], [("gradient-scale", step, True)]
+    return right, wrong, expected
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_a_scale_that_comes_from_the_layout_is_found_and_no_other(world: int) -> None:
+    """By the second update, or at a short window; dropout on, ragged rows, AdamW with a clip and SGD without."""
+    for outcome in run_ranks(world, every_loop):
+        right, wrong, expected = outcome.get()
+        assert not any(right.values()), right
+        assert wrong == expected
+
+
+def closing() -> dict[str, list[str]]:
+    """The closing lines of this rank."""
+    loops = {
+        "right": Trained(_mean),
+        "halved": Trained(lambda *given: 0.5 * _mean(*given)),
+        "ragged": Trained(_mean, rows=_ragged),
+        "unknown": Trained(lambda logits, labels, *_: logits.square().sum()),
+    }
+    return {name: loop.run()[1] for name, loop in loops.items()}
+
+
+def test_the_closing_lines_say_what_was_seen_of_the_scale() -> None:
+    """What may be meant is no finding and is said: a factor of choice, rows that count unequally."""
+    by_rank = [outcome.get() for outcome in run_ranks(2, closing)]
+    assert not any(by_rank[1].values())
+    lines = by_rank[0]
+    seen = "by the losses and reductions that were seen"
+    assert lines["right"] == [f"  gradient scale: that of a mean in 6 of 6 updates, {seen}"]
+    assert lines["halved"][0] == f"  gradient scale: 0.500 of a mean's in 6 of 6 updates, {seen}"
+    # 3 rows on rank 1 and 2 on rank 0, each with half the weight.
+    uneven = "; in 1 of them a row counted up to 1.50 times as much as another"
+    assert lines["ragged"][0] == f"  gradient scale: that of a mean in 6 of 6 updates, {seen}{uneven}"
+    assert [len(each) for each in lines.values()] == [1, 2, 2, 1]
+    assert all(each[-1].count("andon falsify --script") == 1 for name, each in lines.items() if name != "right")
+    assert lines["unknown"][0].startswith("  gradient scale: not checked without reference=")
+
+
+def losses_of_their_own() -> list[tuple[str, int]]:
+    """A loop with a line for each of its losses, as a GAN has, and one that asks for gradients in between."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(6, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    found: list[tuple[str, int]] = []
+    watch = andon.watch(model, optimizer, action=lambda each: found.append((each.clause, each.step)))
+    for update in range(4):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * update + dist.get_rank()))
+        F.cross_entropy(model(x), torch.zeros(4, dtype=torch.long)).backward()  # type: ignore[no-untyped-call]
+        F.cross_entropy(model(-x), torch.ones(4, dtype=torch.long)).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+    for update in range(4):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * update + dist.get_rank()))
+        loss = F.cross_entropy(model(x), torch.zeros(4, dtype=torch.long))
+        torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+    watch.close()
+    return found
+
+
+def test_losses_that_are_added_on_purpose_are_not_taken_for_micro_batches() -> None:
+    """Two lines are two losses, and a gradient that is only asked for belongs to no backward pass."""
+    assert [outcome.get() for outcome in run_ranks(2, losses_of_their_own)] == [[], []]
+
+
+def scaled() -> list[tuple[str, int, str]]:
+    """A loop with a loss scaler, right and then not divided by its two micro-batches."""
+    found: list[tuple[str, int, str]] = []
+    for divisor in (2, 1):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(nn.Linear(6, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+        watch = andon.watch(
+            model, optimizer, action=lambda each: found.append((each.clause, each.step, each.finding.seen))
+        )
+        for update in range(4):
+            for number in range(2):
+                seed = 100 * update + 10 * number + dist.get_rank()
+                x = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
+                loss = F.cross_entropy(model(x), torch.zeros(4, dtype=torch.long)) / divisor
+                scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        watch.close()
+    return found
+
+
+def test_a_loss_scale_is_no_scale_of_the_gradient() -> None:
+    """It is multiplied into the loss and divided out again."""
+    for outcome in run_ranks(2, scaled):
+        ((clause, step, seen),) = outcome.get()
+        assert (clause, step) == ("gradient-scale", 2)
+        assert "2.000 together" in seen
+
+
+def test_a_window_without_a_number_says_nothing() -> None:
+    """A gradient that is no number is for `finite`."""
+    found: list[str] = []
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with andon.watch(model, optimizer, action=lambda each: found.append(each.clause)):
+        for _ in range(3):
+            (F.cross_entropy(model(torch.randn(4, 6)), torch.zeros(4, dtype=torch.long)) * math.nan).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+    assert set(found) == {"finite"}
