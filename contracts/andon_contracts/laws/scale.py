@@ -31,16 +31,19 @@ def _close(one: float, other: float) -> bool:
 
 @dataclass(frozen=True)
 class Scale:
-    """What all terms of one update weigh together: `first`, by the first part of each loss, and `whole`, by all.
+    """What all terms of one update weigh together: `first`, by the first part of each loss, and `alike`, by all parts
+    that weigh as much as that.
 
-    passes: the backward passes of each rank, 0 where ranks have different numbers. terms: in the means and sums of all
-    ranks, 0 where that is not known. chosen: whether a factor is a number with a point, as who weighs a loss writes it.
-    spread: by how much the weight of a term on one rank or pass exceeds that of another, 1.0 where it does not or is
-    not known. factor: of the sum over the ranks, what the loop made its gradient.
+    line: of the loop, as a digest, that asked for the backward passes. passes: those of each rank, 0 where ranks have
+    different numbers. terms: in the means and sums of all ranks, 0 where that is not known. chosen: whether a factor is
+    no whole number, as who weighs a loss writes it. spread: by how much the weight of a term on one rank or pass
+    exceeds that of another, 1.0 where it does not or is not known. factor: of the sum over the ranks, what the loop
+    made its gradient.
     """
 
     first: float
-    whole: float
+    alike: float
+    line: int
     passes: int
     terms: int
     chosen: bool
@@ -59,28 +62,39 @@ class Scale:
     @property
     def right(self) -> bool:
         """Whether it is that of one mean."""
-        return _close(self.first, 1) or _close(self.whole, 1)
+        return _close(self.first, 1) or _close(self.alike, 1)
+
+
+def _factor(said: Sequence[Observation], place: int) -> float | None:
+    """The reduced gradient over the sum of the raw ones, by the product at this place; None where it does not tell."""
+    raw, kept = ([real_of(each.values[f"dot {what} {place}"]) for each in said] for what in ("raw", "kept"))
+    # Ranks that reduced differ in nothing; where they did not, each has its own factor.
+    if len(set(kept)) > 1 or not all(map(math.isfinite, (*kept, *raw))):
+        return None
+    total = math.fsum(raw)
+    lost = abs(total) <= _CANCELLED * math.fsum(map(abs, raw))
+    return None if lost or not kept[0] else kept[0] / total
 
 
 def scale_of(said: Sequence[Observation]) -> Scale | None:
     """The scale of an update by what all ranks said of it; None where that does not tell."""
     passes = [each.values["loss passes"] for each in said]
-    kept, raw, first, whole = (
-        [real_of(each.values[name]) for each in said] for name in ("dot kept", "dot raw", "loss first", "loss whole")
-    )
-    # Ranks that reduced differ in nothing; where they did not, each has its own factor.
-    if min(passes) < 0 or not any(passes) or len(set(kept)) > 1 or not all(map(math.isfinite, (*kept, *raw))):
+    lines = {each.values["loss line"] for each in said if each.values["loss passes"]}
+    if min(passes) < 0 or len(lines) != 1:
         return None
-    total = math.fsum(raw)
-    if not kept[0] or abs(total) <= _CANCELLED * math.fsum(map(abs, raw)):
+    factors = [_factor(said, place) for place in (0, 1)]
+    factor = factors[0]
+    # By two products, since a reduction that is no multiple of the sum has a quotient too.
+    if factor is None or factors[1] is None or not _close(factor, factors[1]):
         return None
-    factor = kept[0] / total
+    first, alike = ([real_of(each.values[name]) for each in said] for name in ("loss first", "loss alike"))
     terms = [each.values["loss terms"] for each in said]
     lows = [real_of(each.values["loss low"]) for each in said if each.values["loss passes"]]
     highs = [real_of(each.values["loss high"]) for each in said if each.values["loss passes"]]
     return Scale(
         factor * math.fsum(first),
-        factor * math.fsum(whole),
+        factor * math.fsum(alike),
+        lines.pop(),
         passes[0] if len(set(passes)) == 1 else 0,
         sum(terms) if all(t or not p for t, p in zip(terms, passes, strict=True)) else 0,
         any(each.values["loss chosen"] for each in said),
@@ -106,10 +120,10 @@ class Scaled:
     def short(self) -> str:
         """How far short of a full one this window is, where it was divided as the full one before; "": it was not."""
         now, before = self.now, self.before
-        if now is None or before is None or now.right or not before.right:
+        if now is None or before is None or now.right or not before.right or now.line != before.line or now.chosen:
             return ""
         for what, here, full in (("micro-batches", now.passes, before.passes), ("rows", now.terms, before.terms)):
-            if 0 < here < full and _close(now.first, here / full):
+            if 0 < here < full and _close(now.first / before.first, here / full):
                 return f"{here} of {full} {what}"
         return ""
 
@@ -117,7 +131,9 @@ class Scaled:
     def misscaled(self) -> bool:
         """Whether a factor of the layout is too much or too few, in this update and in the one before."""
         now, before = self.now, self.before
-        if now is None or before is None or now.right or not _close(now.first, before.first):
+        if now is None or before is None or now.right or now.line != before.line:
+            return False
+        if not _close(now.first, before.first):
             return False
         # Halves of losses are common, and twice a loss is not.
         if now.chosen and now.first < 1:
@@ -140,7 +156,10 @@ def _explain_short(seen: Scaled) -> Finding:
     return Finding(what, seen.step, (), "gradient")
 
 
-_READS = ("loss first", "loss whole", "loss passes", "loss terms", "loss chosen", "dot raw", "dot kept")
+_READS = (
+    *("loss first", "loss alike", "loss line", "loss passes", "loss terms", "loss chosen"),
+    *(f"dot {what} {place}" for what in ("raw", "kept") for place in (0, 1)),
+)
 SCALE: tuple[Law[Scaled], ...] = (
     Law("gradient-scale/short", _READS, lambda seen: not seen.short, _explain_short, suspicion=True),
     Law("gradient-scale/before", _READS, lambda seen: not seen.misscaled, _explain_factor, suspicion=True),

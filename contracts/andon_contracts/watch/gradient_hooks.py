@@ -91,6 +91,8 @@ class GradientHooks:
         self.muted = False
         self.cord: Pulled | None = None
         self.backward_seen = False
+        self.arrived = False
+        """Whether a gradient has come since this was last set to False."""
         self._discarded = discarded
         self._parameters = parameters
         self._count = len(parameters)
@@ -123,7 +125,7 @@ class GradientHooks:
                     self._left.append(_Left(index, held, held._version, *extremes(held)))
             elif held is None:
                 self._forget(index)
-            self.backward_seen = True
+            self.backward_seen = self.arrived = True
             if self._on_gpu and not self._ends:
                 self._ends = True
                 # Told in the order of asking: a wrapper asks after it got a gradient, which this hook has before it.

@@ -279,9 +279,14 @@ class Hearing:
 
     def backward(self, loss: torch.Tensor | None) -> None:
         """A backward pass begins."""
-        if any(not probe.taps.muted for probe in self._probes.values()):
+        if not any(probe.taps.muted for probe in self._probes.values()):
             self._passes.begins(loss, line_here())
+            for probe in self._probes.values():
+                probe.taps.arrived = False
 
     def backward_over(self) -> None:
         """It is over."""
+        if self._passes.now is not None:
+            for probe in self._probes.values():
+                probe.scale.passed(probe.taps.arrived)
         self._passes.ends()

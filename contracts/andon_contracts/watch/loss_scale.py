@@ -11,8 +11,7 @@ from __future__ import annotations
 import math
 import re
 import shlex
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,15 +22,12 @@ from andon_contracts.agree import bits_of
 from andon_contracts.laws.law import Observations
 from andon_contracts.laws.scale import UNKNOWN, Scale, Scaled, scale_of
 from andon_contracts.watch.gradient_hooks import hooked_first
+from andon_contracts.watch.values import text_digest
 
 _ELEMENTS = 1024
 """Of one parameter, so many elements stand for all gradients."""
 _NODES = 64
 """A graph with more of them ahead of its means is not followed."""
-_SLOW_S, _SLOW_WALKS = 0.01, 2
-"""A walk takes microseconds of processor time. One that takes so long made a checkpoint compute its part of the model
-again; after two of them none is made any more.
-"""
 _AS_IT_IS = frozenset(
     f"{name}Backward"
     for name in ("Alias", "Clone", "ReshapeAlias", "Squeeze", "ToCopy", "UnsafeView", "Unsqueeze", "View")
@@ -42,9 +38,16 @@ _PLACES = (
 )
 """Options of scripts by which the falsifier sets how many rows and micro-batches a rank has."""
 _REDUCES, _JOINS = ("MeanBackward0", "SumBackward0"), ("StackBackward0", "CatBackward0")
+_OUR_HOOKS = 2
+"""On each parameter: that of `GradientHooks`, and on one the one here."""
 _EVEN = 1.01
 """Terms whose weights differ by less are of parts of nearly one size."""
-_MEAN, _SUM = 1, 2
+_TIMES = ("MulBackward0", "MulBackward1", "DivBackward0", "DivBackward1")
+_BY_ELEMENT = frozenset(
+    f"{name}Backward0"
+    for name in ("BinaryCrossEntropy", "BinaryCrossEntropyWithLogits", "Huber", "MseLoss", "SmoothL1Loss")
+)
+_NONE, _MEAN, _SUM = 0, 1, 2
 """As torch writes the reduction of a loss."""
 
 
@@ -54,38 +57,52 @@ class _Unknown(Exception):
 
 @dataclass(frozen=True)
 class _Part:
-    """One mean or sum over terms, or several that were stacked: what its terms weigh together, and how many there are.
-
-    low, high: the least and the largest weight of one term. terms, low and high are 0 where they are not known.
-    """
+    """One mean or sum over terms: what these weigh together, and how many there are, 0 where that is not known."""
 
     weight: float
-    terms: int
-    low: float
-    high: float
+    terms: float
     chosen: bool
 
 
 @dataclass(frozen=True)
 class Weight:
-    """What a loss weighs: its first part, and the sum of the weights of all."""
+    """What a loss weighs: `first`, its first part; `alike`, all parts that weigh as much, perhaps halves of one loss.
 
-    first: _Part
-    whole: float
+    chosen: whether a factor is no whole number, as who weighs a loss writes it. terms: in the parts that are alike, and
+    each: the weight of a term of the first; 0 where that is not known.
+    """
+
+    first: float
+    alike: float
+    chosen: bool
+    terms: int
+    each: float
 
 
 def weight_of(loss: Tensor) -> Weight | None:
     """What the terms of `loss`, a scalar with a graph, weigh in it; None where its graph does not say.
 
-    A mean of n terms weighs 1, a sum of n terms n; half of either half of that. Waits for no device.
+    A mean of n terms weighs 1, a sum of n terms n; half of either half of that. Waits for no device, and reads nothing
+    for which the loop has hooks of its own: those of a checkpoint would compute its part of the model again.
     """
     if loss.grad_fn is None or loss.numel() != 1:
         return None
     try:
         parts = _Walk().parts(loss.grad_fn, 1.0, False)
-    except (_Unknown, AttributeError, RuntimeError):  # what a loop wrote over since is no number to read
+    # What the loop wrote over since is no number to read, and what is no number is no weight.
+    except (_Unknown, ArithmeticError, AttributeError, RuntimeError, TypeError, ValueError):
         return None
-    return Weight(parts[0], sum(part.weight for part in parts)) if parts and parts[0].weight else None
+    if not parts or not 0 < parts[0].weight < math.inf:
+        return None
+    alike = [part for part in parts if math.isclose(part.weight, parts[0].weight, rel_tol=1e-6)]
+    known = all(0 < part.terms < math.inf for part in alike)
+    return Weight(
+        parts[0].weight,
+        sum(part.weight for part in alike),
+        any(part.chosen for part in parts),
+        round(sum(part.terms for part in alike)) if known else 0,
+        parts[0].weight / parts[0].terms if known else 0.0,
+    )
 
 
 class _Walk:
@@ -105,84 +122,88 @@ class _Walk:
             return self.parts(inputs[0], factor, chosen)
         if name == "NegBackward0":
             return self.parts(inputs[0], -factor, chosen)
-        if name.startswith(("MulBackward", "DivBackward")):
+        if name in _TIMES:
             return self._times(node, name, inputs, factor, chosen)
         if name in ("AddBackward0", "SubBackward0"):
             other = float(node._saved_alpha) * (1 if name.startswith("Add") else -1)
             terms = zip(inputs, (1.0, other), strict=False)
             return [part for each, by in terms if each is not None for part in self.parts(each, factor * by, chosen)]
         if name in _REDUCES:
-            return [self._over(node, name, inputs[0], factor, chosen)]
-        return [self._loss(node, factor, chosen)]
+            return self._over(node, name, inputs[0], factor, chosen)
+        if node._saved_reduction == _MEAN:
+            return [_Part(abs(factor), _terms(node, _MEAN), chosen)]
+        return [_sum(node, _SUM, factor, chosen)]
 
     def _times(self, node: Any, name: str, inputs: list[Any], factor: float, chosen: bool) -> list[_Part]:
         graphs = [place for place, each in enumerate(inputs) if each is not None]
         if len(graphs) != 1 or (graphs[0] == 1 and name.startswith("Div")):
             raise _Unknown  # two losses multiplied, or something divided by one
-        number, of_choice = _number(node._saved_other if graphs[0] == 0 else node._saved_self)
-        by = 1 / number if name.startswith("Div") and number else number
-        return self.parts(inputs[graphs[0]], factor * by, chosen or (of_choice and number != 1))
+        number = _number(node, "other" if graphs[0] == 0 else "self")
+        by = 1 / number if name.startswith("Div") else number
+        # Counts of rows, ranks and micro-batches are whole numbers.
+        return self.parts(inputs[graphs[0]], factor * by, chosen or not number.is_integer())
 
-    def _over(self, node: Any, name: str, below: Any, factor: float, chosen: bool) -> _Part:
+    def _over(self, node: Any, name: str, below: Any, factor: float, chosen: bool) -> list[_Part]:
         """A mean or a sum over more than one element."""
         count = _elements(node)
-        if below is not None and below.name() in _JOINS:
-            stacked = [each for each, _ in below.next_functions]
-            each_by = factor / count if name.startswith("Mean") else factor
-            if len(stacked) == count:
-                found = [part for each in stacked for part in self.parts(each, each_by, chosen)]
-                known = all(part.terms for part in found)
-                return _Part(
-                    sum(part.weight for part in found),
-                    sum(part.terms for part in found) if known else 0,
-                    min(part.low for part in found) if known else 0.0,
-                    max(part.high for part in found) if known else 0.0,
-                    any(part.chosen for part in found),
-                )
+        if below is not None and below.name() in _JOINS and len(below.next_functions) == count:
+            by = factor / count if name.startswith("Mean") else factor
+            return [part for each, _ in below.next_functions for part in self.parts(each, by, chosen)]
         if name.startswith("Mean"):
-            return _of_terms(abs(factor), count, chosen)
+            return [_Part(abs(factor), count, chosen)]
         # A sum over what a mask or a weight may have been multiplied with has nobody knows how many terms.
-        if below is None or getattr(below, "_saved_reduction", None) != 0:
-            raise _Unknown
-        return _of_terms(abs(factor) * count, count, chosen)
-
-    def _loss(self, node: Any, factor: float, chosen: bool) -> _Part:
-        """A loss function of torch that reduces by itself."""
-        reduction, targets = node._saved_reduction, 0.0
-        if node.name().startswith("NllLoss"):
-            total, weights = node._saved_total_weight, node._saved_weight
-            # Terms that are ignored are none; where classes are weighed, what is a term depends on whom one asks.
-            if total.device.type == "cpu" and (weights is None or reduction == _MEAN):
-                targets = float(total)
-        else:
-            targets = node._saved_self.numel()
-        if reduction == _MEAN:
-            return _of_terms(abs(factor), targets, chosen)
-        if reduction != _SUM or not targets:
-            raise _Unknown
-        return _of_terms(abs(factor) * targets, targets, chosen)
+        return [_sum(below, _NONE, factor, chosen)]
 
 
-def _of_terms(weight: float, terms: float, chosen: bool) -> _Part:
-    each = weight / terms if terms else 0.0
-    return _Part(weight, round(terms), each, each, chosen)
+def _sum(node: Any, reduction: int, factor: float, chosen: bool) -> _Part:
+    """A sum over the terms of a loss of torch, whose reduction is this one. Raises `_Unknown` for anything else."""
+    terms = _terms(node, reduction) if node is not None and node._saved_reduction == reduction else 0
+    if not terms:
+        raise _Unknown
+    return _Part(abs(factor) * terms, terms, chosen)
+
+
+def _terms(node: Any, reduction: int) -> float:
+    """How many terms a loss of torch has; 0 where that is not known."""
+    name = node.name()
+    if name.startswith("NllLoss"):
+        # Terms that are ignored are none; where classes are weighed, what is a term depends on whom one asks.
+        total = None if reduction == _NONE else _saved(node, "total_weight")
+        if total is None or total.device.type != "cpu" or (reduction == _SUM and _has(node, "weight")):
+            return 0
+        return float(total)
+    if name not in _BY_ELEMENT or any(_has(node, each) for each in ("weight", "pos_weight")):
+        return 0
+    values = _saved(node, "self")
+    # The terms of a row with several elements are its elements to one, and the row to another.
+    if values is None or not values.dim() or (reduction != _MEAN and values.numel() != values.shape[0]):
+        return 0
+    return float(values.numel())
+
+
+def _has(node: Any, name: str) -> bool:
+    """Whether the graph holds such a tensor."""
+    return hasattr(node, f"_saved_{name}") and (_saved(node, name) is not None)
+
+
+def _saved(node: Any, name: str) -> Any:
+    """What the graph holds under this name; None where that is nothing, or has a hook of the loop on it."""
+    raw = getattr(node, f"_raw_saved_{name}", None)
+    if raw is not None and raw.unpack_hook is not None:
+        return None
+    return getattr(node, f"_saved_{name}")
 
 
 def _elements(node: Any) -> int:
-    sizes, count = node._saved_self_sym_sizes, 1
-    for size in sizes:
-        count *= int(size)
-    return count
+    return math.prod(map(int, node._saved_self_sym_sizes))
 
 
-def _number(value: Any) -> tuple[float, bool]:
-    """A factor, and whether it was written with a point, which counts of rows, ranks and micro-batches are not."""
-    if isinstance(value, Tensor):
-        if value.numel() != 1 or value.device.type != "cpu":
-            raise _Unknown
-        # Torch makes a double of a float of Python, and scales of scalers are floats.
-        return float(value), value.dtype is torch.float64 and not value.dim()
-    return float(value), isinstance(value, float)
+def _number(node: Any, name: str) -> float:
+    """A factor. Raises `_Unknown` where it lies on a device, or is none."""
+    value = _saved(node, name)
+    if value is None or (isinstance(value, Tensor) and (value.numel() != 1 or value.device.type != "cpu")):
+        raise _Unknown
+    return float(value)
 
 
 @dataclass(frozen=True)
@@ -198,14 +219,10 @@ class Passes:
 
     def __init__(self) -> None:
         self.now: Pass | None = None
-        self._slow = 0
 
     def begins(self, loss: Tensor | None, line: str) -> None:
         """A backward pass of `loss` begins; None: of more than one tensor, or with a gradient of its own."""
-        began = time.thread_time()
-        weight = None if loss is None or self._slow >= _SLOW_WALKS else weight_of(loss)
-        self._slow += time.thread_time() - began > _SLOW_S
-        self.now = Pass(weight, line)
+        self.now = Pass(None if loss is None else weight_of(loss), line)
 
     def ends(self) -> None:
         """It is over."""
@@ -247,27 +264,25 @@ class Account:
 
 
 class LossScale:
-    """The weights of the losses in the present window of one optimizer, and the dot products that tell the factor."""
+    """The weights of the losses in the present window of one optimizer, and the products that tell the factor."""
 
-    def __init__(self, members: Sequence[torch.nn.Parameter], passes: Passes, muted: Callable[[], bool]) -> None:
-        """members: its parameters, of which the last that fits is looked at. muted: whether a watch runs the model."""
-        self._passes, self._muted = passes, muted
+    def __init__(self, optimizer: torch.optim.Optimizer, members: Sequence[torch.nn.Parameter], passes: Passes) -> None:
+        """members: parameters of `optimizer`, of which the last that fits is looked at."""
+        self._optimizer, self._passes = optimizer, passes
         self._seen: list[Pass] = []
         self._known = True
         self.dots: list[Tensor] = []
-        """Of the raw gradients so far, and then of the reduced one; they may be brought to the CPU before `values`."""
+        """Of the raw gradients so far, and of the reduced one; they may be brought to the CPU before `values`."""
         self._raw: Tensor | None = None
+        self._numbers: Tensor | None = None
+        self._before: Scale | None = None
+        self.account = Account()
         fits = [p for p in members if p.layout == torch.strided and p.is_floating_point() and p.numel() > 1]
         # What lies nearest to the loss has a gradient also where an adapter begins at zero.
         self._of = fits[-1] if fits else None
         self._handle = None if self._of is None else hooked_first(self._of, self._see)
-        self._numbers: Tensor | None = None
-        self._before: Scale | None = None
-        self.account = Account()
 
     def _see(self, gradient: Tensor) -> None:
-        if self._muted():
-            return
         now = self._passes.now
         if now is None or now.weight is None:
             self._known = False
@@ -276,49 +291,65 @@ class LossScale:
         assert now is not None
         if not any(each is now for each in self._seen[-1:]):
             self._seen.append(now)
-        dot = self._dot(gradient)
-        if dot is None:
-            self._known = False
-            return
-        self._raw = dot if self._raw is None else self._raw + dot
+        dots = self._dots(gradient)
+        if dots is not None:
+            self._raw = dots if self._raw is None else self._raw + dots
 
-    def _dot(self, gradient: Tensor) -> Tensor | None:
-        """With numbers of no pattern: whatever is added over ranks, so is this. None: it does not lie plainly."""
+    def passed(self, arrived: bool) -> None:
+        """A backward pass is over. arrived: any gradient of the optimizer did, so that the one looked at had to."""
+        if arrived and not any(each is self._passes.now for each in self._seen[-1:]):
+            self._known = False
+
+    def _dots(self, gradient: Tensor) -> Tensor | None:
+        """Two products with numbers of no pattern: what is added over ranks is so in these; None, and nothing is known
+        of the window, where the gradient does not lie plainly.
+        """
         if type(gradient) is not Tensor or gradient.layout != torch.strided or not gradient.is_contiguous():
+            self._known = False
             return None
         part = gradient.detach().view(-1)[:_ELEMENTS]
-        if self._numbers is None or self._numbers.device != part.device:
+        if self._numbers is None or self._numbers.device != part.device or self._numbers.shape[1] != part.numel():
             # No signs, which a gradient may cancel against: that of the logits of a softmax adds up to zero.
             generator = torch.Generator().manual_seed(_ELEMENTS)
-            self._numbers = torch.randn(part.numel(), generator=generator, device="cpu").to(part.device)
-        return torch.dot(part.float(), self._numbers)
+            self._numbers = torch.randn(2, part.numel(), generator=generator, device="cpu").to(part.device)
+        return torch.mv(self._numbers, part.float())
 
     def reduced(self) -> None:
         """What there is now is the reduced gradient, before clipping; told again within a window, nothing."""
         if self.dots or not self._known or self._raw is None or self._of is None or self._of.grad is None:
             return
-        dot = self._dot(self._of.grad)
-        if dot is not None:
-            self.dots = [self._raw, dot]
+        # A hook of the loop's own may change the gradient on its way.
+        if len(self._of._backward_hooks or ()) > _OUR_HOOKS or self._of._post_accumulate_grad_hooks:
+            self._known = False
+            return
+        dots = self._dots(self._of.grad)
+        if dots is not None:
+            # A fused optimizer divides by the scale of the loss in its step.
+            scale = getattr(self._optimizer, "grad_scale", None)
+            self.dots = [self._raw, dots if scale is None else dots / scale]
 
     def values(self) -> dict[str, int]:
         """What a rank says of its window, in integers."""
         # A line of its own for each loss is a loss of its own each time, as of the parts of a GAN.
-        known = self._known and len({each.line for each in self._seen}) < 2 and (bool(self.dots) or not self._seen)
+        lines = {each.line for each in self._seen}
+        known = self._known and len(lines) < 2 and (bool(self.dots) or not self._seen)
         weights = [each.weight for each in self._seen if each.weight is not None] if known else []
-        first = [weight.first for weight in weights]
-        counted = bool(first) and all(part.terms for part in first)
-        raw, kept = map(float, self.dots) if known and self.dots else (0.0, 0.0)
+        counted = bool(weights) and all(weight.terms for weight in weights)
+        raw, kept = (each.tolist() for each in self.dots) if known and self.dots else ([0.0, 0.0], [0.0, 0.0])
         return {
             "loss passes": len(weights) if known else UNKNOWN,
-            "loss first": bits_of(sum(abs(part.weight) for part in first)),
-            "loss whole": bits_of(sum(weight.whole for weight in weights)),
-            "loss terms": sum(part.terms for part in first) if counted else 0,
-            "loss low": bits_of(min(part.low for part in first) if counted else 0.0),
-            "loss high": bits_of(max(part.high for part in first) if counted else 0.0),
-            "loss chosen": int(any(part.chosen for part in first)),
-            "dot raw": bits_of(raw),
-            "dot kept": bits_of(kept),
+            "loss line": text_digest(sorted(lines)) if weights else 0,
+            "loss first": bits_of(sum(weight.first for weight in weights)),
+            "loss alike": bits_of(sum(weight.alike for weight in weights)),
+            "loss terms": sum(weight.terms for weight in weights) if counted else 0,
+            "loss low": bits_of(min(weight.each for weight in weights) if counted else 0.0),
+            "loss high": bits_of(max(weight.each for weight in weights) if counted else 0.0),
+            "loss chosen": int(any(weight.chosen for weight in weights)),
+            **{
+                f"dot {what} {place}": bits_of(each[place])
+                for what, each in (("raw", raw), ("kept", kept))
+                for place in (0, 1)
+            },
         }
 
     def judged(self, said: Observations) -> Scaled:

@@ -58,7 +58,7 @@ class OptimizerProbe:
         """How many updates a loss scaler left out; the plan of rows goes on past them."""
         self.world = world
         self.taps = GradientHooks(held, self._thrown_away)
-        self.scale = LossScale(() if subject.sharded else held, passes, lambda: self.taps.muted)
+        self.scale = LossScale(optimizer, () if subject.sharded else held, passes)
         self.presence = GradientCoverage(held, self.names, subject, self.taps)
         self.reductions = Reductions(held)
         self.looks = BufferLooks(len(subject.homes))
