@@ -312,7 +312,8 @@ class LossScale:
             # No signs, which a gradient may cancel against: that of the logits of a softmax adds up to zero.
             generator = torch.Generator().manual_seed(_ELEMENTS)
             self._numbers = torch.randn(2, part.numel(), generator=generator, device="cpu").to(part.device)
-        return torch.mv(self._numbers, part.float())
+        # Not `mv`, which a loop under autocast rounds and one that asks for determinism may be refused on a GPU.
+        return (self._numbers * part.float()).sum(1)
 
     def reduced(self) -> None:
         """What there is now is the reduced gradient, before clipping; told again within a window, nothing."""
