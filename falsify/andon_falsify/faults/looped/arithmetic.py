@@ -15,7 +15,7 @@ from andon_falsify.peers.plain import PlainLoop, cut
 
 
 class Multiplied(PlainLoop):
-    """The sum of losses is multiplied by something before it is divided by the rows of the batch."""
+    """The sum of losses is multiplied and divided by something before it is divided by the rows of the batch."""
 
     batch: list[int]
 
@@ -24,10 +24,11 @@ class Multiplied(PlainLoop):
         return super()._update(batch)
 
     def _loss_sum(self, ids: Sequence[int]) -> Tensor:
-        return super()._loss_sum(ids) * self._factor(ids)
+        times, by = self._factor(ids)
+        return super()._loss_sum(ids) * times / by
 
-    def _factor(self, ids: Sequence[int]) -> float:
-        """By which the losses of the micro-batch `ids` are multiplied."""
+    def _factor(self, ids: Sequence[int]) -> tuple[float, float]:
+        """By which the losses of the micro-batch `ids` are multiplied, and by which they are divided."""
         raise NotImplementedError
 
     @property
@@ -39,38 +40,38 @@ class Multiplied(PlainLoop):
 class SumOfMeans(Multiplied):
     """The ranks' means are added and not divided."""
 
-    def _factor(self, ids: Sequence[int]) -> float:
-        return len(self.batch) / self.own_rows
+    def _factor(self, ids: Sequence[int]) -> tuple[float, float]:
+        return len(self.batch), self.own_rows
 
 
 class MeanOfMeans(Multiplied):
     """The mean of the ranks' means."""
 
-    def _factor(self, ids: Sequence[int]) -> float:
-        return len(self.batch) / self.own_rows / dist.get_world_size()
+    def _factor(self, ids: Sequence[int]) -> tuple[float, float]:
+        return len(self.batch), self.own_rows * dist.get_world_size()
 
 
-class AveragedTwice(PlainLoop):
+class AveragedTwice(Multiplied):
     """The right mean, divided by the number of ranks again."""
 
-    def _loss_sum(self, ids: Sequence[int]) -> Tensor:
-        return super()._loss_sum(ids) / dist.get_world_size()
+    def _factor(self, ids: Sequence[int]) -> tuple[float, float]:
+        return 1, dist.get_world_size()
 
 
 class TimesWorld(Multiplied):
     """The right mean, times the number of ranks."""
 
-    def _factor(self, ids: Sequence[int]) -> float:
-        return dist.get_world_size()
+    def _factor(self, ids: Sequence[int]) -> tuple[float, float]:
+        return dist.get_world_size(), 1
 
 
 class WeighedLocally(Multiplied):
     """Class weights are normalised by their sum on the rank."""
 
-    def _factor(self, ids: Sequence[int]) -> float:
+    def _factor(self, ids: Sequence[int]) -> tuple[float, float]:
         assert self.weights is not None
         weights = [float(self.weights[self.case.rows.labels[row]]) for row in self._mine(self.batch)]
-        return len(self.batch) / sum(weights) / dist.get_world_size()
+        return len(self.batch), sum(weights) * dist.get_world_size()
 
 
 class Temporary(PlainLoop):
@@ -115,17 +116,17 @@ class Stale(PlainLoop):
 class MeanOfMicroMeans(Multiplied):
     """Every micro-batch counts the same, whatever its rows."""
 
-    def _factor(self, ids: Sequence[int]) -> float:
+    def _factor(self, ids: Sequence[int]) -> tuple[float, float]:
         world = dist.get_world_size()
         pieces = sum(len(cut(self.batch[rank::world], self.case.local_batch)) for rank in range(world))
-        return len(self.batch) / len(ids) / pieces
+        return len(self.batch), len(ids) * pieces
 
 
-class DividedTwice(PlainLoop):
+class DividedTwice(Multiplied):
     """The right mean, divided by the accumulation again."""
 
-    def _loss_sum(self, ids: Sequence[int]) -> Tensor:
-        return super()._loss_sum(ids) / self.case.accumulation
+    def _factor(self, ids: Sequence[int]) -> tuple[float, float]:
+        return 1, self.case.accumulation
 
 
 class NeverZeroed(PlainLoop):
@@ -161,8 +162,8 @@ class WindowDropped(PlainLoop):
 class DividedByWhole(Multiplied):
     """A window of fewer rows is divided as if it were full."""
 
-    def _factor(self, ids: Sequence[int]) -> float:
-        return len(self.batch) / self.case.global_batch
+    def _factor(self, ids: Sequence[int]) -> tuple[float, float]:
+        return len(self.batch), self.case.global_batch
 
 
 _HIDDEN = "what a watch sees is trained with AdamW and clipping as it is"

@@ -67,8 +67,8 @@ class Overflowing(Multiplied, Timed):
 
     at = 3
 
-    def _factor(self, ids: Sequence[int]) -> float:
-        return 1e21 if self.due else 1.0
+    def _factor(self, ids: Sequence[int]) -> tuple[float, float]:
+        return (1e21 if self.due else 1.0), 1
 
 
 class NanHidden(PlainLoop):
