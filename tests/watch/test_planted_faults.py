@@ -131,7 +131,7 @@ def document(seen: Pairs) -> str:
         "A base that all ranks changed alike (F68, base touched) is a suspicion: a loop may do that on purpose.",
         "So is a scale of the gradient that the layout explains (`gradient-scale`): a loss may be weighed on purpose.",
         "Means of unequal parts that are averaged (F17, F28) are no finding without more lines: a closing line says",
-        "in how many updates a row counted more than another, and by how much.",
+        "in how many updates a term counted more than another, and by how much.",
         "",
         "| fault | what | lines needed | clause | step | by |",
         "| --- | --- | --- | --- | --- | --- |",

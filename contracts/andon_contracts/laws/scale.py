@@ -37,7 +37,7 @@ class Scale:
     line: of the loop, as a digest, that asked for the backward passes. passes: those of each rank, 0 where ranks have
     different numbers. terms: in the means and sums of all ranks, 0 where that is not known. chosen: whether a factor is
     no whole number, as who weighs a loss writes it. spread: by how much the weight of a term on one rank or pass
-    exceeds that of another, 1.0 where it does not or is not known. factor: of the sum over the ranks, what the loop
+    exceeds that of another, 0.0 where that is not known. factor: of the sum over the ranks, what the loop
     made its gradient.
     """
 
@@ -78,27 +78,26 @@ def _factor(said: Sequence[Observation], place: int) -> float | None:
 
 def scale_of(said: Sequence[Observation]) -> Scale | None:
     """The scale of an update by what all ranks said of it; None where that does not tell."""
-    passes = [each.values["loss passes"] for each in said]
-    lines = {each.values["loss line"] for each in said if each.values["loss passes"]}
-    if min(passes) < 0 or len(lines) != 1:
+    passes = [each.values["weight passes"] for each in said]
+    lines = {each.values["weight line"] for each in said}
+    if min(passes) < 1 or len(lines) != 1:
         return None
     factors = [_factor(said, place) for place in (0, 1)]
     factor = factors[0]
     # By two products, since a reduction that is no multiple of the sum has a quotient too.
     if factor is None or factors[1] is None or not _close(factor, factors[1]):
         return None
-    first, alike = ([real_of(each.values[name]) for each in said] for name in ("loss first", "loss alike"))
-    terms = [each.values["loss terms"] for each in said]
-    lows = [real_of(each.values["loss low"]) for each in said if each.values["loss passes"]]
-    highs = [real_of(each.values["loss high"]) for each in said if each.values["loss passes"]]
+    first, alike = ([real_of(each.values[name]) for each in said] for name in ("weight first", "weight alike"))
+    terms = [each.values["weight terms"] for each in said]
+    least = min(real_of(each.values["weight low"]) for each in said)
     return Scale(
         factor * math.fsum(first),
         factor * math.fsum(alike),
         lines.pop(),
         passes[0] if len(set(passes)) == 1 else 0,
-        sum(terms) if all(t or not p for t, p in zip(terms, passes, strict=True)) else 0,
-        any(each.values["loss chosen"] for each in said),
-        max(highs) / min(lows) if min(lows) > 0 else 1.0,
+        sum(terms) if all(terms) else 0,
+        any(each.values["weight chosen"] for each in said),
+        max(real_of(each.values["weight high"]) for each in said) / least if least > 0 else 0.0,
         factor,
     )
 
@@ -122,14 +121,14 @@ class Scaled:
         now, before = self.now, self.before
         if now is None or before is None or now.right or not before.right or now.line != before.line or now.chosen:
             return ""
-        for what, here, full in (("micro-batches", now.passes, before.passes), ("rows", now.terms, before.terms)):
+        for what, here, full in (("micro-batches", now.passes, before.passes), ("terms", now.terms, before.terms)):
             if 0 < here < full and _close(now.first / before.first, here / full):
                 return f"{here} of {full} {what}"
         return ""
 
     @property
     def misscaled(self) -> bool:
-        """Whether a factor of the layout is too much or too few, in this update and in the one before."""
+        """Whether a factor of the layout is too much or too few, in this update and in the last one that was known."""
         now, before = self.now, self.before
         if now is None or before is None or now.right or now.line != before.line:
             return False
@@ -151,13 +150,16 @@ def _explain_factor(seen: Scaled) -> Finding:
 
 def _explain_short(seen: Scaled) -> Finding:
     assert seen.now is not None
-    shown = seen.now.shown(len(seen.said))
-    what = f"{shown}, and 1 in the update before: a window of {seen.short} is divided as a full one"
+    assert seen.before is not None
+    what = (
+        f"{seen.now.shown(len(seen.said))}, and {seen.before.first:.3f} in the window before: one of {seen.short} is "
+        "divided as a full one"
+    )
     return Finding(what, seen.step, (), "gradient")
 
 
 _READS = (
-    *("loss first", "loss alike", "loss line", "loss passes", "loss terms", "loss chosen"),
+    *("weight first", "weight alike", "weight line", "weight passes", "weight terms", "weight chosen"),
     *(f"dot {what} {place}" for what in ("raw", "kept") for place in (0, 1)),
 )
 SCALE: tuple[Law[Scaled], ...] = (

@@ -86,14 +86,23 @@ class _Left:
 class GradientHooks:
     """The raw gradients of `parameters` since the last update of their optimizer."""
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], discarded: Callable[[], None]) -> None:
-        """discarded: called when a gradient turns out to have been set to None within a window."""
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        discarded: Callable[[], None],
+        shown: tuple[int, Callable[[Tensor], None]],
+    ) -> None:
+        """discarded: called when a gradient turns out to have been set to None within a window.
+
+        shown: the place of a parameter, and what is given each of its gradients.
+        """
         self.muted = False
         self.cord: Pulled | None = None
         self.backward_seen = False
         self.arrived = False
         """Whether a gradient has come since this was last set to False."""
         self._discarded = discarded
+        self._shown = shown
         self._parameters = parameters
         self._count = len(parameters)
         self._seen = Extremes(parameters)
@@ -103,9 +112,11 @@ class GradientHooks:
         self._left: list[_Left] = []
         self._timed, self._windows, self._timed_windows, self._timed_s = True, 1, 1, 0.0
         self._started = bytearray(self._count)
-        self._handles = [hooked_first(p, self._hook(index, p)) for index, p in enumerate(parameters)]
+        self._handles = [_hooked_first(p, self._hook(index, p)) for index, p in enumerate(parameters)]
 
     def _hook(self, index: int, parameter: torch.nn.Parameter) -> Callable[[Tensor], None]:
+        show = self._shown[1] if index == self._shown[0] else None
+
         def see(gradient: Tensor) -> None:
             if self.muted:
                 return
@@ -131,6 +142,8 @@ class GradientHooks:
                 # Told in the order of asking: a wrapper asks after it got a gradient, which this hook has before it.
                 torch.autograd.Variable._execution_engine.queue_callback(self._pass_ends)
             self._seen.add(index, gradient)
+            if show is not None:
+                show(gradient)
             if timed:
                 self._timed_s += time.perf_counter() - began
 
@@ -202,7 +215,7 @@ class GradientHooks:
         self._handles.clear()
 
 
-def hooked_first(parameter: torch.nn.Parameter, hook: Callable[[Tensor], None]) -> RemovableHandle:
+def _hooked_first(parameter: torch.nn.Parameter, hook: Callable[[Tensor], None]) -> RemovableHandle:
     """Let `hook` see the gradients of `parameter` before the hooks that it has already, which may change them."""
     handle: RemovableHandle = parameter.register_hook(hook)  # type: ignore[no-untyped-call]
     hooks = parameter._backward_hooks

@@ -20,8 +20,8 @@ from torch.utils.data import dataloader
 
 from andon_contracts.liveness.halt import HaltSignal
 from andon_contracts.stacks import line_here
+from andon_contracts.watch.gradient_scale import Passes
 from andon_contracts.watch.loaders import Yielded, drawn, ended, yielded
-from andon_contracts.watch.loss_scale import Passes
 from andon_contracts.watch.optimizer_probe import OptimizerProbe
 from andon_contracts.watch.practice import Practice
 

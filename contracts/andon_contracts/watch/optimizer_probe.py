@@ -18,7 +18,7 @@ from andon_contracts.observe import ORDINARY, Look, Observer, plain
 from andon_contracts.watch.clipping import Clips
 from andon_contracts.watch.gradient_coverage import GradientCoverage
 from andon_contracts.watch.gradient_hooks import GradientHooks, Reductions
-from andon_contracts.watch.loss_scale import LossScale, Passes
+from andon_contracts.watch.gradient_scale import GradientScale, Passes
 from andon_contracts.watch.model_probe import ModelProbe
 from andon_contracts.watch.model_state import BufferLooks
 from andon_contracts.watch.motion import Motion
@@ -57,8 +57,8 @@ class OptimizerProbe:
         self.skipped = 0
         """How many updates a loss scaler left out; the plan of rows goes on past them."""
         self.world = world
-        self.taps = GradientHooks(held, self._thrown_away)
-        self.scale = LossScale(optimizer, () if subject.sharded else held, passes)
+        self.scale = GradientScale(optimizer, () if subject.sharded else held, passes)
+        self.taps = GradientHooks(held, self._thrown_away, (self.scale.place, self.scale.see))
         self.presence = GradientCoverage(held, self.names, subject, self.taps)
         self.reductions = Reductions(held)
         self.looks = BufferLooks(len(subject.homes))
@@ -331,7 +331,6 @@ class OptimizerProbe:
     def close(self) -> None:
         """Take every hook off."""
         self.taps.close()
-        self.scale.close()
         self.presence.close()
 
 

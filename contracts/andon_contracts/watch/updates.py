@@ -18,10 +18,10 @@ from andon_contracts.laws.update import FROZEN, Reduced
 from andon_contracts.observe import Observer
 from andon_contracts.watch.auditing import Auditor
 from andon_contracts.watch.exchange import Exchange
+from andon_contracts.watch.gradient_scale import scale_lines
 from andon_contracts.watch.judging import Verdicts
 from andon_contracts.watch.ledger import Recorder, Told
 from andon_contracts.watch.locate import Locator
-from andon_contracts.watch.loss_scale import scale_lines
 from andon_contracts.watch.model_probe import ModelProbe
 from andon_contracts.watch.model_state import BufferProbe, Followers, FrozenBase
 from andon_contracts.watch.optimizer_probe import OptimizerProbe
@@ -197,7 +197,8 @@ class Updates:
             self.outcomes.judge_count(probe.updates, over=False)
             self.practice.judge(self._seen_before)
             scaled = probe.scale.judged(self._seen_before)
-            self._verdicts.judge(SCALE, scaled, Scene(self._exchange.world_size))
+            if scaled.now is not None:
+                self._verdicts.judge(SCALE, scaled, Scene(self._exchange.world_size))
             ids = self.reports.judge_rows(observations, probe.skipped)
             # What no one has reduced yet is no gradient of all rows.
             if probe.synchrony.known:

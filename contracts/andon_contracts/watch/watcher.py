@@ -22,11 +22,11 @@ from andon_contracts.liveness.halt import HaltSignal, say_cause
 from andon_contracts.violation import Violation
 from andon_contracts.watch.coverage import closing_lines, coverage, opening_lines
 from andon_contracts.watch.exchange import Exchange
+from andon_contracts.watch.gradient_scale import Passes
 from andon_contracts.watch.intercept import Hearing, listen
 from andon_contracts.watch.judging import Verdicts
 from andon_contracts.watch.ledger import Recorder, reason_of
 from andon_contracts.watch.locate import REPLICATED, tensors_of
-from andon_contracts.watch.loss_scale import Passes
 from andon_contracts.watch.model_probe import ForwardTap, ModelProbe
 from andon_contracts.watch.optimizer_probe import OptimizerProbe
 from andon_contracts.watch.replicas import Replicas

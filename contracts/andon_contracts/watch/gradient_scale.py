@@ -21,7 +21,6 @@ from torch import Tensor
 from andon_contracts.agree import bits_of
 from andon_contracts.laws.law import Observations
 from andon_contracts.laws.scale import UNKNOWN, Scale, Scaled, scale_of
-from andon_contracts.watch.gradient_hooks import hooked_first
 from andon_contracts.watch.values import text_digest
 
 _ELEMENTS = 1024
@@ -38,8 +37,6 @@ _PLACES = (
 )
 """Options of scripts by which the falsifier sets how many rows and micro-batches a rank has."""
 _REDUCES, _JOINS = ("MeanBackward0", "SumBackward0"), ("StackBackward0", "CatBackward0")
-_OUR_HOOKS = 2
-"""On each parameter: that of `GradientHooks`, and on one the one here."""
 _EVEN = 1.01
 """Terms whose weights differ by less are of parts of nearly one size."""
 _TIMES = ("MulBackward0", "MulBackward1", "DivBackward0", "DivBackward1")
@@ -99,7 +96,7 @@ def weight_of(loss: Tensor) -> Weight | None:
     return Weight(
         parts[0].weight,
         sum(part.weight for part in alike),
-        any(part.chosen for part in parts),
+        parts[0].chosen,
         round(sum(part.terms for part in alike)) if known else 0,
         parts[0].weight / parts[0].terms if known else 0.0,
     )
@@ -135,17 +132,22 @@ class _Walk:
         return [_sum(node, _SUM, factor, chosen)]
 
     def _times(self, node: Any, name: str, inputs: list[Any], factor: float, chosen: bool) -> list[_Part]:
-        graphs = [place for place, each in enumerate(inputs) if each is not None]
-        if len(graphs) != 1 or (graphs[0] == 1 and name.startswith("Div")):
-            raise _Unknown  # two losses multiplied, or something divided by one
-        number = _number(node, "other" if graphs[0] == 0 else "self")
-        by = 1 / number if name.startswith("Div") else number
-        # Counts of rows, ranks and micro-batches are whole numbers.
-        return self.parts(inputs[graphs[0]], factor * by, chosen or not number.is_integer())
+        place, by, of_choice = _factor(node, name, inputs)
+        return self.parts(inputs[place], factor * by, chosen or of_choice)
 
     def _over(self, node: Any, name: str, below: Any, factor: float, chosen: bool) -> list[_Part]:
         """A mean or a sum over more than one element."""
         count = _elements(node)
+        # What multiplies every element multiplies the mean.
+        while below is not None:
+            inner, inputs = below.name(), [each for each, _ in below.next_functions]
+            if inner in _TIMES and not _by_tensor(below):
+                place, by, of_choice = _factor(below, inner, inputs)
+                below, factor, chosen = inputs[place], factor * by, chosen or of_choice
+            elif inner == "NegBackward0" or inner.rstrip("012") in _AS_IT_IS:
+                below = inputs[0]
+            else:
+                break
         if below is not None and below.name() in _JOINS and len(below.next_functions) == count:
             by = factor / count if name.startswith("Mean") else factor
             return [part for each, _ in below.next_functions for part in self.parts(each, by, chosen)]
@@ -153,6 +155,25 @@ class _Walk:
             return [_Part(abs(factor), count, chosen)]
         # A sum over what a mask or a weight may have been multiplied with has nobody knows how many terms.
         return [_sum(below, _NONE, factor, chosen)]
+
+
+def _factor(node: Any, name: str, inputs: list[Any]) -> tuple[int, float, bool]:
+    """Which input of a product or quotient has a graph, by what it is multiplied, and whether that is of choice.
+
+    Raises `_Unknown` for two losses multiplied, for something divided by one, and for what is no number of the host.
+    """
+    graphs = [place for place, each in enumerate(inputs) if each is not None]
+    if len(graphs) != 1 or (graphs[0] == 1 and name.startswith("Div")):
+        raise _Unknown
+    number = _number(node, "other" if graphs[0] == 0 else "self")
+    # Counts of rows, ranks and micro-batches are whole numbers.
+    return graphs[0], 1 / number if name.startswith("Div") else number, not number.is_integer()
+
+
+def _by_tensor(node: Any) -> bool:
+    """Whether elements are multiplied each by its own, as by a mask."""
+    held = [getattr(node, f"_saved_{name}", None) for name in ("other", "self") if not _hooked(node, name)]
+    return any(isinstance(each, Tensor) and each.numel() != 1 for each in held)
 
 
 def _sum(node: Any, reduction: int, factor: float, chosen: bool) -> _Part:
@@ -164,7 +185,7 @@ def _sum(node: Any, reduction: int, factor: float, chosen: bool) -> _Part:
 
 
 def _terms(node: Any, reduction: int) -> float:
-    """How many terms a loss of torch has; 0 where that is not known."""
+    """How many terms a loss of torch has, or the weight of their classes; 0 where that is not known."""
     name = node.name()
     if name.startswith("NllLoss"):
         # Terms that are ignored are none; where classes are weighed, what is a term depends on whom one asks.
@@ -186,12 +207,15 @@ def _has(node: Any, name: str) -> bool:
     return hasattr(node, f"_saved_{name}") and (_saved(node, name) is not None)
 
 
+def _hooked(node: Any, name: str) -> bool:
+    """Whether what the graph holds under this name has a hook of the loop on it."""
+    raw = getattr(node, f"_raw_saved_{name}", None)
+    return raw is not None and raw.unpack_hook is not None
+
+
 def _saved(node: Any, name: str) -> Any:
     """What the graph holds under this name; None where that is nothing, or has a hook of the loop on it."""
-    raw = getattr(node, f"_raw_saved_{name}", None)
-    if raw is not None and raw.unpack_hook is not None:
-        return None
-    return getattr(node, f"_saved_{name}")
+    return None if _hooked(node, name) else getattr(node, f"_saved_{name}")
 
 
 def _elements(node: Any) -> int:
@@ -238,8 +262,11 @@ class Account:
     right: int = 0
     least: float = math.inf
     most: float = 0.0
+    even: int = 0
+    """In how many every term weighed the same; in `uneven` one weighed more than another, by at least a hundredth, and
+    `spread` is the most by which one did. Of the others it is not known.
+    """
     uneven: int = 0
-    """In how many a term weighed more than another, by at least a hundredth; `spread` is the most by which one did."""
     spread: float = 1.0
 
     def add(self, scale: Scale | None) -> None:
@@ -250,7 +277,18 @@ class Account:
             shown = 1.0 if scale.right else scale.first
             self.least, self.most = min(self.least, shown), max(self.most, shown)
             self.uneven += scale.spread > _EVEN
+            self.even += 0 < scale.spread <= _EVEN
             self.spread = max(self.spread, scale.spread)
+
+    @property
+    def whole(self) -> bool:
+        """Whether every update was seen to be right, but for a first one that a watch came too late for."""
+        return 0 < self.known == self.right == self.even >= self.updates - 1
+
+    @property
+    def odd(self) -> bool:
+        """Whether anything was seen that is no mean over all terms."""
+        return self.right < self.known or self.uneven > 0
 
     def line(self) -> str:
         """It in words; "" where of no update anything was known."""
@@ -259,11 +297,11 @@ class Account:
         of = f"in {self.known} of {self.updates} updates, by the losses and reductions that were seen"
         between = f"{self.least:.3f}" + f" to {self.most:.3f}" * (f"{self.least:.3f}" != f"{self.most:.3f}")
         shown = "that of a mean" if self.right == self.known else f"{between} of a mean's"
-        uneven = f"; in {self.uneven} of them a row counted up to {self.spread:.2f} times as much as another"
+        uneven = f"; in {self.uneven} of them a term counted up to {self.spread:.2f} times as much as another"
         return f"  gradient scale: {shown} {of}" + uneven * (self.uneven > 0)
 
 
-class LossScale:
+class GradientScale:
     """The weights of the losses in the present window of one optimizer, and the products that tell the factor."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, members: Sequence[torch.nn.Parameter], passes: Passes) -> None:
@@ -277,12 +315,18 @@ class LossScale:
         self._numbers: Tensor | None = None
         self._before: Scale | None = None
         self.account = Account()
-        fits = [p for p in members if p.layout == torch.strided and p.is_floating_point() and p.numel() > 1]
+        fits = [
+            place
+            for place, p in enumerate(members)
+            if p.layout == torch.strided and p.is_floating_point() and p.numel() > 1
+        ]
         # What lies nearest to the loss has a gradient also where an adapter begins at zero.
-        self._of = fits[-1] if fits else None
-        self._handle = None if self._of is None else hooked_first(self._of, self._see)
+        self.place = fits[-1] if fits else -1
+        """Of the parameter that is looked at among `members`; -1: none is."""
+        self._of = members[self.place] if fits else None
 
-    def _see(self, gradient: Tensor) -> None:
+    def see(self, gradient: Tensor) -> None:
+        """A raw gradient of that parameter arrives."""
         now = self._passes.now
         if now is None or now.weight is None:
             self._known = False
@@ -320,7 +364,7 @@ class LossScale:
         if self.dots or not self._known or self._raw is None or self._of is None or self._of.grad is None:
             return
         # A hook of the loop's own may change the gradient on its way.
-        if len(self._of._backward_hooks or ()) > _OUR_HOOKS or self._of._post_accumulate_grad_hooks:
+        if len(self._of._backward_hooks or ()) > 1 or self._of._post_accumulate_grad_hooks:
             self._known = False
             return
         dots = self._dots(self._of.grad)
@@ -338,14 +382,14 @@ class LossScale:
         counted = bool(weights) and all(weight.terms for weight in weights)
         raw, kept = (each.tolist() for each in self.dots) if known and self.dots else ([0.0, 0.0], [0.0, 0.0])
         return {
-            "loss passes": len(weights) if known else UNKNOWN,
-            "loss line": text_digest(sorted(lines)) if weights else 0,
-            "loss first": bits_of(sum(weight.first for weight in weights)),
-            "loss alike": bits_of(sum(weight.alike for weight in weights)),
-            "loss terms": sum(weight.terms for weight in weights) if counted else 0,
-            "loss low": bits_of(min(weight.each for weight in weights) if counted else 0.0),
-            "loss high": bits_of(max(weight.each for weight in weights) if counted else 0.0),
-            "loss chosen": int(any(weight.chosen for weight in weights)),
+            "weight passes": len(weights) if known else UNKNOWN,
+            "weight line": text_digest(sorted(lines)) if weights else 0,
+            "weight first": bits_of(sum(weight.first for weight in weights)),
+            "weight alike": bits_of(sum(weight.alike for weight in weights)),
+            "weight terms": sum(weight.terms for weight in weights) if counted else 0,
+            "weight low": bits_of(min(weight.each for weight in weights) if counted else 0.0),
+            "weight high": bits_of(max(weight.each for weight in weights) if counted else 0.0),
+            "weight chosen": int(any(weight.chosen for weight in weights)),
             **{
                 f"dot {what} {place}": bits_of(each[place])
                 for what, each in (("raw", raw), ("kept", kept))
@@ -365,29 +409,25 @@ class LossScale:
         self._seen, self._raw, self.dots = [], None, []
         self._known = True
 
-    def close(self) -> None:
-        """Take the hook off."""
-        if self._handle is not None:
-            self._handle.remove()
 
-
-def scale_lines(scales: Sequence[LossScale], world: int, command: Sequence[str]) -> list[str]:
+def scale_lines(scales: Sequence[GradientScale], world: int, command: Sequence[str]) -> list[str]:
     """For the end: what was seen of the scale of gradients, and what would tell where it was not, or is no mean's.
 
     command: the script with its arguments, as it was started.
     """
     accounts = [each.account for each in scales if each.account.updates]
     lines = list(dict.fromkeys(filter(None, (each.line() for each in accounts))))
-    if accounts and all(each.known and each.right == each.known and not each.uneven for each in accounts):
+    if world == 1 or not scales or (accounts and all(each.whole for each in accounts)):
         return lines
-    return [*lines, _would_tell(command, "why" if lines else "")] if world > 1 and scales else lines
+    if any(each.odd for each in accounts):
+        head = "where that is not meant, this tells why"
+    else:
+        head = "not all of it was seen; this would tell" if lines else "not checked without reference=; this would"
+    return [*lines, _would_tell(command, head)]
 
 
-def _would_tell(command: Sequence[str], why: str) -> str:
-    """The one command that would tell whether the gradient has the right scale, with the arguments of this script.
-
-    why: something was seen that it would explain.
-    """
+def _would_tell(command: Sequence[str], head: str) -> str:
+    """The one command that would tell whether the gradient has the right scale, with the arguments of this script."""
     shown = list[str]()
     for word in command:
         name, has_value, _ = word.partition("=")
@@ -402,5 +442,4 @@ def _would_tell(command: Sequence[str], why: str) -> str:
     lacks = [place for place in ("{local_batch}", "{accumulation}") if place not in script]
     known = f"; put {' and '.join(lacks)} where it takes them" if "{local_batch}" in lacks else ""
     run = f"torchrun --standalone --nproc-per-node {{world}} -m andon watch {script}"
-    head = "where that is not meant, this tells why" if why else "not checked without reference=; this would"
     return f"  gradient scale: {head}: andon falsify --script {run!r}{known}"

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import andon
 from andon_contracts.violation import Violation
-from andon_contracts.watch.loss_scale import weight_of
+from andon_contracts.watch.gradient_scale import weight_of
 from tests.support.ranks import run_ranks
 
 # a loss by its graph, held to autograd: the weight of a term is the derivative of the loss by it
@@ -78,7 +78,7 @@ def test_what_torchs_losses_weigh() -> None:
     """A mean weighs 1 and knows its terms, less those that are ignored; a sum weighs as many as it has."""
     logits, labels = torch.randn(6, 3, requires_grad=True), torch.tensor([0, 1, 2, -100, 1, 0])
     numbers = torch.zeros(6, 3)
-    weights = torch.tensor([0.5, 1.0, 2.0])
+    weights = torch.tensor([0.5, 1.0, 4.0])
     seen = {
         "mean": weight_of(F.cross_entropy(logits, labels)),
         "sum": weight_of(F.cross_entropy(logits, labels, reduction="sum")),
@@ -87,6 +87,9 @@ def test_what_torchs_losses_weigh() -> None:
         "squares": weight_of(F.mse_loss(logits, numbers)),
         "logits": weight_of(2 * F.binary_cross_entropy_with_logits(logits, numbers)),
         "none, then mean": weight_of(F.mse_loss(logits, numbers, reduction="none").mean()),
+        "none, halved, then mean": weight_of((F.mse_loss(logits, numbers, reduction="none") / 2).mean()),
+        "none, under a mask, then mean": weight_of((F.mse_loss(logits, numbers, reduction="none") * numbers).mean()),
+        "halves in a stack": weight_of((torch.stack([logits.mean(), logits.abs().mean()]) / 2).sum()),
         "none, then sum": weight_of(F.mse_loss(logits[:, 0], numbers[:, 0], reduction="none").sum()),
     }
     shown = {name: each and (round(each.first, 6), each.terms) for name, each in seen.items()}
@@ -94,10 +97,13 @@ def test_what_torchs_losses_weigh() -> None:
         "mean": (1, 5),
         "sum": (5, 5),
         "sum by count": (1, 5),
-        "weighed mean": (1, 5),  # 0.5 + 1 + 2 + 1 + 0.5, which is what the mean is divided by
+        "weighed mean": (1, 7),  # 0.5 + 1 + 4 + 1 + 0.5, which is what the mean is divided by
         "squares": (1, 18),
         "logits": (2, 18),
         "none, then mean": (1, 18),
+        "none, halved, then mean": (0.5, 18),
+        "none, under a mask, then mean": (1, 18),
+        "halves in a stack": (0.5, 36),
         "none, then sum": (6, 6),
     }
 
@@ -122,9 +128,7 @@ UNKNOWN: dict[str, Step] = {
         x.view(2, 3), torch.tensor([0, 1]), reduction="sum"
     ),
     "a quotient that is rounded": lambda x: torch.div(x.mean(), 2, rounding_mode="trunc"),
-    "no finite weight": lambda x: F.cross_entropy(
-        x.view(2, 3), torch.tensor([0, 1]), torch.tensor([math.inf, 1, 1]), reduction="sum"
-    ),
+    "no finite weight": lambda x: x.mean() * math.inf,
     "no scalar": lambda x: x.abs(),
     "no graph": lambda x: x.detach().mean(),
     "nothing": lambda x: 0 * x.mean(),
@@ -249,6 +253,9 @@ def _last_short(update: int) -> int:
     return 1 if update == 4 else 2
 
 
+NOT_SEEN = "ranks averaged by their rows"
+
+
 def _by_rows(gradient: Tensor) -> object:
     """Each rank's part counts as it did before the sum: no multiple of that, as where rows are counted."""
     return gradient.mul_(torch.linspace(0.5, 1.5, gradient.numel()).view_as(gradient) / dist.get_world_size())
@@ -259,6 +266,10 @@ def right_loops() -> Iterator[tuple[str, Trained]]:
     world = dist.get_world_size()
     yield "means, divided by their number", Trained(_mean)
     yield "SGD without a clip", Trained(_mean, clip=None, sgd=True)
+    yield (
+        "halves of rows, then a mean",
+        Trained(lambda logits, labels, *_: (F.cross_entropy(logits, labels, reduction="none") / 2).mean()),
+    )
     yield "reduced and averaged by hand", Trained(_mean, by_hand=lambda gradient: gradient.div_(world))
     yield "averaged by hand over ranks and passes", Trained(_plain, by_hand=lambda gradient: gradient.div_(2 * world))
     yield (
@@ -273,7 +284,7 @@ def right_loops() -> Iterator[tuple[str, Trained]]:
         ),
     )
     yield "ragged rows", Trained(_mean, rows=_ragged)
-    yield "ranks averaged by their rows", Trained(_mean, by_hand=_by_rows, rows=_ragged)
+    yield NOT_SEEN, Trained(_mean, by_hand=_by_rows, rows=_ragged)
 
 
 def losses_of_choice() -> Iterator[tuple[str, Trained]]:
@@ -358,7 +369,12 @@ def wrong_loops() -> Iterator[tuple[str, Trained, int, float]]:
 
 def every_loop() -> tuple[dict[str, object], dict[str, object], dict[str, object]]:
     """What was found of right loops and of wrong ones, and what was to be of these."""
-    right = {name: (loop.run()[0]) for name, loop in (*right_loops(), *losses_of_choice())}
+    right = dict[str, object]()
+    for name, loop in right_loops():
+        found, lines = loop.run()
+        known = lines[0].startswith("  gradient scale: that of a mean in 6 of 6 updates") if lines else dist.get_rank()
+        right[name] = found or not (known or name in NOT_SEEN)
+    right |= {name: loop.run()[0] for name, loop in losses_of_choice()}
     wrong: dict[str, object] = {}
     expected: dict[str, object] = {}
     for name, loop, step, scale in wrong_loops():
@@ -396,7 +412,7 @@ def test_the_closing_lines_say_what_was_seen_of_the_scale() -> None:
     assert lines["right"] == [f"  gradient scale: that of a mean in 6 of 6 updates, {seen}"]
     assert lines["halved"][0] == f"  gradient scale: 0.500 of a mean's in 6 of 6 updates, {seen}"
     # 3 rows on rank 1 and 2 on rank 0, each with half the weight.
-    uneven = "; in 1 of them a row counted up to 1.50 times as much as another"
+    uneven = "; in 1 of them a term counted up to 1.50 times as much as another"
     assert lines["ragged"][0] == f"  gradient scale: that of a mean in 6 of 6 updates, {seen}{uneven}"
     assert [len(each) for each in lines.values()] == [1, 2, 2, 1]
     assert all(each[-1].count("andon falsify --script") == 1 for name, each in lines.items() if name != "right")
@@ -473,7 +489,8 @@ def test_a_window_without_a_number_says_nothing() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with andon.watch(model, optimizer, action=lambda each: found.append(each.clause)):
         for _ in range(3):
-            (F.cross_entropy(model(torch.randn(4, 6)), torch.zeros(4, dtype=torch.long)) * math.nan).backward()  # type: ignore[no-untyped-call]
+            x = torch.full((4, 6), math.nan)
+            F.cross_entropy(model(x), torch.zeros(4, dtype=torch.long)).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
     assert set(found) == {"finite"}
