@@ -203,8 +203,8 @@ def _terms(node: Any, reduction: int) -> float:
 
 
 def _has(node: Any, name: str) -> bool:
-    """Whether the graph holds such a tensor."""
-    return hasattr(node, f"_saved_{name}") and (_saved(node, name) is not None)
+    """Whether the graph holds such a tensor, as far as it may be asked."""
+    return _hooked(node, name) or getattr(node, f"_saved_{name}", None) is not None
 
 
 def _hooked(node: Any, name: str) -> bool:
