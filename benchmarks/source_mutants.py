@@ -32,6 +32,7 @@ import sys
 import tempfile
 import threading
 import time
+import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -344,6 +345,10 @@ class Bench:
             "TOKENIZERS_PARALLELISM": "false",
             "HYPOTHESIS_PROFILE": "ci",
         }
+        _install(folder)
+        # With a plugin that it cannot load pytest fails with and without a change, as if every mutant survived.
+        words = [sys.executable, "-m", "pytest", "--rootdir=.", "--markers"]
+        subprocess.run(words, cwd=folder, env=self._environment, stdout=subprocess.DEVNULL, check=True)
 
     def attempt(self, site: Site) -> Trial:
         """Make the change, run the tests, undo it."""
@@ -405,6 +410,19 @@ class Bench:
             return KILLED, named[1]
         # The mutant ended the process, or pytest-timeout did: the file that was running is named.
         return KILLED, next((test for test in tests if test in text), tests[0])
+
+
+def _install(folder: Path) -> None:
+    """Have the copy's entry points found before those of an Andon that is installed, which may be of another state."""
+    known = folder / "pyproject.toml"
+    project = tomllib.loads(known.read_text(encoding="utf-8"))["project"] if known.is_file() else {}
+    described = folder / "contracts" / "andon-0.0.dist-info"
+    described.mkdir(parents=True)
+    (described / "METADATA").write_text("Metadata-Version: 2.1\nName: andon\nVersion: 0.0\n", encoding="utf-8")
+    lines = []
+    for group, entries in project.get("entry-points", {}).items():
+        lines += [f"[{group}]", *(f"{name} = {target}" for name, target in entries.items())]
+    (described / "entry_points.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -73,11 +73,8 @@ def test_nothing_else_of_the_module_changes(tmp_path: Path) -> None:
         assert ast.dump(ast.parse(text)) != ast.dump(ast.parse(WHOLE))
 
 
-def test_a_mutant_that_the_tests_see_is_told_from_one_that_they_do_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mutant_that_the_tests_see_is_told_from_one_that_they_do_not(tmp_path: Path) -> None:
     """Both are tried on a copy that is whole again afterwards; the checkout is never written to."""
-    monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:andon_falsify")  # an installed one, of which this `andon` has no part
     one = checkout(tmp_path / "one", "limits", WHOLE)
     by_change = {site.becomes: site for site in mutants.sample(one, None, 100, 1)}
     (tmp_path / "copy").mkdir()
@@ -89,9 +86,8 @@ def test_a_mutant_that_the_tests_see_is_told_from_one_that_they_do_not(
         assert (folder / "core" / "andon" / "limits.py").read_text() == WHOLE
 
 
-def test_several_at_a_time_give_what_one_at_a_time_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_at_a_time_give_what_one_at_a_time_does(tmp_path: Path) -> None:
     """Each is tried once, in a copy of its own, and kept; what an earlier call kept is not tried again."""
-    monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:andon_falsify")
     one = checkout(tmp_path / "one", "limits", WHOLE)
     drawn = [site for site in mutants.sample(one, None, 100, 1) if site.line == 8]
     benches = [mutants.Bench(one, tmp_path / str(job), files=3, seconds=60.0) for job in range(2)]
@@ -100,3 +96,12 @@ def test_several_at_a_time_give_what_one_at_a_time_does(tmp_path: Path, monkeypa
     assert [(trial.becomes, trial.outcome) for trial in found] == [(site.becomes, mutants.KILLED) for site in drawn]
     assert len(drawn) == len(results.read_text().splitlines()) == 3
     assert mutants.try_all(drawn, benches, results, lambda: False) == found
+
+
+def test_a_checkout_in_which_pytest_cannot_start_is_no_bench(tmp_path: Path) -> None:
+    """Nothing would be seen there: its plugin is one that it has not."""
+    one = checkout(tmp_path / "one", "limits", WHOLE)
+    (one / "pyproject.toml").write_text('[project.entry-points.pytest11]\nandon_falsify = "andon.gone"\n')
+    subprocess.run(["git", "-C", one, "add", "."], check=True)
+    with pytest.raises(subprocess.CalledProcessError):
+        mutants.Bench(one, tmp_path / "copy", files=3, seconds=60.0)
