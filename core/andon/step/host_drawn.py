@@ -46,13 +46,44 @@ STOCHASTIC: frozenset[Callable[..., Any]] = frozenset(
     }
 )
 """Functions that may draw random numbers, as a model calls them."""
-_DROPOUT = (_functional.dropout, torch.dropout)
-_OTHER_NAMES = {"train": "training"}
+DROPOUT = (_functional.dropout, torch.dropout)
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
 class UnkeyedRandomnessError(ValueError):
     """The model draws random numbers in a way that cannot be keyed by micro-batch."""
+
+
+class Dropout:
+    """A call of one of `DROPOUT`, of either's arguments."""
+
+    def __init__(
+        self,
+        input: Tensor,
+        p: float = 0.5,
+        training: bool = True,
+        inplace: bool = False,
+        *,
+        train: bool = True,
+    ) -> None:
+        self._input, self._p, self._training, self._inplace = input, p, training and train, inplace
+
+    @property
+    def draws(self) -> bool:
+        """Whether anything is drawn for it."""
+        return self._training and 0 < self._p < 1 and self._input.numel() > 0
+
+    def __call__(self, generator: torch.Generator) -> Tensor:
+        """What a CPU gives with `generator`, of a CPU, for its own: to the bit, and by the same operations.
+
+        The numbers are drawn in the order of the input's memory, so that a GPU drops what a CPU would.
+        """
+        if not self.draws:
+            return _functional.dropout(self._input, self._p, self._training, self._inplace)
+        drawn = torch.empty_like(self._input, device="cpu", requires_grad=False)
+        kept = drawn.bernoulli_(1 - self._p, generator=generator).div_(1 - self._p)
+        kept = kept.to(self._input.device, non_blocking=True)
+        return self._input.mul_(kept) if self._inplace else self._input * kept
 
 
 class HostDrawnDropout(TorchFunctionMode):
@@ -70,8 +101,8 @@ class HostDrawnDropout(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _DROPOUT:
-            return self._dropout(*args, **{_OTHER_NAMES.get(name, name): value for name, value in kwargs.items()})
+        if func in DROPOUT:
+            return Dropout(*args, **kwargs)(self._generator)
         if func is _functional.scaled_dot_product_attention:
             given = {**dict(zip(_ATTENTION, args, strict=False)), **kwargs}
             return self._attention(given) if given.get("dropout_p", 0.0) > 0 else func(*args, **kwargs)
@@ -80,14 +111,6 @@ class HostDrawnDropout(TorchFunctionMode):
             raise UnkeyedRandomnessError(msg)
         return func(*args, **kwargs)
 
-    def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        if not training or not 0 < p < 1:
-            return _functional.dropout(input, p, training, inplace)
-        # Drawn on the CPU, in the order of the input's memory, so that a GPU drops what a CPU would.
-        drawn = torch.empty_like(input, device="cpu", requires_grad=False).bernoulli_(1 - p, generator=self._generator)
-        kept = drawn.div_(1 - p).to(input.device, non_blocking=True)
-        return input.mul_(kept) if inplace else input * kept
-
     def _attention(self, given: Mapping[str, Any]) -> Tensor:
         query, key, value = given["query"], given["key"], given["value"]
         if given.get("enable_gqa", False):
@@ -95,7 +118,7 @@ class HostDrawnDropout(TorchFunctionMode):
         scale = given.get("scale")
         weights = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
         shares: Tensor = torch.ops.aten._safe_softmax(weights + _bias(given, weights), -1)
-        seen: Tensor = self._dropout(shares, given["dropout_p"]) @ value
+        seen: Tensor = Dropout(shares, given["dropout_p"])(self._generator) @ value
         return seen
 
 

@@ -19,7 +19,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from andon.step.host_drawn import STOCHASTIC, HostDrawnDropout, UnkeyedRandomnessError
+from andon.step.host_drawn import DROPOUT, STOCHASTIC, Dropout, HostDrawnDropout, UnkeyedRandomnessError
 
 
 def key(seed: int, step: int, micro_batch: int) -> int:
@@ -66,6 +66,17 @@ class _Interceptor(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.intercepted = 0
         self._replaying = False
 
+    @property
+    def late(self) -> bool:
+        """Whether what is drawn now is drawn in the backward pass, and not `again`."""
+        in_backward = torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined,unused-ignore]
+        return in_backward and not self._replaying
+
+    def dropped(self, dropout: Dropout) -> torch.Tensor:
+        """What that gives with the generator, without a look at each operation of it."""
+        self.intercepted += dropout.draws and not self._replaying
+        return dropout(self.generator)
+
     @contextmanager
     def again(self, state: torch.Tensor) -> Iterator[None]:
         """Inside, draws start from `state` of the generator, which afterwards is as it was before.
@@ -88,9 +99,7 @@ class _Interceptor(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if not _draws(func, args, kwargs):
             return func(*args, **kwargs)
-        keyed = _taking_generator(func)
-        in_backward = torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined,unused-ignore]
-        late = in_backward and not self._replaying
+        keyed, late = _taking_generator(func), self.late
         if keyed is None or late:
             self.refused.add(f"{func} in the backward pass" if late else str(func))
             return func(*args, **kwargs)
@@ -118,6 +127,9 @@ class _StochasticFunctions(TorchFunctionMode):
         kwargs = kwargs or {}
         if func not in STOCHASTIC:
             return func(*args, **kwargs)
+        # The interceptor would look at each of its operations, which takes about as long as they do.
+        if func in DROPOUT and not self._interceptor.late:
+            return self._interceptor.dropped(Dropout(*args, **kwargs))
         with self._interceptor:
             return func(*args, **kwargs)
 
