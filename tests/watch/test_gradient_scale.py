@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import andon
 from andon_contracts.violation import Violation
-from andon_contracts.watch.gradient_scale import weight_of
+from andon_contracts.watch.gradient_scale import Weight, parts_of
 from tests.support.ranks import run_ranks
 
 # a loss by its graph, held to autograd: the weight of a term is the derivative of the loss by it
@@ -29,6 +29,12 @@ from tests.support.ranks import run_ranks
 def terms(count: int) -> Tensor:
     """[count] losses of rows, which a graph ends in."""
     return torch.linspace(0.5, 2.0, count).requires_grad_()
+
+
+def weight_of(loss: Tensor) -> Weight | None:
+    """What it weighs; None where its graph, or a number in that, does not say."""
+    parts = parts_of(loss)
+    return None if parts is None else parts.weight()
 
 
 Step = Callable[[Tensor], Tensor]
@@ -167,6 +173,17 @@ def test_a_loss_in_a_checkpoint_is_not_computed_again() -> None:
         assert weight_of(loss) is None
         loss.backward()  # type: ignore[no-untyped-call]
     assert len(calls) == 2 * 3
+
+
+def test_a_number_that_is_written_over_later_is_read_as_it_was() -> None:
+    """A count of rows that the loop keeps in one tensor is another at the update."""
+    count = torch.tensor(4.0)
+    logits = torch.randn(4, 3, requires_grad=True)
+    parts = parts_of(F.cross_entropy(logits, torch.zeros(4).long(), reduction="sum") / count)
+    count.fill_(2.5)
+    found = parts and parts.weight()
+    assert found is not None
+    assert (found.first, found.chosen) == (pytest.approx(1.0), False)
 
 
 def test_hooks_that_give_a_tensor_back_once_are_not_asked_twice() -> None:

@@ -2,8 +2,8 @@
 a raw and of a reduced gradient, of which their quotient is the factor of the reduction (`laws/scale`).
 
 A graph is followed from the loss through what multiplies, adds and stacks scalars, down to the means and sums over
-terms. Whatever else stands there makes the weight unknown, and nothing is judged: so does a number that lies on a
-device, since reading it would make the host wait.
+terms. Whatever else stands there makes the weight unknown, and nothing is judged. A number in a
+tensor is not read there, since the host would wait for its device: it comes with what else is brought at the update.
 """
 
 from __future__ import annotations
@@ -53,12 +53,34 @@ class _Unknown(Exception):
 
 
 @dataclass(frozen=True)
-class _Part:
-    """One mean or sum over terms: what these weigh together, and how many there are, 0 where that is not known."""
+class _Product:
+    """A number, times each of the scalars at these places to its power."""
 
-    weight: float
-    terms: float
+    number: float
+    scalars: tuple[tuple[int, int], ...] = ()
+
+    def times(self, other: _Product) -> _Product:
+        return _Product(self.number * other.number, self.scalars + other.scalars)
+
+    def value(self, scalars: Sequence[float]) -> float:
+        return self.number * math.prod(scalars[place] ** power for place, power in self.scalars)
+
+
+_ONE, _NOT_KNOWN = _Product(1.0), _Product(0.0)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One mean or sum over terms: by what it is multiplied, and how many terms it has, 0 where that is not known."""
+
+    factor: _Product
+    terms: _Product
+    summed: bool
     chosen: bool
+
+    def weight(self, scalars: Sequence[float]) -> float:
+        """What its terms weigh together."""
+        return abs(self.factor.value(scalars)) * (self.terms.value(scalars) if self.summed else 1.0)
 
 
 @dataclass(frozen=True)
@@ -76,8 +98,133 @@ class Weight:
     each: float
 
 
-def weight_of(loss: Tensor) -> Weight | None:
-    """What the terms of `loss`, a scalar with a graph, weigh in it; None where its graph does not say.
+class LossParts:
+    """The means and sums over terms that a loss is made of, in order, by its graph as it is now."""
+
+    def __init__(self, node: Any) -> None:
+        """node: the one that made the loss. Raises `_Unknown` where the graph does not say."""
+        self._left = _NODES
+        self.scalars: list[Tensor] = []
+        """The numbers of the graph that lie in tensors; they may be brought to the CPU before `weight`."""
+        self._parts = self._below(node, _ONE, False)
+
+    def weight(self) -> Weight | None:
+        """What the loss weighs; None where its numbers do not tell."""
+        try:
+            scalars = [float(each) for each in self.scalars]
+            weights = [part.weight(scalars) for part in self._parts]
+            terms = [part.terms.value(scalars) for part in self._parts]
+        except (ArithmeticError, TypeError, ValueError):
+            return None
+        if not weights or not 0 < weights[0] < math.inf:
+            return None
+        alike = [place for place, each in enumerate(weights) if math.isclose(each, weights[0], rel_tol=1e-6)]
+        known = all(0 < terms[place] < math.inf for place in alike)
+        first = self._parts[0]
+        return Weight(
+            weights[0],
+            sum(weights[place] for place in alike),
+            # Counts of rows, ranks and micro-batches are whole numbers.
+            first.chosen or not all(scalars[place].is_integer() for place, _ in first.factor.scalars),
+            round(sum(terms[place] for place in alike)) if known else 0,
+            weights[0] / terms[0] if known else 0.0,
+        )
+
+    def _below(self, node: Any, factor: _Product, chosen: bool) -> list[_Part]:
+        """The parts below `node`, whose value counts `factor` times."""
+        self._left -= 1
+        if node is None or not self._left:
+            raise _Unknown
+        name, inputs = node.name(), [each for each, _ in node.next_functions]
+        one = (name in _REDUCES and _elements(node) == 1) or (name in _JOINS and len(inputs) == 1)
+        if one or name.rstrip("012") in _AS_IT_IS or name == "NegBackward0":  # the sign of a loss is nobody's weight
+            return self._below(inputs[0], factor, chosen)
+        if name in _TIMES:
+            place, by, of_choice = self._factor(node, name, inputs)
+            return self._below(inputs[place], factor.times(by), chosen or of_choice)
+        if name in ("AddBackward0", "SubBackward0"):
+            terms = zip(inputs, (_ONE, _Product(float(node._saved_alpha))), strict=False)
+            there = [(each, by) for each, by in terms if each is not None]
+            return [part for each, by in there for part in self._below(each, factor.times(by), chosen)]
+        if name in _REDUCES:
+            return self._over(node, name, inputs[0], factor, chosen)
+        if node._saved_reduction == _MEAN:
+            return [_Part(factor, self._terms(node, _MEAN), False, chosen)]
+        return [self._sum(node, _SUM, factor, chosen)]
+
+    def _over(self, node: Any, name: str, below: Any, factor: _Product, chosen: bool) -> list[_Part]:
+        """A mean or a sum over more than one element."""
+        count = _elements(node)
+        # What multiplies every element multiplies the mean.
+        while below is not None:
+            inner, inputs = below.name(), [each for each, _ in below.next_functions]
+            if inner in _TIMES and not _by_tensor(below):
+                place, by, of_choice = self._factor(below, inner, inputs)
+                below, factor, chosen = inputs[place], factor.times(by), chosen or of_choice
+            elif inner == "NegBackward0" or inner.rstrip("012") in _AS_IT_IS:
+                below = inputs[0]
+            else:
+                break
+        if below is not None and below.name() in _JOINS and len(below.next_functions) == count:
+            by = factor.times(_Product(1 / count)) if name.startswith("Mean") else factor
+            return [part for each, _ in below.next_functions for part in self._below(each, by, chosen)]
+        if name.startswith("Mean"):
+            return [_Part(factor, _Product(float(count)), False, chosen)]
+        # A sum over what a mask or a weight may have been multiplied with has nobody knows how many terms.
+        return [self._sum(below, _NONE, factor, chosen)]
+
+    def _factor(self, node: Any, name: str, inputs: list[Any]) -> tuple[int, _Product, bool]:
+        """Which input of a product or quotient has a graph, by what it is multiplied, and whether that is of choice.
+
+        Raises `_Unknown` for two losses multiplied, for something divided by one, and for what is no number.
+        """
+        graphs = [place for place, each in enumerate(inputs) if each is not None]
+        if len(graphs) != 1 or (graphs[0] == 1 and name.startswith("Div")):
+            raise _Unknown
+        value = _saved(node, "other" if graphs[0] == 0 else "self")
+        divides = name.startswith("Div")
+        if isinstance(value, Tensor):
+            return graphs[0], self._read(value, -1 if divides else 1), False
+        number = float(value)
+        return graphs[0], _Product(1 / number if divides else number), not number.is_integer()
+
+    def _sum(self, node: Any, reduction: int, factor: _Product, chosen: bool) -> _Part:
+        """A sum over the terms of a loss of torch, whose reduction is this one. Raises `_Unknown` for anything else."""
+        terms = self._terms(node, reduction) if node is not None and node._saved_reduction == reduction else _NOT_KNOWN
+        if not terms.number:
+            raise _Unknown
+        return _Part(factor, terms, True, chosen)
+
+    def _terms(self, node: Any, reduction: int) -> _Product:
+        """How many terms a loss of torch has, or the weight of their classes."""
+        name = node.name()
+        if name.startswith("NllLoss"):
+            # Terms that are ignored are none; where classes are weighed, what is a term depends on whom one asks.
+            total = None if reduction == _NONE else _saved(node, "total_weight")
+            if total is None or (reduction == _SUM and _has(node, "weight")):
+                return _NOT_KNOWN
+            return self._read(total, 1)
+        if name not in _BY_ELEMENT or any(_has(node, each) for each in ("weight", "pos_weight")):
+            return _NOT_KNOWN
+        values = _saved(node, "self")
+        # The terms of a row with several elements are its elements to one, and the row to another.
+        if values is None or not values.dim() or (reduction != _MEAN and values.numel() != values.shape[0]):
+            return _NOT_KNOWN
+        return _Product(float(values.numel()))
+
+    def _read(self, value: Tensor, power: int) -> _Product:
+        """A number to be read later: a copy, since the loop may write it over until then. Raises `_Unknown` for more.
+
+        A tensor of another kind may be a part of one, for which other ranks would be asked.
+        """
+        if value.numel() != 1 or type(value) not in (Tensor, torch.nn.Parameter):
+            raise _Unknown
+        self.scalars.append(value.detach().clone())
+        return _Product(1.0, ((len(self.scalars) - 1, power),))
+
+
+def parts_of(loss: Tensor) -> LossParts | None:
+    """What `loss`, a scalar with a graph, is made of; None where its graph does not say. Of the `weight` of that:
 
     A mean of n terms weighs 1, a sum of n terms n; half of either half of that. Waits for no device, and reads nothing
     for which the loop has hooks of its own: those of a checkpoint would compute its part of the model again.
@@ -85,121 +232,16 @@ def weight_of(loss: Tensor) -> Weight | None:
     if loss.grad_fn is None or loss.numel() != 1:
         return None
     try:
-        parts = _Walk().parts(loss.grad_fn, 1.0, False)
+        return LossParts(loss.grad_fn)
     # What the loop wrote over since is no number to read, and what is no number is no weight.
     except (_Unknown, ArithmeticError, AttributeError, RuntimeError, TypeError, ValueError):
         return None
-    if not parts or not 0 < parts[0].weight < math.inf:
-        return None
-    alike = [part for part in parts if math.isclose(part.weight, parts[0].weight, rel_tol=1e-6)]
-    known = all(0 < part.terms < math.inf for part in alike)
-    return Weight(
-        parts[0].weight,
-        sum(part.weight for part in alike),
-        parts[0].chosen,
-        round(sum(part.terms for part in alike)) if known else 0,
-        parts[0].weight / parts[0].terms if known else 0.0,
-    )
-
-
-class _Walk:
-    """From a loss to its parts, in order."""
-
-    def __init__(self) -> None:
-        self._left = _NODES
-
-    def parts(self, node: Any, factor: float, chosen: bool) -> list[_Part]:
-        """The parts below `node`, whose value counts `factor` times. Raises `_Unknown`."""
-        self._left -= 1
-        if node is None or not self._left:
-            raise _Unknown
-        name, inputs = node.name(), [each for each, _ in node.next_functions]
-        one = (name in _REDUCES and _elements(node) == 1) or (name in _JOINS and len(inputs) == 1)
-        if one or name.rstrip("012") in _AS_IT_IS:
-            return self.parts(inputs[0], factor, chosen)
-        if name == "NegBackward0":
-            return self.parts(inputs[0], -factor, chosen)
-        if name in _TIMES:
-            return self._times(node, name, inputs, factor, chosen)
-        if name in ("AddBackward0", "SubBackward0"):
-            other = float(node._saved_alpha) * (1 if name.startswith("Add") else -1)
-            terms = zip(inputs, (1.0, other), strict=False)
-            return [part for each, by in terms if each is not None for part in self.parts(each, factor * by, chosen)]
-        if name in _REDUCES:
-            return self._over(node, name, inputs[0], factor, chosen)
-        if node._saved_reduction == _MEAN:
-            return [_Part(abs(factor), _terms(node, _MEAN), chosen)]
-        return [_sum(node, _SUM, factor, chosen)]
-
-    def _times(self, node: Any, name: str, inputs: list[Any], factor: float, chosen: bool) -> list[_Part]:
-        place, by, of_choice = _factor(node, name, inputs)
-        return self.parts(inputs[place], factor * by, chosen or of_choice)
-
-    def _over(self, node: Any, name: str, below: Any, factor: float, chosen: bool) -> list[_Part]:
-        """A mean or a sum over more than one element."""
-        count = _elements(node)
-        # What multiplies every element multiplies the mean.
-        while below is not None:
-            inner, inputs = below.name(), [each for each, _ in below.next_functions]
-            if inner in _TIMES and not _by_tensor(below):
-                place, by, of_choice = _factor(below, inner, inputs)
-                below, factor, chosen = inputs[place], factor * by, chosen or of_choice
-            elif inner == "NegBackward0" or inner.rstrip("012") in _AS_IT_IS:
-                below = inputs[0]
-            else:
-                break
-        if below is not None and below.name() in _JOINS and len(below.next_functions) == count:
-            by = factor / count if name.startswith("Mean") else factor
-            return [part for each, _ in below.next_functions for part in self.parts(each, by, chosen)]
-        if name.startswith("Mean"):
-            return [_Part(abs(factor), count, chosen)]
-        # A sum over what a mask or a weight may have been multiplied with has nobody knows how many terms.
-        return [_sum(below, _NONE, factor, chosen)]
-
-
-def _factor(node: Any, name: str, inputs: list[Any]) -> tuple[int, float, bool]:
-    """Which input of a product or quotient has a graph, by what it is multiplied, and whether that is of choice.
-
-    Raises `_Unknown` for two losses multiplied, for something divided by one, and for what is no number of the host.
-    """
-    graphs = [place for place, each in enumerate(inputs) if each is not None]
-    if len(graphs) != 1 or (graphs[0] == 1 and name.startswith("Div")):
-        raise _Unknown
-    number = _number(node, "other" if graphs[0] == 0 else "self")
-    # Counts of rows, ranks and micro-batches are whole numbers.
-    return graphs[0], 1 / number if name.startswith("Div") else number, not number.is_integer()
 
 
 def _by_tensor(node: Any) -> bool:
     """Whether elements are multiplied each by its own, as by a mask."""
     held = [getattr(node, f"_saved_{name}", None) for name in ("other", "self") if not _hooked(node, name)]
     return any(isinstance(each, Tensor) and each.numel() != 1 for each in held)
-
-
-def _sum(node: Any, reduction: int, factor: float, chosen: bool) -> _Part:
-    """A sum over the terms of a loss of torch, whose reduction is this one. Raises `_Unknown` for anything else."""
-    terms = _terms(node, reduction) if node is not None and node._saved_reduction == reduction else 0
-    if not terms:
-        raise _Unknown
-    return _Part(abs(factor) * terms, terms, chosen)
-
-
-def _terms(node: Any, reduction: int) -> float:
-    """How many terms a loss of torch has, or the weight of their classes; 0 where that is not known."""
-    name = node.name()
-    if name.startswith("NllLoss"):
-        # Terms that are ignored are none; where classes are weighed, what is a term depends on whom one asks.
-        total = None if reduction == _NONE else _saved(node, "total_weight")
-        if total is None or total.device.type != "cpu" or (reduction == _SUM and _has(node, "weight")):
-            return 0
-        return float(total)
-    if name not in _BY_ELEMENT or any(_has(node, each) for each in ("weight", "pos_weight")):
-        return 0
-    values = _saved(node, "self")
-    # The terms of a row with several elements are its elements to one, and the row to another.
-    if values is None or not values.dim() or (reduction != _MEAN and values.numel() != values.shape[0]):
-        return 0
-    return float(values.numel())
 
 
 def _has(node: Any, name: str) -> bool:
@@ -222,19 +264,11 @@ def _elements(node: Any) -> int:
     return math.prod(map(int, node._saved_self_sym_sizes))
 
 
-def _number(node: Any, name: str) -> float:
-    """A factor. Raises `_Unknown` where it lies on a device, or is none."""
-    value = _saved(node, name)
-    if value is None or (isinstance(value, Tensor) and (value.numel() != 1 or value.device.type != "cpu")):
-        raise _Unknown
-    return float(value)
-
-
 @dataclass(frozen=True)
 class Pass:
-    """A backward pass of the loop: what its loss weighs, and the line that asked for it."""
+    """A backward pass of the loop: what its loss is made of, and the line that asked for it."""
 
-    weight: Weight | None
+    parts: LossParts | None
     line: str
 
 
@@ -246,7 +280,7 @@ class Passes:
 
     def begins(self, loss: Tensor | None, line: str) -> None:
         """A backward pass of `loss` begins; None: of more than one tensor, or with a gradient of its own."""
-        self.now = Pass(None if loss is None else weight_of(loss), line)
+        self.now = Pass(None if loss is None else parts_of(loss), line)
 
     def ends(self) -> None:
         """It is over."""
@@ -310,7 +344,7 @@ class GradientScale:
         self._seen: list[Pass] = []
         self._known = True
         self.dots: list[Tensor] = []
-        """Of the raw gradients so far, and of the reduced one; they may be brought to the CPU before `values`."""
+        """Of the raw gradients so far, and of the reduced one."""
         self._raw: Tensor | None = None
         self._numbers: Tensor | None = None
         self._before: Scale | None = None
@@ -328,7 +362,7 @@ class GradientScale:
     def see(self, gradient: Tensor) -> None:
         """A raw gradient of that parameter arrives."""
         now = self._passes.now
-        if now is None or now.weight is None:
+        if now is None or now.parts is None:
             self._known = False
         if not self._known:
             return
@@ -373,12 +407,17 @@ class GradientScale:
             scale = getattr(self._optimizer, "grad_scale", None)
             self.dots = [self._raw, dots if scale is None else dots / scale]
 
+    def waiting(self) -> list[list[Tensor]]:
+        """What may be brought to the CPU before `values`."""
+        return [self.dots, *(each.parts.scalars for each in self._seen if each.parts is not None)]
+
     def values(self) -> dict[str, int]:
         """What a rank says of its window, in integers."""
         # A line of its own for each loss is a loss of its own each time, as of the parts of a GAN.
         lines = {each.line for each in self._seen}
-        known = self._known and len(lines) < 2 and (bool(self.dots) or not self._seen)
-        weights = [each.weight for each in self._seen if each.weight is not None] if known else []
+        found = [None if each.parts is None else each.parts.weight() for each in self._seen]
+        known = self._known and len(lines) < 2 and (bool(self.dots) or not found) and None not in found
+        weights = [each for each in found if each is not None] if known else []
         counted = bool(weights) and all(weight.terms for weight in weights)
         raw, kept = (each.tolist() for each in self.dots) if known and self.dots else ([0.0, 0.0], [0.0, 0.0])
         return {

@@ -167,7 +167,7 @@ class OptimizerProbe:
         self.scale.reduced()
         of_clip = [self._norm] if isinstance(self._norm, Tensor) else []
         of_weights = [] if weights is None else weights.waiting
-        bring(*self.taps.waiting(), gradient.waiting, gradient.norms, of_clip, of_weights, self.scale.dots, *also)
+        bring(*self.taps.waiting(), gradient.waiting, gradient.norms, of_clip, of_weights, *self.scale.waiting(), *also)
         told = float(of_clip[0]) if of_clip else self._norm
         assert not isinstance(told, Tensor)
         raw = self.taps.read()

@@ -20,7 +20,7 @@ class OwnStart(PlainLoop):
     def __init__(self, case: Case) -> None:
         super().__init__(case)
         if dist.get_rank():
-            drawn = torch.Generator().manual_seed(case.seed + dist.get_rank())
+            drawn = torch.Generator(self.trained[0].device).manual_seed(case.seed + dist.get_rank())
             nn.init.normal_(self.trained[0], std=0.1, generator=drawn)
 
 

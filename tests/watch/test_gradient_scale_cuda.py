@@ -1,0 +1,71 @@
+"""The scale of the gradient with everything on a GPU, where numbers of a loss's graph lie there too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import andon
+from andon_contracts.watch.gradient_scale import parts_of
+from tests.support.ranks import run_ranks
+from tests.watch.test_gradient_scale import every_loop
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.timeout(400),
+]
+
+
+def every_loop_on_gpu() -> tuple[dict[str, object], dict[str, object], dict[str, object]]:
+    """As `every_loop`, with the one GPU that all ranks share as the device of whatever names none."""
+    with torch.device("cuda", 0):
+        return every_loop()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_scale_is_found_on_a_gpu_as_on_a_cpu(world: int) -> None:
+    """The same loops, at the same updates, and no other."""
+    for outcome in run_ranks(world, every_loop_on_gpu, deadline_s=300.0):
+        right, wrong, expected = outcome.get()
+        assert not any(right.values()), right
+        assert wrong == expected
+
+
+def test_a_graph_is_followed_without_a_wait() -> None:
+    """Counts of rows and of terms that lie on the GPU are read with what else is brought from there."""
+    logits = torch.randn(6, 3, device="cuda", requires_grad=True)
+    labels, count = torch.tensor([0, 1, 2, -100, 1, 0], device="cuda"), torch.tensor(10, device="cuda")
+    loss = F.cross_entropy(logits, labels, reduction="sum") / count
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        parts = parts_of(loss)
+        count.fill_(1)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert parts is not None
+    found = parts.weight()
+    assert found is not None
+    assert (found.first, found.terms, found.each, found.chosen) == (pytest.approx(0.5), 5, pytest.approx(0.1), False)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("divisor", [1, 2])
+def test_a_loss_scale_on_a_gpu_is_no_scale_of_the_gradient(fused: bool, divisor: int) -> None:
+    """A scaler multiplies by a number on the device, and a fused optimizer divides by it in its own launch."""
+    torch.manual_seed(0)
+    model, found = nn.Linear(6, 3).cuda(), list[tuple[str, int]]()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0)
+    with andon.watch(model, optimizer, action=lambda each: found.append((each.clause, each.step))):
+        for _ in range(6):
+            for _ in range(2):
+                with torch.autocast("cuda", torch.float16):
+                    logits = model(torch.randn(4, 6, device="cuda"))
+                    loss = F.cross_entropy(logits, torch.randint(3, (4,), device="cuda")) / divisor
+                scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert found[:1] == ([("gradient-scale", 2)] if divisor == 1 else [])

@@ -1,0 +1,103 @@
+"""Planted faults with models, rows and moments on a GPU: what a watch catches on a CPU it catches there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._device import DeviceContext
+from torch.utils.data import DataLoader
+
+from andon_falsify.faults.looped import right, rows
+from andon_falsify.faults.planting import patched
+from andon_falsify.loops import task
+from andon_falsify.peers import plain
+from tests.support.ranks import run_ranks
+from tests.watch import watched
+from tests.watch.test_planted_faults import CHUNK, SEEN, WORLD, Pair, alone, both
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.timeout(600),
+]
+DEADLINE_S = 400.0
+
+
+class _OnGpu(DeviceContext):
+    """Inside, a tensor is made on the GPU where no device is named; a generator of the CPU draws on the CPU."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        generator = (kwargs or {}).get("generator")
+        if generator is not None and generator.device.type == "cpu":
+            return func(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class _Moved(DataLoader[Any]):
+    """Collates on the CPU, as loaders do, and gives batches that were moved to the GPU, as Accelerate's gives."""
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        with torch.device("cpu"):
+            batches = super().__iter__()
+        while True:
+            with torch.device("cpu"):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield {name: values.cuda() for name, values in batch.items()}
+
+
+def _on_gpu(work: Callable[[Any], Any], argument: Any) -> Any:
+    """`work` with the loops' models and batches on the one GPU that all ranks share."""
+    with ExitStack() as stack:
+        for module in (plain, watched):
+            patched(stack, module, "model", lambda case: task.model(case).cuda())
+        for module in (right, rows):
+            patched(stack, module, "DataLoader", _Moved)
+        stack.enter_context(_OnGpu(torch.device("cuda", 0)))
+        return work(argument)
+
+
+def both_on_gpu(first: int) -> list[Pair]:
+    """As `both`."""
+    found: list[Pair] = _on_gpu(both, first)
+    return found
+
+
+def alone_on_gpu(numbers: list[int]) -> list[list[tuple[str, int]]]:
+    """As `alone`."""
+    found: list[list[tuple[str, int]]] = _on_gpu(alone, numbers)
+    return found
+
+
+@pytest.mark.parametrize("first", range(0, len(SEEN), CHUNK))
+def test_every_fault_is_caught_on_a_gpu_as_on_a_cpu(first: int) -> None:
+    """By its clause, on every rank alike, at most one update later; and the run without it raises nothing there."""
+    ranks = [outcome.get() for outcome in run_ranks(WORLD, both_on_gpu, first, deadline_s=DEADLINE_S)]
+    odd = {}
+    for (fault, inside), *pairs in zip(SEEN[first:], *ranks, strict=False):
+        silent = all(right.found == [] for right, _ in pairs)
+        one, other = (wrong.found for _, wrong in pairs)
+        caught = any(clause == inside.clause and step <= inside.by + 1 for clause, step in one)
+        if not (silent and caught and one == other):
+            odd[fault.name] = [(right.found, wrong.found) for right, wrong in pairs], (inside.clause, inside.by)
+    assert odd == {}
+
+
+@pytest.mark.parametrize("first", range(0, len(SEEN), CHUNK))
+def test_the_one_line_sees_on_a_gpu_what_it_sees_on_a_cpu(first: int) -> None:
+    """What is said to need no further line, on every rank alike, at most one update later."""
+    numbers = [number for number, (_, inside) in enumerate(SEEN) if inside.alone and first <= number < first + CHUNK]
+    one, other = (outcome.get() for outcome in run_ranks(WORLD, alone_on_gpu, numbers, deadline_s=DEADLINE_S))
+    odd = {}
+    for number, found, there in zip(numbers, one, other, strict=True):
+        fault, inside = SEEN[number]
+        by = max(inside.by, inside.alone_by) + 1
+        if found != there or not any(clause == inside.alone and step <= by for clause, step in found):
+            odd[fault.name] = found, there, (inside.alone, by)
+    assert odd == {}
