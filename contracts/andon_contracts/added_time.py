@@ -44,7 +44,7 @@ class AddedTime:
         if self._first is not None:
             self._marks.append((self._first, self._marked()))
             self._first = None
-        while self._marks and (len(self._marks) > _KEPT or self._marks[0][1].query()):
+        while self._marks and (self._marks[0][1].query() or len(self._marks) > _KEPT):
             self._take()
 
     def _marked(self) -> torch.cuda.Event:
@@ -54,7 +54,8 @@ class AddedTime:
 
     def _take(self) -> None:
         first, last = self._marks.popleft()
-        last.synchronize()
+        if not last.query():
+            last.synchronize()
         self._seconds += first.elapsed_time(last) / 1e3
         self._spare += first, last
 

@@ -12,6 +12,9 @@ from torch import Tensor
 from andon_contracts.observe import Look, Observer
 from andon_contracts.watch.values import Nest, state_tensors
 
+_WORD = 8
+"""Bytes; what is looked at is read in such words."""
+
 
 class OptimizerState:
     """The state of `optimizer` for `members`, in an order that has no chance: theirs, and that of the names' text."""
@@ -49,6 +52,9 @@ class OptimizerState:
         rest: list[object] = []
         for each in kept:
             self._sort(each, tensors, rest)
+        # Whole words first: behind a count of 4 bytes, as every parameter has one, a GPU would have to copy all moments
+        # to where their words begin.
+        tensors.sort(key=lambda each: each.numel() * each.element_size() % _WORD != 0)
         self._tensors, self._digest_of_rest = tuple(tensors), self._rest.digest(rest)
         self._sizes = None
         nests = [each for each in kept if type(each) is dict]
