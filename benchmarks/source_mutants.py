@@ -415,10 +415,12 @@ class Bench:
 def _install(folder: Path) -> None:
     """Have the copy's entry points found before those of an Andon that is installed, which may be of another state."""
     known = folder / "pyproject.toml"
-    project = tomllib.loads(known.read_text(encoding="utf-8"))["project"] if known.is_file() else {}
-    described = folder / "contracts" / "andon-0.0.dist-info"
+    read = tomllib.loads(known.read_text(encoding="utf-8")) if known.is_file() else {}
+    project = read.get("project", {})
+    version = project.get("version", "0.0")  # tests look for it in what is said
+    described = folder / "contracts" / f"andon-{version}.dist-info"
     described.mkdir(parents=True)
-    (described / "METADATA").write_text("Metadata-Version: 2.1\nName: andon\nVersion: 0.0\n", encoding="utf-8")
+    (described / "METADATA").write_text(f"Metadata-Version: 2.1\nName: andon\nVersion: {version}\n", encoding="utf-8")
     lines = []
     for group, entries in project.get("entry-points", {}).items():
         lines += [f"[{group}]", *(f"{name} = {target}" for name, target in entries.items())]

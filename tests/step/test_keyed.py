@@ -73,6 +73,38 @@ def test_bits_are_those_of_the_global_generator_with_the_same_key(draw: Draw) ->
     assert torch.equal(_keyed(draw, intercept_all=True), expected)
 
 
+DROPOUTS: dict[str, Draw] = {
+    "a share in a tensor": lambda: F.dropout(torch.ones(1000), torch.tensor(0.1)),  # type: ignore[arg-type]
+    "torch's own function": lambda: torch.dropout(torch.ones(1000), 0.3, train=True),
+    "in place": lambda: F.dropout(torch.ones(1000), 0.3, inplace=True),
+    "bf16, strided": lambda: F.dropout(torch.ones(40, 25, dtype=torch.bfloat16).t(), 0.3),
+    "other numbers for each of several": lambda: torch.vmap(
+        lambda x: x * F.dropout(torch.ones(5), 0.3), randomness="different"
+    )(torch.ones(4, 5)),
+}
+
+
+@pytest.mark.parametrize("call", DROPOUTS)
+def test_dropout_is_torchs_however_it_is_called(call: str) -> None:
+    """To the bit, whether operations are looked at or not."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(key(9, 4, 2))
+        expected = DROPOUTS[call]()
+    assert torch.equal(_keyed(DROPOUTS[call]), expected)
+    assert torch.equal(_keyed(DROPOUTS[call], intercept_all=True), expected)
+
+
+@pytest.mark.parametrize("p", [-0.1, 1.5])
+def test_what_torch_refuses_of_dropout_it_refuses_under_a_key(p: float) -> None:
+    """In its own words."""
+    with pytest.raises(ValueError, match="dropout probability has to be between 0 and 1"):
+        _keyed(lambda: F.dropout(torch.ones(3), p))
+    with pytest.raises(RuntimeError, match="dropout probability has to be between 0 and 1"):
+        _keyed(lambda: torch.dropout(torch.ones(3), p, True))
+    with pytest.raises(TypeError, match="must be bool"):
+        _keyed(lambda: F.dropout(torch.ones(3), 0.5, 1))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("draw", KNOWN)
 def test_the_key_alone_decides(draw: Draw) -> None:
     """Another step or another micro-batch draws otherwise; a second visit to the same key draws the same."""

@@ -114,7 +114,7 @@ class LossParts:
             scalars = [float(each) for each in self.scalars]
             weights = [part.weight(scalars) for part in self._parts]
             terms = [part.terms.value(scalars) for part in self._parts]
-        except (ArithmeticError, TypeError, ValueError):
+        except (ArithmeticError, RuntimeError, TypeError, ValueError):
             return None
         if not weights or not 0 < weights[0] < math.inf:
             return None
@@ -217,7 +217,8 @@ class LossParts:
 
         A tensor of another kind may be a part of one, for which other ranks would be asked.
         """
-        if value.numel() != 1 or type(value) not in (Tensor, torch.nn.Parameter):
+        odd = type(value) not in (Tensor, torch.nn.Parameter) or value.layout != torch.strided
+        if odd or value.numel() != 1 or value.is_complex() or value.is_meta:
             raise _Unknown
         self.scalars.append(value.detach().clone())
         return _Product(1.0, ((len(self.scalars) - 1, power),))

@@ -66,7 +66,20 @@ class Dropout:
         *,
         train: bool = True,
     ) -> None:
-        self._input, self._p, self._training, self._inplace = input, p, training and train, inplace
+        self._input, self._p, self._inplace = input, p, inplace
+        self._training = training if train is True else train
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is called as models do. Of other arguments, and under `vmap`, only torch knows what it makes."""
+        return (
+            type(self._p) in (float, int)
+            and type(self._training) is bool
+            and type(self._input) in (Tensor, torch.nn.Parameter)
+            and self._input.layout == torch.strided
+            and not self._input.is_nested
+            and torch._C._functorch.peek_interpreter_stack() is None
+        )
 
     @property
     def draws(self) -> bool:

@@ -66,15 +66,9 @@ class _Interceptor(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.intercepted = 0
         self._replaying = False
 
-    @property
-    def late(self) -> bool:
-        """Whether what is drawn now is drawn in the backward pass, and not `again`."""
-        in_backward = torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined,unused-ignore]
-        return in_backward and not self._replaying
-
     def dropped(self, dropout: Dropout) -> torch.Tensor:
-        """What that gives with the generator, without a look at each operation of it."""
-        self.intercepted += dropout.draws and not self._replaying
+        """What that, which draws, gives with the generator, without a look at each operation of it."""
+        self.intercepted += not self._replaying
         return dropout(self.generator)
 
     @contextmanager
@@ -99,7 +93,9 @@ class _Interceptor(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if not _draws(func, args, kwargs):
             return func(*args, **kwargs)
-        keyed, late = _taking_generator(func), self.late
+        keyed = _taking_generator(func)
+        in_backward = torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined,unused-ignore]
+        late = in_backward and not self._replaying
         if keyed is None or late:
             self.refused.add(f"{func} in the backward pass" if late else str(func))
             return func(*args, **kwargs)
@@ -128,8 +124,13 @@ class _StochasticFunctions(TorchFunctionMode):
         if func not in STOCHASTIC:
             return func(*args, **kwargs)
         # The interceptor would look at each of its operations, which takes about as long as they do.
-        if func in DROPOUT and not self._interceptor.late:
-            return self._interceptor.dropped(Dropout(*args, **kwargs))
+        if func in DROPOUT:
+            try:
+                call = Dropout(*args, **kwargs)
+            except TypeError:  # which is torch's to raise
+                return func(*args, **kwargs)
+            if call.plain and call.draws:
+                return self._interceptor.dropped(call)
         with self._interceptor:
             return func(*args, **kwargs)
 
