@@ -44,7 +44,7 @@ class AddedTime:
         if self._first is not None:
             self._marks.append((self._first, self._marked()))
             self._first = None
-        while self._marks and (self._marks[0][1].query() or len(self._marks) > _KEPT):
+        while self._marks and (len(self._marks) > _KEPT or self._marks[0][1].query()):
             self._take()
 
     def _marked(self) -> torch.cuda.Event:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.metadata
 import subprocess
 from pathlib import Path
 
@@ -105,3 +106,13 @@ def test_a_checkout_in_which_pytest_cannot_start_is_no_bench(tmp_path: Path) -> 
     subprocess.run(["git", "-C", one, "add", "."], check=True)
     with pytest.raises(subprocess.CalledProcessError):
         mutants.Bench(one, tmp_path / "copy", files=3, seconds=60.0)
+
+
+def test_a_copy_is_installed_as_its_checkout_would_be(tmp_path: Path) -> None:
+    """Its tests look for its own version in what it says, not for that of an Andon beside it."""
+    one = checkout(tmp_path / "one", "limits", WHOLE)
+    (one / "pyproject.toml").write_text('[project]\nname = "andon"\nversion = "7.1"\n')
+    subprocess.run(["git", "-C", one, "add", "."], check=True)
+    copy = mutants.Bench(one, tmp_path / "copy", files=3, seconds=60.0).folder
+    (found,) = importlib.metadata.distributions(path=[str(copy / "contracts")])
+    assert (found.name, found.version) == ("andon", "7.1")

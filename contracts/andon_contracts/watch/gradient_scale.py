@@ -2,8 +2,8 @@
 a raw and of a reduced gradient, of which their quotient is the factor of the reduction (`laws/scale`).
 
 A graph is followed from the loss through what multiplies, adds and stacks scalars, down to the means and sums over
-terms. Whatever else stands there makes the weight unknown, and nothing is judged. A number in a
-tensor is not read there, since the host would wait for its device: it comes with what else is brought at the update.
+terms. Whatever else stands there makes the weight unknown, and nothing is judged. A number in a tensor is not read
+there, since the host would wait for its device: it comes with what else is brought at the update.
 """
 
 from __future__ import annotations
