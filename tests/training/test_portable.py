@@ -127,7 +127,7 @@ for backend in ("inline", "gloo"):
         said.append(run.summary.weights_digest)
     except ValueError as error:
         said.append(str(error))
-    said.append(str(sorted({"ATEN_CPU_CAPABILITY", "MKL_CBWR"} & os.environ.keys())))
+    said.append(str(sorted({"ATEN_CPU_CAPABILITY", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA"} & os.environ.keys())))
 print("\\n".join(said))
 """
 FRESH = """
@@ -137,7 +137,7 @@ import andon
 
 for folder in ("first", "second"):
     run = andon.train(sys.argv[1], backend="inline", workers=1, run_dir=folder, config="small.yaml")
-    print(run.summary.weights_digest, os.environ["ATEN_CPU_CAPABILITY"], os.environ["MKL_CBWR"])
+    print(run.summary.weights_digest, *(os.environ[name] for name in sys.argv[2:]))
 """
 
 
@@ -153,7 +153,7 @@ def test_an_interpreter_that_has_computed_refuses(runs: Runs, portable_run: Path
     ended = python(small, "-c", USED, str(runs.data))
     refused, kept, digest, left = ended.stdout.splitlines()
     assert "run.portable: comes too late" in refused
-    assert "ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=COMPATIBLE" in refused
+    assert "ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=AVX2" in refused
     assert "run.backend=gloo" in refused
     assert kept == left == "[]"
     assert digest == outcome(portable_run)["weights_digest"]
@@ -161,18 +161,30 @@ def test_an_interpreter_that_has_computed_refuses(runs: Runs, portable_run: Path
 
 def test_an_interpreter_that_has_only_loaded_torch_does_not(runs: Runs, portable_run: Path, small: Path) -> None:
     """Nor does it a second time: it keeps the variables, as torch keeps what they said."""
-    ended = python(small, "-c", FRESH, str(runs.data))
+    ended = python(small, "-c", FRESH, str(runs.data), *SETTINGS)
     assert ended.stdout.split() == [outcome(portable_run)["weights_digest"], *SETTINGS.values()] * 2, ended.stderr
 
 
 def test_an_environment_that_says_otherwise_is_refused(runs: Runs, tmp_path: Path) -> None:
-    """Both variables at once, with what is there and what is needed; nothing is begun."""
-    other = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "AVX2"}
+    """All variables at once, with what is there and what is needed; nothing is begun."""
+    other = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "AVX2", "ONEDNN_MAX_CPU_ISA": "ALL"}
     ended = python(tmp_path, "-m", "andon", *command(runs, tmp_path / "run", ON), more=other)
     assert ended.returncode == 2
     for name, value in other.items():
         assert f"{name}: is {value!r} in the environment, run.portable needs {SETTINGS[name]!r}" in ended.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_some_of_the_variables_alone_are_refused_where_torch_may_have_computed(
+    runs: Runs, small: Path, portable_run: Path
+) -> None:
+    """The rest would come too late, and nobody could tell; ranks are new, and get them all."""
+    some = {"ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "COMPATIBLE"}
+    ended = python(small, "-c", USED, str(runs.data), more=some)
+    refused, kept, digest, left = ended.stdout.splitlines()
+    assert refused.startswith("ONEDNN_MAX_CPU_ISA: is not in the environment, in which the other variables")
+    assert kept == left == str(sorted(some))
+    assert digest == outcome(portable_run)["weights_digest"]
 
 
 def test_a_cpu_without_avx2_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

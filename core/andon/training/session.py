@@ -18,6 +18,7 @@ from andon.backend.devices import demand_determinism, placement
 from andon.backend.group import GroupBackend, groups_of
 from andon.backend.inprocess import InlineBackend, ThreadsBackend
 from andon.backend.machine import look_at, none_works, of_all_ranks, refuse_unfit, refuse_without_nccl
+from andon.backend.products import products_in_order
 from andon.config.schema import IN_PROCESS, Config
 from andon.console.messages import say
 from andon.console.problems import InputError, Problem
@@ -68,9 +69,10 @@ def assembled(
     Raises `InputError` for what the user got wrong, a folder that another process owns included.
     """
     config = with_task(config)
-    if config.run.portable:
-        require_in_effect()
     with ExitStack() as stack:
+        if config.run.portable:
+            require_in_effect()
+            stack.enter_context(products_in_order())
         if not config.contracts.enabled:
             stack.enter_context(suspended())
         clock = StepClock(compiles=config.training.compile != "off")
