@@ -22,7 +22,7 @@ from typing import Any
 _ROOT = Path(__file__).parents[2]
 _SOURCES = [str(_ROOT / name) for name in ("contracts", "core", "falsify", "")]
 _LIMIT_S = 300.0
-_FOUND = re.compile(r"andon\.Violation: (\S+ broken \w+ step \d+).*\n(?:.*\n){0,3}?\s+seen\s+(.*)")
+_FOUND = re.compile(r"andon(?:\.Violation| suspicion): (\S+ broken \w+ step \d+).*\n(?:.*\n){0,3}?\s+seen\s+(.*)")
 
 
 class Gone(Exception):
@@ -41,7 +41,7 @@ class Ran:
         return list(dict.fromkeys(line.strip() for line in self.text.splitlines() if re.search(pattern, line)))
 
     def found(self, clause: str) -> list[str]:
-        """What the watch found of a clause: at which step, and what was seen."""
+        """What the watch found of a clause, or suspects: at which step, and what was seen."""
         return [f"watch: {where}: {seen}" for where, seen in _FOUND.findall(self.text) if where.startswith(clause)]
 
 

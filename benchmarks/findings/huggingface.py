@@ -7,9 +7,28 @@ from benchmarks.findings.finding import Finding, Shown
 
 _CASE = '{"rows":[8,0],"batch_size":8,"optimizer":"sgd","weight_decay":0.0,"lr":0.05,"clip_norm":null,"dropout":0.0}'
 
+CLASSIFY = """
+import sys
+import torch
+from transformers import LlamaConfig, LlamaForSequenceClassification, Trainer, TrainingArguments
+
+torch.manual_seed(0)
+sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "num_labels": 3, "pad_token_id": 0}
+model = LlamaForSequenceClassification(LlamaConfig(**sizes, **heads))
+rows = [{"input_ids": torch.randint(1, 64, (8,)).tolist(), "labels": row % 3} for row in range(64)]
+arguments = TrainingArguments(
+    sys.argv[1], per_device_train_batch_size=4, gradient_accumulation_steps=2, num_train_epochs=1, use_cpu=True,
+    report_to=[], save_strategy="no", disable_tqdm=True)
+collate = lambda rows: {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}
+Trainer(model, arguments, train_dataset=rows, data_collator=collate).train()
+"""
+"""A classifier trained as the Trainer trains by default, but for an accumulation of 2. Its argument is a folder."""
+
 
 def trainer_factor(files: Checkout) -> Shown:
-    """`andon falsify` on the bundled loop with the Trainer, a classifier of a decoder's last token."""
+    """`andon falsify` on the bundled loop with the Trainer, a classifier of a decoder's last token; and a script of the
+    same on two ranks under the watch."""
     seen: list[str] = []
     factors: list[bool] = []
     for world, accumulation in ((2, 1), (1, 2), (2, 2)):
@@ -21,7 +40,9 @@ def trainer_factor(files: Checkout) -> Shown:
         seen.append(
             f"{world} ranks, accumulation {accumulation}: gradient-law, {said[0] if said else 'no ratio named'}"
         )
-    return Shown(all(factors), tuple(seen))
+    files.write("classify.py", CLASSIFY)
+    suspected = files.ranks("classify.py", str(files.folder / "out")).found("gradient-scale")
+    return Shown(all(factors), (*seen, *suspected[:1]))
 
 
 def resumed_order(files: Checkout) -> Shown:
@@ -43,11 +64,12 @@ def resumed_order(files: Checkout) -> Shown:
 
 
 def accumulate_twice(files: Checkout) -> Shown:
-    """The two context managers of the script's `with`, around 16 batches with an accumulation of 4."""
+    """The two context managers of the script's `with`, around 16 batches with an accumulation of 4, under a watch."""
     seen = files.probe("accumulate_twice", "examples/custom_diffusion/train_custom_diffusion.py")
     said = (
         f"16 batches with gradient_accumulation_steps=4: {seen['updates']} updates instead of 4",
         f"each with {seen['factor']} x the mean gradient of its batches",
+        *(f"watch: {each}" for each in seen["found"][:1]),
     )
     return Shown(seen["updates"] != 4, said)
 

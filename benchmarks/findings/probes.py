@@ -20,6 +20,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+import andon
+from andon_contracts.violation import Violation
+
 
 def fsdp2_reset(folder: str) -> dict[str, Any]:
     """How many tensors still hold what memory held, after `to_empty` and `reset_parameters`."""
@@ -59,12 +62,15 @@ def guided_diffusion() -> dict[str, Any]:
     train_util = importlib.import_module("guided_diffusion.train_util")
     _join_alone()
     rows = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
-    gradients = {size: _of_micro_batches(train_util, rows, size) for size in (8, 2, 3)}
-    return {str(size): _ratio(gradients[size], gradients[8])[0] for size in (2, 3)}
+    gradients = {size: _gradient(_of_micro_batches(train_util, rows, size, 1)[0]) for size in (8, 2, 3)}
+    _, found = _of_micro_batches(train_util, rows, 2, 3)
+    return {str(size): _ratio(gradients[size], gradients[8])[0] for size in (2, 3)} | {"found": found}
 
 
-def _of_micro_batches(train_util: Any, rows: torch.Tensor, size: int) -> torch.Tensor:
-    """The gradient that `forward_backward` leaves of a model whose loss is one number for each row."""
+def _of_micro_batches(
+    train_util: Any, rows: torch.Tensor, size: int, updates: int
+) -> tuple[torch.nn.Module, list[str]]:
+    """A model whose loss is one number for each row, after steps of the loop, and what a watch found in them."""
 
     def losses(model: Any, rows: torch.Tensor, times: torch.Tensor, model_kwargs: dict[str, Any]) -> dict[str, Any]:
         return {"loss": model(rows).square().mean(1)}
@@ -84,8 +90,12 @@ def _of_micro_batches(train_util: Any, rows: torch.Tensor, size: int) -> torch.T
         save_interval=1,
         resume_checkpoint="",
     )
-    loop.forward_backward(rows, {})
-    return _gradient(model)
+    found = list[str]()
+    with andon.watch(model, loop.opt, action=lambda each: found.append(_said(each))):
+        for _ in range(updates):
+            loop.forward_backward(rows, {})
+            loop.mp_trainer.optimize(loop.opt)
+    return model, found
 
 
 def stylegan2_order() -> dict[str, Any]:
@@ -162,21 +172,27 @@ def accumulate_twice(script: str) -> dict[str, Any]:
         for node in ast.walk(loop)
         if isinstance(node, ast.With) and ast.unparse(node.items[0]).startswith("accelerator.accumulate(")
     ]
-    unet, text_encoder = torch.nn.Linear(1, 1, bias=False), torch.nn.Linear(1, 1)
+    unet, text_encoder = torch.nn.Linear(2, 1, bias=False), torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(unet.parameters(), lr=1.0)
     unet, text_encoder, optimizer = accelerator.prepare(unet, text_encoder, optimizer)
     names = {"accelerator": accelerator, "unet": unet, "text_encoder": text_encoder}
-    gradients = []
+    gradients, found = list[float](), list[str]()
+    watch = andon.watch(unet, optimizer, action=lambda each: found.append(_said(each)))
     for _ in range(16):
         with ExitStack() as stack:
             for each in contexts[0]:
                 stack.enter_context(eval(each, names))
-            accelerator.backward(unet(torch.ones(1, 1)).sum())
+            accelerator.backward(unet(torch.ones(3, 2)).mean())
             if accelerator.sync_gradients:
-                gradients.append(unet.weight.grad.item())
+                gradients.append(unet.weight.grad.mean().item())
             optimizer.step()
             optimizer.zero_grad()
-    return {"updates": len(gradients), "factor": sum(gradients) / len(gradients)}
+    watch.close()
+    return {"updates": len(gradients), "factor": sum(gradients) / len(gradients), "found": found}
+
+
+def _said(found: Violation) -> str:
+    return f"{found.clause} broken at step {found.step}: {found.finding.seen}"
 
 
 def same_noise(script: str) -> dict[str, Any]:

@@ -140,7 +140,7 @@ def transformers_trainer(steps: int) -> Seen:
         arguments = TrainingArguments(
             folder, per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=steps, learning_rate=1e-2,
             warmup_steps=4, max_grad_norm=0.1, average_tokens_across_devices=False, use_cpu=True, save_strategy="no",
-            logging_steps=5, report_to="none", disable_tqdm=True, ddp_find_unused_parameters=False,
+            logging_steps=5, report_to="none", disable_tqdm=True,
         )  # fmt: skip
         trainer = Trainer(Replying(Normed()), arguments, train_dataset=Rows(), callbacks=[Watched()])
         trainer.train()

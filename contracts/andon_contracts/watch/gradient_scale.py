@@ -101,12 +101,12 @@ class Weight:
 class LossParts:
     """The means and sums over terms that a loss is made of, in order, by its graph as it is now."""
 
-    def __init__(self, node: Any) -> None:
-        """node: the one that made the loss. Raises `_Unknown` where the graph does not say."""
+    def __init__(self, loss: Tensor) -> None:
+        """Raises `_Unknown` where the graph does not say."""
         self._left = _NODES
         self.scalars: list[Tensor] = []
         """The numbers of the graph that lie in tensors; they may be brought to the CPU before `weight`."""
-        self._parts = self._below(node, _ONE, False)
+        self._parts = self._below(_node(loss.grad_fn, loss.output_nr), _ONE, False)
 
     def weight(self) -> Weight | None:
         """What the loss weighs; None where its numbers do not tell."""
@@ -135,7 +135,7 @@ class LossParts:
         self._left -= 1
         if node is None or not self._left:
             raise _Unknown
-        name, inputs = node.name(), [each for each, _ in node.next_functions]
+        name, inputs = node.name(), _inputs(node)
         one = (name in _REDUCES and _elements(node) == 1) or (name in _JOINS and len(inputs) == 1)
         if one or name.rstrip("012") in _AS_IT_IS or name == "NegBackward0":  # the sign of a loss is nobody's weight
             return self._below(inputs[0], factor, chosen)
@@ -157,7 +157,7 @@ class LossParts:
         count = _elements(node)
         # What multiplies every element multiplies the mean.
         while below is not None:
-            inner, inputs = below.name(), [each for each, _ in below.next_functions]
+            inner, inputs = below.name(), _inputs(below)
             if inner in _TIMES and not _by_tensor(below):
                 place, by, of_choice = self._factor(below, inner, inputs)
                 below, factor, chosen = inputs[place], factor.times(by), chosen or of_choice
@@ -167,7 +167,7 @@ class LossParts:
                 break
         if below is not None and below.name() in _JOINS and len(below.next_functions) == count:
             by = factor.times(_Product(1 / count)) if name.startswith("Mean") else factor
-            return [part for each, _ in below.next_functions for part in self._below(each, by, chosen)]
+            return [part for each in _inputs(below) for part in self._below(each, by, chosen)]
         if name.startswith("Mean"):
             return [_Part(factor, _Product(float(count)), False, chosen)]
         # A sum over what a mask or a weight may have been multiplied with has nobody knows how many terms.
@@ -233,10 +233,28 @@ def parts_of(loss: Tensor) -> LossParts | None:
     if loss.grad_fn is None or loss.numel() != 1:
         return None
     try:
-        return LossParts(loss.grad_fn)
+        return LossParts(loss)
     # What the loop wrote over since is no number to read, and what is no number is no weight.
     except (_Unknown, ArithmeticError, AttributeError, RuntimeError, TypeError, ValueError):
         return None
+
+
+def _inputs(node: Any) -> list[Any]:
+    """The nodes that made what `node` was made of; None for what has no graph."""
+    return [_node(each, place) for each, place in node.next_functions]
+
+
+def _node(node: Any, place: int) -> Any:
+    """The node that made output `place` of `node`. Raises `_Unknown` where that cannot be told.
+
+    DDP hands every output of a model on as it is where it looks for unused parameters, and for a static graph, as the
+    HF Trainer has it for most models. What is no tensor is an output there and no input.
+    """
+    while node is not None and node.name() == "_DDPSinkBackward":
+        if len(node.next_functions) != len(node._input_metadata):
+            raise _Unknown
+        node, place = node.next_functions[place]
+    return node
 
 
 def _by_tensor(node: Any) -> bool:

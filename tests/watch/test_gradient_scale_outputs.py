@@ -1,0 +1,125 @@
+"""The scale of the gradient where the loss is an output of the model, which DDP hands on by a node of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import andon
+from andon_contracts.watch.gradient_scale import parts_of
+from tests.support.ranks import run_ranks
+
+OUTPUTS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Tensor]]] = {
+    "alone": (lambda loss, logits: loss, lambda given: given),
+    "before the logits": (lambda loss, logits: {"loss": loss, "logits": logits}, lambda given: given["loss"]),
+    "after the logits": (lambda loss, logits: (logits, loss), lambda given: given[1]),
+    "after what has no graph": (lambda loss, logits: (logits.argmax(-1), logits, loss), lambda given: given[2]),
+    "after what is no tensor": (lambda loss, logits: (None, loss, 3 * loss), lambda given: given[1]),
+}
+"""What a model returns, and how the loop takes the loss from it. The last has an output more than tensors."""
+NOT_SEEN = "after what is no tensor"
+
+
+class Classifier(nn.Module):
+    """Returns its loss among its outputs, as models of transformers do."""
+
+    def __init__(self, returns: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3))
+        self.returns = returns
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        """[rows, 6] and [rows]."""
+        logits = self.layers(x)
+        return self.returns(F.cross_entropy(logits, labels), logits)
+
+
+def found(name: str, factor: float, sgd: bool, **options: bool) -> tuple[list[str], list[str], list[float | None]]:
+    """What a watch finds of three updates of two passes each, its closing lines, and what each loss weighs by itself.
+
+    options: of DDP.
+    """
+    torch.manual_seed(0)
+    returns, take = OUTPUTS[name]
+    model = DistributedDataParallel(Classifier(returns), **options)
+    kind = torch.optim.SGD if sgd else torch.optim.AdamW
+    optimizer = kind(model.parameters(), lr=0.01)
+    seen, weights, said = list[str](), list[float | None](), io.StringIO()
+    with contextlib.redirect_stderr(said):
+        watch = andon.watch(model, optimizer, action=lambda each: seen.append(f"{each.clause}: {each.finding.seen}"))
+        torch.manual_seed(1 + dist.get_rank())
+        for _ in range(3):
+            for _ in range(2):
+                loss = factor * take(model(torch.randn(4, 6), torch.randint(3, (4,))))
+                parts = parts_of(loss)
+                weight = parts.weight() if parts is not None else None
+                weights.append(None if weight is None else weight.first)
+                loss.backward()  # type: ignore[no-untyped-call]
+            if not sgd:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            optimizer.step()
+            optimizer.zero_grad()
+        watch.close()
+    return seen, [line for line in said.getvalue().splitlines() if line.startswith("  gradient scale:")], weights
+
+
+def every_output() -> list[str]:
+    """Which outputs, options of DDP and factors show something else than they must."""
+    wrong: list[str] = []
+    for name in OUTPUTS:
+        for options in ({"find_unused_parameters": True}, {"static_graph": True}, {}):
+            for sgd, factor in ((True, 0.5), (False, 1.0), (True, 0.5 * dist.get_world_size())):
+                seen, lines, weights = found(name, factor, sgd, **options)
+                hidden = name == NOT_SEEN and bool(options)
+                scales = [each for each in seen if each.startswith("gradient-scale: ")]
+                if factor == 0.5:
+                    said = not scales and (hidden or dist.get_rank() > 0 or "that of a mean in 3 of 3" in lines[0])
+                else:
+                    said = all(f"{2 * factor:.3f} together" in each for each in scales) and (hidden or scales != [])
+                # A static graph is handed on so in its first pass alone.
+                weighed = weights[0] == (None if hidden else factor) and {*weights} <= {weights[0], factor}
+                if not said or not weighed:
+                    wrong.append(f"{name}, {options}, {factor}: {seen}, {lines}, {weights}")
+    return wrong
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_loss_that_ddp_hands_on_is_weighed_as_it_was(world: int) -> None:
+    """Whichever output it is: halves are right, a loss that is not divided and one times the world size are found.
+
+    Where an output is no tensor nobody can tell which input of DDP's node it was, and nothing is said.
+    """
+    assert [outcome.get() for outcome in run_ranks(world, every_output)] == [[]] * world
+
+
+def test_the_factor_of_the_hf_trainer_is_found_without_a_line(tmp_path: Path) -> None:
+    """Its gradient is that of a mean, times accumulation and world size (huggingface/transformers#47688)."""
+    pytest.importorskip("transformers")
+    shown = pytest.importorskip("benchmarks.findings.huggingface", reason="benchmarks/ is in the checkout only")
+    (tmp_path / "classify.py").write_text(shown.CLASSIFY)
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        [*torchrun, "-m", "andon", "watch", "classify.py", "out"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "suspicion: gradient-scale broken at step 3, before its update" in ended.stderr
+    assert "weigh 2.000 each and the gradient is 0.500 of the sum over 2 ranks: 4.000 together" in ended.stderr
