@@ -116,7 +116,7 @@ def fingerprint(environment: Mapping[str, object]) -> dict[str, str]:
     Versions of libraries and of Python, machine, libc, CPU model and instruction sets, threads of a replica, models of
     accelerators, and flags that choose kernels. The number of cores, workers or accelerators is not in it. With
     accelerators also what makes their kernels: driver, Triton, cuBLAS, cuDNN, andon, and its `sources` where given.
-    An environment that says `portable` has the CPU that any is held to in the place of its own.
+    An environment that says `portable` has the CPU that any is held to in the place of its own, and how it adds.
     """
     packages = _mapping(environment["packages"])
     flags = _mapping(environment["flags"])
@@ -124,8 +124,8 @@ def fingerprint(environment: Mapping[str, object]) -> dict[str, str]:
     found = {name: str(packages[name]) for name in names if packages.get(name) is not None}
     for name in ("machine", "libc", "cpu", "instructions", "threads"):
         found[name] = str(environment[name])
-    if environment.get("portable") is True:
-        found |= _PORTABLE
+    if environment.get("portable"):
+        found |= _PORTABLE | {"products": str(environment["portable"])}
     # The order of rows is drawn by Python's generator.
     found["python"] = ".".join(str(environment["python"]).split(".")[:2])
     devices = environment["devices"]

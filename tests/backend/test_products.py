@@ -6,7 +6,7 @@ import hashlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from andon.backend.products import products_in_order
+from andon.backend import products
+from andon.backend.products import portable_kernels
+from andon.console.problems import InputError
 from andon_contracts.fingerprint import environment
 
 pytestmark = [
@@ -31,7 +33,8 @@ COLUMNS = st.integers(1, 9) | st.sampled_from((384, 511, 512, 513, 1023, 1025, 1
 
 
 def law(a: Tensor, b: Tensor, bias: Tensor | None, rows: list[int], outputs: list[int]) -> Tensor:
-    """The elements of `rows` and `outputs`: of each 512 products a chain of fused multiply-adds, chains added in order.
+    """The elements of `rows` and `outputs`: of each 512 products a chain of fused multiply-adds, chains added in order,
+    then the bias.
 
     A product of two float32 has 48 bits; with a float32 added it is rounded to 64, then to 24. The two roundings are as
     one unless the 40 bits between them are those of a half.
@@ -42,12 +45,9 @@ def law(a: Tensor, b: Tensor, bias: Tensor | None, rows: list[int], outputs: lis
         chain = np.zeros((len(rows), len(outputs)), np.float32)
         for k in range(first, min(first + 512, a.shape[1])):
             chain = (np.outer(left[:, k], right[k]) + chain).astype(np.float32)
-        if total is not None:
-            total = total + chain
-        else:
-            total = chain if bias is None else chain + bias[outputs].detach().numpy()
+        total = chain if total is None else total + chain
     assert total is not None
-    return torch.from_numpy(total)
+    return torch.from_numpy(total if bias is None else total + bias[outputs].detach().numpy())
 
 
 def matrix(rows: int, columns: int, layout: str, generator: torch.Generator) -> Tensor:
@@ -61,12 +61,17 @@ def matrix(rows: int, columns: int, layout: str, generator: torch.Generator) -> 
 
 @pytest.fixture(scope="module", autouse=True)
 def in_order() -> Iterator[None]:
-    """Products add in order meanwhile, and as torch adds them afterwards."""
-    a, b = torch.randn(40, 600), torch.randn(600, 40)
-    plain = a @ b
-    with products_in_order():
+    """Products add in order in these tests."""
+    with portable_kernels():
         yield
-    assert torch.equal(a @ b, plain)
+
+
+BIASES: dict[str, Callable[[Tensor], Tensor]] = {
+    "of outputs": lambda bias: bias,
+    "strided": lambda bias: torch.stack((bias, bias), 1)[:, 1],
+    "one row": lambda bias: bias[None],
+    "a number": lambda bias: bias[:1].expand(len(bias)),
+}
 
 
 LAYOUTS = st.sampled_from(("rows", "columns", "cut", "repeated"))
@@ -74,26 +79,21 @@ LAYOUTS = st.sampled_from(("rows", "columns", "cut", "repeated"))
 
 @settings(deadline=None)
 @example(8, 34, 1, "rows", "rows", None, 0)  # one output
-@example(2, 130, 1, "columns", "columns", "bias", 0)
+@example(2, 130, 1, "columns", "columns", "of outputs", 0)
 @example(1, 48, 48, "columns", "rows", None, 0)  # one row
-@example(1, 1025, 1, "rows", "columns", "bias", 0)
+@example(1, 1025, 1, "rows", "columns", "of outputs", 0)
 @example(16, 368, 9, "cut", "cut", None, 0)
-@given(SIZES, COLUMNS, SIZES, LAYOUTS, LAYOUTS, st.sampled_from((None, "bias", "scaled")), st.integers(0, 2**32))
+@given(SIZES, COLUMNS, SIZES, LAYOUTS, LAYOUTS, st.sampled_from((None, *BIASES)), st.integers(0, 2**32))
 def test_a_product_is_the_chain(
     rows: int, columns: int, outputs: int, left: str, right: str, more: str | None, seed: int
 ) -> None:
-    """Of any shape and layout, with a bias, and where what is added is scaled."""
+    """Of any shape and layout, and with a bias, however that lies in memory."""
     drawn = torch.Generator().manual_seed(seed)
     a, b = matrix(rows, columns, left, drawn), matrix(columns, outputs, right, drawn)
-    bias = torch.randn(outputs, generator=drawn)
+    bias = None if more is None else BIASES[more](torch.randn(outputs, generator=drawn))
     at = sorted({0, rows // 2, rows - 1}), sorted({0, outputs // 3, outputs - 1})
-    if more is None:
-        made, wanted = a @ b, law(a, b, None, *at)
-    elif more == "bias":
-        made, wanted = torch.addmm(bias, a, b), law(a, b, bias, *at)
-    else:
-        made = torch.addmm(bias, a, b, beta=0.5, alpha=2.0)
-        wanted = law(a, b, None, *at) * 2 + 0.5 * bias[at[1]]
+    made = a @ b if bias is None else torch.addmm(bias, a, b)
+    wanted = law(a, b, None if bias is None else bias.reshape(-1), *at)
     assert made.shape == (rows, outputs)
     assert made.is_contiguous()
     assert torch.equal(made[at[0]][:, at[1]], wanted)
@@ -119,50 +119,81 @@ def test_a_layer_adds_so_forward_and_backward(shape: tuple[int, ...]) -> None:
     assert torch.equal(layer.weight.grad[outputs][:, columns], law(above.t(), flat, None, outputs, columns))
 
 
-def test_what_is_no_product_of_float32_is_as_ever() -> None:
-    """Other dtypes, nothing at all, what a factor of 0 leaves out, and sizes that do not fit."""
-    for dtype in (torch.float64, torch.int64, torch.bfloat16):
-        a, b = torch.arange(6).reshape(2, 3).to(dtype), torch.arange(12).reshape(3, 4).to(dtype)
-        wanted = torch.tensor([[20, 23, 26, 29], [56, 68, 80, 92]]).to(dtype)
-        assert torch.equal(a @ b, wanted)
-        assert torch.equal(torch.addmm(b[0], a, b, beta=2, alpha=3), 3 * wanted + 2 * b[0])
-    assert (torch.ones(0, 3) @ torch.ones(3, 2)).shape == (0, 2)
-    assert torch.equal(torch.addmm(torch.ones(2), torch.ones(3, 0), torch.ones(0, 2)), torch.ones(3, 2))
-    nothing = torch.full((2,), float("nan"))
-    assert torch.equal(torch.addmm(nothing, torch.ones(2, 3), torch.ones(3, 2), beta=0), torch.full((2, 2), 3.0))
-    for a, b in ((torch.ones(2, 3), torch.ones(4, 5)), (torch.ones(2, 3), torch.ones(3, 4, dtype=torch.float64))):
-        with pytest.raises(RuntimeError, match=r"size|scalar type"):
-            torch.mm(a, b)
-    with pytest.raises(RuntimeError, match=r"size|shape"):
-        torch.addmm(torch.ones(7), torch.ones(2, 3), torch.ones(3, 4))
+def odd_ones() -> dict[str, object]:
+    """What torch makes of products that are none of float32 matrices, or are more than that; of a refusal, its kind."""
+    drawn = torch.Generator().manual_seed(0)
+    a, b, wide = (torch.randn(shape, generator=drawn) for shape in ((30, 70), (70, 20), (30, 20)))
+    nothing = torch.full((20,), float("nan"))
+    made: dict[str, Callable[[], Tensor]] = {
+        "no rows": lambda: a[:0] @ b,
+        "no terms": lambda: torch.addmm(b[0], a[:, :0], b[:0]),
+        "nothing is read": lambda: torch.addmm(nothing, a, b, beta=0).isnan(),
+        "sizes": lambda: a @ a,
+        "a wrong bias": lambda: torch.addmm(b[0, :7], a, b),
+        "a bias of another dtype": lambda: torch.addmm(b[0].double(), a, b),
+        "two dtypes": lambda: a @ b.double(),
+        "a vector": lambda: torch.mm(a, b[:, 0]),
+        "a vector for a bias and a vector": lambda: torch.addmm(b[0], a, b[:, 0]),
+    }
+    for dtype in (torch.bfloat16, torch.float64, torch.int64):
+        x, y, z = a.to(dtype), b.to(dtype), wide.to(dtype)
+        made |= {
+            f"{dtype}": lambda x=x, y=y: x @ y,
+            f"{dtype} with a bias": lambda x=x, y=y, z=z: torch.addmm(z[0], x, y),
+            f"{dtype} scaled": lambda x=x, y=y, z=z: torch.addmm(z, x, y, beta=2, alpha=3),
+        }
+    shown: dict[str, object] = {}
+    for name, make in made.items():
+        try:
+            shown[name] = (tensor := make()).dtype, tuple(tensor.shape), tensor.tolist()
+        except RuntimeError:
+            shown[name] = RuntimeError
+    return shown
+
+
+def test_what_is_no_product_of_float32_matrices_is_what_torch_makes() -> None:
+    """Other dtypes to their last bit, nothing at all, what a factor of 0 leaves out, and refusals."""
+    ours = odd_ones()
+    assert sum(each is RuntimeError for each in ours.values()) == 6
+    plain = of_a_process("from tests.backend.test_products import odd_ones; print(odd_ones())")
+    assert plain.stdout.strip() == str(ours)
 
 
 _DIGEST = """
 import hashlib, torch
-from andon.backend.products import products_in_order
+from andon.backend.products import portable_kernels
 torch.manual_seed(0)
 said = hashlib.sha256()
-with products_in_order():
+x = torch.randn(64, 700)
+torch.nn.functional.gelu(x)  # from now on oneDNN knows which CPU it has
+a, b = torch.randn(33, 900), torch.randn(900, 31)
+plain = a @ b, torch.nn.functional.gelu(x)
+with portable_kernels():
     for rows, columns, outputs in ((1, 700, 9), (37, 1024, 384), (300, 640, 5), (64, 1536, 384)):
         for a in (torch.randn(rows, columns), torch.randn(columns, rows).t()):
             for b in (torch.randn(columns, outputs), torch.randn(outputs, columns).t()):
                 said.update((a @ b).numpy().tobytes())
                 said.update(torch.addmm(torch.randn(outputs), a, b).numpy().tobytes())
+    x.requires_grad_()
+    made = torch.nn.functional.gelu(x)
+    made.sum().backward()
+    for each in (made, x.grad, torch.nn.functional.conv1d(x.detach()[None], torch.ones(3, 64, 5))):
+        said.update(each.detach().numpy().tobytes())
 print(said.hexdigest())
 """
 
 
-def of_a_process(**more: str) -> subprocess.CompletedProcess[str]:
-    """What `_DIGEST` prints where the environment says `more`."""
+def of_a_process(program: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """What a new interpreter prints where the environment says `more`."""
     path = os.pathsep.join(path for path in sys.path if path)
     said = {**os.environ, "PYTHONPATH": path, **more}
-    return subprocess.run([sys.executable, "-c", _DIGEST], env=said, capture_output=True, text=True, check=False)
+    return subprocess.run([sys.executable, "-c", program], env=said, capture_output=True, text=True, check=False)
 
 
 def test_the_bits_are_the_same_at_every_level_of_avx_and_of_threads() -> None:
-    """They are one digest, as those of more than 512 products at once, which oneDNN cuts by the CPU, are not."""
-    levels = [{"ONEDNN_MAX_CPU_ISA": level} for level in ("AVX2", "AVX2_VNNI", "AVX512_CORE", "ALL")]
-    said = [of_a_process(**level, OMP_NUM_THREADS=threads) for level in levels for threads in ("1", "2")]
+    """One digest, with exact GELU and a convolution, also where oneDNN has computed before."""
+    levels = [{"ONEDNN_MAX_CPU_ISA": level, "ATEN_CPU_CAPABILITY": "avx2"} for level in ("AVX2", "AVX512_CORE", "ALL")]
+    said = [of_a_process(_DIGEST, **level, OMP_NUM_THREADS=threads) for level in levels for threads in ("1", "2")]
     assert {(each.returncode, each.stderr) for each in said} == {(0, "")}
     assert len({each.stdout for each in said}) == 1
     assert len(said[0].stdout.strip()) == hashlib.sha256().digest_size * 2
@@ -170,6 +201,73 @@ def test_the_bits_are_the_same_at_every_level_of_avx_and_of_threads() -> None:
 
 def test_a_cpu_on_which_they_add_otherwise_is_refused() -> None:
     """Without AVX2 there is no fused multiply-add, and nothing is trained with other bits in silence."""
-    ended = of_a_process(ONEDNN_MAX_CPU_ISA="SSE41")
+    ended = of_a_process(_DIGEST, ONEDNN_MAX_CPU_ISA="SSE41")
     assert ended.returncode != 0
     assert "run.portable: needs products that add in one order" in ended.stderr
+
+
+def test_afterwards_torch_computes_as_before() -> None:
+    """Also after an error, and where the caller had turned oneDNN off himself."""
+    program = """
+import torch
+from andon.backend.products import portable_kernels
+a, b, x = torch.randn(33, 900), torch.randn(900, 31), torch.randn(64, 700)
+gelu = torch.nn.functional.gelu
+for enabled in (True, False):
+    torch.backends.mkldnn.enabled = enabled
+    plain = a @ b, gelu(x)
+    try:
+        with portable_kernels():
+            assert not torch.equal(a @ b, plain[0])
+            assert torch.equal(gelu(x), plain[1]) is not enabled
+            raise KeyError
+    except KeyError:
+        pass
+    assert torch.equal(a @ b, plain[0]) and torch.equal(gelu(x), plain[1])
+    assert torch.backends.mkldnn.enabled is enabled
+"""
+    ended = of_a_process(program)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+
+
+def _halves(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    """As a CPU would add that cuts every sum in two, and begins the second half with the bias."""
+    half = a.shape[1] // 2
+    first = (a[:, :half].double() @ b[:half].double()).float()
+    rest = (a[:, half:].double() @ b[half:].double()).float()
+    return first + (rest if bias is None else rest + bias)
+
+
+@pytest.mark.parametrize(
+    "differs",
+    [
+        lambda made, other: other if made.shape[1] > 1600 else made,
+        lambda made, other: other if made.shape[0] > 400 else made,
+        lambda made, other: torch.cat((made[:1], other[1:-1], made[-1:])),
+        lambda made, other: torch.cat((made[:, :7], other[:, 7:-1], made[:, -1:]), 1),
+    ],
+    ids=["many outputs", "many rows", "rows within", "outputs within"],
+)
+def test_what_is_tried_shows_a_cpu_that_adds_otherwise(
+    monkeypatch: pytest.MonkeyPatch, differs: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    """Not in all of its kernels, and not in each of their elements."""
+    right = products._product
+    monkeypatch.setattr(products, "_product", lambda a, b, bias: differs(right(a, b, bias), _halves(a, b, bias)))
+    with pytest.raises(InputError, match=r"needs products that add in one order"):
+        products._require_order()
+
+
+def test_a_bias_that_comes_before_the_sum_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every layer has one."""
+    right = products._product
+
+    def begun(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+        half = a.shape[1] // 2
+        if bias is None or half == 0:
+            return right(a, b, bias)
+        return right(a[:, :half], b[:half], bias).add_(right(a[:, half:], b[half:], None))
+
+    monkeypatch.setattr(products, "_product", begun)
+    with pytest.raises(InputError, match=r"needs products that add in one order"):
+        products._require_order()

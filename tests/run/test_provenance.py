@@ -89,12 +89,13 @@ def test_the_fingerprint_changes_with_what_bits_depend_on(name: str, value: obje
 
 def test_the_fingerprint_of_a_portable_run_is_one_for_all_cpus() -> None:
     """Its bits do not depend on the CPU; on versions they may, and a plain run on that CPU is another one."""
-    ours, plain = environment(threads=1, portable=True), environment(threads=1)
+    ours, plain = environment(threads=1, portable="one after the other"), environment(threads=1)
     theirs = ours | {"cpu": "another", "instructions": "avx avx2 avx512f fma"}
     assert fingerprint(theirs) == fingerprint(ours)
     assert fingerprint(theirs | {"libc": "musl"}) != fingerprint(ours)
     apart = [each.partition(":")[0] for each in differences(fingerprint(ours), fingerprint(plain))]
-    assert apart == ["cpu", "instructions"]
+    assert apart == ["cpu", "instructions", "products"]
+    assert fingerprint(ours | {"portable": "two and two"}) != fingerprint(ours)
     assert "portable" not in plain
 
 

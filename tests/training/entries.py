@@ -165,7 +165,7 @@ def tell_kernels(payload: Payload) -> int:
 
     ended = train_rank(payload)
     told = {"capability": torch.backends.cpu.get_cpu_capability()}
-    told |= {name: os.environ.get(name) for name in ("ATEN_CPU_CAPABILITY", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA")}
+    told |= {name: os.environ.get(name) for name in ("ATEN_CPU_CAPABILITY", "MKL_CBWR")}
     rank = RankContext.from_environment().rank
     Path(payload["folder"]).with_name(f"rank-{rank}.json").write_text(json.dumps(told))
     return ended

@@ -127,7 +127,7 @@ for backend in ("inline", "gloo"):
         said.append(run.summary.weights_digest)
     except ValueError as error:
         said.append(str(error))
-    said.append(str(sorted({"ATEN_CPU_CAPABILITY", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA"} & os.environ.keys())))
+    said.append(str(sorted({"ATEN_CPU_CAPABILITY", "MKL_CBWR"} & os.environ.keys())))
 print("\\n".join(said))
 """
 FRESH = """
@@ -153,7 +153,7 @@ def test_an_interpreter_that_has_computed_refuses(runs: Runs, portable_run: Path
     ended = python(small, "-c", USED, str(runs.data))
     refused, kept, digest, left = ended.stdout.splitlines()
     assert "run.portable: comes too late" in refused
-    assert "ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=AVX2" in refused
+    assert "ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=COMPATIBLE" in refused
     assert "run.backend=gloo" in refused
     assert kept == left == "[]"
     assert digest == outcome(portable_run)["weights_digest"]
@@ -166,25 +166,13 @@ def test_an_interpreter_that_has_only_loaded_torch_does_not(runs: Runs, portable
 
 
 def test_an_environment_that_says_otherwise_is_refused(runs: Runs, tmp_path: Path) -> None:
-    """All variables at once, with what is there and what is needed; nothing is begun."""
-    other = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "AVX2", "ONEDNN_MAX_CPU_ISA": "ALL"}
+    """Both variables at once, with what is there and what is needed; nothing is begun."""
+    other = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "AVX2"}
     ended = python(tmp_path, "-m", "andon", *command(runs, tmp_path / "run", ON), more=other)
     assert ended.returncode == 2
     for name, value in other.items():
         assert f"{name}: is {value!r} in the environment, run.portable needs {SETTINGS[name]!r}" in ended.stderr
     assert not (tmp_path / "run").exists()
-
-
-def test_some_of_the_variables_alone_are_refused_where_torch_may_have_computed(
-    runs: Runs, small: Path, portable_run: Path
-) -> None:
-    """The rest would come too late, and nobody could tell; ranks are new, and get them all."""
-    some = {"ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "COMPATIBLE"}
-    ended = python(small, "-c", USED, str(runs.data), more=some)
-    refused, kept, digest, left = ended.stdout.splitlines()
-    assert refused.startswith("ONEDNN_MAX_CPU_ISA: is not in the environment, in which the other variables")
-    assert kept == left == str(sorted(some))
-    assert digest == outcome(portable_run)["weights_digest"]
 
 
 def test_a_cpu_without_avx2_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,13 @@
-"""Products of float32 matrices whose bits are those of any CPU with AVX2, at the speed of oneDNN (`run.portable`).
+"""Kernels whose bits are those of any CPU with AVX2, at the speed of oneDNN: what `run.portable` needs of torch beside
+the variables of `launch/portable`.
 
-MKL, which computes torch's products, adds in an order of its own for each kind of CPU; where it is told not to
-(`MKL_CBWR=COMPATIBLE`) it takes two to three times as long. oneDNN's kernels add one product after the other, each by a
-fused multiply-add, as long as there are not many: then neither the width of a register nor the size of a cache is in
-the bits. So products are cut into parts that are as short, by us and not by oneDNN, which cuts by the CPU.
+MKL, which computes torch's products of matrices, adds in an order of its own for each kind of CPU; where it is told not
+to (`MKL_CBWR=COMPATIBLE`) it takes two to three times as long. oneDNN's kernels add one product after the other, each
+by a fused multiply-add, as long as there are not many: then neither the width of a register nor the size of a cache is
+in the bits. So products are cut into parts that are as short, by us and not by oneDNN, which cuts by the CPU.
 
     part[i, j] = fma(a[i, k], b[k, j], ... fma(a[i, 1], b[1, j], fma(a[i, 0], b[0, j], 0)))    for RUN values of k
-    (a @ b)[i, j] = (part of the first RUN values [+ bias[j]]) + (part of the next) + ...
+    (a @ b + bias)[i, j] = ((part of the first RUN values + part of the next) + ...) + bias[j]
 
 That oneDNN adds so nobody promises. It is therefore tried on the CPU at hand before anything is trained.
 """
@@ -14,7 +15,7 @@ That oneDNN adds so nobody promises. It is therefore tried on the CPU at hand be
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -22,103 +23,116 @@ from torch import Tensor
 
 from andon.console.problems import InputError, Problem
 
-_linear: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise.default
 RUN = 512
 """Products that are added one after the other. Of more oneDNN makes parts, at AVX2 others than at AVX-512."""
-_TRIED = ((2, 512, 2), (3, 384, 1536), (7, 512, 77), (37, 1, 5), (64, 384, 8), (200, 8, 384), (500, 512, 48))
+FORM = f"parts of {RUN} fused multiply-adds"
+"""What a fingerprint says of the bits of products: another order of additions needs another name."""
+_KEY = "run.portable"
+_TRIED = ((2, RUN, 4000), (3, RUN // 2, 1536), (9, RUN, 77), (37, 1, 5), (64, 384, 8), (200, 8, 384), (500, RUN, 48))
 """Rows, products in each, outputs: with the layouts below, kernels for few and many rows, whole registers and rests."""
 
 
 @contextmanager
-def products_in_order() -> Iterator[None]:
-    """Inside, `mm` and `addmm` of float32 matrices on CPUs add in the order above, in the whole process.
+def portable_kernels() -> Iterator[None]:
+    """Inside, in the whole process, `mm` and `addmm` of float32 matrices on CPUs add in the order above.
 
-    Forward and backward, since autograd calls the same two. Batched products, and those with `out`, are left to MKL.
-    Raises `InputError` on a CPU where oneDNN adds otherwise.
+    Forward and backward, since autograd calls the same two. Batched products, those by a vector, scaled ones and those
+    with `out` are left to MKL. Nothing else is left to oneDNN, which computes exact GELU and convolutions by the CPU.
+    Raises `InputError` for a torch without oneDNN, and on a CPU where it adds otherwise.
     """
     _require_order()
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    was_enabled = torch.backends.mkldnn.enabled
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel", UserWarning)
-            for name, made in (("mm", product), ("addmm", _addmm)):
-                library.impl(name, made, "CPU", allow_override=True)  # type: ignore[no-untyped-call]
+            for name, kernel in (("mm", _mm), ("addmm", _addmm)):
+                library.impl(name, kernel, "CPU", allow_override=True)  # type: ignore[no-untyped-call]
+        torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
         yield
     finally:
+        torch.backends.mkldnn.enabled = was_enabled
         library._destroy()  # type: ignore[no-untyped-call]
 
 
-def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`a @ b + bias`: [rows, k] by [k, outputs], and [outputs]. Of other dtypes, and of nothing, what torch gives.
-
-    Raises what torch raises for shapes and dtypes that do not fit.
-    """
-    if not _in_order(a, b):
-        made = torch.bmm(a[None], b[None])[0]  # which is not replaced
-        return made if bias is None else made + bias
-    (rows, columns), outputs, right = a.shape, b.shape[1], b.t()
-    if columns <= RUN and rows > 1 and outputs > 1:
-        return _linear(a, _dense(right), bias, "none", [], "")
-    # A single row or output has kernels of its own, which add otherwise: such a one is computed twice.
-    left = a.expand(max(rows, 2), columns)
-    right, bias = right.expand(max(outputs, 2), columns), bias if bias is None else bias.expand(max(outputs, 2))
-    total = left.new_empty(0)
-    for first in range(0, columns, RUN):
-        pair = left[:, first : first + RUN], _dense(right[:, first : first + RUN])
-        if first == 0:
-            total = _linear(*pair, bias if bias is None else bias.contiguous(), "none", [], "")
-        else:
-            total.add_(_linear(*pair, None, "none", [], ""))
-    return total[:rows, :outputs].contiguous()
+def _mm(a: Tensor, b: Tensor) -> Tensor:
+    if _in_order(a, b):
+        return _product(a, b, None)
+    return torch.bmm(a[None], b[None])[0]  # which is not replaced
 
 
 def _addmm(given: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    """`beta * given + alpha * (a @ b)`, as `torch.addmm` has it: what is multiplied by a `beta` of 0 is not read."""
-    if alpha == beta == 1 and given.shape == b.shape[1:] and given.dtype == b.dtype and given.is_contiguous():
-        return product(a, b, given)
-    if not _in_order(a, b):
-        wide = given.expand(a.shape[0], b.shape[1])
+    if not (alpha == beta == 1 and given.dtype is torch.float32 and _in_order(a, b)):
+        wide = given.expand(a.shape[0], b.shape[-1])
         return torch.baddbmm(wide[None], a[None], b[None], beta=beta, alpha=alpha)[0]
-    made = product(a, b)
-    made = made if alpha == 1 else made.mul_(alpha)
-    if beta == 0:
-        return made
-    return made.add_(given.expand(made.shape), alpha=beta)
+    if a.shape[1] <= RUN and given.shape == b.shape[1:] and given.is_contiguous():
+        return _product(a, b, given)
+    made = _product(a, b, None)
+    return made.add_(given.expand(made.shape))
 
 
 def _in_order(a: Tensor, b: Tensor) -> bool:
-    """Whether these two are float32 matrices that fit and have any element."""
-    of_float32 = a.dim() == b.dim() == 2 and a.dtype is b.dtype is torch.float32
-    return of_float32 and a.shape[1] == b.shape[0] and a.numel() > 0 and b.numel() > 0
+    """Whether these two are float32 matrices that have any element. Raises `RuntimeError` where they do not fit."""
+    if not (a.dim() == b.dim() == 2 and a.dtype is b.dtype is torch.float32):
+        return False
+    if a.shape[1] != b.shape[0]:
+        (rows, columns), (others, outputs) = a.shape, b.shape
+        msg = f"mat1 and mat2 shapes cannot be multiplied ({rows}x{columns} and {others}x{outputs})"
+        raise RuntimeError(msg)
+    return a.numel() > 0 and b.numel() > 0
 
 
-def _dense(matrix: Tensor) -> Tensor:
-    """With its rows or its columns one after the other; where neither of a right side are, oneDNN adds otherwise."""
-    return matrix if matrix.is_contiguous() or matrix.t().is_contiguous() else matrix.contiguous()
+def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    """`a @ b + bias`: [rows, k] by [k, outputs], and [outputs], which only a product of one part may have."""
+    linear = torch.ops.mkldnn._linear_pointwise.default
+    (rows, columns), outputs, right = a.shape, b.shape[1], b.t()
+    # A single row or output has kernels of its own, which add otherwise: such a one is computed twice.
+    if rows == 1:
+        a = a.expand(2, columns)
+    if outputs == 1:
+        right, bias = right.expand(2, columns), bias if bias is None else bias.repeat(2)
+    made: Tensor = linear(a[:, :RUN], _dense(right[:, :RUN]), bias, "none", [], "")
+    for first in range(RUN, columns, RUN):
+        end = first + RUN
+        made.add_(linear(a[:, first:end], _dense(right[:, first:end]), None, "none", [], ""))
+    return made if min(rows, outputs) > 1 else made[:rows, :outputs].contiguous()
+
+
+def _dense(right: Tensor) -> Tensor:
+    """With its rows or its columns one after the other; where neither are, oneDNN has a kernel that adds otherwise."""
+    return right if right.is_contiguous() or right.t().is_contiguous() else right.contiguous()
 
 
 def _require_order() -> None:
-    """Raise `InputError` where a product of those tried, at its corners, is not the chain of multiply-adds."""
-    drawn = torch.Generator().manual_seed(0)
-    pairs = torch.zeros(2, len(_TRIED) * 4 * 4, RUN, dtype=torch.float64)
-    found: list[Tensor] = []
+    """Raise `InputError` where some element of the products that are tried is not the chain of multiply-adds."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        raise InputError([Problem(_KEY, "needs a torch that is built with oneDNN")])
+    generator = torch.Generator().manual_seed(0)
+    lefts, rights, biases, found = list[Tensor](), list[Tensor](), list[Tensor](), list[Tensor]()
     for rows, columns, outputs in _TRIED:
         for turned in range(4):
-            a = _drawn(rows, columns, drawn, turned=bool(turned & 1))
-            b = _drawn(columns, outputs, drawn, turned=bool(turned & 2))
-            made = product(a, b)
-            for row, output in ((0, 0), (0, -1), (-1, 0), (-1, -1)):
-                pairs[0, len(found), :columns] = a[row]
-                pairs[1, len(found), :columns] = b[:, output]
-                found.append(made[row, output])
-    chain = torch.zeros(len(found))
-    for a, b in zip(*pairs.transpose(1, 2), strict=True):
-        # The product of two float32 is exact in float64, and the numbers are always these: a sum that is rounded twice
-        # to something else would be so everywhere.
-        chain = (a * b + chain).float()
-    if not torch.equal(chain, torch.stack(found)):
+            a = _drawn(rows, columns, generator, turned=bool(turned & 1))
+            b = _drawn(columns, outputs, generator, turned=bool(turned & 2))
+            bias = _drawn(1, outputs, generator, turned=False)[0]
+            made = _product(a, b, bias)
+            for row in {0, rows // 2, rows - 1}:
+                at = torch.tensor([0, outputs // 3, outputs // 2, outputs - 1])
+                padded = torch.nn.functional.pad(
+                    torch.stack((*a[row].expand(1, columns), *b[:, at].t())), (0, RUN - columns)
+                )
+                lefts.append(padded[:1].expand(len(at), RUN))
+                rights.append(padded[1:])
+                biases.append(bias[at])
+                found.append(made[row, at])
+    left, right = torch.cat(lefts).double(), torch.cat(rights).double()
+    chain = torch.zeros(len(left))
+    for k in range(RUN):
+        # The product of two float32 is exact in float64. A sum that is rounded twice to something else would be so on
+        # every CPU, since the numbers drawn are the same on all.
+        chain = (left[:, k] * right[:, k] + chain).float()
+    if not torch.equal(chain + torch.cat(biases), torch.cat(found)):
         what = f"needs products that add in one order, which oneDNN of torch {torch.__version__} has not on this CPU"
-        raise InputError([Problem("run.portable", what)])
+        raise InputError([Problem(_KEY, what)])
 
 
 def _drawn(rows: int, columns: int, generator: torch.Generator, *, turned: bool) -> Tensor:

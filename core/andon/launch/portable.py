@@ -1,8 +1,8 @@
-"""The same bits on CPUs of different kinds: what `run.portable` sets for torch's kernels, and whether it took effect.
+"""The same bits on CPUs of different kinds: what `run.portable` sets for torch and MKL, and whether it took effect.
 
-torch, MKL and oneDNN choose kernels by the CPU that they find. Three variables of the environment make them choose by
-what any CPU with AVX2 has; each is read once, when the first kernel of its library is asked for. In which order
-products of matrices add is seen to in `backend/products`.
+torch and MKL choose kernels by the CPU that they find. Two variables of the environment make both choose by what any
+CPU with AVX2 has; they are read once, at the first kernel and the first product of a process. What has no such
+variable, or is slow by it, is in `backend/products`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from andon.config.schema import IN_PROCESS, Run
 from andon.console.problems import InputError, Problem, ProblemList
 from andon_contracts.fingerprint import environment
 
-SETTINGS = {"ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "COMPATIBLE", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+SETTINGS = {"ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "COMPATIBLE"}
 """The variables, with the values at which bits do not depend on the kind of CPU."""
 _KEY = "run.portable"
 _ASK_BRANCH, _COMPATIBLE = 1, 3
@@ -26,7 +26,7 @@ _ASK_BRANCH, _COMPATIBLE = 1, 3
 _UNASKED = 0
 """No branch of MKL's."""
 _WANTED = ("AVX2", _COMPATIBLE)
-"""What torch and MKL answer where their variables took effect. oneDNN cannot be asked: it computes after torch does."""
+"""What torch and MKL answer where both variables took effect."""
 
 
 @contextmanager
@@ -34,13 +34,13 @@ def chosen(run: Run) -> Iterator[None]:
     """Inside, processes that are started compute portably where `run.portable` asks for it; so does this one if new.
 
     Afterwards the environment is as before, but for a process that has trained itself: it keeps the variables, as torch
-    keeps what they said, and whatever is recorded of it later is true. Raises `InputError` for a CPU without AVX2, for
-    variables that have other values, and for some of them without the rest where torch may have computed by these.
+    keeps what they said, and whatever is recorded of it later is true. Raises `InputError` for a CPU without AVX2, and
+    for variables that have other values.
     """
     if not run.portable:
         yield
         return
-    _require_possible(begun=run.backend in IN_PROCESS and "torch" in sys.modules)
+    _require_possible()
     before = {name: os.environ.get(name) for name in SETTINGS}
     os.environ.update(SETTINGS)
     try:
@@ -51,13 +51,8 @@ def chosen(run: Run) -> Iterator[None]:
                 os.environ.pop(name, None)
 
 
-def _require_possible(*, begun: bool) -> None:
+def _require_possible() -> None:
     found = ProblemList()
-    absent = sorted(SETTINGS.keys() - os.environ.keys())
-    if begun and 0 < len(absent) < len(SETTINGS):
-        what = f"is not in the environment, in which the other variables of {_KEY} are; set all of them, or none"
-        for name in absent:
-            found.add(name, what)
     if "avx2" not in str(environment()["instructions"]).split():
         found.add(_KEY, "needs a CPU with AVX2, which this one does not say it has")  # torch would not look, and crash
     for name, value in SETTINGS.items():

@@ -21,17 +21,17 @@ _COMPILED_BY = ("model", "fast")
 
 
 def environment(
-    threads: int | None = None, devices: Sequence[str] = (), *, portable: bool = False
+    threads: int | None = None, devices: Sequence[str] = (), *, portable: str | None = None
 ) -> dict[str, object]:
     """Machine and versions that a run runs on, as `andon_contracts.fingerprint.environment` says it of a process.
 
-    portable: whether the run is, in which case its fingerprint is one for all kinds of CPU (`run.portable`).
+    portable: of a run that is (`run.portable`), how its products add; its fingerprint is one for all kinds of CPU.
     With devices also `sources`, digests of the code that rewrites and compiles passes for them: our version number
     is one for many states of a checkout, and a rewriting decides bits as much as a library does.
     """
     found = environment_of_process(threads, devices)
     sources = {f"andon.{folder}": source_digest(_CORE / folder) for folder in _COMPILED_BY} if devices else {}
-    return found | ({"sources": sources} if devices else {}) | ({"portable": True} if portable else {})
+    return found | ({"sources": sources} if devices else {}) | ({"portable": portable} if portable else {})
 
 
 def source_digest(folder: Path) -> str:

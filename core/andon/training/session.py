@@ -18,7 +18,7 @@ from andon.backend.devices import demand_determinism, placement
 from andon.backend.group import GroupBackend, groups_of
 from andon.backend.inprocess import InlineBackend, ThreadsBackend
 from andon.backend.machine import look_at, none_works, of_all_ranks, refuse_unfit, refuse_without_nccl
-from andon.backend.products import products_in_order
+from andon.backend.products import FORM, portable_kernels
 from andon.config.schema import IN_PROCESS, Config
 from andon.console.messages import say
 from andon.console.problems import InputError, Problem
@@ -72,7 +72,7 @@ def assembled(
     with ExitStack() as stack:
         if config.run.portable:
             require_in_effect()
-            stack.enter_context(products_in_order())
+            stack.enter_context(portable_kernels())
         if not config.contracts.enabled:
             stack.enter_context(suspended())
         clock = StepClock(compiles=config.training.compile != "off")
@@ -208,7 +208,7 @@ def _assemble(
         folder=folder,
         material=material,
         run=run,
-        environment=environment(torch.get_num_threads(), accelerators, portable=config.run.portable),
+        environment=environment(torch.get_num_threads(), accelerators, portable=FORM if config.run.portable else None),
         started=started,
         clock=clock,
         planned_bytes=plan.total + captured * plan.graphs if plan else 0,
