@@ -7,28 +7,37 @@ from benchmarks.findings.finding import Finding, Shown
 
 _CASE = '{"rows":[8,0],"batch_size":8,"optimizer":"sgd","weight_decay":0.0,"lr":0.05,"clip_norm":null,"dropout":0.0}'
 
-CLASSIFY = """
+TRAINED = """
 import sys
 import torch
-from transformers import LlamaConfig, LlamaForSequenceClassification, Trainer, TrainingArguments
+import transformers
+from transformers import Trainer, TrainingArguments
 
 torch.manual_seed(0)
-sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
-heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "num_labels": 3, "pad_token_id": 0}
-model = LlamaForSequenceClassification(LlamaConfig(**sizes, **heads))
+name = sys.argv[1]
+sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "pad_token_id": 0}
+config = getattr(transformers, name.partition("For")[0] + "Config")(**sizes, num_attention_heads=4, num_labels=3)
+model = getattr(transformers, name)(config)
 rows = [{"input_ids": torch.randint(1, 64, (8,)).tolist(), "labels": row % 3} for row in range(64)]
+for number, row in enumerate(rows if not name.endswith("SequenceClassification") else ()):
+    row["labels"] = [-100] * (number % 5) + [token % 3 for token in row["input_ids"]][number % 5:]
 arguments = TrainingArguments(
-    sys.argv[1], per_device_train_batch_size=4, gradient_accumulation_steps=2, num_train_epochs=1, use_cpu=True,
+    sys.argv[2], per_device_train_batch_size=4, gradient_accumulation_steps=2, num_train_epochs=1, use_cpu=True,
     report_to=[], save_strategy="no", disable_tqdm=True)
 collate = lambda rows: {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}
 Trainer(model, arguments, train_dataset=rows, data_collator=collate).train()
 """
-"""A classifier trained as the Trainer trains by default, but for an accumulation of 2. Its argument is a folder."""
+"""A model trained as the Trainer trains by default, but for an accumulation of 2. Arguments: its class, a folder."""
+WRONG = ("LlamaForSequenceClassification", "BertForSequenceClassification", "BertForTokenClassification",
+    "BertForMaskedLM")  # fmt: skip
+"""Classes of which it takes the loss for one that is divided by the count of all terms, which it is not."""
+RIGHT = ("LlamaForCausalLM",)
+"""Classes of which it is."""
 
 
 def trainer_factor(files: Checkout) -> Shown:
-    """`andon falsify` on the bundled loop with the Trainer, a classifier of a decoder's last token; and a script of the
-    same on two ranks under the watch."""
+    """`andon falsify` on the bundled loop with the Trainer, a classifier of a decoder's last token; and a script with
+    each of several models on two ranks under the watch."""
     seen: list[str] = []
     factors: list[bool] = []
     for world, accumulation in ((2, 1), (1, 2), (2, 2)):
@@ -40,9 +49,11 @@ def trainer_factor(files: Checkout) -> Shown:
         seen.append(
             f"{world} ranks, accumulation {accumulation}: gradient-law, {said[0] if said else 'no ratio named'}"
         )
-    files.write("classify.py", CLASSIFY)
-    suspected = files.ranks("classify.py", str(files.folder / "out")).found("gradient-scale")
-    return Shown(all(factors), (*seen, *suspected[:1]))
+    files.write("trained.py", TRAINED)
+    for name in (*WRONG, *RIGHT):
+        found = files.ranks("trained.py", name, str(files.folder / "out")).found("gradient-scale")
+        seen.append(f"{name}: {found[0] if found else 'watch: nothing'}")
+    return Shown(all(factors), tuple(seen))
 
 
 def resumed_order(files: Checkout) -> Shown:

@@ -105,15 +105,18 @@ def test_a_loss_that_ddp_hands_on_is_weighed_as_it_was(world: int) -> None:
     assert [outcome.get() for outcome in run_ranks(world, every_output)] == [[]] * world
 
 
-def test_the_factor_of_the_hf_trainer_is_found_without_a_line(tmp_path: Path) -> None:
-    """Its gradient is that of a mean, times accumulation and world size (huggingface/transformers#47688)."""
+@pytest.mark.parametrize("name", ["BertForSequenceClassification", "LlamaForCausalLM"])
+def test_the_factor_of_the_hf_trainer_is_found_without_a_line(name: str, tmp_path: Path) -> None:
+    """Its gradient of a classifier is that of a mean times accumulation and world size, as
+    huggingface/transformers#47688 has it; of next tokens, which it divides by their count, nothing is said."""
     pytest.importorskip("transformers")
     shown = pytest.importorskip("benchmarks.findings.huggingface", reason="benchmarks/ is in the checkout only")
-    (tmp_path / "classify.py").write_text(shown.CLASSIFY)
+    assert (name in shown.WRONG) is not (name in shown.RIGHT)
+    (tmp_path / "trained.py").write_text(shown.TRAINED)
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(
-        [*torchrun, "-m", "andon", "watch", "classify.py", "out"],
+        [*torchrun, "-m", "andon", "watch", "trained.py", name, "out"],
         cwd=tmp_path,
         env=environment,
         capture_output=True,
@@ -121,5 +124,9 @@ def test_the_factor_of_the_hf_trainer_is_found_without_a_line(tmp_path: Path) ->
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
-    assert "suspicion: gradient-scale broken at step 3, before its update" in ended.stderr
-    assert "weigh 2.000 each and the gradient is 0.500 of the sum over 2 ranks: 4.000 together" in ended.stderr
+    if name in shown.RIGHT:
+        assert "gradient scale: that of a mean in 3 of 4 updates" in ended.stderr
+        assert "0 violations, 0 suspicions" in ended.stderr
+    else:
+        assert "suspicion: gradient-scale broken at step 3, before its update" in ended.stderr
+        assert "weigh 2.000 each and the gradient is 0.500 of the sum over 2 ranks: 4.000 together" in ended.stderr
