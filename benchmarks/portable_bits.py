@@ -1,8 +1,8 @@
 """Whether `run.portable` gives one digest on another CPU: `python -m benchmarks.portable_bits`, on each of several.
 
 Each row is `andon train` in fresh processes, first with the setting and then without: the embedded decoder and encoder,
-an encoder of wider layers, and the decoder on instructions. Rows with `on` are the same wherever they are printed, rows
-with `off` belong to their machine. It needs what `andon train` needs, and compares nothing itself.
+an encoder of wider layers, and the decoder on instructions. Rows with `on` are to be the same wherever they are
+printed, rows with `off` belong to their machine. It needs what `andon train` needs, and compares nothing itself.
 """
 
 from __future__ import annotations

@@ -30,9 +30,9 @@ Trainer(model, arguments, train_dataset=rows, data_collator=collate).train()
 """A model trained as the Trainer trains by default, but for an accumulation of 2. Arguments: its class, a folder."""
 WRONG = ("LlamaForSequenceClassification", "BertForSequenceClassification", "BertForTokenClassification",
     "BertForMaskedLM")  # fmt: skip
-"""Classes of which it takes the loss for one that is divided by the count of all terms, which it is not."""
+"""Classes whose loss stays a mean, though the Trainer takes it for one that is divided by the count of all terms."""
 RIGHT = ("LlamaForCausalLM",)
-"""Classes of which it is."""
+"""Classes whose loss is divided by that count."""
 
 
 def trainer_factor(files: Checkout) -> Shown:
@@ -52,6 +52,7 @@ def trainer_factor(files: Checkout) -> Shown:
     files.write("trained.py", TRAINED)
     for name in (*WRONG, *RIGHT):
         found = files.ranks("trained.py", name, str(files.folder / "out")).found("gradient-scale")
+        factors.append(bool(found) is (name in WRONG))
         seen.append(f"{name}: {found[0] if found else 'watch: nothing'}")
     return Shown(all(factors), tuple(seen))
 

@@ -172,6 +172,7 @@ def accumulate_twice(script: str) -> dict[str, Any]:
         for node in ast.walk(loop)
         if isinstance(node, ast.With) and ast.unparse(node.items[0]).startswith("accelerator.accumulate(")
     ]
+    # Of a parameter with one element a watch knows no scale.
     unet, text_encoder = torch.nn.Linear(2, 1, bias=False), torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(unet.parameters(), lr=1.0)
     unet, text_encoder, optimizer = accelerator.prepare(unet, text_encoder, optimizer)
@@ -192,7 +193,7 @@ def accumulate_twice(script: str) -> dict[str, Any]:
 
 
 def _said(found: Violation) -> str:
-    return f"{found.clause} broken at step {found.step}: {found.finding.seen}"
+    return f"{found.clause} at step {found.step}: {found.finding.seen}"
 
 
 def same_noise(script: str) -> dict[str, Any]:

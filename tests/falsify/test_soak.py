@@ -102,7 +102,7 @@ def test_a_rank_that_trains_holds_no_more_and_one_with_a_leak_planted_does(tmp_p
     """Over 200 steps after it has settled, by its own account; the leak is the one that `--leak rank` plants.
 
     A rank settles again once the leak is planted: what wraps its steps has caches of its own, 0.1 to 0.5 KiB a step.
-    What a clean rank may grow by, a quarter of what is allowed, is no part of the leak, and may be over before it.
+    A clean rank may grow by a quarter of the bound, and may stop before the leak begins: so much is allowed both ways.
     """
     clean, leaking = GROWN + 200 + EVERY, 200 + 200 + EVERY
     line = [sys.executable, "-m", "tests.falsify.soaked", str(tmp_path), str(clean), str(leaking)]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from andon.backend.products import FORM
 from andon.config.schema import Run
 from andon.console.problems import InputError
 from andon.launch import portable
@@ -75,10 +76,12 @@ def test_ranks_of_torchrun_compute_so(runs: Runs, portable_run: Path, tmp_path: 
 
 
 def test_the_ledger_is_that_of_any_such_cpu(portable_run: Path, whole: Path) -> None:
-    """Its fingerprint names no CPU, and the variables; a plain run names its own."""
+    """Its fingerprint names no CPU, the variables, and how products add; a plain run names its own CPU."""
     (ours,), (plain,) = (records(folder, "start") for folder in (portable_run, whole))
     assert {name: ours.fingerprint[f"flag {name}"] for name in SETTINGS} == SETTINGS
     assert (ours.fingerprint["cpu"], ours.fingerprint["instructions"]) == ("any with AVX2", "avx2")
+    assert ours.fingerprint["products"] == FORM
+    assert "products" not in plain.fingerprint
     assert plain.fingerprint["cpu"] == environment()["cpu"]
     assert ours.identity != plain.identity
 
@@ -163,6 +166,23 @@ def test_an_interpreter_that_has_only_loaded_torch_does_not(runs: Runs, portable
     """Nor does it a second time: it keeps the variables, as torch keeps what they said."""
     ended = python(small, "-c", FRESH, str(runs.data), *SETTINGS)
     assert ended.stdout.split() == [outcome(portable_run)["weights_digest"], *SETTINGS.values()] * 2, ended.stderr
+
+
+WITHOUT = """
+import contextlib, sys
+import andon
+from andon.training import session
+
+session.portable_kernels = contextlib.nullcontext
+print(andon.train(sys.argv[1], backend="inline", workers=1, run_dir="run", config="small.yaml").summary.weights_digest)
+"""
+
+
+def test_a_run_computes_by_the_products_that_its_fingerprint_names(runs: Runs, portable_run: Path, small: Path) -> None:
+    """Without them it has other bits."""
+    ended = python(small, "-c", WITHOUT, str(runs.data))
+    assert len(ended.stdout.strip()) == len(outcome(portable_run)["weights_digest"]), ended.stderr
+    assert ended.stdout.strip() != outcome(portable_run)["weights_digest"]
 
 
 def test_an_environment_that_says_otherwise_is_refused(runs: Runs, tmp_path: Path) -> None:

@@ -245,14 +245,14 @@ def _inputs(node: Any) -> list[Any]:
 
 
 def _node(node: Any, place: int) -> Any:
-    """The node that made output `place` of `node`. Raises `_Unknown` where that cannot be told.
+    """The node that made output `place` of `node`; DDP's own where that cannot be told, which no weight is read of.
 
-    DDP hands every output of a model on as it is where it looks for unused parameters, and for a static graph, as the
-    HF Trainer has it for most models. What is no tensor is an output there and no input.
+    DDP hands every output of a model on as it is where it looks for unused parameters, as the HF Trainer has it for
+    most models, and in the first pass of a static graph. What is no tensor is an output there and no input.
     """
     while node is not None and node.name() == "_DDPSinkBackward":
         if len(node.next_functions) != len(node._input_metadata):
-            raise _Unknown
+            return node
         node, place = node.next_functions[place]
     return node
 

@@ -1,15 +1,16 @@
-"""Kernels whose bits are those of any CPU with AVX2, at the speed of oneDNN: what `run.portable` needs of torch beside
-the variables of `launch/portable`.
+"""Kernels that are to have the same bits on any CPU with AVX2, at the speed of oneDNN: what `run.portable` needs of
+torch beside the variables of `launch/portable`.
 
 MKL, which computes torch's products of matrices, adds in an order of its own for each kind of CPU; where it is told not
 to (`MKL_CBWR=COMPATIBLE`) it takes two to three times as long. oneDNN's kernels add one product after the other, each
 by a fused multiply-add, as long as there are not many: then neither the width of a register nor the size of a cache is
-in the bits. So products are cut into parts that are as short, by us and not by oneDNN, which cuts by the CPU.
+in the bits. So sums are cut into parts no longer than that, by us and not by oneDNN, which cuts by the CPU.
 
     part[i, j] = fma(a[i, k], b[k, j], ... fma(a[i, 1], b[1, j], fma(a[i, 0], b[0, j], 0)))    for RUN values of k
     (a @ b + bias)[i, j] = ((part of the first RUN values + part of the next) + ...) + bias[j]
 
-That oneDNN adds so nobody promises. It is therefore tried on the CPU at hand before anything is trained.
+That oneDNN adds so nobody promises, nor that torch keeps the operation by which it is called here, which is not public.
+So it is tried on the CPU at hand before anything is trained.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ _TRIED = ((2, RUN, 4000), (3, RUN // 2, 1536), (9, RUN, 77), (37, 1, 5), (64, 38
 def portable_kernels() -> Iterator[None]:
     """Inside, in the whole process, `mm` and `addmm` of float32 matrices on CPUs add in the order above.
 
-    Forward and backward, since autograd calls the same two. Batched products, those by a vector, scaled ones and those
-    with `out` are left to MKL. Nothing else is left to oneDNN, which computes exact GELU and convolutions by the CPU.
+    Forward and backward, since autograd calls the same two. Batched products, those by a vector, scaled ones, those in
+    place and those with `out` are left to MKL. Nothing else is left to oneDNN, which computes exact GELU and
+    convolutions by the CPU.
     Raises `InputError` for a torch without oneDNN, and on a CPU where it adds otherwise.
     """
     _require_order()
@@ -51,8 +53,9 @@ def portable_kernels() -> Iterator[None]:
         torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
         yield
     finally:
-        torch.backends.mkldnn.enabled = was_enabled
         library._destroy()  # type: ignore[no-untyped-call]
+        if torch.backends.mkldnn.enabled is not was_enabled:  # to set it may be forbidden (`disable_global_flags`)
+            torch.backends.mkldnn.enabled = was_enabled
 
 
 def _mm(a: Tensor, b: Tensor) -> Tensor:
@@ -115,13 +118,11 @@ def _require_order() -> None:
             b = _drawn(columns, outputs, generator, turned=bool(turned & 2))
             bias = _drawn(1, outputs, generator, turned=False)[0]
             made = _product(a, b, bias)
+            at = torch.tensor([0, outputs // 3, outputs // 2, outputs - 1])
             for row in {0, rows // 2, rows - 1}:
-                at = torch.tensor([0, outputs // 3, outputs // 2, outputs - 1])
-                padded = torch.nn.functional.pad(
-                    torch.stack((*a[row].expand(1, columns), *b[:, at].t())), (0, RUN - columns)
-                )
-                lefts.append(padded[:1].expand(len(at), RUN))
-                rights.append(padded[1:])
+                pair = torch.nn.functional.pad(torch.cat((a[row][None], b[:, at].t())), (0, RUN - columns))
+                lefts.append(pair[:1].expand(len(at), RUN))
+                rights.append(pair[1:])
                 biases.append(bias[at])
                 found.append(made[row, at])
     left, right = torch.cat(lefts).double(), torch.cat(rights).double()

@@ -69,6 +69,7 @@ def assembled(
     Raises `InputError` for what the user got wrong, a folder that another process owns included.
     """
     config = with_task(config)
+    torch.set_num_threads(1)
     with ExitStack() as stack:
         if config.run.portable:
             require_in_effect()
@@ -87,7 +88,6 @@ def assembled(
 @contextmanager
 def _backend(config: Config, clock: StepClock) -> Iterator[Backend]:
     """The configured backend; in a rank process it joins the process group, which `andon.launch.rank` takes down."""
-    torch.set_num_threads(1)
     name, devices, note = placement(config.run.backend, config.run.workers, config.run.devices)
     demand_determinism(devices)
     if name in IN_PROCESS:
