@@ -296,7 +296,7 @@ class Run(Section):
     )
     portable: bool = Field(
         default=False,
-        description="for the same bits on any x86 CPU with AVX2; took 1.1 x to 1.4 x the time in two jobs",
+        description="for the same bits on any x86 CPU with AVX2; took 1.1 x to 1.4 x the time",
     )
     dir: Name | None = Field(default=None, description="folder of the run; null: a new one under runs/")
     log_every: Count = Field(default=10, description="steps between two lines")
