@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from andon.console.problems import InputError, Problem
 
@@ -43,18 +43,16 @@ def portable_kernels() -> Iterator[None]:
     Raises `InputError` for a torch without oneDNN, and on a CPU where it adds otherwise.
     """
     _require_order()
-    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     was_enabled = torch.backends.mkldnn.enabled
-    try:
+    with library._scoped_library("aten", "IMPL") as kernels:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel", UserWarning)
             for name, kernel in (("mm", _mm), ("addmm", _addmm)):
-                library.impl(name, kernel, "CPU", allow_override=True)  # type: ignore[no-untyped-call]
+                kernels.impl(name, kernel, "CPU", allow_override=True)
         torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
-        yield
-    finally:
-        library._destroy()  # type: ignore[no-untyped-call]
-        if torch.backends.mkldnn.enabled is not was_enabled:  # to set it may be forbidden (`disable_global_flags`)
+        try:
+            yield
+        finally:
             torch.backends.mkldnn.enabled = was_enabled
 
 
