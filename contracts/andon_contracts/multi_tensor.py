@@ -162,7 +162,7 @@ class RawGradients:
 
     def add(self, index: int, gradient: Tensor) -> bool:
         """Take the gradient of parameter `index`; whether it is one of those that can be read together."""
-        if gradient.dtype not in FLOATS or not gradient.is_contiguous() or torch.cuda.is_current_stream_capturing():
+        if not self.takes(gradient):
             return False
         stream = torch.cuda.current_stream(self._device)
         if self._held and (stream != self._stream or gradient.dtype != self._held[0].dtype):
@@ -175,6 +175,17 @@ class RawGradients:
         if self._bytes > self._most:
             self.flush()
         return True
+
+    def takes(self, gradient: Tensor) -> bool:
+        """Whether `gradient` is one of those that can be read together."""
+        dense = gradient.dtype in FLOATS and gradient.layout == torch.strided and gradient.is_contiguous()
+        return dense and not torch.cuda.is_current_stream_capturing()
+
+    def look(self, indices: list[int], gradients: Sequence[Tensor]) -> None:
+        """Read gradients of one dtype as they are now, by the stream at hand. No wait for it."""
+        with self.added:
+            self.keys.append(list_extremes(gradients))
+        self.owners.append(indices)
 
     def flush(self) -> None:
         """Read what waits, behind what the device has to do. No wait for it."""

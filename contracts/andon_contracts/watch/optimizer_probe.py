@@ -149,7 +149,7 @@ class OptimizerProbe:
         if self.taps.muted:
             return
         if group is None or group is dist.group.WORLD:
-            self.reductions.add(tensor)
+            self.taps.reducing(gradient=self.reductions.add(tensor))
         if group is None or (isinstance(group, dist.ProcessGroup) and dist.get_world_size(group) == self.world):
             self._elements_reduced += tensor.numel()
 
