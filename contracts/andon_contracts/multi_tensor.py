@@ -3,12 +3,12 @@
 A launch reads where each tensor lies from a table on the device. The table is copied there, from memory that the device
 reads by itself, when a tensor has moved; weights and moments stay where they are.
 
-`bring` is the one wait: of any number of results, together.
+`bring` is the one wait: of any number of results, together. `bring_later` begins the copies, to be waited for later.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 
 import torch
@@ -32,23 +32,48 @@ def bring(*held: list[Tensor]) -> None:
 
     They are small: what was found of others.
     """
+    bring_later(*held)()
+
+
+def bring_later(*held: list[Tensor]) -> Callable[[], None]:
+    """Begin what `bring` does, behind what the devices have to do now; the rest, with the wait, is what is returned."""
     by_device: dict[torch.device, list[tuple[list[Tensor], int]]] = {}
     for each in held:
         for index, tensor in enumerate(each):
             if tensor.device.type != "cpu":
                 by_device.setdefault(tensor.device, []).append((each, index))
-    for places in by_device.values():
-        # Wide elements first, so that each lies where its dtype can be read.
-        places.sort(key=lambda place: -place[0][place[1]].element_size())
-        tensors = [each[index].detach() for each, index in places]
-        if len(tensors) == 1:
-            (each, index), (tensor,) = places[0], tensors
-            each[index] = tensor.cpu()
-            continue
-        raw = torch.cat([tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]).cpu()
-        sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+    sent = [_brought_from(device, places) for device, places in by_device.items()]
+
+    def wait() -> None:
+        for finish in sent:
+            finish()
+
+    return wait
+
+
+def _brought_from(device: torch.device, places: list[tuple[list[Tensor], int]]) -> Callable[[], None]:
+    # Wide elements first, so that each lies where its dtype can be read.
+    places.sort(key=lambda place: -place[0][place[1]].element_size())
+    tensors = [each[index].detach() for each, index in places]
+    flat = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
+    there = flat[0] if len(flat) == 1 else torch.cat(flat)
+    sizes = [part.numel() for part in flat]
+    arrived: torch.cuda.Event | None = None
+    if device.type == "cuda":
+        raw = torch.empty(there.numel(), dtype=torch.uint8, device="cpu", pin_memory=True)
+        raw.copy_(there, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record(torch.cuda.current_stream(device))
+    else:
+        raw = there.cpu()
+
+    def finish() -> None:
+        if arrived is not None:
+            arrived.synchronize()
         for (each, index), tensor, part in zip(places, tensors, torch.split(raw, sizes), strict=True):
             each[index] = part.view(tensor.dtype).view(tensor.shape)
+
+    return finish
 
 
 class ListSums:

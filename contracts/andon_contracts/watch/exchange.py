@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -119,6 +120,21 @@ class Exchange:
         if mine.payload is None and self._gather.takes(len(mine.values)):
             return gather_short(mine, self._gather)
         return gather_observations([mine], self._gather)
+
+    def closing(self, step: int, point: str, values: Mapping[str, int], within_s: float) -> tuple[Observation, ...]:
+        """The same at the close, where another rank may have ended: for at most `within_s` seconds.
+
+        Raises `TimeoutError`, and what the group raises where a rank is gone. Nothing can be exchanged after that.
+        """
+        until = time.monotonic() + within_s
+
+        def heed() -> None:
+            if time.monotonic() > until:
+                raise TimeoutError(f"not every rank closed its watch within {within_s:g} s")
+
+        # Nobody has failed who ends before another.
+        self._gather.heed, self._gather.lost, self._begun = heed, None, None
+        return self(step, point, values, judged=True)
 
     def columns(self, step: int, columns: Sequence[Sequence[int]]) -> list[list[list[int]]]:
         """By rank, some columns of integers of one length on each rank. Two gathers."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from andon_contracts.act import Scene, agreed
@@ -60,7 +61,9 @@ class Locator:
         self, probe: OptimizerProbe, judgement: Judgement[Seen[Reduced]], laws: Sequence[Law[Seen[Reduced]]]
     ) -> None:
         """Before an update of `probe`'s optimizer something is broken of `laws`."""
-        said, gradients, buffers = judgement.seen.said, probe.gradients_by_name(), self.subject.buffers_by_name()
+        said, buffers = judgement.seen.said, self.subject.buffers_by_name()
+        none = torch.empty(0, device="cpu")
+        gradients = {name: none if p.grad is None else p.grad for name, p in probe.parameters.items()}
         step = said[0].step
         looks: dict[str, _Look] = {
             "layout": partial(self._layout, step, dict(probe.parameters)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from andon_contracts.agree import bits_of
-from andon_contracts.multi_tensor import bring
+from andon_contracts.multi_tensor import bring, bring_later
 from andon_contracts.observe import ORDINARY, Look, Observer, plain
 from andon_contracts.watch.clipping import Clips
 from andon_contracts.watch.gradient_coverage import GradientCoverage
@@ -268,27 +268,24 @@ class OptimizerProbe:
         """Whether no version counter of the weights moved since the last update, of which there was one."""
         return self._marks() == self._versions
 
-    def after(self) -> dict[str, int]:
-        """What is seen just after an update; the count of updates has risen."""
+    def after(self) -> Callable[[], dict[str, int]]:
+        """What is seen just after an update; the count of updates has risen. What is returned waits for it."""
         self.updates, self._begun = self.updates + 1, {}
         seen = self._observers["weights"].look(self._members, norm=self.settings.recording)
         kept = self._kept.look()
-        bring(seen.waiting, seen.norms, kept.waiting)
-        self._weights = seen.digest
+        arrive = bring_later(seen.waiting, seen.norms, kept.waiting)
         self._versions = self._marks()
-        share = self._norm_share(self._members, seen.norm) if self.settings.recording else 0.0
         unmoved = self._motion.unmoved()
-        return {
-            "weights": self._weights,
-            "norm share": bits_of(share),
-            "optimizer": kept.digest,
-            "updates": self.updates,
-            "unmoved": 0 if not unmoved else self._slot[self.names[unmoved[0]]] + 1,
-        }
+        updates, place = self.updates, self._place(unmoved[0] + 1 if unmoved else 0)
 
-    def gradients_by_name(self) -> Mapping[str, Tensor]:
-        """The gradient of each parameter; an empty tensor where there is none."""
-        return {n: torch.empty(0, device="cpu") if p.grad is None else p.grad for n, p in self.parameters.items()}
+        def found() -> dict[str, int]:
+            arrive()
+            self._weights = seen.digest
+            share = self._norm_share(self._members, seen.norm) if self.settings.recording else 0.0
+            said = {"weights": self._weights, "norm share": bits_of(share), "optimizer": kept.digest}
+            return said | {"updates": updates, "unmoved": place}
+
+        return found
 
     def turn(self) -> None:
         """The window is over."""

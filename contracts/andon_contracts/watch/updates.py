@@ -1,17 +1,23 @@
-"""The two gathers of a watched update, before it and after it: what is observed, told, judged and written down."""
+"""The two gathers of a watched update, before it and after it: what is observed, told, judged and written down.
+
+What is seen after an update is judged there on a CPU. A GPU still has the update to make then, and a host that waited
+for it would have nothing ready for it behind it: so it is judged before the next update, or at whatever else all ranks
+do together, or at the close, with what the other ranks say within some seconds.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from andon_contracts.act import Scene
 from andon_contracts.added_time import AddedTime
 from andon_contracts.agree import Observation
-from andon_contracts.laws.law import Observations, Seen, in_lockstep
+from andon_contracts.causes import first_line
+from andon_contracts.laws.law import Judgement, Law, Observations, Seen, in_lockstep
 from andon_contracts.laws.loop import AFTER, BEFORE, NEVER_MET, PARTED, START, each_by_itself
 from andon_contracts.laws.scale import SCALE
 from andon_contracts.laws.update import FROZEN, Reduced
@@ -32,6 +38,25 @@ from andon_contracts.watch.rows import Rows
 from andon_contracts.watch.synchrony import State
 from andon_contracts.watch.user_reports import UserReports
 from andon_contracts.watch.values import roles_digest
+
+_AT_THE_CLOSE_S = 5.0
+"""Seconds that a rank waits at its close for what the others saw after the last update."""
+
+
+@dataclass(frozen=True)
+class _Made:
+    """An update that was made and is not judged yet."""
+
+    probe: OptimizerProbe
+    step: int
+    values: Callable[[], dict[str, int]]
+    ids: list[int]
+    """The rows that it was made of."""
+
+
+def _judged_late(subject: ModelProbe) -> bool:
+    """Whether an update is judged before the next one, because it takes a device that may not be waited for."""
+    return subject.gpu() is not None
 
 
 class Updates:
@@ -54,6 +79,7 @@ class Updates:
         self._verdicts = verdicts
         self._settings = verdicts.settings
         self._recorder = recorder
+        self._rows = rows
         self.locator = Locator(exchange, replicas, verdicts, subject, rows)
         self.auditor = Auditor(exchange, verdicts, rows, probes)
         self.reports = UserReports(exchange, verdicts, rows)
@@ -71,6 +97,8 @@ class Updates:
         self._seen_before: Observations = ()
         self._aligned: Observations = ()
         self._added = AddedTime(subject.gpu())
+        self._late = _judged_late(subject)
+        self._made: _Made | None = None
         self.steps = 0
 
     @property
@@ -136,25 +164,72 @@ class Updates:
     def after(self, probe: OptimizerProbe) -> None:
         """An update of `probe`'s optimizer was made."""
         with self._added:
-            self._after(probe)
+            found = probe.after()
+            self.steps, self.outcomes.norm_in_training = self.steps + 1, 0
+            self._made = _Made(probe, probe.updates, found, self._rows.ids)
+            probe.turn()
+            self.practice.turn()
+            if not self._late:
+                self._judge_made()
 
-    def _after(self, probe: OptimizerProbe) -> None:
-        values = probe.after()
-        self.steps, self.outcomes.norm_in_training = self.steps + 1, 0
-        seen = self._exchange(probe.updates, f"after {self._number(probe)}", values, judged=True)
+    def judge_made(self) -> None:
+        """Judge the last update, if it was not yet. Collective."""
+        if self._made is not None:
+            with self._added:
+                self._judge_made()
+
+    def _judge_made(self) -> None:
+        if self._made is None:
+            return
+        made, self._made = self._made, None
+        probe = made.probe
+        seen = self._exchange(made.step, self._point_after(probe), made.values(), judged=True)
         self._record(probe, seen)
         aligned: Seen[object] = Seen(self._replicas.align(seen), None, self._subject.names)
-        waiting = probe.synchrony.after(aligned) if in_lockstep(seen) else frozenset[str]()
-        laws = tuple(law for law in self._after_laws if law.clause not in waiting)
-        if probe.synchrony.parted(probe.updates):
-            laws += self._verdicts.alive(PARTED)
-        judgement = self._verdicts.judgement(laws, aligned)
+        judgement, laws = self._held(probe, aligned, known=in_lockstep(seen))
         if judgement.first is not None:
-            self.locator.after(probe, judgement, laws, self._aligned)
-        self.locator.note_equal(probe.updates, aligned)
+            # What is told of it is of its own rows, whichever have come since.
+            now, self._rows.ids = self._rows.ids, made.ids
+            try:
+                self.locator.after(probe, judgement, laws, self._aligned)
+            finally:
+                self._rows.ids = now
+        self.locator.note_equal(made.step, aligned)
         probe.moments_equal = "optimizer" not in aligned.differing
-        probe.turn()
-        self.practice.turn()
+
+    def _held(
+        self, probe: OptimizerProbe, seen: Seen[object], *, known: bool
+    ) -> tuple[Judgement[Seen[object]], tuple[Law[Seen[object]], ...]]:
+        """The laws that hold after an update, and what becomes of them. known: whether the ranks are at one point."""
+        waiting = probe.synchrony.after(seen) if known else frozenset[str]()
+        laws = tuple(law for law in self._after_laws if law.clause not in waiting)
+        if probe.synchrony.parted(seen.step):
+            laws += self._verdicts.alive(PARTED)
+        return self._verdicts.judgement(laws, seen), laws
+
+    def judge_last(self) -> str:
+        """At the close: judge the last update, if it was not yet, with what the others say within some seconds.
+
+        Not collective: who does not come is not waited for. Returns a line that says so, if that was not all ranks.
+        """
+        made, self._made = self._made, None
+        if made is None:
+            return ""
+        try:
+            said = self._exchange.closing(made.step, self._point_after(made.probe), made.values(), _AT_THE_CLOSE_S)
+        except (RuntimeError, OSError) as error:
+            return f"  what update {made.step} left was not compared: {first_line(error)}"
+        self._record(made.probe, said)
+        seen: Seen[object] = Seen(self._replicas.align(said), None, self._subject.names)
+        judgement, _ = self._held(made.probe, seen, known=in_lockstep(said))
+        for law in judgement.broken():
+            scene = Scene(self._exchange.world_size, applied=True)
+            found = judgement.violation(law)
+            self._verdicts.take(found, scene, alone=True, by_all=True, suspicion=law.suspicion)
+        return ""
+
+    def _point_after(self, probe: OptimizerProbe) -> str:
+        return f"after {self._number(probe)}"
 
     def _record(self, probe: OptimizerProbe, after: Observations) -> None:
         if not self._settings.recording or not self._seen_before:
@@ -175,6 +250,7 @@ class Updates:
             self._before(probe)
 
     def _before(self, probe: OptimizerProbe) -> None:
+        self._judge_made()
         step = probe.updates + 1
         practised = self.practice.values()  # ahead of copies that are made here
         self._base.look()

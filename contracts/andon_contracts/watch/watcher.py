@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from andon_contracts.bundle import Evidence, write_cause
-from andon_contracts.causes import Cause
 from andon_contracts.ledger import LedgerFile
 from andon_contracts.legible import tell
 from andon_contracts.liveness.end_messages import POINTS, Teller, Whereabouts
@@ -59,17 +58,16 @@ class Watch:
         held = {name: not replicas.cut and name not in absent for name in REPLICATED}
         self._recorder = Recorder(ledger, subject, held)
         self._last_error: BaseException | None = None
-        self._rows = Rows()
-        evidence = self._evidence()
+        self._rows, world, passes = Rows(), exchange.world_size, Passes()
+        probes = [OptimizerProbe(each, subject, settings, self._rows, world, passes) for each in optimizers]
+        self._probes = {id(each.optimizer): each for each in probes}
+        evidence = _evidence(settings, exchange, self._rows, subject, probes)
         self._verdicts = Verdicts(
             settings, exchange.rank, subject.names, live, record=self._recorder.violation, evidence=evidence
         )
         if cord is not None:
             cord.evidence = evidence
             exchange.attend(lambda: cord.heed(again=True), cord.lost, cord.begun)
-        world, passes = exchange.world_size, Passes()
-        probes = [OptimizerProbe(each, subject, settings, self._rows, world, passes) for each in optimizers]
-        self._probes = {id(each.optimizer): each for each in probes}
         self._updates = Updates(subject, probes, exchange, replicas, self._verdicts, self._recorder, self._rows)
         self._reports, self._outcomes = self._updates.reports, self._updates.outcomes
         self.hearing = Hearing(self._probes, cord, self._updates.practice, passes)
@@ -162,7 +160,7 @@ class Watch:
 
         Raises `ValueError` on every rank where any rank's ids, predictions and labels do not go together.
         """
-        self._demand_open()
+        self._together()
         self._outcomes.evaluated(ids, predictions, labels, metrics, rows)
 
     def saved(self, path: str | Path, read: Callable[[], Mapping[str, Tensor]] | None = None) -> None:
@@ -172,7 +170,7 @@ class Watch:
         Raises `OSError` on every rank where the disk refuses; where `read` raises on any rank, that on this one, and
         `ValueError` on the others.
         """
-        self._demand_open()
+        self._together()
         self._outcomes.saved(path, read)
 
     def loaded(self, path: str | Path) -> None:
@@ -180,23 +178,17 @@ class Watch:
 
         Raises `ValueError` on every rank where the save was not told to a watch, or a rank cannot read what was.
         """
-        self._demand_open()
+        self._together()
         self._outcomes.loaded(path)
 
     def _demand_open(self) -> None:
         if self.closed:
             raise ValueError("this watch is closed")
 
-    def _evidence(self) -> Evidence:
-        folder = None if self.settings.folder is None else Path(self.settings.folder)
-        return Evidence(
-            folder,
-            self._exchange.rank,
-            self._exchange.world_size,
-            lambda: list(self._rows.ids),
-            lambda named: tensors_of(self._subject, list(self._probes.values()), named),
-            self._subject.accelerators(),
-        )
+    def _together(self) -> None:
+        """All ranks are here: what waited for that is judged."""
+        self._demand_open()
+        self._updates.judge_made()
 
     def _say(self, lines: Sequence[str]) -> None:
         if self._exchange.rank == 0:
@@ -254,6 +246,7 @@ class Watch:
         self._heed(again=True)
         self._at(2)
         probe = self._probes[id(optimizer)]
+        self._updates.judge_made()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
             self._updates.before(probe)
@@ -294,29 +287,32 @@ class Watch:
         reason = reason_of(sys.exc_info()[1] or self._last_error)
         spent = self._updates.spent(wait=reason == "finished")
         whole = time.perf_counter() - self._began
-        if self._cord is not None:
-            self._record_cause(self._cord.cause)
-            self._cord.close()
-        atexit.unregister(self._leave)
         unread: list[str] = []
         try:
             if reason == "finished":
-                unread = self._updates.judge_parted()
+                unread.append(self._updates.judge_last())
+        finally:
+            self._close(reason, spent / whole if whole else 0.0, unread)
+
+    def _close(self, reason: str, share: float, unread: list[str]) -> None:
+        if self._cord is not None:
+            # What stopped the loop from elsewhere is written down here, where no line is being written.
+            cause = self._cord.cause
+            if cause is not None and not (cause.written or cause.clause in {each.clause for each in self.findings}):
+                self._recorder.violation(cause.violation(), "raised", False)
+            self._cord.close()
+        atexit.unregister(self._leave)
+        try:
+            if reason == "finished":
+                unread += self._updates.judge_parted()
                 unread.append(self._updates.judge_base())
                 self._outcomes.judge_count(self._updates.made, over=True)
                 self._updates.practice.judge_close()
         finally:
             self._exchange.close()
             self._recorder.close(reason)
-            lines = closing_lines(
-                self._cover, self._verdicts, self._updates.steps, spent / whole if whole else 0.0, self._reports.untold
-            )
+            lines = closing_lines(self._cover, self._verdicts, self._updates.steps, share, self._reports.untold)
             self._say([*lines, *self._updates.lines(), *unread, self._recorder.closing_line()])
-
-    def _record_cause(self, cause: Cause | None) -> None:
-        """What stopped the loop from elsewhere goes into the ledger here, where no line is being written."""
-        if cause is not None and not cause.written and cause.clause not in {found.clause for found in self.findings}:
-            self._recorder.violation(cause.violation(), "raised", False)
 
     def _leave(self) -> None:
         """The interpreter ends, whatever ended it."""
@@ -335,6 +331,20 @@ class Watch:
             self._cord.failed(error)
             say_cause(self._cord.cause, error)
         self.close()
+
+
+def _evidence(
+    settings: Settings, exchange: Exchange, rows: Rows, subject: ModelProbe, probes: Sequence[OptimizerProbe]
+) -> Evidence:
+    """What this rank has for a bundle."""
+    return Evidence(
+        None if settings.folder is None else Path(settings.folder),
+        exchange.rank,
+        exchange.world_size,
+        lambda: list(rows.ids),
+        lambda named: tensors_of(subject, probes, named),
+        subject.accelerators(),
+    )
 
 
 def _within_a_step(optimizer: torch.optim.Optimizer) -> bool:
