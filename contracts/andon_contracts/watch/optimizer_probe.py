@@ -166,8 +166,21 @@ class OptimizerProbe:
         weights = None if self._begun else self._weights_before(step)
         self.scale.reduced()
         of_clip = [self._norm] if isinstance(self._norm, Tensor) else []
-        of_weights = [] if weights is None else weights.waiting
-        bring(*self.taps.waiting(), gradient.waiting, gradient.norms, of_clip, of_weights, *self.scale.waiting(), *also)
+        looked = [gradient.waiting, gradient.norms, of_clip, [] if weights is None else weights.waiting, *also]
+        arrive = bring_later(*self.taps.waiting(), *self.scale.waiting(), *looked)
+        there = {  # what the host says by itself, while a device comes to the rest
+            "change": self.subject.change(self.optimizer),
+            "layout": self._layout,
+            "hyperparameters": self._hyperparameters(),
+            "rate": bits_of(self.rate),
+            "planned": bits_of(self._planned(step)),
+            "ungrouped": self._ungrouped(),
+            "modes": self._texts["modes"].digest(self.subject.modes()),
+            "collectives": self.reductions.digest(),
+            "strided": self._place(self.reductions.strided),
+            "reduces": self._reducer().value,
+        }
+        arrive()
         told = float(of_clip[0]) if of_clip else self._norm
         assert not isinstance(told, Tensor)
         raw = self.taps.read()
@@ -180,20 +193,11 @@ class OptimizerProbe:
         self.presence.window(raw)
         self._motion.remember(step - self.settings.start)
         return {
-            "change": self.subject.change(self.optimizer),
-            "layout": self._layout,
-            "hyperparameters": self._hyperparameters(),
-            "rate": bits_of(self.rate),
-            "planned": bits_of(self._planned(step)),
-            "ungrouped": self._ungrouped(),
-            "modes": self._texts["modes"].digest(self.subject.modes()),
+            **there,
             **self.looks.values(),
             "nonfinite": self._place(bad),
             "repaired": int(bad > 0 and used < float("inf")),
-            "collectives": self.reductions.digest(),
-            "strided": self._place(self.reductions.strided),
             **(self._begun or self._said_of(weights)),
-            "reduces": self._reducer().value,
             "gradient": gradient.digest,
             **self._recorded(used, skipped=skipped),
             "norm": bits_of(0.0 if skipped else norm),

@@ -218,7 +218,8 @@ class Updates:
         try:
             said = self._exchange.closing(made.step, self._point_after(made.probe), made.values(), _AT_THE_CLOSE_S)
         except (RuntimeError, OSError) as error:
-            return f"  what update {made.step} left was not compared: {first_line(error)}"
+            why = str(error) if isinstance(error, TimeoutError) else first_line(error)
+            return f"  what update {made.step} left was not compared: {why}"
         self._record(made.probe, said)
         seen: Seen[object] = Seen(self._replicas.align(said), None, self._subject.names)
         judgement, _ = self._held(made.probe, seen, known=in_lockstep(said))
