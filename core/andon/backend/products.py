@@ -24,12 +24,15 @@ from torch import Tensor, library
 
 from andon.console.problems import InputError, Problem
 
-RUN = 512
-"""Products that are added one after the other. Of more oneDNN makes parts, at AVX2 others than at AVX-512."""
+RUN = 384
+"""Products that are added one after the other. Of more some oneDNN makes parts: torch 2.11's of 448, where torch 2.13's
+first does of 513, at AVX2 others than at AVX-512."""
+_FEW = 16
+"""For fewer rows than these torch 2.11's has kernels that add otherwise. Others are put beside them."""
 FORM = f"parts of {RUN} fused multiply-adds"
 """What a fingerprint says of the bits of products: another order of additions needs another name."""
 _KEY = "run.portable"
-_TRIED = ((2, RUN, 4000), (3, RUN // 2, 1536), (9, RUN, 77), (37, 1, 5), (64, 384, 8), (200, 8, 384), (500, RUN, 48))
+_TRIED = ((2, RUN, 4000), (3, RUN // 2, 1536), (16, RUN, 77), (37, 1, 5), (64, 384, 8), (200, 8, 384), (500, RUN, 48))
 """Rows, products in each, outputs: with the layouts below, kernels for few and many rows, whole registers and rests."""
 
 
@@ -87,16 +90,16 @@ def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     """`a @ b + bias`: [rows, k] by [k, outputs], and [outputs], which only a product of one part may have."""
     linear = torch.ops.mkldnn._linear_pointwise.default
     (rows, columns), outputs, right = a.shape, b.shape[1], b.t()
-    # A single row or output has kernels of its own, which add otherwise: such a one is computed twice.
-    if rows == 1:
-        a = a.expand(2, columns)
+    if rows < _FEW:
+        a = torch.cat((a, a.new_zeros(_FEW - rows, columns)))
+    # A single output has kernels of its own, which add otherwise: such a one is computed twice.
     if outputs == 1:
         right, bias = right.expand(2, columns), bias if bias is None else bias.repeat(2)
     made: Tensor = linear(a[:, :RUN], _dense(right[:, :RUN]), bias, "none", [], "")
     for first in range(RUN, columns, RUN):
         end = first + RUN
         made.add_(linear(a[:, first:end], _dense(right[:, first:end]), None, "none", [], ""))
-    return made if min(rows, outputs) > 1 else made[:rows, :outputs].contiguous()
+    return made[:rows, :outputs].contiguous()
 
 
 def _dense(right: Tensor) -> Tensor:
