@@ -66,6 +66,15 @@ def numbers(scalars: Sequence[Tensor]) -> list[float]:
     return found
 
 
+def _local_parts(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """`tensors`, with the part of this rank in the place of each distributed one: itself, that is, and no alias."""
+    distributed = {kind for kind in set(map(type, tensors)) if hasattr(kind, "to_local")}
+    if not distributed:
+        return tensors
+    with torch.no_grad():  # with a graph it would be another tensor each time
+        return tuple(t.to_local() if type(t) in distributed else t for t in tensors)  # type: ignore[attr-defined]
+
+
 # Flat memory: one integer of each.
 
 
@@ -172,6 +181,7 @@ class Observer:
 
         beside: a digest in [0, 2^64) of what else is known of them, which becomes a part of theirs.
         """
+        tensors = _local_parts(tensors)
         try:
             return self._look(tensors, norm, beside)
         except RuntimeError:
