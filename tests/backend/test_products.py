@@ -97,6 +97,7 @@ def test_a_product_is_the_chain(
     wanted = law(a, b, None if bias is None else bias.reshape(-1), *at)
     assert made.shape == (rows, outputs)
     assert made.is_contiguous()
+    assert made.untyped_storage().nbytes() == made.nbytes
     assert torch.equal(made[at[0]][:, at[1]], wanted)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +53,12 @@ class _Loop:
         x = torch.randn(4, 5, generator=torch.Generator().manual_seed(seed))
         if poison is not None:
             x[1, 2] = poison
-        self.model(x, heads).backward()
+        loss = self.model(x, heads)
+        self.hooks.called()
+        try:
+            loss.backward()
+        finally:
+            self.hooks.call_over()
 
     def zero(self, how: str) -> None:
         for parameter in self.parameters:
@@ -80,10 +86,10 @@ class _Pass:
     """Whether what came before was set to None by hand."""
 
 
-def _acquainted(*, thin: bool, heads: tuple[str, ...] = ("A", "B")) -> _Loop:
+def _acquainted(*, thin: bool, heads: str = "AB") -> _Loop:
     loop = _Loop(thin=thin)
-    for head in heads:
-        loop.window([_Pass(head, 1)])
+    for seed in range(2):
+        loop.window([_Pass(heads, seed)])
         loop.zero("none")
     assert loop.hooks.at_end == thin
     return loop
@@ -106,50 +112,182 @@ _passes = st.lists(
 def test_a_window_shows_the_same_either_way(windows: list[tuple[list[_Pass], str]]) -> None:
     """Which parameters got a gradient, which is not finite or was not zeroed; one pass: every extreme, bit for bit."""
     few, all_ = _acquainted(thin=True), _acquainted(thin=False)
-    none, left = True, False
+    none = True
     for passes, zeroed in windows:
         one, other = few.window(passes), all_.window(passes)
-        if none:
-            assert one.touched == {index for index, p in enumerate(few.parameters) if p.grad is not None}
         if any(each.thrown for each in passes):
             # With a hook on each, what came before the first that shows it goes too.
             assert one.touched >= other.touched
             break
-        assert (one.touched, one.stale) == (other.touched, other.stale)
-        assert bool(one.nonfinite) == bool(other.nonfinite) or left  # what is left makes the sum so
-        if none and len(passes) == 1:
+        if none:
+            assert one.touched == {index for index, p in enumerate(few.parameters) if p.grad is not None}
+        assert (one.touched, one.stale, bool(one.nonfinite)) == (other.touched, other.stale, bool(other.nonfinite))
+        if len(passes) == 1:
             assert one.nonfinite == other.nonfinite
             assert str(sorted(one.extremes)) == str(sorted(other.extremes))  # a NaN is written like another
         assert few.thrown == all_.thrown
         for loop in (few, all_):
             loop.zero(zeroed)
-        none, left = zeroed == "none", zeroed == "left"
+        none = zeroed == "none"
 
 
-def test_few_parameters_keep_a_hook() -> None:
-    """Those at which passes began."""
-    loop = _acquainted(thin=True)
-    assert 0 < len(loop.hooks._handles) < len(loop.parameters) / 2
+def test_the_first_parameter_alone_keeps_a_hook() -> None:
+    """That at which the pass begins."""
+    assert len(_acquainted(thin=True).hooks._handles) == 1
 
 
 def test_a_pass_that_begins_elsewhere_brings_all_hooks_back() -> None:
-    """For good, and from the next window on nothing is missed."""
-    loop = _acquainted(thin=True, heads=("A", "A"))
-    assert loop.window([_Pass("B", 1)]).touched == set()
+    """For good; of its own window what is not finite is seen as well, and nothing is said to be left over."""
+    loop = _acquainted(thin=True, heads="A")
+    raw = loop.window([_Pass("B", 1, float("nan"))])
+    assert raw.touched == {0, 1, 4, 5}
+    assert (raw.nonfinite, raw.stale) == (1, 0)
     assert not loop.hooks.at_end
     for seed in range(4):
         loop.zero("none")
-        assert {0, 1} < loop.window([_Pass("B", seed)]).touched
+        assert loop.window([_Pass("B", seed)]).touched == {0, 1, 4, 5}
         assert not loop.hooks.at_end
+
+
+def test_what_begins_elsewhere_and_is_thrown_away_was_there() -> None:
+    """Rows of a pass that no hook saw are thrown away with its gradients, when the loop zeroes these."""
+    loop = _acquainted(thin=True, heads="A")
+    loop.backward("B", 1)
+    assert loop.hooks.backward_seen
+    assert loop.hooks.started
+
+
+@pytest.mark.parametrize("first", ["A", "AB"])
+def test_a_second_pass_finds_all_hooks(first: str) -> None:
+    """Before it begins: what it gives is seen as it comes, and what the first gave was not left over."""
+    loop = _acquainted(thin=True)
+    loop.backward(first, 1)
+    loop.backward("A", 2, float("nan"))
+    loop.model.trunk.weight.grad = torch.zeros_like(loop.model.trunk.weight)  # repaired by hand
+    raw = loop.hooks.read()
+    assert (raw.nonfinite, raw.stale) == (1, 0)
+    assert not loop.hooks.at_end
+
+
+def test_a_pass_within_a_pass_finds_all_hooks() -> None:
+    """As a checkpoint makes it that computes its activations again."""
+    loop = _acquainted(thin=True)
+
+    def within(gradient: Tensor) -> None:
+        handle.remove()
+        with torch.enable_grad():
+            loop.model(torch.ones(1, 5), "AB").backward()
+
+    def hooked(module: nn.Module, given: object, made: Tensor) -> None:
+        made.register_hook(within)
+
+    handle = loop.model.trunk.register_forward_hook(hooked)
+    loop.backward("AB", 1)
+    assert not loop.hooks.at_end
+    raw = loop.hooks.read()
+    assert raw.touched == {0, 1, 2, 3, 4, 5}
+    assert raw.stale == 0
+
+
+@pytest.mark.parametrize("frozen", ["trunk", "A"])
+def test_a_part_that_is_frozen_later_is_no_error(frozen: str) -> None:
+    """It has no hook while it is frozen, and one again when it is not."""
+    loop = _acquainted(thin=True)
+    part = loop.model.get_submodule(frozen).requires_grad_(False)
+    for seed in range(70):
+        loop.window([_Pass("AB", seed)])
+        loop.zero("none")
+    part.requires_grad_(True)
+    loop.window([_Pass("AB", 1)])
+    loop.zero("none")
+    assert loop.window([_Pass("AB", 1)]).touched == {0, 1, 2, 3, 4, 5}
 
 
 def test_a_hook_that_the_loop_adds_later_is_seen_through() -> None:
     """What it repairs was not finite before, also in the first pass that has it."""
     loop = _acquainted(thin=True)
     loop.model.trunk.weight.register_hook(lambda gradient: gradient.nan_to_num(0.0, 0.0, 0.0))
-    raw = loop.window([_Pass("A", 1, float("nan"))])
+    raw = loop.window([_Pass("AB", 1, float("nan"))])
     assert raw.nonfinite == 1  # the trunk's weight, which is the first
     assert not loop.hooks.at_end
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_head_that_is_switched_on_later_leaves_nothing_over(passes: int, clips: bool) -> None:
+    """Its gradient comes before the first that is known to begin a pass, and is added to and clipped behind that."""
+    loop = _acquainted(thin=True, heads="A")
+    for _ in range(3):
+        for seed in range(passes):
+            loop.backward("AB", seed)  # B's gradients come first
+        if clips:
+            nn.utils.clip_grad_norm_(loop.parameters, 1e-3)
+        raw = loop.hooks.read()
+        loop.hooks.reset()
+        loop.zero("none")
+        assert raw.stale == 0
+        assert raw.touched == {0, 1, 2, 3, 4, 5}
+        assert not loop.hooks.at_end
+
+
+def test_a_hook_that_comes_between_two_passes_leaves_nothing_over() -> None:
+    """What the first pass gave was this window's."""
+    loop = _acquainted(thin=True)
+    loop.backward("AB", 1)
+    loop.model.trunk.weight.register_hook(lambda gradient: None)
+    loop.backward("AB", 2)
+    raw = loop.hooks.read()
+    assert not loop.hooks.at_end
+    assert raw.stale == 0
+    assert raw.touched == {0, 1, 2, 3, 4, 5}
+
+
+def test_what_was_forgotten_is_told() -> None:
+    """Of a loop that stops zeroing, in the first window that has something left."""
+    loop = _acquainted(thin=True)
+    loop.window([_Pass("AB", 1)])
+    assert loop.window([_Pass("AB", 2)]).stale == 1
+
+
+def test_gradients_that_a_loop_asks_for_bring_all_hooks_back() -> None:
+    """They are no part of the pass, and what the loop does with them is its own affair."""
+    loop = _acquainted(thin=True)
+    loop.backward("AB", 1)
+    torch.autograd.grad(loop.model(torch.ones(1, 5), "AB"), loop.parameters[:6])
+    assert not loop.hooks.at_end
+
+
+def test_a_pass_that_failed_is_none_that_runs() -> None:
+    """What it left is let go, and what the loop tries again is seen."""
+    loop = _acquainted(thin=True)
+    handle = loop.model.trunk.register_forward_hook(_failing_behind)
+    with pytest.raises(ZeroDivisionError):
+        loop.backward("AB", 1)
+    handle.remove()
+    left = [weakref.ref(p.grad) for p in loop.parameters if p.grad is not None]
+    assert left
+    loop.zero("none")
+    assert [each() for each in left] == [None] * len(left)
+    raw = loop.window([_Pass("AB", 1, float("nan"))])
+    assert raw.touched == {0, 1, 2, 3, 4, 5}
+    assert raw.nonfinite == 1
+
+
+def test_what_is_reduced_behind_a_pass_is_no_part_of_it() -> None:
+    """A loop that reduces by hand."""
+    loop = _acquainted(thin=True)
+    loop.backward("AB", 1)
+    loop.hooks.reducing(gradient=True)
+    assert loop.hooks.at_end
+
+
+def _failing_behind(module: nn.Module, given: object, made: Tensor) -> None:
+    """Have the backward pass fail behind the head."""
+
+    def fail(gradient: Tensor) -> None:
+        raise ZeroDivisionError
+
+    made.register_hook(fail)
 
 
 def test_a_window_now_and_then_has_all_hooks() -> None:
@@ -157,7 +295,7 @@ def test_a_window_now_and_then_has_all_hooks() -> None:
     loop = _acquainted(thin=True)
     few = []
     for _ in range(70):
-        loop.window([_Pass("A", 1)])
+        loop.window([_Pass("AB", 1)])
         loop.zero("none")
         few.append(loop.hooks.at_end)
     assert few.count(False) == 1
@@ -177,7 +315,10 @@ def _of_a_wrapper(views: bool) -> tuple[bool, list[int], list[int]]:
         signs.append([])
         for step in range(5):
             x = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
-            wrapped(x).square().mean().backward()
+            loss = wrapped(x).square().mean()
+            hooks.called()
+            loss.backward()
+            hooks.call_over()
             signs[-1].append(hooks.read().sign)
             hooks.reset()
             if thin:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -41,8 +42,16 @@ class _Parting(torch.optim.SGD):
         return None
 
 
-def _late(at: int, work: Callable[[Watch, Callable[[int], None]], Any], **settings: Any) -> Any:
-    """What `work` gives, with a watch and what makes one update of a loop whose weights part in update `at`."""
+def _late(
+    at: int,
+    work: Callable[[Watch, Callable[[int], None]], Any],
+    late: Callable[[object], bool] = lambda subject: True,
+    **settings: Any,
+) -> Any:
+    """What `work` gives, with a watch and what makes one update of a loop whose weights part in update `at`.
+
+    late: whether this rank's device takes the updates.
+    """
     torch.manual_seed(0)
     model = nn.Linear(4, 2)
     wrapped = DistributedDataParallel(model)
@@ -57,7 +66,7 @@ def _late(at: int, work: Callable[[Watch, Callable[[int], None]], Any], **settin
         optimizer.zero_grad()
 
     with ExitStack() as stack:
-        patched(stack, updates, "_judged_late", lambda subject: True)
+        patched(stack, updates, "_judged_late", late)
         watch = andon.watch(wrapped, optimizer, action="raise", **settings)
         return work(watch, step)
 
@@ -85,19 +94,21 @@ def test_the_last_update_is_judged_at_the_close(world: int) -> None:
         assert outcome.get() == [None] * LAST + [("replicas-agree", LAST)]
 
 
-def _in_between(folder: str) -> tuple[list[tuple[str, int] | None], list[int]]:
+def _in_between(folder: str) -> tuple[list[tuple[str, int] | None], list[int], set[str]]:
     def work(watch: Watch, step: Callable[[int], None]) -> list[tuple[str, int] | None]:
         return [_found(lambda n=n: step(n)) for n in range(1, LAST)]  # type: ignore[misc]
 
     found = _late(2, work, folder=folder)
     (bundle,) = Path(folder).glob("**/rank-1.json")
-    return found, json.loads(bundle.read_text())["ids"]
+    kinds = {name.split()[0] for name in load_file(bundle.with_suffix(".safetensors"))}
+    return found, json.loads(bundle.read_text())["ids"], kinds
 
 
-def test_the_next_update_is_not_made_and_the_rows_are_those_of_the_wrong_one(tmp_path: Path) -> None:
-    """The finding is of update 2, raised where update 3 would be, with the rows of update 2."""
+def test_the_next_update_is_not_made_and_what_is_kept_is_of_the_wrong_one(tmp_path: Path) -> None:
+    """The finding is of update 2, raised where update 3 would be, with its rows, and no gradients of update 3."""
     for outcome in run_ranks(2, _in_between, str(tmp_path)):
-        found, ids = outcome.get()
+        found, ids, kinds = outcome.get()
+        assert kinds == {"weights"}
         assert found == [None, None, ("replicas-agree", 2)]
         assert ids == [210, 211, 212]
 
@@ -118,10 +129,10 @@ def test_what_all_ranks_do_together_judges_first(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def _one_stays(within_s: float) -> str:
+def _one_stays(within_s: float) -> tuple[str, int]:
     store = dist.distributed_c10d._get_default_store()
 
-    def work(watch: Watch, step: Callable[[int], None]) -> str:
+    def work(watch: Watch, step: Callable[[int], None]) -> tuple[str, int]:
         step(1)
         if dist.get_rank() == 1:
             store.wait(["closed"], timedelta(seconds=60))
@@ -132,16 +143,31 @@ def _one_stays(within_s: float) -> str:
             store.wait(["closed too"], timedelta(seconds=60))
         else:
             store.set("closed too", "yes")
-        return line
+        return line, len(watch.findings)
 
     with ExitStack() as stack:
         patched(stack, updates, "_AT_THE_CLOSE_S", within_s)
-        line: str = _late(LAST, work)
-        return line
+        said: tuple[str, int] = _late(LAST, work)
+        return said
 
 
 def test_a_rank_that_closes_later_is_not_waited_for_and_nobody_is_blamed() -> None:
     """Each says of the last update that it was not compared, and why."""
     first, second = (outcome.get() for outcome in run_ranks(2, _one_stays, 0.3))
-    assert first == "  what update 1 left was not compared: not every rank closed its watch within 0.3 s"
-    assert second.startswith("  what update 1 left was not compared: ") or second == ""
+    assert first == ("  what update 1 left was not compared: not every rank closed its watch within 0.3 s", 0)
+    assert second[0].startswith("  what update 1 left was not compared: DistNetworkError: ")
+    assert second[1] == 0
+
+
+def _mixed() -> list[tuple[str, int] | None]:
+    def work(watch: Watch, step: Callable[[int], None]) -> list[tuple[str, int] | None]:
+        return [_found(lambda n=n: step(n)) for n in range(1, LAST)]  # type: ignore[misc]
+
+    found: list[tuple[str, int] | None] = _late(2, work, late=lambda subject: dist.get_rank() == 1)
+    return found
+
+
+def test_ranks_on_different_devices_judge_at_one_place() -> None:
+    """At once, as those must that have no GPU: a rank that went on would be waited for."""
+    for outcome in run_ranks(2, _mixed):
+        assert outcome.get()[:2] == [None, ("replicas-agree", 2)]

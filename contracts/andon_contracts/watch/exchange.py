@@ -122,7 +122,7 @@ class Exchange:
         return gather_observations([mine], self._gather)
 
     def closing(self, step: int, point: str, values: Mapping[str, int], within_s: float) -> tuple[Observation, ...]:
-        """The same at the close, where another rank may have ended: for at most `within_s` seconds.
+        """What every rank observed, at the close, where another may have ended: waits `within_s` seconds at most.
 
         Raises `TimeoutError`, and what the group raises where a rank is gone. Nothing can be exchanged after that.
         """

@@ -5,17 +5,20 @@ A hook finds the smallest and the largest element and waits for nothing; they ar
 update. On a GPU it leaves the gradient to be read with others, at the latest when the backward pass ends: before a
 wrapper that reduces puts the sum in its place.
 
-A hook takes the host longer than reading what it is given takes a device. Most loops leave in `grad` what came, until
-the pass ends: DDP sums elsewhere until then. Where that was seen, all are read there at once, and only those parameters
-keep a hook at which passes begin. The others get theirs back for good where anything turns out otherwise, and now and
-then for a window, to see it again.
+A hook takes the host longer than reading what it is given takes a device. Most loops make one backward pass for an
+update, over the same parameters each time, none of which has a gradient before; what each gets then lies in its `grad`
+until the pass is over, for DDP sums elsewhere. Where two updates showed that, bit for bit, all gradients are read there
+at once, and only the parameter keeps a hook whose gradient comes first. The others get theirs back before a pass that
+is not like those, or behind one that was not; and now and then for an update, to see it again.
+
+What is not seen so: a repair by a hook on autograd's own nodes, of which torch does not tell.
 """
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -25,14 +28,16 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from andon_contracts.liveness.pending_collectives import PendingCollectives
-from andon_contracts.observe import Extremes, extremes, numbers
+from andon_contracts.observe import ORDINARY, Extremes, extremes, numbers
 from andon_contracts.watch.values import text_digest
 
 _INFINITE = float("inf")
 _TIMED = 8
 """The hooks of every so many-th window are timed: looking at the clock takes as long as much of what they do."""
 _AGREED, _AGAIN = 2, 64
-"""So many windows show that gradients are found in `grad`, and after so many it is looked at again."""
+"""So many windows in a row show that gradients are found in `grad`, and after so many it is looked at again."""
+_NO_PASS = -1
+"""The number of the pass that runs where none does."""
 
 
 @dataclass(frozen=True)
@@ -93,28 +98,33 @@ class _Left:
 
 @dataclass
 class _Pass:
-    """A backward pass that has begun."""
+    """A backward pass that has begun, and what hooks have seen of it."""
 
-    held: list[tuple[Tensor, int] | None]
-    """What lay in `grad` of each parameter then, with its version; nothing where every gradient has a hook."""
-    came: list[int] = field(default_factory=list)
-    """The parameters whose gradient a hook has seen."""
-    added: bool = False
-    """Whether one of those was added to what lay there."""
+    at_end: bool
+    """Whether what it gives is read at its end."""
+    came: dict[int, int] = field(default_factory=dict)
+    """Where the memory of each gradient begins, by parameter, in the order of their coming."""
+    plain: bool = True
+    """Whether each came alone in memory of its own to a parameter that had none, and no other hook was told of it."""
 
 
 class _FoundInGrad:
-    """Whether the gradients of a pass are found in `grad` at its end as they came; looked at once a window."""
+    """Whether the gradients of an update are those of one pass, and are found in `grad` at its end as they came."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self._parameters = parameters
         self._extremes = Extremes(parameters)
         self._left = _AGREED
         self._never = False
+        self._looked: tuple[int, ...] = ()
+        self.first = -1
+        """The parameter whose gradient comes first."""
+        self.all: frozenset[int] = frozenset()
+        """Those that get one."""
 
     @property
     def shown(self) -> bool:
-        """Whether it was seen to be so, and never otherwise."""
+        """Whether the last updates were like that, and none was otherwise."""
         return not (self._left or self._never)
 
     def never(self) -> None:
@@ -125,35 +135,38 @@ class _FoundInGrad:
         """It is to be seen once more."""
         self._left = max(self._left, 1)
 
-    def look(self, came: Sequence[int]) -> None:
-        """A pass ends that gave these parameters, which had none, a gradient."""
-        if self._never or self._extremes.any:
+    def look(self, found: _Pass) -> None:
+        """The first pass of an update ends."""
+        if self._never or not found.plain:
             return
-        gradients = [gradient for index in came if (gradient := self._parameters[index].grad) is not None]
-        hooked = any(_is_hooked(self._parameters[index], 1) for index in came)
-        # A part of a larger memory, as DDP's views of its buckets are, may be reduced there before the pass ends.
-        if not hooked and len(gradients) == len(came) and all(map(_is_alone, gradients)):
-            self._extremes.add_all(came, gradients)
+        gradients = [gradient for index in found.came if (gradient := self._parameters[index].grad) is not None]
+        # As it came: not a copy, as in a bucket of DDP's, which may be reduced there before the pass ends.
+        if len(gradients) == len(found.came) and [each.data_ptr() for each in gradients] == [*found.came.values()]:
+            self._looked = tuple(found.came)
+            self._extremes.add_all(self._looked, gradients)
 
     def waiting(self) -> list[list[Tensor]]:
         """As `GradientHooks.waiting`."""
-        return self._extremes.waiting() if self._extremes.any else []
+        return self._extremes.waiting() if self._looked else []
 
-    def judge(self, raw: Sequence[tuple[int, float, float]]) -> None:
-        """Compare what was found with what the hooks had seen before."""
-        if not self._extremes.any:
-            return
-        came: dict[int, tuple[float, float]] = {}
-        for index, low, high in raw:
-            came.setdefault(index, (low, high))  # of the first pass that gave it one
-        found = self._extremes.read()
+    def judge(self, raw: Sequence[tuple[int, float, float]], *, one_pass: bool) -> None:
+        """Compare what was found with all that hooks had seen in this update; one_pass: of one pass that was called."""
+        looked, found = self._looked, self._extremes.read() if self._looked else []
         self.clear()
-        if all(low > -_INFINITE and high < _INFINITE for _, low, high in found):
-            self._never |= any(came.get(index) != (low, high) for index, low, high in found)
-            self._left = max(self._left - 1, 0)
+        if not (looked and one_pass):
+            self._left = _AGREED
+            return
+        if not all(low > -_INFINITE and high < _INFINITE for _, low, high in found):
+            return
+        if sorted(found) != sorted(raw):
+            self._never = True
+        if (looked[0], frozenset(looked)) != (self.first, self.all):
+            self.first, self.all, self._left = looked[0], frozenset(looked), _AGREED
+        self._left = max(self._left - 1, 0)
 
     def clear(self) -> None:
         """Forget what was found in this window."""
+        self._looked = ()
         self._extremes.clear()
 
 
@@ -182,12 +195,12 @@ class GradientHooks:
         self._parameters = parameters
         self._count = len(parameters)
         self._seen = Extremes(parameters)
+        self._called = 0
+        """The loop's calls for a backward pass that gave a gradient, or may yet."""
         self._passes: dict[int, _Pass] = {}
-        """Those that have begun, by torch's number: one may run within another."""
+        """Those of this window, by torch's number; one may run within another."""
         self._found_in_grad = _FoundInGrad(parameters)
-        self._begin_at: set[int] = set()
-        self._touched: set[int] = set()
-        """The parameters whose gradients were read at the end of a pass."""
+        self._read_at_end: frozenset[int] = frozenset()
         self._left: list[_Left] = []
         self._timed, self._windows, self._timed_windows, self._timed_s = True, 1, 1, 0.0
         self._started = bytearray(self._count)
@@ -197,13 +210,42 @@ class GradientHooks:
     def _hook_all(self) -> None:
         self.at_end = False
         for index, parameter in enumerate(self._parameters):
-            if index not in self._handles:
+            if index not in self._handles and parameter.requires_grad:
                 self._handles[index] = _hooked_first(parameter, self._hook(index, parameter))
 
     def _hook_few(self) -> None:
         self.at_end = True
-        for index in self._handles.keys() - self._begin_at - {self._shown[0]}:
+        for index in self._handles.keys() - {self._found_in_grad.first, self._shown[0]}:
             self._handles.pop(index).remove()
+
+    def _turn_back(self, *, begun: bool = True) -> None:
+        """This update is not like those before; begun: a pass may have given gradients already."""
+        self._found_in_grad.never()
+        self._hook_all()
+        if begun:  # they were not left over
+            self._started = bytearray(b"\x01" * self._count)
+
+    def called(self) -> None:
+        """The loop calls for a backward pass, which has not begun."""
+        self._called += 1
+        if self.at_end and (self._called > 1 or not all(map(self._is_as_before, range(self._count)))):
+            self._turn_back(begun=self._called > 1)
+
+    def _is_as_before(self, index: int) -> bool:
+        parameter = self._parameters[index]
+        return parameter.grad is None and not _is_hooked(parameter, ours=int(index in self._handles))
+
+    def call_over(self) -> None:
+        """That pass is over, or failed."""
+        if self._passes:
+            return
+        if self.at_end and any(parameter.grad is not None for parameter in self._parameters):
+            # It began where none did before: what it gave, reduced by now, is seen as it is.
+            self.backward_seen = self.arrived = True
+            self._add_present(range(self._count))
+            self._turn_back()
+        else:
+            self._called -= 1  # a pass of other parameters than these
 
     def _hook(self, index: int, parameter: torch.nn.Parameter) -> Callable[[Tensor], None]:
         show = self._shown[1] if index == self._shown[0] else None
@@ -221,11 +263,14 @@ class GradientHooks:
                 if cord.begun.armed:
                     cord.begun.backward(parameter)
             self.backward_seen = self.arrived = True
+            held = parameter.grad
+            if held is None and self._started[index] and not self.at_end:
+                self._forget(index)
             number = torch._C._current_graph_task_id()
             if number not in self._passes:
-                self._begin(number, index)
+                self._begin(number)
             if not self.at_end:
-                self._take(index, gradient, self._passes.get(number))
+                self._take(index, gradient, held, self._passes[number])
             if show is not None:
                 show(gradient)
             if timed:
@@ -233,70 +278,49 @@ class GradientHooks:
 
         return see
 
-    def _begin(self, number: int, index: int) -> None:
-        """A pass is seen for the first time, by the gradient of parameter `index`."""
-        if self.at_end and any(_is_hooked(p, i in self._handles) for i, p in enumerate(self._parameters)):
-            self._found_in_grad.never()
-            self._hook_all()
-        self._begin_at.add(index)
-        begun = _Pass(self._lying() if self.at_end else [])
-        self._passes[number] = begun
+    def _begin(self, number: int) -> None:
+        """A pass is seen for the first time."""
+        if self.at_end and (self._passes or self._called != 1):
+            self._turn_back()  # a second one, or one that nobody was heard to call for
+        self._seen.any = True
+        self._passes[number] = begun = _Pass(self.at_end)
         # Told in the order of asking: a wrapper asks after it got a gradient, which this hook has before it.
         torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, number, begun))
 
-    def _lying(self) -> list[tuple[Tensor, int] | None]:
-        """What lies in `grad` of each parameter, with its version, before a pass adds to it."""
-        gradients = [parameter.grad for parameter in self._parameters]
-        if any(gradients[index] is None for index in self._touched):
-            self.discard()  # somebody threw the window away by hand
-        if not self._seen.any:
-            there = [(index, held) for index, held in enumerate(gradients) if held is not None]
-            self._left += [
-                _Left(index, held, held._version, *extremes(held)) for index, held in there if not self._started[index]
-            ]
-            self._seen.any = True
-        return [None if held is None else (held, held._version) for held in gradients]
-
-    def _take(self, index: int, gradient: Tensor, begun: _Pass | None) -> None:
-        held = self._parameters[index].grad
+    def _take(self, index: int, gradient: Tensor, held: Tensor | None, begun: _Pass) -> None:
         if not self._started[index]:
             self._started[index] = True
             if held is not None:
                 self._left.append(_Left(index, held, held._version, *extremes(held)))
-        elif held is None:
-            self._forget(index)
         self._seen.add(index, gradient)
-        if begun is not None:
-            begun.came.append(index)
-            begun.added |= held is not None
+        if begun.plain:
+            begun.plain = held is None and _is_plain(gradient) and not _is_hooked(self._parameters[index], ours=1)
+            begun.came[index] = gradient.data_ptr() if begun.plain else 0
 
     def _end(self, number: int, begun: _Pass) -> None:
         """A pass ends; whoever reduces what it gave behind its end has not begun yet."""
         if self._passes.get(number) is not begun:
             return  # it was thrown away meanwhile
-        del self._passes[number]
         began = time.perf_counter() if self._timed else 0.0
-        if self.at_end and begun.held:
-            found = [
-                (index, now)
-                for index, (parameter, held) in enumerate(zip(self._parameters, begun.held, strict=True))
-                if (now := parameter.grad) is not None
-                and (held is None or now is not held[0] or now._version != held[1])
-            ]
-            self._seen.add_all(*map(list, zip(*found, strict=True)) if found else ([], []))
-            self._touched.update(index for index, _ in found)
+        if begun.at_end:
+            self._read_at_end = self._add_present(range(self._count))
         else:
             self._seen.flush()
-            if not begun.added:
-                self._found_in_grad.look(begun.came)
+            if len(self._passes) == 1:
+                self._found_in_grad.look(begun)
         if self._timed:
             self._timed_s += time.perf_counter() - began
 
+    def _add_present(self, indices: Iterable[int]) -> frozenset[int]:
+        """See what lies in `grad` of those of `indices` that have one."""
+        there = [(index, gradient) for index in indices if (gradient := self._parameters[index].grad) is not None]
+        self._seen.add_all([index for index, _ in there], [gradient for _, gradient in there])
+        return frozenset(index for index, _ in there)
+
     def reducing(self, gradient: bool) -> None:
-        """The loop reduces a tensor; gradient: one that lies in `grad`, where it is not found as it came, then."""
-        if gradient and self._passes:
-            self._found_in_grad.never()
-            self._hook_all()
+        """The loop reduces a tensor; gradient: one that lies in `grad`. Within a pass: then it is not as it came."""
+        if gradient and torch._C._current_graph_task_id() != _NO_PASS:
+            self._turn_back()
 
     def spent(self, *, wait: bool) -> float:
         """Seconds in the hooks, those of every `_TIMED`th window, which stand for the others too; and of GPUs, which
@@ -317,8 +341,9 @@ class GradientHooks:
     def _clear(self) -> None:
         self._seen.clear()
         self._found_in_grad.clear()
-        self._passes.clear()  # a pass that failed told nothing
-        self._touched.clear()
+        self._called = 0
+        self._passes.clear()
+        self._read_at_end = frozenset()
         self._left.clear()
         self.backward_seen = False
 
@@ -334,11 +359,13 @@ class GradientHooks:
 
     def read(self) -> Raw:
         """What the window showed. One wait for each device, unless that was brought."""
-        seen = self._seen.read()
-        self._found_in_grad.judge(seen)
-        # A pass that began where none was seen to begin before has given what was not there.
-        if self.at_end and any(p.grad is not None and i not in self._touched for i, p in enumerate(self._parameters)):
+        if self.at_end and self._read_at_end != self._found_in_grad.all:
+            # Of others than before: what was not seen on its way, reduced by now, is seen as it is.
             self._found_in_grad.never()
+            self._add_present(index for index in range(self._count) if index not in self._read_at_end)
+        seen = self._seen.read()
+        if not self.at_end:
+            self._found_in_grad.judge(seen, one_pass=self._called == len(self._passes) == 1)
         # Written so that NaN, with which no comparison holds, is bad.
         bad = [owner for owner, low, high in seen if not (low > -_INFINITE and high < _INFINITE)]
         return Raw(min(bad, default=-1) + 1, self._stale() + 1, seen)
@@ -372,14 +399,15 @@ class GradientHooks:
         self._handles.clear()
 
 
-def _is_hooked(parameter: torch.nn.Parameter, ours: int) -> bool:
+def _is_hooked(parameter: torch.nn.Parameter, *, ours: int) -> bool:
     """Whether what `parameter` gets may be changed on its way: it has more hooks than `ours`."""
     return len(parameter._backward_hooks or ()) > ours or bool(parameter._post_accumulate_grad_hooks)
 
 
-def _is_alone(gradient: Tensor) -> bool:
-    """Whether there is nothing else in its memory."""
-    return gradient.layout == torch.strided and gradient.untyped_storage().nbytes() == gradient.nbytes
+def _is_plain(gradient: Tensor) -> bool:
+    """Whether it is what it holds, and there is nothing else in its memory."""
+    plain = type(gradient) in ORDINARY and gradient.layout == torch.strided
+    return plain and gradient.untyped_storage().nbytes() == gradient.nbytes
 
 
 def _hooked_first(parameter: torch.nn.Parameter, hook: Callable[[Tensor], None]) -> RemovableHandle:

@@ -283,10 +283,12 @@ class Hearing:
             self._passes.begins(loss, line_here())
             for probe in self._probes.values():
                 probe.taps.arrived = False
+                probe.taps.called()
 
     def backward_over(self) -> None:
         """It is over."""
         if self._passes.now is not None:
             for probe in self._probes.values():
+                probe.taps.call_over()
                 probe.scale.passed(probe.taps.arrived)
         self._passes.ends()

@@ -156,19 +156,23 @@ class Locator:
         }
 
 
-def tensors_of(subject: ModelProbe, probes: Sequence[OptimizerProbe], named: str) -> Iterator[tuple[str, Tensor]]:
+def tensors_of(
+    subject: ModelProbe, probes: Sequence[OptimizerProbe], named: str, *, gone_on: bool
+) -> Iterator[tuple[str, Tensor]]:
     """`named`'s weights, gradient, optimizer state or buffer on this rank, then those of all that is trained.
 
-    Names say what a tensor is: `weights NAME`, `gradient NAME`, `optimizer NAME KEY`, `buffer NAME`.
+    Names say what a tensor is: `weights NAME`, `gradient NAME`, `optimizer NAME KEY`, `buffer NAME`. gone_on: gradients
+    and buffers are of a later update than the one that is told of, and left out.
     """
     trained = [name for probe in probes for name in probe.names]
     for names in ([named], trained):
-        for kind in (_weights, _gradients, _states):
+        for kind in (_weights, _states) if gone_on else (_weights, _gradients, _states):
             for probe in probes:
                 yield from kind(probe, [name for name in names if name in probe.parameters])
     if named in subject.frozen:
         yield f"weights {named}", plain(subject.frozen[named])
-    yield from ((f"buffer {name}", plain(buffer)) for name, buffer in subject.buffers_by_name().items())
+    if not gone_on:
+        yield from ((f"buffer {name}", plain(buffer)) for name, buffer in subject.buffers_by_name().items())
 
 
 def _weights(probe: OptimizerProbe, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:

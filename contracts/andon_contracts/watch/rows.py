@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +68,8 @@ class Rows:
         self.passed: list[list[int]] = []
         """Those of windows that were computed and whose update a loss scaler left out, by window."""
         self.used = False
+        self.gone_on = False
+        """Whether the loop has gone on from the update that is looked at, with other gradients and buffers."""
         self.discarded = 0
         """How often gradients were thrown away."""
         self._fresh = 0
@@ -89,6 +92,15 @@ class Rows:
         kept = len(self.ids) - self._fresh
         del self.ids[:kept], self.contents[:kept]
         self.batches = self.batches[-1:] if self._fresh else []
+
+    @contextmanager
+    def of_update(self, ids: list[int], *, gone_on: bool) -> Iterator[None]:
+        """Inside, what is told is of the update that was made of these rows, whichever have come since."""
+        now, self.ids, self.gone_on = self.ids, ids, gone_on
+        try:
+            yield
+        finally:
+            self.ids, self.gone_on = now, False
 
     def pass_over(self) -> None:
         """The window's update is left out: its rows are used up all the same."""

@@ -97,7 +97,8 @@ class Updates:
         self._seen_before: Observations = ()
         self._aligned: Observations = ()
         self._added = AddedTime(subject.gpu())
-        self._late = _judged_late(subject)
+        self._late = False
+        """Whether an update is judged before the next one."""
         self._made: _Made | None = None
         self.steps = 0
 
@@ -137,10 +138,15 @@ class Updates:
         self.reports.look_at_data()
 
     def _devices_differ(self) -> bool:
-        """Whether replicas are on different kinds of devices; if so, their digests are made comparable. Collective."""
+        """Whether replicas are on different kinds of devices; if so, their digests are made comparable. Collective.
+
+        Only where every rank's device takes the update is one judged late: all are to judge it at the same place.
+        """
         kinds = {parameter.device.type for parameter in self._subject.parameters.values()}
-        seen = Seen(self._exchange(0, "devices", {"on the CPU": int(kinds == {"cpu"})}), None)
-        differ = bool(seen.differing)
+        said = {"on the CPU": int(kinds == {"cpu"}), "late": int(_judged_late(self._subject))}
+        seen: Seen[object] = Seen(self._exchange(0, "devices", said), None)
+        self._late = all(seen.column("late"))
+        differ = "on the CPU" in seen.differing
         for each in self._buffers:
             each.portable(differ)
         for probe in self._probes:
@@ -182,28 +188,22 @@ class Updates:
         if self._made is None:
             return
         made, self._made = self._made, None
-        probe = made.probe
-        seen = self._exchange(made.step, self._point_after(probe), made.values(), judged=True)
-        self._record(probe, seen)
-        aligned: Seen[object] = Seen(self._replicas.align(seen), None, self._subject.names)
-        judgement, laws = self._held(probe, aligned, known=in_lockstep(seen))
+        said = self._exchange(made.step, self._point_after(made), made.values(), judged=True)
+        judgement, laws = self._held(made, said)
         if judgement.first is not None:
-            # What is told of it is of its own rows, whichever have come since.
-            now, self._rows.ids = self._rows.ids, made.ids
-            try:
-                self.locator.after(probe, judgement, laws, self._aligned)
-            finally:
-                self._rows.ids = now
-        self.locator.note_equal(made.step, aligned)
-        probe.moments_equal = "optimizer" not in aligned.differing
+            with self._rows.of_update(made.ids, gone_on=self._late):
+                self.locator.after(made.probe, judgement, laws, self._aligned)
+        self.locator.note_equal(made.step, judgement.seen)
+        made.probe.moments_equal = "optimizer" not in judgement.seen.differing
 
-    def _held(
-        self, probe: OptimizerProbe, seen: Seen[object], *, known: bool
-    ) -> tuple[Judgement[Seen[object]], tuple[Law[Seen[object]], ...]]:
-        """The laws that hold after an update, and what becomes of them. known: whether the ranks are at one point."""
-        waiting = probe.synchrony.after(seen) if known else frozenset[str]()
+    def _held(self, made: _Made, said: Observations) -> tuple[Judgement[Seen[object]], tuple[Law[Seen[object]], ...]]:
+        """What all ranks saw after an update, written down, and the laws that it is held to."""
+        self._record(made.probe, said)
+        seen: Seen[object] = Seen(self._replicas.align(said), None, self._subject.names)
+        synchrony = made.probe.synchrony
+        waiting = synchrony.after(seen) if in_lockstep(said) else frozenset[str]()
         laws = tuple(law for law in self._after_laws if law.clause not in waiting)
-        if probe.synchrony.parted(seen.step):
+        if synchrony.parted(made.step):
             laws += self._verdicts.alive(PARTED)
         return self._verdicts.judgement(laws, seen), laws
 
@@ -216,21 +216,19 @@ class Updates:
         if made is None:
             return ""
         try:
-            said = self._exchange.closing(made.step, self._point_after(made.probe), made.values(), _AT_THE_CLOSE_S)
+            said = self._exchange.closing(made.step, self._point_after(made), made.values(), _AT_THE_CLOSE_S)
         except (RuntimeError, OSError) as error:
             why = str(error) if isinstance(error, TimeoutError) else first_line(error)
             return f"  what update {made.step} left was not compared: {why}"
-        self._record(made.probe, said)
-        seen: Seen[object] = Seen(self._replicas.align(said), None, self._subject.names)
-        judgement, _ = self._held(made.probe, seen, known=in_lockstep(said))
+        judgement, _ = self._held(made, said)
         for law in judgement.broken():
             scene = Scene(self._exchange.world_size, applied=True)
             found = judgement.violation(law)
             self._verdicts.take(found, scene, alone=True, by_all=True, suspicion=law.suspicion)
         return ""
 
-    def _point_after(self, probe: OptimizerProbe) -> str:
-        return f"after {self._number(probe)}"
+    def _point_after(self, made: _Made) -> str:
+        return f"after {self._number(made.probe)}"
 
     def _record(self, probe: OptimizerProbe, after: Observations) -> None:
         if not self._settings.recording or not self._seen_before:
@@ -251,7 +249,6 @@ class Updates:
             self._before(probe)
 
     def _before(self, probe: OptimizerProbe) -> None:
-        self._judge_made()
         step = probe.updates + 1
         practised = self.practice.values()  # ahead of copies that are made here
         self._base.look()

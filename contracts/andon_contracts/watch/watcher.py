@@ -342,7 +342,7 @@ def _evidence(
         exchange.rank,
         exchange.world_size,
         lambda: list(rows.ids),
-        lambda named: tensors_of(subject, probes, named),
+        lambda named: tensors_of(subject, probes, named, gone_on=rows.gone_on),
         subject.accelerators(),
     )
 

@@ -99,7 +99,8 @@ def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     for first in range(RUN, columns, RUN):
         end = first + RUN
         made.add_(linear(a[:, first:end], _dense(right[:, first:end]), None, "none", [], ""))
-    return made[:rows, :outputs].contiguous()
+    # What is given is alone in its memory, as a product of torch's is.
+    return made if rows >= _FEW and outputs > 1 else made[:rows, :outputs].clone(memory_format=torch.contiguous_format)
 
 
 def _dense(right: Tensor) -> Tensor:

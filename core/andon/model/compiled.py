@@ -6,10 +6,13 @@ them or on what came before: it is a function of the batch's shape and of a set 
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import inspect
 import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -85,6 +88,9 @@ def rewriting_backend(options: dict[str, Any], **more: Any) -> Callable[..., Any
 
     Choices that inductor would make by timing, and that may change bits, are switched off: for its backward graph too,
     which is compiled on a thread of autograd's that has not the configuration of this one.
+
+    What torch keeps of a compilation on the disk is found again by the next run: by the graph, torch's version, the
+    device and, since functions of ours are in graphs, the code of those.
     """
     options = {**options, "deterministic": True}
 
@@ -92,9 +98,33 @@ def rewriting_backend(options: dict[str, Any], **more: Any) -> Callable[..., Any
         from torch._inductor.compile_fx import compile_fx
 
         rewrite(module)
-        return compile_fx(module, inputs, config_patches=options, **more)
+        # Named or not, what operations of ours do is in what is kept: so the code is a part of every key.
+        known = {"andon": _code_of_rewrites()} | dict.fromkeys(sorted(_own_functions(module)), "as above")
+        patches = {**options, "unsafe_marked_cacheable_functions": known}
+        return compile_fx(module, inputs, config_patches=patches, **more)
 
     return backend
+
+
+def _own_functions(module: torch.fx.GraphModule) -> set[str]:
+    """The functions of ours that graphs of `module` call: torch keeps no graph with one that it is not told of."""
+    graphs = [each.graph for each in module.modules() if isinstance(each, torch.fx.GraphModule)]
+    called = [node.target for graph in graphs for node in graph.nodes if node.op == "call_function"]
+    return {
+        f"{each.__module__}.{each.__name__}"
+        for each in called
+        if inspect.isfunction(each) and each.__module__.partition(".")[0] == "andon"
+    }
+
+
+@functools.cache
+def _code_of_rewrites() -> str:
+    """A digest of the code that is traced into graphs."""
+    digest = hashlib.sha256()
+    for package in ("fast", "model"):
+        for path in sorted((Path(__file__).parents[1] / package).glob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def _room_for(graphs: int) -> dict[str, Any]:
