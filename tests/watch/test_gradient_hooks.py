@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from andon_contracts.liveness.pending_collectives import PendingCollectives
 from andon_contracts.watch.gradient_hooks import GradientHooks, Raw
 from tests.support.ranks import run_ranks
 
@@ -353,6 +354,47 @@ def test_gradients_that_a_loop_reduces_within_the_pass_keep_their_hooks() -> Non
         loop.window([_Pass("A", seed)])
         loop.zero("none")
         assert not loop.hooks.at_end
+
+
+def _counted_outside() -> tuple[bool, list[int]]:
+    """Whether hooks thin out where a head outside of DDP comes first, and the reducing passes counted by update."""
+    torch.manual_seed(0)
+    trunk, head = DistributedDataParallel(nn.Linear(5, 7)), nn.Linear(7, 3)
+    hooks = GradientHooks([*trunk.parameters(), *head.parameters()], lambda: None, (-1, lambda gradient: None))
+    begun = PendingCollectives([0, 1])
+    (followed,) = begun.follow(trunk)
+    hooks.cord = _Cord(begun)
+    counts = []
+    for _ in range(5):
+        begun.forward(followed)
+        loss = head(torch.tanh(trunk(torch.ones(2, 5)))).square().mean()
+        hooks.called()
+        loss.backward()
+        hooks.call_over()
+        counts.append(begun.told().backwards)
+        hooks.read()
+        hooks.reset()
+        for parameter in (*trunk.parameters(), *head.parameters()):
+            parameter.grad = None
+    return hooks.at_end, counts
+
+
+class _Cord:
+    """That nobody pulls."""
+
+    cause = None
+
+    def __init__(self, begun: PendingCollectives) -> None:
+        self.begun = begun
+
+    def heed(self) -> None:
+        """Nothing."""
+
+
+def test_a_pass_that_reduces_is_counted_where_another_part_comes_first() -> None:
+    """On every rank alike, with few hooks and with all: by these counts a rank knows who waits for it."""
+    for outcome in run_ranks(2, _counted_outside):
+        assert outcome.get() == (True, [1, 2, 3, 4, 5])
 
 
 def test_gradients_that_are_changed_unseen_keep_their_hooks() -> None:

@@ -227,9 +227,12 @@ class GradientHooks:
 
     def called(self) -> None:
         """The loop calls for a backward pass, which has not begun."""
+        began = time.perf_counter() if self._timed else 0.0
         self._called += 1
         if self.at_end and (self._called > 1 or not all(map(self._is_as_before, range(self._count)))):
             self._turn_back(begun=self._called > 1)
+        if self._timed:
+            self._timed_s += time.perf_counter() - began
 
     def _is_as_before(self, index: int) -> bool:
         parameter = self._parameters[index]
@@ -304,12 +307,20 @@ class GradientHooks:
         began = time.perf_counter() if self._timed else 0.0
         if begun.at_end:
             self._read_at_end = self._add_present(range(self._count))
+            self._count_pass()
         else:
             self._seen.flush()
             if len(self._passes) == 1:
                 self._found_in_grad.look(begun)
         if self._timed:
             self._timed_s += time.perf_counter() - began
+
+    def _count_pass(self) -> None:
+        """Count a pass that reduces, where no parameter with a hook is reduced; what it reduces is waited for later."""
+        for index in self._read_at_end:
+            if self.cord is None or not self.cord.begun.armed:
+                return
+            self.cord.begun.backward(self._parameters[index])
 
     def _add_present(self, indices: Iterable[int]) -> frozenset[int]:
         """See what lies in `grad` of those of `indices` that have one."""
