@@ -219,9 +219,11 @@ def _train_here(config: Config, folder: RunFolder, started: float) -> Ended:
 
 
 def _train_in_ranks(config: Config, folder: RunFolder, started: float, sizing: Sizing | None, entry: str) -> Ended:
+    # From here on no signal raises: where one did as the folder's lock is let go, this process would keep that, and
+    # could not remove what it leaves.
+    preemption.begin()
     with folder.open_for_writing():
         pass  # only to refuse, before ranks are started, a folder that cannot be written or is being written
-    preemption.begin()
     warm_up(_PRELOAD)
     bounds = {"timeout_s": config.run.grace_s, "silence_s": config.run.timeout_s}
     if sizing is None:
