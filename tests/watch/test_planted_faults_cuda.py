@@ -17,7 +17,7 @@ from andon_falsify.loops import task
 from andon_falsify.peers import plain
 from tests.support.ranks import run_ranks
 from tests.watch import watched
-from tests.watch.test_planted_faults import CHUNK, SEEN, WORLD, Pair, alone, both
+from tests.watch.test_planted_faults import CHUNK, SEEN, WORLD, Pair, alone, both, uncaught, unseen_alone
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
@@ -79,25 +79,12 @@ def alone_on_gpu(numbers: list[int]) -> list[list[tuple[str, int]]]:
 def test_every_fault_is_caught_on_a_gpu_as_on_a_cpu(first: int) -> None:
     """By its clause, on every rank alike, at most one update later; and the run without it raises nothing there."""
     ranks = [outcome.get() for outcome in run_ranks(WORLD, both_on_gpu, first, deadline_s=DEADLINE_S)]
-    odd = {}
-    for (fault, inside), *pairs in zip(SEEN[first:], *ranks, strict=False):
-        silent = all(right.found == [] for right, _ in pairs)
-        one, other = (wrong.found for _, wrong in pairs)
-        caught = any(clause == inside.clause and step <= inside.by + 1 for clause, step in one)
-        if not (silent and caught and one == other):
-            odd[fault.name] = [(right.found, wrong.found) for right, wrong in pairs], (inside.clause, inside.by)
-    assert odd == {}
+    assert uncaught(first, ranks, later=1) == {}
 
 
 @pytest.mark.parametrize("first", range(0, len(SEEN), CHUNK))
 def test_the_one_line_sees_on_a_gpu_what_it_sees_on_a_cpu(first: int) -> None:
     """What is said to need no further line, on every rank alike, at most one update later."""
     numbers = [number for number, (_, inside) in enumerate(SEEN) if inside.alone and first <= number < first + CHUNK]
-    one, other = (outcome.get() for outcome in run_ranks(WORLD, alone_on_gpu, numbers, deadline_s=DEADLINE_S))
-    odd = {}
-    for number, found, there in zip(numbers, one, other, strict=True):
-        fault, inside = SEEN[number]
-        by = max(inside.by, inside.alone_by) + 1
-        if found != there or not any(clause == inside.alone and step <= by for clause, step in found):
-            odd[fault.name] = found, there, (inside.alone, by)
-    assert odd == {}
+    ranks = [outcome.get() for outcome in run_ranks(WORLD, alone_on_gpu, numbers, deadline_s=DEADLINE_S)]
+    assert unseen_alone(numbers, ranks, later=1) == {}

@@ -11,7 +11,7 @@ import pytest
 from andon_contracts.watch import updates
 from andon_falsify.faults.planting import patched
 from tests.support.ranks import run_ranks
-from tests.watch.test_planted_faults import CHUNK, SEEN, WORLD, Pair, alone, both
+from tests.watch.test_planted_faults import CHUNK, SEEN, WORLD, Pair, alone, both, uncaught, unseen_alone
 
 pytestmark = pytest.mark.timeout(300)
 DEADLINE_S = 200.0
@@ -38,24 +38,13 @@ def alone_late(numbers: list[int]) -> list[list[tuple[str, int]]]:
 
 @pytest.mark.parametrize("first", range(0, len(SEEN), CHUNK))
 def test_every_fault_is_caught_late_as_at_once(first: int) -> None:
-    """By its clause, on every rank alike, as of the same step; and the run without it raises nothing there."""
+    """By its clause, on every rank alike, by the same step; and the run without it raises nothing there."""
     ranks = [outcome.get() for outcome in run_ranks(WORLD, both_late, first, deadline_s=DEADLINE_S)]
-    odd = {}
-    for (fault, inside), *pairs in zip(SEEN[first:], *ranks, strict=False):
-        silent = all(right.found == [] for right, _ in pairs)
-        one, other = (wrong.found for _, wrong in pairs)
-        caught = any(clause == inside.clause and step <= inside.by for clause, step in one)
-        if not (silent and caught and one == other):
-            odd[fault.name] = [(right.found, wrong.found) for right, wrong in pairs], (inside.clause, inside.by)
-    assert odd == {}
+    assert uncaught(first, ranks, later=0) == {}
 
 
 def test_the_one_line_sees_late_what_it_sees_at_once() -> None:
     """What is said to need no further line, on every rank alike."""
     numbers = [number for number, (_, inside) in enumerate(SEEN) if inside.alone]
-    one, other = (outcome.get() for outcome in run_ranks(WORLD, alone_late, numbers, deadline_s=DEADLINE_S))
-    assert one == other
-    for number, found in zip(numbers, one, strict=True):
-        inside = SEEN[number][1]
-        by = max(inside.by, inside.alone_by)
-        assert any(clause == inside.alone and step <= by for clause, step in found), (inside, found)
+    ranks = [outcome.get() for outcome in run_ranks(WORLD, alone_late, numbers, deadline_s=DEADLINE_S)]
+    assert unseen_alone(numbers, ranks, later=0) == {}

@@ -175,26 +175,22 @@ class Updates:
             self._made = _Made(probe, probe.updates, found, self._rows.ids)
             probe.turn()
             self.practice.turn()
-            if not self._late:
-                self._judge_made()
+        if not self._late:
+            self.judge_made()
 
     def judge_made(self) -> None:
         """Judge the last update, if it was not yet. Collective."""
-        if self._made is not None:
-            with self._added:
-                self._judge_made()
-
-    def _judge_made(self) -> None:
-        if self._made is None:
-            return
         made, self._made = self._made, None
-        said = self._exchange(made.step, self._point_after(made), made.values(), judged=True)
-        judgement, laws = self._held(made, said)
-        if judgement.first is not None:
-            with self._rows.of_update(made.ids, gone_on=self._late):
-                self.locator.after(made.probe, judgement, laws, self._aligned)
-        self.locator.note_equal(made.step, judgement.seen)
-        made.probe.moments_equal = "optimizer" not in judgement.seen.differing
+        if made is None:
+            return
+        with self._added:
+            said = self._exchange(made.step, self._point_after(made), made.values(), judged=True)
+            judgement, laws = self._held(made, said)
+            if judgement.first is not None:
+                with self._rows.of_update(made.ids, gone_on=self._late):
+                    self.locator.after(made.probe, judgement, laws, self._aligned)
+            self.locator.note_equal(made.step, judgement.seen)
+            made.probe.moments_equal = "optimizer" not in judgement.seen.differing
 
     def _held(self, made: _Made, said: Observations) -> tuple[Judgement[Seen[object]], tuple[Law[Seen[object]], ...]]:
         """What all ranks saw after an update, written down, and the laws that it is held to."""

@@ -99,7 +99,7 @@ def rewriting_backend(options: dict[str, Any], **more: Any) -> Callable[..., Any
 
         rewrite(module)
         # Named or not, what operations of ours do is in what is kept: so the code is a part of every key.
-        known = {"andon": _code_of_rewrites()} | dict.fromkeys(sorted(_own_functions(module)), "as above")
+        known = dict.fromkeys(["andon", *sorted(_own_functions(module))], _code_of_rewrites())
         patches = {**options, "unsafe_marked_cacheable_functions": known}
         return compile_fx(module, inputs, config_patches=patches, **more)
 
