@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 import torch
@@ -218,12 +219,16 @@ def test_rows_that_do_not_exist_are_refused() -> None:
             rows.load(ids, CPU)
 
 
-@given(count=st.integers(0, 200), rows=st.integers(1, 40))
-def test_evaluation_visits_every_row_once_in_order(count: int, rows: int) -> None:
-    """Nothing is padded with rows seen before, nothing is dropped."""
-    batches = evaluation_batches(count, rows)
-    assert [row for batch in batches for row in batch] == list(range(count))
+@given(lengths=st.lists(st.integers(1, 9), max_size=200), rows=st.integers(1, 40))
+def test_evaluation_visits_every_row_once_longest_first(lengths: list[int], rows: int) -> None:
+    """Nothing is padded with rows seen before, nothing is dropped, and no row is padded more than order by length has
+    it: the longest of a batch is no longer than the shortest of the one before."""
+    batches = evaluation_batches(lengths, rows)
+    assert sorted(row for batch in batches for row in batch) == list(range(len(lengths)))
+    assert all(len(batch) == rows for batch in batches[:-1])
     assert all(0 < len(batch) <= rows for batch in batches)
+    for before, batch in pairwise(batches):
+        assert min(lengths[row] for row in before) >= max(lengths[row] for row in batch)
 
 
 def test_a_model_in_bfloat16_computes_in_it_and_its_head_does_not() -> None:

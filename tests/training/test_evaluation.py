@@ -55,11 +55,17 @@ class SwappingBackend(InlineBackend):
 
 
 def rows() -> ClassificationTask:
-    """Row r is the one token r, of class 1 if r is odd, but for row 5."""
+    """Row r is the token r and as many others as its number has over a multiple of 7; of class 1 if r is odd, but for
+    row 5. So rows are not computed in their order."""
     labels = [row % 2 for row in range(ROWS)]
     labels[5] = 0
     return ClassificationTask(
-        [[row] for row in range(ROWS)], labels, num_labels=2, vocab_size=ROWS, pad_id=ROWS, max_length=8
+        [[row] + [0] * (row % 7) for row in range(ROWS)],
+        labels,
+        num_labels=2,
+        vocab_size=ROWS,
+        pad_id=ROWS,
+        max_length=8,
     )
 
 
@@ -80,8 +86,8 @@ def test_logits_that_are_not_finite_are_not_scored(odd: float) -> None:
 
 
 def test_rows_that_come_back_twice_are_not_scored() -> None:
-    """A gather that loses a rank's rows and repeats another's breaks evaluation-once, whatever the rows are."""
-    with pytest.raises(Violation, match=r"rows \[0, 1, 2, 3, 4, 5, 6, 7\] were counted more than once") as found:
+    """A gather that loses a rank's rows and repeats another's, the longest, breaks evaluation-once."""
+    with pytest.raises(Violation, match=r"rows \[6, 13, 20, 27, 34, 41, 48, 55\] were counted more than once") as found:
         evaluate(RepeatingBackend([CPU] * 2), [ByFirstToken()] * 2, rows(), range(ROWS))
     assert found.value.clause == "evaluation-once"
 

@@ -88,8 +88,14 @@ def _in_order(a: Tensor, b: Tensor) -> bool:
 
 def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     """`a @ b + bias`: [rows, k] by [k, outputs], and [outputs], which only a product of one part may have."""
+    (rows, columns), outputs = a.shape, b.shape[1]
+    # oneDNN copies a left one that lies by columns, as the gradient of a weight has it. The other way round are the
+    # same products and sums, and the smaller of the two is on the left.
+    if outputs < rows and not a.is_contiguous() and a.t().is_contiguous():
+        turned = _product(b.t(), a.t(), None).t().contiguous()
+        return turned if bias is None else turned.add_(bias)
     linear = torch.ops.mkldnn._linear_pointwise.default
-    (rows, columns), outputs, right = a.shape, b.shape[1], b.t()
+    right = b.t()
     if rows < _FEW:
         a = torch.cat((a, a.new_zeros(_FEW - rows, columns)))
     # A single output has kernels of its own, which add otherwise: such a one is computed twice.

@@ -97,12 +97,14 @@ def predictions(model: nn.Module, batch: Batch) -> torch.Tensor:
         model.train(training)
 
 
-def evaluation_batches(count: int, rows: int) -> tuple[range, ...]:
-    """Rows 0 to count - 1 in order, in batches of `rows`: each row once, whatever the number of workers.
+def evaluation_batches(lengths: Sequence[int], rows: int) -> tuple[tuple[int, ...], ...]:
+    """The places of rows of these lengths, longest first, in batches of `rows`: each once, whatever the workers are.
 
-    Workers share whole batches, so every batch is computed with one shape. Raises `ValueError` for count < 0, rows < 1.
+    Rows of like lengths are padded little. Workers share whole batches, so every batch is computed with one shape.
+    Raises `ValueError` for rows < 1.
     """
-    if count < 0 or rows < 1:
-        msg = f"cannot split {count} rows into batches of {rows}"
+    if rows < 1:
+        msg = f"cannot make batches of {rows} rows"
         raise ValueError(msg)
-    return tuple(range(first, min(first + rows, count)) for first in range(0, count, rows))
+    places = sorted(range(len(lengths)), key=lambda place: -lengths[place])
+    return tuple(tuple(places[first : first + rows]) for first in range(0, len(places), rows))

@@ -1,4 +1,4 @@
-"""Evaluation over all ranks: every row once, in fixed batches, scored from one table that all ranks hold."""
+"""Evaluation over all ranks: every row once, in fixed batches of like lengths, scored from one table that all hold."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import nn
 from andon.backend.base import Backend
 from andon.metrics.scores import Scores
 from andon.model.batches import evaluation_batches
-from andon.step.shard import balanced_bounds
 from andon.tasks.task import ScoredTask
 from andon_contracts.laws.law import Judgement, settle
 from andon_contracts.laws.outcome import EVALUATED, OUTPUT, EvaluationTold, Output
@@ -42,18 +41,18 @@ def evaluate(backend: Backend, models: Sequence[nn.Module], task: ScoredTask, id
 def _gathered(
     backend: Backend, models: Sequence[nn.Module], task: ScoredTask, ids: Sequence[int]
 ) -> tuple[list[int], torch.Tensor]:
-    """Every rank's rows and their outputs, fp64 [rows, width], end to end on the CPU."""
-    batches = evaluation_batches(len(ids), _ROWS)
-    owned = balanced_bounds(len(batches), backend.world_size)
-    most = max((sum(len(b) for b in batches[start:end]) for start, end in owned), default=0)
+    """The rows that came back, put in the order of `ids`, and their outputs, fp64 [rows, width] on the CPU."""
+    batches = evaluation_batches(task.lengths[list(ids)].tolist(), _ROWS)
+    # In turns, since those of one end are longer than those of the other.
+    owned = [batches[rank :: backend.world_size] for rank in range(backend.world_size)]
+    most = max(sum(map(len, each)) for each in owned)
 
     def work(index: int) -> torch.Tensor:
-        start, end = owned[backend.ranks[index]]
         device = backend.devices[index]
         # Filled up with -1, since collectives take one length; fp64 holds ids and fp32 outputs as they are.
         table = torch.full((most, 1 + task.width), -1.0, dtype=torch.float64, device=device)
         row = 0
-        for batch in batches[start:end]:
+        for batch in owned[backend.ranks[index]]:
             rows = [ids[place] for place in batch]
             table[row : row + len(rows), 0] = torch.tensor(rows, dtype=torch.float64, device=device)
             table[row : row + len(rows), 1:] = task.outputs(models[index], task.load(rows, device)).double()
@@ -62,4 +61,7 @@ def _gathered(
 
     table = torch.cat([part.cpu() for part in backend.gather(backend.map(work))])
     table = table[table[:, 0] >= 0]
+    places = torch.tensor([place for each in owned for batch in each for place in batch], dtype=torch.int64)
+    if len(table) == len(places):  # of others than were sent the contract is to tell, as they came
+        table = table[places.argsort()]
     return [int(value) for value in table[:, 0].tolist()], table[:, 1:]
