@@ -237,18 +237,31 @@ class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for value in tree_leaves(result):
             self._see(value)
         if self._bytes > self.peak:
-            dead = [pointer for pointer, (storage, _) in self._live.items() if storage.expired()]  # type: ignore[no-untyped-call]
-            self._bytes -= sum(self._live.pop(pointer)[1] for pointer in dead)
+            self._sweep()
             self.peak = max(self.peak, self._bytes)
         return result
 
+    def _sweep(self) -> None:
+        """Forget the dead, the youngest first, which die soonest, until the rest is no more than the peak."""
+        dead = []
+        for pointer in reversed(self._live):
+            storage, size = self._live[pointer]
+            if storage.expired():  # type: ignore[no-untyped-call]
+                dead.append(pointer)
+                self._bytes -= size
+                if self._bytes <= self.peak:
+                    break
+        for pointer in dead:
+            del self._live[pointer]
+
     def _see(self, value: object) -> None:
-        if not isinstance(value, torch.Tensor) or value.device.type == "meta" or value.layout != torch.strided:
+        if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
             return
         storage = value.untyped_storage()
-        if storage._cdata in self._ignored:
-            return
         known = self._live.get(storage._cdata)
+        # A fake tensor is asked for its device by a call like any other, so only what is new is.
+        if known is None and (storage._cdata in self._ignored or value.device.type == "meta"):
+            return
         size = -(-storage.nbytes() // self._unit) * self._unit
         if known is None:
             weakly = StorageWeakRef(storage)  # type: ignore[no-untyped-call]

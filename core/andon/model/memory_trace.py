@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -134,12 +135,22 @@ def passing(model: nn.Module, batch: Mapping[str, torch.Tensor], kind: str) -> I
     """Inside, what the forward pass of `model` is given of `batch` on a device of this kind, in its precision; of a
     causal language model, that of its backbone."""
     if vocabulary_head(model) is not None:
-        with told_apart(model, _first_for_packs(model) if kind == "cuda" else Masking.ROW_PAIRS, batch) as given:
+        with told_apart(model, _once(model, _first_for_packs) if kind == "cuda" else Masking.ROW_PAIRS, batch) as given:
             yield given
         return
-    masking = _first_that_fits(model) if kind == "cuda" else Masking.TOKENS
+    masking = _once(model, _first_that_fits) if kind == "cuda" else Masking.TOKENS
     with computing(model, _CPU), masked(model, masking, batch["attention_mask"]) as mask:
         yield {"input_ids": batch["input_ids"], "attention_mask": mask}
+
+
+_found: WeakKeyDictionary[nn.Module, Masking] = WeakKeyDictionary()
+
+
+def _once(model: nn.Module, find: Callable[[nn.Module], Masking]) -> Masking:
+    """What `find` gives of `model`, several passes of which are traced: to find it takes as long as a pass."""
+    if model not in _found:
+        _found[model] = find(model)
+    return _found[model]
 
 
 def _first_that_fits(model: nn.Module) -> Masking:

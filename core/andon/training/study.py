@@ -71,20 +71,20 @@ class Study:
         scored = max(len(self.material.rows.validation_ids), len(self.material.evaluation_ids), 1)
         evaluated = min(_EVALUATED_ROWS, scored), _padded(self.material, config)
         model, training, optimizer = self._shape(config), config.training, config.optimizer
-        asked = (config.model.dtype, config.adapter, training, rows, length, evaluated, kind)
-        if asked not in self._known:
-            self._known[asked] = _phases(self._shape(config), training, (rows, length), evaluated, kind)
-        activations, evaluation = self._known[asked]
         plan = plan_bytes(
             model,
             trainable_parameters(model),
             optimizer.name,
             training.micro_batches if training.exact else workers,
-            activations,
+            0,
             world_size=workers,
             momentum=optimizer.momentum,
             kind=kind,
         )
+        asked = (config.model.dtype, config.adapter, training, rows, length, evaluated, kind)
+        if asked not in self._known:
+            self._known[asked] = _phases(model, training, (rows, length), evaluated, kind)  # after which it is hollow
+        activations, evaluation = self._known[asked]
         # The graphs keep their memory while an evaluation, or an eager pass of another shape, runs beside them.
         held = activations if kind == "cuda" and training.compile == "graphs" else 0
         graphs = min(held, evaluation)
@@ -93,7 +93,7 @@ class Study:
                 activations + plan.workspace
             )  # they are captured on a stream of their own, where products have theirs
         moments = 0 if updated_on_host(config, kind) else plan.moments
-        return replace(plan, evaluation=evaluation, graphs=graphs, moments=moments)
+        return replace(plan, activations=activations, evaluation=evaluation, graphs=graphs, moments=moments)
 
 
 def captures(config: Config, kind: str, activations: int | None) -> bool:
