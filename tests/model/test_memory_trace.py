@@ -178,6 +178,17 @@ def test_sizes_of_a_gpu_are_multiples_of_its_unit() -> None:
     assert [rounded(size) for size in (0, 1, 512, 513)] == [0, 512, 512, 1024]
 
 
+def test_a_model_takes_what_it_took_before() -> None:
+    """What is tried of a model before its first trace is no part of it: of one row of two tokens it would be most."""
+    for shape in (SHAPE, CAUSAL):
+        model = attach(build_shape(shape), ADAPTER, 0)
+        with hollow(model):
+            found = [
+                (traced_evaluation(model, 1, 2, "cuda"), traced_activations(model, 1, 2, "cuda")) for _ in range(2)
+            ]
+        assert found[0] == found[1]
+
+
 def test_an_evaluation_keeps_nothing() -> None:
     """Without a graph two more layers need no more, and the model is in training mode afterwards."""
     found = []

@@ -92,7 +92,7 @@ def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     # oneDNN copies a left one that lies by columns, as the gradient of a weight has it. The other way round are the
     # same products and sums, and the smaller of the two is on the left.
     if outputs < rows and not a.is_contiguous() and a.t().is_contiguous():
-        turned = _product(b.t(), a.t(), None).t().contiguous()
+        turned = _product(b.t(), a.t(), None).t().clone(memory_format=torch.contiguous_format)
         return turned if bias is None else turned.add_(bias)
     linear = torch.ops.mkldnn._linear_pointwise.default
     right = b.t()

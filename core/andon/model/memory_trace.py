@@ -90,8 +90,11 @@ def _peak(model: nn.Module, kind: str, work: Callable[[], object]) -> int:
     known += [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     watch = StorageWatch(unit=CUDA_UNIT if kind == "cuda" else 1, ignored=known)
     stand_ins: AbstractContextManager[object] = KernelsOfCuda() if kind == "cuda" else nullcontext()
-    with watch, stand_ins:
-        work()
+    with stand_ins:
+        if kind == "cuda":
+            _masking(model)  # what is tried is no part of what is traced
+        with watch:
+            work()
     return watch.peak
 
 
@@ -135,10 +138,10 @@ def passing(model: nn.Module, batch: Mapping[str, torch.Tensor], kind: str) -> I
     """Inside, what the forward pass of `model` is given of `batch` on a device of this kind, in its precision; of a
     causal language model, that of its backbone."""
     if vocabulary_head(model) is not None:
-        with told_apart(model, _once(model, _first_for_packs) if kind == "cuda" else Masking.ROW_PAIRS, batch) as given:
+        with told_apart(model, _masking(model) if kind == "cuda" else Masking.ROW_PAIRS, batch) as given:
             yield given
         return
-    masking = _once(model, _first_that_fits) if kind == "cuda" else Masking.TOKENS
+    masking = _masking(model) if kind == "cuda" else Masking.TOKENS
     with computing(model, _CPU), masked(model, masking, batch["attention_mask"]) as mask:
         yield {"input_ids": batch["input_ids"], "attention_mask": mask}
 
@@ -146,15 +149,15 @@ def passing(model: nn.Module, batch: Mapping[str, torch.Tensor], kind: str) -> I
 _found: WeakKeyDictionary[nn.Module, Masking] = WeakKeyDictionary()
 
 
-def _once(model: nn.Module, find: Callable[[nn.Module], Masking]) -> Masking:
-    """What `find` gives of `model`, several passes of which are traced: to find it takes as long as a pass."""
+def _masking(model: nn.Module) -> Masking:
+    """How a GPU's run most likely tells `model` who sees whom; tried once, because that takes as long as a pass."""
     if model not in _found:
-        _found[model] = find(model)
+        _found[model] = (_first_that_fits if vocabulary_head(model) is None else _first_for_packs)(model)
     return _found[model]
 
 
 def _first_that_fits(model: nn.Module) -> Masking:
-    """How a GPU's run most likely tells `model` who sees whom: by values that are not there nothing more is known."""
+    """For rows, each with its mask: by values that are not there nothing more is known."""
     batch = batch_of(model, 2, 5)  # no two sizes alike, so that none passes for another
     for masking in possible_maskings(model)[:-1]:
         with torch.no_grad(), computing(model, _CPU), masked(model, masking, batch["attention_mask"]) as mask:
