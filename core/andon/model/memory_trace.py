@@ -147,6 +147,7 @@ def passing(model: nn.Module, batch: Mapping[str, torch.Tensor], kind: str) -> I
 
 
 _found: WeakKeyDictionary[nn.Module, Masking] = WeakKeyDictionary()
+"""By model, while it lives: what `_masking` found."""
 
 
 def _masking(model: nn.Module) -> Masking:

@@ -76,14 +76,14 @@ class Study:
             trainable_parameters(model),
             optimizer.name,
             training.micro_batches if training.exact else workers,
-            0,
+            0,  # of a micro-batch: found below, because that leaves the model hollow
             world_size=workers,
             momentum=optimizer.momentum,
             kind=kind,
         )
         asked = (config.model.dtype, config.adapter, training, rows, length, evaluated, kind)
         if asked not in self._known:
-            self._known[asked] = _phases(model, training, (rows, length), evaluated, kind)  # after which it is hollow
+            self._known[asked] = _phases(model, training, (rows, length), evaluated, kind)
         activations, evaluation = self._known[asked]
         # The graphs keep their memory while an evaluation, or an eager pass of another shape, runs beside them.
         held = activations if kind == "cuda" and training.compile == "graphs" else 0
