@@ -1,0 +1,279 @@
+"""The gate of every refactoring: what Andon does today, as JSON.
+
+`python -m benchmarks.freeze --write` runs every planted fault and a fixed set of commands, and writes
+`tests/golden/{trainer,loops,causal,watch,nemeses,runs,refusals}.json`. `--compare` runs them again and prints each
+row that differs; the exit code is 1 if any does. `--only trainer --only watch` chooses parts.
+
+A row of a kill matrix holds the fault, the claim or clause that caught it, the step, and the reason. Numbers inside a
+reason are written as `#`, so that a row is the same on two CPUs. A row of `runs` holds digests, which belong to one
+machine: `runs.json` names the CPU and the versions that it was written on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from andon_falsify.compliance.loop_power import LoopLaboratory
+from andon_falsify.compliance.power import Laboratory, untried
+from andon_falsify.faults import causal, looped
+from andon_falsify.faults.looped.fault import Inside
+from andon_falsify.faults.registry import FAULTS
+from andon_falsify.ranks.pool import RankPools
+from andon_falsify.ranks.trainer import AndonTrainer
+from andon_falsify.subjects.placing import CPU_BACKENDS
+from andon_falsify.subjects.trace import Remembering
+from andon_falsify.verdict import Counterexample
+from benchmarks.runs import environment
+from falsify.nemesis.bench import Bench
+from falsify.nemesis.registry import nemeses
+
+Row = dict[str, Any]
+GOLDEN = Path(__file__).parents[1] / "tests" / "golden"
+_NUMBER = re.compile(r"0x[0-9a-f.]+p[+-]\d+|\b[0-9a-f]{16}\b|-?\b\d+(?:\.\d+)?(?:e[+-]?\d+)?\b")
+
+
+def _reason(text: str) -> str:
+    return _NUMBER.sub("#", text)
+
+
+def _found(found: Counterexample | None) -> Row:
+    return {} if found is None else {"where": found.where, "reason": _reason(found.what), "equals": found.equals}
+
+
+def trainer() -> Iterator[Row]:
+    """Faults of our trainer by backend: the clause that stops the run, and the claims that fall without contracts."""
+    with RankPools() as pools:
+        for backend in CPU_BACKENDS:
+            laboratory = Laboratory(Remembering(AndonTrainer(pools)))
+            for fault in FAULTS:
+                by_backend = fault.kind in ("trainer", "resume")
+                if (by_backend and untried(fault, backend)) or not (by_backend or backend == "inline"):
+                    continue
+                trial = laboratory.attempt(fault, backend)
+                verdict = trial.bare.verdicts.get(fault.claim)
+                first = next(iter(verdict.counterexamples if verdict is not None else ()), None)
+                yield {
+                    "fault": fault.name,
+                    "backend": backend,
+                    "claim": fault.claim,
+                    "clause": trial.guarded.clause,
+                    "fallen": sorted(trial.bare.fallen),
+                    "problems": [_reason(each) for each in trial.problems],
+                    **_found(first),
+                }
+
+
+def loops() -> Iterator[Row]:
+    """Faults of a foreign loop: the claims that fall, judged from outside."""
+    with RankPools() as pools:
+        laboratory = LoopLaboratory(pools, every_claim=True)
+        for fault in looped.FAULTS:
+            if isinstance(fault.outside, str):
+                yield {"fault": fault.name, "not shown": fault.outside}
+                continue
+            trial = laboratory.attempt(fault)
+            yield {
+                "fault": fault.name,
+                "claim": trial.outside.claim,
+                "fallen": sorted(trial.planted.fallen),
+                "problems": [_reason(each) for each in trial.problems],
+                **_found(trial.shown),
+            }
+
+
+def instructions() -> Iterator[Row]:
+    """Faults of instruction tuning, and controls: the checks that see each."""
+    for fault in causal.FAULTS:
+        said = causal.attempt(fault.case, fault.plant)
+        yield {
+            "fault": fault.name,
+            "check": fault.killer,
+            "seen": {check: _reason(text) for check, text in said.items()},
+        }
+    for case in causal.CONTROLS:
+        said = causal.attempt(case)
+        name = f"none: {case.family}, {'packed' if case.packed else 'rows'}"
+        yield {"fault": name, "check": "", "seen": {check: _reason(text) for check, text in said.items()}}
+
+
+def watch() -> Iterator[Row]:
+    """Faults that a watch sees in a loop: each finding as clause and step, at once and by the one line alone."""
+    from tests.watch.test_planted_faults import DEADLINE_S, SEEN, WORLD, Pairs, alone, run_ranks
+
+    numbers = [number for number, (_, inside) in enumerate(SEEN) if inside.alone]
+    ranks = [outcome.get() for outcome in run_ranks(WORLD, alone, numbers, deadline_s=DEADLINE_S)]
+    by_one_line = dict(zip(numbers, ranks[0], strict=True))
+    for number, ((fault, inside), pairs) in enumerate(zip(SEEN, Pairs(), strict=True)):
+        yield {
+            "fault": fault.name,
+            "lines": list(inside.lines),
+            "clause": inside.clause,
+            "by": inside.by,
+            "found": [[list(each) for each in wrong.found] for _, wrong in pairs],
+            "without the fault": [[list(each) for each in right.found] for right, _ in pairs],
+            "one line": [list(each) for each in by_one_line.get(number, [])],
+        }
+    for fault in looped.FAULTS:
+        if not isinstance(fault.inside, Inside):
+            yield {"fault": fault.name, "not seen": fault.inside}
+
+
+def disturbed() -> Iterator[Row]:
+    """Faults in real runs: exit codes, whether every promise holds, and what is found with a protection off."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as base:
+        bench = Bench.prepare(Path(base), 1)
+        chosen = nemeses("minutes", [])
+        with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 3)) as pool:
+            played = list(pool.map(bench.play, chosen))
+        for nemesis, row in zip(chosen, played, strict=True):
+            codes = [] if row.phase is None else list(row.phase.ending.codes)
+            unguarded = [_reason(each) for each in (row.unguarded or ())[:1]]
+            result: Row = {"codes": codes, "good": row.good, "wrong": [_reason(each) for each in row.wrong]}
+            yield {"fault": nemesis.name, "skipped": row.skipped, **result, "guard off": unguarded}
+
+
+_SHORT = ("--set", "training.max_steps=12", "--set", "training.epochs=1")
+_UNCLIPPED = ("--set", "optimizer.clip_norm=null")
+_SGD = ("--set", "optimizer.name=sgd", "--set", "optimizer.lr=0.05", *_UNCLIPPED)
+RUNS: Mapping[str, tuple[str, ...]] = {
+    "demo, gloo, 2 workers": (),
+    "demo, inline, 1 worker": ("--backend", "inline", "--workers", "1"),
+    "short, gloo, 3 workers": (*_SHORT, "--workers", "3"),
+    "short, gloo, 4 workers": (*_SHORT, "--workers", "4"),
+    "short, threads, 3 workers": (*_SHORT, "--backend", "threads", "--workers", "3"),
+    "unclipped, inline, 4 workers": (*_SHORT, *_UNCLIPPED, "--backend", "inline", "--workers", "4"),
+    "unclipped, gloo, 2 workers": (*_SHORT, *_UNCLIPPED),
+    "sgd, unclipped, inline, 3 workers": (*_SHORT, *_SGD, "--backend", "inline", "--workers", "3"),
+    "sgd, unclipped, gloo, 2 workers": (*_SHORT, *_SGD),
+    "all weights, unclipped, inline": (*_SHORT, *_SGD, "--set", "adapter.kind=none", "--backend", "inline"),
+    "sft, unclipped": ("--task", "sft", *_SHORT, *_UNCLIPPED),
+    "sft, packed, unclipped": ("--task", "sft", *_SHORT, *_UNCLIPPED, "--set", "training.packing=true"),
+    "regression, unclipped": ("--task", "regression", *_SHORT, *_UNCLIPPED),
+    "multi-label, unclipped": ("--task", "multi-label", *_SHORT, *_UNCLIPPED),
+    "token-classification, unclipped": ("--task", "token-classification", *_SHORT, *_UNCLIPPED),
+    "bfloat16, unclipped": (*_SHORT, *_UNCLIPPED, "--set", "model.dtype=bfloat16"),
+    "activation checkpointing, unclipped": (*_SHORT, *_UNCLIPPED, "--set", "training.activation_checkpointing=true"),
+    "portable, unclipped": (*_SHORT, *_UNCLIPPED, "--set", "run.portable=true"),
+}
+"""Commands of `andon train` whose digests are frozen; all but the first use no file."""
+
+REFUSALS: Mapping[str, tuple[str, ...]] = {
+    "unknown key": ("train", "--set", "optimizer.learning_rate=1"),
+    "several wrong values": ("train", "--set", "optimizer.lr=x", "--set", "training.epochs=0", "--workers", "0"),
+    "no data file": ("train", "--data", "absent.csv"),
+    "no such column": ("train", "--data", "rows.csv", "--text-column", "body"),
+    "dirty rows": ("check", "--data", "dirty.jsonl"),
+    "no such model": ("train", "--data", "rows.csv", "--model", "absent"),
+    "no such run": ("show", "absent"),
+    "loss is not finite": ("train", "--set", "optimizer.lr=1e30", *_SHORT, "--workers", "1", "--run-dir", "nan"),
+    "folder is taken": ("train", *_SHORT, "--run-dir", "taken", "--workers", "1"),
+    "resume with another rate": ("train", *_SHORT, "--run-dir", "taken", "--resume", "auto", "--set", "optimizer.lr=1"),
+}
+"""Commands that end otherwise than well, in a folder that holds the files of `_inputs`."""
+
+
+def _andon(folder: Path, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-P", "-m", "andon", *arguments]
+    return subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, check=False)
+
+
+def _machine() -> Row:
+    names = ("torch", "transformers", "peft", "numpy")
+    cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    versions = {name: metadata.version(name) for name in names}
+    return {"cpu": cpu[1] if cpu else "", "python": platform.python_version(), **versions}
+
+
+def runs() -> Iterator[Row]:
+    """What a seeded run leaves: exit code, digests, final loss, the kinds of its ledger's lines, its files."""
+    yield {"run": "machine", **_machine()}
+    with tempfile.TemporaryDirectory() as base:
+        for name, arguments in RUNS.items():
+            folder = Path(base) / "run"
+            done = _andon(Path(base), ["train", *arguments, "--run-dir", "run"])
+            lines = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
+            steps = [line for line in lines if line["kind"] == "step"]
+            files = sorted(str(each.relative_to(folder)) for each in folder.rglob("*") if each.is_file())
+            yield {
+                "run": name,
+                "exit": done.returncode,
+                "weights": steps[-1]["digests"]["weights"],
+                "optimizer": steps[-1]["digests"]["optimizer"],
+                "loss": steps[-1]["loss"]["hex"],
+                "ledger": [line["kind"] for line in lines if line["kind"] != "step"],
+                "identity": lines[0]["identity"],
+                "files": files,
+            }
+            shutil.rmtree(folder)
+
+
+def refusals() -> Iterator[Row]:
+    """What a command says that ends otherwise than well, with its exit code."""
+    with tempfile.TemporaryDirectory() as base:
+        _inputs(Path(base))
+        for name, arguments in REFUSALS.items():
+            done = _andon(Path(base), arguments)
+            said = done.stderr.replace(base, ".").splitlines()
+            yield {"command": name, "exit": done.returncode, "said": [_reason(line) for line in said if line.strip()]}
+
+
+def _inputs(folder: Path) -> None:
+    (folder / "rows.csv").write_text("text,label\n" + "".join(f"word {n},{'ab'[n % 2]}\n" for n in range(40)))
+    (folder / "dirty.jsonl").write_text('{"text": "a", "label": "x"}\n{"text": 1}\nnot json\n')
+    _andon(folder, ["train", *_SHORT, "--run-dir", "taken", "--workers", "1"])
+
+
+PARTS: Mapping[str, Callable[[], Iterator[Row]]] = {
+    "trainer": trainer,
+    "loops": loops,
+    "causal": instructions,
+    "watch": watch,
+    "nemeses": disturbed,
+    "runs": runs,
+    "refusals": refusals,
+}
+
+
+def main() -> int:
+    """Run the chosen parts; write them, or compare them with what was written. 1 if a row differs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", choices=tuple(PARTS), help="one part; repeat for more")
+    parser.add_argument("--write", action="store_true", help="write the files instead of comparing with them")
+    options = parser.parse_args()
+    different = 0
+    for name in options.only or PARTS:
+        path = GOLDEN / f"{name}.json"
+        rows = []
+        for row in PARTS[name]():
+            print(f"{name}: {next(iter(row.values()))}", flush=True)
+            rows.append(row)
+        if options.write:
+            path.parent.mkdir(exist_ok=True)
+            lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+            path.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+            continue
+        frozen = {str(list(row.items())[:2]): row for row in json.loads(path.read_text(encoding="utf-8"))}
+        now = {str(list(row.items())[:2]): row for row in json.loads(json.dumps(rows))}
+        for key in dict.fromkeys((*frozen, *now)):
+            if frozen.get(key) != now.get(key):
+                different += 1
+                print(f"DIFFERS {name}\n  was {frozen.get(key)}\n  is  {now.get(key)}")
+    print(f"{different} rows differ" if not options.write else "written")
+    return 1 if different else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
