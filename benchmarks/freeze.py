@@ -38,6 +38,8 @@ from andon_falsify.subjects.trace import Remembering
 from andon_falsify.verdict import Counterexample
 from benchmarks.runs import environment
 from falsify.nemesis.bench import Bench
+from falsify.nemesis.language import Nemesis
+from falsify.nemesis.language import Row as Played
 from falsify.nemesis.registry import nemeses
 
 Row = dict[str, Any]
@@ -137,12 +139,19 @@ def disturbed() -> Iterator[Row]:
         bench = Bench.prepare(Path(base), 1)
         chosen = nemeses("minutes", [])
         with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 3)) as pool:
-            played = list(pool.map(bench.play, chosen))
-        for nemesis, row in zip(chosen, played, strict=True):
-            codes = [] if row.phase is None else list(row.phase.ending.codes)
-            unguarded = [_reason(each) for each in (row.unguarded or ())[:1]]
-            result: Row = {"codes": codes, "good": row.good, "wrong": [_reason(each) for each in row.wrong]}
-            yield {"fault": nemesis.name, "skipped": row.skipped, **result, "guard off": unguarded}
+            played = zip(chosen, pool.map(bench.play, chosen), strict=True)
+            yield from (_disturbed(nemesis, row) for nemesis, row in played)
+
+
+def _disturbed(nemesis: Nemesis, row: Played) -> Row:
+    return {
+        "fault": nemesis.name,
+        "skipped": row.skipped,
+        "codes": [] if row.phase is None else list(row.phase.ending.codes),
+        "good": row.good,
+        "wrong": [_reason(each) for each in row.wrong],
+        "guard off": [_reason(each) for each in (row.unguarded or ())[:1]],
+    }
 
 
 _SHORT = ("--set", "training.max_steps=12", "--set", "training.epochs=1")
@@ -258,7 +267,7 @@ def main() -> int:
         path = GOLDEN / f"{name}.json"
         rows = []
         for row in PARTS[name]():
-            print(f"{name}: {next(iter(row.values()))}", flush=True)
+            print(f"{name}: {json.dumps(row, ensure_ascii=False)}", flush=True)
             rows.append(row)
         if options.write:
             path.parent.mkdir(exist_ok=True)
