@@ -7,13 +7,20 @@ import sys
 
 
 def _look_elsewhere() -> None:
-    """Let `python -m andon` find modules where `andon` does, and not first in the folder that it is called in.
+    """Take the current folder off the path of `python -m andon`, so that a `torch.py` in it is not imported.
 
-    The libraries are imported from here on, and a `torch.py` that lies there is not to be run. Who wants a loop of
-    that folder imported says so (`andon falsify`, `andon watch -m`).
+    This is too late for an `andon.py` or a `contextlib.py` there: Python imports those before any of our code runs.
+    Only `andon` and `python -P -m andon` are safe in somebody else's folder. A user who wants a loop imported from the
+    current folder asks for it (`andon falsify`, `andon watch -m`).
     """
-    first, ours = os.path.abspath(sys.path[0]), os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    if not sys.flags.safe_path and first == os.getcwd() != ours:
+    if sys.flags.safe_path:
+        return
+    try:
+        here = os.getcwd()
+    except FileNotFoundError:  # the folder was removed: there is nothing in it
+        return
+    ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    if os.path.abspath(sys.path[0]) == here != ours:
         del sys.path[0]
 
 

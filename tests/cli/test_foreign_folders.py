@@ -8,11 +8,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from andon.cli.plugins import said_by
 from andon.config.source import require_model_folder
 from andon.console.problems import InputError
 from andon_contracts.record import SCHEMA_VERSION
@@ -131,6 +134,32 @@ def test_modules_beside_the_user_are_not_imported(tmp_path: Path) -> None:
     ended = andon("train", *(part for each in sets for part in ("--set", each)), folder=tmp_path)
     assert ended.code == 0, ended.said
     assert not ran.exists()
+
+
+def test_a_report_asks_no_module_beside_the_user(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`andon report .` has the run verified by Andon, and not by an `andon.py` of the run folder."""
+    ran = tmp_path / "ran"
+    for name in ("andon", "contextlib", "warnings"):
+        (run / f"{name}.py").write_text(EVIL.format(str(ran)) + "print('checked 14 of 14 claims')\n")
+    monkeypatch.chdir(run)
+    said = said_by("verify", "--", ".")
+    assert said is not None
+    assert not ran.exists()
+    assert said[1][0].startswith("replicas-agree v1: not applicable"), said
+
+
+def test_a_process_of_ours_keeps_the_flags_and_the_path_of_its_parent(tmp_path: Path) -> None:
+    """-O, -W and -X are passed on, PYTHONPATH is searched, the current folder is not."""
+    (tmp_path / "named.py").write_text("import sys; print(sys.flags.optimize, sys.flags.utf8_mode, sys.path[0])")
+    asking = (
+        "from andon.launch.interpreter import module_command as made; import subprocess; subprocess.run(made('named'))"
+    )
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-O", "-X", "utf8", "-c", asking]
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "named.py").write_text("print('run')")
+    done = subprocess.run(command, cwd=tmp_path / "here", env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["1", "1", str(tmp_path)]
 
 
 ESCAPES = "\x1b]0;title\x07\u202e"

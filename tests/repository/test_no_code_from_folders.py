@@ -51,6 +51,24 @@ def test_nothing_is_unpickled() -> None:
     assert [place for place in found if place.startswith(("contracts/", "core/"))] == []
 
 
+def starts_python(node: ast.expr) -> bool:
+    """Whether this is a command (a list or tuple of words) that starts this interpreter."""
+    words = node.elts if isinstance(node, ast.List | ast.Tuple) else []
+    return any(ast.unparse(word) == "sys.executable" for word in words)
+
+
+def test_every_python_process_is_started_in_one_way() -> None:
+    """`module_command` keeps the current folder off the path of what ships; no other place builds such a command."""
+    shipped = [path for part in ("contracts", "core", "falsify/andon_falsify") for path in (ROOT / part).rglob("*.py")]
+    found = [
+        path
+        for path in shipped
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.expr) and starts_python(node)
+    ]
+    assert found == [ROOT / "core/andon/launch/interpreter.py"]
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

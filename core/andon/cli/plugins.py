@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 from operator import attrgetter
@@ -11,6 +10,7 @@ from operator import attrgetter
 import typer
 
 from andon.console.problems import InputError, Problem, install_hint
+from andon.launch.interpreter import module_command
 
 GROUP = "andon.commands"
 
@@ -41,7 +41,7 @@ def said_by(name: str, *arguments: str) -> tuple[int, list[str]] | None:
     """
     if not entry_points(group=GROUP, name=name):
         return None
-    command = [sys.executable, "-m", "andon", name, *arguments]
+    command = module_command("andon", name, *arguments)
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
     return done.returncode, (done.stdout or done.stderr).decode(errors="backslashreplace").splitlines()
 

@@ -23,6 +23,7 @@ from typing import Any, Literal
 from andon.console.problems import InputError, install_hint
 from andon.inspection.probes import IMPORTED
 from andon.launch.fork_server import require_sockets
+from andon.launch.interpreter import module_command
 from andon_contracts.fingerprint import environment, version_of
 
 EXTRAS = {
@@ -103,10 +104,9 @@ def _probe(limit_s: float, *arguments: str) -> Mapping[str, Any]:
 
 
 def _answer(limit_s: float, arguments: tuple[str, ...], scratch: str) -> Mapping[str, Any]:
-    command = [sys.executable, "-P", "-m", "andon.inspection.probes", *arguments]
     # A session of its own: whoever ends it ends all that it started. What they leave lies in `scratch`.
     probe = subprocess.Popen(
-        command,
+        module_command("andon.inspection.probes", *arguments),
         env=os.environ | {"TMPDIR": scratch},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
