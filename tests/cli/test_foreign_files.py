@@ -19,6 +19,7 @@ import torch
 
 from andon.config.load import load_config
 from andon.console.problems import InputError
+from andon.inspection.difference import read_side
 from andon.inspection.explain import explain
 from andon.inspection.recorded import open_recorded
 from andon.inspection.replaying import replay_run
@@ -28,7 +29,7 @@ from andon.run.folder import RunFolder
 from andon.run.ledger import LedgerWriter, read_ledger
 from andon.run.provenance import read_provenance
 from andon.run.summary import read_summary
-from andon.training.existing import how_far
+from andon.training.existing import how_far, require_task
 from andon.training.inference import load_run
 from andon.training.journal import MetricsWriter
 from andon_contracts.bundle import Evidence, write_account, write_part
@@ -109,6 +110,24 @@ def test_what_only_says_where_a_run_is_waits_for_nothing(run: Path, put: Callabl
     folder.ledger.unlink()
     put(folder.ledger)
     assert how_far(folder) == "before its first step"
+
+
+CONFIGURED: dict[str, Callable[[Path], object]] = {
+    "report and diff": read_side,
+    "predict and eval": lambda run: load_run(RunFolder(run)),
+    "replay": lambda run: replay_run(run, "1", 1, "inline"),
+    "verify": lambda run: read_run(run).settings(),
+    "a command for one task": lambda run: require_task(RunFolder(run), (), "eval"),
+}
+
+
+@pytest.mark.parametrize("reader", CONFIGURED)
+def test_a_link_in_the_place_of_the_configuration_is_followed_by_no_reader(run: Path, reader: str) -> None:
+    """Even where it leads to a configuration: its keys would be shown as those of the run."""
+    config = RunFolder(run).config
+    config.symlink_to(config.rename(run.parent / "elsewhere.yaml"))
+    with pytest.raises(InputError, match=r"config\.yaml: is a link"):
+        CONFIGURED[reader](run)
 
 
 def test_a_line_without_end_ends_what_a_checker_reads(tmp_path: Path) -> None:

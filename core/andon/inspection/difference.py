@@ -18,6 +18,7 @@ from andon.config.schema import Config
 from andon.inspection.recorded import Recorded, open_recorded
 from andon.run.provenance import read_provenance
 from andon.run.repeats import REPEATED, Difference, differing, lacks, shown
+from andon.training.existing import config_of
 from andon_contracts.record import Step
 
 _HARDWARE = ("machine", "cpu", "instructions", "threads", "devices")
@@ -65,7 +66,7 @@ def read_side(path: Path) -> Side:
     folder = recorded.folder
     if folder is None or not folder.config.exists():
         return Side(str(path), {}, recorded.start.digests if recorded.start is not None else {}, recorded)
-    return Side(str(path), by_dotted_key(load_config(folder.config)), _digests(recorded), recorded)
+    return Side(str(path), by_dotted_key(config_of(folder)), _digests(recorded), recorded)
 
 
 def by_dotted_key(config: Config) -> dict[str, Any]:
