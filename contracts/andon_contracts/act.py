@@ -8,6 +8,7 @@ from pathlib import Path
 
 from andon_contracts.agree import Observation, minority, real_of
 from andon_contracts.bundle import Evidence, explaining, write_account, write_part
+from andon_contracts.causes import row_lines
 from andon_contracts.clauses import CLAUSES
 from andon_contracts.violation import NOT_SEEN_REDUCED, OTHER_SHAPES, Finding, Violation
 
@@ -114,7 +115,7 @@ def message(clause: str, finding: Finding, scene: Scene) -> str:
     ]
     when = "" if clause == _OF_A_TREE else f" {_when(finding, scene)}"
     head = f"{clause} broken{when}: {_who(clause, finding, scene.world)}."
-    return "\n".join([head, *(f"  {name:<8} {text}" for name, text in rows if text)])
+    return "\n".join([head, *row_lines(rows)])
 
 
 def _silencing(clause: str, scene: Scene) -> str:

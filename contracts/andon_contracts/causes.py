@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from andon_contracts.fields import Count, Part
-from andon_contracts.legible import legible
+from andon_contracts.legible import legible, legible_line
 from andon_contracts.violation import Finding, Halted, Kind, Violation
 
 HALT = "halt-together"
@@ -66,9 +67,9 @@ class Cause(Part):
         return self
 
 
-def row_lines(rows: tuple[tuple[str, str], ...]) -> list[str]:
+def row_lines(rows: Sequence[tuple[str, str]]) -> list[str]:
     """The rows of a message that say something, one line each."""
-    return [f"  {name:<8} {text}" for name, text in rows if text]
+    return [f"  {name:<8} {legible_line(text)}" for name, text in rows if text]
 
 
 def consequence(error: BaseException) -> Literal["lost", "silent"] | None:

@@ -492,12 +492,11 @@ def _would_tell(command: Sequence[str], head: str) -> str:
         place = next((place for option, place in _PLACES if option.search(name)), "")
         held = next((place for option, place in _PLACES if shown and option.search(shown[-1])), "")
         if place and has_value:
-            word = f"{name}={place}"
-        elif held and not word.startswith("-"):
-            word = held
-        shown.append(word)
-    script = " ".join(each if "{" in each else shlex.quote(each) for each in shown)
+            shown.append(f"{shlex.quote(name)}={place}")
+        else:
+            shown.append(held if held and not word.startswith("-") else shlex.quote(word))
+    script = " ".join(shown)
     lacks = [place for place in ("{local_batch}", "{accumulation}") if place not in script]
     known = f"; put {' and '.join(lacks)} where it takes them" if "{local_batch}" in lacks else ""
     run = f"torchrun --standalone --nproc-per-node {{world}} -m andon watch {script}"
-    return f"  gradient scale: {head}: andon falsify --script {run!r}{known}"
+    return f"  gradient scale: {head}: andon falsify --script {shlex.quote(run)}{known}"

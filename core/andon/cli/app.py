@@ -73,6 +73,10 @@ def _open_closed_streams() -> None:
 
 
 def _run() -> int:
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:  # torch cannot be loaded there either
+        raise InputError("the current folder does not exist any more; change to another one") from error
     from andon.cli.commands import app
 
     try:
@@ -87,7 +91,8 @@ def guarded(work: Callable[[], int]) -> int:
     try:
         return work()
     except InputError as error:
-        return _say(str(error), Exit.USAGE)
+        say(*map(str, error.problems))
+        return int(Exit.USAGE)
     except Violation as error:
         return _say(str(error), Exit.VIOLATION)
     except Exception as error:  # the last resort: one line for a user, the traceback on request

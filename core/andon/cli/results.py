@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
@@ -15,7 +14,7 @@ import typer
 
 from andon.config.schema import SFT, TOKEN_CLASSIFICATION
 from andon.config.source import is_there, require_file
-from andon.console.messages import put, say
+from andon.console.messages import command_line, put, say
 from andon.console.problems import InputError, Problem, ProblemList
 from andon.data.conversations import Message, read_prompts
 from andon.data.formats import encoded, require_kind
@@ -196,8 +195,8 @@ def _texts(folder: RunFolder, data: Path | None, text_column: str | None) -> Tex
 
 
 def _typed(folder: RunFolder, column: str | None) -> str:
-    named = f" --text-column {shlex.quote(column)}" if column else ""
-    return f"andon predict {shlex.quote(str(folder.path))} --data FILE.csv{named}"
+    named = ["--text-column", column] if column else []
+    return command_line("andon", "predict", folder.path, "--data", "FILE.csv", *named)
 
 
 def _is_header(line: str, columns: Sequence[str]) -> bool:

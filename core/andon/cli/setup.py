@@ -24,7 +24,7 @@ from andon.cli.options import (
 from andon.config.load import load_config, template
 from andon.config.source import is_there
 from andon.console.exits import Exit
-from andon.console.messages import put
+from andon.console.messages import command_line, put
 from andon.console.problems import InputError, Problem
 from andon.inspection.doctor import examine
 from andon.integrations.trackers import require
@@ -40,7 +40,7 @@ def init(folder: Annotated[Path, typer.Argument(help="Where config.yaml is writt
     with storage(target):
         folder.mkdir(parents=True, exist_ok=True)
     write_whole(target, template().encode())
-    put(f"wrote {target}", f"next: andon train {target}")
+    put(f"wrote {target}", f"next: {command_line('andon', 'train', target)}")
 
 
 def check(

@@ -108,7 +108,7 @@ def run_training(
     with chosen(config.run):
         ended = start(config, started, sizing=sizing, entry=entry)
     if ended.why:
-        say(ended.why)
+        say(*(ended.why.split("\n") if ended.exit is Exit.USAGE else [ended.why]))
     if config.run.progress == "json":
         put(json.dumps({"what": "end", "exit": int(ended.exit), "run": str(ended.folder.path)}))
     if ended.exit is Exit.PREEMPTED:

@@ -183,6 +183,8 @@ def _what(key_path: KeyPath, details: ErrorDetails) -> str:
         return f"{_MEANT[key_path]} ({shown(value)})"
     if kind in _WANTED:
         return f"must be {_WANTED[kind]}, is {_KINDS.get(type(value), '')}{shown(value)}"
+    if kind == "string_unicode":
+        return f"is not UTF-8 ({shown(value)}); a configuration is UTF-8, so rename the file or folder"
     if kind == "literal_error":
         choices = str(context["expected"])
         names = choices.replace(" or ", ", ").replace("'", "").split(", ")

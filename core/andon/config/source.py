@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from andon.console.problems import InputError, Problem, ProblemList, did_you_mean, shown
-from andon_contracts.legible import legible
+from andon_contracts.legible import legible_line
 
 _MOST_FILES = 10_000
 _MOST_BYTES = 1 << 24
@@ -114,7 +114,7 @@ def quiet_loading() -> Iterator[None]:
 
 def _written_out(record: logging.LogRecord) -> bool:
     """What a library says of a file quotes the file."""
-    record.msg, record.args = legible(record.getMessage()), ()
+    record.msg, record.args = legible_line(record.getMessage()), ()
     return True
 
 

@@ -7,8 +7,10 @@ write such characters as escapes (`legible`).
 
 from __future__ import annotations
 
+import shlex
 import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import TextIO
 
 from andon_contracts.legible import legible, legible_line
@@ -17,9 +19,13 @@ BROKEN_STREAM = (OSError, ValueError)
 """What writing to a stream raises whose reader has gone, that is full, or that was closed."""
 
 
-def say(text: str) -> None:
-    """Each line of `text` with the command's name in front, in one write: lines of ranks do not come in between."""
-    write("".join(f"andon: {line}\n" for line in text.splitlines() or [""]))
+def say(*lines: str) -> None:
+    """Write each line with the command's name in front, all in one write: lines of ranks do not come in between.
+
+    A line break inside a line is escaped. Otherwise text from a file, a path or an exception could add lines that look
+    like ours.
+    """
+    write("".join(f"andon: {legible_line(line)}\n" for line in lines))
 
 
 def write(text: str, stream: TextIO | None = None) -> None:
@@ -43,3 +49,11 @@ def put(*lines: str) -> bool:
     except BrokenPipeError:
         return False
     return True
+
+
+def command_line(*words: str | Path) -> str:
+    """The words as a command that can be pasted into a shell.
+
+    A relative path that begins with a dash gets `./` in front, so that it is not read as an option.
+    """
+    return shlex.join(f"./{word}" if isinstance(word, Path) and str(word)[:1] == "-" else str(word) for word in words)

@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from andon_contracts.legible import legible_line
+
 _LONGEST_QUOTE = 60
 _ALIKE = 3
 """Places that are named of one and the same fault."""
@@ -24,7 +26,8 @@ class Problem:
     what: str
 
     def __str__(self) -> str:
-        return f"{self.where}: {self.what}" if self.where else self.what
+        # Paths, keys and values are other people's text: with a line break they could add a problem of their own.
+        return legible_line(f"{self.where}: {self.what}" if self.where else self.what)
 
 
 def install_hint(extra: str) -> str:
@@ -33,7 +36,10 @@ def install_hint(extra: str) -> str:
 
 
 class InputError(ValueError):
-    """All that the user got wrong, at once. The command line prints it and exits with 2."""
+    """All that the user got wrong, at once. The command line prints it and exits with 2.
+
+    Its text has one line for each problem.
+    """
 
     def __init__(self, problems: Iterable[Problem] | str) -> None:
         found = (Problem("", problems),) if isinstance(problems, str) else tuple(problems)
@@ -41,6 +47,11 @@ class InputError(ValueError):
             raise TypeError("an InputError needs at least one problem")
         self.problems: tuple[Problem, ...] = found
         super().__init__("\n".join(map(str, found)))
+
+    @property
+    def line(self) -> str:
+        """All problems on one line, for a message about something else."""
+        return "; ".join(map(str, self.problems))
 
     def __reduce__(self) -> tuple[type[InputError], tuple[tuple[Problem, ...]]]:
         return type(self), (self.problems,)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from andon.config.source import is_folder
+from andon.console.messages import command_line
 from andon.console.problems import InputError, Problem
 from andon.inspection.recorded import open_recorded
 from andon_contracts.clauses import CLAUSES
@@ -56,9 +57,9 @@ def _run(path: Path) -> Iterator[str]:
     repeatable = found.folder is not None and (found.start is None or found.start.writer is None)
     for record in broken:
         yield from _lines(record.to_json(), record.details, {})
-        yield f"  look     andon show {path} --step {record.step}"
+        yield f"  look     {command_line('andon', 'show', path, '--step', str(record.step))}"
         if record.step > 1 and repeatable:
-            yield f"  repeat   andon replay {path} --steps {record.step - 1}"
+            yield f"  repeat   {command_line('andon', 'replay', path, '--steps', str(record.step - 1))}"
 
 
 def _bundle(path: Path, *, named: bool = False) -> Iterator[str]:

@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 
 from andon.config.source import is_folder
+from andon.console.messages import command_line
 from andon.console.problems import InputError, Problem
 from andon.run.folder import RunFolder
 from andon.run.ledger import LedgerError, head_at, read_ledger
@@ -102,7 +103,9 @@ def open_recorded(path: Path) -> Recorded:
     except OSError as error:
         raise InputError([Problem(str(ledger), f"cannot be read: {error.strerror}")]) from error
     except LedgerError as error:
-        raise InputError([Problem("", f"{error}; for all that is wrong: andon verify {path}")]) from error
+        raise InputError(
+            [Problem("", f"{error}; for all that is wrong: {command_line('andon', 'verify', path)}")]
+        ) from error
     finally:
         if collects:
             gc.enable()

@@ -48,7 +48,7 @@ def texts_of(folder: RunFolder | None) -> Texts:
         found = read_rows(config)
         recorded = read_provenance(folder.provenance).digest("data")
     except InputError as error:
-        return Texts(missing=f"the texts are not at hand: {error}")
+        return Texts(missing=f"the texts are not at hand: {error.line}")
     if recorded != found.digest:
         return Texts(missing="the texts are not shown: the data is no longer that which the run was trained on")
     if config.training.packing:

@@ -29,6 +29,7 @@ from andon.launch.ending import describe, unguarded
 from andon.launch.orphan import die_with_parent
 from andon.launch.preemption import PREEMPTION_SIGNALS
 from andon.launch.report import Report, path_of, write_for_torch
+from andon_contracts.legible import legible_line
 from andon_contracts.liveness.last_words import within
 
 if TYPE_CHECKING:
@@ -99,7 +100,8 @@ def run_rank(work: Callable[[RankContext], int], *, run_folder: Path | None = No
 
 def _say_end(report: Report) -> None:
     if _state.says and report.exit != Exit.OK:
-        line = report.message if report.exit == Exit.USAGE else report.cause
+        # The message of an `InputError` has a line for each problem, and no other line break.
+        line = report.message if report.exit == Exit.USAGE else legible_line(report.cause)
         write(f"rank {report.rank}: {line}\n")
 
 

@@ -9,7 +9,7 @@ from andon.config.identity import differences, identity
 from andon.config.load import load_config
 from andon.config.schema import CLASSIFICATION, Config
 from andon.config.source import is_there
-from andon.console.messages import say
+from andon.console.messages import command_line, say
 from andon.console.problems import InputError, Problem
 from andon.data.hub import at_hand
 from andon.run.folder import RunFolder, State
@@ -74,8 +74,8 @@ def how_far(folder: RunFolder) -> str:
 
 
 def go_on_with(folder: RunFolder) -> str:
-    """The command that goes on with the run in `folder`."""
-    return f"andon train {folder.config} --run-dir {folder.path} --resume auto"
+    """The command that goes on with the run in `folder`, quoted for a shell."""
+    return command_line("andon", "train", folder.config, "--run-dir", folder.path, "--resume", "auto")
 
 
 def require_same_as_finished(config: Config, folder: RunFolder) -> None:
@@ -161,7 +161,7 @@ def _is_unfinished(folder: RunFolder) -> bool:
     try:
         return folder.begun() and folder.state() is State.UNFINISHED
     except InputError as error:
-        say(f"resume: {folder.path} is passed over: {error}")
+        say(f"resume: {folder.path} is passed over: {error.line}")
         return False
 
 

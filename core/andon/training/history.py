@@ -6,11 +6,11 @@ not repeated.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from andon.console.messages import command_line
 from andon.console.problems import InputError, Problem
 from andon.run.checkpoint import Checkpoint
 from andon.run.ledger import LedgerError, digested_ledger
@@ -122,8 +122,8 @@ def read_history(ledger: Path, fingerprint: Mapping[str, str], checkpoint: Check
             elif number > count and checkpoint is not None:
                 _note_closing(history, record, step, comparable=comparable)
     except LedgerError as error:
-        config = shlex.quote(str(ledger.with_name("config.yaml")))
-        anew = f"put the file back as it was, or begin anew: andon train {config} --run-dir ANOTHER_FOLDER"
+        command = command_line("andon", "train", ledger.with_name("config.yaml"), "--run-dir", "ANOTHER_FOLDER")
+        anew = f"put the file back as it was, or begin anew: {command}"
         raise InputError([Problem("", f"{error}; the run cannot be resumed: {anew}")]) from error
     if history.retraction is not None:  # which is written before anything else is
         history.last = history.retraction.step

@@ -263,7 +263,7 @@ def changed_since(config: Config, rows: Rows, started: float) -> dict[str, str]:
     try:
         now = read_rows(config)
     except InputError as error:
-        return {key: f"can no longer be read ({error})" for key, paths in named.items() if any(paths)}
+        return {key: f"can no longer be read ({error.line})" for key, paths in named.items() if any(paths)}
     pairs = {"data.train": (rows.train, now.train), "data.eval": (rows.evaluation, now.evaluation)}
     return {
         key: f"has {len(after)} rows now, and {len(before)} were read"

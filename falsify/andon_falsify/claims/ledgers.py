@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from andon.console.messages import command_line
 from andon.console.problems import InputError, Problem
 from andon_falsify.checkers import CLAIMS, chain_intact, resume_equal, same_everywhere
 from andon_falsify.claims.evidence import SCRIPT, Evidence
@@ -71,7 +72,7 @@ def read_run(path: Path) -> RecordedRun:
 def verify(runs: Sequence[RecordedRun]) -> tuple[Verdict, ...]:
     """One verdict for each claim of `ALL`, over all `runs`."""
     evidence = [run.evidence for run in runs]
-    command = f"andon verify {' '.join(str(run.path) for run in runs)}"
+    command = command_line("andon", "verify", *(run.path for run in runs))
     found = []
     for claim in ALL:
         if claim is HEADS:

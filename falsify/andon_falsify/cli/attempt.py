@@ -11,7 +11,7 @@ from andon_falsify.campaign.interpreter import Bench, Campaign
 from andon_falsify.campaign.request import Options, understood
 from andon_falsify.campaign.runner import CutShortError, Listeners, run_campaign
 from andon_falsify.campaign.wording import opening_line, verdict_lines
-from andon_falsify.cli.command import internal, warn
+from andon_falsify.cli.command import internal
 from andon_falsify.cli.files import ReportFiles
 from andon_falsify.cli.progress import Progress
 from andon_falsify.cli.stops import code_of, stops
@@ -61,7 +61,7 @@ def _cut_short(cut: CutShortError, files: ReportFiles) -> int:
     try:
         files.write(cut.report)
     except InputError as error:
-        warn(str(error))
+        say(*map(str, error.problems))
     show(cut.report, files, cut_short=True)
     cause = cut.__cause__
     if not isinstance(cause, KeyboardInterrupt):

@@ -10,7 +10,6 @@ import typer
 from typer.core import TyperCommand
 
 from andon.console.messages import say
-from andon_contracts.legible import legible
 from andon_falsify.cli.stops import code_of
 
 USAGE, INTERNAL = 64, 70
@@ -47,14 +46,9 @@ class FalsifyCommand(TyperCommand):
             raise typer.Exit(internal(error)) from error
 
 
-def warn(text: str) -> None:
-    """On standard error, where nothing that a subject says may move the cursor or hide what stands there."""
-    say(legible(text))
-
-
 def internal(cause: BaseException | None) -> int:
     """Say what in the suite failed; the exit code for it."""
     if os.environ.get(_TRACEBACK) == "1":
         traceback.print_exception(cause)
-    warn(f"internal error: {type(cause).__name__}: {cause} (set {_TRACEBACK}=1 for the traceback)")
+    say(f"internal error: {type(cause).__name__}: {cause} (set {_TRACEBACK}=1 for the traceback)")
     return INTERNAL

@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
+from andon.console.messages import say
 from andon.console.problems import InputError, Problem
-from andon_falsify.cli.command import USAGE, FalsifyCommand, warn
+from andon_falsify.cli.command import USAGE, FalsifyCommand
 
 
 def falsify(
@@ -65,7 +66,7 @@ def falsify(
         files = attempt.ReportFiles({option: path for option, path in paths.items() if path is not None})
         code = attempt.make(options, files, deadline) if report is None else attempt.read(report, files)
     except InputError as error:
-        warn(str(error))
+        say(*map(str, error.problems))
         code = USAGE
     raise typer.Exit(code)
 

@@ -52,7 +52,7 @@ class ReportFiles:
         except InputError as error:
             if str(error) not in self._refused:
                 self._refused.add(str(error))
-                say(str(error))
+                say(*map(str, error.problems))
 
 
 def _write(option: str, report: Report, path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from andon.config.schema import UNUSED_WITH_BASE, Config
+from andon.console.messages import command_line
 from andon.inspection.difference import Differences, by_dotted_key, first_difference
 from andon.inspection.report.curves import Picture, Series, draw
 from andon.inspection.report.told import Evaluated, Told
@@ -386,7 +386,7 @@ def _commands(run: Told, of: str) -> list[tuple[str, str]]:
     folder = run.recorded.folder
     if folder is None or not folder.config.exists():
         return []
-    again = f"andon train {shlex.quote(str(folder.config))} --run-dir ANOTHER_FOLDER"
+    again = command_line("andon", "train", folder.config, "--run-dir", "ANOTHER_FOLDER")
     done = run.state in ("finished", "early-stopping")
     goes_on = [] if done else [(f"Go on with the run{of}", go_on_with(folder))]
     return [*goes_on, (f"Repeat the run{of}", again)]
