@@ -249,6 +249,31 @@ def test_an_answer_that_only_repeats_its_prompt_must_be_there_too() -> None:
     assert said == ["a.jsonl:1: the chat template leaves out message 1"]
 
 
+AFTER_THINKING = "m.content.split('</think>')[-1]"
+THOUGHT = (Message("user", "is 4 even ?"), Message("assistant", "<think>4 is 2 x 2</think>yes"))
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+@pytest.mark.parametrize("train_on", ["assistant", "all"])
+def test_a_template_that_drops_the_reasoning_is_refused(template: str, train_on: TrainOn) -> None:
+    """Templates of reasoning models keep what stands behind </think>: the reasoning would not be trained."""
+    dropping = tokenizer(template.replace("m.content", AFTER_THINKING))
+    with pytest.raises(InputError, match=r"leaves out what message 1 says before </think> \('4 is 2 x 2'\)"):
+        encode_conversations(dropping, rows_of(THOUGHT), 1000, train_on)
+    kept = encode_conversations(tokenizer(template), rows_of(THOUGHT), 1000, train_on)
+    assert kept.rows[0].cut == 0
+    untrained = (*THOUGHT[:1], Message("assistant", THOUGHT[1].content, 0.0), Message("user", "so"), TALK[2])
+    assert encode_conversations(dropping, rows_of(untrained), 1000).rows[0].cut == 0
+
+
+def test_a_template_may_move_the_reasoning() -> None:
+    """White space around it is the template's affair."""
+    moved = CHATML.replace(
+        "m.content", "(m.content | replace('<think>', '<think>\n') | replace('</think>', '\n</think>\n'))"
+    )
+    encode_conversations(tokenizer(moved), rows_of(THOUGHT), 1000)
+
+
 def test_what_a_template_marks_besides_counts_as_the_answers_do() -> None:
     """An end token behind the whole, marked too, is learned; where answers have different weights nothing says how."""
     ids, weights = ANSWERED

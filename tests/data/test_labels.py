@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from andon.console.problems import InputError
-from andon.data.labels import ClassWeights, class_weights, label_names, same_kind
+from andon.data.labels import ClassWeights, alike, class_weights, label_names, same_kind
 
 COUNTS = st.lists(st.integers(1, 10**6), min_size=1, max_size=20)
 KINDS = st.sampled_from(["uniform", "inverse", "sqrt_inverse"])
@@ -82,3 +82,15 @@ def test_the_labels_of_the_rarer_type_are_the_faults(typed: bool) -> None:
     numbers: list[int | str] = [1, 2, 3] if typed else ["1", "2", "3"]
     assert [place for place, _ in same_kind([*numbers, "a", "b"], typed)[1]] == [3, 4]
     assert [place for place, _ in same_kind([numbers[0], "a", "b"], typed)[1]] == [0]
+
+
+def test_names_that_look_alike_are_found() -> None:
+    """Case, white space and Unicode form; others are not alike."""
+    composed, apart = "caf\u00e9", "cafe\u0301"
+    assert alike(["pos", "neg", "pos ", "POS", composed, "cafe", apart]) == [["pos", "pos ", "POS"], [composed, apart]]
+
+
+def test_an_empty_class_is_refused_by_its_name() -> None:
+    """A user knows no numbers of classes."""
+    with pytest.raises(InputError, match="there is none of class 'urgent'"):
+        class_weights("inverse", [3, 0], ("usual", "urgent"))

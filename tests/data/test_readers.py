@@ -366,3 +366,27 @@ def test_a_list_as_a_class_names_the_task_that_takes_it(tmp_path: Path) -> None:
     """It is refused as a class, and what to do is said."""
     (line,) = faults(written(tmp_path, "a.jsonl", '{"text": "a", "label": ["x"]}'))
     assert line.endswith("; to learn several labels a row: --task multi-label")
+
+
+def test_a_quotation_over_two_rows_of_a_tsv_joins_no_rows(tmp_path: Path) -> None:
+    """TSV quotes nothing, unless a field is wholly in quotes: every line is a row of its own."""
+    rows = [("plain", "x"), ('"I went home .', "y"), ("it rained", "x"), ('she left ."', "y"), ('a "b" c', "x")]
+    lines = "".join(f"{text}\t{label}\n" for text, label in rows)
+    path = written(tmp_path, "a.tsv", "text\tlabel\n" + lines + '"said ""so"""\tx\n')
+    assert pairs(read(path)) == [*rows, ('said "so"', "x")]
+
+
+def test_quoted_fields_of_a_tsv_may_span_lines(tmp_path: Path) -> None:
+    """As spreadsheets and `andon predict --output` write them: the header is quoted, or a line is short of fields."""
+    rows = [("one\ntwo", "x"), ("a\tb", "y")]
+    for name, quoting in (("all.tsv", csv.QUOTE_ALL), ("few.tsv", csv.QUOTE_MINIMAL)):
+        with (tmp_path / name).open("w", newline="") as file:
+            csv.writer(file, delimiter="\t", quoting=quoting).writerows([("text", "label"), *rows])
+        assert pairs(read(tmp_path / name)) == rows
+
+
+def test_a_tsv_that_can_be_read_in_two_ways_is_refused(tmp_path: Path) -> None:
+    """One line has a tab in quotes, so quotes count; then others take in whole rows, and which is meant is unknown."""
+    path = written(tmp_path, "a.tsv", 'text\tlabel\n"a\tb"\tx\n"I went\ty\nand\tx\ncame ."\ty\nend\tx\n')
+    (said,) = faults(path)
+    assert said.startswith("a.tsv:3: a quote opens here and closes on line 5, and the lines between look like rows")

@@ -55,3 +55,12 @@ def test_a_row_that_cannot_be_learned_is_refused_with_its_place(tags: list[int],
     """By the row that has it."""
     with pytest.raises(InputError, match=f"row 1: {fault}"):
         TaggingTask([[1], [1, 2]], [[0], tags], names=NAMES, vocab_size=33, pad_id=PAD)
+
+
+def test_words_that_were_cut_off_are_missed() -> None:
+    """Two words are read and right, the third was cut off: a span is missing, and a word is wrong."""
+    task = TaggingTask([[1, 2]], [[0, 2]], names=NAMES, vocab_size=33, pad_id=PAD, unread={0: {2: 0}}, cut=[0])
+    found = task.score([0], torch.tensor([[0.0, 0.1, 2.0, 0.3]], dtype=torch.float64))
+    assert (found.words, found.accuracy, found.recall, found.precision) == (3, 2 / 3, 0.5, 1.0)
+    assert found.loss == pytest.approx(0.2)
+    assert task.cut_rows([0]) == 1

@@ -12,6 +12,7 @@ from andon.config.load import load_config
 from andon.console.exits import Exit
 from andon.console.problems import InputError
 from andon.data.readers import read_texts
+from andon.data.rows import frozen_split
 from andon.launch.launcher import warm_up
 from andon.run.folder import RunFolder
 from andon.training.inference import Prediction, evaluate_run, load_run, named, predict, read_labelled
@@ -154,6 +155,32 @@ def test_joined_labels_are_one_class_and_it_is_said(tmp_path: Path, capsys: pyte
     assert not any(line.startswith("note: most labels") for line in named)
     assert run_training(None, [*config, "training.max_steps=1"], {"run.dir": str(tmp_path / "run")}) == 0
     assert told in capsys.readouterr().err
+
+
+def test_classes_are_listed_and_doubtful_ones_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Counts of training rows, names that look alike, a class of validation rows alone, an open quote, cut rows."""
+    data, held = tmp_path / "rows.csv", tmp_path / "eval.csv"
+    rows = [f"word {place},{('pos', 'neg', 'POS')[place % 3]}" for place in range(30)]
+    _, validation = frozen_split(len(rows) + 1, 0.1, 42)
+    rows.insert(validation[0], '"the only\none",urgent')
+    data.write_text("text,label\n" + "\n".join(rows) + "\n")
+    held.write_text(f"text,label\nshort,pos\n{'long ' * 40},neg\n")
+    config = [*SMALL, f"data.train={data}", f"data.eval={held}", "data.validation_fraction=0.1", "model.max_length=64"]
+    lines = list(describe(load_config(None, [*config, "run.backend=inline"])))
+    trained = [line.rpartition(",")[2] for place, line in enumerate(rows) if place not in validation]
+    counted = ", ".join(f"{name} {trained.count(name)}" for name in ("POS", "neg", "pos", "urgent"))
+    assert f"classes: {counted}" in lines
+    told = [
+        "warning: 'POS', 'pos' are different classes; if they mean the same, write them alike",
+        "warning: no training row has the class 'urgent'; all its rows are held back for validation",
+        f"note: 1 texts span several lines (first: {data}:{validation[0] + 2}); is a quote left open there?",
+        "note: 1 of 2 evaluation rows are cut to 64 tokens",
+    ]
+    assert [line for line in told if line not in lines] == []
+    given = [*config, "run.backend=inline", "training.max_steps=1"]
+    assert run_training(None, given, {"run.dir": str(tmp_path / "run")}) == 0
+    said = capsys.readouterr().err
+    assert [line for line in told if line not in said] == []
 
 
 def test_each_word_is_told_with_a_tag(tmp_path: Path) -> None:

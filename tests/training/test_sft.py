@@ -246,6 +246,18 @@ def test_a_model_needs_to_see_as_far_as_a_row_and_not_as_a_pack() -> None:
         task.require_fit(models[3], torch.device("cpu"))
 
 
+def test_what_was_cut_off_an_answer_counts_as_missed() -> None:
+    """Two rows predicted right as far as they were read; of the second, two of four trained tokens were cut off."""
+    tokens, weights = array("i", [1, 2, 3]), array("f", [0, 1, 1])
+    rows = [EncodedRow(0, tokens, weights), EncodedRow(1, tokens, weights, cut=3, cut_trained=2)]
+    task = SftTask(rows, pad_id=0, max_length=3, sources=("a", "b"))
+    found = task.score([0, 1], torch.tensor([[0.5, 2.0, 2.0], [1.5, 2.0, 2.0]], dtype=torch.float64))
+    assert (found.exact_match, found.token_accuracy, found.tokens, found.cut) == (0.5, 4 / 6, 6, 2)
+    assert found.loss == 2.0 / 4
+    assert (found.sources["a"].token_accuracy, found.sources["b"].token_accuracy) == (1.0, 0.5)
+    assert (task.cut_rows([0]), task.cut_rows([0, 1])) == (0, 1)
+
+
 def test_packs_are_for_conversations(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A class is that of one row: to pack rows of a classifier is refused, and nothing is left behind."""
     with pytest.raises(InputError, match=r"training.packing: is for conversations"):

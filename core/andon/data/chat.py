@@ -22,6 +22,7 @@ from andon.data.tokens import HuggingFaceTokenizer, Tokenizer
 
 TrainOn = Literal["assistant", "all"]
 
+_THINKING = re.compile(r"</?think>")
 _AT_ONCE = 256
 """Rows whose texts are tokenised by one call."""
 
@@ -311,6 +312,8 @@ class _Scribe:
                 raise TemplateFault(_no_prefix(self._name(place)))
             if _said(message) not in after[len(before) :]:
                 raise TemplateFault(f"the chat template leaves out {self._name(place)}")
+            if message.weight:
+                self._require_thinking(place, message, after[len(before) :])
             turns.append(_Turn(place, before, after, message.weight, answer))
         return whole, turns
 
@@ -319,6 +322,15 @@ class _Scribe:
         for place, message in enumerate(messages):
             if _said(message) not in whole:
                 raise TemplateFault(f"the chat template leaves out {self._name(place)} ({shown(_said(message))})")
+
+    def _require_thinking(self, place: int, message: Message, written: str) -> None:
+        """Raise `TemplateFault` unless the reasoning of an answer that is trained on is in what is `written` of it."""
+        parts = _THINKING.split(message.content)[:-1] if message.role == ANSWERS else []
+        missing = next((part.strip() for part in parts if part.strip() not in written), None)
+        if missing is not None:
+            what = f"the chat template leaves out what {self._name(place)} says before </think> ({shown(missing)})"
+            remedy = "take a template that keeps it, or leave the reasoning out of the rows"
+            raise TemplateFault(f"{what}, so that it would not be trained; {remedy}")
 
     def _marked(self, messages: Sequence[Message], template: ChatTemplate) -> tuple[str, list[_Turn]]:
         """A row's text, and what the template marks in it as written by the model.
@@ -336,6 +348,8 @@ class _Scribe:
             here = rendered.text[:start], rendered.text[:end]
             if found < len(answers) and _said(answers[found][1]) in rendered.text[start:end]:
                 place, message = answers[found]
+                if message.weight:
+                    self._require_thinking(place, message, rendered.text[start:end])
                 turns.append(_Turn(place, *here, message.weight, answer=True))
                 found += 1
             elif len(weights) > 1:

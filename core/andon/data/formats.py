@@ -129,8 +129,38 @@ def comma_of(path: Path) -> str:
 
 
 def delimited(path: Path, delimiter: str, problems: ProblemList) -> Table:
-    """CSV or TSV with a header row; quoted fields may hold delimiters, doubled quotes and line ends."""
-    records = _delimited_records(path, delimiter, problems)
+    """CSV with a header row; quoted fields may hold delimiters, doubled quotes and line ends."""
+    return _with_header(path, _delimited_records(path, delimiter, problems), problems)
+
+
+def tabbed(path: Path, problems: ProblemList) -> Table:
+    """TSV with a header row.
+
+    Most TSV files quote nothing, and a quotation may open in one row and close in another. So if every line has the
+    header's number of fields and the header is not quoted, each line is a record, and only a field that is wholly in
+    quotes loses them. Other files are read as CSV is. There, unless the header is quoted, a record that spans several
+    lines is refused if each of these lines looks like a record of its own.
+    """
+    lines = (text.rstrip("\r\n").split("\t") for _, text in numbered_lines(path, ProblemList()) if text.strip())
+    header = next(lines, [])
+    quoted = header[:1] != [] and header[0].startswith('"')
+    if not quoted and len(header) > 1 and all(len(cells) == len(header) for cells in lines):
+        return _with_header(path, _tabbed_records(path, problems), problems)
+    return _with_header(path, _delimited_records(path, "\t", problems, 0 if quoted else len(header)), problems)
+
+
+def _tabbed_records(path: Path, problems: ProblemList) -> Iterator[tuple[int, list[str]]]:
+    for number, text in numbered_lines(path, problems):
+        if text.strip():
+            yield number, [_unquoted(cell) for cell in text.rstrip("\r\n").split("\t")]
+
+
+def _unquoted(cell: str) -> str:
+    inner = cell[1:-1].replace('""', "")
+    return cell[1:-1].replace('""', '"') if len(cell) > 1 and cell[0] == cell[-1] == '"' and '"' not in inner else cell
+
+
+def _with_header(path: Path, records: Iterator[tuple[int, list[str]]], problems: ProblemList) -> Table:
     header = next(records, None)
     if header is None:
         problems.raise_if_any()
@@ -143,20 +173,26 @@ def delimited(path: Path, delimiter: str, problems: ProblemList) -> Table:
     return Table(path, columns, False, _named(path, columns, records, problems))
 
 
-def _delimited_records(path: Path, delimiter: str, problems: ProblemList) -> Iterator[tuple[int, list[str]]]:
-    """(line on which it starts, cells) of each record that is not blank."""
-    last = 0
+def _delimited_records(
+    path: Path, delimiter: str, problems: ProblemList, fields: int = 0
+) -> Iterator[tuple[int, list[str]]]:
+    """(line on which it starts, cells) of each record that is not blank.
+
+    fields: refuse a record of several lines if each has so many fields by itself; 0: never.
+    """
+    last = whole = 0
 
     def lines() -> Iterator[str]:
-        nonlocal last
+        nonlocal last, whole
         for number, text in numbered_lines(path, problems):
             last = number
+            whole += text.count(delimiter) + 1 == fields
             yield text
 
     usual_limit = csv.field_size_limit()
     reader = csv.reader(lines(), delimiter=delimiter, strict=True)
     while True:
-        start = last + 1
+        start, whole = last + 1, 0
         csv.field_size_limit(LONGEST_LINE)
         try:
             cells = next(reader)
@@ -167,7 +203,10 @@ def _delimited_records(path: Path, delimiter: str, problems: ProblemList) -> Ite
             continue
         finally:
             csv.field_size_limit(usual_limit)
-        if cells:
+        if last > start and whole == last - start + 1:
+            what = f"a quote opens here and closes on line {last}, and the lines between look like rows"
+            problems.add(f"{path}:{start}", f"{what}; quote the header too if they are one row, or write JSON Lines")
+        elif cells:
             yield start, cells
 
 
@@ -312,6 +351,6 @@ KINDS: dict[str, Callable[[Path, ProblemList], Table]] = {
     ".jsonl": json_lines,
     ".json": json_lines,
     ".csv": lambda path, problems: delimited(path, comma_of(path), problems),
-    ".tsv": lambda path, problems: delimited(path, "\t", problems),
+    ".tsv": tabbed,
     ".parquet": lambda path, _: parquet(path),
 }

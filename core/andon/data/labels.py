@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import unicodedata
 from collections.abc import Sequence
 from typing import Literal
 
@@ -125,6 +126,14 @@ def same_kind(labels: Sequence[int | str], typed: bool) -> tuple[Sequence[int | 
     ]
 
 
+def alike(names: Sequence[str]) -> list[list[str]]:
+    """Groups of names that differ only in case, white space or Unicode form, in their order."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(" ".join(unicodedata.normalize("NFKC", name).casefold().split()), []).append(name)
+    return [group for group in groups.values() if len(group) > 1]
+
+
 def _is_integer(label: str) -> bool:
     return label.isascii() and label.isdigit() and len(label) <= _LONGEST_INTEGER
 
@@ -134,8 +143,10 @@ def label_names(labels: Sequence[int | str]) -> tuple[str, ...]:
     return tuple(str(label) for label in sorted(set(labels)))
 
 
-def class_weights(kind: ClassWeights, counts: Sequence[int]) -> tuple[float, ...]:
+def class_weights(kind: ClassWeights, counts: Sequence[int], names: Sequence[str] = ()) -> tuple[float, ...]:
     """One weight a class, with sum K, for `counts` rows of each of K classes (F-TUNE-005 of the seed).
+
+    names: of the classes, for messages; without them a class has its number.
 
     uniform: 1; inverse: proportional to n / (K * n_c); sqrt_inverse: to its square root.
     Raises `InputError` for no classes at all, and for a class without rows where its count is divided by.
@@ -146,8 +157,9 @@ def class_weights(kind: ClassWeights, counts: Sequence[int]) -> tuple[float, ...
         return (1.0,) * len(counts)
     absent = [number for number, count in enumerate(counts) if count <= 0]
     if absent:
+        shown_as = [shown(names[number]) if names else str(number) for number in absent]
         what = f"{kind} needs a training row of every class; there is none of class"
-        raise InputError([Problem("data.class_weights", f"{what} {number}") for number in absent])
+        raise InputError([Problem("data.class_weights", f"{what} {name}") for name in shown_as])
     total = sum(counts)
     raw = [total / (len(counts) * count) for count in counts]
     if kind == "sqrt_inverse":

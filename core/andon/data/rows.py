@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -119,6 +120,10 @@ class TextRows(Generic[Label]):
         """What is to be learned, in a few words."""
         raise NotImplementedError
 
+    def counts(self) -> tuple[int, ...]:
+        """For each of `labels` how often it is there to be learned; empty for rows without classes."""
+        return ()
+
     def __len__(self) -> int:
         return len(self.rows)
 
@@ -194,6 +199,11 @@ class LabelSets(TextRows[tuple[int, ...]]):
         """How many labels there are, and how many a row has."""
         each = sum(len(row.label) for row in self.rows) / len(self.rows)
         return f"{len(self.labels)} labels, {each:.2f} of them a row"
+
+    def counts(self) -> tuple[int, ...]:
+        """Rows of each label."""
+        found = Counter(number for row in self.rows for number in row.label)
+        return tuple(found[number] for number in range(len(self.labels)))
 
     def told(self, id_: int) -> tuple[str, str] | None:
         """The names of a row's labels, and its text; None for an id not here."""

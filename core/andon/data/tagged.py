@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
@@ -36,6 +37,11 @@ class Tagged(TextRows[tuple[int, ...]]):
     def about(self) -> str:
         """How many tags and words there are."""
         return f"{len(self.labels)} tags of {sum(len(row.label) for row in self.rows)} words"
+
+    def counts(self) -> tuple[int, ...]:
+        """Words of each tag."""
+        found = Counter(number for row in self.rows for number in row.label)
+        return tuple(found[number] for number in range(len(self.labels)))
 
 
 def read_tagged(

@@ -55,6 +55,11 @@ class Tokenizer(Protocol):
         """How many of the texts encoded so far were cut."""
         ...
 
+    @property
+    def last_cut(self) -> tuple[int, ...]:
+        """Which of the texts of the last call were cut, by their places in it."""
+        ...
+
     def encode(self, texts: Sequence[str], max_length: int) -> list[list[int]]:
         """One list of 1 to `max_length` ids for each text; the last id is never `pad_id`."""
         ...
@@ -101,6 +106,7 @@ class HuggingFaceTokenizer:
         self.pad_id = pad_id
         self.vocab_size = max(*tokenizer.get_vocab().values(), pad_id, empty_id) + 1
         self.truncated = 0
+        self.last_cut: tuple[int, ...] = ()
         with tempfile.TemporaryDirectory() as folder:
             self._write(Path(folder))
             self.digest = _files_digest(Path(folder))
@@ -123,6 +129,7 @@ class HuggingFaceTokenizer:
             cut = self._ids([texts[place] for place in long], truncation=True, max_length=max_length)
             for place, ids in zip(long, cut, strict=True):
                 encoded[place] = ids
+        self.last_cut = tuple(long)
         self.truncated += len(long)
         return [self._ended(ids) for ids in encoded]
 
@@ -141,7 +148,8 @@ class HuggingFaceTokenizer:
             return [], []
         both = list(texts), list(pairs)
         whole = self.base(*both, truncation=False, verbose=False)["input_ids"]
-        self.truncated += sum(len(ids) > max_length for ids in whole)
+        self.last_cut = tuple(place for place, ids in enumerate(whole) if len(ids) > max_length)
+        self.truncated += len(self.last_cut)
         found = self.base(*both, truncation="longest_first", max_length=max_length, verbose=False)
         rows = [self._ended(ids) for ids in found["input_ids"]]
         given = found.get("token_type_ids") or [[0] * len(ids) for ids in rows]

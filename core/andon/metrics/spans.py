@@ -1,6 +1,7 @@
 """Scores of spans of tagged words, from integer counts: as CoNLL's script and seqeval, by its default, count them.
 
-A tag is O, or a prefix (B begins, I goes on, E ends, S is alone) and a type: `B-PER`; without one it is as with I.
+A tag is O, or a prefix (B begins, I or M goes on, E or L ends, S, U or W is alone) and a type: `B-PER`; without one it
+is as with I. `scheme` finds how a set of tags is written: `B-PER`, `B_PER`, `B.PER`, `PER-B`; IOB, IOBES, BILOU, BMEWO.
 A span is the longest run of words that go on: a word goes on with the span before it where its prefix is I or E, the
 word before has B or I, and both have one type. So a span may also begin with I or E, as in IOB1 or where a model errs.
 Spans are the same where both ends and the type are.
@@ -8,8 +9,9 @@ Spans are the same where both ends and the type are.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,7 +19,13 @@ from andon.metrics.scores import ClassScores, class_scores
 
 Span = tuple[str, int, int]
 """Type, first word, last word."""
-_PREFIXES = ("B", "I", "E", "S")
+UNREAD = ""
+"""In the place of a predicted tag: the model did not see the word."""
+_ROLES = {"B": "B", "I": "I", "M": "I", "E": "E", "L": "E", "S": "S", "U": "S", "W": "S"}
+_BEFORE = re.compile(r"([BIMELSUW])([-_.:/|])(.+)", re.DOTALL)
+_BEHIND = re.compile(r"(.+)([-_.:/|])([BIMELSUW])", re.DOTALL)
+Parts = Callable[[str], tuple[str, str]]
+"""A tag as its role (B, I, E, S, or O for none) and its type."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +55,42 @@ class SpanScores:
         return asdict(self)
 
 
-def spans(tags: Sequence[str]) -> list[Span]:
+def scheme(names: Collection[str]) -> Parts:
+    """How the tags `names`, all that there are, are to be read.
+
+    With a hyphen B, I, E and S are prefixes always. Other letters, other separators and a role behind the type count
+    only if the set itself shows them: one type with both B and a role that goes on or ends.
+    """
+    shown: set[tuple[re.Pattern[str], str]] = set()
+    for pattern in (_BEFORE, _BEHIND):
+        matches = [match for name in names if (match := pattern.fullmatch(name)) is not None]
+        roles: dict[tuple[str, str], set[str]] = {}
+        for match in matches:
+            role, type_ = (match[1], match[3]) if pattern is _BEFORE else (match[3], match[1])
+            roles.setdefault((match[2], type_), set()).add(_ROLES[role])
+        shown |= {(pattern, mark) for (mark, _), held in roles.items() if "B" in held and held & {"I", "E"}}
+
+    def parts(tag: str) -> tuple[str, str]:
+        if tag in ("O", UNREAD):
+            return "O", ""
+        before, behind = _BEFORE.fullmatch(tag), _BEHIND.fullmatch(tag)
+        if before is not None and (_BEFORE, before[2]) in shown:
+            return _ROLES[before[1]], before[3]
+        if before is not None and before[2] == "-" and before[1] in "BIES":
+            return before[1], before[3]
+        if behind is not None and (_BEHIND, behind[2]) in shown:
+            return _ROLES[behind[3]], behind[1]
+        return (tag, "") if tag in _ROLES.values() else ("I", tag)
+
+    return parts
+
+
+def spans(tags: Sequence[str], parts: Parts) -> list[Span]:
     """The spans of one row's tags, in order."""
     found: list[Span] = []
     before, kind = "O", ""
     for place, tag in enumerate(tags):
-        prefix, type_ = _parts(tag)
+        prefix, type_ = parts(tag)
         if prefix != "O" and prefix in "IE" and before in ("B", "I") and type_ == kind:
             found[-1] = (type_, found[-1][1], place)
         elif prefix != "O":
@@ -61,17 +99,17 @@ def spans(tags: Sequence[str]) -> list[Span]:
     return found
 
 
-def _parts(tag: str) -> tuple[str, str]:
-    if tag == "O":
-        return "O", ""
-    prefix, dash, type_ = tag.partition("-")
-    return (prefix, type_) if dash and prefix in _PREFIXES else (tag, "") if tag in _PREFIXES else ("I", tag)
-
-
 def span_scores(
-    predicted: Sequence[Sequence[str]], actual: Sequence[Sequence[str]], loss: float | None = None
+    predicted: Sequence[Sequence[str]],
+    actual: Sequence[Sequence[str]],
+    names: Collection[str],
+    loss: float | None = None,
 ) -> SpanScores:
-    """Scores of rows of tags, one a word. Raises `ValueError` for rows of different lengths."""
+    """Scores of rows of tags, one a word; `UNREAD` is predicted where the model saw no word, and is always wrong.
+
+    names: all tags that there are, which say how a tag is written. Raises `ValueError` for rows of different lengths.
+    """
+    parts = scheme(names)
     right: Counter[str] = Counter()
     guessed: Counter[str] = Counter()
     wanted: Counter[str] = Counter()
@@ -79,7 +117,7 @@ def span_scores(
     for guess, truth in zip(predicted, actual, strict=True):
         same += sum(one == other for one, other in zip(guess, truth, strict=True))
         words += len(truth)
-        found, there = set(spans(guess)), set(spans(truth))
+        found, there = set(spans(guess, parts)), set(spans(truth, parts))
         for counts, each in ((right, found & there), (guessed, found), (wanted, there)):
             counts.update(type_ for type_, _, _ in each)
     whole = class_scores(right.total(), guessed.total(), wanted.total())

@@ -39,11 +39,12 @@ class ClassificationTask(EncodedRows):
         max_length: int | None = None,
         places: Sequence[str] | None = None,
         columns: Columns | None = None,
+        cut: Sequence[int] = (),
         names: Sequence[str] = (),
     ) -> None:
         """tokens, labels: parallel, one entry a row. class_weights: w, one a class (None: all 1). padding_multiple,
-        max_length, columns: as `EncodedRows` has them. places: where each row came from, for messages. names: of the
-        classes, for a reader.
+        max_length, columns, cut: as `EncodedRows` has them. places: where each row came from, for messages. names: of
+        the classes, for a reader.
 
         Raises `InputError` that names every row that `check_rows` refuses, or whose label is not a class.
         """
@@ -75,6 +76,7 @@ class ClassificationTask(EncodedRows):
             padding_multiple=padding_multiple,
             max_length=max_length,
             columns=columns,
+            cut=cut,
         )
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> LeafLoss:

@@ -37,10 +37,11 @@ class EncodedRows:
         padding_multiple: int = 8,
         max_length: int | None = None,
         columns: Columns | None = None,
+        cut: Sequence[int] = (),
     ) -> None:
         """labels: int64 [rows] or [rows, numbers]; None where what is learned stands in a column. columns: further
-        numbers of the tokens. Batches are padded to a
-        multiple of padding_multiple, but never beyond max_length.
+        numbers of the tokens. Batches are padded to a multiple of padding_multiple, but never beyond max_length.
+        cut: the rows of which the end was cut off.
         """
         self.pad_id = pad_id
         self._multiple = padding_multiple
@@ -49,6 +50,7 @@ class EncodedRows:
         self._starts = (torch.cumsum(self._lengths, 0) - self._lengths).tolist()
         self._tokens = _flat(tokens)
         self._labels = labels
+        self._cut = frozenset(cut)
         self._columns = {name: (_flat(values), padding) for name, (values, padding) in (columns or {}).items()}
         self._table = self._digest_rows()
 
@@ -59,6 +61,10 @@ class EncodedRows:
     def lengths(self) -> torch.Tensor:
         """int64 [rows]: tokens of each row."""
         return self._lengths
+
+    def cut_rows(self, ids: Sequence[int]) -> int:
+        """How many of these rows were cut."""
+        return sum(id_ in self._cut for id_ in ids)
 
     def load(self, ids: Sequence[int], device: torch.device) -> Batch:
         """Rows `ids`, one or more, on `device`: input_ids, attention_mask and each column [rows, length], labels with

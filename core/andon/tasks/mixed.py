@@ -80,6 +80,10 @@ class MixedRows:
         """How many numbers a row has."""
         return self._task.width
 
+    def cut_rows(self, ids: Sequence[int]) -> int:
+        """How many of these rows were cut at their end."""
+        return self._task.cut_rows(self._of(ids))
+
     def load(self, ids: Sequence[int], device: torch.device) -> Batch:
         """The collated rows, each copy as its row is. Raises as the task does."""
         return self._task.load(self._of(ids), device)

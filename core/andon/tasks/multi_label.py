@@ -36,10 +36,11 @@ class MultiLabelTask(EncodedRows):
         max_length: int | None = None,
         places: Sequence[str] | None = None,
         columns: Columns | None = None,
+        cut: Sequence[int] = (),
         names: Sequence[str] = (),
     ) -> None:
-        """tokens, labels: parallel, one entry a row; of labels their numbers. padding_multiple, max_length, columns: as
-        `EncodedRows` has them. names: of the labels, for a reader.
+        """tokens, labels: parallel, one entry a row; of labels their numbers. padding_multiple, max_length, columns,
+        cut: as `EncodedRows` has them. names: of the labels, for a reader.
 
         Raises `InputError` that names, by `places`, every row that `check_rows` refuses, or with a label that is none.
         """
@@ -63,6 +64,7 @@ class MultiLabelTask(EncodedRows):
             padding_multiple=padding_multiple,
             max_length=max_length,
             columns=columns,
+            cut=cut,
         )
 
     def planned_terms(self, ids: Sequence[int]) -> Sequence[int]:

@@ -39,8 +39,10 @@ class RegressionTask(EncodedRows):
         max_length: int | None = None,
         places: Sequence[str] | None = None,
         columns: Columns | None = None,
+        cut: Sequence[int] = (),
     ) -> None:
-        """tokens, targets: parallel, one entry a row. padding_multiple, max_length, columns: as `EncodedRows` has them.
+        """tokens, targets: parallel, one entry a row. padding_multiple, max_length, columns, cut: as `EncodedRows` has
+        them.
 
         Raises `InputError` that names, by `places`, every row that `check_rows` refuses, or whose target is not finite
         in fp32.
@@ -67,6 +69,7 @@ class RegressionTask(EncodedRows):
             padding_multiple=padding_multiple,
             max_length=max_length,
             columns=columns,
+            cut=cut,
         )
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> LeafLoss:

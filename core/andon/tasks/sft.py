@@ -50,9 +50,10 @@ class SourceScores:
 class LanguageScores:
     """Scores of `rows` conversations with `tokens` trained tokens.
 
-    loss: weight * cross entropy, mean over trained tokens. perplexity: exp(loss). token_accuracy: share of trained
-    tokens that have the largest logit, given all before them as they are. exact_match: share of rows of which every
-    trained token has it, hence those that a greedy answer would repeat to the letter. sources: by the data's column
+    loss: weight * cross entropy, mean over the trained tokens that were read. perplexity: exp(loss). token_accuracy:
+    share of trained tokens that have the largest logit, given all before them as they are. exact_match: share of rows
+    of which every trained token has it, hence those that a greedy answer would repeat to the letter. cut: how many of
+    the tokens stand beyond `model.max_length`; they were not read and count as missed. sources: by the data's column
     `source`, where there is one.
     """
 
@@ -62,6 +63,7 @@ class LanguageScores:
     perplexity: float
     token_accuracy: float
     exact_match: float
+    cut: int = 0
     sources: Mapping[str, SourceScores] = field(default_factory=dict)
     confusion: tuple[tuple[int, ...], ...] = ()
 
@@ -163,6 +165,10 @@ class SftTask:
             asked=self.asked,
         )
 
+    def cut_rows(self, ids: Sequence[int]) -> int:
+        """How many rows of these packs were cut at their end."""
+        return int((self._rows.cut[[row for pack in ids for row in self._packs[pack]]] > 0).sum())
+
     def rows_of(self, pack: int) -> tuple[int, ...]:
         """The ids of the rows in a pack, in order."""
         return self._packs[pack]
@@ -214,7 +220,8 @@ class SftTask:
 
     def score(self, ids: Sequence[int], outputs: torch.Tensor) -> LanguageScores:
         """The scores of these packs, each of one row, by their outputs."""
-        values: list[list[float]] = outputs.tolist()
+        cut = self._rows.cut_trained[[self._packs[pack][0] for pack in ids]].tolist()
+        values: list[list[float]] = [[*each, lost] for each, lost in zip(outputs.tolist(), cut, strict=True)]
         by_source: dict[str, list[list[float]]] = {}
         for pack, value in zip(ids, values, strict=True):
             if self._sources and self._sources[self._packs[pack][0]]:
@@ -226,15 +233,19 @@ class SftTask:
             loss=whole.loss,
             perplexity=_exp(whole.loss),
             token_accuracy=whole.token_accuracy,
-            exact_match=sum(right == tokens for _, right, tokens in values) / max(len(values), 1),
+            exact_match=sum(right == tokens + lost for _, right, tokens, lost in values) / max(len(values), 1),
+            cut=sum(cut),
             sources={name: _scored(by_source[name]) for name in sorted(by_source)},
         )
 
 
 def _scored(values: Sequence[Sequence[float]]) -> SourceScores:
-    """Rounded once: the sum of losses is exact (`math.fsum`), and so the same in any order of rows."""
-    tokens = sum(int(each[2]) for each in values)
-    loss = math.fsum(each[0] for each in values) / max(tokens, 1)
+    """values: of each row its loss, tokens predicted right, tokens read, tokens cut off.
+
+    Rounded once: the sum of losses is exact (`math.fsum`), and so the same in any order of rows."""
+    read = sum(int(each[2]) for each in values)
+    tokens = read + sum(int(each[3]) for each in values)
+    loss = math.fsum(each[0] for each in values) / max(read, 1)
     return SourceScores(len(values), tokens, loss, sum(int(each[1]) for each in values) / max(tokens, 1))
 
 

@@ -7,12 +7,12 @@ counts for more than a short one, as in a mean over all words of a global batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 
-from andon.metrics.spans import SpanScores, span_scores
+from andon.metrics.spans import UNREAD, SpanScores, span_scores
 from andon.model.batches import logits_of, predictions
 from andon.step.task import Batch, LeafLoss
 from andon.tasks.encoded import EncodedRows, check_rows
@@ -41,9 +41,12 @@ class TaggingTask(EncodedRows):
         padding_multiple: int = 8,
         max_length: int | None = None,
         places: Sequence[str] | None = None,
+        unread: Mapping[int, Mapping[int, int]] | None = None,
+        cut: Sequence[int] = (),
     ) -> None:
         """tokens, tags: parallel, one of each a token; `NO_TAG` where none is learned. names: of the tags.
-        padding_multiple, max_length: as `EncodedRows` has them.
+        padding_multiple, max_length, cut: as `EncodedRows` has them. unread: by row, then by the word's place in it,
+        the tag of each word that no token stands for, as behind a cut; in scores such a word is missed.
 
         Raises `InputError` that names, by `places`, every row that `check_rows` refuses, or without a tag.
         """
@@ -59,6 +62,7 @@ class TaggingTask(EncodedRows):
 
         check_rows(tokens, len(tags), fault, vocab_size=vocab_size, pad_id=pad_id, max_length=max_length, places=places)
         self._tags = [[tag for tag in row if tag != NO_TAG] for row in tags]
+        self._unread = dict(unread or {})
         super().__init__(
             tokens,
             None,
@@ -66,6 +70,7 @@ class TaggingTask(EncodedRows):
             padding_multiple=padding_multiple,
             max_length=max_length,
             columns={"labels": (tags, NO_TAG)},
+            cut=cut,
         )
 
     @property
@@ -102,11 +107,13 @@ class TaggingTask(EncodedRows):
         """The scores of these rows by their outputs, fp64 [rows, width] on the CPU."""
         found = [row[: 2 * len(self._tags[id_])] for id_, row in zip(ids, outputs.tolist(), strict=True)]
         losses = [loss for row in found for loss in row[1::2]]
-        return span_scores(
-            [[self.names[int(tag)] for tag in row[::2]] for row in found],
-            [[self.names[tag] for tag in self._tags[id_]] for id_ in ids],
-            math.fsum(losses) / max(len(losses), 1),
-        )
+        predicted = [[self.names[int(tag)] for tag in row[::2]] for row in found]
+        actual = [[self.names[tag] for tag in self._tags[id_]] for id_ in ids]
+        for id_, guess, truth in zip(ids, predicted, actual, strict=True):
+            for place, tag in sorted(self._unread.get(id_, {}).items()):
+                guess.insert(place, UNREAD)
+                truth.insert(place, self.names[tag])
+        return span_scores(predicted, actual, self.names, math.fsum(losses) / max(len(losses), 1))
 
 
 def _losses(logits: torch.Tensor, tags: torch.Tensor) -> torch.Tensor:

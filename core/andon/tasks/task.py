@@ -40,6 +40,10 @@ class ScoredTask(Task, Protocol):
         """How many numbers a row has."""
         ...
 
+    def cut_rows(self, ids: Sequence[int]) -> int:
+        """How many of these rows were cut at their end."""
+        ...
+
     def shown(self, row: int, tokenizer: Tokenizer) -> Iterator[str]:
         """A row for a reader, as the model is given it: a line a token, and what is learned of it."""
         ...

@@ -51,7 +51,8 @@ def sums_of(values: torch.Tensor, packs: Sequence[Sequence[int]]) -> torch.Tenso
 
 
 class TokenRows:
-    """Rows by their places, from 0. `lengths`: tokens of each; `trained`: tokens of each that are trained, int64."""
+    """Rows by their places, from 0. int64, one a row: `lengths`: tokens; `trained`: how many of them are trained;
+    `cut`: tokens that were cut off; `cut_trained`: how many of these would have been trained."""
 
     def __init__(self, columns: Mapping[str, torch.Tensor]) -> None:
         """columns: as `COLUMNS` has them."""
@@ -59,7 +60,7 @@ class TokenRows:
         ends = columns["ends"]
         self._starts = torch.cat([ends.new_zeros(1), ends[:-1]])
         self.lengths = ends - self._starts
-        self.trained = columns["trained"].long()
+        self.trained, self.cut, self.cut_trained = (columns[name].long() for name in ("trained", "cut", "cut_trained"))
 
     @classmethod
     def of(cls, rows: Sequence[EncodedRow]) -> Self:

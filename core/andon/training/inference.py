@@ -31,7 +31,16 @@ from andon.tasks.encoded import EncodedRows
 from andon.tasks.sft import Asked
 from andon.training.evaluation import evaluate
 from andon.training.existing import config_at_hand, config_of
-from andon.training.material import HEADS, UNWEIGHTED, adapter_spec, encoded, loss_weights, model_spec, task_of
+from andon.training.material import (
+    HEADS,
+    UNWEIGHTED,
+    adapter_spec,
+    cut_note,
+    encoded,
+    loss_weights,
+    model_spec,
+    task_of,
+)
 from andon.training.rows import READERS, Rows, read_rows
 from andon_contracts.digest import hex64
 
@@ -189,9 +198,13 @@ def evaluate_run(run: TrainedRun, data: Examples) -> Scores:
     backend = InlineBackend([torch.device("cpu")])
     if not isinstance(data, DataSet):
         rows = UNWEIGHTED[run.config.task or CLASSIFICATION](run.config, data, run.tokenizer)
+        if note := cut_note(rows, data.ids, run.config):
+            say(note)
         return evaluate(backend, [run.model], rows, data.ids)
     weights = _weights(run)
     task = task_of(run.config, data, run.tokenizer, weights or (1.0,) * len(run.labels))
+    if note := cut_note(task, data.ids, run.config):
+        say(note)
     scores = evaluate(backend, [run.model], task, data.ids)
     if weights is None:
         kind = run.config.data.class_weights

@@ -107,7 +107,7 @@ def loss_weights(config: Config, rows: Rows) -> tuple[float, ...]:
     """The weight of each class in the loss, from the rows that are trained on, each as often as an epoch has it."""
     trained_on = rows.train.subset(map(rows.row_of, rows.train_ids))
     assert isinstance(trained_on, DataSet)
-    return class_weights(config.data.class_weights, trained_on.counts())
+    return class_weights(config.data.class_weights, trained_on.counts(), trained_on.labels)
 
 
 def task_of(config: Config, data: DataSet, tokenizer: Tokenizer, weights: Sequence[float]) -> ClassificationTask:
@@ -148,11 +148,14 @@ def tagging_of(config: Config, data: Examples, tokenizer: Tokenizer) -> TaggingT
         raise InputError([Problem("data.text_pair_column", "is for texts; words have tags in one text")])
     tokens, firsts = tokenizer.encode_words([row.text for row in data.rows], config.model.max_length)
     tags = [[NO_TAG] * len(ids) for ids in tokens]
-    for row, places, each in zip(data.rows, firsts, tags, strict=True):
-        for tag, place in zip(row.label, places, strict=True):
+    unread: dict[int, dict[int, int]] = {}
+    for id_, (row, places, each) in enumerate(zip(data.rows, firsts, tags, strict=True)):
+        for word, (tag, place) in enumerate(zip(row.label, places, strict=True)):
             if place >= 0:
                 each[place] = tag
-    return TaggingTask(tokens, tags, names=data.labels, **_batching(config, data, tokenizer))
+            else:
+                unread.setdefault(id_, {})[word] = tag
+    return TaggingTask(tokens, tags, names=data.labels, unread=unread, **_batching(config, data, tokenizer))
 
 
 def _encoded(config: Config, data: TextRows[Any], tokenizer: Tokenizer) -> dict[str, Any]:
@@ -167,7 +170,9 @@ def _encoded(config: Config, data: TextRows[Any], tokenizer: Tokenizer) -> dict[
 
 
 def _batching(config: Config, data: Examples, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What all tasks over texts are told of the rows that the tokenizer encoded last."""
     return {
+        "cut": tokenizer.last_cut,
         "vocab_size": tokenizer.vocab_size,
         "pad_id": tokenizer.pad_id,
         "padding_multiple": padding_multiple(config),
@@ -302,6 +307,16 @@ def padding_multiple(config: Config) -> int:
     if training.compile != "off":
         return length_step(config.model.max_length, training.compile_lengths)
     return training.pad_to_multiple_of
+
+
+def cut_note(task: ScoredTask, ids: Sequence[int], config: Config) -> str:
+    """How many of the rows `ids`, on which a model is scored, are cut, and what that means; empty for none."""
+    cut = task.cut_rows(ids)
+    if not cut:
+        return ""
+    missed = config.task in (SFT, TOKEN_CLASSIFICATION)
+    means = "; in the scores, what was cut off counts as missed" if missed else ""
+    return f"note: {cut} of {len(ids)} evaluation rows are cut to {config.model.max_length} tokens{means}"
 
 
 def _plan(config: Config, train_ids: tuple[int, ...], task: ScoredTask) -> BatchPlan:

@@ -15,8 +15,8 @@ from andon.data.rows import repeated_texts
 from andon.model.adapter import attach, trainable_parameters
 from andon.model.build import build_base
 from andon.step.plan import efficiency
-from andon.training.material import Material, idleness, prepare
-from andon.training.rows import notes, told_of_task, unfit_model
+from andon.training.material import Material, cut_note, idleness, prepare
+from andon.training.rows import class_counts, notes, told_of_task, unfit_model
 
 _MOST_WORKERS = 8
 
@@ -33,6 +33,8 @@ def describe(config: Config, row: int | None = None) -> Iterator[str]:
     if told_of_task(config):
         yield told_of_task(config)
     yield _data(material)
+    if classes := class_counts(material.rows):
+        yield classes
     yield from _files(material)
     yield _texts(material)
     yield _model(model, material)
@@ -53,6 +55,8 @@ def describe(config: Config, row: int | None = None) -> Iterator[str]:
     if material.tokenizer.truncated:
         limit = config.model.max_length
         yield f"note: {material.tokenizer.truncated} texts are cut to {limit} tokens (model.max_length)"
+    if note := cut_note(material.evaluation_task, material.evaluation_ids, config):
+        yield note
     if row is not None:
         yield from _row(material, row)
 

@@ -9,17 +9,21 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from andon.config.schema import CLASSIFICATION, MULTI_LABEL, REGRESSION, SFT, TOKEN_CLASSIFICATION, Config, Data
 from andon.console.problems import InputError, Problem
 from andon.data import reviews, rewriting, shell, tagged
 from andon.data.conversations import are_of_conversations, read_conversations
-from andon.data.labels import likely_separator
+from andon.data.labels import alike, likely_separator
 from andon.data.mixing import mixed
-from andon.data.readers import first_record, read, read_label_sets, read_targets
-from andon.data.rows import DataSet, Examples, LabelSets, frozen_split, shared_texts
+from andon.data.readers import first_record, read, read_label_sets, read_targets, shown_names
+from andon.data.rows import DataSet, Examples, LabelSets, TextRows, frozen_split, shared_texts
 from andon.run.summary import HELD_OUT, LAST_VALIDATION
 from andon.training.surveys import Surveys
+from andon_contracts.legible import legible_line
+
+_MOST_GROUPS, _MOST_CLASSES = 10, 30
 
 
 @dataclass(frozen=True)
@@ -146,6 +150,10 @@ def _are_tagged(data: Data, first: Mapping[str, object]) -> str:
 
 def notes(rows: Rows) -> Iterator[str]:
     """What a user should know of rows that can be trained on."""
+    trained_on = rows.trained_on
+    if isinstance(rows.train, TextRows) and isinstance(trained_on, TextRows):
+        yield from _label_notes(rows.train, trained_on.counts())
+        yield from _line_notes(rows.train)
     if isinstance(rows.train, DataSet):
         separator = likely_separator([rows.train.labels[row.label] for row in rows.train.rows])
         if separator:
@@ -153,6 +161,37 @@ def notes(rows: Rows) -> Iterator[str]:
                 f"note: most labels hold {separator!r}, and each is taken as one class; to learn several labels a row: "
                 f"--task multi-label --set data.label_separator='{separator}'"
             )
+
+
+def _label_notes(train: TextRows[Any], counts: Sequence[int]) -> Iterator[str]:
+    groups = alike(train.labels)
+    for group in groups[:_MOST_GROUPS]:
+        yield f"warning: {shown_names(group)} are different classes; if they mean the same, write them alike"
+    if len(groups) > _MOST_GROUPS:
+        yield f"warning: {len(groups) - _MOST_GROUPS} more groups of classes are written almost alike"
+    absent = [name for name, count in zip(train.labels, counts, strict=False) if not count]
+    if absent:
+        yield f"warning: no training row has the class {shown_names(absent)}; all its rows are held back for validation"
+
+
+def _line_notes(train: TextRows[Any]) -> Iterator[str]:
+    """Of tables, in which a quote that is not closed takes in the rows behind it."""
+    if train.origins is not None:
+        places = [train.origins.where(row.id) for row in train.rows if any("\n" in text for text in row.texts)]
+        tables = [place for place in places if Path(place.rpartition(":")[0]).suffix.lower() in (".csv", ".tsv")]
+        if tables:
+            yield f"note: {len(tables)} texts span several lines (first: {tables[0]}); is a quote left open there?"
+
+
+def class_counts(rows: Rows) -> str:
+    """A line that lists the classes with how often each is trained on; empty without classes."""
+    train = rows.trained_on
+    if not isinstance(train, TextRows) or not train.counts():
+        return ""
+    counts = zip(train.labels, train.counts(), strict=True)
+    listed = [f"{legible_line(name)} {count}" for name, count in counts]
+    more = f" and {len(listed) - _MOST_CLASSES} more" if len(listed) > _MOST_CLASSES else ""
+    return f"classes: {', '.join(listed[:_MOST_CLASSES])}{more}"
 
 
 READERS: Mapping[str, Reader] = {

@@ -48,7 +48,7 @@ from andon.training.journal import (
     evaluation_of,
     progress_from,
 )
-from andon.training.material import idleness
+from andon.training.material import cut_note, idleness
 from andon.training.outputs import write_adapter, write_start
 from andon.training.progress import ProgressView
 from andon.training.resume import AlreadyFinished, Standpoint, restore, run_identity
@@ -305,6 +305,8 @@ def _announce(session: Session, done: int) -> None:
     if material.tokenizer.truncated:
         limit = config.model.max_length
         say(f"note: {material.tokenizer.truncated} texts were cut to {limit} tokens (model.max_length)")
+    if note := cut_note(material.evaluation_task, material.evaluation_ids, config):
+        say(note)
 
 
 def _audit(session: Session, done: int) -> str:
