@@ -171,7 +171,10 @@ def test_classes_are_listed_and_doubtful_ones_are_named(tmp_path: Path, capsys: 
     counted = ", ".join(f"{name} {trained.count(name)}" for name in ("POS", "neg", "pos", "urgent"))
     assert f"classes: {counted}" in lines
     told = [
-        "warning: 'POS', 'pos' are different classes; if they mean the same, write them alike",
+        (
+            "warning: 'POS', 'pos' are classes of their own, and differ only in case, white space or Unicode form; "
+            "if they mean the same, write them alike"
+        ),
         "warning: no training row has the class 'urgent'; all its rows are held back for validation",
         f"note: 1 texts span several lines (first: {data}:{validation[0] + 2}); is a quote left open there?",
         "note: 1 of 2 evaluation rows are cut to 64 tokens",

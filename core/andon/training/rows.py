@@ -166,7 +166,8 @@ def notes(rows: Rows) -> Iterator[str]:
 def _label_notes(train: TextRows[Any], counts: Sequence[int]) -> Iterator[str]:
     groups = alike(train.labels)
     for group in groups[:_MOST_GROUPS]:
-        yield f"warning: {shown_names(group)} are different classes; if they mean the same, write them alike"
+        differ = "are classes of their own, and differ only in case, white space or Unicode form"
+        yield f"warning: {shown_names(group)} {differ}; if they mean the same, write them alike"
     if len(groups) > _MOST_GROUPS:
         yield f"warning: {len(groups) - _MOST_GROUPS} more groups of classes are written almost alike"
     absent = [name for name, count in zip(train.labels, counts, strict=False) if not count]
