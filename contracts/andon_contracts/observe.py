@@ -29,6 +29,7 @@ from torch import Tensor
 from andon_contracts.checksum import MOST_SUMS, Summed, checksum, room_of, sums_in
 from andon_contracts.digest import kernels, word_sum_tensor
 from andon_contracts.multi_tensor import ListSums, RawGradients, bring, listable
+from andon_contracts.norms import sum_of_squares
 
 ORDINARY = (Tensor, torch.nn.Parameter)
 """Types of tensors that are what they hold, unless they are sparse."""
@@ -41,6 +42,8 @@ _LEAST_BYTES, _MOST_SHARE = 1 << 25, 16
 _WORD = 8
 _MASK = (1 << 64) - 1
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
+_LONG = 1 << 17
+"""Of more elements on a CPU, torch's own norm may be off by more than 5e-4 (`laws.loop.torch_norm_error`)."""
 _dtype_of, _device_of = attrgetter("dtype"), attrgetter("device")
 _unrecorded: Callable[[], AbstractContextManager[None]] = getattr(torch._C, "_AutoDispatchBelowAutograd", torch.no_grad)
 """As `no_grad`, but autograd is not even asked, which for many small tensors takes as long as reading them."""
@@ -409,7 +412,7 @@ def flat_digest(tensors: Iterable[Tensor]) -> int:
 
 
 def norm_of(tensors: Iterable[Tensor]) -> float:
-    """The 2-norm of all elements; in fp32 as torch's clipping computes it, so that it overflows where that does."""
+    """The 2-norm of all elements. It overflows if their squares overflow fp32, because torch's clipping does so too."""
     return _joined([_norm(part) for part in _chunks(tensors)])
 
 
@@ -436,6 +439,8 @@ def _chunks(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def _norm(part: Tensor) -> Tensor:
+    if part.device.type == "cpu" and part.dtype in _NARROW and part.numel() > _LONG:
+        return torch.tensor(sum_of_squares(part), dtype=torch.float64, device="cpu").float().sqrt()
     norm: Tensor = torch.linalg.vector_norm(part.float() if part.element_size() < 4 else part)
     return norm
 

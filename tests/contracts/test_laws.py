@@ -237,6 +237,12 @@ def test_the_second_look_names_the_tensors() -> None:
         (1e-6, 1e-6, 0.5e-6, True),
         (1e-6, 1e-6, 1e-6, False),
         (2.0, 0.0, 0.0, True),
+        # 22 roundings of 2^-24 can be there, 1e-5 cannot.
+        (2.0, 0.5, 0.5 * (1 + 22 * 2.0**-24), True),
+        (2.0, 0.5, 0.5 * (1 + 1e-5), False),
+        # A factor of 5 steps of 2^-149 that should be 4.6 of them.
+        (2.0**120, 4.6 * 2.0**-29, 5 * 2.0**-29, True),
+        (2.0**120, 4.6 * 2.0**-29, 7 * 2.0**-29, False),
     ],
 )
 def test_one_clipping_by_hand(norm: float, limit: float | None, clipped: float, right: bool) -> None:

@@ -52,7 +52,7 @@ def _poisoned(backend: Backend, micro_batch: int, where: str) -> Caught:
 
 
 def _steep(backend: Backend) -> Caught:
-    step, replicas = build(backend, SETTINGS, SteepTask(1e21))
+    step, replicas = build(backend, SETTINGS, SteepTask(2.5e38))
     return violation_of(lambda: ordinary(step, BATCH), replicas)
 
 
@@ -183,7 +183,7 @@ def test_nan_in_any_micro_batch_stops_all(micro_batch: int, where: str, on_group
 
 
 def test_an_overflow_in_the_reduction_stops_all(on_group: list[Mapping[str, Caught]]) -> None:
-    """Finite gradients whose norm is not: no rank is to blame, all stop before the update."""
+    """Finite gradients whose sum is not: no rank is to blame, all stop before the update."""
     inline = _steep(InlineBackend([CPU] * WORLD))
     for caught in [inline, *(seen["overflow"] for seen in on_group)]:
         assert caught == inline

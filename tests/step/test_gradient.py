@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from andon.backend.inprocess import InlineBackend
 from andon.step.keyed import key
 from andon.step.plan import GlobalBatch
+from tests.support.faults import SteepTask
 from tests.support.toy import CPU, DROPOUT, SEED, Settings, ToyModel, ToyTask, build, rate
 
 
@@ -98,6 +99,19 @@ def test_a_limit_near_zero_is_clipped_without_a_false_alarm() -> None:
     settings = Settings(8, sizes=(10,), clip_norm=1e-7)
     step, _ = build(InlineBackend([CPU] * 2), settings)
     assert step(settings.batches()[0], rate(1), 1).grad_norm > 1e-3
+
+
+@pytest.mark.parametrize(("scale", "limit"), [(1e-25, 0.5), (1e21, 0.5), (1e37, 0.5), (1e38, 1e-6)])
+def test_a_gradient_whose_squares_leave_fp32_is_clipped_without_a_false_alarm(scale: float, limit: float) -> None:
+    """The squares over- or underflow fp32 and the norm does not. In the last case the factor itself is denormal."""
+    plain = Settings(8, sizes=(10,))
+    step, _ = build(InlineBackend([CPU]), plain)
+    norm = scale * step(plain.batches()[0], rate(1), 1).grad_norm
+    settings = Settings(8, sizes=(10,), clip_norm=limit)
+    step, (replica,) = build(InlineBackend([CPU]), settings, SteepTask(scale))
+    assert step(settings.batches()[0], rate(1), 1).grad_norm == pytest.approx(norm, rel=1e-5)
+    left = float(replica.parameters.gradient.double().norm())
+    assert left == pytest.approx(min(norm, limit), rel=1e-5, abs=norm * 2.0**-149)
 
 
 def test_no_rows_return_zeros_and_change_nothing() -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from andon_contracts.laws.loop import torch_norm_error
 from andon_contracts.laws.update import clipped_norm
 from andon_contracts.observe import norm_of, plain
 
@@ -76,5 +77,7 @@ def _norm(tensors: Sequence[Tensor], order: float) -> float:
 
 def _order_of(gradients: Sequence[Tensor], told: float) -> float:
     """Which norm `told` is: 2, unless it is only that of another order."""
+    longest = max((t.numel() for t in gradients if t.device.type == "cpu"), default=0)
+    alike = max(_ALIKE, torch_norm_error(longest))
     orders = (2.0, math.inf, 1.0)
-    return next((o for o in orders if math.isclose(_norm(gradients, o), told, rel_tol=_ALIKE)), 2.0)
+    return next((o for o in orders if math.isclose(_norm(gradients, o), told, rel_tol=alike)), 2.0)

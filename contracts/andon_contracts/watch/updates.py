@@ -89,7 +89,7 @@ class Updates:
             exchange, verdicts, subject, rows, apart=apart, muted=lambda: any(probe.taps.muted for probe in probes)
         )
         self._before_laws, self._after_laws = verdicts.alive(BEFORE), verdicts.alive(AFTER)
-        self._want = each_by_itself(self._settings.clip or None)
+        self._want = each_by_itself(None)
         follows = subject.followers()
         self._base = FrozenBase([p for name, p in subject.frozen.items() if name not in follows])
         self._followers = Followers(list(follows.values()))
@@ -143,9 +143,11 @@ class Updates:
         Only where every rank's device takes the update is one judged late: all are to judge it at the same place.
         """
         kinds = {parameter.device.type for parameter in self._subject.parameters.values()}
-        said = {"on the CPU": int(kinds == {"cpu"}), "late": int(_judged_late(self._subject))}
+        longest = max((probe.longest for probe in self._probes), default=0)
+        said = {"on the CPU": int(kinds == {"cpu"}), "late": int(_judged_late(self._subject)), "longest": longest}
         seen: Seen[object] = Seen(self._exchange(0, "devices", said), None)
         self._late = all(seen.column("late"))
+        self._want = each_by_itself(self._settings.clip or None, max(seen.column("longest")))
         differ = "on the CPU" in seen.differing
         for each in self._buffers:
             each.portable(differ)

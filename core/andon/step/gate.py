@@ -14,7 +14,7 @@ import torch
 
 from andon_contracts.digest import has_triton, signed
 from andon_contracts.laws.law import Rule, Rules
-from andon_contracts.laws.update import NORM_FLOOR, Reduced
+from andon_contracts.laws.update import FACTOR_STEP, NORM_FLOOR, Reduced
 
 _FIXED = 1
 _EXPONENT = 0x7FF0000000000000
@@ -118,7 +118,7 @@ def broken(
         left = table.contiguous().view(torch.float64)
         # torch's own factor (`clip_grads_with_norm_`), with its 1e-6: what is expected is what that does.
         right = norm if want.limit is None else norm * (want.limit / (norm + 1e-6)).clamp(max=1.0)
-        close = (left - right).abs() <= want.norm_tolerance * right + NORM_FLOOR
+        close = (left - right).abs() <= want.norm_tolerance * right + FACTOR_STEP * norm + NORM_FLOOR
         odd |= (rules == Rule.CLIPPED) & close.logical_not()
     return odd.any()
 

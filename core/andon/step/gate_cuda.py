@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from andon_contracts.laws.update import NORM_FLOOR, Reduced
+from andon_contracts.laws.update import FACTOR_STEP, NORM_FLOOR, Reduced
 
 _LEAST = 64
 
@@ -28,6 +28,7 @@ def _close(  # type: ignore[no-untyped-def]
     LIMITED: tl.constexpr,
     MAJORITY: tl.constexpr,
     BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
 ):
     place = tl.arange(0, BLOCK)
     inside = place < count
@@ -66,7 +67,7 @@ def _close(  # type: ignore[no-untyped-def]
         if LIMITED:
             factor = limit / (norm + 1e-6)
             right = tl.where(factor < 1.0, norm * factor, norm)
-        close = tl.abs(left - right) <= tolerance * right + floor
+        close = tl.abs(left - right) <= tolerance * right + norm * STEP + floor
         broken = broken | ((rule == 5) & (close == 0))
     found = tl.sum(broken.to(tl.int32), axis=0)
     tl.store(closed, 1.0, mask=found > 0)
@@ -94,4 +95,5 @@ def close_on_device(
     bounds = (norms.limit or 0.0, norms.norm_tolerance, NORM_FLOOR)
     limited, majority = norms.limit is not None, want is not None
     with torch.cuda.device_of(table):  # Triton launches on the current GPU
-        _close[(1,)](table, wanted, rules, held, closed, *sizes, *bounds, limited, majority, block)
+        # STEP is a constant of the kernel: as an argument Triton would round it to fp32, where it is denormal.
+        _close[(1,)](table, wanted, rules, held, closed, *sizes, *bounds, limited, majority, block, FACTOR_STEP)

@@ -19,6 +19,7 @@ from andon.step.optimizer import OptimizerSpec
 from andon.step.task import Batch, Task
 from andon.step.tree import Node, fold
 from andon_contracts.digest import tensor_digest, tree_digest, word_sum_tensor
+from andon_contracts.norms import flat_norm
 from andon_contracts.observe import finite_total, word_sums
 
 WEIGHTS = "weights"
@@ -230,7 +231,7 @@ class Replica:
 
     def gradient_norm(self) -> torch.Tensor:
         """Global L2 norm of the gradient, 0-dim fp32."""
-        return nn.utils.get_total_norm([self.master.gradient])
+        return flat_norm(self.master.gradient)
 
     def clip(self, limit: float | None, norm: torch.Tensor | float) -> None:
         """Scale the gradient to the L2 norm `limit` if `norm` (0-dim fp32) is above it (None: never)."""
