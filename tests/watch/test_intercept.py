@@ -48,6 +48,32 @@ def test_a_clip_by_a_norm_of_the_loops_own_is_held_to_the_limit(
     assert [each.clause for each in w.findings] == found
 
 
+class _Long(nn.Module):
+    """One tensor, whose gradient is what it is given."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(count))
+
+    def forward(self, gradient: Tensor) -> Tensor:
+        return (self.weight * gradient).sum()
+
+
+@pytest.mark.parametrize(("factor", "found"), [(1.0, []), (4.0, ["clip-once"])])
+def test_a_clip_by_torch_of_a_long_tensor_is_right(factor: float, found: list[str]) -> None:
+    """torch's fp32 norm of 25 million elements is off by more than 1e-3 on a CPU, and so is what it clips to."""
+    model = _Long(25_000_000)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with andon.watch(model, optimizer, clip=LIMIT, action=_ignore) as w:
+        model(torch.full_like(model.weight, 1.1)).backward()
+        assert model.weight.grad is not None
+        nn.utils.clip_grad_norm_(model.parameters(), LIMIT * factor)
+        clipped = float(torch.linalg.vector_norm(model.weight.grad, dtype=torch.float64))
+        optimizer.step()
+    assert abs(clipped / (LIMIT * factor) - 1) > 1e-3
+    assert [each.clause for each in w.findings] == found
+
+
 class _Ear:
     """Hears of clipping; the others are of no concern."""
 

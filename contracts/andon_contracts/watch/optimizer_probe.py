@@ -13,8 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from andon_contracts.agree import bits_of
-from andon_contracts.laws.loop import torch_norm_error
-from andon_contracts.laws.update import LOOP_NORM_TOLERANCE
 from andon_contracts.multi_tensor import bring, bring_later
 from andon_contracts.observe import ORDINARY, Look, Observer, plain
 from andon_contracts.watch.clipping import Clips
@@ -72,8 +70,6 @@ class OptimizerProbe:
         self.held = frozenset(map(id, held))
         self.longest = max((p.numel() for p in held if p.device.type == "cpu"), default=0)
         """The elements of the largest tensor on a CPU, of which torch's norm is the least exact."""
-        self._inexact = torch_norm_error(self.longest) > LOOP_NORM_TOLERANCE and not subject.sharded
-        """Whether torch's norm is too inexact to be compared between ranks, whose CPUs may differ."""
         self._layout = layout_digest(self.parameters)
         self._slot = {name: index for index, name in enumerate(subject.names)}
         self._declared = _declared_values(optimizer, self.parameters, self._slot, settings)
@@ -113,10 +109,7 @@ class OptimizerProbe:
         if self.taps.muted or not any(id(p) in self.held for p in parameters):
             return
         if norm is not None and self._norm is None and self.settings.clip is None and not self.settings.recording:
-            if self._inexact:
-                self._norm = self._look_at_gradient(norm=True).norm
-            else:
-                self._norm = norm.detach() if norm.is_cuda and type(norm) in ORDINARY else float(norm)
+            self._norm = norm.detach() if norm.is_cuda and type(norm) in ORDINARY else float(norm)
         if norm is not None and self.settings.clip is not None and not self.subject.sharded:
             self._clips.add(parameters, norm)
         self.reduced()
