@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from andon.model.memory import measure_peak_bytes
 from andon_contracts.laws.loop import torch_norm_error
 from andon_contracts.norms import flat_norm, sum_of_squares
 from andon_contracts.observe import Observer, norm_of
@@ -106,3 +107,12 @@ def test_a_watch_measures_long_tensors_as_well(dtype: torch.dtype) -> None:
     assert Observer().look(tensors, norm=True).norm == pytest.approx(wanted, rel=1e-6)
     if dtype != torch.float16:
         assert norm_of([tensors[0] * 1e20]) == math.inf
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-30])
+@pytest.mark.parametrize("count", [1_000, 3_000_000])
+def test_it_needs_a_piece_of_memory_and_no_copy(count: int, scale: float) -> None:
+    """At most 4 MiB, and for a short tensor no more than the tensor: less than a plan of memory has for this phase."""
+    flat = _normal(count) * scale
+    peak = measure_peak_bytes(lambda: flat_norm(flat)).peak - flat.nbytes
+    assert peak <= min(4 << 20, flat.nbytes) + 64
