@@ -14,8 +14,13 @@ from andon_falsify.campaign.generator import Layout, draw
 from andon_falsify.campaign.interpreter import Bench, Campaign, Interpreter
 from andon_falsify.campaign.reporting import Origin, report
 from andon_falsify.campaign.trainer_bench import AndonBench
-from andon_falsify.campaign.trial import FUNCTIONS, HALT, LAW, Trial
+from andon_falsify.campaign.trial import FUNCTIONS, HALT, LAW, RESUME, Trial
+from andon_falsify.loops.subject import LoopSubject
+from andon_falsify.loops.task import loop_case
+from andon_falsify.campaign.loop_bench import LoopBench
 from andon_falsify.ranks.pool import RankPools
+from andon_falsify.campaign.request import Options, understood
+from andon_falsify.campaign.runner import planned
 from andon_falsify.ranks.trainer import AndonTrainer
 from andon_falsify.subjects.case import Case, make_rows
 from andon_falsify.verdict import Claim, Counterexample, Outcome, Verdict, conclude, not_applicable, unknown
@@ -119,12 +124,47 @@ def test_an_exact_case_is_not_shrunk() -> None:
     assert len(bench.asked) == 12
 
 
-def test_a_claim_that_does_not_apply_is_tried_once() -> None:
-    """What a subject lacks it lacks in every case; the kinds that apply go on."""
-    bench = Oracle(lambda trial: not_applicable(HALTS, "no brakes") if trial.kind == HALT else holds(trial))
-    whole = found(campaign(bench, LAW, HALT))
-    assert sum(trial.kind == HALT for trial in bench.asked) == 1
-    assert {finding.outcome for finding in whole.findings if finding.claim == "halts"} == {Outcome.NOT_APPLICABLE}
+@pytest.mark.parametrize("worlds", [(1, 2), (2, 1)])
+@pytest.mark.parametrize("backwards", [False, True])
+def test_no_trial_is_left_out_since_others_did_not_apply(worlds: tuple[int, ...], backwards: bool) -> None:
+    """Whether a claim applies may depend on the layout: a mistake on two ranks is found in any order of trials."""
+
+    def says(trial: Trial) -> Verdict:
+        if trial.case.world == 1:
+            return not_applicable(SUM, "one rank has nobody to agree with")
+        return conclude(SUM, 1, [Counterexample("the weights differ")])
+
+    bench = Oracle(says)
+    one = campaign(bench, worlds=worlds, exact=True)
+    whole = found(replace(one, trials=one.trials[::-1] if backwards else one.trials))
+    assert len(bench.asked) == 12
+    assert {(each.world, each.outcome) for each in whole.findings} == {
+        (1, Outcome.NOT_APPLICABLE),
+        (2, Outcome.FALSIFIED),
+    }
+
+
+def test_options_in_another_order_ask_for_the_same_trials() -> None:
+    """Backends, worlds and accumulations as they are drawn, and the worlds that runs are resumed on."""
+    orders = (("inline,gloo", "1,2,3", "1,2"), ("gloo,inline", "3,1,2", "2,1"))
+    with RankPools() as pools:
+        bench = AndonBench(AndonTrainer(pools))
+        plans = [
+            planned(understood(Options(backend=backend, world=world, accumulation=accumulation)), bench).trials
+            for backend, world, accumulation in orders
+        ]
+    assert {trial.kind for trial in plans[0]} == {LAW, HALT, RESUME, FUNCTIONS}
+    assert plans[0] == plans[1]
+
+
+def test_a_loop_that_declares_no_brakes_is_run_once_to_see_that() -> None:
+    """What a subject does not declare it declares in no case; on another number of ranks nothing more is run."""
+    case = loop_case(epochs=1)
+    with RankPools() as pools:
+        bench = LoopBench(LoopSubject("andon_falsify.peers.ddp:make", "ddp", pools), "ddp")
+        verdicts = [bench.attempt(Trial(kind, case.but(world=world))) for kind in (HALT, RESUME) for world in (2, 3)]
+    assert {each.outcome for found in verdicts for each in found.values()} == {Outcome.NOT_APPLICABLE}
+    assert bench.runs == 1
 
 
 def test_a_subject_that_never_works_is_given_up() -> None:
@@ -139,6 +179,16 @@ def test_a_subject_that_never_works_is_given_up() -> None:
 def test_other_failures_do_not_stop_a_campaign() -> None:
     """One place that always fails leaves the others to be judged, though it fails four times and more."""
     bench = Oracle(lambda trial: unknown(SUM, "crash") if trial.case.world == 3 else holds(trial))
+@pytest.mark.parametrize("backwards", [False, True])
+def test_a_place_that_fails_does_not_give_up_another(backwards: bool) -> None:
+    """Four failures and more on three ranks; those on two, which work, are tried before or after."""
+    bench = Oracle(lambda trial: unknown(SUM, "crash") if trial.case.world == 3 else holds(trial))
+    one = campaign(bench)
+    in_order = sorted(one.trials, key=lambda trial: trial.case.world, reverse=backwards)
+    outcomes = {(each.world, each.outcome) for each in found(replace(one, trials=tuple(in_order))).findings}
+    assert outcomes == {(2, Outcome.HOLDS), (3, Outcome.UNKNOWN)}
+
+
     whole = found(campaign(bench))
     assert len(bench.asked) == 12
     assert [finding.outcome.value for finding in whole.findings] == ["holds", "holds", "unknown", "unknown"]

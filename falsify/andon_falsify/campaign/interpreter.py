@@ -18,7 +18,7 @@ from andon_falsify.subjects.case import Case
 from andon_falsify.verdict import Claim, Outcome, Verdict, unknown
 
 _FAILURES = 4
-"""So many trials that failed in one and the same way, with none that did not, and no further one is run."""
+"""After this many identical failures, and no trial that worked, places that failed are not tried again."""
 Told = Callable[[Trial, Mapping[str, Verdict]], None]
 """Is told of every trial that was run to be judged, when it is over."""
 
@@ -93,23 +93,19 @@ class Interpreter:
     _known: dict[Trial, Mapping[str, Verdict]] = field(default_factory=dict)
     _late: dict[tuple[str, int], int] = field(default_factory=dict)
     _failures: list[str] = field(default_factory=list)
+    _failed: set[tuple[str, int, int]] = field(default_factory=set)
     _worked: bool = False
 
     def run(self) -> Sequence[Said]:
         """Every trial, then the search for smaller counterexamples; what was said of the selected claims."""
         for trial in self.campaign.trials:
-            if self.campaign.bench.kinds[trial.kind] & self.campaign.claims and not self._moot(trial):
+            if self.campaign.bench.kinds[trial.kind] & self.campaign.claims:
                 found = self._tried(trial)
                 self.said += [Said(trial, verdict) for verdict in found.values()]
                 self.told(trial, found)
         if not self.campaign.exact:
             self.said += list(self._smallest())
         return self.said
-
-    def _moot(self, trial: Trial) -> bool:
-        """Whether such a trial has shown that its claims do not apply there: what is lacking is not case by case."""
-        alike = [each for each in self.said if each.trial.kind == trial.kind and each.trial.place[0] == trial.place[0]]
-        return bool(alike) and all(each.verdict.outcome is Outcome.NOT_APPLICABLE for each in alike)
 
     def _tried(self, trial: Trial) -> Mapping[str, Verdict]:
         """The verdicts of a trial, unless it is hopeless."""
@@ -121,21 +117,26 @@ class Interpreter:
         found = self._verdicts(trial)
         if {verdict.outcome for verdict in found.values()} == {Outcome.UNKNOWN}:
             if time.monotonic() - began >= self.campaign.budget.deadline_s / 2:
-                place = (trial.case.backend, trial.case.world)
+                place = (trial.case.backend, max(_worlds(trial)))
                 self._late[place] = self._late.get(place, 0) + 1
             self._failures.append(next(iter(found.values())).why)
+            self._failed.add(trial.place)
         elif trial.kind != FUNCTIONS:
             self._worked = True
         return found
 
     def _hopeless(self, trial: Trial) -> str:
-        """Why a trial is not worth its time: its place had no answer in time too often, or nothing ever works."""
-        budget, place = self.campaign.budget, (trial.case.backend, trial.case.world)
+        """Why a trial is not worth its time: its place had no answer in time too often, or nothing ever works.
+
+        A place that has not failed yet is tried at least once: the places before it prove nothing about it.
+        """
+        budget = self.campaign.budget
         if trial.kind == FUNCTIONS:
             return ""
-        if self._late.get(place, 0) >= budget.patience:
-            return f"not tried: {budget.patience} runs on {place[1]} ranks did not end within {budget.deadline_s:.0f} s"
-        if not self._worked and self._failures.count(self._failures[-1] if self._failures else "") >= _FAILURES:
+        for world in _worlds(trial):
+            if self._late.get((trial.case.backend, world), 0) >= budget.patience:
+                return f"not tried: {budget.patience} runs on {world} ranks did not end within {budget.deadline_s:.0f} s"
+        if not self._worked and trial.place in self._failed and self._failures.count(self._failures[-1]) >= _FAILURES:
             return self._failures[-1]
         return ""
 
@@ -171,6 +172,11 @@ class Interpreter:
 def _telling(said: Said) -> tuple[int, int]:
     """Most factors in its ratio first; of these, fewest ranks."""
     return len(_reason(said.trial, said.verdict)), -said.trial.case.world
+def _worlds(trial: Trial) -> tuple[int, ...]:
+    """The numbers of ranks that it runs on: a resumed run may go on with other ones than it began with."""
+    return (trial.case.world, trial.then_world) if trial.then_world else (trial.case.world,)
+
+
 
 
 def _reason(trial: Trial, verdict: Verdict) -> tuple[str, ...]:

@@ -98,6 +98,7 @@ class LoopBench:
             RESUME: frozenset({resume_equal.CLAIM.name}),
         }
         self._loop = Remembering(subject)
+        self._undeclared: dict[str, Verdict] = {}
 
     @property
     def runs(self) -> int:
@@ -113,7 +114,13 @@ class LoopBench:
         return case.but(dropout=0.0, class_weights=None, poison=poison, checkpoint_every=None)
 
     def attempt(self, trial: Trial) -> Mapping[str, Verdict]:
-        """See `Bench.attempt`."""
+        """See `Bench.attempt`.
+
+        Halting and resuming apply by what the loop declares of itself, the same in every case: where it has once been
+        seen not to, it is not run for them again.
+        """
+        if trial.kind in self._undeclared:
+            return {self._undeclared[trial.kind].claim: self._undeclared[trial.kind]}
         plain = trial.case.but(poison=None, stop_after=None, checkpoint_every=None)
         try:
             trace = self._loop.run(plain)
@@ -122,11 +129,12 @@ class LoopBench:
         why = blame(trace.errors) if trace.errors else outside(trace)
         if why:
             return self._unknown(trial.kind, why)
-        if trial.kind == HALT:
-            return {halts.CLAIM.name: judge_further(halts.CLAIM, self._loop, trace)}
-        if trial.kind == RESUME:
-            after = trial.case.stop_after or 0
-            return {resume_equal.CLAIM.name: judge_further(resume_equal.CLAIM, self._loop, trace, after=after)}
+        if trial.kind in (HALT, RESUME):
+            asked = {"after": trial.case.stop_after or 0} if trial.kind == RESUME else {}
+            claim = resume_equal.CLAIM if trial.kind == RESUME else halts.CLAIM
+            if unmet(claim, of_trace(trace)):
+                self._undeclared[trial.kind] = judged_by(claim, of_trace(trace))
+            return {claim.name: judge_further(claim, self._loop, trace, **asked)}
         return of_loop.verdicts(trace) | {
             same_everywhere.CLAIM.name: self._elsewhere(trace),
             RANDOMNESS.name: judge_further(RANDOMNESS, self._loop, trace),

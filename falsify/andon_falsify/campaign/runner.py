@@ -112,9 +112,9 @@ def planned(request: Request, bench: Bench) -> Campaign:
 def _drawn(request: Request, bench: Bench) -> Sequence[Trial]:
     budget = request.budget
     layout = Layout(
-        request.backends or bench.backends,
-        request.worlds or budget.worlds,
-        request.accumulations or budget.accumulations,
+        tuple(sorted(request.backends or bench.backends, key=bench.every_backend.index)),
+        tuple(sorted(request.worlds or budget.worlds)),
+        tuple(sorted(request.accumulations or budget.accumulations)),
     )
     # A claim that is asked for by name is tried whatever the budget says of its kind.
     asked = tuple(kind for kind, judged in bench.kinds.items() if judged & set(request.claims))
@@ -126,6 +126,7 @@ def _drawn(request: Request, bench: Bench) -> Sequence[Trial]:
 def _exactly(request: Request) -> Sequence[Trial]:
     assert request.case is not None
     (backend,), (world,), (accumulation,) = request.backends, request.worlds, request.accumulations
+    """The same trials in the same order, in whatever order the options name places: no verdict may depend on that."""
     try:
         return [
             read_trial(request.case, backend=backend, world=world, accumulation=accumulation, seed=request.seeds[0])
