@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from andon_falsify.campaign.diagnosis import diagnosed, explain, reason
+from andon_falsify.campaign.diagnosis import diagnosed, explain, held_by_rest, reason
 from andon_falsify.campaign.reasons import blame, condensed
 from andon_falsify.subjects.case import Case, make_rows
 from andon_falsify.verdict import Counterexample
@@ -93,12 +93,15 @@ def test_what_held_rules_causes_out() -> None:
     case = laid_out(2, 2)
     held = case.but(micro_batches=2)
     for found in (
-        diagnosed(Counterexample("off", ratio=2.0), case, explain([(2.0, case)], [held])),
-        diagnosed(Counterexample("off", ratio=2.0), case, None, [held]),
+        diagnosed(Counterexample("off", ratio=2.0), case, explain([(2.0, case)], held_by_rest([held]))),
+        diagnosed(Counterexample("off", ratio=2.0), case, None, held_by_rest([held])),
     ):
         assert found.equals == "2.000 = accumulation 2: summed over the micro-batches of a rank instead of averaged"
     stranger = held.but(rows=make_rows(3))
-    assert "accumulation 2 or world 2" in diagnosed(Counterexample("off", ratio=2.0), case, None, [stranger]).equals
+    assert (
+        "accumulation 2 or world 2"
+        in diagnosed(Counterexample("off", ratio=2.0), case, None, held_by_rest([stranger])).equals
+    )
 
 
 def test_a_smaller_case_must_keep_the_factors() -> None:
@@ -106,7 +109,16 @@ def test_a_smaller_case_must_keep_the_factors() -> None:
     found = Counterexample("off", ratio=4.0)
     assert reason(found, laid_out(2, 2)) == ("accumulation", "world")
     assert reason(Counterexample("off", ratio=2.0), laid_out(2, 1)) == ("world",)
-    assert reason(Counterexample("off"), laid_out(2, 1)) == ()
+
+
+def test_without_a_factor_a_smaller_case_must_keep_what_was_found() -> None:
+    """But for numbers, lists of them, and the names of tensors, which another case has otherwise."""
+    case = laid_out(2, 1)
+    told = "layers.0.head is not where one step leads (of 2, 1 rows)"
+    small, other = "layers.1.out is not where one step leads (of 3 rows)", "layers.0.head is frozen"
+    reasons = [reason(Counterexample(what), case) for what in (told, small, other)]
+    assert reasons[0] == reasons[1] != reasons[2]
+    assert reason(Counterexample("off by 1.37", ratio=1.37), case) == ("off by #",)
 
 
 @pytest.mark.parametrize(

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
+from andon_falsify.campaign import reporting
 from andon_falsify.campaign.budget import BUDGETS
 from andon_falsify.campaign.findings import Report
 from andon_falsify.campaign.generator import Layout, draw
 from andon_falsify.campaign.interpreter import Bench, Campaign, Interpreter
+from andon_falsify.campaign.loop_bench import LoopBench
 from andon_falsify.campaign.reporting import Origin, report
+from andon_falsify.campaign.request import Options, understood
+from andon_falsify.campaign.runner import Listeners, carried_out, planned
 from andon_falsify.campaign.trainer_bench import AndonBench
 from andon_falsify.campaign.trial import FUNCTIONS, HALT, LAW, RESUME, Trial
 from andon_falsify.loops.subject import LoopSubject
 from andon_falsify.loops.task import loop_case
-from andon_falsify.campaign.loop_bench import LoopBench
 from andon_falsify.ranks.pool import RankPools
-from andon_falsify.campaign.request import Options, understood
-from andon_falsify.campaign.runner import planned
 from andon_falsify.ranks.trainer import AndonTrainer
 from andon_falsify.subjects.case import Case, make_rows
 from andon_falsify.verdict import Claim, Counterexample, Outcome, Verdict, conclude, not_applicable, unknown
@@ -176,9 +179,6 @@ def test_a_subject_that_never_works_is_given_up() -> None:
     assert whole.exit_code == 2
 
 
-def test_other_failures_do_not_stop_a_campaign() -> None:
-    """One place that always fails leaves the others to be judged, though it fails four times and more."""
-    bench = Oracle(lambda trial: unknown(SUM, "crash") if trial.case.world == 3 else holds(trial))
 @pytest.mark.parametrize("backwards", [False, True])
 def test_a_place_that_fails_does_not_give_up_another(backwards: bool) -> None:
     """Four failures and more on three ranks; those on two, which work, are tried before or after."""
@@ -189,6 +189,9 @@ def test_a_place_that_fails_does_not_give_up_another(backwards: bool) -> None:
     assert outcomes == {(2, Outcome.HOLDS), (3, Outcome.UNKNOWN)}
 
 
+def test_other_failures_do_not_stop_a_campaign() -> None:
+    """One place that always fails leaves the others to be judged, though it fails four times and more."""
+    bench = Oracle(lambda trial: unknown(SUM, "crash") if trial.case.world == 3 else holds(trial))
     whole = found(campaign(bench))
     assert len(bench.asked) == 12
     assert [finding.outcome.value for finding in whole.findings] == ["holds", "holds", "unknown", "unknown"]
@@ -211,6 +214,56 @@ def test_a_place_that_is_always_late_costs_two_deadlines(monkeypatch: pytest.Mon
     assert (asked.count(2), asked.count(3)) == (6, 2)
     said = {finding.why for finding in whole.findings if finding.world == 3}
     assert any("not tried: 2 runs on 3 ranks did not end within 60 s" in why for why in said)
+
+
+def test_a_smaller_counterexample_is_one_of_the_same_mistake() -> None:
+    """On few rows it is the optimizer that differs, and not the weights: the smallest that counts has five rows."""
+
+    def says(trial: Trial) -> Verdict:
+        what = "the weights differ" if len(trial.case.rows) > 4 else "the optimizer differs"
+        return conclude(SUM, 1, [Counterexample(f"{what} in {len(trial.case.rows)} rows")])
+
+    first = found(campaign(Oracle(says), worlds=(2,))).verdicts[0].counterexamples[0]
+    assert first.what == "the weights differ in 5 rows"
+
+
+def test_reports_of_a_campaign_that_goes_on_cost_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many trials not each has one; a command is made where something fell, and ratios are explained at the end."""
+    calls = Counter[str]()
+
+    def counted(name: str) -> Callable[..., object]:
+        plain = getattr(reporting, name)
+
+        def call(*given: object) -> object:
+            calls[name] += 1
+            return plain(*given)
+
+        return call
+
+    for name in ("explain", "repeating"):
+        monkeypatch.setattr(reporting, name, counted(name))
+    bench = Oracle(lambda trial: falls_with(lambda _: 2.0)(trial) if trial.seed == 0 else holds(trial))
+    trials = tuple(
+        trial for seed in range(40) for trial in draw(seed, QUICK, Layout(("gloo",), (2, 3), (1, 2)), (LAW,))
+    )
+    told = list[tuple[int, int, int]]()
+
+    def known(so_far: Report) -> None:
+        checked = sum(finding.checked for finding in so_far.findings)
+        told.append((checked, calls["explain"], calls["repeating"]))
+        calls["repeating"] = 0
+
+    one = replace(campaign(bench, exact=True), trials=trials)
+    whole = carried_out(one, Origin("now", {}, {}, {}), Listeners(known=known))
+    assert len(trials) == 480
+    reported = [checked for checked, _, _ in told]
+    assert reported[:31] == list(range(31))
+    assert all(after - before <= max(1, after / 20) for before, after in pairwise([*reported, 480]))
+    assert len(reported) < 100
+    assert {explained for _, explained, _ in told} == {0}
+    assert calls["explain"] > 0
+    assert all(commands <= 12 for _, _, commands in told)
+    assert whole.verdicts[0].counterexamples[0].equals.startswith("2.000 = ")
 
 
 def test_a_claim_of_which_nothing_is_said_is_unknown() -> None:

@@ -5,9 +5,11 @@ One case cannot tell accumulation 2 from world 2; the ratios of all cases in whi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isclose, isfinite, prod
+from types import MappingProxyType
 
 from andon_falsify.checkers.ratio import fitting_powers, name_product, show_ratio
 from andon_falsify.subjects.case import Case
@@ -15,6 +17,8 @@ from andon_falsify.verdict import Counterexample
 
 Powers = Mapping[str, int]
 Measured = tuple[float, Case]
+Held = Mapping[Case, Sequence[Case]]
+"""Cases of which a claim holds, by what they are but for their layout. See `held_by_rest`."""
 _LAYOUT = ("accumulation", "world")
 
 _CAUSES: Mapping[frozenset[tuple[str, int]], str] = {
@@ -37,6 +41,9 @@ _CAUSES: Mapping[frozenset[tuple[str, int]], str] = {
 }
 """What usually makes a ratio of a gradient, by the powers of its factors."""
 
+_NAME, _NUMBERS = r"\w+(?:\.\w+)+", r"\d[\d.e+-]*(?:, \d[\d.e+-]*)*"
+_VARYING = re.compile(f"{_NAME}|{_NUMBERS}")
+"""Names with dots in them and lists of numbers, in the words of a counterexample."""
 _NO_GRADIENTS = ("the learning rate is ", "the loss that is told is ", "the norm of the weights ")
 """How a counterexample begins that is about another number of an update: it is no sum, so no sum went wrong in it."""
 
@@ -72,7 +79,15 @@ class Explanation:
         return f"{show_ratio(ratio)} = {signed}" + (f": {cause}" if cause and self.sign > 0 else "")
 
 
-def explain(measured: Sequence[Measured], held: Sequence[Case] = ()) -> Explanation | None:
+def held_by_rest(cases: Iterable[Case]) -> Held:
+    """`cases`, so that those like a measured one but for its layout are found at once, among thousands too."""
+    found: dict[Case, list[Case]] = {}
+    for case in cases:
+        found.setdefault(_but_for_layout(case), []).append(case)
+    return found
+
+
+def explain(measured: Sequence[Measured], held: Held = MappingProxyType({})) -> Explanation | None:
     """The simplest products that give every ratio of `measured`; None where there are none, or none but 1.
 
     Of several, those are ruled out that would have shown in a case of `held`, which differs in its layout alone.
@@ -89,14 +104,15 @@ def explain(measured: Sequence[Measured], held: Sequence[Case] = ()) -> Explanat
     layout = fitting_powers([(ratio, {name: factors[name] for name in _LAYOUT}) for ratio, factors in cases])
     sizes = fitting_powers(cases)
     simplest = layout if layout and (not sizes or _complexity(layout) <= max(2, _complexity(sizes))) else sizes
-    unseen = [powers for powers in simplest if not any(_shows(powers, case, measured) for case in held)]
-    return Explanation(tuple(unseen or simplest), sign) if simplest else None
+    if not simplest:
+        return None
+    alike = [each for _, case in measured for each in held.get(_but_for_layout(case), ())] if held else []
+    unseen = [powers for powers in simplest if not any(_shows(powers, case) for case in alike)]
+    return Explanation(tuple(unseen or simplest), sign)
 
 
-def _shows(powers: Powers, held: Case, measured: Sequence[Measured]) -> bool:
-    """Whether `powers` would have given another number than 1 in `held`, a case like a measured one but for layout."""
-    if all(_but_for_layout(held) != _but_for_layout(case) for _, case in measured):
-        return False
+def _shows(powers: Powers, held: Case) -> bool:
+    """Whether `powers` would have given another number than 1 in `held`."""
     factors = _factors(held)
     return not isclose(prod(float(factors[name]) ** power for name, power in powers.items()), 1.0, rel_tol=1e-3)
 
@@ -110,7 +126,7 @@ def _complexity(fitting: Sequence[Powers]) -> int:
 
 
 def diagnosed(
-    found: Counterexample, case: Case, common: Explanation | None, held: Sequence[Case] = ()
+    found: Counterexample, case: Case, common: Explanation | None, held: Held = MappingProxyType({})
 ) -> Counterexample:
     """`found` with what its ratio equals: by `common`, what all cases have in common, where that fits, else by itself.
 
@@ -130,9 +146,18 @@ def cause_of(found: Counterexample) -> str:
 
 
 def reason(found: Counterexample, case: Case) -> tuple[str, ...]:
-    """What a smaller counterexample must keep, to be one of the same mistake: the factors of its ratio by name."""
+    """What a smaller counterexample must keep, to be one of the same mistake.
+
+    The cause that its judge names; or the factors of its ratio by name; or, where nothing explains a ratio, what was
+    found, in words without the numbers and names of tensors that another case changes.
+    """
     if cause_of(found):
         return (cause_of(found),)
+    return factors_of(found, case) or (_VARYING.sub("#", found.what),)
+
+
+def factors_of(found: Counterexample, case: Case) -> tuple[str, ...]:
+    """The names of the factors that explain its ratio; none where it has no ratio, or nothing explains it."""
     explanation = explain([(found.ratio, case)]) if found.ratio is not None else None
     return tuple(sorted({name for each in explanation.products for name in each})) if explanation is not None else ()
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from andon_falsify.campaign.budget import Budget
-from andon_falsify.campaign.diagnosis import reason
+from andon_falsify.campaign.diagnosis import factors_of, reason
 from andon_falsify.campaign.shrink import shrink
 from andon_falsify.campaign.trial import FUNCTIONS, Trial
 from andon_falsify.subjects.case import Case
@@ -135,7 +135,9 @@ class Interpreter:
             return ""
         for world in _worlds(trial):
             if self._late.get((trial.case.backend, world), 0) >= budget.patience:
-                return f"not tried: {budget.patience} runs on {world} ranks did not end within {budget.deadline_s:.0f} s"
+                return (
+                    f"not tried: {budget.patience} runs on {world} ranks did not end within {budget.deadline_s:.0f} s"
+                )
         if not self._worked and trial.place in self._failed and self._failures.count(self._failures[-1]) >= _FAILURES:
             return self._failures[-1]
         return ""
@@ -169,14 +171,15 @@ class Interpreter:
         return shrink(trial, falls, limit_s, self.campaign.worlds, self.campaign.accumulations)
 
 
-def _telling(said: Said) -> tuple[int, int]:
-    """Most factors in its ratio first; of these, fewest ranks."""
-    return len(_reason(said.trial, said.verdict)), -said.trial.case.world
 def _worlds(trial: Trial) -> tuple[int, ...]:
     """The numbers of ranks that it runs on: a resumed run may go on with other ones than it began with."""
     return (trial.case.world, trial.then_world) if trial.then_world else (trial.case.world,)
 
 
+def _telling(said: Said) -> tuple[int, int]:
+    """Most factors in its ratio first; of these, fewest ranks."""
+    found, case = said.verdict.counterexamples[0], said.trial.case
+    return len(factors_of(found, case)), -case.world
 
 
 def _reason(trial: Trial, verdict: Verdict) -> tuple[str, ...]:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import isfinite
 
-from andon_falsify.campaign.diagnosis import Explanation, cause_of, diagnosed, explain
+from andon_falsify.campaign.diagnosis import cause_of, diagnosed, explain, held_by_rest
 from andon_falsify.campaign.findings import Finding, Report
 from andon_falsify.campaign.interpreter import Bench, Said
 from andon_falsify.campaign.reasons import NOTHING_SAID, condensed
 from andon_falsify.campaign.trial import FUNCTIONS, Trial
 from andon_falsify.subjects.case import Case
-from andon_falsify.verdict import Claim, Outcome, Verdict, merge, unknown
+from andon_falsify.verdict import Claim, Counterexample, Outcome, Verdict, merge, unknown
 
 _KEPT = 3
 """Counterexamples of one trial that a report keeps; what follows from the first is rarely news."""
@@ -30,18 +31,23 @@ class Origin:
     excused: tuple[str, ...] = ()
 
 
-def report(bench: Bench, said: Sequence[Said], selected: frozenset[str], origin: Origin) -> Report:
-    """All findings about `bench`. A selected claim of which nothing was said is unknown; the others are listed."""
-    findings: list[Finding] = []
-    for claim in bench.claims:
-        if claim.name in selected:
-            own = [each for each in said if each.verdict.claim == claim.name]
-            findings += _findings(bench, claim, own)
+def report(
+    bench: Bench, said: Sequence[Said], selected: frozenset[str], origin: Origin, *, explained: bool = True
+) -> Report:
+    """All findings about `bench`. A selected claim of which nothing was said is unknown; the others are listed.
+
+    explained: ratios are compared over all counterexamples, which a report of a campaign that goes on can do without.
+    """
+    by_claim: dict[str, list[Said]] = {}
+    for each in said:
+        by_claim.setdefault(each.verdict.claim, []).append(each)
+    selected_claims = [claim for claim in bench.claims if claim.name in selected]
+    findings = [_findings(bench, claim, by_claim.get(claim.name, []), explained) for claim in selected_claims]
     return Report(
         started=origin.started,
         versions=origin.versions,
         machine=origin.machine,
-        findings=tuple(findings),
+        findings=tuple(chain.from_iterable(findings)),
         runs=bench.runs,
         not_selected=tuple(claim.name for claim in bench.claims if claim.name not in selected),
         expected=dict(origin.expected),
@@ -50,19 +56,18 @@ def report(bench: Bench, said: Sequence[Said], selected: frozenset[str], origin:
     )
 
 
-def _findings(bench: Bench, claim: Claim, said: Sequence[Said]) -> list[Finding]:
+def _findings(bench: Bench, claim: Claim, said: Sequence[Said], explained: bool) -> list[Finding]:
     """One finding a place; that of the smallest counterexample first, and in it this counterexample."""
     if not said:
         nothing = unknown(claim, NOTHING_SAID)
         return [_finding(bench, claim, ("", 0, 0), 0, nothing, ())]
-    sound = [each.trial.case for each in said if each.verdict.outcome is Outcome.HOLDS]
-    explanation = _explained(said, sound)
+    explain_each = _explanation(said) if explained else _as_found
     by_place: dict[tuple[str, int, int], list[Said]] = {}
     for each in sorted(said, key=lambda each: not each.shrunk):
         by_place.setdefault(each.trial.place, []).append(each)
     found = []
     for place, held in by_place.items():
-        verdict = merge(_made_repeatable(bench, each, explanation, sound) for each in held)
+        verdict = merge(_made_repeatable(bench, each, explain_each) for each in held)
         finding = _finding(
             bench, claim, place, held[0].trial.seed, replace(verdict, why=condensed(verdict.why)), _curve(held)
         )
@@ -93,17 +98,29 @@ def _finding(
     )
 
 
-def _explained(said: Sequence[Said], held: Sequence[Case]) -> Explanation | None:
-    """What all ratios of the claim have in common, but for those of which the judge said the cause."""
+Explain = Callable[[Counterexample, Case], Counterexample]
+"""Adds to a counterexample of a case what its ratio equals."""
+
+
+def _as_found(found: Counterexample, _: Case) -> Counterexample:
+    return found
+
+
+def _explanation(said: Sequence[Said]) -> Explain:
+    """By what all ratios of the claim have in common, but for those of which the judge said the cause."""
+    held = held_by_rest(each.trial.case for each in said if each.verdict.outcome is Outcome.HOLDS)
     pairs = [(found, each.trial.case) for each in said for found in each.verdict.counterexamples[:1]]
     measured = [(found.ratio, case) for found, case in pairs if found.ratio is not None and not cause_of(found)]
-    return explain(measured, held)
+    common = explain(measured, held)
+    return lambda found, case: diagnosed(found, case, common, held)
 
 
-def _made_repeatable(bench: Bench, said: Said, common: Explanation | None, held: Sequence[Case]) -> Verdict:
+def _made_repeatable(bench: Bench, said: Said, explain_each: Explain) -> Verdict:
     """The verdict with its first counterexamples, each with its explanation, its seed and its command."""
+    if not said.verdict.counterexamples:
+        return said.verdict
     command = repeating(bench, said.trial, said.verdict.claim)
-    found = [diagnosed(each, said.trial.case, common, held) for each in said.verdict.counterexamples[:_KEPT]]
+    found = [explain_each(each, said.trial.case) for each in said.verdict.counterexamples[:_KEPT]]
     named = tuple(replace(each, seed=said.trial.seed, repro=command) for each in found)
     return replace(said.verdict, counterexamples=named)
 

@@ -21,13 +21,15 @@ from andon_falsify.peers.registry import PEERS, installed
 from andon_falsify.ranks.pool import RankPools
 from andon_falsify.verdict import Verdict
 
+_EACH = 20
+"""Where there are many trials, a report is made when another 1 / _EACH of those so far are over."""
 Began = Callable[[Bench, Campaign], None]
 """Is told what is about to be run."""
 
 
 @dataclass(frozen=True)
 class Listeners:
-    """Who is told of what goes on: when a campaign begins, of every trial, and what is known before and after each."""
+    """Who is told of what goes on: when a campaign begins, of every trial, and of what is known. See `carried_out`."""
 
     began: Began = lambda bench, campaign: None
     told: Told = lambda trial, verdicts: None
@@ -54,26 +56,40 @@ def run_campaign(request: Request, listeners: Listeners | None = None) -> Report
         campaign = planned(request, bench)
         origin = origin_of(request)
         listeners.began(bench, campaign)
-
-        def so_far(why: str = "it goes on") -> Report:
-            return replace(report(bench, interpreter.said, campaign.claims, origin), unfinished=why)
-
-        def told(trial: Trial, verdicts: Mapping[str, Verdict]) -> None:
-            listeners.told(trial, verdicts)
-            if listeners.known is not None:
-                listeners.known(so_far())
-
-        interpreter = Interpreter(campaign, told)
-        try:
-            if listeners.known is not None:
-                listeners.known(so_far())
-            interpreter.run()
-        except KeyboardInterrupt as stop:
-            raise CutShortError(so_far(str(stop) or "interrupted")) from stop
-        except Exception as error:
-            raise CutShortError(so_far(f"internal error: {type(error).__name__}: {error}")) from error
-        found = report(bench, interpreter.said, campaign.claims, origin)
+        found = carried_out(campaign, origin, listeners)
         return replace(found, untried=_untried(request.backends, campaign.trials))
+
+
+def carried_out(campaign: Campaign, origin: Origin, listeners: Listeners) -> Report:
+    """Run `campaign` to its end; `listeners.known` gets a report after each of the first trials, and then at intervals.
+
+    A report is made of all trials so far. One after every trial would take a time that grows with their square.
+    """
+    bench, done, reported = campaign.bench, 0, 0
+
+    def so_far(why: str = "it goes on", *, explained: bool = False) -> Report:
+        known = report(bench, interpreter.said, campaign.claims, origin, explained=explained)
+        return replace(known, unfinished=why)
+
+    def told(trial: Trial, verdicts: Mapping[str, Verdict]) -> None:
+        nonlocal done, reported
+        listeners.told(trial, verdicts)
+        done += 1
+        if listeners.known is not None and done - reported >= max(1, done // _EACH):
+            reported = done
+            listeners.known(so_far())
+
+    interpreter = Interpreter(campaign, told)
+    try:
+        if listeners.known is not None:
+            listeners.known(so_far())
+        interpreter.run()
+    except KeyboardInterrupt as stop:
+        raise CutShortError(so_far(str(stop) or "interrupted", explained=True)) from stop
+    except Exception as error:
+        why = f"internal error: {type(error).__name__}: {error}"
+        raise CutShortError(so_far(why, explained=True)) from error
+    return report(bench, interpreter.said, campaign.claims, origin)
 
 
 def _untried(backends: Sequence[str], trials: Sequence[Trial]) -> dict[str, str]:
@@ -110,6 +126,7 @@ def planned(request: Request, bench: Bench) -> Campaign:
 
 
 def _drawn(request: Request, bench: Bench) -> Sequence[Trial]:
+    """The same trials in the same order, in whatever order the options name places: no verdict may depend on that."""
     budget = request.budget
     layout = Layout(
         tuple(sorted(request.backends or bench.backends, key=bench.every_backend.index)),
@@ -126,7 +143,6 @@ def _drawn(request: Request, bench: Bench) -> Sequence[Trial]:
 def _exactly(request: Request) -> Sequence[Trial]:
     assert request.case is not None
     (backend,), (world,), (accumulation,) = request.backends, request.worlds, request.accumulations
-    """The same trials in the same order, in whatever order the options name places: no verdict may depend on that."""
     try:
         return [
             read_trial(request.case, backend=backend, world=world, accumulation=accumulation, seed=request.seeds[0])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from functools import lru_cache
+from functools import cached_property
 from typing import Any
 
 from andon_falsify.subjects.case import Case, Poison, Rows, make_rows
@@ -52,6 +52,10 @@ class Trial:
 
     def written(self) -> str:
         """All but the place and the seed, as compact JSON that `read_trial` reads."""
+        return self._json
+
+    @cached_property
+    def _json(self) -> str:
         plain, case = Case(), self.case
         found: dict[str, Any] = {} if self.kind == LAW else {"kind": self.kind}
         if self.then_world:
@@ -165,7 +169,6 @@ def _written_rows(rows: Rows) -> Any:
     return {"tokens": rows.tokens, "labels": rows.labels, "classes": rows.classes}
 
 
-@lru_cache(maxsize=256)
 def _seed_of(rows: Rows) -> int | None:
     return next((seed for seed in range(_ROW_SEEDS) if make_rows(len(rows), seed) == rows), None)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from itertools import product
 from math import isclose, isfinite, prod
 
@@ -40,15 +42,37 @@ def fitting_powers(
     are left out. None where no product fits all.
     """
     names = sorted({name for _, factors in measured for name, value in factors.items() if value > 1})
-    fits: dict[int, list[Mapping[str, int]]] = {}
-    for tried in product(_POWERS, repeat=len(names)):
-        powers = {name: power for name, power in zip(names, tried, strict=True) if power}
-        made = [prod(float(factors.get(name, 1)) ** power for name, power in powers.items()) for _, factors in measured]
-        if powers and all(
-            isclose(each, abs(r), rel_tol=tolerance) for each, (r, _) in zip(made, measured, strict=True)
+    if not names:
+        return []
+    (ratio, first), *others = measured
+    values, tried = _products(tuple(first.get(name, 1) for name in names))
+    near = slice(
+        bisect_left(values, abs(ratio) * (1 - 2 * tolerance)), bisect_right(values, abs(ratio) / (1 - tolerance))
+    )
+    fits: dict[int, list[tuple[int, ...]]] = {}
+    for value, powers in zip(values[near], tried[near], strict=True):
+        if isclose(value, abs(ratio), rel_tol=tolerance) and all(
+            isclose(_product([factors.get(name, 1) for name in names], powers), abs(other), rel_tol=tolerance)
+            for other, factors in others
         ):
-            fits.setdefault(sum(power * power for power in tried), []).append(powers)
-    return fits[min(fits)] if fits else []
+            fits.setdefault(sum(power * power for power in powers), []).append(powers)
+    simplest = fits[min(fits)] if fits else []
+    return [{name: power for name, power in zip(names, powers, strict=True) if power} for powers in sorted(simplest)]
+
+
+@lru_cache(maxsize=64)
+def _products(factors: tuple[int, ...]) -> tuple[list[float], list[tuple[int, ...]]]:
+    """The values of all products of powers of `factors`, in ascending order, and the powers of each.
+
+    A campaign asks for hundreds of ratios and has few layouts.
+    """
+    powers = [each for each in product(_POWERS, repeat=len(factors)) if any(each)]
+    found = sorted((_product(factors, each), each) for each in powers)
+    return [value for value, _ in found], [each for _, each in found]
+
+
+def _product(factors: Sequence[int], powers: Sequence[int]) -> float:
+    return prod(float(factor) ** power for factor, power in zip(factors, powers, strict=True))
 
 
 def name_product(factors: Mapping[str, int], powers: Mapping[str, int]) -> str:

@@ -34,9 +34,9 @@ def falsify(
         float | None, typer.Option(help="End after so many seconds, with what is known by then.")
     ] = None,
     json: Annotated[
-        Path | None, typer.Option(help="Write the report to this file, as JSON, after every trial.")
+        Path | None, typer.Option(help="Write the report to this file, as JSON, again and again as trials end.")
     ] = None,
-    junit: Annotated[Path | None, typer.Option(help="Write it as JUnit XML, after every trial.")] = None,
+    junit: Annotated[Path | None, typer.Option(help="Write it as JUnit XML, as often.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write it as one HTML page, at the end.")] = None,
     report: Annotated[
         Path | None, typer.Option(help="Try nothing: read this report of --json, and write the others of it.")
