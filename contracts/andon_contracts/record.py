@@ -10,7 +10,8 @@ lets be left out what only our own trainer knows of a step, so that a watch of a
 what such a watch knows. Version 3 lets be left out what a witness from outside does not see, names the algorithm of
 each digest where a run begins (one field holds SHA-256 here and sums of words there), refers to tensors that are kept
 elsewhere, and takes steps back (`Retraction`). Version 4 names the task of a run, and counts the terms of a loss where
-they are not its rows. A line is read by the rules of its own version.
+they are not its rows. Version 5 says what draws random numbers in the forward passes of an update. A line is read by
+the rules of its own version, and written as version 4 unless it has something of version 5.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from typing import ClassVar, get_args
 
 from andon_contracts.fields import Count, Hex16, Part, Real, json_object, may_lack, read_field, since
 
-SCHEMA_VERSION = 4
-"""What is written; older versions are read as well."""
+SCHEMA_VERSION = 5
+"""The newest version that is read and written; older versions are read as well."""
+_WRITTEN = 4
+"""The version of a line without later fields, which a reader of that version still takes."""
 GENESIS = "0" * 16
 """What the first line has for `prev`."""
 MAX_LINE = 1 << 24
@@ -42,7 +45,7 @@ WATCH_DIGESTS: Mapping[str, str] = dict.fromkeys(("weights", "gradient", "optimi
 
 _MAY_LACK, _SINCE_2 = may_lack(2), since(2)
 _MAY_LACK_3, _SINCE_3 = may_lack(3), since(3)
-_SINCE_4 = since(4)
+_SINCE_4, _SINCE_5 = since(4), since(5)
 _ENVELOPE = frozenset({"v", "kind", "seq", "prev"})
 
 
@@ -118,8 +121,9 @@ class Step(Part):
     From a watch: `weights_norm` is the 2-norm of the trained parameters after the update; `gradient_at` is "optimizer"
     where digest and norm are of the gradient that the optimizer got, since nobody said when it was reduced and not yet
     clipped; `optimizer_index` counts from 0 where several optimizers are watched, and the weights are then its own;
-    `skipped`: the loss scaler let the update change nothing. From a witness: `tensors` says under which
-    name the tensors of this update are kept, by what they are; the line never holds them.
+    `skipped`: the loss scaler let the update change nothing; `draws`: what draws random numbers in its forward passes,
+    in words, of the first updates. From a witness: `tensors` says under which name the tensors of this update are kept,
+    by what they are; the line never holds them.
     """
 
     kind: ClassVar[str] = "step"
@@ -142,6 +146,7 @@ class Step(Part):
     skipped: bool | None = field(default=None, metadata=_SINCE_2)
     tensors: Mapping[str, str] | None = field(default=None, metadata=_SINCE_3)
     terms: Count | None = field(default=None, metadata=_SINCE_4)
+    draws: str | None = field(default=None, metadata=_SINCE_5)
 
 
 @dataclass(frozen=True)
@@ -254,7 +259,7 @@ def encode(record: Record, seq: int, prev: str) -> bytes:
     # Read back before it is written: all that follows in the chain would be lost with a line that no reader takes.
     if type(record).from_json(body) != record:
         raise ValueError(f"a {record.kind} record does not survive JSON: a field has a value of a wrong type")
-    envelope = {"v": SCHEMA_VERSION, "kind": record.kind, "seq": read_field(Count, seq, "seq"), "prev": prev}
+    envelope = {"v": version_of(record), "kind": record.kind, "seq": read_field(Count, seq, "seq"), "prev": prev}
     read_field(Hex16, prev, "prev")
     # One text for one record, since the chain goes by bytes.
     text = json.dumps(body | envelope, sort_keys=True, separators=(",", ":"), allow_nan=False)
@@ -262,6 +267,11 @@ def encode(record: Record, seq: int, prev: str) -> bytes:
     if len(line) > MAX_LINE:
         raise ValueError(f"a {record.kind} record takes {len(line)} bytes, more than {MAX_LINE}")
     return line
+
+
+def version_of(record: Record) -> int:
+    """The version that `record` is written as."""
+    return SCHEMA_VERSION if isinstance(record, Step) and record.draws is not None else _WRITTEN
 
 
 def decode_line(line: bytes) -> Line:

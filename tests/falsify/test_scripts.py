@@ -152,6 +152,27 @@ def test_what_may_have_been_drawn_proves_nothing_though_the_rows_are_the_same() 
     assert [found.ratio for found in same(ledger(plain), ledger(other)).counterexamples] == [pytest.approx(1.063)]
 
 
+def test_a_loop_that_is_seen_to_draw_is_told_so_and_nothing_of_its_sampler() -> None:
+    """The watch names the dropout; that rows are drawn by rank, or differ, nobody saw."""
+    drawing = {**PLAIN, "v": 5, "draws": "dropout in drop (p = 0.1)"}
+    for ids in ({}, {"ids": [1, 2]}):
+        other = {**drawing, **ids, "grad_norm": 1.063, "loss": 1.02}
+        verdict = same(ledger({**drawing, **ids}), ledger(other))
+        assert verdict.outcome is Outcome.UNKNOWN
+        assert verdict.why.endswith("dropout in drop (p = 0.1). Switch this off (p = 0) in the run that is compared")
+        assert "DistributedSampler" not in verdict.why
+
+
+def test_rates_of_runs_of_other_lengths_differ_for_that_reason() -> None:
+    """Rows that do not divide give one layout an update fewer, and its schedule other rates from the first one on."""
+    long = [{**PLAIN, "lr": rate} for rate in (0.03, 0.02, 0.01)]
+    short = [{**PLAIN, "lr": rate} for rate in (0.0299, 0.015)]
+    found = same(ledger(*long), ledger(*short)).counterexamples
+    assert (found[0].expected, found[0].seen, found[0].ratio) == ("3 updates", "2 updates", None)
+    assert found[0].what.startswith("another number of updates")
+    assert [each.what for each in found[1:]] == ["the learning rate is another one"]
+
+
 def test_a_rate_that_differs_falls_beside_a_gradient_that_proves_nothing() -> None:
     """Nothing is drawn for it."""
     found = same(ledger(PLAIN), ledger({**PLAIN, "lr": 0.7, "grad_norm": 1.063})).counterexamples

@@ -264,3 +264,40 @@ def test_a_skipped_update_is_marked(tmp_path: Path) -> None:
         optimizer.step()
     (step,) = steps_of(list(read_ledger(tmp_path / "l.jsonl")))
     assert (step.skipped, step.grad_norm) == (True, None)
+
+
+class _Functional(nn.Module):
+    """A layer whose inputs are dropped by no module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """The layer's output."""
+        return self.layer(nn.functional.dropout(rows, 0.5, self.training))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("model", "evaluating", "said"),
+    [
+        (nn.Sequential(nn.Dropout(0.25), nn.Linear(4, 3)), False, "dropout in module 0 (p = 0.25)"),
+        (_Functional(), False, "functional dropout or other noise"),
+        (nn.Sequential(nn.Dropout(0.25), nn.Linear(4, 3)), True, None),
+        (nn.Sequential(nn.Dropout(0.0), nn.Linear(4, 3)), False, None),
+    ],
+)
+def test_what_draws_in_a_forward_pass_is_written_down(
+    model: nn.Module, evaluating: bool, said: str | None, tmp_path: Path
+) -> None:
+    """By the random state before and after it, so that dropout without a module is seen too; then by the modules."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    model.train(not evaluating)
+    with andon.watch(model, optimizer, ledger=tmp_path / "l.jsonl"):
+        for _ in range(6):
+            rows = torch.randn(2, 4)  # a draw of the loop's, and none of the model's
+            model(rows).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    steps = steps_of(list(read_ledger(tmp_path / "l.jsonl")))
+    assert [step.draws for step in steps] == [said] * 4 + [None] * 2

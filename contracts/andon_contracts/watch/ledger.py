@@ -138,8 +138,20 @@ class Recorder:
         if start:
             self._append(Resume(start, identity, machine, digests, world, _backend(), "the loop's own"))
 
-    def step(self, before: Observations, after: Observations, told: Told, *, step: int, index: int | None) -> None:
-        """One update, from what all ranks saw before and after it and what was told of its rows."""
+    def step(
+        self,
+        before: Observations,
+        after: Observations,
+        told: Told,
+        *,
+        step: int,
+        index: int | None,
+        draws: str,
+    ) -> None:
+        """One update, from what all ranks saw before and after it and what was told of its rows.
+
+        draws: what draws random numbers in its forward passes, "" where nothing does or nobody looked.
+        """
         if self._file is None:
             return
         reduced = any(o.values["reduced seen"] for o in before)
@@ -174,6 +186,7 @@ class Recorder:
                 gradient_at=None if reduced else "optimizer",
                 optimizer_index=index,
                 skipped=skipped or None,
+                draws=draws or None,
             )
         )
 

@@ -31,7 +31,7 @@ from andon_contracts.watch.copies import Copies
 from andon_contracts.watch.exchange import Exchange
 from andon_contracts.watch.judging import Verdicts
 from andon_contracts.watch.loaders import Pass, Yielded, places_of, tensors_in, total
-from andon_contracts.watch.model_probe import ModelProbe, Several
+from andon_contracts.watch.model_probe import ForwardTap, ModelProbe, Several, random_state
 from andon_contracts.watch.rows import Rows
 
 _AHEAD = 64
@@ -42,6 +42,9 @@ _ALWAYS, _IN_A_ROW = 16, 4
 """What a forward pass is given is looked at in the first 16 updates, and then in 4 of each 16: who forgets to deal out
 rows does so all the time.
 """
+_DRAWING = 4
+"""In so many updates it is looked at whether forward passes draw random numbers: who does so does it from the start."""
+_NAMED = 3
 _SPARSE = 64
 _LEAST = 6
 """Fewer rows may come in the same order by chance."""
@@ -86,6 +89,10 @@ class Practice:
         self._copies = Copies(subject)
         self._updates = 0
         self._trained = False
+        self._random: Tensor | None = None
+        self._drew = False
+        self.draws = ""
+        """What drew random numbers in the forward passes of the last update, in words. See `Step.draws`."""
         self._evaluating = 0
         self._alike = self._unseen = 0
         self._again = 0
@@ -97,8 +104,9 @@ class Practice:
         several = isinstance(self._subject.inner, Several)
         whole = list(self._subject.inner.children()) if several else [self._subject.called]
         modules = {id(each): each for each in (*whole, *(home.called for home in self._subject.homes))}
-        tap = _Tap(self._forward)
-        return [each.register_forward_pre_hook(tap, with_kwargs=True).remove for each in modules.values()]
+        tap, after = _Tap(self._forward), ForwardTap(self._forwarded)
+        before = [each.register_forward_pre_hook(tap, with_kwargs=True).remove for each in modules.values()]
+        return [*before, *(each.register_forward_hook(after).remove for each in modules.values())]
 
     def yielded(self, batch: Yielded) -> None:
         """A data loader has given the loop a batch."""
@@ -114,6 +122,8 @@ class Practice:
             return
         self._forwards += 1
         self._modes.add(module.training)
+        if self._updates < _DRAWING and not self._drew:
+            self._random = self._random_state()
         if self._updates < _ALWAYS or self._updates % _ALWAYS < _IN_A_ROW:
             self._given += [_sampled(each) for each in tensors if each.numel()]
         if batch is not None:
@@ -121,6 +131,19 @@ class Practice:
             if not whole:  # a part of a batch that all ranks read, say; which rows are in it cannot be seen
                 batch.ids = batch.keys = None
             self._train_on(batch)
+
+    def _forwarded(self) -> None:
+        before, self._random = self._random, None
+        after = None if before is None else self._random_state()
+        if before is not None and after is not None:
+            self._drew = not torch.equal(before, after)
+
+    def _random_state(self) -> Tensor | None:
+        """The state that the model draws from; None where it cannot be read."""
+        gpu = self._subject.gpu()
+        if gpu is not None and torch.cuda.is_current_stream_capturing():
+            return None
+        return random_state(gpu or torch.device("cpu"))
 
     def _taken(self, places: frozenset[int]) -> Yielded | None:
         """The batch that a forward pass with this memory uses, if it is none that was used already."""
@@ -155,6 +178,7 @@ class Practice:
 
     def values(self) -> dict[str, int]:
         """The integers of an update, but for `given`, which is looked at here and read by that."""
+        self.draws, self._drew = self._drawing() if self._drew else "", False
         self._look = self._observer.look(self._given) if self._given else None
         ids = [each.ids for each in self._window]
         known = (
@@ -187,11 +211,20 @@ class Practice:
     def _moody(self) -> bool:
         """Whether any module does something else in evaluation mode."""
         return any(
-            (isinstance(each, _DropoutNd) and each.p > 0)
-            or (isinstance(each, _BatchNorm) and each.track_running_stats)
-            or (isinstance(each, nn.MultiheadAttention | nn.RNNBase) and each.dropout > 0)
+            (isinstance(each, _BatchNorm) and each.track_running_stats) or _drops(each) > 0
             for each in self._subject.modules
         )
+
+    def _drawing(self) -> str:
+        """What draws in a forward pass: the modules that drop, by name, else whatever is no such module."""
+        modules = self._subject.inner.named_modules()
+        found = [
+            f"{name or 'the model'} (p = {_drops(each):g})" for name, each in modules if each.training and _drops(each)
+        ]
+        more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+        if not found:
+            return "functional dropout or other noise"
+        return f"dropout in module{'s' * (len(found) > 1)} {', '.join(found[:_NAMED])}{more}"
 
     def judge(self, observations: Observations) -> None:
         """Hold what all ranks said of an update to the laws. Gathers rows at some updates."""
@@ -329,6 +362,13 @@ class _Tap:
 
 
 torch.serialization.add_safe_globals([_Tap])  # as `ForwardTap`
+
+
+def _drops(module: nn.Module) -> float:
+    """The share that a module drops in training mode; 0 for one that drops nothing."""
+    if isinstance(module, _DropoutNd):
+        return float(module.p)
+    return float(module.dropout) if isinstance(module, nn.MultiheadAttention | nn.RNNBase) else 0.0
 
 
 def _sampled(tensor: Tensor) -> Tensor:

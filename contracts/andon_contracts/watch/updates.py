@@ -236,7 +236,9 @@ class Updates:
         several = len(self._probes) > 1
         step = self._settings.start + self.steps if several else probe.updates
         index = self._number(probe) if several else None
-        self._recorder.step(self._seen_before, after, self.reports.told_rows, step=step, index=index)
+        self._recorder.step(
+            self._seen_before, after, self.reports.told_rows, step=step, index=index, draws=self.practice.draws
+        )
 
     def _number(self, probe: OptimizerProbe) -> int:
         return self._probes.index(probe)

@@ -41,6 +41,8 @@ _DRAWS = (
     "tell the loss with w.loss: one that is the same on both shows that nothing else was drawn"
 )
 
+_NO_DRAWS = "Switch this off (p = 0) in the run that is compared"
+
 
 def same_layouts(base: History, other: History, layout: Mapping[str, int]) -> Verdict:
     """`other` against `base`, the run on one rank at once. layout: the numbers of `other`'s by name, as `world`.
@@ -62,8 +64,9 @@ def same_layouts(base: History, other: History, layout: Mapping[str, int]) -> Ve
         checked += compared + bool(step.ids and twin.ids)
         if apart:
             if found := _proven(apart, step, theirs, layout):
-                return conclude(claim, checked, found)
-            return Verdict(claim.name, Outcome.UNKNOWN, _unproven(apart, step, twin, layout), checked)
+                return conclude(claim, checked, [*_scheduled(apart, base, other), *found])
+            why = _unproven(apart, step, twin, layout, _draws(base) or _draws(other))
+            return Verdict(claim.name, Outcome.UNKNOWN, why, checked)
     if len(ours) != len(theirs):
         what, counts = "another number of updates", (str(len(ours)), str(len(theirs)))
         if not all(step.ids for step in (*ours.values(), *theirs.values())):
@@ -122,12 +125,30 @@ def _proven(
     return [found for field, found in apart.items() if field == "lr" or field in scaled]
 
 
-def _unproven(apart: Mapping[str, Counterexample], step: StepEvent, twin: StepEvent, layout: Mapping[str, int]) -> str:
+def _scheduled(apart: Mapping[str, Counterexample], base: History, other: History) -> list[Counterexample]:
+    """That the runs make different numbers of updates, where the learning rates differ: a schedule depends on it."""
+    ours, theirs = (f"{len(history.trajectory)} updates" for history in (base, other))
+    if "lr" not in apart or ours == theirs:
+        return []
+    what = "another number of updates, and so other learning rates where a schedule is as long as the run"
+    return [Counterexample(what, other.name, ours, theirs)]
+
+
+def _draws(history: History) -> str:
+    """What draws random numbers in its forward passes, "" if nothing was seen to."""
+    return next((step.draws for step in history.steps if step.draws), "")
+
+
+def _unproven(
+    apart: Mapping[str, Counterexample], step: StepEvent, twin: StepEvent, layout: Mapping[str, int], draws: str
+) -> str:
     """Why the numbers that are `apart` prove nothing, and what the script would have to do."""
     first = next(iter(apart.values()))
     numbers = " and ".join(f"{name} {value}" for name, value in layout.items() if value > 1)
     ratio = "" if first.ratio is None else f", ratio {show_ratio(first.ratio)}, which no product of {numbers} gives"
     said = f"{first.where}: {first.what} (expected {first.expected}, seen {first.seen}{ratio})"
+    if draws:
+        return f"{said}. The forward passes draw random numbers, which differ between layouts: {draws}. {_NO_DRAWS}"
     if step.ids and twin.ids:
         return f"{said}. The rows are the same: {_DRAWS}"
     return f"{said}, and the rows are not known. {_DEAL}, or {_TELL}"

@@ -102,7 +102,8 @@ class StepEvent(Event):
 
     `weights_norm` is the 2-norm of the trained weights after it. `gradient_at` is "optimizer" where the gradient's
     digest and norm are of what the optimizer got, clipped or not; else they are of the gradient before clipping.
-    `skipped`: a loss scaler let the update change nothing. `terms`: what the loss is the mean of; None: the rows.
+    `skipped`: a loss scaler let the update change nothing. `draws`: what draws random numbers in its forward passes, as
+    far as somebody looked. `terms`: what the loss is the mean of; None: the rows.
     """
 
     number: int = 0
@@ -122,6 +123,7 @@ class StepEvent(Event):
     weights_norm: Number | None = None
     gradient_at: str | None = None
     skipped: bool = False
+    draws: str | None = None
 
     @property
     def finite(self) -> bool:

@@ -10,9 +10,9 @@ from typing import Any
 
 from andon_falsify.history.events import Event, Number, Plan, RankStep, RowId, StartEvent, StepEvent, whole
 
-VERSIONS = (1, 2, 3, 4)
+VERSIONS = (1, 2, 3, 4, 5)
 """Version 2 lets more be left out and adds what a watch of another's loop knows, version 3 what a witness
-knows, version 4 the terms of a loss.
+knows, version 4 the terms of a loss, version 5 what draws random numbers in forward passes.
 
 What is left out is None in all of them.
 """
@@ -98,6 +98,7 @@ def _step(fields: Mapping[str, object], base: Event) -> StepEvent:
         weights_norm=_number(fields, "weights_norm"),
         gradient_at=_text(fields, "gradient_at"),
         skipped=fields.get("skipped") is True,
+        draws=_text(fields, "draws"),
         world=_int(fields, "world"),
         backend=_text(fields, "backend"),
         digests=_digests(fields),
