@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -128,9 +129,69 @@ def test_configurations_are_compared_before_a_run_starts(tmp_path: Path) -> None
     report = compare(read_side(one), read_side(other))
     assert report.result is SAME
     assert report.lines[0].startswith("config    run.workers: 2 | 3 (places the run")
-    one, other = _configs(tmp_path, **{"  train: null": "  train: a.csv"})
-    (line,) = [line for line in compare(read_side(one), read_side(other)).lines if "data.train" in line]
-    assert line == "config    data.train: None | 'a.csv' (a name: what it stands for is compared by its digest)"
+    assert report.lines[-1].startswith("result    the same settings; only the names of data and model were compared")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"  train: null": "  train: a.csv", "  base: null": "  base: ./b"}, "different: data.train, model.base"),
+        ({"  text_column: null": "  text_column: t"}, "different: data.text_column"),
+        ({"backend: gloo": "backend: nccl"}, "different: run.device_kind"),
+        ({"  exact: true": "  exact: false"}, "different: training.exact"),
+    ],
+)
+def test_names_of_configurations_stand_for_other_things(changes: dict[str, str], said: str, tmp_path: Path) -> None:
+    """Configurations have no digests, so that other data and another model are another run; nothing claims otherwise.
+
+    Devices of another kind give other bits too.
+    """
+    report = compare(*map(read_side, _configs(tmp_path, **changes)))
+    assert (report.result, report.lines[-1]) == (DIFFERENT, f"result    {said}")
+    assert "digest" not in "\n".join(report.lines)
+
+
+def test_a_run_and_a_ledger_are_compared_with_a_configuration(run: Path, tmp_path: Path) -> None:
+    """A run by its settings, a ledger by the identity of those that it had; one without a first line by nothing."""
+    same, other = tmp_path / "same.yaml", tmp_path / "other.yaml"
+    same.write_text((run / "config.yaml").read_text())
+    other.write_text(re.sub(r"(?m)^  base: .*", "  base: ./b", re.sub(r"(?m)^seed: .*", "seed: 7", same.read_text())))
+    for side in (run, run / "ledger.jsonl"):
+        assert compare(read_side(side), read_side(same)).result is SAME
+        assert compare(read_side(other), read_side(side)).result is DIFFERENT
+    assert compare(read_side(run), read_side(other)).lines[-1] == "result    different: model.base, seed"
+    headless = write(tmp_path / "headless.jsonl", whole_run()[1:])
+    assert compare(read_side(headless), read_side(same)).result is INCOMPARABLE
+
+
+def test_a_run_is_the_same_as_its_ledger(run: Path) -> None:
+    """The ledger's short digests are not held to the long ones of the folder."""
+    assert compare(read_side(run), read_side(run / "ledger.jsonl")).result is SAME
+
+
+def test_a_name_counts_where_a_digest_is_missing(run: Path, tmp_path: Path) -> None:
+    """With digests of both, data of another name may be the same; without one it is not called so."""
+    other = tmp_path / "other"
+    shutil.copytree(run, other)
+    settings = re.sub(r"(?m)^  train: .*", "  train: a.csv", (run / "config.yaml").read_text())
+    (other / "config.yaml").write_text(settings)
+    assert compare(read_side(run), read_side(other)).result is SAME
+    (other / "provenance.json").unlink()
+    first = json.loads((run / "ledger.jsonl").read_text().splitlines()[0])
+    del first["digests"]["data"]
+    (other / "ledger.jsonl").write_text(json.dumps(first) + "\n")
+    report = compare(read_side(run), read_side(other))
+    assert report.result is DIFFERENT
+    assert "digest" not in next(line for line in report.lines if "data.train" in line)
+
+
+def test_runs_without_a_common_step_are_not_called_the_same(tmp_path: Path) -> None:
+    """Nothing was compared but settings: one has not begun, or neither has."""
+    report = of(tmp_path, [start()], whole_run())
+    assert (report.result, report.lines[-1]) == (
+        INCOMPARABLE,
+        "result    not comparable: there is no step that both have",
+    )
 
 
 def _checkpoint(folder: Path, weight: torch.Tensor, moment: torch.Tensor) -> Path:

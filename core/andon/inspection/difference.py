@@ -6,13 +6,13 @@ difference there is said, and is never called wrong.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from andon.config.identity import NAMING, PLACING
+from andon.config.identity import NAMING, config_digest, differences, identity
 from andon.config.load import load_config
 from andon.config.schema import Config
 from andon.inspection.recorded import Recorded, open_recorded
@@ -26,6 +26,9 @@ _DIGITS = 64
 """Of a SHA-256."""
 _SHOWN = 160
 _UNKNOWN = "unknown"
+_DEVICE_KIND = "run.device_kind"
+_EMBEDDED = frozenset({"data.embedded", "model.embedded"})
+"""Facts that the names say already."""
 
 
 class Comparison(Enum):
@@ -50,23 +53,46 @@ class Differences:
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two: a run, or only what a run is to be. `config` by dotted key, `digests` of what goes in by name."""
+    """One of the two: a run, or only what a run is to be.
+
+    `settings`: None for a ledger alone. `digests` of what goes in by name, as the run's provenance has them; empty
+    where there is none.
+    """
 
     name: str
-    config: Mapping[str, Any]
+    settings: Config | None
     digests: Mapping[str, str]
     recorded: Recorded | None = None
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The settings by dotted key; empty where they are not at hand."""
+        return {} if self.settings is None else by_dotted_key(self.settings)
+
+    @property
+    def told(self) -> Mapping[str, str]:
+        """The digests of what goes in, as the ledger has them, in short."""
+        start = self.recorded.start if self.recorded is not None else None
+        return start.digests if start is not None else {}
+
+    @property
+    def identity(self) -> str | None:
+        """The digest of all settings that define the run; None where neither settings nor a first line are there."""
+        if self.recorded is None:
+            return None if self.settings is None else config_digest(self.settings)
+        return self.recorded.start.identity if self.recorded.start is not None else None
 
 
 def read_side(path: Path) -> Side:
     """The run folder, ledger or configuration at `path`. Raises `InputError` for what is none of them."""
     if path.suffix in (".yaml", ".yml"):
-        return Side(str(path), by_dotted_key(load_config(path)), {})
+        return Side(str(path), load_config(path), {})
     recorded = open_recorded(path)
     folder = recorded.folder
     if folder is None or not folder.config.exists():
-        return Side(str(path), {}, recorded.start.digests if recorded.start is not None else {}, recorded)
-    return Side(str(path), by_dotted_key(config_of(folder)), _digests(recorded), recorded)
+        return Side(str(path), None, {}, recorded)
+    digests = read_provenance(folder.provenance).digests if folder.provenance.exists() else {}
+    return Side(str(path), config_of(folder), digests, recorded)
 
 
 def by_dotted_key(config: Config) -> dict[str, Any]:
@@ -77,57 +103,81 @@ def by_dotted_key(config: Config) -> dict[str, Any]:
     return found
 
 
-def _digests(recorded: Recorded) -> dict[str, str]:
-    found = dict(recorded.start.digests) if recorded.start is not None else {}
-    assert recorded.folder is not None
-    if not recorded.folder.provenance.exists():
-        return found  # the ledger's digests say the same in short
-    return {**found, **read_provenance(recorded.folder.provenance).digests}
-
-
 def compare(one: Side, other: Side) -> Differences:
     """Everything that differs between both, and the first step at which they part."""
     report = Differences()
-    if _settings(report, one, other):
+    inputs = _inputs(one, other)
+    keys = _settings(report, one, other, inputs[0].keys() & inputs[1].keys())
+    if keys:
         report.result = Comparison.DIFFERENT
-    if one.recorded is not None and other.recorded is not None:
-        inputs = _pairs(report, "data", one.digests, other.digests)
-        _plans(report, one.recorded, other.recorded)
-        if _steps(report, one.recorded, other.recorded) or inputs:
-            report.result = Comparison.DIFFERENT
-        machines = _machines(report, one.recorded, other.recorded)
-        if machines and report.result is Comparison.DIFFERENT:
-            report.add("result", "not comparable: other versions or hardware, where other bits are no fault")
+    if one.recorded is None or other.recorded is None:
+        if keys is None:
+            report.add("result", "not comparable: nothing that both sides have was compared")
             report.result = Comparison.INCOMPARABLE
-    if not report.lines or report.result is Comparison.SAME:
+        else:
+            alike = "the same settings; only the names of data and model were compared, not what they stand for"
+            report.add("result", f"different: {', '.join(keys)}" if keys else alike)
+        return report
+    apart = _pairs(report, "data", *inputs)
+    _plans(report, one.recorded, other.recorded)
+    if _steps(report, one.recorded, other.recorded) or apart:
+        report.result = Comparison.DIFFERENT
+    machines = _machines(report, one.recorded, other.recorded)
+    if machines and report.result is Comparison.DIFFERENT:
+        report.add("result", "not comparable: other versions or hardware, where other bits are no fault")
+        report.result = Comparison.INCOMPARABLE
+    elif report.result is Comparison.SAME and not one.recorded.trajectory.keys() & other.recorded.trajectory.keys():
+        report.add("result", "not comparable: there is no step that both have")
+        report.result = Comparison.INCOMPARABLE
+    elif report.result is Comparison.SAME:
         report.add("result", "the same")
     return report
 
 
-def _settings(report: Differences, one: Side, other: Side) -> bool:
-    """Whether the configurations define different runs; keys that only place a run are listed and do not count."""
-    if not one.config or not other.config:
+def _inputs(one: Side, other: Side) -> tuple[Mapping[str, str], Mapping[str, str]]:
+    """The digests of what went into both, from one source: the short ones of a ledger are not those of a provenance."""
+    if one.digests and other.digests:
+        return {**one.told, **one.digests}, {**other.told, **other.digests}
+    return one.told, other.told
+
+
+def _settings(report: Differences, one: Side, other: Side, digests: Collection[str]) -> tuple[str, ...] | None:
+    """The keys in which both define different runs; None where nothing could be compared.
+
+    Keys that only place a run are listed and do not count. A name does not count where what it stands for has a digest
+    on both sides, among `digests`: that is compared instead.
+    """
+    if one.settings is None or other.settings is None:
         return _identities(report, one, other)
-    keys = [
-        key for key in sorted(one.config.keys() | other.config.keys()) if one.config.get(key) != other.config.get(key)
-    ]
-    for key in keys:
-        named = " (a name: what it stands for is compared by its digest)" if key in NAMING else ""
-        placing = named or (" (places the run, no part of its result)" if key in PLACING else "")
-        report.add("config", f"{key}: {one.config.get(key)!r} | {other.config.get(key)!r}{placing}")
-    return any(key not in PLACING for key in keys)
+    runs = one.recorded is not None and other.recorded is not None
+    first, second = one.config, other.config
+    defining = {key: values for key, *values in differences(identity(one.settings), identity(other.settings))}
+    for key in _EMBEDDED | ({_DEVICE_KIND} if runs else set()):  # runs on other devices are compared by their bits
+        defining.pop(key, None)
+    found = []
+    for key in sorted(key for key in first.keys() | second.keys() if first.get(key) != second.get(key)):
+        digested = key in NAMING and ("base" if key == "model.base" else "data") in digests
+        note = " (a name: what it stands for is compared by its digest)" if digested else ""
+        if key in defining or (key in NAMING and not digested):
+            found.append(key)
+        elif not digested:
+            note = " (places the run, no part of its result)"
+        report.add("config", f"{key}: {first.get(key)!r} | {second.get(key)!r}{note}")
+    for key in sorted(defining.keys() - first.keys()):
+        found.append(key)
+        report.add("config", f"{key}: {defining[key][0]!r} | {defining[key][1]!r}")
+    return tuple(found)
 
 
-def _identities(report: Differences, one: Side, other: Side) -> bool:
-    starts = [side.recorded.start if side.recorded is not None else None for side in (one, other)]
-    first, second = starts
-    if first is None or second is None:
-        report.add("config", "not compared: one of both is a ledger alone")
-        return False
-    if first.identity == second.identity:
-        return False
-    report.add("config", f"identity: {first.identity[:16]} | {second.identity[:16]} (the settings are not at hand)")
-    return True
+def _identities(report: Differences, one: Side, other: Side) -> tuple[str, ...] | None:
+    """The same by the digests of all settings, where those of one side are not at hand."""
+    if one.identity is None or other.identity is None:
+        report.add("config", "not compared: one of both has neither settings nor a first line")
+        return None
+    if one.identity == other.identity:
+        return ()
+    report.add("config", f"identity: {one.identity[:16]} | {other.identity[:16]} (the settings are not at hand)")
+    return ("settings that are not at hand",)
 
 
 def _pairs(report: Differences, part: str, one: Mapping[str, str], other: Mapping[str, str]) -> bool:
@@ -174,6 +224,9 @@ def _steps(report: Differences, one: Recorded, other: Recorded) -> bool:
     common = len(one.trajectory.keys() & other.trajectory.keys())
     _places(report, one, other)
     _untold(report, one, other)
+    if not common:
+        report.add("steps", f"none that both have; {len(one.trajectory)} | {len(other.trajectory)} in all")
+        return False
     if step is None:
         longest = [max(side.trajectory, default=0) for side in (one, other)]
         if longest[0] == longest[1]:
