@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import typer
 
+from andon.config.load import template
 from andon_contracts.fields import Real
 from andon_contracts.record import Broken, End, Record, Step
 from andon_falsify.checkers import schedule
@@ -159,6 +160,44 @@ def test_runs_are_compared_with_each_other(tmp_path: Path) -> None:
         replace(step(each.step, each.ids, weights=5), world=1) if isinstance(each, Step) else each for each in alone
     ]
     assert outcomes(one, write(tmp_path / "3.jsonl", other))["same-everywhere"] is FALSIFIED
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"identity": "1" * 64}, "other settings"),
+        ({"digests": {"weights": digest(100), "data": digest(8), "base": digest(2)}}, "other data"),
+        ({"digests": {"weights": digest(100), "data": digest(1), "base": digest(9)}}, "other base model"),
+    ],
+)
+def test_runs_of_different_jobs_are_not_comparable(changes: dict[str, object], said: str, tmp_path: Path) -> None:
+    """That their bits differ is nobody's fault: unknown with the reason, and what one ledger shows is said as ever."""
+    ours = {"digests": {"weights": digest(100), "data": digest(1), "base": digest(2)}}
+    one = write(tmp_path / "1.jsonl", [start(**ours), *whole_run()[1:]])
+    steps = [replace(each, lr=Real.of(0.25)) if isinstance(each, Step) else each for each in resumed_run()]
+    other = write(tmp_path / "2.jsonl", [start(**(ours | changes)), *steps[1:]])
+    verdicts = {verdict.claim: verdict for verdict in verify([read_run(one), read_run(other)])}
+    for claim in ("same-everywhere", "resume-equal"):
+        why = f"not comparable: {other} is of another job than {one}, with {said}"
+        assert (verdicts[claim].outcome, verdicts[claim].why) == (Outcome.UNKNOWN, why)
+    assert verdicts["chain-intact"].outcome is HOLDS
+    assert exit_code(verdicts.values()) == 2
+
+
+def test_the_settings_of_different_jobs_are_named_where_they_are_at_hand(tmp_path: Path) -> None:
+    """And devices of another kind make no other job."""
+    folders = [tmp_path / name for name in ("a", "b", "c")]
+    changes = ("seed: 42", "seed: 43"), ("backend: gloo", "backend: nccl")
+    for number, folder in enumerate(folders):
+        folder.mkdir()
+        old, new = changes[number - 1] if number else ("", "")
+        (folder / "config.yaml").write_text(template().replace(old, new))
+        write(folder / "ledger.jsonl", [start(identity=f"{number}" * 64), *whole_run()[1:]])
+    runs = [read_run(folder) for folder in folders]
+    (verdict,) = (each for each in verify(runs[:2]) if each.claim == "same-everywhere")
+    assert verdict.why.endswith("with other seed")
+    (verdict,) = (each for each in verify([runs[0], runs[2]]) if each.claim == "same-everywhere")
+    assert "not comparable" not in verdict.why
 
 
 def _said(claim: str, path: Path) -> tuple[Outcome, str]:

@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from andon.console.messages import command_line
 from andon.console.problems import InputError, Problem
@@ -18,12 +19,27 @@ from andon_falsify.claims.evidence import SCRIPT, Evidence
 from andon_falsify.claims.statements import HEADS
 from andon_falsify.claims.table import judged_by
 from andon_falsify.history import Event, History, Unread, read_history
-from andon_falsify.verdict import Claim, Counterexample, Verdict, conclude, judge, merge, not_applicable, repeatable
+from andon_falsify.verdict import (
+    Claim,
+    Counterexample,
+    Verdict,
+    conclude,
+    judge,
+    merge,
+    not_applicable,
+    repeatable,
+    unknown,
+)
+
+if TYPE_CHECKING:
+    from andon.config.schema import Config
 
 ALL: tuple[Claim, ...] = (*CLAIMS, HEADS)
 """Every claim that is said something of."""
 _TOGETHER = (same_everywhere.CLAIM.name, resume_equal.CLAIM.name)
 """What all ledgers decide at once."""
+_MADE_OF = {"data": "data", "base": "base model"}
+"""What a job is made of besides its settings: the digests of a first line, and what they are called."""
 _MOST_BYTES = 1 << 26
 
 
@@ -35,16 +51,21 @@ class RecordedRun:
     history: History
     folder: Path | None
 
-    def settings(self) -> Mapping[str, object]:
-        """The configuration that lies in the folder, by dotted key; empty where there is none. Raises `InputError`."""
-        config = None if self.folder is None else self.folder / "config.yaml"
-        if config is None or not config.exists():
-            return {}
+    def config(self) -> Config | None:
+        """The configuration that lies in the folder, None where there is none. Raises `InputError`."""
+        path = None if self.folder is None else self.folder / "config.yaml"
+        if path is None or not path.exists():
+            return None
         from andon.config.load import load_config
 
-        if config.is_symlink():
-            raise InputError([Problem(str(config), "is a link; put what it leads to in its place")])
-        found = load_config(config).model_dump(mode="json")
+        if path.is_symlink():
+            raise InputError([Problem(str(path), "is a link; put what it leads to in its place")])
+        return load_config(path)
+
+    def settings(self) -> Mapping[str, object]:
+        """The configuration by dotted key; empty where there is none. Raises `InputError`."""
+        config = self.config()
+        found = {} if config is None else config.model_dump(mode="json")
         return {
             f"{part}.{key}": each
             for part, keys in found.items()
@@ -72,11 +93,14 @@ def read_run(path: Path) -> RecordedRun:
 def verify(runs: Sequence[RecordedRun]) -> tuple[Verdict, ...]:
     """One verdict for each claim of `ALL`, over all `runs`."""
     evidence = [run.evidence for run in runs]
+    apart = next(filter(None, (_another_job(runs[0], run) for run in runs[1:])), "")
     command = command_line("andon", "verify", *(run.path for run in runs))
     found = []
     for claim in ALL:
         if claim is HEADS:
             verdict = merge(_named(judge(claim, _heads, run), run, runs) for run in runs)
+        elif claim.name in _TOGETHER and apart:
+            verdict = unknown(claim, f"not comparable: {apart}")
         elif claim.name in _TOGETHER:
             together = replace(evidence[0], others={"elsewhere": tuple(evidence[1:])})
             verdict = judged_by(claim, together)
@@ -85,6 +109,42 @@ def verify(runs: Sequence[RecordedRun]) -> tuple[Verdict, ...]:
             verdict = merge(_named(verdict, run, runs) for verdict, run in zip(each, runs, strict=True))
         found.append(repeatable(verdict, None, command))
     return tuple(found)
+
+
+def _another_job(first: RecordedRun, other: RecordedRun) -> str:
+    """How `other` is no run of the job of `first`: other settings, data or base model; "" where nothing says so."""
+    starts = first.history.start, other.history.start
+    if starts[0] is None or starts[1] is None:
+        return ""
+    ours, theirs = (start.fields for start in starts if start is not None)
+    found = _other_settings(first, other) if ours.get("identity") != theirs.get("identity") else []
+    for name, called in _MADE_OF.items():
+        held = [_digest(fields, name) for fields in (ours, theirs)]
+        if None not in held and held[0] != held[1]:
+            found.append(called)
+    return f"{other.path} is of another job than {first.path}, with other {', '.join(found)}" if found else ""
+
+
+def _other_settings(first: RecordedRun, other: RecordedRun) -> list[str]:
+    """The settings that define other runs, by key where both configurations are there.
+
+    Devices of another kind do another job's work no more than other ranks do: their fingerprints are compared.
+    """
+    from andon.config.identity import differences, identity
+
+    try:
+        configs = [run.config() for run in (first, other)]
+    except InputError:
+        configs = [None]
+    known = [identity(config) for config in configs if config is not None]
+    if len(known) < 2:
+        return ["settings"]
+    return [key for key, *_ in differences(known[0], known[1]) if key != "run.device_kind"]
+
+
+def _digest(fields: Mapping[str, object], name: str) -> object:
+    held = fields.get("digests")
+    return held.get(name) if isinstance(held, Mapping) else None
 
 
 def _named(verdict: Verdict, run: RecordedRun, runs: Sequence[RecordedRun]) -> Verdict:
