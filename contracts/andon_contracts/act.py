@@ -86,7 +86,7 @@ def agreed(observations: Sequence[Observation], *, moments: bool) -> str:
         named = odd or range(len(rates))
         others = [] if not odd else [f"{next(r for i, r in enumerate(rates) if i not in odd)!r} on the others"]
         shown.append(f"lr differs: {', '.join([*(f'{rates[i]!r} on rank {i}' for i in named), *others])}")
-    elif not _column_is_one(observations, "hyperparameters"):
+    elif _column_is_one(observations, "layout") and not _column_is_one(observations, "hyperparameters"):
         shown.append("hyperparameters differ")
     return "; ".join(shown)
 

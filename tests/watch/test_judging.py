@@ -27,6 +27,7 @@ RIGHT = {
     "planned": bits_of(0.1),
     "ungrouped": 0,
     "modes": 7,
+    "modules": 7,
     "buffers": 8,
     "caches": 9,
     "cache shapes": 9,
@@ -159,6 +160,24 @@ def test_a_row_reads_what_it_says(law: Law[Any], want: object) -> None:
     seen = Seen([Observation(rank, 3, 9, "here", each) for rank, each in enumerate(values)], want)
     law.holds(seen)
     assert values[0].read | values[1].read <= set(law.reads)
+
+
+@pytest.mark.parametrize(
+    ("differing", "broken"),
+    [
+        (("modes",), ["modes-agree"]),
+        (("modes", "modules"), []),
+        (("hyperparameters",), ["hyperparameters-agree"]),
+        (("hyperparameters", "layout"), ["parameters-kept"]),
+        (("rate", "planned", "layout"), ["parameters-kept", "hyperparameters-agree"]),
+    ],
+)
+def test_ranks_with_other_modules_or_parameters_are_not_compared_in_these(
+    differing: Sequence[str], broken: list[str]
+) -> None:
+    """Stages of a pipeline have other modules: their modes and the sizes of their groups are not of the same things."""
+    judgement, _ = _judgement("before", _seen(**dict.fromkeys(differing, 99)))
+    assert [law.clause for law in judgement.broken()] == broken
 
 
 def test_every_clause_of_a_step_is_among_the_cases() -> None:

@@ -149,11 +149,12 @@ def _explain_modes(seen: Seen[object]) -> Finding:
 
 _MODES: Law[Seen[object]] = Law(
     "modes-agree/before",
-    ("modes",),
-    lambda seen: "modes" not in seen.differing,
+    ("modes", "modules"),
+    lambda seen: "modes" not in seen.differing or "modules" in seen.differing,
     _explain_modes,
     look=("modes",),
 )
+"""Ranks that hold other modules, as pipeline stages do, have no modes to compare."""
 
 
 def _explain_hyperparameters(seen: Seen[object]) -> Finding:
@@ -168,11 +169,14 @@ def _explain_hyperparameters(seen: Seen[object]) -> Finding:
 
 _HYPERPARAMETERS: Law[Seen[object]] = Law(
     "hyperparameters-agree/before",
-    ("hyperparameters", "rate"),
-    lambda seen: seen.differing.isdisjoint(("hyperparameters", "rate")),
+    ("hyperparameters", "rate", "layout"),
+    lambda seen: (
+        "rate" not in seen.differing and ("hyperparameters" not in seen.differing or "layout" in seen.differing)
+    ),
     _explain_hyperparameters,
     look=("hyperparameters",),
 )
+"""The groups of ranks that train other parameters have only the learning rate in common."""
 
 
 def _parted(seen: Seen[object], name: str) -> bool:

@@ -18,6 +18,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from andon_contracts.laws.loop import TOGGLED_BY_THE_LOOP, change_of
 from andon_contracts.observe import norm_of, plain
+from andon_contracts.watch.values import text_digest
 
 _REPLACED, _TOGGLED, _ADDED, _MISSING, _FOREIGN, _UNDECLARED, _FROZEN, _UNTIED = range(1, 9)
 _modules_of, _parameters_of, _requires_grad = map(attrgetter, ("_modules", "_parameters", "requires_grad"))
@@ -101,6 +102,8 @@ class ModelProbe:
         )
         self.homes = _homes(self.called, self.inner, reducers)
         self.modules = list(self.inner.modules())
+        self.named = text_digest([name for name, _ in self.inner.named_modules()])
+        """The digest of the modules' names, in order."""
         self.slots = [
             ParameterSlot(
                 owner, attribute, f"{prefix}.{attribute}" if prefix else attribute, parameter, parameter.requires_grad

@@ -178,6 +178,7 @@ class OptimizerProbe:
             "planned": bits_of(self._planned(step)),
             "ungrouped": self._ungrouped(),
             "modes": self._texts["modes"].digest(self.subject.modes()),
+            "modules": self.subject.named,
             "collectives": self.reductions.digest(),
             "strided": self._place(self.reductions.strided),
             "reduces": self._reducer().value,
