@@ -131,7 +131,7 @@ def _likely(clause: str, finding: Finding, scene: Scene) -> str:
         return ""
     if clause in ("replicas-agree", "optimizers-agree") and "lr differs" in scene.before:
         return CLAUSES["hyperparameters-agree"].likely
-    return CLAUSES[clause].likely
+    return finding.likely or CLAUSES[clause].likely
 
 
 def _when(finding: Finding, scene: Scene) -> str:

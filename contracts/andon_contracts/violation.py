@@ -20,7 +20,8 @@ class Finding:
     """What a clause saw when it did not hold: plain values only, equal on every rank that judged the same input.
 
     `ranks` are the culprits where they are known (empty: not attributable), `tensor` the name of the tensor or value,
-    `step` the number of the update (1 is the first; 0: outside a step, as at start-up).
+    `step` the number of the update (1 is the first; 0: outside a step, as at start-up). `likely` is the usual cause of
+    what was seen, where that says more than the one that the registry gives for the clause.
     """
 
     seen: str
@@ -28,6 +29,7 @@ class Finding:
     ranks: tuple[int, ...] = ()
     tensor: str = ""
     details: tuple[tuple[str, str], ...] = field(default=())
+    likely: str = ""
 
 
 class Violation(RuntimeError):

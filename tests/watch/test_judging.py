@@ -57,6 +57,8 @@ RIGHT = {
     "optimizer": 13,
     "updates": 4,
     "unmoved": 0,
+    "unmoved due": bits_of(1e-3),
+    "unmoved spacing": bits_of(1e-8),
 } | {f"stream {index}{must}": 0 for index in range(4) for must in ("", " must")}
 
 WRONG: dict[str, list[tuple[str, int]]] = {

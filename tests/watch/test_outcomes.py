@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import andon
+from andon_contracts.act import Scene, message
 from andon_contracts.agree import Observation, bits_of
 from andon_contracts.laws.law import Judgement, Seen, settle
 from andon_contracts.laws.loop import GRADIENT_LAW
@@ -173,6 +174,20 @@ def test_a_gradient_that_is_no_number_is_the_worst_there_is() -> None:
         with pytest.raises(Violation) as caught:
             settle(Judgement(GRADIENT_LAW, Seen(observations, None)))
         assert "off the law by nan of its norm" in caught.value.finding.seen
+
+
+@pytest.mark.parametrize(
+    ("ratio", "rest", "likely"),
+    [(2.0, 1e-6, "a factor too much or too few"), (1.003, 0.0627, "some rows are missing or weigh more than others")],
+)
+def test_what_is_likely_follows_from_what_was_seen(ratio: float, rest: float, likely: str) -> None:
+    """A gradient that no factor makes right is not said to have a wrong factor."""
+    reals = {"error": 0.0627, "rest": rest, "ratio": ratio, "tolerance": 1e-4}
+    values = {name: bits_of(value) for name, value in reals.items()} | {"micro-batches": 1}
+    with pytest.raises(Violation) as caught:
+        settle(Judgement(GRADIENT_LAW, Seen([Observation(0, 3, 1, "audit", values)], None)))
+    assert ("by no factor" in caught.value.finding.seen) == (rest > 1e-3)
+    assert f"  likely   {likely}" in message("gradient-law", caught.value.finding, Scene(1))
 
 
 # evaluations

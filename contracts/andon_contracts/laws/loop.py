@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from andon_contracts.agree import majority, minority, real_of
 from andon_contracts.laws import update
@@ -341,6 +342,11 @@ def _explain_streams(seen: Seen[object]) -> Finding:
 
 
 RATIO_TOLERANCE = 1e-3
+_BY_NO_FACTOR = (
+    "some rows are missing or weigh more than others, or each rank computes a constant or a normalization of the loss "
+    "from its own rows"
+)
+"""The usual causes of a gradient that is no multiple of the law."""
 _LONGEST_WINDOW = 64
 """Micro-batches of an update; with more, a quotient fits by chance."""
 
@@ -376,14 +382,31 @@ def _size(error: float) -> float:
 def _explain_law(seen: Seen[object]) -> Finding:
     worst = max(seen.said, key=lambda o: _size(real_of(o.values["error"])))
     ratio, error, rest = (real_of(worst.values[name]) for name in ("ratio", "error", "rest"))
+    likely = ""
     if rest <= RATIO_TOLERANCE and abs(ratio - 1) >= RATIO_TOLERANCE:
         factor = name_ratio(ratio, len(seen.said), worst.values["micro-batches"])
         what = f"the reduced gradient is {ratio:.3f} x the law{factor}"
     else:
-        what = f"the reduced gradient is off the law by {error:.3g} of its norm" + ", and by no factor" * (
-            rest > RATIO_TOLERANCE
-        )
-    return Finding(f"{what}: the law is the gradient of one process over all rows", seen.step, (), "gradient")
+        by_none = ", and by no factor" * (rest > RATIO_TOLERANCE)
+        what, likely = f"the reduced gradient is off the law by {error:.3g} of its norm{by_none}", _BY_NO_FACTOR
+    what = f"{what}: the law is the gradient of one process over all rows"
+    return Finding(what, seen.step, (), "gradient", likely=likely)
+
+
+# what the update left
+
+
+def _explain_unapplied(seen: Seen[object]) -> Finding:
+    first = next(each for each in seen.said if each.values["unmoved"])
+    due, spacing = (real_of(first.values[f"unmoved {name}"]) for name in ("due", "spacing"))
+    lost = due <= spacing / 2
+    what = (
+        f"kept every bit, although its gradient and learning rate call for an update of about {due:.2g}; the values "
+        f"that its dtype holds are {spacing:.2g} apart there{', so that the update is rounded away' * lost}"
+    )
+    applied = "the optimizer holds other parameters than the model"
+    likely = "the precision is too low for this learning rate" if lost else applied
+    return replace(_indexed(seen, "unmoved", what), likely=likely)
 
 
 # the tables
@@ -460,10 +483,11 @@ AFTER: tuple[Law[Seen[object]], ...] = (
     LOCKSTEP,
     update.OPTIMIZERS,
     update.REPLICAS,
-    _none_has(
+    Law(
         "update-applied/after",
-        "unmoved",
-        "kept every bit although its gradient and learning rate are not zero",
+        ("unmoved", "unmoved due", "unmoved spacing"),
+        lambda seen: not seen.any("unmoved"),
+        _explain_unapplied,
         suspicion=True,
     ),
 )

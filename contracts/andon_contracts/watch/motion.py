@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,28 +18,50 @@ _FEW = 8
 """A parameter of so few elements may rightly be left as it is in one update, as Rprop does where a sign turns."""
 _NOISE = 1e-5
 """Gradients that are so much smaller than the largest are rounding errors of zero, as before a batch norm."""
+_CERTAIN = 2.0**-10
+"""An optimizer of unknown arithmetic is taken to move an element by at least this part of rate x gradient, or of the
+rate where the gradient exceeds 1: LARS scales by 1e-3 of the weights' norm, Adafactor by as much of their size.
+"""
+
+
+@dataclass(frozen=True)
+class Unmoved:
+    """A member that kept every bit, at the element whose update was due most clearly.
+
+    due: the update of that element, or an estimate of it where the arithmetic of the optimizer is not known. spacing:
+    the distance to the next value that the dtype of the member holds.
+    """
+
+    member: int
+    due: float
+    spacing: float
 
 
 class Motion:
-    """The `members` of `optimizer` before an update, of some updates, and which of them it left as they were."""
+    """The `members` of `optimizer` before an update, of some updates, and which of them it left as they were.
+
+    A right update may leave every bit of a weight as it was: it is rounded away if it is below half the distance to the
+    next number. A small rate does that (a warm-up from 0, the last steps of a schedule), and so does a small gradient
+    (before a norm that starts at 0). So a member is reported only if the optimizer's own arithmetic asks for an update
+    of some element that float32 would have held. 16-bit weights are held to float32 as well: what they lose by
+    themselves is the fault.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, members: Sequence[torch.nn.Parameter]) -> None:
         self._optimizer = optimizer
         self._members = members
         self._before: list[Tensor] = []
-        self._moving: list[int] = []
-        self._sizes: dict[int, float] = {}
+        self._gradients: dict[int, Tensor] = {}
+        """Of the members that have to move."""
         self._again: set[int] = set()
         """Small members that kept every bit in the last window: some optimizers leave one update of them out."""
 
     def remember(self, window: int) -> None:
         """What is there before update `window` of the watch, of those updates that are looked at."""
-        self._before, self._moving = [], []
+        self._before, self._gradients = [], {}
         if window <= 4 or window & (window - 1) == 0 or window % _SPARSE == 0 or self._again:
             self._before = [plain(p).clone() for p in self._members]
-            rates = {
-                id(p): float(group.get("lr", 1)) for group in self._optimizer.param_groups for p in group["params"]
-            }
+            rates = {id(p): _rate(group) for group in self._optimizer.param_groups for p in group["params"]}
             there = {
                 i: p.grad
                 for i, p in enumerate(self._members)
@@ -46,46 +70,71 @@ class Motion:
             found = zip(there, _extremes_of(list(there.values())), strict=True)
             sizes = {i: max(abs(low), abs(high)) for i, (low, high) in found}
             least = _NOISE * max(sizes.values(), default=0.0)
-            self._moving = [i for i, size in sizes.items() if size > least]
-            self._sizes = {i: rates[id(self._members[i])] * sizes[i] for i in self._moving}
+            self._gradients = {i: there[i] for i, size in sizes.items() if size > least}
 
-    def unmoved(self) -> list[int]:
-        """The members that kept every bit although their update could have been held."""
-        moved = {i: plain(self._members[i]) for i in self._moving}
-        before, self._before, self._moving = self._before, [], []
+    def unmoved(self) -> list[Unmoved]:
+        """The members that kept every bit although an update was due that float32 holds."""
+        moved = {i: plain(self._members[i]) for i in self._gradients}
+        (before, self._before), (gradients, self._gradients) = (self._before, []), (self._gradients, {})
         equal = equal_each([before[i] for i in moved], list(moved.values()))
         kept = [i for i, same in zip(moved, equal, strict=True) if same]
-        if not kept:
-            self._again = set()
-            return []
-        steps = numbers([(now - before[i]).abs().max().double() for i, now in moved.items() if i not in kept])
-        found = [i for i in kept if not self._rounds_away(i, max(steps, default=0.0))]
-        few = {i for i in found if self._members[i].numel() <= _FEW}
+        found = [each for i in kept if (each := self._overdue(i, gradients[i])) is not None]
+        few = {each.member for each in found if self._members[each.member].numel() <= _FEW}
         again, self._again = few & self._again, few
-        return [i for i in found if i not in few or i in again]
+        return [each for each in found if each.member not in few or each.member in again]
 
-    def _rounds_away(self, index: int, step: float) -> bool:
-        """Whether an update of the member is less than half of what its precision tells apart, and rightly so.
-
-        step: how far others were moved. What is held in 16 bits is judged all the same: there it is the fault.
-        """
-        weight = plain(self._members[index])
-        if weight.dtype not in (torch.float32, torch.float64):
-            return False
-        by_gradient = self._sizes[index]
-        if self._optimizer.state.get(self._members[index]):
-            # Moments scale the gradient away: an update is about as large as those of others, or as the rate.
-            rate = self._rate_of(index)
-            by_gradient = step or max(by_gradient, rate)
-        least = float(weight.abs().min())
-        # `ulp` is of fp64, which has 29 bits more than fp32.
-        spacing = math.ulp(least) * (2.0**29 if weight.dtype == torch.float32 else 1.0)
-        return by_gradient <= spacing / 2
-
-    def _rate_of(self, index: int) -> float:
+    def _overdue(self, index: int, gradient: Tensor) -> Unmoved | None:
+        """A member that kept every bit, if it had to move; None if its update may have been rounded away."""
         member = self._members[index]
-        groups = self._optimizer.param_groups
-        return next(float(g.get("lr", 1)) for g in groups if any(p is member for p in g["params"]))
+        group = next(g for g in self._optimizer.param_groups if any(p is member for p in g["params"]))
+        due, certain = _due(self._optimizer, group, member, gradient)
+        # An update and a decay are rounded one after the other, so that less than a whole spacing may be lost.
+        sizes = due * certain / _spacing(plain(member).abs())
+        place = int(sizes.argmax())
+        if not float(sizes.reshape(-1)[place]) > 1:
+            return None
+        element = plain(member).reshape(-1)[place].abs()
+        limits = torch.finfo(member.dtype)
+        power = 2.0 ** math.floor(math.log2(max(float(element), limits.smallest_normal)))
+        return Unmoved(index, float(due.reshape(-1)[place]), limits.eps * power)
+
+
+def _rate(group: dict[str, Any]) -> float:
+    """The learning rate of a group: 1 if it has none, 0 (which judges nothing) if the optimizer finds its own."""
+    return float(group.get("lr", 1) or 0)
+
+
+def _due(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], member: torch.nn.Parameter, gradient: Tensor
+) -> tuple[Tensor, float]:
+    """By how much an optimizer moves each element of a member, in float64, and the least part of it that is certain.
+
+    After the step: moments are those by which the member was moved. The gradient is that before the step.
+    """
+    kind, rate, weight = type(optimizer), _rate(group), plain(member)
+    g = plain(gradient.to_dense() if gradient.layout != torch.strided else gradient)
+    kept = {key: plain(value) for key, value in optimizer.state.get(member, {}).items() if isinstance(value, Tensor)}
+    if kind is torch.optim.SGD and not weight.is_complex():
+        g = (-g if group["maximize"] else g).double() + group["weight_decay"] * weight.double()
+        momentum = float(group["momentum"])
+        buffer = kept["momentum_buffer"].double() if momentum and "momentum_buffer" in kept else g
+        return rate * (g + momentum * buffer if group["nesterov"] else buffer).abs(), 1.0
+    if kind in (torch.optim.Adam, torch.optim.AdamW) and {"exp_avg", "step"} <= kept.keys() and not weight.is_complex():
+        steps, betas = float(kept["step"]), [float(each) for each in group["betas"]]
+        first, second = (1 - beta**steps for beta in betas)
+        squares = kept["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"].double() / second
+        moved = rate * kept["exp_avg"].double().abs() / first / (squares.sqrt() + group["eps"])
+        decay = group["weight_decay"] if group.get("decoupled_weight_decay", kind is torch.optim.AdamW) else 0.0
+        return torch.maximum(moved, rate * decay * weight.double().abs()), 1.0
+    # A search along a line may find no better place, and rightly stays.
+    certain = 0.0 if isinstance(optimizer, torch.optim.LBFGS) else _CERTAIN
+    return rate * g.abs().double().clamp(max=1.0), certain
+
+
+def _spacing(sizes: Tensor) -> Tensor:
+    """The distance from each number to the next larger one, of float32, or of float64 for that."""
+    held = sizes if sizes.dtype == torch.float64 else sizes.float()
+    return (torch.nextafter(held, torch.full_like(held, math.inf)) - held).double()
 
 
 def _extremes_of(tensors: Sequence[Tensor]) -> list[tuple[float, float]]:

@@ -21,7 +21,7 @@ from andon_contracts.watch.gradient_hooks import GradientHooks, Reductions
 from andon_contracts.watch.gradient_scale import GradientScale, Passes
 from andon_contracts.watch.model_probe import ModelProbe
 from andon_contracts.watch.model_state import BufferLooks
-from andon_contracts.watch.motion import Motion
+from andon_contracts.watch.motion import Motion, Unmoved
 from andon_contracts.watch.optimizer_state import OptimizerState
 from andon_contracts.watch.rows import Rows
 from andon_contracts.watch.settings import Settings
@@ -283,14 +283,16 @@ class OptimizerProbe:
         arrive = bring_later(seen.waiting, seen.norms, kept.waiting)
         self._versions = self._marks()
         unmoved = self._motion.unmoved()
-        updates, place = self.updates, self._place(unmoved[0] + 1 if unmoved else 0)
+        first = unmoved[0] if unmoved else Unmoved(-1, 0.0, 0.0)
+        updates, place = self.updates, self._place(first.member + 1)
 
         def found() -> dict[str, int]:
             arrive()
             self._weights = seen.digest
             share = self._norm_share(self._members, seen.norm) if self.settings.recording else 0.0
             said = {"weights": self._weights, "norm share": bits_of(share), "optimizer": kept.digest}
-            return said | {"updates": updates, "unmoved": place}
+            due = {"unmoved due": bits_of(first.due), "unmoved spacing": bits_of(first.spacing)}
+            return said | {"updates": updates, "unmoved": place} | due
 
         return found
 
