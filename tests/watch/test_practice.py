@@ -23,8 +23,11 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
 import andon
+from andon_contracts.agree import Observation
 from andon_contracts.violation import Violation
+from andon_contracts.watch.copies import Copies
 from andon_contracts.watch.loaders import places_of, yielded
+from andon_contracts.watch.model_probe import ModelProbe
 from tests.support.ranks import run_ranks
 
 ROWS = 40
@@ -434,6 +437,27 @@ def test_what_has_no_index_and_no_way_back_is_suspected() -> None:
         assert {name: found[name][:1] for name in WRONG} == {
             name: [(clause, step)] for name, (_, clause, step) in WRONG.items()
         }
+
+
+@pytest.mark.parametrize(
+    ("apart", "updates", "alike"),
+    [(2.0**-24, 2, True), (2.0**-23, 3, True), (1e-5, 2, False), (3e-6, 2, False), (1e-4, 512, False)],
+)
+def test_copies_that_were_rounded_apart_are_one(apart: float, updates: int, alike: bool) -> None:
+    """Ranks whose averages differ by a rounding keep the same; of a step of an average one rank has, they do not."""
+    drawn = [torch.randn(shape, generator=_seeded(0)) for shape in ((40, 7), (40,))]
+    ranks = [drawn, [each * (1 + apart * torch.randn(each.shape, generator=_seeded(1))) for each in drawn], []]
+    copies = [Copies(ModelProbe(nn.Linear(2, 2), [], None, [])) for _ in ranks]
+    for each, held in zip(copies, ranks, strict=True):
+        each._held = [held] if held else []
+    said = [
+        Observation(rank, 3, 9, "before", {"copy 0": (rank + 5) * bool(held), "copy 1": 0, "copy 2": 0})
+        for rank, held in enumerate(ranks)
+    ]
+    sketches = [Observation(rank, 3, 9, "copies", each.sketches()) for rank, each in enumerate(copies)]
+    found = copies[0].without_roundings(said, sketches, updates)
+    assert [each.values["copy 0"] for each in found] == [5, 5 if alike else 6, 0]
+    assert (copies[0].apart > 0) == alike
 
 
 @pytest.mark.parametrize("updates", [1, 3])

@@ -10,12 +10,15 @@ import gc
 import math
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import compress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from andon_contracts.agree import Observation, bits_of, real_of
+from andon_contracts.laws.law import Observations
 from andon_contracts.laws.practice import COPIES
 from andon_contracts.observe import flat_digest, plain
 from andon_contracts.watch.model_probe import ModelProbe
@@ -24,6 +27,11 @@ from andon_contracts.watch.values import text_digest
 _HOLDERS = frozenset({list, dict, OrderedDict})
 _NEAR = 0.5
 """A copy is no farther from the weights than this share of their norm."""
+_SIGNS = 8
+"""Random sums of a copy that ranks compare. The mean square of their differences is that of the copies, within half."""
+_CHUNK = 1 << 16
+_ROUNDED = 2.0
+"""Copies that differ by so many spacings of their dtype, times the root of the number of updates, are rounded apart."""
 
 
 class Copies:
@@ -33,6 +41,10 @@ class Copies:
         self._subject = subject
         self._found: list[Any] = []
         self._states: list[int] = []
+        self._held: list[list[Tensor]] = []
+        """The tensors of each copy that the last look saw, in the order of their states."""
+        self.apart = 0.0
+        """The largest difference between the ranks' copies that was taken for rounding, as a share of their norm."""
 
     def values(self, update: int) -> dict[str, int]:
         """Before an update: the state of each copy, 0 for none, and which of them are kept up.
@@ -43,7 +55,7 @@ class Copies:
         """
         if _is_due(update):
             self._found = self._search()
-        seen, before = self._look(), self._states
+        (seen, self._held), before = self._look(), self._states
         if _is_due(update):
             self._states = [state for state, _ in seen]
         else:
@@ -51,6 +63,40 @@ class Copies:
         states = [*(state for state, _ in seen), *[0] * COPIES][:COPIES]
         changed = sum(1 << i for i, (state, fresh) in enumerate(seen) if before and not fresh and state not in before)
         return {**{f"copy {place}": state for place, state in enumerate(states)}, "copies changed": changed}
+
+    def sketches(self) -> dict[str, int]:
+        """Of each copy of the last look: random sums of its elements, alike on all ranks, and how far it is rounded."""
+        found: dict[str, int] = {}
+        for place in range(COPIES):
+            sums, spacing, norm = _sketch(self._held[place] if place < len(self._held) else ())
+            found |= {f"sum {index} of copy {place}": bits_of(each) for index, each in enumerate(sums)}
+            found |= {f"spacing of copy {place}": bits_of(spacing), f"norm of copy {place}": bits_of(norm)}
+        return found
+
+    def without_roundings(self, observations: Observations, sketches: Observations, updates: int) -> Observations:
+        """`observations`, in which copies that are the same up to rounding have one state: that of the lowest rank.
+
+        An average that each rank began with weights of its own, and whose first decay is 0, is the weights plus the
+        rounding of a difference from then on. Each update adds a rounding: their sum grows as the root of `updates`.
+        """
+        known: list[tuple[int, list[float], float]] = []
+        found: list[Observation] = []
+        for each, sketch in zip(observations, sketches, strict=True):
+            states: dict[str, int] = {}
+            for place in range(COPIES):
+                state = each.values[f"copy {place}"]
+                sums = [real_of(sketch.values[f"sum {index} of copy {place}"]) for index in range(_SIGNS)]
+                spacing, norm = (real_of(sketch.values[f"{name} of copy {place}"]) for name in ("spacing", "norm"))
+                for other, theirs, least in known:
+                    apart = math.dist(sums, theirs) / math.sqrt(_SIGNS)
+                    if state and other != state and apart <= _ROUNDED * math.sqrt(updates) * max(spacing, least):
+                        self.apart = max(self.apart, apart / (norm or 1.0))
+                        state = other
+                        break
+                known += [(state, sums, spacing)] * bool(state)
+                states[f"copy {place}"] = state
+            found.append(replace(each, values={**each.values, **states}))
+        return found
 
     def _search(self) -> list[Any]:
         """What has a tensor of the same form for each parameter, and holds none that is trained, and no gradient."""
@@ -74,15 +120,17 @@ class Copies:
             and known.isdisjoint(map(id, self._tensors_of(each) or tensors.values()))
         ]
 
-    def _look(self) -> list[tuple[int, bool]]:
-        """The states of all copies found, and which are the weights as they are; none where there are too many."""
-        seen: list[tuple[int, bool]] = []
+    def _look(self) -> tuple[list[tuple[int, bool]], list[list[Tensor]]]:
+        """The states of all copies found, which are the weights as they are, and the tensors; nothing of too many."""
+        seen: list[tuple[int, bool, list[Tensor]]] = []
         for each in self._found:
             held = self._tensors_of(each)
             apart = _distance(held, self._subject.parameters.values()) if held else math.inf
             if apart <= _NEAR:
-                seen.append(((flat_digest(held) + text_digest(type(each).__name__)) >> 2 or 1, apart == 0.0))
-        return sorted(seen) if len(seen) <= COPIES else []
+                state = (flat_digest(held) + text_digest(type(each).__name__)) >> 2 or 1
+                seen.append((state, apart == 0.0, held))
+        seen = sorted(seen, key=lambda each: each[:2]) if len(seen) <= COPIES else []
+        return [(state, fresh) for state, fresh, _ in seen], [held for _, _, held in seen]
 
     def _tensors_of(self, each: Any) -> list[Tensor]:
         """The tensors of an object that holds one of the same form for each parameter, or for each trained one."""
@@ -118,6 +166,24 @@ def _distance(held: Sequence[Tensor], parameters: Iterable[Tensor]) -> float:
     apart = sum(float((one.to(other.device).float() - other.float()).square().sum()) for one, other in pairs)
     norm = sum(float(other.float().square().sum()) for _, other in pairs)
     return math.sqrt(apart / norm) if norm else math.inf
+
+
+@torch.no_grad()
+def _sketch(tensors: Sequence[Tensor]) -> tuple[list[float], float, float]:
+    """Sums of all elements under random signs, the norm of the elements' spacings, and that of the elements."""
+    generator = torch.Generator().manual_seed(_SIGNS)
+    places = torch.arange(_SIGNS, dtype=torch.uint8, device="cpu")
+    sums, spacings, squares = torch.zeros(_SIGNS, dtype=torch.float64, device="cpu"), 0.0, 0.0
+    for each in map(plain, tensors):
+        flat = torch.view_as_real(each) if each.is_complex() else each
+        eps = torch.finfo(flat.dtype).eps if flat.is_floating_point() else 0.0
+        for part in torch.split(flat.reshape(-1), _CHUNK):
+            drawn = torch.randint(256, (part.numel(), 1), generator=generator, dtype=torch.uint8, device="cpu")
+            values = part.cpu().double()
+            sums += values @ ((drawn >> places & 1).double() * 2 - 1)
+            square = float(values.square().sum())
+            spacings, squares = spacings + eps**2 * square, squares + square
+    return sums.tolist(), math.sqrt(spacings), math.sqrt(squares)
 
 
 def _has_graph(held: object) -> bool:

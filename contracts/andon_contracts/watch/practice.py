@@ -233,6 +233,9 @@ class Practice:
         self._verdicts.judge(COURSE, seen, scene)
         if self._apart:
             return
+        if self._verdicts.alive((COPIED,)) and not COPIED.holds(seen):
+            sketches = self._exchange(step, "copies", self._copies.sketches())
+            seen = Seen(self._copies.without_roundings(observations, sketches, self._updates + 1), None)
         self._verdicts.judge((CLIPPED_ALIKE, COPIED), seen, scene)
         if seen.any("drawn") or seen.any("given"):
             one = {name: len(set(seen.column(name))) == 1 and seen.any(name) for name in ("drawn keys", "given", "raw")}
@@ -293,6 +296,12 @@ class Practice:
             found = self._verdicts.judgement((JOINED,), said)
             if found.first is not None:
                 self._verdicts.take(found.violation(JOINED), Scene(1, applied=True), alone=True)
+
+    def line_of_copies(self) -> str:
+        """How far copies are apart that differ by a rounding; "" if none were seen to."""
+        apart = self._copies.apart
+        what = f"  copies: those of the model that the ranks keep differ by up to {apart:.1g} of their norm"
+        return f"{what}, which is rounding" if apart else ""
 
     def lines(self) -> list[str]:
         """What the passes that ended left out or had twice, for the end."""

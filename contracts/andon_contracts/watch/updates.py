@@ -317,7 +317,8 @@ class Updates:
     def lines(self) -> list[str]:
         """For the end: what was seen of the rows and of the scale of gradients, which a reference says better."""
         scales = [] if self._settings.reference is not None else [probe.scale for probe in self._probes]
-        return [*self.practice.lines(), *scale_lines(scales, self._exchange.world_size, sys.argv)]
+        found = [*self.practice.lines(), self.practice.line_of_copies()]
+        return [*filter(None, found), *scale_lines(scales, self._exchange.world_size, sys.argv)]
 
     def judge_base(self) -> str:
         """Read all frozen weights once more, and hold them to the start: this rank alone, because a close is.
