@@ -7,12 +7,13 @@ from collections.abc import Sequence
 
 import torch
 
-from tests.watch import blind, clean_communication, clean_peers, clean_rows, clean_state, clean_variety
+from tests.watch import blind, clean_choices, clean_communication, clean_peers, clean_rows, clean_state, clean_variety
 from tests.watch.clean import Kind, Seen
 from tests.watch.clean_communication import Holding, InsideStep, Parting, Taught
 from tests.watch.clean_loops import (
     RightLoop,
     adamw,
+    annealed,
     by_hand,
     by_sign,
     compiled,
@@ -29,11 +30,13 @@ from tests.watch.clean_loops import (
     permuted,
     sgd,
     slow_warm_up,
+    steady_warm_up,
     warm_up,
 )
 from tests.watch.clean_models import (
     Caching,
     Checkpointed,
+    FromZero,
     LayerDrop,
     LayerNormed,
     Normed,
@@ -97,6 +100,10 @@ KINDS = {
         RightLoop(optimizer=held_in_a_tensor, rate=falling, told={"schedule": falling})
     ),
     "warm-up from a rate that rounds away": Kind(RightLoop(model=LayerNormed, rate=slow_warm_up)),
+    "annealed to a rate that rounds away": Kind(RightLoop(model=LayerNormed, rate=annealed)),
+    "residual branches that begin at 0, warm-up from 0": Kind(
+        RightLoop(model=FromZero, optimizer=momentum, rate=steady_warm_up)
+    ),
     "Rprop, a parameter of one element": Kind(RightLoop(model=LayerNormed, optimizer=by_sign)),
     "subclass that calls its parent's step": Kind(RightLoop(optimizer=of_a_subclass)),
     "permuted gradients, plain loop": Kind(RightLoop(wrap=permuted)),
@@ -154,6 +161,7 @@ KINDS |= {
 KINDS |= {f"DDP, {name}": Kind(RightLoop(wrap=wrap), weight="many") for name, wrap in WRAPPERS.items()}
 KINDS |= {f"DDP, {name}": Kind(RightLoop(model=model), weight="many") for name, model in MODELS.items()}
 KINDS |= {f"DDP, {name}": Kind(course, weight="many") for name, course in COURSES.items()}
+KINDS |= {name: Kind(loop) for name, loop in clean_choices.CHOICES.items()}
 KINDS |= blind.KINDS
 KINDS["DDP that leaves statistics to the ranks"] = Kind(RightLoop(model=Normed, wrap=clean_variety.own_buffers))
 

@@ -126,6 +126,16 @@ def falling(step: int) -> float:
     return 1e-2 / step
 
 
+def annealed(step: int) -> float:
+    """What the last updates of a schedule with one cycle have, from the eighth on."""
+    return 1e-2 if step < 8 else 4e-8
+
+
+def steady_warm_up(step: int) -> float:
+    """From 0, as slowly as over an epoch of many batches."""
+    return 1e-5 * (step - 1)
+
+
 def warm_up(step: int) -> float:
     """From 0, which the first update has."""
     return 1e-3 * min(step - 1, 10)

@@ -42,6 +42,34 @@ class LayerNormed(nn.Module):
         return logits
 
 
+class FromZero(nn.Module):
+    """Residual blocks whose last norm begins at 0: what stands before it has next to no gradient at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(FEATURES, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.Linear(WIDTH, WIDTH, bias=False),
+                nn.BatchNorm1d(WIDTH),
+                nn.ReLU(),
+                nn.Linear(WIDTH, WIDTH, bias=False),
+                nn.BatchNorm1d(WIDTH),
+            )
+            for _ in range(2)
+        )
+        for block in self.blocks:
+            nn.init.zeros_(block[4].weight)  # type: ignore[index, arg-type]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, FEATURES] to [rows, CLASSES]."""
+        hidden = torch.relu(self.first(x))
+        for block in self.blocks:
+            hidden = torch.relu(hidden + block(hidden))
+        logits: Tensor = self.head(hidden)
+        return logits
+
+
 class Caching(nn.Module):
     """Positions are computed as far as rows were ever seen, and kept; a checkpoint has none of them."""
 

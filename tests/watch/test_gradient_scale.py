@@ -19,8 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import andon
+from andon_contracts.laws.scale import Scale
 from andon_contracts.violation import Violation
-from andon_contracts.watch.gradient_scale import Weight, parts_of
+from andon_contracts.watch.gradient_scale import Account, Weight, parts_of
 from tests.support.ranks import run_ranks
 
 # a loss by its graph, held to autograd: the weight of a term is the derivative of the loss by it
@@ -159,6 +160,31 @@ def test_a_weight_of_choice_is_told_from_a_count() -> None:
         "* 2.0": False,
         "scaled": False,
     }
+
+
+SQUARES: dict[str, tuple[Step, bool]] = {
+    "a power": (lambda x: (x**2).mean() / 2, True),
+    "a product with itself": (lambda x: (x * x).mean(), True),
+    "of a difference": (lambda x: ((x - torch.ones(6)).square() / 2).mean(), True),
+    "rows of squares": (lambda x: x.view(3, 2).square().sum(1).mean() / 2, True),
+    "under a mask": (lambda x: (x.square() * torch.tensor([1.0, 0, 0, 1, 1, 1])).mean(), True),
+    "a loss of torch": (lambda x: F.mse_loss(x, torch.zeros(6)) / 2, True),
+    "the same, by rows": (lambda x: F.mse_loss(x, torch.zeros(6), reduction="none").mean(), True),
+    "the same, summed": (lambda x: F.mse_loss(x, torch.zeros(6), reduction="sum") / 12, True),
+    "a cube": (lambda x: (x**3).mean() / 2, False),
+    "a product of two": (lambda x: (x * x.tanh()).mean(), False),
+    "magnitudes": (lambda x: x.abs().mean() / 2, False),
+    "classes": (lambda x: F.cross_entropy(x.view(2, 3), torch.tensor([0, 1])) / 2, False),
+}
+
+
+@pytest.mark.parametrize("loss", SQUARES)
+def test_a_loss_of_squares_is_known_as_such(loss: str) -> None:
+    """Half of it is a loss by custom, written as a division as well."""
+    make, squared = SQUARES[loss]
+    found = weight_of(make(torch.randn(6, requires_grad=True)))
+    assert found is not None
+    assert found.squared == squared
 
 
 def test_a_loss_in_a_checkpoint_is_not_computed_again() -> None:
@@ -348,6 +374,10 @@ def losses_of_choice() -> Iterator[tuple[str, Trained]]:
             passes=lambda update: 1,
         ),
     )
+    yield (
+        "half the mean square",
+        Trained(lambda logits, labels, *_: ((logits - 1) ** 2).mean() / 2, passes=lambda update: 1),
+    )
     yield "a loss of no known weight", Trained(lambda logits, labels, *_: logits.square().sum())
 
 
@@ -381,6 +411,15 @@ def wrong_loops() -> Iterator[tuple[str, Trained, int, float]]:
             2,
             1 / world,
         )
+        yield (
+            "squares, averaged over the ranks twice",
+            Trained(
+                lambda logits, labels, *_: F.mse_loss(logits, torch.zeros_like(logits)) / 2,
+                by_hand=lambda gradient: gradient.div_(world).div_(world),
+            ),
+            2,
+            1 / world,
+        )
         yield "as an HF Trainer does", Trained(lambda *given: _plain(*given) * world), 2, 2.0 * world
 
 
@@ -410,6 +449,12 @@ def test_a_scale_that_comes_from_the_layout_is_found_and_no_other(world: int) ->
         assert wrong == expected
 
 
+def _clip_by_hand(gradient: Tensor) -> object:
+    """The mean over the ranks, of which each parameter is clipped by its own norm."""
+    gradient.div_(dist.get_world_size())
+    return gradient.mul_(0.01 / gradient.norm())
+
+
 def closing() -> dict[str, list[str]]:
     """The closing lines of this rank."""
     loops = {
@@ -417,6 +462,7 @@ def closing() -> dict[str, list[str]]:
         "halved": Trained(lambda *given: 0.5 * _mean(*given)),
         "ragged": Trained(_mean, rows=_ragged),
         "unknown": Trained(lambda logits, labels, *_: logits.square().sum()),
+        "clipped by hand": Trained(_mean, by_hand=_clip_by_hand, clip=None, sgd=True),
     }
     return {name: loop.run()[1] for name, loop in loops.items()}
 
@@ -432,9 +478,37 @@ def test_the_closing_lines_say_what_was_seen_of_the_scale() -> None:
     # 3 rows on rank 1 and 2 on rank 0, each with half the weight.
     uneven = "; in 1 of them a term counted up to 1.50 times as much as another"
     assert lines["ragged"][0] == f"  gradient scale: that of a mean in 6 of 6 updates, {seen}{uneven}"
-    assert [len(each) for each in lines.values()] == [1, 2, 2, 1]
+    changed = "  gradient scale: not comparable in 6 of 6 updates: the gradients were changed after the backward pass"
+    assert lines["clipped by hand"][0] == changed
+    assert lines["clipped by hand"][1].startswith("  gradient scale: not all of it was seen; this would tell: ")
+    assert [len(each) for each in lines.values()] == [1, 2, 2, 1, 2]
     assert all(each[-1].count("andon falsify --script") == 1 for name, each in lines.items() if name != "right")
     assert lines["unknown"][0].startswith("  gradient scale: not checked without reference=")
+
+
+def scale(first: float, factor: float, line: int = 1) -> Scale:
+    """Of an update of one backward pass."""
+    return Scale(first, first, line, 1, 0, chosen=False, squared=False, spread=0.0, factor=factor)
+
+
+@pytest.mark.parametrize(
+    ("scales", "shown"),
+    [
+        ([scale(1, 0.5), scale(0.3, 0.15), scale(0.4, 0.2)], "not comparable in 2 of 3 updates: the gradients were"),
+        ([scale(-3, -1.5), scale(2600, 1300)], "not comparable in 2 of 2 updates: the gradients were changed"),
+        ([scale(2, 0.5), scale(1, 0.5), scale(4, 0.5)], "1.000 to 4.000 of a mean's in 3 of 3 updates"),  # windows
+        ([scale(2, 0.5), scale(2, 0.1)], "2.000 of a mean's in 2 of 2 updates"),  # by rows that were not all of them
+        ([scale(1, 0.5), scale(2, 1.0)], "1.000 to 2.000 of a mean's in 2 of 2 updates"),  # wrong from here on
+        ([scale(2, 1.0, 1), scale(4, 0.5, 2)], "2.000 to 4.000 of a mean's in 2 of 2 updates"),  # two losses
+    ],
+)
+def test_gradients_that_were_changed_are_told_from_a_wrong_division(scales: list[Scale], shown: str) -> None:
+    """A wrong division leaves the scale or the factor of the reduction alike; a clipping by hand changes both."""
+    account = Account()
+    for each in scales:
+        account.add(each)
+    assert account.line().startswith(f"  gradient scale: {shown}")
+    assert account.odd == ("not comparable" not in shown)
 
 
 def losses_of_their_own() -> list[tuple[str, int]]:

@@ -25,7 +25,8 @@ _CANCELLED = 1e-3
 """Below this share of what they are made of, sums have lost too many digits to tell a factor by."""
 
 
-def _close(one: float, other: float) -> bool:
+def close(one: float, other: float) -> bool:
+    """Whether two factors are the same, up to the rounding of the gradients that they were read off."""
     return math.isclose(one, other, rel_tol=_CLOSE)
 
 
@@ -36,9 +37,9 @@ class Scale:
 
     line: of the loop, as a digest, that asked for the backward passes. passes: those of each rank, 0 where ranks have
     different numbers. terms: in the means and sums of all ranks, 0 where that is not known. chosen: whether a factor is
-    no whole number, as who weighs a loss writes it. spread: by how much the weight of a term on one rank or pass
-    exceeds that of another, 0.0 where that is not known. factor: of the sum over the ranks, what the loop
-    made its gradient.
+    no whole number, as who weighs a loss writes it. squared: whether the losses are of squares. spread: by how much the
+    weight of a term on one rank or pass exceeds that of another, 0.0 where that is not known. factor: of the sum over
+    the ranks, what the loop made its gradient.
     """
 
     first: float
@@ -47,6 +48,7 @@ class Scale:
     passes: int
     terms: int
     chosen: bool
+    squared: bool
     spread: float
     factor: float
 
@@ -62,7 +64,7 @@ class Scale:
     @property
     def right(self) -> bool:
         """Whether it is that of one mean."""
-        return _close(self.first, 1) or _close(self.alike, 1)
+        return close(self.first, 1) or close(self.alike, 1)
 
 
 def _factor(said: Sequence[Observation], place: int) -> float | None:
@@ -85,7 +87,7 @@ def scale_of(said: Sequence[Observation]) -> Scale | None:
     factors = [_factor(said, place) for place in (0, 1)]
     factor = factors[0]
     # By two products, since a reduction that is no multiple of the sum has a quotient too.
-    if factor is None or factors[1] is None or not _close(factor, factors[1]):
+    if factor is None or factors[1] is None or not close(factor, factors[1]):
         return None
     first, alike = ([real_of(each.values[name]) for each in said] for name in ("weight first", "weight alike"))
     terms = [each.values["weight terms"] for each in said]
@@ -97,6 +99,7 @@ def scale_of(said: Sequence[Observation]) -> Scale | None:
         passes[0] if len(set(passes)) == 1 else 0,
         sum(terms) if all(terms) else 0,
         any(each.values["weight chosen"] for each in said),
+        all(each.values["weight squares"] for each in said),
         max(real_of(each.values["weight high"]) for each in said) / least if least > 0 else 0.0,
         factor,
     )
@@ -122,7 +125,7 @@ class Scaled:
         if now is None or before is None or now.right or not before.right or now.line != before.line or now.chosen:
             return ""
         for what, here, full in (("micro-batches", now.passes, before.passes), ("terms", now.terms, before.terms)):
-            if 0 < here < full and _close(now.first / before.first, here / full):
+            if 0 < here < full and close(now.first / before.first, here / full):
                 return f"{here} of {full} {what}"
         return ""
 
@@ -132,20 +135,24 @@ class Scaled:
         now, before = self.now, self.before
         if now is None or before is None or now.right or now.line != before.line:
             return False
-        if not _close(now.first, before.first):
+        if not close(now.first, before.first):
             return False
         # Halves of losses are common, and twice a loss is not.
         if now.chosen and now.first < 1:
             return False
         world, passes = len(self.said), max(now.passes, 1)
+        # Half a square is a loss by custom, where the half stands in the loss.
+        if now.squared and close(now.first, 0.5) and now.first / now.factor / world < 0.5 * (1 + _CLOSE):
+            return False
         layout = {world, passes, world * passes, world**2} - {1}
-        return any(_close(now.first, each) or _close(now.first, 1 / each) for each in layout)
+        return any(close(now.first, each) or close(now.first, 1 / each) for each in layout)
 
 
 def _explain_factor(seen: Scaled) -> Finding:
     assert seen.now is not None
     what = f"{seen.now.shown(len(seen.said))}, where the terms of a mean weigh 1"
-    return Finding(what, seen.step, (), "gradient")
+    twice = "the loss is divided twice, by the accumulation or by the world size, or is weighed so on purpose"
+    return Finding(what, seen.step, (), "gradient", likely=twice if seen.now.first < 1 else "")
 
 
 def _explain_short(seen: Scaled) -> Finding:
@@ -160,6 +167,7 @@ def _explain_short(seen: Scaled) -> Finding:
 
 _READS = (
     *("weight first", "weight alike", "weight line", "weight passes", "weight terms", "weight chosen"),
+    "weight squares",
     *(f"dot {what} {place}" for what in ("raw", "kept") for place in (0, 1)),
 )
 SCALE: tuple[Law[Scaled], ...] = (

@@ -12,7 +12,7 @@ import math
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from andon_contracts.agree import bits_of
 from andon_contracts.laws.law import Observations
-from andon_contracts.laws.scale import UNKNOWN, Scale, Scaled, scale_of
+from andon_contracts.laws.scale import UNKNOWN, Scale, Scaled, close, scale_of
 from andon_contracts.watch.values import text_digest
 
 _ELEMENTS = 1024
@@ -39,6 +39,7 @@ _PLACES = (
 _REDUCES, _JOINS = ("MeanBackward0", "SumBackward0"), ("StackBackward0", "CatBackward0")
 _EVEN = 1.01
 """Terms whose weights differ by less are of parts of nearly one size."""
+_OVER_TERMS = _AS_IT_IS | {"MeanBackward", "SumBackward"}
 _TIMES = ("MulBackward0", "MulBackward1", "DivBackward0", "DivBackward1")
 _BY_ELEMENT = frozenset(
     f"{name}Backward0"
@@ -71,12 +72,16 @@ _ONE, _NOT_KNOWN = _Product(1.0), _Product(0.0)
 
 @dataclass(frozen=True)
 class _Part:
-    """One mean or sum over terms: by what it is multiplied, and how many terms it has, 0 where that is not known."""
+    """One mean or sum over terms: by what it is multiplied, and how many terms it has, 0 where that is not known.
+
+    squared: whether the terms are squares.
+    """
 
     factor: _Product
     terms: _Product
     summed: bool
     chosen: bool
+    squared: bool
 
     def weight(self, scalars: Sequence[float]) -> float:
         """What its terms weigh together."""
@@ -87,13 +92,14 @@ class _Part:
 class Weight:
     """What a loss weighs: `first`, its first part; `alike`, all parts that weigh as much, perhaps halves of one loss.
 
-    chosen: whether a factor is no whole number, as who weighs a loss writes it. terms: in the parts that are alike, and
-    each: the weight of a term of the first; 0 where that is not known.
+    chosen: whether a factor is no whole number, as who weighs a loss writes it. squared: whether the first part is of
+    squares. terms: in the parts that are alike, and each: the weight of a term of the first; 0 where that is not known.
     """
 
     first: float
     alike: float
     chosen: bool
+    squared: bool
     terms: int
     each: float
 
@@ -126,6 +132,7 @@ class LossParts:
             sum(weights[place] for place in alike),
             # Counts of rows, ranks and micro-batches are whole numbers.
             first.chosen or not all(scalars[place].is_integer() for place, _ in first.factor.scalars),
+            first.squared,
             round(sum(terms[place] for place in alike)) if known else 0,
             weights[0] / terms[0] if known else 0.0,
         )
@@ -149,7 +156,7 @@ class LossParts:
         if name in _REDUCES:
             return self._over(node, name, inputs[0], factor, chosen)
         if node._saved_reduction == _MEAN:
-            return [_Part(factor, self._terms(node, _MEAN), False, chosen)]
+            return [_Part(factor, self._terms(node, _MEAN), False, chosen, _is_square(node))]
         return [self._sum(node, _SUM, factor, chosen)]
 
     def _over(self, node: Any, name: str, below: Any, factor: _Product, chosen: bool) -> list[_Part]:
@@ -169,7 +176,7 @@ class LossParts:
             by = factor.times(_Product(1 / count)) if name.startswith("Mean") else factor
             return [part for each in _inputs(below) for part in self._below(each, by, chosen)]
         if name.startswith("Mean"):
-            return [_Part(factor, _Product(float(count)), False, chosen)]
+            return [_Part(factor, _Product(float(count)), False, chosen, _is_square(below))]
         # A sum over what a mask or a weight may have been multiplied with has nobody knows how many terms.
         return [self._sum(below, _NONE, factor, chosen)]
 
@@ -193,7 +200,7 @@ class LossParts:
         terms = self._terms(node, reduction) if node is not None and node._saved_reduction == reduction else _NOT_KNOWN
         if not terms.number:
             raise _Unknown
-        return _Part(factor, terms, True, chosen)
+        return _Part(factor, terms, True, chosen, _is_square(node))
 
     def _terms(self, node: Any, reduction: int) -> _Product:
         """How many terms a loss of torch has, or the weight of their classes."""
@@ -237,6 +244,21 @@ def parts_of(loss: Tensor) -> LossParts | None:
     # What the loop wrote over since is no number to read, and what is no number is no weight.
     except (_Unknown, ArithmeticError, AttributeError, RuntimeError, TypeError, ValueError):
         return None
+
+
+def _is_square(node: Any) -> bool:
+    """Whether what `node` made are squares, sums of them over some dimensions, or such times a number or a mask."""
+    while node is not None:
+        name, inputs = node.name(), _inputs(node)
+        if name == "PowBackward0":
+            return bool(node._saved_exponent == 2)
+        if name == "MulBackward0" and None not in inputs:
+            return bool(node.next_functions[0] == node.next_functions[1])
+        if name in _TIMES or name == "NegBackward0" or name.rstrip("012") in _OVER_TERMS:
+            node = next((each for each in inputs if each is not None), None)
+        else:
+            return bool(name == "MseLossBackward0")
+    return False
 
 
 def _inputs(node: Any) -> list[Any]:
@@ -321,6 +343,13 @@ class Account:
     """
     uneven: int = 0
     spread: float = 1.0
+    changed: bool = False
+    """Whether the loop changed gradients after the backward pass by factors of no pattern, as a clipping by hand does:
+    two updates of one line, neither of which has the scale of a mean, differ both in their scale and in the factor
+    between raw and reduced gradient. A wrong division leaves one of the two as it was.
+    """
+    _wrong: dict[int, Scale] = field(default_factory=dict)
+    """The last of such updates, by line."""
 
     def add(self, scale: Scale | None) -> None:
         """One more update, whose scale this is."""
@@ -332,6 +361,10 @@ class Account:
             self.uneven += scale.spread > _EVEN
             self.even += 0 < scale.spread <= _EVEN
             self.spread = max(self.spread, scale.spread)
+            if not scale.right:
+                before = self._wrong.get(scale.line, scale)
+                self.changed |= not (close(scale.first, before.first) or close(scale.factor, before.factor))
+                self._wrong[scale.line] = scale
 
     @property
     def whole(self) -> bool:
@@ -341,12 +374,16 @@ class Account:
     @property
     def odd(self) -> bool:
         """Whether anything was seen that is no mean over all terms."""
-        return self.right < self.known or self.uneven > 0
+        return (self.right < self.known and not self.changed) or self.uneven > 0
 
     def line(self) -> str:
         """It in words; "" where of no update anything was known."""
         if not self.known:
             return ""
+        if self.changed:
+            of = f"in {self.known - self.right} of {self.updates} updates"
+            others = f"; that of a mean in {self.right}" * (self.right > 0)
+            return f"  gradient scale: not comparable {of}: the gradients were changed after the backward pass{others}"
         of = f"in {self.known} of {self.updates} updates, by the losses and reductions that were seen"
         between = f"{self.least:.3f}" + f" to {self.most:.3f}" * (f"{self.least:.3f}" != f"{self.most:.3f}")
         shown = "that of a mean" if self.right == self.known else f"{between} of a mean's"
@@ -448,6 +485,7 @@ class GradientScale:
             "weight low": bits_of(min(weight.each for weight in weights) if counted else 0.0),
             "weight high": bits_of(max(weight.each for weight in weights) if counted else 0.0),
             "weight chosen": int(any(weight.chosen for weight in weights)),
+            "weight squares": int(bool(weights) and all(weight.squared for weight in weights)),
             **{
                 f"dot {what} {place}": bits_of(each[place])
                 for what, each in (("raw", raw), ("kept", kept))
@@ -460,7 +498,7 @@ class GradientScale:
         now, before = scale_of(said), self._before
         self._before = now or before
         self.account.add(now)
-        return Scaled(said, now, before)
+        return Scaled(said, None if self.account.changed else now, before)
 
     def clear(self) -> None:
         """Another window begins, or this one does anew."""
