@@ -38,6 +38,16 @@ def tell(*lines: str) -> None:
     print(legible("\n".join(lines)), file=sys.stderr, flush=True)
 
 
+_told: set[str] = set()
+
+
+def tell_once(line: str) -> None:
+    """As `tell`, but only the first time in this process."""
+    if line not in _told:
+        _told.add(line)
+        tell(line)
+
+
 def _written(found: re.Match[str]) -> str:
     code = ord(found[0])
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

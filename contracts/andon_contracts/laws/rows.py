@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from andon_contracts.agree import minority
@@ -162,14 +162,15 @@ class BatchTold:
     """The rows of one update as all ranks told them, and what they were to be.
 
     `ids` and `contents` by rank; `planned` the ids of the plan (None: no plan); `epoch` the rows that the present
-    epoch has had, of `rows` (None: unknown); `expected` the content of each id (empty: unknown).
+    epoch has had, of `rows` (None: unknown), not copied: whoever keeps the set adds to it after the judgement;
+    `expected` the content of each id (empty: unknown).
     """
 
     step: int
     ids: tuple[tuple[int, ...], ...]
     contents: tuple[tuple[int, ...], ...]
     planned: tuple[int, ...] | None = None
-    epoch: frozenset[int] = frozenset()
+    epoch: Set[int] = frozenset()
     rows: int | None = None
     expected: Mapping[int, int] | None = None
     resumed: bool = False

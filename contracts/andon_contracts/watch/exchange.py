@@ -53,6 +53,12 @@ def by_rank(shown: Sequence[str]) -> str:
     return ", ".join(named + others)
 
 
+def has_no(noun: str, ranks: Sequence[int]) -> str:
+    """That these ranks lack what the others have, in words."""
+    several = len(ranks) > 1
+    return f"rank{'s' * several} {', '.join(map(str, ranks))} {'have' if several else 'has'} no {noun}"
+
+
 def _decimal(bits: int, dtype: torch.dtype) -> str:
     """The number with the fewest digits that are this number and no other of its dtype."""
     number = torch.tensor([bits], device="cpu").to(_INTEGER[dtype.itemsize]).view(dtype).item()
@@ -175,11 +181,18 @@ class Exchange:
         held = [b"".join(struct.pack("=q", each) for each in o.payload.tolist()) for o in seen if o.payload is not None]
         return tuple(one[:size].decode("utf-8") for one, size in zip(held, sizes, strict=True))
 
-    def first_difference(self, step: int, tensor: Tensor) -> Element | None:
-        """The first element in which the ranks' `tensor`s differ; None where they do not. A few gathers."""
-        words = _bits(tensor)
-        if not self.alike or not self._one(step, words.numel()):
+    def first_difference(self, step: int, tensor: Tensor | None, noun: str = "tensor") -> Element | str | None:
+        """The first element in which the ranks' `tensor`s differ; None if they do not. A few gathers.
+
+        tensor: None on a rank that has no such tensor. If only some ranks have it, the result says which have no `noun`.
+        """
+        if not self.alike:
             return None
+        words = None if tensor is None else _bits(tensor)
+        counts = [o.values["0"] for o in self(step, "sizes", {"0": -1 if words is None else words.numel()})]
+        if tensor is None or words is None or len(set(counts)) > 1:
+            lacking = [rank for rank, count in enumerate(counts) if count < 0]
+            return has_no(noun, lacking) if 0 < len(lacking) < len(counts) else None
         first, size = 0, words.numel()
         while size > _BLOCKS:
             per_block = -(-size // _BLOCKS)

@@ -276,7 +276,9 @@ def reason_of(error: BaseException | None) -> str:
     """Why a watch ends, from the error that is on its way if there is one."""
     if isinstance(error, Violation) and not isinstance(error, Halted):
         return "violation"
-    return "finished" if error is None or (isinstance(error, SystemExit) and not error.code) else "failed"
+    # `sys.exit(0)` in the loop, and the `close` of a generator that holds it, are ways to end it and no failures.
+    ended = error is None or isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and not error.code)
+    return "finished" if ended else "failed"
 
 
 def _loss(before: Observations) -> tuple[Real | None, int | None]:

@@ -7,18 +7,21 @@ each draw is kept under the number that the iterator itself gives it, until that
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import RandomSampler, Subset
 from torch.utils.data.distributed import DistributedSampler
 
+from andon_contracts.causes import first_line
 from andon_contracts.digest import mix64
+from andon_contracts.legible import tell_once
 
 _SHUFFLERS = ("SeedableRandomSampler", "SubsetRandomSampler")
 """Samplers, beside torch's own, whose passes are permutations that must not come again."""
@@ -58,6 +61,8 @@ class Pass:
     """How many rows were yielded."""
     over: bool = False
     """Whether the loader has come to its end."""
+    iterator: Callable[[], Any] = lambda: None
+    """What yields its batches; None once the loop has let it go."""
 
 
 @dataclass(eq=False)
@@ -91,7 +96,20 @@ def drawn(iterator: Any, index: Any) -> None:
 
 
 def yielded(iterator: Any, batch: object) -> Yielded:
-    """What the loop is given now."""
+    """What the loop is given now. Raises nothing: of a batch that cannot be looked at, no row is known."""
+    try:
+        return _seen(iterator, batch)
+    except Exception as error:  # noqa: BLE001 - datasets, samplers and batches are the loop's own and may raise anything
+        cannot_look("a batch of a data loader", error)
+        return Yielded(Pass(1, 0, False, 0, ""), None, None, frozenset(), ())
+
+
+def cannot_look(what: str, error: Exception) -> None:
+    """Say, once, why rows are not looked at."""
+    tell_once(f"andon.watch: {what} raises {first_line(error)} if looked at: the rows of this run are not checked")
+
+
+def _seen(iterator: Any, batch: object) -> Yielded:
     index = _index(iterator)
     ids = _ids(index, iterator._dataset)
     found = _passes.get(iterator)
@@ -104,6 +122,12 @@ def yielded(iterator: Any, batch: object) -> Yielded:
     storages = (each.untyped_storage() for each in tensors if each.numel())
     kept = tuple(StorageWeakRef(each) for each in storages)  # type: ignore[no-untyped-call]
     return Yielded(found, ids, keys, places_of(tensors), kept, found.rows)
+
+
+def is_under_way(found: Pass) -> bool:
+    """Whether more batches may come of this pass, or its end."""
+    iterator = found.iterator()
+    return not found.over and iterator is not None and _passes.get(iterator) is found
 
 
 def ended(iterator: Any) -> None:
@@ -147,17 +171,14 @@ def _begun(iterator: Any) -> Pass:
     inner = _innermost(sampler)
     shuffles = _shuffles(inner)
     repeats = next((getattr(inner, name) for name in _REPEATS if isinstance(getattr(inner, name, None), int)), 1)
-    try:
-        size = len(iterator._dataset)
-    except TypeError:
-        size = 0
     found = Pass(
         1 if before is None else before.number + 1,
-        size,
+        _size_of(iterator._dataset),
         shuffles,
         1 if shuffles or type(inner).__name__ == "SequentialSampler" else repeats if repeats > 1 else 0,
         type(inner).__name__,
         before,
+        iterator=weakref.ref(iterator),
     )
     if before is not None:
         before.before = None  # one is enough
@@ -166,10 +187,20 @@ def _begun(iterator: Any) -> Pass:
     return found
 
 
+def _size_of(dataset: Any) -> int:
+    """Its number of rows; 0 if it does not say."""
+    try:
+        return len(dataset)
+    except Exception:  # noqa: BLE001 - an iterable dataset has no length, and one with a sampler of its own needs none
+        return 0
+
+
 def _innermost(sampler: Any) -> Any:
     """The sampler of rows inside of those that make batches of it, or deal it out."""
     for _ in range(_DEEPEST):
-        inner = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
+        # Not by their truth, for which Python would ask them for a length that they may not have.
+        found = (getattr(sampler, name, None) for name in ("batch_sampler", "sampler"))
+        inner = next((each for each in found if each is not None), None)
         if inner is None:
             break
         sampler = inner
@@ -187,7 +218,8 @@ def _shuffles(sampler: Any) -> bool:
 def tensors_in(value: object, depth: int = _DEEPEST) -> Iterator[Tensor]:
     """The tensors in a batch or in the arguments of a call, in order, without their autograd."""
     if isinstance(value, Tensor):
-        if value.layout == torch.strided and not value.is_meta:
+        value = unwrapped(value)
+        if value.layout == torch.strided and not value.is_meta and not value.is_nested:
             yield value.detach()
     elif depth and isinstance(value, Mapping):
         for each in value.values():
@@ -195,6 +227,20 @@ def tensors_in(value: object, depth: int = _DEEPEST) -> Iterator[Tensor]:
     elif depth and isinstance(value, list | tuple):
         for each in value:
             yield from tensors_in(each, depth - 1)
+
+
+def unwrapped(tensor: Tensor) -> Tensor:
+    """The tensor with memory inside of those by which `torch.func` transforms a function of it."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def outside_of_transforms() -> AbstractContextManager[object]:
+    """Inside, operations are not a part of what `torch.func` transforms: of `vmap`, `grad` and the like."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return nullcontext()
+    return temporarily_clear_interpreter_stack()  # type: ignore[no-any-return]
 
 
 def places_of(tensors: Sequence[Tensor]) -> frozenset[int]:

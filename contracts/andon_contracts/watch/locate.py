@@ -63,7 +63,8 @@ class Locator:
         """Before an update of `probe`'s optimizer something is broken of `laws`."""
         said, buffers = judgement.seen.said, self.subject.buffers_by_name()
         none = torch.empty(0, device="cpu")
-        gradients = {name: none if p.grad is None else p.grad for name, p in probe.parameters.items()}
+        there = {name: p.grad for name, p in probe.parameters.items() if p.grad is not None}
+        gradients = {name: there.get(name, none) for name in probe.parameters}
         step = said[0].step
         looks: dict[str, _Look] = {
             "layout": partial(self._layout, step, dict(probe.parameters)),
@@ -81,7 +82,7 @@ class Locator:
         self._look(judgement, laws, looks)
         tensors: dict[str, Mapping[str, Tensor]] = {
             "replicas-agree": probe.parameters,
-            "gradients-agree": {name: g for name, g in gradients.items() if g.numel()},
+            "gradients-agree": there,
             "buffers-agree": buffers,
         }
         scene = self.scene(probe, said, applied=False)
@@ -211,14 +212,16 @@ def closer_look(
     """
 
     def look(found: Violation) -> Scene:
-        named, name, key = tensors.get(found.clause, {}), found.tensor, ""
-        if found.clause == "optimizers-agree" and probe is not None and name in probe.parameters:
-            named = states_of(probe, name)
+        # What a rank has of its own (a gradient, an optimizer state) must not decide whether it takes part.
+        named, name, key = tensors.get(found.clause), found.tensor, ""
+        if found.clause == "optimizers-agree" and probe is not None:
+            named = states_of(probe, name) if name in probe.parameters else {}
             spread = exchange.look(step, "state", named)
             name = key = next((one for one, digests in spread.items() if len(set(digests)) > 1), "")
-        if name not in named:
+        if named is None:
             return scene
-        element = exchange.first_difference(step, named[name])
+        noun = "gradient" if found.clause == "gradients-agree" else "tensor"
+        element = exchange.first_difference(step, named.get(name), noun)
         return replace(scene, element=" ".join(filter(None, [key, "" if element is None else str(element)])))
 
     return look

@@ -9,6 +9,7 @@ yielded last is. What is left at the close was never used.
 from __future__ import annotations
 
 import os
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -30,7 +31,16 @@ from andon_contracts.watch.clip_place import ClipPlace
 from andon_contracts.watch.copies import Copies
 from andon_contracts.watch.exchange import Exchange
 from andon_contracts.watch.judging import Verdicts
-from andon_contracts.watch.loaders import Pass, Yielded, places_of, tensors_in, total
+from andon_contracts.watch.loaders import (
+    Pass,
+    Yielded,
+    cannot_look,
+    is_under_way,
+    outside_of_transforms,
+    places_of,
+    tensors_in,
+    total,
+)
 from andon_contracts.watch.model_probe import ForwardTap, ModelProbe, Several, random_state
 from andon_contracts.watch.rows import Rows
 
@@ -97,7 +107,12 @@ class Practice:
         self._alike = self._unseen = 0
         self._again = 0
         self._passes: dict[int, _Counted] = {}
-        self._loaders: list[Pass] = []
+        self._numbers: weakref.WeakKeyDictionary[Pass, int] = weakref.WeakKeyDictionary()
+        """The passes that were trained on, each by its number, alike on all ranks."""
+        self._begun = 0
+        self._unended: list[Pass] = []
+        """The passes that were trained on and may yet come to their end."""
+        self._spares: dict[str, None] = {}
 
     def hooks(self) -> list[Callable[[], None]]:
         """See the forward passes from now on; what ends that."""
@@ -116,6 +131,13 @@ class Practice:
     def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if self._muted():
             return
+        try:
+            with outside_of_transforms():
+                self._look_at_forward(module, args, kwargs)
+        except Exception as error:  # noqa: BLE001 - what a model is given is the loop's own and may raise anything
+            cannot_look("what the model is given", error)
+
+    def _look_at_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         tensors = list(tensors_in((args, kwargs)))
         batch = self._taken(places_of(tensors))
         if not torch.is_grad_enabled():
@@ -162,10 +184,12 @@ class Practice:
     def _train_on(self, batch: Yielded) -> None:
         source = batch.source
         source.batches += 1
-        if source not in self._loaders:
-            self._loaders.append(source)
+        if source not in self._numbers:
+            self._numbers[source], self._begun = self._begun, self._begun + 1
+            self._sort_out_ended()
+            self._unended.append(source)
         self._window.append(batch)
-        if batch.keys is not None:
+        if batch.keys is not None and not self._apart:  # nobody asks for them where no ranks are compared
             self._held.append(batch)
         before = source.before
         if before is not None and source.shuffles and before.batches > 1 and source.batches > 1:
@@ -254,8 +278,7 @@ class Practice:
         columns: list[list[int]] = [[], [], [], [], [], []]
         for each in self._held:
             source, ids, keys = each.source, each.ids or (), [] if each.keys is None else each.keys.tolist()
-            number = self._loaders.index(source) if source in self._loaders else 0
-            alike = (number, source.size, source.most, each.so_far)
+            alike = (self._numbers[source], source.size, source.most, each.so_far)
             for row, key in zip(ids, keys, strict=True):
                 for column, value in zip(columns, (row, key, *alike), strict=True):
                     column.append(value)
@@ -305,15 +328,19 @@ class Practice:
 
     def lines(self) -> list[str]:
         """What the passes that ended left out or had twice, for the end."""
+        self._sort_out_ended()
+        return list(self._spares)
+
+    def _sort_out_ended(self) -> None:
+        """Note what the passes that ended left out or had twice, and forget these and those that were broken off."""
         world = self._exchange.world_size
-        found: dict[str, None] = {}
-        for each in self._loaders:
+        for each in self._unended:
             spare = world * each.rows - each.size
             if each.over and each.most == 1 and 0 < abs(spare) < each.size:
                 what = f"{spare} rows more than the {each.size} of the data fill up" if spare > 0 else ""
                 what = what or f"{-spare} of the {each.size} rows of the data are left out of"
-                found[f"  rows: {what} a pass over them ({each.sampler})"] = None
-        return list(found)
+                self._spares[f"  rows: {what} a pass over them ({each.sampler})"] = None
+        self._unended = [each for each in self._unended if is_under_way(each)]
 
 
 class _Counted:

@@ -27,6 +27,7 @@ from andon_contracts.watch.exchange import Exchange
 from andon_contracts.watch.gradient_scale import scale_lines
 from andon_contracts.watch.judging import Verdicts
 from andon_contracts.watch.ledger import Recorder, Told
+from andon_contracts.watch.loaders import outside_of_transforms
 from andon_contracts.watch.locate import Locator
 from andon_contracts.watch.model_probe import ModelProbe
 from andon_contracts.watch.model_state import BufferProbe, Followers, FrozenBase
@@ -164,8 +165,11 @@ class Updates:
         probes = [probe for probe in self._probes if not probe.taps.started]
         if not probes or any(probe.taps.muted for probe in probes):
             return
-        with self._added:
-            digests = self._buffers[home].digests(*self._subject.homes[home].buffers(), self.made + 1)
+        kept, caches = self._subject.homes[home].buffers()
+        if any(map(torch._C._functorch.is_functorch_wrapped_tensor, (*kept, *caches))):
+            return  # a transform of `torch.func` calls the model with buffers of its own
+        with self._added, outside_of_transforms():
+            digests = self._buffers[home].digests(kept, caches, self.made + 1)
             for probe in probes:
                 probe.looks.add(home, digests)
 

@@ -123,7 +123,7 @@ class UserReports:
             ids,
             tuple(tuple(part[1]) for part in parts) if contents else ((),) * len(ids),
             None if plan is None else tuple(plan(step + skipped)),
-            frozenset(self._epoch),
+            self._epoch,
             rows,
             self._expected(step, union) if contents else None,
             self._resumed,

@@ -247,20 +247,21 @@ class Watch:
         self._at(2)
         probe = self._probes[id(optimizer)]
         self._updates.judge_made()
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if closure is None:
+        positional = len(args) > 1
+        closure = args[1] if positional else kwargs.get("closure")
+        if not callable(closure):  # what a `step` of the loop's own takes in its place
             self._updates.before(probe)
             return None
         probe.begin_step()
         waiting = [probe]
 
-        def checked() -> Any:
-            loss = closure()
+        def checked(*given: Any, **named: Any) -> Any:
+            loss = closure(*given, **named)
             while waiting:
                 self._updates.before(waiting.pop())
             return loss
 
-        return ((args[0], checked), {}) if args else (args, {**kwargs, "closure": checked})
+        return ((args[0], checked, *args[2:]), kwargs) if positional else (args, {**kwargs, "closure": checked})
 
     def _forward(self, home: int) -> None:
         self._heed()
@@ -327,7 +328,7 @@ class Watch:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is not None and self._cord is not None and not self.closed:
+        if error is not None and reason_of(error) != "finished" and self._cord is not None and not self.closed:
             self._cord.failed(error)
             say_cause(self._cord.cause, error)
         self.close()

@@ -1,0 +1,281 @@
+"""A watch never ends or changes a run that is right alone: what it cannot look at, it leaves out and says so."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, TensorDataset
+
+import andon
+from andon_contracts.watch import Watch
+from tests.support.ranks import run_ranks
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def _update(model: nn.Module, optimizer: torch.optim.Optimizer, rows: Tensor | None = None) -> None:
+    model(torch.ones(3, 4) if rows is None else rows).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# a gradient that one rank does not have
+
+
+def _drops_gradients(names: list[str]) -> list[str]:
+    """What the watch says, the steps of the loop behind it; rank 1 drops the gradients of `names` before its update."""
+    model = _model()
+    optimizer = _sgd(model)
+    with andon.watch(model, optimizer, action=lambda _: None) as w:
+        for step in range(3):
+            model(torch.ones(3, 4)).square().sum().backward()
+            for name, parameter in model.named_parameters():
+                if step == 1 and dist.get_rank() == 1 and name in names:
+                    parameter.grad = None
+            optimizer.step()
+            optimizer.zero_grad()
+    return [str(each) for each in w.findings]
+
+
+@pytest.mark.parametrize("names", [["2.weight"], ["0.weight", "0.bias", "2.weight", "2.bias"]])
+def test_a_gradient_that_one_rank_lacks_is_named_and_the_loop_goes_on(names: list[str]) -> None:
+    """All ranks take part in the closer look, also those that have nothing to show; `halt-together` ended the run."""
+    ranks = [outcome.get() for outcome in run_ranks(2, _drops_gradients, names)]
+    assert ranks[0] == ranks[1]
+    assert ranks[0][0].startswith("gradients-agree broken at step 2")
+    assert f"{names[0]} ({len(names)} of 4 tensors), rank 1 has no gradient" in ranks[0][0]
+
+
+def _loses_a_moment() -> list[str]:
+    model = _model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    with andon.watch(model, optimizer, action=lambda _: None) as w:
+        for step in range(2):
+            _update(model, optimizer)
+            if step == 0 and dist.get_rank() == 1:
+                optimizer.state[model[2].weight].clear()
+    return [each.clause for each in w.findings]
+
+
+def test_an_optimizer_state_that_one_rank_lacks_is_named_too() -> None:
+    """The state is made anew on rank 1 alone."""
+    for outcome in run_ranks(2, _loses_a_moment):
+        assert "optimizers-agree" in outcome.get()
+
+
+# arguments of a step
+
+
+class _Scaled(torch.optim.SGD):
+    """Its `step` takes more than a closure, as some of research do."""
+
+    def step(self, closure: Any = None, scale: float = 1.0, *, told: str = "") -> Any:  # type: ignore[override]
+        """An update at `scale`; what was told is kept."""
+        loss = None if closure is None else closure(2.0) if told else closure()
+        self.called = (scale, told)
+        return super().step() if loss is None else loss
+
+
+class _TakesGradients(torch.optim.SGD):
+    """Its `step` takes something else than a closure in the first place."""
+
+    def step(self, gradients: Any = None) -> Any:  # type: ignore[override]
+        """An update by these gradients."""
+        self.called = gradients
+        return super().step()
+
+
+def test_a_step_with_a_closure_gets_all_other_arguments() -> None:
+    """By place and by name, as without a watch; the closure gets those that the optimizer gives it."""
+    model = _model()
+    optimizer = _Scaled(model.parameters(), lr=0.1)
+    seen: list[float] = []
+
+    def closure(factor: float = 1.0) -> Tensor:
+        seen.append(factor)
+        return model(torch.ones(3, 4)).square().sum()
+
+    with andon.watch(model, optimizer, action="raise") as w:
+        optimizer.step(closure, 0.5, told="x")
+        assert (optimizer.called, seen) == ((0.5, "x"), [2.0])
+        optimizer.step(closure=closure, scale=0.25)
+        assert (optimizer.called, seen) == ((0.25, ""), [2.0, 1.0])
+        optimizer.step(None, 0.125)
+        assert optimizer.called == (0.125, "")
+    assert w.evaluations["update-applied"] == 3
+
+
+def test_what_is_no_closure_is_not_taken_for_one() -> None:
+    """A list in the place of the closure comes to the optimizer as it is."""
+    model = _model()
+    optimizer = _TakesGradients(model.parameters(), lr=0.1)
+    given = [torch.ones(2)]
+    with andon.watch(model, optimizer, action="raise") as w:
+        optimizer.step(given)
+    assert optimizer.called is given
+    assert w.evaluations["update-applied"] == 1
+
+
+# ends that are not failures
+
+
+def _in_a_generator(model: nn.Module, optimizer: torch.optim.Optimizer, watches: list[Watch]) -> Iterator[int]:
+    with andon.watch(model, optimizer) as w:
+        watches.append(w)
+        while True:
+            _update(model, optimizer)
+            yield 1
+
+
+def _leaves(code: object) -> str:
+    """Why the other ranks are halted, in one line; "": they are not."""
+    model = _model()
+    optimizer = _sgd(model)
+    watches: list[Watch] = []
+    if code == "generator":
+        steps = _in_a_generator(model, optimizer, watches)
+        next(steps)
+        steps.close()  # type: ignore[attr-defined]
+    else:
+        with pytest.raises(SystemExit) as ended, andon.watch(model, optimizer) as w:
+            watches.append(w)
+            _update(model, optimizer)
+            sys.exit(code)  # type: ignore[arg-type]
+        assert ended.value.code == code
+    assert watches[0]._cord is not None
+    cause = watches[0]._cord.cause
+    return "" if cause is None else cause.text.partition("\n")[0]
+
+
+@pytest.mark.parametrize("code", [0, None, False, "generator"])
+def test_leaving_the_block_in_a_right_way_halts_nobody(code: object) -> None:
+    """`sys.exit(0)`, `exit()`, and a generator that is closed while it holds the watch."""
+    assert [outcome.get() for outcome in run_ranks(2, _leaves, code)] == ["", ""]
+
+
+def test_leaving_the_block_with_an_exit_code_halts_the_others() -> None:
+    """As before."""
+    assert all("SystemExit: 3" in outcome.get() for outcome in run_ranks(2, _leaves, 3))
+
+
+# data that refuses
+
+
+class _Unsized(Dataset[Any]):
+    """Rows whose number nobody can say."""
+
+    def __getitem__(self, row: int) -> Tensor:
+        return torch.full((4,), float(row))
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+class _Half(Sampler[int]):
+    """Every second row; how many there are it does not say, and it does not like to be asked."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(0, 8, 2))
+
+    def __len__(self) -> int:
+        raise RuntimeError("no length")
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"no {name}")
+
+
+class _Wrapped(Sampler[list[int]]):
+    """A sampler of batches around another, as Accelerate has one."""
+
+    def __init__(self, inner: Sampler[list[int]]) -> None:
+        self.batch_sampler = inner
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.batch_sampler)
+
+
+def _pairs(rows: list[Tensor]) -> Any:
+    return {"x": torch.stack(rows), "odd": _Refusing(), "nested": torch.nested.nested_tensor([rows[0], rows[1][:2]])}
+
+
+class _Refusing(dict[str, Any]):
+    """A part of a batch that cannot be looked through."""
+
+    def values(self) -> Any:
+        """Raises."""
+        raise KeyError("not now")
+
+
+LOADERS: dict[str, Any] = {
+    "a dataset without a length": lambda: DataLoader(_Unsized(), sampler=[0, 1, 2, 3], batch_size=2),
+    "a sampler that refuses": lambda: DataLoader(TensorDataset(torch.ones(8, 4)), sampler=_Half(), batch_size=2),
+    "a sampler of batches around one without a length": lambda: DataLoader(
+        _Unsized(), batch_sampler=_Wrapped(BatchSampler(_Half(), 2, drop_last=False))
+    ),
+    "a batch that refuses": lambda: DataLoader(_Unsized(), sampler=[0, 1, 2, 3], batch_size=2, collate_fn=_pairs),
+}
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_data_that_refuses_to_be_looked_at_ends_no_loop(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The loop gets its batches; what cannot be seen of them is said at most once."""
+    model = _model()
+    optimizer = _sgd(model)
+    with andon.watch(model, optimizer, action="raise") as w:
+        for _ in range(2):
+            for batch in LOADERS[name]():
+                rows = batch["x"] if isinstance(batch, dict) else batch[0] if isinstance(batch, list) else batch
+                _update(model, optimizer, rows)
+    assert w.evaluations["update-applied"] == 4
+    assert capsys.readouterr().err.count("the rows of this run are not looked at") <= 1
+
+
+# transforms
+
+
+def test_a_forward_pass_under_vmap_is_looked_at_as_any_other() -> None:
+    """Gradients for each row, and an ensemble with buffers of its own: the rows are seen, and nothing else changes."""
+    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5, affine=False), nn.Linear(5, 2)).eval()
+    optimizer = _sgd(model)
+    parameters = dict(model.named_parameters())
+
+    def loss(given: dict[str, Tensor], row: Tensor) -> Tensor:
+        return torch.func.functional_call(model, given, (row[None],)).square().sum()
+
+    with andon.watch(model, optimizer, action="raise") as w:
+        for (rows,) in DataLoader(TensorDataset(torch.randn(8, 4)), batch_size=4):
+            held = {name: p.detach() for name, p in parameters.items()}
+            grads = torch.func.vmap(torch.func.grad(loss), (None, 0))(held, rows)
+            for name, parameter in parameters.items():
+                parameter.grad = grads[name].mean(0)
+            practice = w._updates.practice
+            assert (practice._window[0].ids, len(practice._given)) == (
+                ((0, 1, 2, 3), (4, 5, 6, 7))[w._updates.steps],
+                1,
+            )
+            assert not any(torch._C._functorch.is_functorch_wrapped_tensor(each) for each in practice._given)
+            optimizer.step()
+            optimizer.zero_grad()
+        states = [{**model.state_dict()} for _ in range(2)]
+        stacked = {name: torch.stack([each[name] for each in states]) for name in states[0]}
+
+        def member(given: dict[str, Tensor], x: Tensor) -> Tensor:
+            found: Tensor = torch.func.functional_call(model, given, (x,))
+            return found
+
+        out = torch.func.vmap(member, (0, None))(stacked, rows)
+        assert out.shape == (2, 4, 2)
+    assert w.evaluations["update-applied"] == 2
