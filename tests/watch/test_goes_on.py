@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, TensorDataset
 
 import andon
-from andon_contracts.watch import Watch
+from andon_contracts.watch import Watch, gathering
 from tests.support.ranks import run_ranks
 
 
@@ -140,6 +141,13 @@ def _in_a_generator(model: nn.Module, optimizer: torch.optim.Optimizer, watches:
             yield 1
 
 
+def _exits(model: nn.Module, optimizer: torch.optim.Optimizer, watches: list[Watch], code: object) -> None:
+    with andon.watch(model, optimizer) as w:
+        watches.append(w)
+        _update(model, optimizer)
+        sys.exit(code)  # type: ignore[arg-type]
+
+
 def _leaves(code: object) -> str:
     """Why the other ranks are halted, in one line; "": they are not."""
     model = _model()
@@ -150,10 +158,8 @@ def _leaves(code: object) -> str:
         next(steps)
         steps.close()  # type: ignore[attr-defined]
     else:
-        with pytest.raises(SystemExit) as ended, andon.watch(model, optimizer) as w:
-            watches.append(w)
-            _update(model, optimizer)
-            sys.exit(code)  # type: ignore[arg-type]
+        with pytest.raises(SystemExit) as ended:
+            _exits(model, optimizer, watches, code)
         assert ended.value.code == code
     assert watches[0]._cord is not None
     cause = watches[0]._cord.cause
@@ -279,3 +285,53 @@ def test_a_forward_pass_under_vmap_is_looked_at_as_any_other() -> None:
         out = torch.func.vmap(member, (0, None))(stacked, rows)
         assert out.shape == (2, 4, 2)
     assert w.evaluations["update-applied"] == 2
+
+
+# ranks that do different things
+
+
+def _meets(script: str) -> list[str | None]:
+    """What each meeting of this rank says, by who comes to which."""
+    os.environ["WORLD_SIZE"] = "2"
+    gathering._BEAT_S, gathering._STUCK_S, gathering._SURE_S = 0.05, 0.2, 0.5
+    gathering._LONGEST_S = 0.5 if script == "late" else 60.0
+    here, rank = gathering.Gathering(), dist.get_rank()
+    if script == "together":
+        return [here.meet("Adam"), here.meet("SGD")]
+    if script == "refused":
+        return [here.meet("Adam", "nothing tells them apart" if rank == 1 else ""), here.meet("SGD")]
+    if script == "actor":
+        found = [here.meet("Adam")] if rank == 0 else []
+        dist.broadcast(torch.ones(2), 0)
+        return found
+    if script == "ended":
+        if rank == 1:
+            here.close()
+        return [here.meet("Adam")] if rank == 0 else []
+    # Rank 0 has an optimizer that rank 1 has not; then both come to one, rank 1 too late for the others of it.
+    found = [here.meet("probe")] if rank == 0 else []
+    dist.barrier()
+    return [*found, here.meet("Adam")]
+
+
+def test_ranks_meet_before_a_watch_is_opened() -> None:
+    """All open one, or none does for the reason of the one that cannot."""
+    assert [outcome.get() for outcome in run_ranks(2, _meets, "together")] == [[None, None]] * 2
+    assert [outcome.get() for outcome in run_ranks(2, _meets, "refused")] == [["nothing tells them apart", None]] * 2
+
+
+def test_a_rank_that_waits_elsewhere_is_seen_long_before_the_patience_is_over() -> None:
+    """An actor in the broadcast of the learner, and a rank whose script has ended."""
+    learner, actor = (outcome.get() for outcome in run_ranks(2, _meets, "actor"))
+    assert actor == []
+    assert learner[0].startswith("rank 1 did not come to the first update of Adam (rank 1 waits in a collective, ")
+    learner, ended = (outcome.get() for outcome in run_ranks(2, _meets, "ended"))
+    assert ended == []
+    assert learner == ["rank 1 did not come to the first update of Adam (rank 1 has ended its script)"]
+
+
+def test_an_optimizer_of_one_rank_does_not_keep_the_others_from_being_watched() -> None:
+    """Rank 0 gives up on its own; at the next one both meet."""
+    alone, other = (outcome.get() for outcome in run_ranks(2, _meets, "late"))
+    assert alone[0].startswith("rank 1 did not come to the first update of probe")
+    assert alone[1:] == other == [None]

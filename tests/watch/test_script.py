@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from andon.run.ledger import read_ledger
 from andon_contracts.record import Broken, End, Step
-from andon_contracts.watch import script, standby
+from andon_contracts.watch import gathering, script, standby
 from tests.support.ranks import run_ranks
 
 
@@ -299,25 +299,127 @@ def test_the_exit_code_is_the_scripts_and_70_is_ours(tmp_path: Path) -> None:
         assert outcome.get() == [70, 70, (0, rank == 0), ("exit", 3), ("exit", "words"), 0, 0]
 
 
-def _alone(folder: str) -> str:
+def _alone(folder: str) -> tuple[object, str]:
     if dist.get_rank() == 1:
-        return ""
-    standby._TOGETHER = standby.datetime.timedelta(seconds=0.5)
+        return "not run", ""
+    gathering._LONGEST_S = 0.5
     path = Path(folder, "alone.py")
     path.write_text(HEAD + PARTED)
-    try:
-        script.main([str(path)])
-    except standby.CannotWatch as refused:
-        return f"{refused.code} {refused.why}"
-    return "watched"
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        return script.main(["--action", "raise", str(path)]), said.getvalue()
 
 
-def test_a_rank_that_nobody_watches_is_a_clear_refusal(tmp_path: Path) -> None:
-    """Where only some ranks were started under the watch, they say so and end; they do not wait for ever."""
-    found = run_ranks(2, _alone, str(tmp_path))[0].get()
-    assert found.startswith("2 rank 1 did not come to the first update")
+def test_a_rank_that_nobody_watches_leaves_the_others_unwatched(tmp_path: Path) -> None:
+    """If only some ranks were started under the watch, one line says so, and the script runs as it does alone."""
+    code, said = run_ranks(2, _alone, str(tmp_path))[0].get()
+    assert code == 0
+    assert len(said.splitlines()) == 1
+    assert said.startswith("andon watch: the script goes on, but not watched: rank 1 did not come to the first update")
 
 
+LOOSE_TENSOR = """
+actor, temperature = net(), torch.zeros(1, requires_grad=True)
+optimizer = torch.optim.SGD(actor.parameters(), lr=0.05)
+for step in range(3):
+    (actor(mine(step)).square().mean() / world).backward()
+    grads(*actor.parameters())
+    optimizer.step()
+    optimizer.zero_grad()
+    of_temperature = torch.optim.Adam([temperature], lr=0.05)  # a new one each time, as of an attack on a batch
+    temperature.exp().sum().backward()
+    of_temperature.step()
+"""
+MASTERS = """
+model = net().to(torch.bfloat16)
+masters = [p.detach().float().requires_grad_(True) for p in model.parameters()]
+optimizer = torch.optim.AdamW(masters, lr=0.01)
+for step in range(2):
+    model(mine(step).bfloat16()).float().square().mean().backward()
+    for p, m in zip(model.parameters(), masters):
+        m.grad, p.grad = p.grad.float() / world, None
+        dist.all_reduce(m.grad)
+    optimizer.step()
+    with torch.no_grad():
+        for p, m in zip(model.parameters(), masters):
+            p.copy_(m)
+"""
+ALIKE = """
+one, other = net(), net()
+first, second = nn.Sequential(one), nn.Sequential(one)
+optimizer = torch.optim.SGD(one.parameters(), lr=0.05)
+for step in range(2):
+    (first(mine(step)).square().mean() / world).backward()
+    grads(*one.parameters())
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+META = """
+model = nn.ModuleDict({"used": net(), "unused": nn.Linear(3, 3, device="meta")})
+trained = list(model["used"].parameters())
+optimizer = torch.optim.SGD(trained, lr=0.05)
+for step in range(2):
+    (model["used"](mine(step)).square().mean() / world).backward()
+    grads(*trained)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+SUBGROUP = """
+groups = [dist.new_group([each]) for each in range(world)]
+model = DistributedDataParallel(net(rank), process_group=groups[rank])
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+for step in range(2):
+    model(mine(step)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+UNWATCHED = {
+    "loose tensor": (LOOSE_TENSOR, "Adam trains only tensors that are no parameters of a module"),
+    "masters": (MASTERS, "AdamW trains only tensors that are no parameters of a module"),
+    "alike": (ALIKE, "2 modules Sequential hold what the optimizer trains, and nothing tells them apart"),
+    "meta": (META, "unused.weight, unused.bias are on the meta device"),
+    "subgroup": (SUBGROUP, "the group has 2 ranks, but the model's replicas are 1"),
+}
+"""Right scripts that cannot be watched, or not wholly, and what is said of them."""
+
+
+def _unwatched(folder: str) -> list[tuple[object, str]]:
+    found: list[tuple[object, str]] = []
+    for name in UNWATCHED:
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            code = script.main(["--action", "raise", str(Path(folder, f"{name}.py"))])
+        found.append((code, said.getvalue()))
+        vars(sys.modules["__main__"]).clear()
+        gc.collect()
+    return found
+
+
+def test_what_cannot_be_watched_ends_no_script(tmp_path: Path) -> None:
+    """It runs to its end; one line in all, of one of the ranks, says what is not watched and why."""
+    write_scripts(tmp_path, {name: body for name, (body, _) in UNWATCHED.items()})
+    ranks = [outcome.get() for outcome in run_ranks(2, _unwatched, str(tmp_path))]
+    for place, (name, (_, why)) in enumerate(UNWATCHED.items()):
+        assert [rank[place][0] for rank in ranks] == [0, 0], (name, ranks)
+        lines = [line for rank in ranks for line in rank[place][1].splitlines() if "not watched: " in line[:60]]
+        told = [line for line in lines if line.startswith("andon watch: the script goes on, but not watched: ")]
+        assert len(told) == 1, (name, ranks)
+        assert why in told[0]
+        watched = any("andon.watch: 3 steps" in rank[place][1] for rank in ranks)
+        assert watched == (name == "loose tensor")
+        assert not any("nothing was watched" in rank[place][1] for rank in ranks)
+
+
+def test_a_ledger_that_cannot_be_written_is_still_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is an argument of the user's, and no property of the script."""
+    (tmp_path / "loop.py").write_text(_ONE + OWN_LINE.replace("import andon\n", "").replace(_WITH, "if True:"))
+    (tmp_path / "notes.txt").write_text("no ledger\n")
+    monkeypatch.setenv("ANDON_LEDGER", str(tmp_path / "notes.txt"))
+    with pytest.raises(standby.CannotWatch) as refused:
+        script.main([str(tmp_path / "loop.py")])
+    assert refused.value.code == 2
+    assert "is another file" in refused.value.why
+
+
+_WITH = "with andon.watch(model, optimizer):"
 _ONE = "from torch import nn\nimport torch\ndef net(): return nn.Linear(4, 2)\nrows = torch.ones(3, 4)\n"
 _IDLE = "nothing was watched"
 

@@ -184,7 +184,7 @@ class Exchange:
     def first_difference(self, step: int, tensor: Tensor | None, noun: str = "tensor") -> Element | str | None:
         """The first element in which the ranks' `tensor`s differ; None if they do not. A few gathers.
 
-        tensor: None on a rank that has no such tensor. If only some ranks have it, the result says which have no `noun`.
+        tensor: None on a rank that has none. If only some ranks have one, the result says which have no `noun`.
         """
         if not self.alike:
             return None

@@ -240,7 +240,7 @@ def outside_of_transforms() -> AbstractContextManager[object]:
     """Inside, operations are not a part of what `torch.func` transforms: of `vmap`, `grad` and the like."""
     if torch._C._functorch.peek_interpreter_stack() is None:
         return nullcontext()
-    return temporarily_clear_interpreter_stack()  # type: ignore[no-any-return]
+    return temporarily_clear_interpreter_stack()
 
 
 def places_of(tensors: Sequence[Tensor]) -> frozenset[int]:

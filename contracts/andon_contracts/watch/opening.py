@@ -24,7 +24,7 @@ from andon_contracts.watch.discovery import reducers_of
 from andon_contracts.watch.exchange import WIDTH, Exchange
 from andon_contracts.watch.ledger import ledger_path, open_ledger
 from andon_contracts.watch.model_probe import ModelProbe
-from andon_contracts.watch.replicas import Replicate, part_of, replicas_of
+from andon_contracts.watch.replicas import Replicas, Replicate, part_of, replicas_of
 from andon_contracts.watch.settings import Action, Plan, Reference, Scaler, Schedule, Settings
 from andon_contracts.watch.watcher import Watch
 
@@ -115,6 +115,10 @@ def watch_script(
     return _opened(model, optimizers, settings, _Place(None, None, _TIMEOUT, _PATIENCE), None)
 
 
+class CannotLook(ValueError):
+    """What the command `andon watch` found cannot be watched, alike on all ranks: it is no mistake of the user's."""
+
+
 @dataclass(frozen=True)
 class _Place:
     """The ranks of a watch, those that hold the same of them, and how long they wait for each other."""
@@ -140,13 +144,16 @@ def _opened(
         if subject is not None:
             problems = settings.problems(subject) + _conflicts(model, optimizers, exchange)
         part = _part(subject, place.replicate, exchange.rank, problems)
+        of_the_model = len(problems)
         file = _opened_ledger(path, settings.start, problems)
         if file is not None:
             undo.callback(file.close)
         # What signs the ranks' signs of life goes from rank 0 to the others here, and not through their store.
         told = {"records": int(file is not None), **part, **words_of(drawn())}
+        # All that the user tells the command is checked before this, but for the ledger.
+        told["mistakes"] = len(problems) - (of_the_model if settings.by_command else 0)
         seen = _agreed(exchange, problems, settings.digests(), told)
-        replicas = replicas_of([o.values["part"] for o in seen], [o.values["copies"] for o in seen])
+        replicas = _replicas(seen, place.replicate)
         assert subject is not None
         settings = replace(settings, recording=bool(seen[0].values["records"]))
         cord = _cord(exchange, settings, place, secret_in(seen[0].values))
@@ -176,6 +183,17 @@ def _part(subject: ModelProbe | None, replicate: Replicate | None, rank: int, pr
         except ValueError as error:
             problems.append(str(error))
     return {"part": part, "copies": copies}
+
+
+def _replicas(seen: Sequence[Observation], given: Replicate | None) -> Replicas:
+    """The replicas of each part. Raises `ValueError` if those that the user named are not a partition of the ranks."""
+    try:
+        return replicas_of([o.values["part"] for o in seen], [o.values["copies"] for o in seen])
+    except ValueError:
+        if given is not None:
+            raise
+        # Meshes of their own in several pipeline stages, say: which shards are alike is not known.
+        return Replicas(tuple(range(len(seen))))
 
 
 def _opened_ledger(path: Path | None, start: int, problems: list[str]) -> LedgerFile | None:
@@ -275,5 +293,5 @@ def _agreed(
         found.append(f"the ranks watch with different settings: {', '.join(differing)}")
     if found:
         msg = "andon.watch: " + "; ".join(found)
-        raise ValueError(msg)
+        raise ValueError(msg) if any(o.values["mistakes"] for o in seen) else CannotLook(msg)
     return seen

@@ -98,17 +98,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _FAILED if isinstance(found, Halted) and not standby.violated else _VIOLATION
     except SystemExit as ended:
         if not ended.code:
-            _tell_of_nothing(idle=standby.idle)
+            _tell_of_nothing(idle=standby.saw_nothing)
         if ended.code or not standby.violated:
             raise
         return _VIOLATION
-    _tell_of_nothing(idle=standby.idle)
+    _tell_of_nothing(idle=standby.saw_nothing)
     return _VIOLATION if standby.violated else 0
 
 
 def _tell_of_nothing(*, idle: bool) -> None:
     if idle:
-        tell("andon watch: no optimizer of torch made an update, so nothing was watched")
+        several = os.environ.get("WORLD_SIZE", "1") != "1"
+        which = f"rank {os.environ.get('RANK', '?')}: " if several else ""
+        tell(f"andon watch: {which}no optimizer of torch made an update, so nothing was watched")
 
 
 def _unrunnable(name: str) -> list[str]:

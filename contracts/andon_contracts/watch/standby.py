@@ -8,31 +8,26 @@ that.
 
 from __future__ import annotations
 
-import datetime
 import os
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from andon_contracts.legible import tell
-from andon_contracts.liveness.halt import own_store
+from andon_contracts.legible import legible_line, tell
 from andon_contracts.watch.discovery import members, optimizer_of, optimizer_that_reduces, trained_by
 from andon_contracts.watch.first_reductions import FirstReductions
+from andon_contracts.watch.gathering import Gathering
 from andon_contracts.watch.intercept import listen, unlisten
 from andon_contracts.watch.loaders import Yielded
-from andon_contracts.watch.opening import is_watched, opened_so_far, watch_script
+from andon_contracts.watch.opening import CannotLook, is_watched, opened_so_far, watch_script
 from andon_contracts.watch.watcher import Watch
-
-_TOGETHER = datetime.timedelta(minutes=2)
-"""How long the other ranks have to come to the first update as well."""
 
 
 class CannotWatch(SystemExit):
-    """What keeps the script from being watched, said on standard error; no `except Exception` of it may hide that."""
+    """A wrong argument of the command, said on standard error; no `except Exception` of the script may hide that."""
 
     def __init__(self, why: str) -> None:
         super().__init__(2)
@@ -50,7 +45,9 @@ class Standby:
         self._running: list[torch.optim.Optimizer] = []
         self._clipped: set[int] = set()
         self._reductions = FirstReductions()
+        self._gathering = Gathering()
         self._handles: list[Any] = []
+        self._left_out: set[str] = set()
 
     def __enter__(self) -> Self:
         self._handles = [
@@ -64,6 +61,7 @@ class Standby:
         for handle in self._handles:
             handle.remove()
         unlisten(self)
+        self._gathering.close()
         for each in self.watches:
             if isinstance(error, SystemExit):  # the script's own way to end; the others have theirs
                 each.close()
@@ -74,6 +72,11 @@ class Standby:
     def idle(self) -> bool:
         """Whether no watch was opened in this time, by the script itself neither."""
         return opened_so_far() == self._opened_before
+
+    @property
+    def saw_nothing(self) -> bool:
+        """Whether no optimizer was seen either."""
+        return self.idle and not self._left_out
 
     @property
     def violated(self) -> bool:
@@ -149,24 +152,42 @@ class Standby:
         """Of no concern before there is a watch."""
 
     def _open(self, optimizer: torch.optim.Optimizer) -> Watch | None:
+        """A watch of what `optimizer` trains; None if it cannot be watched, which ends nothing and is said."""
         self._seen.add(optimizer)
         if is_watched(optimizer):
             return None
+        held, kind = members(optimizer), type(optimizer).__qualname__
+        if not any(isinstance(each, torch.nn.Parameter) for each in held):
+            self._leave_out(f"{kind} trains only tensors that are no parameters of a module")
+            return None
+        why = ""
         try:
             model, optimizers = trained_by(optimizer)
         except ValueError as error:
-            raise _refusal(str(error)) from None
+            why = str(error)
+        refused = self._gathering.meet(f"{kind} of {len(held)} tensors", why)
+        if refused is not None:
+            self._leave_out(refused)
+            return None
         if any(is_watched(each) for each in optimizers):
             optimizers = [optimizer]
         self._make_way(optimizers, model)
         self._seen.update(optimizers)
-        self._await_others()
         try:
             opened = watch_script(model, optimizers, **self._options)
+        except CannotLook as error:
+            self._leave_out(str(error))
+            return None
         except ValueError as error:
             raise _refusal(str(error)) from None
         self.watches.append(opened)
         return opened
+
+    def _leave_out(self, why: str) -> None:
+        """Say, once, why something is not watched; "": that was said."""
+        if why and why not in self._left_out and self._gathering.is_first(why):
+            tell(f"andon watch: the script goes on, but not watched: {legible_line(_plain(why))}")
+        self._left_out.add(why)
 
     def _make_way(self, optimizers: Sequence[torch.optim.Optimizer], model: torch.nn.Module) -> None:
         """Close the watch of a model for which there is a new optimizer: it would miss what that one trains."""
@@ -176,26 +197,11 @@ class Standby:
                 tell("andon watch: another optimizer trains this model now, so it is watched anew")
                 each.close()
 
-    def _await_others(self) -> None:
-        """Wait until every rank is here. Raises `CannotWatch` where one does not come: it may not be watched at all."""
-        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-            return
-        store = own_store(f"standby/{len(self.watches)}")
-        assert store is not None
-        store.set(str(dist.get_rank()), "1")
-        missing = []
-        for rank in range(dist.get_world_size()):
-            try:
-                store.wait([str(rank)], _TOGETHER)
-            except RuntimeError:
-                missing.append(str(rank))
-        if missing:
-            raise _refusal(
-                f"rank {', '.join(missing)} did not come to the first update of a watched optimizer within "
-                f"{_TOGETHER.total_seconds():.0f} s; start every rank with `-m andon watch`, as torchrun does"
-            )
-
 
 def _refusal(why: str) -> CannotWatch:
-    tell(f"andon watch: {why.removeprefix('andon.watch: ')}")
+    tell(f"andon watch: {_plain(why)}")
     return CannotWatch(why)
+
+
+def _plain(why: str) -> str:
+    return why.removeprefix("andon.watch: ")

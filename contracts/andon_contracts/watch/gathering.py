@@ -1,0 +1,165 @@
+"""All ranks of a script come to the first update of an optimizer before a watch of it is opened, or none opens one.
+
+Opening a watch is collective, so a rank must not begin it unless all ranks do. Not every right script trains on every
+rank: a learner updates weights while actors wait for them in a broadcast. So a rank that comes to an update waits for
+the others in the store, where it disturbs no collective of the script, and gives up if they do not come. The ranks
+decide by one value that the store sets once: a rank that comes later reads it and does not wait.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from andon_contracts.liveness.halt import own_store
+from andon_contracts.stacks import doing
+from andon_contracts.watch.values import text_digest
+
+_LONGEST_S = 120.0
+"""How long a rank waits for the others to come to a first update, if their group waits three times as long."""
+_AGAIN_S = 5.0
+"""How long it waits the second time. After that it opens no watch any more."""
+_LOOK_S = 0.1
+_SURE_S = 3.0
+"""How long a rank waits before it believes that another one waits elsewhere, which may just be over."""
+_BEAT_S = 1.0
+"""How often a rank looks where its main thread is."""
+_STUCK_S, _BUSY_S = 5.0, 0.1
+"""A rank that is in one call of a collective for so long, and computes less between two looks, waits there."""
+_scripts = itertools.count()
+"""The scripts of this process, which are as many on each rank."""
+
+
+class Gathering:
+    """The meetings of the ranks of one script, and a thread that tells the others if this rank waits elsewhere."""
+
+    def __init__(self) -> None:
+        self._name = f"standby/{next(_scripts)}"
+        self._round = 0
+        self._patience = [_LONGEST_S, _AGAIN_S]
+        self._over = threading.Event()
+        self._main = threading.get_ident()
+        # Without ranks there is nobody to tell, and a script that forks likes to have no threads.
+        self._thread = threading.Thread(target=self._tell_where, name="andon-standby", daemon=True)
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            self._thread.start()
+
+    def close(self) -> None:
+        """The script has ended: it comes to no update any more."""
+        self._over.set()
+        if self._thread.ident is not None:
+            self._thread.join(1.0)
+
+    def is_first(self, text: str) -> bool:
+        """Whether no other rank has asked so of this text: one rank says what several found."""
+        with suppress(RuntimeError, ValueError):
+            store = own_store(self._name)
+            return store is None or store.add(f"said/{text_digest(text)}", 1) == 1
+        return True
+
+    def meet(self, what: str, refuses: str = "") -> str | None:
+        """Meet the others at an update of `what`; None if all ranks are here, else why no watch is to be opened.
+
+        refuses: why this rank cannot open one, which the others are told. After the last attempt this returns "".
+        """
+        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+            return refuses or None
+        if not self._patience:
+            return refuses
+        try:
+            store = own_store(self._name)
+            assert store is not None
+            return self._meet(store, what, refuses)
+        except (RuntimeError, ValueError, TypeError) as error:
+            self._patience.clear()
+            return f"the ranks' store does not answer ({type(error).__name__})"
+
+    def _meet(self, store: Store, what: str, refuses: str) -> str | None:
+        while True:
+            key, self._round = f"{self._round}", self._round + 1
+            late = store.check([f"{key}/verdict"])
+            store.set(f"{key}/here/{dist.get_rank()}", what)
+            verdict = _agreed(store, key, [what, refuses]) if refuses else self._await(store, key, what)
+            given_up, why = json.loads(verdict)
+            # The others gave up on another optimizer, which this rank does not have: they meet again at the next one.
+            if not (late and why and given_up != what):
+                return str(why) or None
+
+    def _await(self, store: Store, key: str, what: str) -> str:
+        began, others = time.monotonic(), list(range(dist.get_world_size()))
+        patience = min(self._patience[0], _timeout_of_group().total_seconds() / 3)
+        while True:
+            if store.check([f"{key}/verdict"]):
+                return bytes(store.get(f"{key}/verdict")).decode()
+            others = [rank for rank in others if not store.check([f"{key}/here/{rank}"])]
+            if not others:
+                return _agreed(store, key, [what, ""])
+            waited = time.monotonic() - began
+            away = {r: bytes(store.get(f"away/{r}")).decode() for r in others if store.check([f"away/{r}"])}
+            elsewhere = [f"rank {rank} {away[rank]}" for rank in others if away.get(rank)]
+            if waited > patience or (waited > _SURE_S and len(elsewhere) == len(others)):
+                self._give_up(store)
+                missing = f"rank {', '.join(map(str, others))} did not come to the first update of {what}"
+                seen = f" ({'; '.join(elsewhere)})" if elsewhere else f" within {waited:.0f} s"
+                return _agreed(store, key, [what, missing + seen])
+            time.sleep(_LOOK_S)
+
+    def _give_up(self, store: Store) -> None:
+        del self._patience[0]
+        if not self._patience:
+            store.set(f"away/{dist.get_rank()}", "has given up waiting for the others")
+
+    # the thread
+
+    def _tell_where(self) -> None:
+        """Tell the other ranks while the main thread waits in a collective, and when the script has ended."""
+        told, last, computed, since = "", None, 0.0, time.monotonic()
+        clock = time.pthread_getcpuclockid(self._main)
+        store: Store | None = None
+        while True:
+            over = self._over.wait(_BEAT_S)
+            here, before, computed = _in_collective(self._main), computed, time.clock_gettime(clock)
+            if here != last or computed - before > _BUSY_S:
+                last, since = here, time.monotonic()
+            stuck = here is not None and time.monotonic() - since >= _STUCK_S
+            text = "has ended its script" if over else f"waits {doing(self._main)}" if stuck else ""
+            with suppress(RuntimeError, ValueError):  # the store is gone, and with it whoever would ask
+                if text != told and (store := store or own_store(self._name)) is not None:
+                    store.set(f"away/{dist.get_rank()}", text)
+                    told = text
+            if over:
+                return
+
+
+def _agreed(store: Store, key: str, verdict: list[str]) -> str:
+    """The verdict of this meeting: this one, unless another rank was faster."""
+    return bytes(store.compare_set(f"{key}/verdict", "", json.dumps(verdict))).decode()
+
+
+def _in_collective(ident: int) -> tuple[int, int] | None:
+    """Which call of `torch.distributed` the thread is in, if that is where it stands."""
+    frame: Any = sys._current_frames().get(ident)
+    if frame is None or not str(frame.f_globals.get("__name__", "")).startswith("torch.distributed"):
+        return None
+    return id(frame), frame.f_lasti
+
+
+def _timeout_of_group() -> timedelta:
+    """How long the script's own collectives wait, the least of all kinds of devices."""
+    group = dist.distributed_c10d._get_default_group()
+    found = [timedelta(minutes=30)]
+    for kind in ("cpu", "cuda"):
+        with suppress(RuntimeError):
+            found.append(group._get_backend(torch.device(kind)).options._timeout)
+    return min(found)
