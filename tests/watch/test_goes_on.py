@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -335,3 +336,155 @@ def test_an_optimizer_of_one_rank_does_not_keep_the_others_from_being_watched() 
     alone, other = (outcome.get() for outcome in run_ranks(2, _meets, "late"))
     assert alone[0].startswith("rank 1 did not come to the first update of probe")
     assert alone[1:] == other == [None]
+
+
+# tensors of a loop beside its model
+
+
+def _low() -> nn.Sequential:
+    return _model().to(torch.bfloat16)
+
+
+def _masters(model: nn.Module, kind: str) -> list[Tensor]:
+    """fp32 copies of the weights, which the optimizer gets in their place."""
+    copies = [p.detach().float() for p in model.parameters()]
+    if kind == "flat":
+        copies = [torch.cat([each.flatten() for each in copies])]
+    return [nn.Parameter(each) if kind == "parameters" else each.requires_grad_() for each in copies]
+
+
+@pytest.mark.parametrize("kind", ["tensors", "parameters", "flat"])
+def test_master_weights_are_no_mistake(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The one line: what stands beside the model is not looked at, which is said, and the rest is."""
+    model = _low()
+    masters = _masters(model, kind)
+    optimizer = torch.optim.SGD(masters, lr=0.1)
+    with andon.watch(model, optimizer, action="raise") as w:
+        for _ in range(3):
+            model(torch.ones(3, 4, dtype=torch.bfloat16)).square().sum().backward()
+            gradients = [p.grad.float() for p in model.parameters() if p.grad is not None]
+            if kind == "flat":
+                gradients = [torch.cat([each.flatten() for each in gradients])]
+            for master, gradient in zip(masters, gradients, strict=True):
+                master.grad = gradient
+            optimizer.step()
+            model.zero_grad()
+    assert w.findings == ()
+    assert w.evaluations["update-applied"] == 3
+    said = capsys.readouterr().err.splitlines()
+    held = "1 tensor" if kind == "flat" else "4 tensors"
+    assert f"  not watched: the updates of {held} of the optimizers beside the model's parameters" in said
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_a_loose_tensor_beside_the_model_is_no_mistake(apart: bool) -> None:
+    """With an optimizer of its own, or in that of the model."""
+    model, temperature = _model(), torch.zeros(1, requires_grad=True)
+    held = [[*model.parameters()], [temperature]] if apart else [[*model.parameters(), temperature]]
+    optimizers = [torch.optim.SGD(each, lr=0.1) for each in held]
+    with andon.watch(model, optimizers, action="raise") as w:
+        for _ in range(3):
+            (model(torch.ones(3, 4)).square().sum() * temperature.exp()).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert w.findings == ()
+    assert temperature.item() != 0
+
+
+def test_a_parameter_that_is_left_out_is_still_found_beside_a_loose_tensor() -> None:
+    """A temperature is too small to be the master weight of a layer."""
+    model, temperature = _model(), torch.zeros(1, requires_grad=True)
+    optimizer = torch.optim.SGD([*model[0].parameters(), temperature], lr=0.1)
+    w = andon.watch(model, optimizer, action=lambda _: None)
+    w.close()
+    assert [(each.clause, each.tensor) for each in w.findings] == [("parameters-kept", "2.weight")]
+
+
+# what stays
+
+
+def _held(root: object) -> int:
+    """How many items the containers of a watch have in all, itself and its parts included."""
+    found, waiting, items = {id(root)}, [root], 0
+    while waiting:
+        each = waiting.pop()
+        inside: list[object] = []
+        if isinstance(each, Mapping):
+            inside = [*each.keys(), *each.values()]
+        elif isinstance(each, list | tuple | set | frozenset | deque):
+            inside = list(each)
+        items += len(inside)
+        if type(each).__module__.startswith("andon_contracts"):
+            names = [name for kind in type(each).__mro__ for name in getattr(kind, "__slots__", ())]
+            inside += [*getattr(each, "__dict__", {}).values(), *(getattr(each, name, None) for name in names)]
+        for one in inside:
+            ours = type(one).__module__.startswith(("andon_contracts", "builtins", "collections", "weakref"))
+            if ours and not isinstance(one, type | str | int) and id(one) not in found:
+                found.add(id(one))
+                waiting.append(one)
+    return items
+
+
+def _batches(loop: str) -> Iterator[tuple[Tensor, Tensor]]:
+    loader = DataLoader(TensorDataset(torch.randn(16, 4), torch.arange(16)), batch_size=4, shuffle=True)
+    while True:
+        yield from [next(iter(loader))] if loop == "next(iter(loader))" else loader
+
+
+def _grows(loop: str) -> list[int]:
+    """What a watch holds after 192 updates and after 384, both at the same place of all that comes round."""
+    model = _model()
+    optimizer = _sgd(model)
+    told = {"rows": 16} if loop == "rows=" else {}
+    held: list[int] = []
+    with andon.watch(model, optimizer, allow=dict.fromkeys(("samples-once", "order-renewed"), "one loop"), **told) as w:
+        for step, (rows, ids) in enumerate(_batches(loop), 1):
+            if told:
+                w.batch(ids)
+            _update(model, optimizer, rows)
+            if step in (192, 384):
+                held.append(_held(w))
+            if step == 384:
+                return held
+    raise AssertionError
+
+
+LOOPS = ("epochs", "next(iter(loader))", "rows=")
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_watch_of_one_process_does_not_grow(loop: str) -> None:
+    """Whatever number of updates it has seen, it holds as much."""
+    first, second = _grows(loop)
+    assert first == second
+
+
+def test_a_watch_of_two_ranks_does_not_grow_with_its_passes() -> None:
+    """A loop that begins a new pass for each batch."""
+    for outcome in run_ranks(2, _grows, "next(iter(loader))"):
+        first, second = outcome.get()
+        assert first == second
+
+
+def test_the_rows_of_an_epoch_are_not_copied_for_an_update() -> None:
+    """They may be millions; the law looks at the set that is there."""
+    model = _model()
+    optimizer = _sgd(model)
+    looked: list[object] = []
+    with andon.watch(model, optimizer, rows=100) as w:
+        judge = w._verdicts.judge
+
+        def judged(laws: Any, seen: Any, scene: Any) -> bool:
+            looked.append(getattr(seen, "epoch", None))
+            return judge(laws, seen, scene)
+
+        w._verdicts.judge = judged  # type: ignore[method-assign]
+        w.batch([1, 2, 3])
+        _update(model, optimizer)
+        w.batch([4, 5, 6])
+        _update(model, optimizer)
+        epoch = w._updates.reports._epoch
+        assert [each is epoch for each in looked if each is not None] == [True, True]
+        assert epoch == {1, 2, 3, 4, 5, 6}
+    assert w.findings == ()

@@ -129,10 +129,12 @@ def _declared(settings: Settings, world: int) -> dict[str, Cover]:
     }
 
 
-def opening_lines(found: Mapping[str, Cover], world: int, trainable: int, settings: Settings) -> list[str]:
+def opening_lines(
+    found: Mapping[str, Cover], world: int, trainable: int, settings: Settings, beside: int = 0
+) -> list[str]:
     """What a watch prints when it begins: what is watched, and what is not with the line that would change it.
 
-    With `verbose` a table of all clauses besides.
+    With `verbose` a table of all clauses besides. beside: how many tensors the optimizers hold beside the model.
     """
     head = f"andon.watch: {world} rank{'s' * (world > 1)}, {trainable} trainable tensors"
     live = sum(cover.live for cover in found.values())
@@ -149,6 +151,9 @@ def opening_lines(found: Mapping[str, Cover], world: int, trainable: int, settin
         f"{head}; {live} of {len(found)} clauses are held" + f", {table} lists them" * (not settings.verbose),
         f"  not watched: {', '.join([*unseen, *missing])}" + f"; {where}" * bool(missing) if missing or unseen else "",
     ]
+    if beside:
+        held = counted(beside, "tensor")
+        lines.append(f"  not watched: the updates of {held} of the optimizers beside the model's parameters")
     if settings.verbose:
         width = max(map(len, found))
         lines += [f"  {name:<{width}}  {cover.state:<14}  {cover.why}".rstrip() for name, cover in found.items()]

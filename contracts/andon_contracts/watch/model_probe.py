@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from operator import attrgetter, is_
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
@@ -127,6 +128,8 @@ class ModelProbe:
         self.every_rank_has_rows = not self.sharded or self._only_data_parallel()
         """Whether no ranks share the rows of a batch, as they do under tensor parallelism."""
         self._optimizers = tuple(optimizers)
+        self.beside = self._beside()
+        """Tensors of the optimizers whose updates are not looked at: what the loop keeps beside the model."""
         self._groups = self._members()
         self._counts = self._sizes()
         self._declared = declared
@@ -190,13 +193,41 @@ class ModelProbe:
         return self._norms[number - 1][0] if number else ""
 
     def strange_optimizers(self) -> list[int]:
-        """The numbers, from 1, of the optimizers that hold no parameter of the model."""
-        mine = {id(parameter) for parameter in self.parameters.values()}
+        """The numbers, from 1, of the optimizers that hold parameters, but of another model than this one."""
+        mine, beside = {id(parameter) for parameter in self.parameters.values()}, set(map(id, self.beside))
         return [
             number
             for number, each in enumerate(self._optimizers, 1)
-            if not any(id(member) in mine for group in each.param_groups for member in group["params"])
+            if {id(member) for group in each.param_groups for member in group["params"]}.isdisjoint(mine)
+            and not {id(member) for group in each.param_groups for member in group["params"]} <= beside
         ]
+
+    def _beside(self) -> list[Tensor]:
+        """What the optimizers hold that is no parameter of the model, and is not meant to be one.
+
+        A tensor that is no `nn.Parameter` (a temperature, a latent, a master weight) cannot be in a module. A parameter
+        of the form of a trained one in another precision is its master weight.
+        """
+        forms = {(tuple(p.shape), p.dtype) for p in self.parameters.values() if p.requires_grad}
+        shapes, mine = {shape for shape, _ in forms}, {id(parameter) for parameter in self.parameters.values()}
+        members = (p for each in self._optimizers for group in each.param_groups for p in group["params"])
+        return [
+            p
+            for p in members
+            if id(p) not in mine
+            and (
+                not isinstance(p, nn.Parameter) or (tuple(p.shape) in shapes and (tuple(p.shape), p.dtype) not in forms)
+            )
+        ]
+
+    def _has_masters(self, missing: Sequence[int]) -> bool:
+        """Whether what the optimizers hold beside the model can be the master weights of these slots' parameters.
+
+        They may be one flat tensor, of which each rank holds its part.
+        """
+        ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        sizes = {id(self.slots[i].parameter): self.slots[i].parameter.numel() for i in missing}
+        return sum(sizes.values()) <= ranks * sum(each.numel() for each in self.beside)
 
     def without_values(self) -> list[str]:
         """What is wrong, in words, with parameters that have no values to look at."""
@@ -232,12 +263,13 @@ class ModelProbe:
                 if slot.trainable != any(fnmatch.fnmatchcase(slot.name, pattern) for pattern in self._declared):
                     return change_of(_UNDECLARED if slot.trainable else _FROZEN, i)
         copies = self._copies()
-        for i, slot in enumerate(self.slots):
-            if slot.trainable and id(slot.parameter) not in held | copies:
-                return change_of(_MISSING, i)
+        missing = [i for i, s in enumerate(self.slots) if s.trainable and id(s.parameter) not in held | copies]
+        if missing and not self._has_masters(missing):
+            return change_of(_MISSING, missing[0])
+        beside = set(map(id, self.beside))
         for each in self._optimizers:
             for parameter in (p for group in each.param_groups for p in group["params"]):
-                if parameter.requires_grad and id(parameter) not in index:
+                if parameter.requires_grad and id(parameter) not in index and id(parameter) not in beside:
                     return change_of(_FOREIGN, len(self.slots))
         by_name = {slot.name: slot for slot in self.slots}
         for one, other in self._tied:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from andon_contracts.agree import GroupGather, Observation, own_group
+from andon_contracts.causes import first_line
 from andon_contracts.ledger import LedgerFile
 from andon_contracts.liveness.halt import HaltSignal, own_store
 from andon_contracts.liveness.pending_collectives import PendingCollectives
@@ -139,8 +140,7 @@ def _opened(
         path = ledger_path(ledger, _first_rank(place.group)) if exchange.rank == 0 else None
         optimizers = [_unwrapped(each) for each in given]
         problems = _wrong_types(model, optimizers)
-        reducers = [] if problems else reducers_of(model)
-        subject = None if problems else ModelProbe(model, optimizers, settings.trainable, settings.tied, reducers)
+        subject = None if problems else _subject(model, optimizers, settings, problems)
         if subject is not None:
             problems = settings.problems(subject) + _conflicts(model, optimizers, exchange)
         part = _part(subject, place.replicate, exchange.rank, problems)
@@ -183,6 +183,17 @@ def _part(subject: ModelProbe | None, replicate: Replicate | None, rank: int, pr
         except ValueError as error:
             problems.append(str(error))
     return {"part": part, "copies": copies}
+
+
+def _subject(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], settings: Settings, problems: list[str]
+) -> ModelProbe | None:
+    """What is watched; None if the model cannot even be looked through, which joins `problems`."""
+    try:
+        return ModelProbe(model, optimizers, settings.trainable, settings.tied, reducers_of(model))
+    except Exception as error:  # noqa: BLE001 - modules and parameters are the user's own, and may raise anything
+        problems.append(f"the model cannot be looked through: {first_line(error)}")
+        return None
 
 
 def _replicas(seen: Sequence[Observation], given: Replicate | None) -> Replicas:

@@ -120,7 +120,8 @@ class Updates:
         subject = self._subject
         self._exchange.connect()
         portable = self._devices_differ()
-        low = [i for i, slot in enumerate(subject.slots) if slot.trainable and slot.parameter.element_size() < 4]
+        held = frozenset[int]().union(*(probe.held for probe in self._probes))  # others may have a master weight
+        low = [i for i, s in enumerate(subject.slots) if id(s.parameter) in held and s.parameter.element_size() < 4]
         values = {
             "change": subject.fault_at_start(),
             "layout": roles_digest(subject.parameters),

@@ -73,7 +73,8 @@ class Watch:
         self.hearing = Hearing(self._probes, cord, self._updates.practice, passes)
         self._began = time.perf_counter()
         self._undo: list[Callable[[], object]] = []
-        self._say(opening_lines(self._cover, exchange.world_size, len(subject.trainable), settings))
+        beside = len(subject.beside)
+        self._say(opening_lines(self._cover, exchange.world_size, len(subject.trainable), settings, beside))
         self._begin()
 
     def _begin(self) -> None:
