@@ -44,6 +44,7 @@ _MASK = (1 << 64) - 1
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 _LONG = 1 << 17
 """Of more elements on a CPU, torch's own norm may be off by more than 5e-4 (`laws.loop.torch_norm_error`)."""
+_WITH_VALUES = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _dtype_of, _device_of = attrgetter("dtype"), attrgetter("device")
 _unrecorded: Callable[[], AbstractContextManager[None]] = getattr(torch._C, "_AutoDispatchBelowAutograd", torch.no_grad)
 """As `no_grad`, but autograd is not even asked, which for many small tensors takes as long as reading them."""
@@ -54,7 +55,30 @@ def plain(tensor: Tensor) -> Tensor:
     local = getattr(tensor, "to_local", None)
     found: Tensor = local() if local is not None else tensor
     found = found.detach()
-    return found if found.layout == torch.strided else found.coalesce().values()
+    if found.layout == torch.strided and type(found) in ORDINARY and not (found.is_nested or found.is_quantized):
+        return found
+    parts = dense_parts(found)
+    return parts[0] if len(parts) == 1 else torch.cat([p.contiguous().view(-1).view(torch.uint8) for p in parts])
+
+
+def dense_parts(tensor: Tensor) -> list[Tensor]:
+    """The dense tensors of this rank that hold what `tensor` does: itself, or those of which a wrapper is made.
+
+    A wrapper is a subclass that has no memory of its own, as quantized weights and moments are.
+    """
+    if hasattr(tensor, "to_local"):
+        tensor = tensor.to_local()
+    tensor = tensor.detach()
+    if type(tensor) not in ORDINARY and hasattr(tensor, "__tensor_flatten__") and not tensor.is_nested:
+        names, _ = tensor.__tensor_flatten__()
+        return [part for name in names for part in dense_parts(getattr(tensor, name))]
+    if tensor.layout == torch.sparse_coo:
+        tensor = tensor.coalesce()
+    if tensor.is_nested or tensor.layout in _WITH_VALUES:
+        return [tensor.values().detach()]
+    if tensor.is_quantized:
+        return [tensor.int_repr()]
+    return [tensor if tensor.layout == torch.strided else tensor.to_dense()]
 
 
 def numbers(scalars: Sequence[Tensor]) -> list[float]:
@@ -257,7 +281,7 @@ class Observer:
         batches: list[list[_Group]] = []
         most = 0
         for group in self._groups:
-            first = tensors[group.members[0]]
+            first = plain(tensors[group.members[0]])
             if len(group.members) > 1 and group.on_cpu and first.itemsize <= _WORD:
                 group.copy_into(_scratch(), first.dtype)
                 if not (self._stable or self._special):

@@ -401,6 +401,141 @@ def test_a_parameter_that_is_left_out_is_still_found_beside_a_loose_tensor() -> 
     assert [(each.clause, each.tensor) for each in w.findings] == [("parameters-kept", "2.weight")]
 
 
+# tensors and values of odd kinds
+
+
+class _Packed(Tensor):
+    """A wrapper of two tensors that has no memory of its own and lets itself only be detached, as quantized ones do."""
+
+    @staticmethod
+    def __new__(cls, whole: Tensor, scale: Tensor) -> _Packed:
+        """The tensor of `whole` times `scale`."""
+        made: _Packed = torch.Tensor._make_wrapper_subclass(cls, whole.shape, dtype=torch.float32)
+        made.whole, made.scale = whole, scale
+        return made
+
+    whole: Tensor
+    scale: Tensor
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["whole", "scale"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.detach.default:
+            return cls(args[0].whole, args[0].scale)
+        raise NotImplementedError(str(function))
+
+
+def _packed(*shape: int) -> _Packed:
+    return _Packed(torch.ones(shape, dtype=torch.int8), torch.ones(1))
+
+
+class _Own(torch.optim.Optimizer):
+    """Takes small steps, with whatever it was given in its groups and keeps for each parameter."""
+
+    def __init__(self, parameters: Any, keeps: Any = None, **group: Any) -> None:
+        super().__init__(parameters, group)
+        self.keeps = keeps
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One update."""
+        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            parameter.sub_(parameter.grad.to_dense(), alpha=0.01)
+            if self.keeps is not None:
+                self.state[parameter]["kept"] = self.keeps(*parameter.shape)
+
+
+def _with(**held: Tensor) -> nn.Sequential:
+    """A model with these as frozen parameters or, if they are of a kind that cannot be one, as buffers."""
+    model = _model()
+    for name, tensor in held.items():
+        if name.startswith("frozen"):
+            model[0].register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+        else:
+            model[0].register_buffer(name, tensor)
+    return model
+
+
+class _Proxy:
+    """Stands for something that is not there yet: Flask's request, say."""
+
+    @property
+    def __class__(self) -> type:
+        """Raises."""
+        raise RuntimeError("working outside of a request")
+
+
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def _itself() -> list[Any]:
+    found: list[Any] = []
+    found.append(found)
+    return found
+
+
+def _odd_buffers() -> nn.Sequential:
+    ragged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    whole = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+    sparse = torch.eye(3).to_sparse_csr()
+    return _with(ragged=ragged, whole=whole, sparse=sparse, packed=_packed(2, 2), empty=torch.ones(2, device="meta"))
+
+
+ODD: dict[str, Any] = {
+    "no rate, as Adafactor": lambda: (m := _model(), _Own(m.parameters(), lr=None)),
+    "two rates in one": lambda: (m := _model(), _Own(m.parameters(), lr=torch.tensor([0.1, 0.2]))),
+    "a group that holds itself": lambda: (m := _model(), _Own(m.parameters(), lr=0.1, own=_itself())),
+    "quantized moments": lambda: (m := _model(), _Own(m.parameters(), keeps=_packed, lr=0.1)),
+    "quantized frozen weights": lambda: (m := _with(frozen=_packed(3, 3)), _Own(_trained(m), lr=0.1)),
+    "buffers of all kinds": lambda: (m := _odd_buffers(), _Own(m.parameters(), lr=0.1)),
+}
+
+
+def _runs(name: str) -> list[str]:
+    """What a watch of two ranks finds in three updates of this kind of loop."""
+    model, optimizer = ODD[name]()
+    # Of the form of the model, so that they are taken for copies of it until they are looked at.
+    proxies = [dict.fromkeys(dict(model.named_parameters()), _Proxy())]
+    with andon.watch(model, optimizer, action=lambda _: None, allow={"samples-once": "rows are alike"}) as w:
+        for _ in range(3):
+            _update(model, optimizer)
+        torch.jit.trace(model, (torch.ones(3, 4),))
+        _update(model, optimizer)
+    del proxies
+    return [str(each) for each in w.findings]
+
+
+def _run_all() -> dict[str, list[str]]:
+    return {name: _runs(name) for name in ODD}
+
+
+def test_tensors_and_values_of_odd_kinds_end_no_loop() -> None:
+    """Each is looked at, or left out; none is found to differ."""
+    wanted: dict[str, list[str]] = {name: [] for name in ODD}
+    for outcome in run_ranks(2, _run_all):
+        found = outcome.get()
+        found["quantized frozen weights"] = [
+            each for each in found["quantized frozen weights"] if "0.weight" not in each
+        ]
+        assert found == wanted
+
+
+def test_a_quantized_weight_that_changes_is_found() -> None:
+    """It is read part by part, where its memory is."""
+    model = _with(frozen=_packed(3, 3))
+    optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1)
+    model[0].weight.requires_grad_(False)
+    model[0].bias.requires_grad_(False)
+    with andon.watch(model, optimizer, action=lambda _: None) as w:
+        _update(model, optimizer)
+        model[0].frozen.whole[0, 0] = 2
+        _update(model, optimizer)
+    assert [(each.clause, each.tensor) for each in w.findings] == [("base-frozen", "0.frozen")]
+
+
 # what stays
 
 

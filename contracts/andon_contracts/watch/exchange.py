@@ -188,9 +188,10 @@ class Exchange:
         """
         if not self.alike:
             return None
-        words = None if tensor is None else _bits(tensor)
+        held = None if tensor is None else plain(tensor)
+        words = None if held is None else _bits(held)
         counts = [o.values["0"] for o in self(step, "sizes", {"0": -1 if words is None else words.numel()})]
-        if tensor is None or words is None or len(set(counts)) > 1:
+        if tensor is None or held is None or words is None or len(set(counts)) > 1:
             lacking = [rank for rank, count in enumerate(counts) if count < 0]
             return has_no(noun, lacking) if 0 < len(lacking) < len(counts) else None
         first, size = 0, words.numel()
@@ -205,8 +206,9 @@ class Exchange:
         odd = _first_odd(rows)
         if odd is None:
             return None
-        index = tuple(int(i) for i in torch.unravel_index(torch.tensor(first + odd, device="cpu"), tensor.shape))
-        return Element(index, tuple(int(row[odd]) for row in rows), tensor.dtype)
+        shape = tensor.shape if tensor.numel() == held.numel() else held.shape
+        index = tuple(int(i) for i in torch.unravel_index(torch.tensor(first + odd, device="cpu"), shape))
+        return Element(index, tuple(int(row[odd]) for row in rows), held.dtype)
 
     def _rows(self, step: int, words: Tensor) -> list[Tensor]:
         seen = self(step, "elements", {"count": words.numel()}, words.cpu())
@@ -214,7 +216,7 @@ class Exchange:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    flat = plain(tensor).contiguous().reshape(-1)
+    flat = tensor.contiguous().reshape(-1)
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     return flat.view(_INTEGER[flat.element_size()]).to(torch.int64)
 

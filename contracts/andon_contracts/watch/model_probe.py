@@ -172,7 +172,7 @@ class ModelProbe:
     def buffers_by_name(self) -> dict[str, torch.Tensor]:
         """The buffers that are there now and are compared, by name."""
         if not self.reducers:
-            return dict(self.inner.named_buffers())
+            return {name: b for name, b in self.inner.named_buffers() if not b.is_meta}
         held = {id(b) for home in self.homes for kept in home.buffers() for b in kept}
         return {name: b for name, b in self.inner.named_buffers() if id(b) in held}
 
@@ -429,7 +429,7 @@ class Home:
         caches: list[Tensor] = []
         for module in self.inner.modules():
             for name, buffer in module._buffers.items():
-                if buffer is not None:
+                if buffer is not None and not buffer.is_meta:
                     (caches if name in module._non_persistent_buffers_set else kept).append(buffer)
         return kept, caches
 
@@ -471,7 +471,7 @@ class ForwardTap:
 
     def __call__(self, module: nn.Module, *seen: object) -> None:
         """The module's forward pass begins, or ends."""
-        if self._see is not None and not torch.compiler.is_compiling():
+        if self._see is not None and not torch.compiler.is_compiling() and not torch._C._is_tracing():
             self._see()
 
     def __deepcopy__(self, memo: object) -> ForwardTap:

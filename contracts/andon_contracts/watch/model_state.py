@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from andon_contracts.multi_tensor import ListSums, bring, listable
-from andon_contracts.observe import Observer, chained, flat_digest, plain
+from andon_contracts.observe import Observer, chained, dense_parts, flat_digest
 from andon_contracts.watch.values import text_digest
 
 ROUND = 64
@@ -101,7 +101,7 @@ class FrozenBase:
             if sums_of_parts([part]) != [first]:
                 odd = (each for each, was in zip(part, pieces, strict=False) if sums_of_parts([[each]]) != [was])
                 place = next(odd, part[0]).data_ptr()
-                ends = ((p, plain(p).data_ptr(), p.numel() * p.element_size()) for p in self._frozen)
+                ends = ((p, each.data_ptr(), each.nbytes) for p in self._frozen for each in dense_parts(p))
                 return next((p for p, begin, size in ends if begin <= place < begin + size), None)
         return None
 
@@ -320,7 +320,7 @@ def _parts(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """`tensors` in order as lists of views of about `_PART_BYTES`, large ones in slices."""
     part: list[Tensor] = []
     size = 0
-    for tensor in map(plain, tensors):
+    for tensor in chain.from_iterable(map(dense_parts, tensors)):
         for piece in _slices(tensor):
             bytes_ = piece.numel() * piece.element_size()
             if part and size + bytes_ > _PART_BYTES:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from andon_contracts.multi_tensor import FLOATS, bring, equal_each, extremes_of_keys, list_extremes, listable
 from andon_contracts.observe import extremes, numbers, plain
+from andon_contracts.watch.values import rate_of
 
 _SPARSE = 64
 _FEW = 8
@@ -100,8 +101,8 @@ class Motion:
 
 
 def _rate(group: dict[str, Any]) -> float:
-    """The learning rate of a group: 1 if it has none, 0 (which judges nothing) if the optimizer finds its own."""
-    return float(group.get("lr", 1) or 0)
+    """The learning rate of a group: 1 if it has none, 0 (which judges nothing) if it is not one number."""
+    return rate_of(group, 0.0 if "lr" in group else 1.0)
 
 
 def _due(

@@ -278,7 +278,7 @@ def _conflicts(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], ex
     found = []
     if any(map(is_watched, optimizers)):
         found.append("the optimizer is watched already: close that watch first")
-    wrapped = getattr(model, "process_group", None)
+    wrapped = vars(model).get("process_group")  # a module of the user's own may raise for a name that it lacks
     if isinstance(wrapped, dist.ProcessGroup) and dist.get_world_size(wrapped) != exchange.world_size:
         found.append(
             f"the group has {exchange.world_size} ranks, but the model's replicas are {dist.get_world_size(wrapped)}"

@@ -26,7 +26,7 @@ from andon_contracts.watch.optimizer_state import OptimizerState
 from andon_contracts.watch.rows import Rows
 from andon_contracts.watch.settings import Settings
 from andon_contracts.watch.synchrony import Reducer, Synchrony
-from andon_contracts.watch.values import Nest, Text, kept_digest, layout_digest
+from andon_contracts.watch.values import Nest, Text, kept_digest, layout_digest, rate_of
 
 _REREAD = 16
 """The weights are read again before every so many-th update, whatever their versions say."""
@@ -91,7 +91,7 @@ class OptimizerProbe:
     @property
     def rate(self) -> float:
         """The learning rate of the first group."""
-        return float(self.optimizer.param_groups[0].get("lr", 0.0))
+        return rate_of(self.optimizer.param_groups[0], 0.0)
 
     def _planned(self, step: int) -> float:
         """The learning rate planned for update `step`, at the precision in which the optimizer holds its own."""

@@ -23,9 +23,11 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from andon_contracts.act import Scene
 from andon_contracts.agree import Observation
+from andon_contracts.causes import first_line
 from andon_contracts.laws.law import Observations, Seen
 from andon_contracts.laws.practice import CLIPPED_ALIKE, COPIED, COURSE, JOINED, PASS, ROWS
 from andon_contracts.laws.practice import Practice as Practised
+from andon_contracts.legible import tell_once
 from andon_contracts.observe import Look, Observer
 from andon_contracts.watch.clip_place import ClipPlace
 from andon_contracts.watch.copies import Copies
@@ -96,7 +98,7 @@ class Practice:
         self._modes: set[bool] = set()
         self._forwards = 0
         self.clips = ClipPlace(lambda: self._forwards, lambda: rows.discarded)
-        self._copies = Copies(subject)
+        self._copies, self._hidden = Copies(subject), False
         self._updates = 0
         self._trained = False
         self._random: Tensor | None = None
@@ -219,10 +221,23 @@ class Practice:
             "given": 0,
             "order again": self._again,
             "clipping": self.clips.seen,
-            **self._copies.values(0 if self._apart else self._updates + 1),
+            **self._copied(),
             "alone": int(self._updates > 0 and self.is_alone()),
             "evaluating": (1 if self._trained else 2) if self._evaluating > 1 else 0,
         }
+
+    def _copied(self) -> dict[str, int]:
+        """What is seen of copies of the model; nothing, once an object of the process does not let itself be looked at.
+
+        They are looked for among all objects, of which any may raise anything if it is asked for its class.
+        """
+        if not self._apart and not self._hidden:
+            try:
+                return self._copies.values(self._updates + 1)
+            except Exception as error:  # noqa: BLE001 - see above
+                self._copies, self._hidden = Copies(self._subject), True
+                tell_once(f"andon.watch: copies of the model are not looked for: an object raises {first_line(error)}")
+        return self._copies.values(0)
 
     def waiting(self) -> list[Tensor]:
         """What devices have yet to say, in a list that may be brought to the CPU before `given`."""
@@ -387,7 +402,7 @@ class _Tap:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """The module's forward pass begins."""
-        if self.see is not None and not torch.compiler.is_compiling():
+        if self.see is not None and not torch.compiler.is_compiling() and not torch._C._is_tracing():
             self.see(module, args, kwargs)
 
     def __deepcopy__(self, memo: object) -> _Tap:

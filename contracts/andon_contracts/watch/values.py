@@ -93,7 +93,18 @@ def value_digest(value: object, name: str) -> int:
 
 def kept_digest(value: object) -> int:
     """As `value_digest`, for what others keep: what cannot be compared, as a function, stands there by its type."""
-    return text_digest(_form(value, _by_type))
+    try:
+        return text_digest(_form(value, _by_type))
+    except RecursionError:  # it holds itself, say
+        return text_digest(_by_type(value))
+
+
+def rate_of(group: Mapping[str, Any], absent: float) -> float:
+    """The learning rate of a parameter group; `absent` if it has none, or not one number, as Adafactor's own."""
+    try:
+        return float(group.get("lr", absent))
+    except (TypeError, ValueError, RuntimeError):
+        return absent
 
 
 def state_digest(state: Mapping[str, object]) -> int:
