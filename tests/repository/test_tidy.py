@@ -17,7 +17,7 @@ Rule = Callable[[Module], Iterable[str]]
 
 FUNCTION_LINES = 60
 CLASS_LINES = 300
-FILE_LINES = 600
+FILE_LINES = 700
 VAGUE = {"utils", "util", "helpers", "helper", "common", "misc", "manager"}
 CONTRACTS = {"require", "ensure", "invariant", "snapshot"}
 COLLECTIVES = re.compile(
