@@ -97,22 +97,23 @@ class Gathering:
                 return str(why) or None
 
     def _await(self, store: Store, key: str, what: str) -> str:
-        began, others = time.monotonic(), list(range(dist.get_world_size()))
+        began, ranks = time.monotonic(), range(dist.get_world_size())
         patience = min(self._patience[0], _timeout_of_group().total_seconds() / 3)
         while True:
             if store.check([f"{key}/verdict"]):
                 return bytes(store.get(f"{key}/verdict")).decode()
-            others = [rank for rank in others if not store.check([f"{key}/here/{rank}"])]
-            if not others:
+            if store.check([f"{key}/here/{rank}" for rank in ranks]):
                 return _agreed(store, key, [what, ""])
             waited = time.monotonic() - began
-            away = {r: bytes(store.get(f"away/{r}")).decode() for r in others if store.check([f"away/{r}"])}
-            elsewhere = [f"rank {rank} {away[rank]}" for rank in others if away.get(rank)]
-            if waited > patience or (waited > _SURE_S and len(elsewhere) == len(others)):
-                self._give_up(store)
-                missing = f"rank {', '.join(map(str, others))} did not come to the first update of {what}"
-                seen = f" ({'; '.join(elsewhere)})" if elsewhere else f" within {waited:.0f} s"
-                return _agreed(store, key, [what, missing + seen])
+            if waited > min(_SURE_S, patience):
+                others = [rank for rank in ranks if not store.check([f"{key}/here/{rank}"])]
+                away = {r: bytes(store.get(f"away/{r}")).decode() for r in others if store.check([f"away/{r}"])}
+                elsewhere = [f"rank {rank} {away[rank]}" for rank in others if away.get(rank)]
+                if others and (waited > patience or len(elsewhere) == len(others)):
+                    self._give_up(store)
+                    missing = f"rank {', '.join(map(str, others))} did not come to the first update of {what}"
+                    seen = f" ({'; '.join(elsewhere)})" if elsewhere else f" within {waited:.0f} s"
+                    return _agreed(store, key, [what, missing + seen])
             time.sleep(_LOOK_S)
 
     def _give_up(self, store: Store) -> None:
@@ -160,6 +161,6 @@ def _timeout_of_group() -> timedelta:
     group = dist.distributed_c10d._get_default_group()
     found = [timedelta(minutes=30)]
     for kind in ("cpu", "cuda"):
-        with suppress(RuntimeError):
+        with suppress(RuntimeError, AttributeError):  # the group has none for that device, or one without a timeout
             found.append(group._get_backend(torch.device(kind)).options._timeout)
     return min(found)

@@ -16,6 +16,7 @@ from typing import Any, Self
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from andon_contracts.causes import first_line
 from andon_contracts.legible import legible_line, tell
 from andon_contracts.watch.discovery import members, optimizer_of, optimizer_that_reduces, trained_by
 from andon_contracts.watch.first_reductions import FirstReductions
@@ -165,6 +166,8 @@ class Standby:
             model, optimizers = trained_by(optimizer)
         except ValueError as error:
             why = str(error)
+        except Exception as error:  # noqa: BLE001 - it asks objects of the script, which may raise anything
+            why = f"what {kind} trains cannot be found: {first_line(error)}"
         refused = self._gathering.meet(f"{kind} of {len(held)} tensors", why)
         if refused is not None:
             self._leave_out(refused)
