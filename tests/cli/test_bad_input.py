@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from andon.cli import setup
+from andon.cli.app import _run, guarded
 from andon.console.problems import InputError
+from andon_contracts.record import Broken
+from andon_falsify.report.document import write_json
 from tests.cli.command import PATIENCE_S, Ended, andon, tree
+from tests.falsify.reports import campaign
+from tests.inspection.ledgers import whole_run, write
 from tests.training.runs import SMALL, STEPS, Runs, records, write_jsonl
 
 SETS = [part for each in (*SMALL, "training.max_steps=2", "run.backend=inline") for part in ("--set", each)]
@@ -226,3 +234,49 @@ def test_a_message_that_cannot_be_written_changes_no_exit_code(tmp_path: Path) -
     command = 'exec "$0" -m andon check missing.yaml 2>/dev/full'
     ended = subprocess.run(["sh", "-c", command, sys.executable], cwd=tmp_path, timeout=PATIENCE_S, check=False)
     assert ended.returncode == 2
+
+
+FULL = [
+    ("--help",),
+    ("--version",),
+    ("show", "{ledger}"),
+    ("diff", "{ledger}", "{ledger}"),
+    ("verify", "{ledger}"),
+    ("explain", "{ledger}"),
+    ("falsify", "--report", "{report}"),
+    ("doctor", "{folder}", "--json"),
+    ("init", "{folder}/new"),
+]
+
+
+@pytest.mark.parametrize("arguments", FULL, ids=lambda given: given[0])
+def test_a_full_standard_output_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
+) -> None:
+    """What was asked for is lost, so no command ends with 0, with a verdict, or as if it had failed itself."""
+    broken = Broken("finite", 2, (1,), "w", "NaN", {})
+    ledger = write(tmp_path / "l.jsonl", [*whole_run()[:3], broken])
+    write_json(campaign(), tmp_path / "report.json")
+    names = {"ledger": str(ledger), "report": str(tmp_path / "report.json"), "folder": str(tmp_path)}
+    monkeypatch.setattr(sys, "argv", ["andon", *(each.format(**names) for each in arguments)])
+    monkeypatch.setattr(setup, "examine", lambda folder, timeout: [])
+    with open("/dev/full", "w", encoding="utf-8") as full, suppress(OSError):
+        with monkeypatch.context() as patched:
+            patched.setattr(sys, "stdout", full)
+            assert guarded(_run) == 2
+        full.close()
+    assert capsys.readouterr().err == "andon: cannot write to standard output: No space left on device\n"
+
+
+def test_a_reader_who_goes_away_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`andon show RUN | head -1` has shown what was asked for."""
+    ledger = write(tmp_path / "l.jsonl", whole_run())
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w", encoding="utf-8") as gone, suppress(OSError):
+        for command in ("show", "verify"):
+            with monkeypatch.context() as patched:
+                patched.setattr(sys, "argv", ["andon", command, str(ledger)])
+                patched.setattr(sys, "stdout", gone)
+                assert guarded(_run) == 0
+        gone.close()

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from andon.console.exits import Exit
-from andon.console.messages import BROKEN_STREAM, say
+from andon.console.messages import BROKEN_STREAM, not_written, say
 from andon.console.problems import InputError, install_hint
 from andon.launch import preemption
 from andon_contracts.violation import Violation
@@ -98,9 +98,22 @@ def guarded(work: Callable[[], int]) -> int:
     except Exception as error:  # the last resort: one line for a user, the traceback on request
         if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in _OF_COMMANDS:
             return _say(f"{error.name} is not installed; {install_hint('train')}", Exit.USAGE)
+        if isinstance(error, OSError) and _is_of_stdout(error):  # the list of commands, which typer writes itself
+            return _say(str(not_written(error)), Exit.USAGE)
         if os.environ.get(_TRACEBACK) == "1":
             raise
         return _say(f"{type(error).__name__}: {error} (set {_TRACEBACK}=1 for the traceback)", Exit.CRASHED)
+
+
+def _is_of_stdout(error: OSError) -> bool:
+    """Whether standard output raised `error`: what it refused is still to be written, so that it refuses again."""
+    try:
+        sys.stdout.flush()
+    except OSError as again:
+        return again.errno == error.errno
+    except ValueError:  # it is closed
+        return False
+    return False
 
 
 def _say(text: str, code: Exit) -> int:

@@ -13,10 +13,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
+from andon.console.problems import InputError
 from andon_contracts.legible import legible, legible_line
 
 BROKEN_STREAM = (OSError, ValueError)
 """What writing to a stream raises whose reader has gone, that is full, or that was closed."""
+
+
+class OutputError(InputError):
+    """Standard output takes no more, so that what the command was asked for is lost."""
 
 
 def say(*lines: str) -> None:
@@ -40,7 +45,7 @@ def put(*lines: str) -> bool:
     """Write `lines` to standard output; whether anybody still reads: `andon predict RUN | head -1` is no error.
 
     Each stays one line: a line break in it is written out, so that no text of others can look like a line of ours.
-    Raises `OSError` for a full disk.
+    Raises `OutputError` for a full disk.
     """
     import typer  # which a run without commands does without
 
@@ -48,6 +53,8 @@ def put(*lines: str) -> bool:
         typer.echo("\n".join(map(legible_line, lines)))
     except BrokenPipeError:
         return False
+    except OSError as error:
+        raise not_written(error) from error
     return True
 
 
@@ -57,3 +64,8 @@ def command_line(*words: str | Path) -> str:
     A relative path that begins with a dash gets `./` in front, so that it is not read as an option.
     """
     return shlex.join(f"./{word}" if isinstance(word, Path) and str(word)[:1] == "-" else str(word) for word in words)
+
+
+def not_written(error: OSError) -> OutputError:
+    """The error of a command whose standard output refuses its lines with `error`."""
+    return OutputError(f"cannot write to standard output: {error.strerror}")

@@ -9,7 +9,8 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
-from andon.console.messages import say
+from andon.console.exits import Exit
+from andon.console.messages import OutputError, say
 from andon_falsify.cli.stops import code_of
 
 USAGE, INTERNAL = 64, 70
@@ -21,7 +22,8 @@ _USAGE_ERROR, _SHOWN_BY_TYPER = typer.BadParameter.__mro__[1:3]
 class FalsifyCommand(TyperCommand):
     """A command that gives verdicts, so that 1 and 2 are verdicts.
 
-    It ends with 64 where its options cannot be read, and with 70 where it fails itself.
+    It ends with 64 if its options cannot be read, with 2 if standard output takes no more, so that no verdict is known
+    to its caller, and with 70 if it fails itself.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -42,6 +44,9 @@ class FalsifyCommand(TyperCommand):
         except KeyboardInterrupt as stop:
             say(str(stop) or "interrupted")
             raise typer.Exit(code_of(stop)) from None
+        except OutputError as error:
+            warn(str(error))
+            raise typer.Exit(int(Exit.USAGE)) from None
         except Exception as error:
             raise typer.Exit(internal(error)) from error
 

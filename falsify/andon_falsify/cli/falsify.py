@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from andon.console.messages import say
+from andon.console.messages import OutputError, say
 from andon.console.problems import InputError, Problem
 from andon_falsify.cli.command import USAGE, FalsifyCommand
 
@@ -65,6 +65,8 @@ def falsify(
             raise InputError([Problem("--deadline", f"must be seconds, more than 0, not {deadline:g}")])
         files = attempt.ReportFiles({option: path for option, path in paths.items() if path is not None})
         code = attempt.make(options, files, deadline) if report is None else attempt.read(report, files)
+    except OutputError:
+        raise
     except InputError as error:
         say(*map(str, error.problems))
         code = USAGE

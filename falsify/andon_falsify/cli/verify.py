@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from andon.console.messages import put
 from andon_contracts.legible import legible_line
 from andon_falsify.cli.command import USAGE, FalsifyCommand
 from andon_falsify.verdict import Verdict, closing_line, exit_code
@@ -26,8 +27,7 @@ def verify(runs: Runs) -> None:
     except OSError as error:
         sys.stderr.write(legible_line(f"andon: {error.filename}: {error.strerror}") + "\n")
         raise typer.Exit(USAGE) from None
-    for line in lines:
-        typer.echo(line)
+    put(*lines)
     raise typer.Exit(code)
 
 
