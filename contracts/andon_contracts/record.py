@@ -151,14 +151,18 @@ class Step(Part):
 
 @dataclass(frozen=True)
 class Evaluation(Part):
-    """Scores after `step` updates on `rows` rows; `confusion[true][predicted]` are the counts that they come from."""
+    """Scores after `step` updates on `rows` rows.
+
+    `confusion` is the digest of the file with the confusion matrix that they come from: K classes have K * K cells, and
+    a line has at most `MAX_LINE` bytes. None: the task has no such matrix, or the writer keeps none.
+    """
 
     kind: ClassVar[str] = "eval"
     step: Count
     epoch: Count | None = field(metadata=_MAY_LACK)
     rows: Count
     scores: Mapping[str, Real]
-    confusion: tuple[tuple[Count, ...], ...] = ()
+    confusion: Hex16 | None = None
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from andon.cli.commands import COMMANDS, app
 from andon.config.load import load_config
 from andon.console.problems import InputError
+from andon.metrics.confusion import read_confusion
 from andon.training.preview import describe
 from tests.cli.command import PATIENCE_S, andon, tree
 from tests.training.runs import SMALL, Runs, outcome, write_csv
@@ -146,9 +147,10 @@ def test_eval_gives_the_runs_own_scores(run: Path) -> None:
     ended = andon("eval", run, run.parent / "test.jsonl")
     assert (ended.code, ended.said) == (0, [])
     scores = json.loads("\n".join(ended.out))
-    assert scores["confusion"] == outcome(run)["eval"]["confusion"]
+    matrix = read_confusion(run / "confusion", outcome(run)["eval"]["confusion"])
+    assert scores["confusion"] == {"classes": 3, "cells": [list(cell) for cell in matrix.cells]}
     assert scores["labels"] == [one["label"] for one in scores["classes"]] == ["blue", "green", "red"]
-    assert [one["support"] for one in scores["classes"]] == [sum(row) for row in scores["confusion"]]
+    assert [one["support"] for one in scores["classes"]] == [sum(row) for row in matrix.table()]
 
 
 def test_eval_of_a_file_with_other_columns_than_the_run(run: Path, tmp_path: Path) -> None:
@@ -162,7 +164,8 @@ def test_eval_of_a_file_with_other_columns_than_the_run(run: Path, tmp_path: Pat
         assert f"name it with {flag} (" in str(refused.exception)
     flags = ("--text-column", "what", "--label-column", "kind")
     scored = CliRunner().invoke(app, ["eval", str(run), str(data), *flags])
-    assert json.loads(scored.output)["confusion"] == outcome(run)["eval"]["confusion"]
+    matrix = read_confusion(run / "confusion", outcome(run)["eval"]["confusion"])
+    assert json.loads(scored.output)["confusion"]["cells"] == [list(cell) for cell in matrix.cells]
 
 
 def test_eval_refuses_labels_that_the_run_does_not_know(run: Path, tmp_path: Path) -> None:

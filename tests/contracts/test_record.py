@@ -80,7 +80,8 @@ SEEN_PLAN = Plan(2, 4, 2, 0, 1, 3, ids=(0, 1))
 RECORDS: list[Record] = [
     Start("r1", {"torch": "2.13"}, H[0], Plan(10, 4, 2, 0, 1, 3), {"weights": H[1]}, 2, "gloo"),
     STEP,
-    Evaluation(3, 0, 10, {"accuracy": Real.of(0.5), "auroc": Real.of(math.nan)}, ((3, 2), (1, 4))),
+    Evaluation(3, 0, 10, {"accuracy": Real.of(0.5), "auroc": Real.of(math.nan)}, H[3]),
+    Evaluation(3, None, 10, {"rmse": Real.of(0.5)}),
     Saved(3, "step-00000003", H[2], best=True),
     Resume(3, H[0], {"torch": "2.13"}, {"weights": H[1]}, 1, "inline", "step-00000003", torn=17),
     Resume(0, H[0], {}, {}, 1, "inline"),

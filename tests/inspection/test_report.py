@@ -21,6 +21,7 @@ from andon.inspection.report import render
 from andon.inspection.report.curves import MOST_BUCKETS, Series, bucketed, draw
 from andon.inspection.report.page import Page, Verdict
 from andon.inspection.report.told import read_told
+from andon.metrics.confusion import Confusion, digest_of, read_confusion, write_confusion
 from andon.run.folder import RunFolder
 from andon.run.ledger import head_at
 from andon.run.summary import Head, Summary, write_summary
@@ -88,7 +89,9 @@ def test_every_number_of_a_run_is_that_of_its_files(run: Path) -> None:
         }
     matrix = page.named("Confusion matrix")
     assert matrix.rows[0][1:] == found["labels"]
-    assert [[int(cell) for cell in row[1:]] for row in matrix.rows[1:]] == found["eval"]["confusion"]
+    assert [[int(cell) for cell in row[1:]] for row in matrix.rows[1:]] == read_confusion(
+        run / "confusion", found["eval"]["confusion"]
+    ).table()
     clauses = page.named("Evaluations by rank 0").by_name()
     assert {name: int(row[0]) for name, row in list(clauses.items())[1:]} == found["contracts"]
 
@@ -283,6 +286,31 @@ def test_two_runs_are_shown_side_by_side_with_where_they_part(runs: Runs, run: P
     assert len(list(page.all_named("Confusion matrix"))) == 2
 
 
+def scored_run(folder: Path, matrix: Confusion) -> Path:
+    """A run folder with a ledger and the confusion matrix of its one evaluation."""
+    folder.mkdir()
+    write_confusion(folder / "confusion", matrix)
+    scored = Evaluation(1, 0, 3, {"accuracy": Real.of(1.0)}, digest_of(matrix))
+    write(folder / "ledger.jsonl", [start(), step(1, (2, 0)), scored])
+    return folder
+
+
+def test_a_matrix_of_thousands_of_classes_is_told_and_not_shown(tmp_path: Path) -> None:
+    """A table of 3,200 times 3,200 cells would be no page."""
+    page = page_of(scored_run(tmp_path / "r", Confusion(3200, ((0, 0, 1), (7, 7, 1), (3199, 3199, 1)))))
+    assert not list(page.all_named("Confusion matrix"))
+    assert "The confusion matrix has 3200 classes, more than the 100 that are shown." in page.text
+
+
+def test_a_matrix_that_was_changed_is_named(tmp_path: Path) -> None:
+    """A page with other counts than were written would be wrong without a word."""
+    run = scored_run(tmp_path / "r", Confusion(2, ((0, 0, 2), (1, 1, 1))))
+    (file,) = (run / "confusion").iterdir()
+    file.write_text(file.read_text().replace("[0,0,2]", "[0,1,2]"))
+    with pytest.raises(InputError, match=f"{file}: is not the confusion matrix that was written"):
+        page_of(run)
+
+
 def test_two_of_the_same_part_nowhere(run: Path, tmp_path: Path) -> None:
     """One name for both is no name: they are told by their paths."""
     page = page_of(run, run)
@@ -302,11 +330,12 @@ def hostile_run(folder: Path, scores: dict[str, object]) -> Path:
     environment = {"cpu": HOSTILE, "packages": {HOSTILE: HOSTILE}, "flags": {HOSTILE: HOSTILE}}
     (folder / "environment.json").write_text(json.dumps(environment))
     (folder / "provenance.json").write_text(json.dumps({"digests": {}, "fingerprint": {}, "commit": HOSTILE}))
-    matrix = ((1, 2), (0, 2))
+    matrix = Confusion(2, ((0, 0, 1), (0, 1, 2), (1, 1, 2)))
+    write_confusion(folder / "confusion", matrix)
     lines: list[Record] = [
         start(run=HOSTILE, fingerprint={"torch": HOSTILE}, backend=HOSTILE),
         step(1, (2, 0), backend=HOSTILE),
-        Evaluation(1, 0, 5, {HOSTILE: Real.of(0.25)}, matrix),
+        Evaluation(1, 0, 5, {HOSTILE: Real.of(0.25)}, digest_of(matrix)),
         Broken(HOSTILE, 1, (0,), HOSTILE, HOSTILE, {HOSTILE: HOSTILE}),
         End(1, HOSTILE, {HOSTILE: digest(3)}),
     ]
@@ -393,7 +422,7 @@ def long_run(path: Path) -> Path:
         parts = step(number, (2, 0), loss=Real.of(odd), lr=Real.of(1 - number / (LONG + 1)))
         parts = replace(parts, ids=ids + ids, ranks=tuple(replace(each, ids=ids) for each in parts.ranks))
         scores = {name: Real.of(1 / number) for name in ("accuracy", "loss", "macro_f1", "mcc")}
-        return [parts, *([Evaluation(number, 0, 100, scores, ((40, 10), (20, 30)))] if number % 50 == 0 else [])]
+        return [parts, *([Evaluation(number, 0, 100, scores)] if number % 50 == 0 else [])]
 
     return write(path, [start(), *(line for number in range(1, LONG + 1) for line in lines(number))])
 

@@ -12,13 +12,15 @@ import sys
 import tomllib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
 
 from andon.config.load import template
+from andon.metrics.confusion import Confusion, digest_of, write_confusion
 from andon_contracts.fields import Real
-from andon_contracts.record import Broken, End, Record, Step
+from andon_contracts.record import Broken, End, Evaluation, Record, Step
 from andon_falsify.checkers import schedule
 from andon_falsify.claims.ledgers import ALL, read_run, recorded_violations, verify
 from andon_falsify.claims.rows import planned
@@ -149,6 +151,35 @@ def test_lines_cut_off_at_the_end_show_by_what_quotes_them(tmp_path: Path) -> No
     found = outcomes(run)
     assert found["chain-intact"] is HOLDS
     assert found["heads-quoted"] is FALSIFIED
+
+
+def _scored(tmp_path: Path, rows: int = 4, accuracy: float = 0.75) -> tuple[Path, Path]:
+    """A run folder with an evaluation of four rows, three of them right, and the file of its confusion matrix."""
+    matrix = Confusion(5000, ((0, 0, 2), (17, 4999, 1), (4999, 4999, 1)))
+    evaluation = Evaluation(2, 0, rows, {"accuracy": Real.of(accuracy)}, digest_of(matrix))
+    run = _folder(tmp_path / f"r{rows}-{accuracy}", [*whole_run()[:3], evaluation], quoted=4)
+    write_confusion(run / "confusion", matrix)
+    return run, run / "confusion" / f"{digest_of(matrix)}.json"
+
+
+def test_a_confusion_matrix_is_held_to_the_line_that_quotes_it(tmp_path: Path) -> None:
+    """The file as it was written holds; a count changed in it, or no file, does not; a ledger alone has none."""
+    run, file = _scored(tmp_path)
+    assert outcomes(run)["heads-quoted"] is HOLDS
+    assert outcomes(run / "ledger.jsonl")["heads-quoted"] is NOT_APPLICABLE
+    _flip(file, b"[0,0,2]", b"[0,0,3]")
+    assert outcomes(run)["heads-quoted"] is FALSIFIED
+    file.unlink()
+    assert outcomes(run)["heads-quoted"] is FALSIFIED
+    file.symlink_to("/dev/zero")
+    assert outcomes(run)["heads-quoted"] is Outcome.UNKNOWN
+
+
+@pytest.mark.parametrize("wrong", [{"rows": 5}, {"accuracy": 0.5}])
+def test_scores_are_held_to_the_confusion_matrix(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    """An evaluation of other rows, or of another accuracy, than its own matrix has."""
+    run, _ = _scored(tmp_path, **wrong)
+    assert outcomes(run)["heads-quoted"] is FALSIFIED
 
 
 def test_runs_are_compared_with_each_other(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ SUMMARY = Summary(
     ledger=Head(62, "ef" * 8),
     fingerprint={"torch": "2.13"},
     final_loss=Real.of(0.1),
-    eval={"accuracy": 0.9, "macro_f1": 0.8, "confusion": [[1, 2], [3, 4]]},
+    eval={"accuracy": 0.9, "macro_f1": 0.8, "confusion": "ab" * 8},
     best_step=50,
 )
 

@@ -73,7 +73,8 @@ def rows() -> ClassificationTask:
 def test_every_row_is_scored_once(world: int) -> None:
     """One of 150 rows is wrong, a 0 taken for a 1, on any number of ranks, also where one has no batch."""
     found = evaluate(InlineBackend([CPU] * world), [ByFirstToken()] * world, rows(), range(ROWS))
-    assert found.confusion == ((75, 1), (0, 74))
+    assert found.confusion is not None
+    assert found.confusion.table() == [[75, 1], [0, 74]]
     assert found == evaluate(InlineBackend([CPU]), [ByFirstToken()], rows(), range(ROWS))
 
 

@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 from andon.cli.commands import app
 from andon.config.schema import Config
 from andon.console.problems import InputError
+from andon.metrics.confusion import Confusion, read_confusion
 from andon.model import adapter
 from andon.run.folder import RunFolder
 from andon.run.provenance import Provenance
@@ -255,7 +256,8 @@ def test_the_card_tells_the_runs_record(made: Path, tmp_path: Path, kind: str) -
     told = {one.metric_type: one.metric_value for one in data.eval_results or ()}
     scores = {"accuracy": "accuracy", "f1": "macro_f1", "matthews_correlation": "mcc", "roc_auc": "auroc"}
     assert told == {type_: found["eval"][key] for type_, key in scores.items() if found["eval"][key] is not None}
-    right = sum(line[place] for place, line in enumerate(found["eval"]["confusion"]))
+    matrix = read_confusion(made / kind / "confusion", found["eval"]["confusion"]).table()
+    right = sum(line[place] for place, line in enumerate(matrix))
     assert f"| {right} of {found['eval']['rows']} rows |" in text
     assert f"`{found['weights_digest']}`, on 1 inline workers" in text
     assert str(made) not in text
@@ -277,8 +279,9 @@ def test_the_cards_command_gives_the_same_weights(made: Path, tmp_path: Path) ->
 def test_names_of_others_are_but_names_in_a_card() -> None:
     """Marks of Markdown, of YAML and of a terminal in the names of classes and files begin nothing of their own."""
     names = ("a|b", "`c`", "<script>", "\x1b]0;x\x07", "---\nlicense: mine", "**f**")
-    found = {"rows": 6, "accuracy": 0.5, "confusion": [[1] * 6] * 6, "classes": []}
-    result = Result(names, 7, 2, found, "held-out", "0" * 16, 1, "inline")
+    found = {"rows": 6, "accuracy": 0.5, "classes": []}
+    matrix = Confusion(6, tuple((i, j, 1) for i in range(6) for j in range(6)))
+    result = Result(names, 7, 2, found, "held-out", "0" * 16, 1, "inline", matrix)
     digests = {"data": "d" * 64, "base": "b" * 16, "initial_weights": "i" * 16}
     config = Config.model_validate({"data": {"train": "x\nlicense: mine.csv"}})
     text = card(config, Provenance(Path("p"), digests, {}), result, Form.WHOLE, "# <b>\nlicense: x")

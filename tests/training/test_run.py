@@ -15,6 +15,7 @@ from andon.run.folder import RunFolder
 from andon.training.inference import evaluate_run, load_run, predict, read_labelled
 from andon.training.preview import describe
 from andon_falsify.claims.ledgers import read_run, verify
+from andon.metrics.confusion import read_confusion
 from andon_falsify.verdict import Outcome
 from tests.training.runs import (
     PRELOAD,
@@ -80,10 +81,11 @@ def test_another_seed_gives_other_bits(runs: Runs, whole: Path, tmp_path: Path) 
 
 
 def test_a_run_leaves_what_is_promised(runs: Runs, whole: Path) -> None:
-    """The run folder holds the resolved configuration, environment, metrics, checkpoints, adapter, ledger, provenance
-    and summary; nothing else, and no temporary."""
+    """The run folder holds the resolved configuration, environment, metrics, checkpoints, adapter, ledger, provenance,
+    confusion matrices and summary; nothing else, and no temporary."""
     promised = {"config.yaml", "environment.json", "metrics.jsonl", "checkpoints", "adapter", "base", "ledger.jsonl"}
-    assert {path.name for path in whole.iterdir()} == promised | {"provenance.json", "summary.json", ".lock"}
+    promised |= {"provenance.json", "summary.json", ".lock", "confusion"}
+    assert {path.name for path in whole.iterdir()} == promised
     resolved = load_config(RunFolder(whole).config)
     assert resolved == load_config(None, runs.overrides(f"run.dir={whole}", "run.backend=inline", "run.workers=1"))
     assert checkpoints(whole) == ["step-00000006", "step-00000008", "step-00000012"]
@@ -168,7 +170,8 @@ def test_a_finished_run_evaluates_and_predicts(runs: Runs, whole: Path) -> None:
     found = list(predict(run, [row.text for row in data.rows]))
     right = sum(one.label == data.labels[row.label] for one, row in zip(found, data.rows, strict=True))
     assert scores.rows == len(found) == 45
-    assert right == sum(scores.confusion[k][k] for k in range(3))
+    assert scores.confusion is not None
+    assert right == sum(rows for actual, predicted, rows in scores.confusion.cells if actual == predicted)
 
 
 def test_csv_files_two_classes_and_an_encoder(tmp_path: Path) -> None:
@@ -178,10 +181,11 @@ def test_csv_files_two_classes_and_an_encoder(tmp_path: Path) -> None:
     more = (*columns, "model.architecture=encoder", "data.class_weights=inverse", "training.max_steps=3")
     assert Runs(train).train(tmp_path / "run", *more, workers=2) == 0
     found = summary(tmp_path / "run")["eval"]
-    assert found["rows"] == sum(map(sum, found["confusion"])) == 13
+    matrix = read_confusion(tmp_path / "run" / "confusion", found["confusion"])
+    assert found["rows"] == sum(rows for _, _, rows in matrix.cells) == 13
     assert 0.0 <= found["auroc"] <= 1.0
     again = evaluate_run(load_run(RunFolder(tmp_path / "run")), read_labelled(RunFolder(tmp_path / "run"), held))
-    assert [list(line) for line in again.confusion] == found["confusion"]
+    assert again.confusion == matrix
     assert again.loss == found["loss"]
     train.write_bytes(train.read_bytes().replace(b"number 1", b"number 9", 1))
     unknown = evaluate_run(load_run(RunFolder(tmp_path / "run")), read_labelled(RunFolder(tmp_path / "run"), held))

@@ -18,7 +18,7 @@ from andon.console.problems import InputError, Problem, ProblemList, did_you_mea
 from andon_contracts.legible import legible_line
 
 _MOST_FILES = 10_000
-_MOST_BYTES = 1 << 24
+MOST_BYTES = 1 << 24
 """Of a file of settings; those of tokenizers and the index of a large model's weights hold more."""
 _MOST_BYTES_OF = dict.fromkeys(("tokenizer.json", "vocab.json", ".txt", ".model"), 1 << 28) | {".index.json": 1 << 26}
 _SETTINGS = (".json", ".jinja", ".txt", ".model")
@@ -159,7 +159,7 @@ def _unreadable(path: Path, inside: list[Path]) -> str:
     if path.is_symlink() and not any(real.is_relative_to(place) for place in inside):
         return "is a link that leads out of the folder"
     if path.suffix in _SETTINGS:
-        most = next((most for end, most in _MOST_BYTES_OF.items() if path.name.endswith(end)), _MOST_BYTES)
+        most = next((most for end, most in _MOST_BYTES_OF.items() if path.name.endswith(end)), MOST_BYTES)
         if found.st_size > most:
             return f"has {found.st_size} bytes, more than {most}"
     return ""

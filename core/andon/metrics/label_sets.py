@@ -28,9 +28,8 @@ class MultiLabelScores:
     loss: float | None
 
     @property
-    def confusion(self) -> tuple[tuple[int, ...], ...]:
-        """None: a row may have several labels."""
-        return ()
+    def confusion(self) -> None:
+        """There is no confusion matrix: a row may have several labels."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""

@@ -30,9 +30,8 @@ class RegressionScores:
     loss: float | None
 
     @property
-    def confusion(self) -> tuple[tuple[int, ...], ...]:
-        """None: there are no classes."""
-        return ()
+    def confusion(self) -> None:
+        """There is no confusion matrix: a row has a number and no class."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""

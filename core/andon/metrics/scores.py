@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-import torch
+from andon.metrics.confusion import Confusion
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Scores(Protocol):
         ...
 
     @property
-    def confusion(self) -> tuple[tuple[int, ...], ...]:
-        """[actual][predicted] counts of classes; empty where there are none."""
+    def confusion(self) -> Confusion | None:
+        """The confusion matrix; None for a task that predicts no single class."""
         ...
 
     def as_dict(self) -> dict[str, Any]:
@@ -56,7 +56,7 @@ class ClassificationScores:
     """Scores of classes over `rows` rows.
 
     macro_f1: plain mean of F1 over all classes, those without rows too. mcc: multi-class Matthews coefficient (Gorodkin
-    2004), in [-1, 1]. confusion: [actual][predicted]. auroc: of class 1, two classes only. loss: mean over rows.
+    2004), in [-1, 1]. auroc: of class 1, two classes only. loss: mean over rows.
     """
 
     rows: int
@@ -64,7 +64,7 @@ class ClassificationScores:
     macro_f1: float
     mcc: float
     classes: tuple[ClassScores, ...]
-    confusion: tuple[tuple[int, ...], ...]
+    confusion: Confusion
     auroc: float | None = None
     loss: float | None = None
 
@@ -73,53 +73,24 @@ class ClassificationScores:
         return asdict(self)
 
 
-def confusion_matrix(predicted: torch.Tensor, actual: torch.Tensor, num_labels: int) -> torch.Tensor:
-    """int64 [classes, classes] on the CPU: entry [i, j] counts rows of class i that were predicted as j.
-
-    predicted, actual: int64 [rows] class ids; no rows give zeros. Raises `ValueError` for different shapes or for an
-    id that is not one of the classes.
-    """
-    if predicted.shape != actual.shape or predicted.dim() != 1:
-        msg = f"predictions {tuple(predicted.shape)} and labels {tuple(actual.shape)} must be two vectors of one length"
-        raise ValueError(msg)
-    for what, values in (("predicted", predicted), ("actual", actual)):
-        if values.numel() and not 0 <= int(values.min()) <= int(values.max()) < num_labels:
-            msg = f"{what} classes {int(values.min())} to {int(values.max())} are not all in [0, {num_labels})"
-            raise ValueError(msg)
-    cells = actual.cpu().long() * num_labels + predicted.cpu().long()
-    return torch.bincount(cells, minlength=num_labels * num_labels).reshape(num_labels, num_labels)
-
-
-def merge(matrices: Iterable[torch.Tensor]) -> torch.Tensor:
-    """The sum of confusion matrices [classes, classes] of disjoint rows. Raises `ValueError` for none or unlike."""
-    total: torch.Tensor | None = None
-    for matrix in matrices:
-        if total is not None and matrix.shape != total.shape:
-            msg = f"confusion matrices of {tuple(total.shape)} and {tuple(matrix.shape)} have different classes"
-            raise ValueError(msg)
-        total = matrix.clone() if total is None else total + matrix
-    if total is None:
-        raise ValueError("no confusion matrix to merge")
-    return total
-
-
 def scores(
-    confusion: torch.Tensor,
+    confusion: Confusion,
     positive_probabilities: Sequence[float] | None = None,
     labels: Sequence[int] | None = None,
     row_losses: Sequence[float] | None = None,
 ) -> ClassificationScores:
-    """Scores of a confusion matrix, int64 [classes, classes], entry [i, j] = rows of class i predicted as j.
+    """Scores of a confusion matrix.
 
     positive_probabilities and labels (0 or 1), one a row in one order, give the AUROC of class 1 (any score that grows
-    with the class will do); only for two classes. row_losses, one a row, give the loss. Raises `ValueError` for a
-    matrix that is not square, negative counts, or lists whose lengths are not the number of rows.
+    with the class will do); only for two classes. row_losses, one a row, give the loss. Raises `ValueError` for lists
+    whose lengths are not the number of rows.
     """
-    table = _table(confusion)
-    rows = sum(map(sum, table))
-    actual = [sum(row) for row in table]
-    predicted = [sum(column) for column in zip(*table, strict=True)]
-    right = [table[k][k] for k in range(len(table))]
+    actual, predicted, right = ([0] * confusion.classes for _ in range(3))
+    for true, guess, count in confusion.cells:
+        actual[true] += count
+        predicted[guess] += count
+        right[true] += count if true == guess else 0
+    rows = sum(actual)
     classes = tuple(map(class_scores, right, predicted, actual))
     return ClassificationScores(
         rows=rows,
@@ -127,7 +98,7 @@ def scores(
         macro_f1=math.fsum(one.f1 for one in classes) / len(classes),
         mcc=_mcc(sum(right), rows, actual, predicted),
         classes=classes,
-        confusion=tuple(map(tuple, table)),
+        confusion=confusion,
         auroc=_auroc_of(rows, len(classes), positive_probabilities, labels),
         loss=_mean_loss(rows, row_losses),
     )
@@ -153,16 +124,6 @@ def auroc(positive_probabilities: Sequence[float], labels: Sequence[int]) -> flo
         return None
     doubled = sum(bisect_left(negative, score) + bisect_right(negative, score) for score in positive)
     return doubled / (2 * len(positive) * len(negative))
-
-
-def _table(confusion: torch.Tensor) -> list[list[int]]:
-    if confusion.dim() != 2 or confusion.shape[0] != confusion.shape[1] or not confusion.numel():
-        msg = f"a confusion matrix is square and not empty, not {tuple(confusion.shape)}"
-        raise ValueError(msg)
-    table: list[list[int]] = [[int(count) for count in row] for row in confusion.tolist()]
-    if min(map(min, table)) < 0:
-        raise ValueError("a confusion matrix has no negative counts")
-    return table
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -46,9 +46,8 @@ class SpanScores:
     loss: float | None
 
     @property
-    def confusion(self) -> tuple[tuple[int, ...], ...]:
-        """None: what counts are spans."""
-        return ()
+    def confusion(self) -> None:
+        """There is no confusion matrix: spans are scored, and not single tags."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from andon.console.problems import InputError, Problem
 from andon.run.atomic import clean_leftovers, is_leftover, remove, storage
 from andon.run.ownership import OWNER_LIMIT, claimed, open_lock, refuse_claimed, sign, take
-from andon_contracts.untrusted import open_regular
+from andon_contracts.untrusted import MOST_JSON, open_regular
 
 REPORTS = "reports"
 """Where ranks say how they ended; under torchrun it may be there before the folder has an owner."""
@@ -70,6 +70,11 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
+    def confusion(self) -> Path:
+        """The folder of confusion matrices, a file each (`metrics/confusion`)."""
+        return self.path / "confusion"
+
+    @property
     def adapter(self) -> Path:
         """The PEFT adapter, or the whole model where there is none."""
         return self.path / "adapter"
@@ -121,7 +126,7 @@ class RunFolder:
         signed = "andon_run" in _json_object(_head(self.lock, OWNER_LIMIT))
         if not (signed or _starts_a_ledger(self.ledger)):
             return State.FOREIGN
-        finished = _json_object(_head(self.summary, 1 << 24)).get("finished") is True
+        finished = _json_object(_head(self.summary, MOST_JSON)).get("finished") is True
         return State.FINISHED if finished else State.UNFINISHED
 
     def begun(self) -> bool:

@@ -49,9 +49,10 @@ class Summary(Part):
 
     `steps` counts updates, `contracts` how often the process of rank 0 evaluated each clause, `violations` those
     that were broken; `final_loss` is the loss of the last update, None before the first; `eval` holds the last scores
-    as JSON, `evaluated_on` says of which rows, `labels` in which order the classes stand in them; `wall_s` is in
-    seconds; `reason` is that of the ledger's end record. `finished` is true only for a run that reached its planned or
-    early end: such a run is not resumed. `memory` is in bytes: `planned` and `peak` of the GPU that needed most,
+    as JSON, with the digest of the confusion matrix (`metrics/confusion`) in place of the matrix, `evaluated_on` says
+    of which rows, `labels` in which order the classes stand in them; `wall_s` is in seconds; `reason` is that of the
+    ledger's end record. `finished` is true only for a run that reached its planned or early end: such a run is not
+    resumed. `memory` is in bytes: `planned` and `peak` of the GPU that needed most,
     `process_peak` of rank 0's process. `data_changed`: which files of the data were no longer what was trained on as
     the run ended, and what is there instead. `dropped_values` counts what rank 0 found in the ranks' store and no rank
     had put there; None: nothing.

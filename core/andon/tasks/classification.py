@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from andon.console.problems import ProblemList
-from andon.metrics.scores import ClassificationScores, confusion_matrix, scores
+from andon.metrics.confusion import confusion_of
+from andon.metrics.scores import ClassificationScores, scores
 from andon.model.batches import logits_of, predictions
 from andon.step.task import Batch, LeafLoss
 from andon.tasks.encoded import Columns, EncodedRows, check_rows
@@ -114,7 +115,7 @@ class ClassificationTask(EncodedRows):
     def score(self, ids: Sequence[int], outputs: torch.Tensor) -> ClassificationScores:
         """The scores of these rows by their logits, fp64 [rows, classes] on the CPU."""
         logits, labels = outputs.float(), self._classes[list(ids)]
-        confusion = confusion_matrix(logits.argmax(dim=1), labels, self.num_labels)
+        confusion = confusion_of(logits.argmax(dim=1), labels, self.num_labels)
         losses: list[float] = self.row_losses(logits, labels).double().tolist()
         positive = (logits[:, 1] - logits[:, 0]).tolist() if self.num_labels == 2 else None
         return scores(confusion, positive, labels.tolist() if positive is not None else None, losses)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from andon.data.tokens import Tokenizer
+from andon.metrics.confusion import Confusion
 from andon.metrics.scores import Scores
 from andon.step.task import Batch, LeafLoss
 from andon.tasks.task import ScoredTask
@@ -34,8 +35,8 @@ class SourcedScores:
         return self.whole.loss
 
     @property
-    def confusion(self) -> tuple[tuple[int, ...], ...]:
-        """[actual][predicted] counts of classes in all rows; empty where there are none."""
+    def confusion(self) -> Confusion | None:
+        """The confusion matrix of all rows, where the task has one."""
         return self.whole.confusion
 
     def as_dict(self) -> dict[str, Any]:

@@ -65,7 +65,7 @@ class LanguageScores:
     exact_match: float
     cut: int = 0
     sources: Mapping[str, SourceScores] = field(default_factory=dict)
-    confusion: tuple[tuple[int, ...], ...] = ()
+    confusion: None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""

@@ -20,6 +20,7 @@ from andon.config.identity import differences, identity
 from andon.config.schema import CLASSIFICATION, MULTI_LABEL, REGRESSION, SFT, TOKEN_CLASSIFICATION, Config
 from andon.data.chat import Asking
 from andon.data.origins import short_names
+from andon.metrics.confusion import Confusion
 from andon.run.provenance import Provenance
 from andon.training.card_use import PIPELINES, use
 from andon_contracts.legible import legible_line
@@ -98,7 +99,8 @@ class Form(Enum):
 class Result:
     """What a run came to.
 
-    labels: the classes by id. rows: that were trained on. scores: as JSON, of the rows that `evaluated_on` names.
+    labels: the classes by id. rows: that were trained on. scores: as JSON, of the rows that `evaluated_on` names, and
+    `confusion` the confusion matrix of these rows, if the task has one.
     weights: the digest of what was trained, 16 hex digits; it came out on `world_size` ranks of `backend`.
     """
 
@@ -110,6 +112,7 @@ class Result:
     weights: str
     world_size: int
     backend: str
+    confusion: Confusion | None = None
 
 
 def card(
@@ -264,10 +267,9 @@ def _scores(result: Result, task: str, data: str) -> Iterator[str]:
             shown = ["" if score is None else f"{score:.4f}" for score in scores]
             lines.append((_code(name), one["rows"], *(one[key] for key, _ in tokens), *shown))
         yield _table(words, lines)
-    confusion: Sequence[Sequence[int]] = found.get("confusion") or ()
-    if confusion and len(confusion) <= _MOST_COLUMNS:
+    if result.confusion is not None and result.confusion.classes <= _MOST_COLUMNS:
         yield "Rows of each class (down) by what they were taken for (across):"
-        lines = [(_code(label), *row) for label, row in zip(result.labels, confusion, strict=True)]
+        lines = [(_code(label), *row) for label, row in zip(result.labels, result.confusion.table(), strict=True)]
         yield _table(("", *map(_code, result.labels)), lines)
 
 

@@ -15,6 +15,7 @@ import torch
 from andon.config.schema import SFT, Config
 from andon.config.source import is_there
 from andon.console.problems import InputError, Problem
+from andon.metrics.confusion import read_confusion
 from andon.model.adapter import merged, save_base
 from andon.run.atomic import whole_folder
 from andon.run.folder import RunFolder
@@ -53,6 +54,7 @@ def result_of(folder: RunFolder, labels: Sequence[str]) -> Result:
         raise InputError([Problem(str(folder.ledger), f"cannot be read: {error}")]) from error
     if not isinstance(first, Start) or first.plan.rows is None:
         raise InputError([Problem(str(folder.ledger), "does not begin with the start of a run")])
+    quoted = summary.eval.get("confusion")
     return Result(
         labels=tuple(labels),
         rows=first.plan.rows,
@@ -62,6 +64,7 @@ def result_of(folder: RunFolder, labels: Sequence[str]) -> Result:
         weights=summary.weights_digest,
         world_size=summary.world_size,
         backend=summary.backend,
+        confusion=read_confusion(folder.confusion, quoted) if quoted is not None else None,
     )
 
 

@@ -217,14 +217,14 @@ def evaluate_run(run: TrainedRun, data: Examples) -> Scores:
 def named(found: Scores, labels: Sequence[str]) -> dict[str, Any]:
     """`found` as plain values for JSON, with the classes' names, where there are any.
 
-    Each of `classes` has its `label`; `labels` names the rows (actual) and columns (predicted) of `confusion`. A score
+    Each of `classes` has its `label`; `labels` names the classes that the cells of `confusion` number from 0. A score
     that says nothing of these rows, as AUROC of more than two classes, is left out.
     """
     values = {name: value for name, value in found.as_dict().items() if value is not None}
     if "classes" not in values:
         return values
     values["classes"] = [{"label": label} | one for label, one in zip(labels, values["classes"], strict=True)]
-    confusion = {"confusion": values.pop("confusion")} if found.confusion else {}
+    confusion = {"confusion": values.pop("confusion")} if "confusion" in values else {}
     return values | {"labels": list(labels)} | confusion
 
 

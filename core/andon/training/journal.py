@@ -16,6 +16,7 @@ from andon.console.messages import say
 from andon.console.problems import InputError, Problem
 from andon.integrations.trackers import Tracker
 from andon.metrics.scores import Scores
+from andon.metrics.confusion import digest_of, write_confusion
 from andon.run.atomic import fsync_folder, storage, write_all, write_whole
 from andon.run.checkpoint import Checkpoint, is_complete, prune, require_intact, save_checkpoint
 from andon.run.folder import RunFolder
@@ -212,7 +213,12 @@ class FolderJournal:
         self._view.measured(line)
 
     def evaluated(self, step: int, epoch: int, scores: Scores, what: str, *, recorded: bool = False) -> None:
-        """The scores, in the ledger, unless they are `recorded` there already, and among the metrics."""
+        """The scores, in the ledger, unless they are `recorded` there already, and among the metrics.
+
+        The confusion matrix is on the disk before the ledger's line that quotes it.
+        """
+        if scores.confusion is not None:
+            write_confusion(self._folder.confusion, scores.confusion)
         if not recorded:
             self._ledger.append(evaluation_of(step, epoch, scores))
         line = {"step": step, "epoch": epoch, "what": what, "rows": scores.rows, **_reals(scores)}
@@ -274,7 +280,8 @@ class FolderJournal:
 def evaluation_of(step: int, epoch: int, scores: Scores) -> Evaluation:
     """What the ledger says of scores after `step` updates."""
     reals = {name: Real.of(value) for name, value in _reals(scores).items()}
-    return Evaluation(step=step, epoch=epoch, rows=scores.rows, scores=reals, confusion=scores.confusion)
+    confusion = digest_of(scores.confusion) if scores.confusion is not None else None
+    return Evaluation(step=step, epoch=epoch, rows=scores.rows, scores=reals, confusion=confusion)
 
 
 def _reals(scores: Scores) -> dict[str, float]:

@@ -29,6 +29,7 @@ from andon.tasks.regression import RegressionTask
 from andon.tasks.sft import Asked, SftTask
 from andon.tasks.tagging import NO_TAG, TaggingTask
 from andon.tasks.task import ScoredTask
+from andon.training.limits import require_records_fit
 from andon.training.rows import Rows, cache_of, read_rows
 from andon.training.surveys import Surveys
 from andon.training.token_cache import in_memory, kept_tokens, key_of_tokens
@@ -77,6 +78,8 @@ def prepare(config: Config, cache: Path | None = None) -> Material:
     else:
         evaluation_task = encode(rows.evaluation)
         evaluation_ids = rows.evaluation.ids
+    plan = _plan(config, train_ids, task)
+    require_records_fit(config, rows, plan, len(evaluation_ids))
     return Material(
         config=config,
         rows=rows,
@@ -85,7 +88,7 @@ def prepare(config: Config, cache: Path | None = None) -> Material:
         validation_task=whole,
         evaluation_task=evaluation_task,
         evaluation_ids=evaluation_ids,
-        plan=_plan(config, train_ids, task),
+        plan=plan,
         model=model_spec(config, rows.train.labels, tokenizer, HEADS[rows.task]),
         adapter=adapter_spec(config, tokenizer),
     )

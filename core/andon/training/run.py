@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -24,6 +25,7 @@ from andon.integrations.tensorboard import EventFile
 from andon.integrations.trackers import TENSORBOARD, WANDB, Tracker
 from andon.integrations.wandb import WandbRun
 from andon.launch.rank import dropped_values
+from andon.metrics.confusion import digest_of
 from andon.metrics.scores import Scores
 from andon.model.build import backbone_of
 from andon.model.compiled import CompiledPasses
@@ -366,6 +368,7 @@ def _result(session: Session, outcome: Outcome, weights: int, scores: Scores, hi
     )
 
 
+        confusion=scores.confusion,
 def _ranks(session: Session, history: History) -> tuple[int, str]:
     """How many ranks of which backend ended the run: an earlier process's, where the ledger has the end already."""
     backend = session.run.backend
@@ -395,6 +398,12 @@ def record_violation(
 def _summarise(
     session: Session,
     journal: FolderJournal,
+def _summarised(scores: Scores) -> dict[str, Any]:
+    """The scores as the summary has them: the confusion matrix is in a file of its own."""
+    quoted = {"confusion": digest_of(scores.confusion)} if scores.confusion is not None else {}
+    return scores.as_dict() | quoted
+
+
     outcome: Outcome,
     weights: int,
     scores: Scores | None,
@@ -425,7 +434,7 @@ def _summarise(
             ledger=Head(count=count, digest=digest),
             fingerprint=fingerprint(session.environment),
             final_loss=Real.of(progress.last_loss),
-            eval=scores.as_dict() if scores is not None else {},
+            eval=_summarised(scores) if scores is not None else {},
             best_step=progress.best_step or None,
             evaluated_on=session.material.rows.last_scores,
             labels=tuple(session.material.labels),

@@ -6,7 +6,9 @@ Where a run folder is given, its configuration gives the schedule, and its check
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,6 +43,8 @@ _TOGETHER = (same_everywhere.CLAIM.name, resume_equal.CLAIM.name)
 _MADE_OF = {"data": "data", "base": "base model"}
 """What a job is made of besides its settings: the digests of a first line, and what they are called."""
 _MOST_BYTES = 1 << 26
+_DIGITS = 16
+_DIGEST = re.compile(f"[0-9a-f]{{{_DIGITS}}}")
 
 
 @dataclass(frozen=True)
@@ -191,7 +195,7 @@ def _retracted(event: Event) -> str:
 
 
 def _heads(run: RecordedRun) -> Verdict:
-    """The heads that the folder quotes against the lines of the ledger."""
+    """What the folder quotes of the ledger against its lines, and what the ledger quotes against the folder's files."""
     if run.folder is None:
         return not_applicable(HEADS, "a ledger alone is quoted by nothing")
     lines = enumerate(run.history.lines(), start=1)
@@ -202,6 +206,9 @@ def _heads(run: RecordedRun) -> Verdict:
         seen = digests.get(count, "no such line") if count else chain_intact.NO_LINE
         if seen != digest:
             found.append(Counterexample(f"{place} quotes another line {count}", f"line {count}", digest, seen))
+    quotes = [event for event in run.history.of_kind("eval") if event.fields.get("confusion") is not None]
+    checked += len(quotes)
+    found += [wrong for event in quotes for wrong in _other_matrix(run.folder, event)]
     return conclude(HEADS, checked, found) if checked else not_applicable(HEADS, "no checkpoint and no summary yet")
 
 
@@ -216,6 +223,37 @@ def quoted(folder: Path) -> Iterator[tuple[str, int, str]]:
                 msg = f"{path} says nothing of the ledger: {error}"
                 raise ValueError(msg) from error
             yield str(path.relative_to(folder)), *quote
+
+
+def _other_matrix(folder: Path, event: Event) -> Iterator[Counterexample]:
+    """Where the file of the confusion matrix that an evaluation quotes is not what the evaluation says."""
+    quote, where = str(event.fields["confusion"]), f"line {event.line}, after step {event.step}"
+    if not _DIGEST.fullmatch(quote):
+        msg = f"line {event.line} quotes a confusion matrix by {quote[:_DIGITS]!r}, which is no digest"
+        raise ValueError(msg)
+    path = folder / "confusion" / f"{quote}.json"
+    name = str(path.relative_to(folder))
+    if not path.exists():
+        yield Counterexample(f"{name}, the confusion matrix, is not there", where, quote, "no such file")
+        return
+    data = _bytes_of(path)
+    seen = hashlib.sha256(data).hexdigest()[:_DIGITS]
+    if seen != quote:
+        yield Counterexample(f"{name} is not the confusion matrix that was quoted", where, quote, seen)
+        return
+    cells = json.loads(data)["cells"]
+    rows = sum(count for _, _, count in cells)
+    if rows != event.fields.get("rows"):
+        yield Counterexample(
+            f"{name} has other rows than the evaluation", where, str(event.fields.get("rows")), str(rows)
+        )
+    right = sum(count for actual, predicted, count in cells if actual == predicted)
+    scores = event.fields.get("scores")
+    told = scores.get("accuracy") if isinstance(scores, Mapping) else None
+    share = right / rows if rows else 0.0
+    if isinstance(told, Mapping) and told.get("hex") != share.hex():
+        what = f"{name} gives another accuracy than the evaluation"
+        yield Counterexample(what, where, str(told.get("value")), f"{share:.9g} ({right} of {rows})")
 
 
 def _bytes_of(path: Path) -> bytes:

@@ -15,6 +15,7 @@ from andon.console.messages import command_line
 from andon.inspection.difference import Differences, by_dotted_key, first_difference
 from andon.inspection.report.curves import Picture, Series, draw
 from andon.inspection.report.told import Evaluated, Told
+from andon.metrics.confusion import Confusion
 from andon.training.existing import go_on_with
 from andon_contracts.clauses import CLAUSES
 
@@ -150,8 +151,12 @@ class Page:
     @cached_property
     def matrices(self) -> list[Matrix]:
         """The confusion matrix of each run's last evaluation that has one, where it can be shown."""
-        found = ((run, _with_confusion(run)) for run in self.runs)
-        return [_matrix(run, each, self._of(run)) for run, each in found if each is not None]
+        found = ((run, *run.matrix) for run in self.runs if run.matrix is not None)
+        return [
+            _matrix(run, evaluated, confusion, self._of(run))
+            for run, evaluated, confusion in found
+            if confusion.classes <= _MOST_CLASSES
+        ]
 
     @cached_property
     def evaluations(self) -> list[Table]:
@@ -347,13 +352,8 @@ def _labels(run: Told, count: int) -> Sequence[str]:
     return labels if len(labels) == count else [str(number) for number in range(count)]
 
 
-def _with_confusion(run: Told) -> Evaluated | None:
-    last = next((each for each in reversed(run.evaluations) if each.record.confusion), None)
-    return last if last is not None and len(last.record.confusion) <= _MOST_CLASSES else None
-
-
-def _matrix(run: Told, evaluated: Evaluated, of: str) -> Matrix:
-    counts = evaluated.record.confusion
+def _matrix(run: Told, evaluated: Evaluated, confusion: Confusion, of: str) -> Matrix:
+    counts = confusion.table()
     totals = [max(1, sum(row)) for row in counts]
     return Matrix(
         caption=f"Confusion matrix{of}: {evaluated.what} after step {evaluated.record.step}",
@@ -405,9 +405,8 @@ def _notes(run: Told, of: str) -> list[str]:
     if run.summary is not None:
         changed = run.summary.data_changed.items()
         found += [f"{key}{of} is not what was trained on any more: it {how}" for key, how in changed]
-    last = next((each for each in reversed(run.evaluations) if each.record.confusion), None)
-    if last is not None and len(last.record.confusion) > _MOST_CLASSES:
-        many = len(last.record.confusion)
+    many = run.matrix[1].classes if run.matrix is not None else 0
+    if many > _MOST_CLASSES:
         found.append(f"The confusion matrix{of} has {many} classes, more than the {_MOST_CLASSES} that are shown.")
     return found
 

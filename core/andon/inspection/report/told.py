@@ -15,6 +15,7 @@ from andon.inspection.recorded import Recorded
 from andon.inspection.report.curves import Point
 from andon.inspection.show import event
 from andon.launch.report import Report, path_of
+from andon.metrics.confusion import Confusion, read_confusion
 from andon.run.atomic import storage
 from andon.run.folder import RunFolder
 from andon.run.summary import Summary, read_summary
@@ -88,6 +89,18 @@ class Told:
                 what = (said.pop(0) if len(said) > 1 else said[0]) if said else "evaluation"
                 kept[record.step, what, record.rows] = Evaluated(what, record)
         return list(kept.values())
+
+    @cached_property
+    def matrix(self) -> tuple[Evaluated, Confusion] | None:
+        """The last evaluation that counts and has a confusion matrix, with it; None for a ledger without its folder.
+
+        Raises `InputError` where the matrix cannot be read.
+        """
+        folder = self.recorded.folder
+        last = next((each for each in reversed(self.evaluations) if each.record.confusion is not None), None)
+        if folder is None or last is None:
+            return None
+        return last, read_confusion(folder.confusion, last.record.confusion)
 
     def curve(self, name: str) -> list[Point]:
         """Numbers by step: loss, accuracy, grad_norm or lr of the ledger, or seconds; none where nobody told them."""

@@ -1,0 +1,135 @@
+"""Confusion matrices, and their files: `confusion/DIGEST.json` in a run folder, of which the ledger quotes DIGEST.
+
+The matrix of K classes has K * K cells, too many for a line of a ledger or for a summary if K is in the thousands. All
+but as many as there were rows are zero, so the file holds only the others:
+`{"cells":[[actual,predicted,rows],...],"classes":K}`, the cells in rising order, no spaces, a line feed at the end.
+DIGEST is the first 16 hexadecimal digits of SHA-256 of these bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from andon.console.problems import InputError, Problem
+from andon.run.atomic import storage, write_whole
+from andon_contracts.fields import Hex16, read_field
+from andon_contracts.untrusted import MOST_JSON, read_regular
+
+MOST_BYTES = MOST_JSON
+"""Bytes of the largest file that is read."""
+_MOST_CLASSES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Confusion:
+    """How many rows of each class were predicted as each class.
+
+    classes: the number of classes. cells: (actual, predicted, rows) in rising order; cells of no row are left out, so
+    that there are never more cells than rows.
+    """
+
+    classes: int
+    cells: tuple[tuple[int, int, int], ...]
+
+    def table(self) -> list[list[int]]:
+        """All counts, [actual][predicted]: classes * classes of them, so only for few classes."""
+        table = [[0] * self.classes for _ in range(self.classes)]
+        for actual, predicted, rows in self.cells:
+            table[actual][predicted] = rows
+        return table
+
+
+def confusion_of(predicted: torch.Tensor, actual: torch.Tensor, num_labels: int) -> Confusion:
+    """The confusion matrix of rows. predicted, actual: int64 [rows] class ids.
+
+    Memory and time grow with the rows and not with the square of the classes. Raises `ValueError` for different shapes
+    or for an id that is not one of the classes.
+    """
+    if predicted.shape != actual.shape or predicted.dim() != 1:
+        msg = f"predictions {tuple(predicted.shape)} and labels {tuple(actual.shape)} must be two vectors of one length"
+        raise ValueError(msg)
+    for what, values in (("predicted", predicted), ("actual", actual)):
+        if values.numel() and not 0 <= int(values.min()) <= int(values.max()) < num_labels:
+            msg = f"{what} classes {int(values.min())} to {int(values.max())} are not all in [0, {num_labels})"
+            raise ValueError(msg)
+    counted = Counter(zip(actual.tolist(), predicted.tolist(), strict=True))
+    return Confusion(num_labels, tuple((*cell, rows) for cell, rows in sorted(counted.items())))
+
+
+def digest_of(confusion: Confusion) -> str:
+    """The digest of the matrix's file: 16 hexadecimal digits."""
+    return _digest(_encoded(confusion))
+
+
+def write_confusion(folder: Path, confusion: Confusion) -> None:
+    """Write the file of `confusion` into `folder`, whole or not at all. Raises `InputError` for a disk that refuses."""
+    data = _encoded(confusion)
+    with storage(folder):
+        folder.mkdir(exist_ok=True)
+    write_whole(_path(folder, _digest(data)), data)
+
+
+def read_confusion(folder: Path, digest: object) -> Confusion:
+    """The matrix that a ledger or a summary quotes by `digest`.
+
+    Raises `InputError` naming the file where it is missing, too long, of another digest or of another form.
+    """
+    try:
+        path = _path(folder, read_field(Hex16, digest, "confusion"))
+    except ValueError as error:
+        raise InputError([Problem(str(folder.parent), f"quotes no confusion matrix: {error}")]) from error
+    try:
+        data = read_regular(path, MOST_BYTES)
+        if _digest(data) != digest:
+            raise ValueError(f"its bytes have the digest {_digest(data)}, the ledger quotes {digest}")
+        return _decoded(data)
+    except OSError as error:
+        raise InputError([Problem(str(path), f"cannot be read: {error.strerror}")]) from error
+    except (ValueError, RecursionError) as error:
+        what = f"is not the confusion matrix that was written: {error}; put the file back as it was"
+        raise InputError([Problem(str(path), what)]) from error
+
+
+def most_bytes(classes: int, rows: int) -> int:
+    """The size in bytes that the file of a matrix of `classes` over `rows` rows may have at most."""
+    cell = 2 * len(str(classes)) + len(str(rows)) + len("[,,],")
+    return min(classes * classes, rows) * cell + 100
+
+
+def _path(folder: Path, digest: str) -> Path:
+    return folder / f"{digest}.json"
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def _encoded(confusion: Confusion) -> bytes:
+    found = {"cells": confusion.cells, "classes": confusion.classes}
+    return (json.dumps(found, separators=(",", ":")) + "\n").encode("ascii")
+
+
+def _decoded(data: bytes) -> Confusion:
+    found = json.loads(data)
+    if not isinstance(found, dict) or found.keys() != {"cells", "classes"} or not isinstance(found["cells"], list):
+        raise ValueError("it must hold cells and classes, and nothing else")
+    classes, before, cells = found["classes"], (-1, -1), []
+    if type(classes) is not int or not 1 <= classes <= _MOST_CLASSES:
+        raise ValueError(f"classes must be a number from 1 to {_MOST_CLASSES}")
+    for place, cell in enumerate(found["cells"]):
+        if not isinstance(cell, list) or len(cell) != 3 or not all(type(number) is int for number in cell):
+            raise ValueError(f"cells[{place}] must be three integers: actual class, predicted class, rows")
+        actual, predicted, rows = cell
+        if not (0 <= actual < classes and 0 <= predicted < classes and 1 <= rows < 1 << 63):
+            raise ValueError(f"cells[{place}] is of no class below {classes}, or of no row")
+        if (actual, predicted) <= before:
+            raise ValueError(f"cells[{place}] does not follow the cell before it")
+        before = actual, predicted
+        cells.append((actual, predicted, rows))
+    return Confusion(classes, tuple(cells))
