@@ -40,13 +40,34 @@ def fsync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+def tampered(handle: int, path: Path, size: int) -> str:
+    """What another program did to the file at `path`, to which only `handle` appends; empty if nothing.
+
+    size: the bytes that the file had, or was given, so far. Lines that are written into a file without a name, or after
+    the start of the file was cut off (log rotation by `copytruncate`), are lost, and no disk refuses them.
+    """
+    now = os.fstat(handle)
+    try:
+        in_place = os.path.samestat(now, path.lstat())
+    except (FileNotFoundError, NotADirectoryError):
+        in_place = False
+    if not in_place:
+        return "was removed, moved or replaced while the run wrote to it; its lines would be lost"
+    if now.st_size == size:
+        return ""
+    done = "truncated" if now.st_size < size else "written to"
+    by = "by another program while the run wrote to it"
+    return f"was {done} {by}: it has {now.st_size} bytes, the run left {size}; exclude it from log rotation"
+
+
 class LedgerFile:
     """Appends records to the ledger at `path`, which is created if it is not there.
 
     What is there is verified first. A line without its end, as a crash leaves it, is cut off; `torn` is its number of
     bytes, for the record of the resume. Raises `LedgerError` for any other damage, for a file of something else, of
-    which nothing is cut off, and `OSError` for a disk that refuses. There may be one writer at a time. What is no file
-    of a disk, as a pipe or a device, is written to only.
+    which nothing is cut off, and `OSError` for a disk that refuses. There may be one writer at a time: `append`, `sync`
+    and `close` raise `LedgerError` where another program truncated, wrote to or replaced the file. What is no file of a
+    disk, as a pipe or a device, is written to only.
     """
 
     def __init__(self, path: Path, *, alone: bool = False) -> None:
@@ -55,6 +76,7 @@ class LedgerFile:
         Then raises `BlockingIOError`, and changes nothing, where another one is there first.
         """
         self.path = path
+        self._place = path.absolute()  # the process may change its working folder
         self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
             # Before anything is cut off: what looks torn may be the line that another one is writing.
@@ -82,6 +104,7 @@ class LedgerFile:
     def append(self, record: Record) -> None:
         """Write `record` as the next line, whole: on a disk that refuses (`OSError`), nothing of it stays."""
         line = encode(record, self._count, self._digest)
+        self._require_alone()
         try:
             write_all(self._handle, line)
             self._count, self._digest, self._size = self._count + 1, chain(line), self._size + len(line)
@@ -94,7 +117,13 @@ class LedgerFile:
     def sync(self) -> None:
         """Make all lines so far survive a power cut; done before a checkpoint that quotes the head."""
         if self._kept:
+            self._require_alone()
             os.fsync(self._handle)
+
+    def _require_alone(self) -> None:
+        what = tampered(self._handle, self._place, self._size) if self._kept else ""
+        if what:
+            raise LedgerError(f"{self.path}: {what}")
 
     def close(self) -> None:
         """Sync and close; more than once is harmless."""
@@ -111,7 +140,11 @@ class LedgerFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except ValueError:
+            if error is None:  # else the error that is being raised comes first
+                raise
 
 
 def read_lines(path: Path, *, follow: bool = False) -> Iterator[tuple[Line, bytes]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import andon
 from andon.console.problems import InputError
-from andon.integrations.tensorboard import findings
+from andon.integrations.tensorboard import EventFile, findings
 from andon.integrations.trackers import require
 from andon.run.folder import RunFolder
 from tests.training.runs import Runs, outcome, write_jsonl
@@ -122,6 +123,19 @@ def test_a_disk_that_is_full_in_the_middle_is_said_once(tmp_path: Path) -> None:
     kept = [event.step for event in events(tmp_path / "e").Scalars("training/loss")]
     assert kept == list(range(1, len(kept) + 1))
     assert len(kept) >= 3
+
+
+def test_an_event_file_that_is_cut_off_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What would be written after the cut is a file without a head, of which TensorBoard shows nothing."""
+    file = EventFile(tmp_path)
+    for step in (1, 2, 3, 4):
+        file.line({"step": step, "loss": 1.0})
+        if step == 2:
+            (path,) = tmp_path.iterdir()
+            os.truncate(path, 10)
+    (said,) = (line for line in capsys.readouterr().err.splitlines() if "TensorBoard" in line)
+    assert f"{path}: was truncated by another program" in said
+    assert path.stat().st_size == 10
 
 
 def test_what_is_not_installed_is_said_before_the_run(

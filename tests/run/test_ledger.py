@@ -11,6 +11,7 @@ import pytest
 from andon.console.problems import InputError
 from andon.run.ledger import LedgerError, LedgerWriter, head_at, read_ledger
 from andon_contracts.fields import Real
+from andon_contracts.ledger import LedgerFile
 from andon_contracts.record import GENESIS, End, RankPart, Step, StepDigests, chain
 from tests.run.crash import Mode, every_failure
 from tests.support.ledger_lines import verify_chain
@@ -158,6 +159,41 @@ def test_a_refused_record_leaves_the_ledger_as_it_was(tmp_path: Path) -> None:
             ledger.append(replace(step(2), count=-1))
         ledger.append(step(2))
     assert list(read_ledger(path)) == [step(1), step(2)]
+
+
+def test_a_ledger_that_is_cut_while_it_is_written_is_named(tmp_path: Path) -> None:
+    """Cut anywhere, as log rotation does, or written to: the next line, or the next sync, is refused by its name."""
+    path = tmp_path / "ledger.jsonl"
+    whole = written(path, step(1), step(2), step(3))
+    sizes = {round(len(whole) * part / 20) for part in range(20)}
+    assert len(sizes) == 20
+    for size in sizes:
+        path.write_bytes(whole)
+        with LedgerWriter(path) as ledger:
+            os.truncate(path, size)
+            what = f"ledger.jsonl: was truncated by another program while the run wrote to it: it has {size} bytes"
+            for work in (lambda: ledger.append(step(4)), ledger.sync):
+                with pytest.raises(InputError, match=what):
+                    work()
+            assert path.stat().st_size == size
+            path.write_bytes(whole)
+    path.write_bytes(whole)
+    with LedgerWriter(path) as ledger:
+        path.write_bytes(whole + b"more")
+        with pytest.raises(InputError, match="was written to by another program"):
+            ledger.append(step(4))
+        path.write_bytes(whole)
+
+
+def test_a_ledger_stays_in_its_place_where_the_process_leaves_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relative path is of the folder in which the ledger was opened."""
+    monkeypatch.chdir(tmp_path)
+    with LedgerFile(Path("ledger.jsonl")) as ledger:
+        monkeypatch.chdir("/")
+        ledger.append(step(1))
+    assert list(read_ledger(tmp_path / "ledger.jsonl")) == [step(1)]
 
 
 def test_a_linked_or_unwritable_ledger_is_an_input_error(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from andon.console.problems import InputError
 from andon.launch.launcher import warm_up
 from andon.run import checkpoint
 from andon.run.folder import RunFolder
-from andon.training import journal
+from andon.training import journal, run
 from andon.training.run import train
 from andon_contracts.violation import Violation
 from tests.training.entries import refusing
@@ -199,6 +200,31 @@ def test_a_run_whose_folder_goes_ends_at_its_next_step(
     found = {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     other = {path.relative_to(whole): path.read_bytes() for path in whole.rglob("*") if path.is_file()}
     assert found == (other if replaced == "copy" else {})
+
+
+@pytest.mark.parametrize("name", ["ledger.jsonl", "metrics.jsonl"])
+def test_a_run_whose_lines_are_cut_off_ends_at_its_next_step(runs: Runs, tmp_path: Path, name: str) -> None:
+    """`> ledger.jsonl`, or log rotation: a run that finished would have no record of its steps, and not say so."""
+    folder = tmp_path / "run"
+    with pytest.raises(InputError, match=f"{folder / name}: was truncated by another program .* it has 0 bytes"):
+        train_inline(runs, folder, stop=at_step(7, lambda: os.truncate(folder / name, 0)))
+    assert not RunFolder(folder).summary.exists()
+
+
+def test_a_ledger_that_is_cut_after_its_last_line_finishes_no_run(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The summary quotes lines that are no longer there: it is not written."""
+    folder, inner = tmp_path / "run", run._summarise
+
+    def late(*given: Any) -> None:
+        os.truncate(folder / "ledger.jsonl", 100)
+        inner(*given)
+
+    monkeypatch.setattr(run, "_summarise", late)
+    with pytest.raises(InputError, match=r"ledger.jsonl: was truncated by another program .* it has 100 bytes"):
+        train_inline(runs, folder)
+    assert not RunFolder(folder).summary.exists()
 
 
 def train_inline(runs: Runs, folder: Path, *more: str, stop: Callable[[], bool] = lambda: False) -> Exit:

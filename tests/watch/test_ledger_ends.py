@@ -109,6 +109,22 @@ def test_violations_are_lines_with_what_was_done(folder: Path, by_rank: list[dic
     assert warned["halt-together"] is Outcome.NOT_APPLICABLE
 
 
+def test_a_ledger_that_is_cut_off_is_said_and_ends_no_loop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Log rotation cuts the file to nothing in mid-run: one line names it, and the loop trains on."""
+    model, path = model_of(), tmp_path / "l.jsonl"
+    optimizer = sgd(model)
+    with andon.watch(model, optimizer, ledger=path):
+        for step in (1, 2, 3):
+            if step == 2:
+                os.truncate(path, 0)
+            loss_of(model, data()[0]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    said = capsys.readouterr().err
+    assert said.count(f"since {path}: was truncated by another program while the run wrote to it") == 2
+    assert path.stat().st_size == 0
+
+
 def _refusals(folder: str) -> list[str]:
     taken, damaged = Path(folder, "taken.jsonl"), Path(folder, "damaged.jsonl")
     found = []

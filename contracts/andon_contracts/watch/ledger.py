@@ -107,7 +107,10 @@ def open_ledger(path: Path, start: int) -> LedgerFile:
 
 
 class Recorder:
-    """Writes the lines of one watch. A disk that refuses ends the ledger, with a warning, and never the loop."""
+    """Writes the lines of one watch.
+
+    A disk that refuses, or a file that another program changed, ends the ledger, with a warning, and never the loop.
+    """
 
     def __init__(self, file: LedgerFile | None, subject: ModelProbe, held: Mapping[str, bool]) -> None:
         """file: None writes nothing. held: whether all ranks should hold one "weights", "gradient", "optimizer"."""
@@ -247,7 +250,7 @@ class Recorder:
         self._append(End(step, reason, digests, None, self._violations))
         try:
             self._file.close()
-        except OSError as error:
+        except (OSError, LedgerError) as error:
             self._lose(error)
 
     def closing_line(self) -> str:
@@ -262,13 +265,14 @@ class Recorder:
             return
         try:
             self._file.append(record)
-        except OSError as error:
+        except (OSError, LedgerError) as error:
             self._lose(error)
 
-    def _lose(self, error: OSError) -> None:
+    def _lose(self, error: OSError | LedgerError) -> None:
         if self.lost:
             return
-        self.lost = f"it ends before its time, since the disk refuses: {error.strerror}"
+        why = f"the disk refuses: {error.strerror}" if isinstance(error, OSError) else str(error)
+        self.lost = f"it ends before its time, since {why}"
         say(f"andon.watch: ledger: {self.lost}")
 
 

@@ -12,7 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from andon.console.problems import InputError, Problem
 from andon.integrations.trackers import Attempts, numbers, writes
+from andon_contracts.ledger import tampered
 
 
 class EventFile:
@@ -26,6 +28,7 @@ class EventFile:
         self._folder = folder
         self._done = done
         self._path: Path | None = None
+        self._size = 0
         self._attempt = Attempts(f"TensorBoard in {folder}")
 
     def line(self, line: Mapping[str, Any]) -> None:
@@ -61,10 +64,15 @@ class EventFile:
             again = SessionLog(status=SessionLog.START)
             events = [Event(file_version="brain.Event:2"), Event(step=self._done + 1, session_log=again), *events]
         with self._path.open("ab") as file:
+            what = tampered(file.fileno(), self._path, self._size)
+            if what:
+                raise InputError([Problem(str(self._path), what)])
             records = RecordWriter(file)
             for event in events:
                 event.wall_time = time.time()
                 records.write(event.SerializeToString())
+            file.flush()
+            self._size = os.fstat(file.fileno()).st_size
 
 
 def findings(folder: str | os.PathLike[str]) -> Callable[[dict[str, object]], None]:

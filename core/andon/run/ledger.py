@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import stat
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from andon.console.problems import InputError, Problem
@@ -16,10 +15,9 @@ __all__ = ["LedgerError", "LedgerWriter", "digested_ledger", "head_at", "read_le
 
 
 class LedgerWriter(LedgerFile):
-    """A `LedgerFile` whose refusing disk is an `InputError`. Only the owner of the run folder may hold one.
+    """A `LedgerFile` that raises `InputError` for a disk that refuses and for a file that another program changed.
 
-    Lines that go to a file without a name are lost, and no disk refuses them: a ledger that was removed, moved or
-    replaced while it is written to is an `InputError` too.
+    Only the owner of the run folder may hold one.
     """
 
     def __init__(self, path: Path) -> None:
@@ -28,14 +26,12 @@ class LedgerWriter(LedgerFile):
 
     def append(self, record: Record) -> None:
         """Write `record` as the next line, whole: on a disk that refuses, nothing of it stays (`InputError`)."""
-        with storage(self.path):
-            self._require_in_place()
+        with storage(self.path), _alone():
             super().append(record)
 
     def sync(self) -> None:
-        """Make all lines so far survive a power cut; done before a checkpoint that quotes the head."""
-        with storage(self.path):
-            self._require_in_place()
+        """Make all lines so far survive a power cut; done before anything that quotes the head."""
+        with storage(self.path), _alone():
             super().sync()
 
     def close(self) -> None:
@@ -43,17 +39,13 @@ class LedgerWriter(LedgerFile):
         with storage(self.path):
             super().close()
 
-    def _require_in_place(self) -> None:
-        written = os.fstat(self._handle)
-        if not stat.S_ISREG(written.st_mode):
-            return
-        try:
-            in_place = os.path.samestat(written, self.path.lstat())
-        except (FileNotFoundError, NotADirectoryError):
-            in_place = False
-        if not in_place:
-            what = "was removed, moved or replaced while the run wrote to it; its lines would be lost"
-            raise InputError([Problem(str(self.path), what)])
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    try:
+        yield
+    except LedgerError as error:
+        raise InputError([Problem("", str(error))]) from error
 
 
 def read_ledger(path: Path, *, follow: bool = False) -> Iterator[Record]:

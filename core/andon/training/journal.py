@@ -30,6 +30,7 @@ from andon.training.progress import ProgressView
 from andon.training.trainer import Progress
 from andon_contracts.fields import Real
 from andon_contracts.record import MAX_LINE, Evaluation, Record, Saved, Step
+from andon_contracts.ledger import tampered
 from andon_contracts.untrusted import read_lines
 
 
@@ -54,6 +55,7 @@ class MetricsWriter:
     """Appends lines of JSON, each whole or not at all; a disk that refuses one is an `InputError`.
 
     Lines that an interrupted run has left and that will be written again are dropped first: those after `done` steps,
+    A disk that refuses a line, and a file that another program truncated or replaced, is an `InputError`.
     and the scores of the rows never trained on. Every tracker is given every line too.
     """
 
@@ -72,6 +74,9 @@ class MetricsWriter:
         """Append one line."""
         data = (json.dumps(line) + "\n").encode()
         with storage(self._path):
+        what = tampered(self._handle, self._path, self._size)
+        if what:
+            raise InputError([Problem(str(self._path), what)])
             try:
                 write_all(self._handle, data)
             except BaseException:
@@ -267,7 +272,8 @@ class FolderJournal:
 
     @property
     def head(self) -> tuple[int, str]:
-        """Lines of the ledger and the digest of the last."""
+        """Lines of the ledger and the digest of the last, after all of them are on the disk."""
+        self._ledger.sync()
         return self._ledger.head
 
     def close(self) -> None:
