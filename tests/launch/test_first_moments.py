@@ -157,5 +157,5 @@ def test_a_signal_as_the_lock_is_let_go_leaves_no_folder(
     config = load_config(None, [*runs.overrides(), "run.backend=gloo", "run.workers=2"])
     monkeypatch.setattr(os, "close", interrupted)
     with suppress(preemption.Interrupted):
-        start._train(config, folder, time.time(), None, start.ENTRY, "", {}, made=True)
+        start._train(config, folder, time.monotonic(), None, start.ENTRY, "", {}, made=True)
     assert not folder.path.exists()

@@ -118,6 +118,17 @@ def test_a_killed_rank_is_named_with_its_signal_before_those_that_lost_it(tmp_pa
     assert first.exit == Exit.RANK_LOST
 
 
+def test_a_rank_whose_report_no_disk_took_is_said_to_have_named_the_fault(tmp_path: Path) -> None:
+    """Exit code 2 is chosen by a rank that has said what is wrong; a folder that is read-only takes no report of it."""
+    first = first_cause(tmp_path, {0: 2, 1: 71})
+    assert first is not None
+    assert first.text == (
+        f"rank 0 of 2 ended with exit code 2; it could not write why to {tmp_path / 'reports'}, and says it above: "
+        "make that folder writable, then resume"
+    )
+    assert first.exit == Exit.USAGE
+
+
 def test_a_silent_rank_is_named_though_it_could_not_speak(tmp_path: Path) -> None:
     """Ranks that timed out name the one that had to be killed, and the exit says silent, not lost."""
     Report(0, int(Exit.RANK_SILENT), "Timed out waiting 5000ms", 5.0).write(tmp_path)

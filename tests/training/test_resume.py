@@ -155,6 +155,19 @@ def test_a_corrupted_checkpoint_is_rejected_by_name(
     assert measured(folder) == list(range(1, STEPS + 1))
 
 
+def test_of_many_rejected_checkpoints_the_newest_are_named(
+    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Five lines, and one with the number of the others."""
+    folder = interrupted(runs, tmp_path / "run", 2)
+    for step in range(20, 40):
+        (folder / "checkpoints" / f"step-{step:08d}").mkdir()
+    assert runs.train(folder, resume="auto") == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if "resume: rejected" in line]
+    assert ["step-00000039" in said[0], "step-00000035" in said[4]] == [True, True]
+    assert said[5:] == [f"andon: resume: rejected 15 more of {folder / 'checkpoints'}"]
+
+
 def test_a_run_begun_anew_keeps_what_it_saves_beside_a_damaged_checkpoint(runs: Runs, tmp_path: Path) -> None:
     """With one checkpoint to keep, a damaged one of a later step does not cost the run the one it has just saved."""
     keep = "training.keep_checkpoints=1"
@@ -283,6 +296,23 @@ def test_a_checkpoint_goes_with_its_own_ledger_alone(runs: Runs, tmp_path: Path)
         runs.train(folder, resume="auto")
 
 
+def test_a_checkpoint_of_another_run_is_named_with_what_to_do(runs: Runs, tmp_path: Path) -> None:
+    """It has another seed, which is not what is wrong: moved away, the run goes on from its own."""
+    folder = interrupted(runs, tmp_path / "run", 2)
+    foreign = interrupted(runs, tmp_path / "other", 3, "seed=7") / "checkpoints" / "step-00000003"
+    put_in = folder / "checkpoints" / foreign.name
+    shutil.copytree(foreign, put_in)
+    with pytest.raises(InputError) as caught:
+        runs.train(folder, resume="auto")
+    (problem,) = caught.value.problems
+    assert problem.where == str(put_in)
+    assert "the checkpoint is of another run" in problem.what
+    assert "move this checkpoint away, to go on from the one before it" in problem.what
+    assert f"begin anew: andon train {folder / 'config.yaml'} --run-dir ANOTHER_FOLDER" in problem.what
+    shutil.move(put_in, tmp_path)
+    assert runs.train(folder, resume="auto") == 0
+
+
 def test_what_a_checkpoint_quotes_outlives_a_power_cut(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -316,8 +346,11 @@ def test_a_damaged_provenance_is_refused(runs: Runs, tmp_path: Path) -> None:
     """It is bad input, at its file."""
     folder = interrupted(runs, tmp_path / "run", 2)
     (folder / "provenance.json").write_text("{")
-    with pytest.raises(InputError, match=r"provenance\.json: is no provenance of a run"):
+    with pytest.raises(InputError, match=r"provenance\.json: is no provenance of a run: .*; put it back .* remove it"):
         runs.train(folder, resume="auto")
+    (folder / "provenance.json").unlink()
+    assert runs.train(folder, resume="auto") == 0
+    assert (folder / "provenance.json").exists()
 
 
 def test_a_second_interrupt_says_what_is_left(

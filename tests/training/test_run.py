@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +15,15 @@ import torch
 from andon.config.load import load_config
 from andon.config.source import quiet_loading
 from andon.launch.launcher import warm_up
-from andon.run.folder import RunFolder
-from andon.training.inference import evaluate_run, load_run, predict, read_labelled
-from andon.training.preview import describe
-from andon_falsify.claims.ledgers import read_run, verify
 from andon.metrics.confusion import read_confusion
+from andon.run.folder import RunFolder
+from andon.step.step import StepResult
+from andon.training.inference import evaluate_run, load_run, predict, read_labelled
+from andon.training.journal import FolderJournal
+from andon.training.preview import describe
+from andon.training.run import train
+from andon_contracts.record import Step
+from andon_falsify.claims.ledgers import read_run, verify
 from andon_falsify.verdict import Outcome
 from tests.training.runs import (
     PRELOAD,
@@ -107,6 +115,39 @@ def test_the_summary_has_the_promised_keys(whole: Path) -> None:
     assert found["contracts"]["clip-once"] == STEPS
     assert all(type(count) is int and count > 0 for count in found["contracts"].values())
     assert found["wall_s"] > 0
+
+
+def test_a_clock_that_is_set_back_does_not_shorten_the_run(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A day back at every look: the run still took some seconds, and its data counts as untouched since it began."""
+    today, days = time.time(), itertools.count()
+    config = load_config(
+        None, runs.overrides("training.max_steps=1"), {"run.dir": str(tmp_path / "run"), "run.backend": "inline"}
+    )
+    with monkeypatch.context() as patched:
+        patched.setattr(time, "time", lambda: today - 86_400 * next(days))
+        assert train(config, RunFolder(tmp_path / "run"), lambda: False) == 0
+    assert 0 < summary(tmp_path / "run")["wall_s"] < 3_600
+
+
+def test_a_gradient_that_was_always_zero_is_said(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A base whose weights are all zero passes every contract and learns nothing; a single update that did counts."""
+    inner, steps = FolderJournal.step, itertools.count(1)
+
+    def zero(self: FolderJournal, batch: Any, result: StepResult, record: Step) -> None:
+        inner(self, batch, replace(result, grad_norm=0.0 if next(steps) <= 3 else 0.5), record)
+
+    monkeypatch.setattr(FolderJournal, "step", zero)
+    for name, said in (("zero", True), ("some", False)):
+        config = load_config(
+            None, runs.overrides("training.max_steps=2"), {"run.dir": str(tmp_path / name), "run.backend": "inline"}
+        )
+        assert train(config, RunFolder(tmp_path / name), lambda: False) == 0
+        line = "warning: the gradient of all 2 updates was exactly zero"
+        assert (line in capsys.readouterr().err) is said
 
 
 def test_the_ledger_has_a_line_for_each_step(whole: Path) -> None:

@@ -101,7 +101,7 @@ def run_training(
 
     sizing, entry: as for `start`.
     """
-    started = time.time()
+    started = time.monotonic()
     if is_rank():
         _be_a_rank(config_path, overrides, flags, sizing, started)
     config = load_config(config_path, overrides, flags)

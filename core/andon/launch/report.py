@@ -122,8 +122,9 @@ def first_cause(
         return _remoteness(exits[rank], report, rank in ended), seen, rank
 
     first = min(failed, key=order)
-    said = _sentence(exits[first], reports[first], len(exits))
-    alike = [rank for rank in failed if _sentence(exits[rank], reports[rank], len(exits)) == said]
+    sentences = {rank: _sentence(exits[rank], reports[rank], len(exits), run_folder) for rank in failed}
+    said = sentences[first]
+    alike = [rank for rank in failed if sentences[rank] == said]
     report = reports[first]
     left = report.left if report is not None else exits[first] == 0
     text = f"{named(alike if left else [first])} {said}"
@@ -176,13 +177,16 @@ def _remoteness(code: int, report: Report | None, ended: bool) -> int:
     return 1 if code == -signal.SIGABRT else 0
 
 
-def _sentence(code: int, report: Report | None, world: int) -> str:
+def _sentence(code: int, report: Report | None, world: int, run_folder: Path) -> str:
     if report is not None and report.exit != 0:
         return f"of {world}: {report.cause}"
     if code == UNSEEN:
         return f"of {world} was lost together with the process that started it"
     if code == 0:
         return f"of {world} ended with exit code 0 before the end of the run, and left no report"
+    if code == Exit.USAGE:  # which a rank of ours gives with a report, if the disk takes one
+        where = f"it could not write why to {run_folder / FOLDER}, and says it above"
+        return f"of {world} ended with exit code {code}; {where}: make that folder writable, then resume"
     if code > 0:
         return f"of {world} ended with exit code {code} and left no report"
     return f"of {world} {ending(code)}"

@@ -109,7 +109,7 @@ def train(
     """
     given = {"model": model, "eval_data": eval_data, "text_column": text_column, "label_column": label_column}
     given |= {"workers": workers, "backend": backend, "run_dir": run_dir, "resume": resume, "data": data}
-    started = time.time()
+    started = time.monotonic()
     if is_rank():
         what = "starts ranks, and this process is one; have torchrun start the command: torchrun ... -m andon train"
         raise InputError([Problem("andon.train", what)])

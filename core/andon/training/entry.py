@@ -14,7 +14,7 @@ ENTRY = "andon.training.entry:train_rank"
 
 
 def payload_of(config: Config, folder: Path, started: float) -> dict[str, Any]:
-    """The payload of `train_rank`: what to train, where, and when the command began (seconds since the epoch)."""
+    """The payload of `train_rank`: what to train, where, and when the command began (`time.monotonic`)."""
     return {"config": config.model_dump(mode="json"), "folder": str(folder), "started": started}
 
 

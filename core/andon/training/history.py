@@ -100,6 +100,11 @@ def retracted(violation: Broken, kept: int, last: int) -> Retraction | None:
     return Retraction(kept, last, violation.clause, violation.seen) if last > kept else None
 
 
+def begin_anew(config: Path) -> str:
+    """The command that begins the run of `config` anew, in another folder."""
+    return f"andon train {shlex.quote(str(config))} --run-dir ANOTHER_FOLDER"
+
+
 def read_history(ledger: Path, fingerprint: Mapping[str, str], checkpoint: Checkpoint | None = None) -> History:
     """What `ledger` tells of the run that goes on from `checkpoint` (None: that begins anew); nothing without one.
 
@@ -122,8 +127,7 @@ def read_history(ledger: Path, fingerprint: Mapping[str, str], checkpoint: Check
             elif number > count and checkpoint is not None:
                 _note_closing(history, record, step, comparable=comparable)
     except LedgerError as error:
-        command = command_line("andon", "train", ledger.with_name("config.yaml"), "--run-dir", "ANOTHER_FOLDER")
-        anew = f"put the file back as it was, or begin anew: {command}"
+        anew = f"put the file back as it was, or begin anew: {begin_anew(ledger.with_name('config.yaml'))}"
         raise InputError([Problem("", f"{error}; the run cannot be resumed: {anew}")]) from error
     if history.retraction is not None:  # which is written before anything else is
         history.last = history.retraction.step

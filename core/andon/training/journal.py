@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,8 +16,8 @@ import torch
 from andon.console.messages import say
 from andon.console.problems import InputError, Problem
 from andon.integrations.trackers import Tracker
-from andon.metrics.scores import Scores
 from andon.metrics.confusion import digest_of, write_confusion
+from andon.metrics.scores import Scores
 from andon.run.atomic import fsync_folder, storage, write_all, write_whole
 from andon.run.checkpoint import Checkpoint, is_complete, prune, require_intact, save_checkpoint
 from andon.run.folder import RunFolder
@@ -29,8 +30,8 @@ from andon.training.history import History
 from andon.training.progress import ProgressView
 from andon.training.trainer import Progress
 from andon_contracts.fields import Real
-from andon_contracts.record import MAX_LINE, Evaluation, Record, Saved, Step
 from andon_contracts.ledger import tampered
+from andon_contracts.record import MAX_LINE, Evaluation, Record, Saved, Step
 from andon_contracts.untrusted import read_lines
 
 
@@ -52,10 +53,10 @@ class SilentJournal:
 
 
 class MetricsWriter:
-    """Appends lines of JSON, each whole or not at all; a disk that refuses one is an `InputError`.
+    """Appends lines of JSON, each whole or not at all.
 
-    Lines that an interrupted run has left and that will be written again are dropped first: those after `done` steps,
     A disk that refuses a line, and a file that another program truncated or replaced, is an `InputError`.
+    Lines that an interrupted run has left and that will be written again are dropped first: those after `done` steps,
     and the scores of the rows never trained on. Every tracker is given every line too.
     """
 
@@ -73,10 +74,10 @@ class MetricsWriter:
     def write(self, line: Mapping[str, Any]) -> None:
         """Append one line."""
         data = (json.dumps(line) + "\n").encode()
-        with storage(self._path):
         what = tampered(self._handle, self._path, self._size)
         if what:
             raise InputError([Problem(str(self._path), what)])
+        with storage(self._path):
             try:
                 write_all(self._handle, data)
             except BaseException:
@@ -197,6 +198,7 @@ class FolderJournal:
         self._keep = keep
         self._retention = retention
         self._since = time.perf_counter()
+        self._norms: Counter[bool] = Counter()
 
     def step(self, batch: GlobalBatch, result: StepResult, record: Step) -> None:
         """The ledger line, the metrics line, the progress."""
@@ -213,6 +215,7 @@ class FolderJournal:
             "seconds": round(now - self._since, 6),
         }
         self._since = now
+        self._norms[result.grad_norm != 0] += 1
         self._metrics.write(line)
         self._view.step(batch, result)
         self._view.measured(line)
@@ -265,6 +268,11 @@ class FolderJournal:
     def saved_at(self) -> int:
         """The step of the checkpoint that was saved, or loaded, last; 0 where there is none."""
         return self._retention.last[1] if self._retention.last is not None else 0
+
+    @property
+    def all_zero(self) -> int:
+        """The number of updates of this process if the gradient of every one of them was exactly zero, else 0."""
+        return 0 if self._norms[True] else self._norms[False]
 
     def append(self, record: Record) -> None:
         """Any other record: start, resume, violation, retraction, end."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,12 +17,14 @@ from andon.run.provenance import fingerprint, read_provenance
 from andon.run.sealed import CheckpointError
 from andon.step.step import RankFailed
 from andon.training.existing import config_of, require_same_as_finished
-from andon.training.history import History, read_history
+from andon.training.history import History, begin_anew, read_history
 from andon.training.session import Session
 from andon_contracts.digest import hex64
 
 _ANEW, _DONE, _REFUSED = -1, -2, -3
 """What rank 0 may answer instead of the step of a checkpoint."""
+_MOST_REJECTED = 5
+"""Lines on rejected checkpoints, the newest first."""
 
 
 @dataclass(frozen=True)
@@ -103,13 +105,16 @@ def _choice(session: Session) -> tuple[Standpoint | None, int]:
     checkpoint, rejected = newest_valid(folder.checkpoints)
     history = _history(session, checkpoint)
     _tell_of_other_machine(session)
-    for reason in rejected:
+    for reason in rejected[:_MOST_REJECTED]:
         say(f"resume: rejected {reason}")
+    if len(rejected) > _MOST_REJECTED:
+        say(f"resume: rejected {len(rejected) - _MOST_REJECTED} more of {folder.checkpoints}")
+    if checkpoint is not None:  # before the settings are compared: another run's checkpoint has other settings
+        _require_its_ledger(session, checkpoint, history)
     _require_same_run(session, checkpoint)
     if checkpoint is None:
         say("resume: no checkpoint, starting anew")
         return Standpoint(None, history), _ANEW
-    _require_its_ledger(session, checkpoint, history)
     total = session.material.plan.total_steps
     say(
         f"resume: from {checkpoint.path.name}, {checkpoint.step} of {total} steps done{_other_number(session, history)}"
@@ -125,7 +130,11 @@ def _other_number(session: Session, history: History) -> str:
 def _tell_of_other_machine(session: Session) -> None:
     if not session.folder.provenance.exists():
         return
-    was = read_provenance(session.folder.provenance)
+    try:
+        was = read_provenance(session.folder.provenance)
+    except InputError as error:
+        again = "put it back as it was, or remove it: it is then written again"
+        raise InputError([replace(each, what=f"{each.what}; {again}") for each in error.problems]) from error
     changed = other_machine(was.fingerprint, fingerprint(session.environment))
     if changed:
         say(f"resume: other machine or versions ({'; '.join(changed)}): the bits may differ from an uninterrupted run")
@@ -145,7 +154,8 @@ def identity_of(checkpoint: Checkpoint) -> dict[str, Any]:
     """The identity of the run that wrote `checkpoint`. Raises `InputError` where its state has none."""
     found = checkpoint.state.get("identity")
     if not isinstance(found, dict):
-        raise InputError([Problem(str(checkpoint.path), "its state does not say what run it is of")])
+        what = "its state does not say what run it is of; move it away, to go on from the one before it"
+        raise InputError([Problem(str(checkpoint.path), what)])
     return found
 
 
@@ -162,5 +172,10 @@ def identity_at_start(session: Session) -> dict[str, Any] | None:
 def _require_its_ledger(session: Session, checkpoint: Checkpoint, history: History) -> None:
     count, digest = checkpoint.head
     if history.head != digest:
-        name = session.folder.ledger.name
-        raise InputError([Problem(str(checkpoint.path), f"line {count} of {name} is not the one that it quotes")])
+        ledger = session.folder.ledger
+        what = (
+            f"line {count} of {ledger.name} is not the one that it quotes: the checkpoint is of another run, or lines "
+            f"of {ledger} were lost. Put the ledger back as it was; or move this checkpoint away, to go on from the "
+            f"one before it; or begin anew: {begin_anew(session.folder.config)}"
+        )
+        raise InputError([Problem(str(checkpoint.path), what)])

@@ -70,8 +70,8 @@ CLOCKS_S = 2.0
 def train(config: Config, folder: RunFolder, stop_asked: Callable[[], bool], started: float | None = None) -> Exit:
     """Run, or resume, the training that `config` describes in `folder`; returns `Exit.OK` or `Exit.PREEMPTED`.
 
-    stop_asked: whether this process was asked to end at the next step boundary. started: when the command began, in
-    seconds since the epoch (None: now). Raises `InputError` for what the user got wrong, `Violation` on every rank
+    stop_asked: whether this process was asked to end at the next step boundary. started: when the command began, by
+    `time.monotonic` (None: now). Raises `InputError` for what the user got wrong, `Violation` on every rank
     alike for what the system did.
     """
     reset_evaluations()
@@ -345,6 +345,9 @@ def finish(session: Session, journal: Journal, outcome: Outcome, history: Histor
         say(f"compile: {passes.eager} training passes of rank 0 ran eagerly, since their micro-batches were not full")
     if run.primary.captured is not None and run.primary.captured.eager:
         say(f"note: passes ran eagerly and not as CUDA graphs (run.cuda_graphs): {run.primary.captured.eager}")
+    if journal.all_zero:
+        why = "no row changed a trained weight; look for weights of the base model that are all zero"
+        say(f"warning: the gradient of all {journal.all_zero} updates was exactly zero: {why}")
     if scores is not None:
         journal.evaluated(progress.step, epoch, scores, material.rows.last_scores, recorded=history.evaluated == scored)
         write_adapter(session.folder, run.primary.model, material, _result(session, outcome, weights, scores, history))
@@ -365,10 +368,10 @@ def _result(session: Session, outcome: Outcome, weights: int, scores: Scores, hi
         weights=hex64(weights),
         world_size=world,
         backend=backend,
+        confusion=scores.confusion,
     )
 
 
-        confusion=scores.confusion,
 def _ranks(session: Session, history: History) -> tuple[int, str]:
     """How many ranks of which backend ended the run: an earlier process's, where the ledger has the end already."""
     backend = session.run.backend
@@ -395,15 +398,15 @@ def record_violation(
         say(f"the violation could not be recorded: {refused}")
 
 
-def _summarise(
-    session: Session,
-    journal: FolderJournal,
 def _summarised(scores: Scores) -> dict[str, Any]:
     """The scores as the summary has them: the confusion matrix is in a file of its own."""
     quoted = {"confusion": digest_of(scores.confusion)} if scores.confusion is not None else {}
     return scores.as_dict() | quoted
 
 
+def _summarise(
+    session: Session,
+    journal: FolderJournal,
     outcome: Outcome,
     weights: int,
     scores: Scores | None,
@@ -413,7 +416,7 @@ def _summarised(scores: Scores) -> dict[str, Any]:
     """The summary, last of all: a folder that holds a finished one is a finished run."""
     progress = outcome.progress
     world, backend = _ranks(session, history)
-    changed = changed_since(session.config, session.material.rows, session.started)
+    changed = changed_since(session.config, session.material.rows, session.began)
     for key, how in changed.items():
         say(f"warning: {key} is not what this run was trained on any more: it {how}")
     count, digest = journal.head
@@ -430,7 +433,7 @@ def _summarised(scores: Scores) -> dict[str, Any]:
             initial_weights_digest=hex64(session.run.initial_weights),
             contracts=evaluations(),
             violations=history.violations,
-            wall_s=round(time.time() - session.started, 3),
+            wall_s=round(time.monotonic() - session.started, 3),
             ledger=Head(count=count, digest=digest),
             fingerprint=fingerprint(session.environment),
             final_loss=Real.of(progress.last_loss),

@@ -44,8 +44,10 @@ from andon_contracts.policy import suspended
 
 @dataclass
 class Session:
-    """A run, and what its configuration adds to it. `started`: when its command began, in seconds since the epoch.
+    """A run, and what its configuration adds to it.
 
+    started: when its command began, by `time.monotonic`, which no change of the system's clock moves. began: the same
+    in seconds since the epoch, to compare with times of files.
     clock: where the run is. planned_bytes: what each GPU replica may need; 0 where no rank is on a GPU.
     """
 
@@ -55,6 +57,7 @@ class Session:
     run: Run
     environment: Mapping[str, Any]
     started: float
+    began: float
     clock: StepClock
     planned_bytes: int = 0
 
@@ -82,7 +85,7 @@ def assembled(
         # Before ranks wait for each other: tokens take as long as there are rows.
         material = prepare(config, folder.tokens if writing else None)
         backend = stack.enter_context(_backend(config, clock))
-        yield _assemble(config, folder, material, backend, time.time() if started is None else started, clock)
+        yield _assemble(config, folder, material, backend, time.monotonic() if started is None else started, clock)
 
 
 @contextmanager
@@ -210,6 +213,7 @@ def _assemble(
         run=run,
         environment=environment(torch.get_num_threads(), accelerators, portable=FORM if config.run.portable else None),
         started=started,
+        began=time.time() - (time.monotonic() - started),
         clock=clock,
         planned_bytes=plan.total + captured * plan.graphs if plan else 0,
     )

@@ -70,7 +70,7 @@ def start(
 ) -> Ended:
     """Train as configured, or go on, and say how it ended; of a run that is finished the last lines tell what came out.
 
-    started: when the command began, in seconds since the epoch. sizing: how the number of workers may change; None: it
+    started: when the command began, by `time.monotonic`. sizing: how the number of workers may change; None: it
     may not. entry: what rank processes are started with, as "module:function". given: by key (`train`, `eval`), the
     files of `config.data` that are there for the time of this call alone; the run folder keeps them.
 
