@@ -283,6 +283,17 @@ def test_what_stood_there_before_is_not_discarded(tmp_path: Path) -> None:
     assert notes.read_text() == "mine"
 
 
+def test_a_run_whose_ledger_was_truncated_is_not_discarded(tmp_path: Path) -> None:
+    """It has trained, as its metrics show, though no line of its ledger and no checkpoint are left."""
+    run = RunFolder(tmp_path / "run")
+    with run.open_for_writing():
+        run.ledger.touch()
+        run.metrics.write_text('{"step": 1}\n')
+    run.discard_unbegun(before=None)
+    assert run.ledger.exists()
+    assert run.metrics.exists()
+
+
 @pytest.mark.parametrize("name", ["reports", "metrics.jsonl", "checkpoints", "ledger.jsonl"])
 def test_a_folder_with_links_is_refused(tmp_path: Path, name: str) -> None:
     """Whoever made the folder could have it lead anywhere: nothing is written or removed behind a link."""

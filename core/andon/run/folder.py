@@ -130,8 +130,12 @@ class RunFolder:
         return State.FINISHED if finished else State.UNFINISHED
 
     def begun(self) -> bool:
-        """Whether a run has left anything here that another must not write over: a line of its ledger, a checkpoint."""
-        return _starts_a_ledger(self.ledger) or (self.checkpoints.is_dir() and any(self.checkpoints.iterdir()))
+        """Whether a run has left anything here that another must not write over.
+
+        That is a line of its ledger, a checkpoint, or a line of its metrics, where its ledger was truncated.
+        """
+        saved = self.checkpoints.is_dir() and any(self.checkpoints.iterdir())
+        return saved or _starts_a_ledger(self.ledger) or bool(_head(self.metrics, 1))
 
     def names(self) -> frozenset[str]:
         """The names in the folder; none where there is no folder."""
