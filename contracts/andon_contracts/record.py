@@ -257,8 +257,15 @@ class Line:
     record: Record
 
 
+class LineTooLong(ValueError):
+    """A record that takes more than `MAX_LINE` bytes, as that of a step with a million rows."""
+
+
 def encode(record: Record, seq: int, prev: str) -> bytes:
-    """The line of `record`, line feed included. Raises `ValueError` for a record that a reader would refuse."""
+    """The line of `record`, line feed included.
+
+    Raises `ValueError` for a record that a reader would refuse, `LineTooLong` for one that takes too many bytes.
+    """
     body = record.to_json()
     # Read back before it is written: all that follows in the chain would be lost with a line that no reader takes.
     if type(record).from_json(body) != record:
@@ -269,7 +276,7 @@ def encode(record: Record, seq: int, prev: str) -> bytes:
     text = json.dumps(body | envelope, sort_keys=True, separators=(",", ":"), allow_nan=False)
     line = text.encode("ascii") + b"\n"
     if len(line) > MAX_LINE:
-        raise ValueError(f"a {record.kind} record takes {len(line)} bytes, more than {MAX_LINE}")
+        raise LineTooLong(f"a {record.kind} record takes {len(line)} bytes, more than {MAX_LINE}")
     return line
 
 

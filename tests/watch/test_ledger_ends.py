@@ -125,6 +125,20 @@ def test_a_ledger_that_is_cut_off_is_said_and_ends_no_loop(tmp_path: Path, capsy
     assert path.stat().st_size == 0
 
 
+def test_an_update_of_more_rows_than_a_line_takes_ends_no_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A million row ids take more than 16 MiB; here three take more than a line may have."""
+    model, path = model_of(), tmp_path / "l.jsonl"
+    optimizer = sgd(model)
+    with andon.watch(model, optimizer, ledger=path) as w:
+        monkeypatch.setattr("andon_contracts.record.MAX_LINE", 100)
+        w.batch([0, 1, 2])
+        loss_of(model, data()[0]).backward()
+        optimizer.step()
+    assert "ledger: it ends before its time, since a step record takes" in capsys.readouterr().err
+
+
 def _refusals(folder: str) -> list[str]:
     taken, damaged = Path(folder, "taken.jsonl"), Path(folder, "damaged.jsonl")
     found = []

@@ -27,6 +27,7 @@ from andon_contracts.record import (
     Broken,
     End,
     Evaluation,
+    LineTooLong,
     Plan,
     RankPart,
     Record,
@@ -109,7 +110,8 @@ def open_ledger(path: Path, start: int) -> LedgerFile:
 class Recorder:
     """Writes the lines of one watch.
 
-    A disk that refuses, or a file that another program changed, ends the ledger, with a warning, and never the loop.
+    A disk that refuses, a file that another program changed, and an update of more rows than a line takes end the
+    ledger, with a warning, and never the loop.
     """
 
     def __init__(self, file: LedgerFile | None, subject: ModelProbe, held: Mapping[str, bool]) -> None:
@@ -265,10 +267,10 @@ class Recorder:
             return
         try:
             self._file.append(record)
-        except (OSError, LedgerError) as error:
+        except (OSError, LedgerError, LineTooLong) as error:
             self._lose(error)
 
-    def _lose(self, error: OSError | LedgerError) -> None:
+    def _lose(self, error: OSError | ValueError) -> None:
         if self.lost:
             return
         why = f"the disk refuses: {error.strerror}" if isinstance(error, OSError) else str(error)
