@@ -206,6 +206,18 @@ def test_an_adapter_that_does_not_fit_is_refused_by_name(tmp_path: Path) -> None
     assert tree_digest(trainable_parameters(model)) == before
 
 
+def test_an_adapter_that_is_not_finite_is_refused_by_name(tmp_path: Path) -> None:
+    """Every probability would be NaN."""
+    model, file = adapted(), tmp_path / "adapter_model.safetensors"
+    export_adapter(model, tmp_path, "unused", TINY.labels)
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.endswith("lora_B.weight"))
+    tensors[name][1, 0] = float("inf")
+    save_file(tensors, file)
+    with pytest.raises(InputError, match=rf"adapter_model\.safetensors: the tensor '{name}' is not finite: 1 of its"):
+        load_adapter(model, tmp_path)
+
+
 def test_an_absent_adapter_is_the_users_affair(tmp_path: Path) -> None:
     """With the file's name."""
     with pytest.raises(InputError, match=r"adapter_model\.safetensors"):

@@ -174,6 +174,42 @@ def test_rows_longer_than_the_positions_are_refused(tmp_path: Path) -> None:
         build_base(dataclasses.replace(TINY, base=str(tmp_path), max_length=17))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_weight_that_is_not_finite_is_refused_by_file_and_name(tmp_path: Path, value: float, dtype: str) -> None:
+    """The loss would be NaN at step 1 and the message would blame the rows. The embedding's row need not be used."""
+    save_base(build_base(spec()), tmp_path, TINY.labels)
+    file, name = tmp_path / "model.safetensors", "model.embed_tokens.weight"
+    tensors = load_file(file)
+    tensors[name][7, 3] = value
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(InputError) as caught:
+        build_base(dataclasses.replace(spec("decoder", dtype), base=str(tmp_path)))
+    count = tensors[name].numel()
+    what = f"the tensor '{name}' is not finite: 1 of its {count} values are NaN or infinite"
+    assert str(caught.value) == f"{file}: {what} (the first, {value}, is at [7, 3]); get an undamaged copy"
+
+
+def test_a_weight_of_a_pickled_checkpoint_that_is_not_finite_is_refused_too(tmp_path: Path) -> None:
+    """Older models have no safetensors."""
+    save_base(build_base(spec()), tmp_path, TINY.labels)
+    tensors = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    tensors["score.weight"][0, 0] = float("nan")
+    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    with pytest.raises(InputError, match=r"pytorch_model\.bin: the tensor 'score\.weight' is not finite: 1 of its 48"):
+        build_base(dataclasses.replace(TINY, base=str(tmp_path)))
+
+
+def test_the_largest_finite_weights_are_no_fault(tmp_path: Path) -> None:
+    """Their sum is infinite, and so is their square."""
+    save_base(build_base(spec()), tmp_path, TINY.labels)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["score.weight"][:] = torch.finfo(torch.float32).max
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert build_base(dataclasses.replace(TINY, base=str(tmp_path)))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

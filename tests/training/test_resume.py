@@ -20,6 +20,7 @@ from andon.console.exits import Exit
 from andon.console.problems import InputError
 from andon.launch.launcher import warm_up
 from andon.model.masks import Masking
+from andon.run.checkpoint import load_checkpoint, save_checkpoint
 from andon.run.folder import RunFolder
 from andon.training.outputs import resolved
 from andon.training.run import train
@@ -166,6 +167,17 @@ def test_of_many_rejected_checkpoints_the_newest_are_named(
     said = [line for line in capsys.readouterr().err.splitlines() if "resume: rejected" in line]
     assert ["step-00000039" in said[0], "step-00000035" in said[4]] == [True, True]
     assert said[5:] == [f"andon: resume: rejected 15 more of {folder / 'checkpoints'}"]
+
+
+def test_a_checkpoint_with_weights_that_are_not_finite_is_refused_by_name(runs: Runs, tmp_path: Path) -> None:
+    """Its digests are right, so it was written like that. The next loss would be NaN, and its rows would be blamed."""
+    folder = interrupted(runs, tmp_path / "run", 4)
+    found = load_checkpoint(folder / "checkpoints" / "step-00000004")
+    name = next(name for name in found.tensors if name.startswith("weights/"))
+    found.tensors[name].view(-1)[0] = float("nan")
+    save_checkpoint(found.path.parent, 4, found.tensors, found.state, found.head)
+    with pytest.raises(InputError, match=rf"step-00000004: the tensor '{name}' is not finite: 1 of its"):
+        runs.train(folder, resume="auto")
 
 
 def test_a_run_begun_anew_keeps_what_it_saves_beside_a_damaged_checkpoint(runs: Runs, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from torch import nn
 from andon.config.source import is_folder, require_model_folder
 from andon.console.problems import InputError, Problem, ProblemList
 from andon.model.build import head_names, seeded, vocabulary_head
+from andon.model.finite import require_finite
 from andon.model.new_tokens import add_rows, layers_with_rows, with_rows_put_in
 from andon_contracts.digest import tree_digest
 
@@ -249,7 +250,8 @@ def adapter_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 def load_adapter(model: nn.Module, folder: Path) -> None:
     """Read adapter and head of an exported folder into `model`, which has the same adapter attached.
 
-    Unlike stock peft this checks every name and shape. Raises `InputError` where one is absent, unknown or different.
+    Unlike stock peft this checks every name and shape. Raises `InputError` where one is absent, unknown or different,
+    and for weights that are NaN or infinite.
     """
     from peft import set_peft_model_state_dict
     from safetensors import SafetensorError
@@ -261,6 +263,7 @@ def load_adapter(model: nn.Module, folder: Path) -> None:
     except (OSError, SafetensorError) as error:
         raise InputError([Problem(str(file), f"cannot read the adapter: {error}")]) from error
     _check_shapes(file, found, adapter_tensors(model))
+    require_finite(found, file)
     set_peft_model_state_dict(model, found)
 
 

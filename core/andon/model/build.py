@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from andon.config.source import is_folder, loading, setting_faults
 from andon.console.problems import InputError, Problem, ProblemList
+from andon.model.finite import require_finite_model
 from andon.step.keyed import replaying
 
 Contexts = Callable[[], tuple[AbstractContextManager[object], AbstractContextManager[object]]]
@@ -84,8 +85,8 @@ def build_base(spec: ModelSpec) -> nn.Module:
 
     A folder is read without the network and without running code from it. Raises `InputError` for sizes that do not
     fit each other, a folder or hub id that cannot be loaded or lacks weights of its backbone (of a causal model its
-    head is no less), a tokenizer whose ids exceed the vocabulary, rows longer than the model has positions, and an
-    encoder that is to write.
+    head is no less), weights that are NaN or infinite, a tokenizer whose ids exceed the vocabulary, rows longer than
+    the model has positions, and an encoder that is to write.
     """
     _check(spec)
     _check_memory(spec)
@@ -243,7 +244,18 @@ def _pretrained(spec: ModelSpec) -> Any:
             output_loading_info=True,
         )
     _check_complete(model, report, spec)
+    require_finite_model(model, _folder_of(source, local=local), str(spec.base))
     return model
+
+
+def _folder_of(source: str, *, local: bool) -> Path | None:
+    """Where the files of `source` are on this disk; None: a hub id that the cache does not have."""
+    from huggingface_hub import try_to_load_from_cache
+
+    found = source if local else try_to_load_from_cache(source, "config.json")
+    if not isinstance(found, str):
+        return None
+    return Path(found) if local else Path(found).parent
 
 
 def _configured(spec: ModelSpec) -> Any:

@@ -21,6 +21,7 @@ from andon.model.adapter import AdapterSpec, attach, trainable_parameters
 from andon.model.batches import Shape
 from andon.model.build import ModelSpec, build_base, checkpoint_layers
 from andon.model.compiled import compile_backbone
+from andon.model.finite import require_finite
 from andon.model.masks import masking_of
 from andon.run.checkpoint import Checkpoint
 from andon.run.repeats import Repeats
@@ -29,7 +30,7 @@ from andon.step.captured import CapturedPasses
 from andon.step.keyed import KeyedRandomness, needs_full_interception
 from andon.step.optimizer import OptimizerSpec
 from andon.step.plan import BatchPlan
-from andon.step.replica import Replica, restore_state
+from andon.step.replica import WEIGHTS, Replica, restore_state
 from andon.step.schedule import WarmupCosine
 from andon.step.step import TrainingStep
 from andon.step.task import Task
@@ -109,7 +110,12 @@ class Run:
         return self.backend.ranks[0] == 0
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Put every replica into the state of `checkpoint`. Raises `InputError` for one of another model or plan."""
+        """Put every replica into the state of `checkpoint`.
+
+        Raises `InputError` for one of another model or plan, and for one whose weights are not finite.
+        """
+        weights = {name: value for name, value in checkpoint.tensors.items() if name.startswith(f"{WEIGHTS}/")}
+        require_finite(weights, checkpoint.path)
         try:
             if checkpoint.step > self.plan.total_steps:
                 raise ValueError(f"it is of step {checkpoint.step}, and the run has {self.plan.total_steps}")

@@ -25,6 +25,7 @@ from andon.model.adapter import attach, base_digest, load_adapter, read_labels
 from andon.model.batches import predictions
 from andon.model.build import ModelSpec, build_base
 from andon.model.causal import generate_greedy
+from andon.model.finite import require_finite_model
 from andon.run.folder import RunFolder
 from andon.run.provenance import read_provenance
 from andon.tasks.encoded import EncodedRows
@@ -160,6 +161,7 @@ def _whole_model(folder: RunFolder, spec: ModelSpec) -> nn.Module:
             trust_remote_code=False,
             dtype=torch.float32,
         )
+    require_finite_model(model, folder.adapter, str(folder.adapter))
     return model
 
 
