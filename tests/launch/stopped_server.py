@@ -1,8 +1,9 @@
-"""A launch whose fork server is stopped before a rank is started: `python -m tests.launch.stopped_server JSON`."""
+"""A launch whose fork server is stopped or dies before a rank starts: `python -m tests.launch.stopped_server JSON`."""
 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from pathlib import Path
@@ -20,10 +21,10 @@ def main() -> None:
     asked = json.loads(sys.argv[1])
     folder, entry, payload = Path(asked["folder"]), "tests.launch.entries:end", asked["payload"]
     fork_server.STOPPED_S = 0.3
-    warm_up(PRELOAD)
+    warm_up(("andon.launch.server_first", "tests.launch.dying") if "ANDON_TEST_DIES" in os.environ else PRELOAD)
     server = fork_server.running()
-    assert server is not None
     if asked["stopped"]:
+        assert server is not None
         server.send(signal.SIGSTOP)
     if asked["elastic"]:
         sizing = Sizing(Bounds(1, 2))

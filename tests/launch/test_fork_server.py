@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 from andon.console.exits import Exit
 from andon.launch import agent, fork_server
 from andon.launch.fork_server import starting
+from andon.launch.orphan import LAUNCHER
 from andon.launch.preemption import PREEMPTION_SIGNALS
 from andon.launch.rank import Job
 from andon.training.start import _PRELOAD
@@ -25,19 +27,28 @@ from tests.launch.sessions import wait_until_empty
 from tests.repository.sources import ROOT
 
 
-def launched(folder: Path, *, elastic: bool, stopped: bool, **how: str) -> tuple[int, dict[str, Any]]:
-    """The exit code and the result of two ranks that end as told (`r0="0"`); nothing of the launch is left."""
+def launched(
+    folder: Path, *, elastic: bool, stopped: bool = False, dies: str = "", **how: str
+) -> tuple[int, dict[str, Any]]:
+    """The exit code and the result of two ranks that end as told (`r0="0"`); nothing of the launch is left.
+
+    dies: how the fork server ends while it imports. The result has what was written to standard error.
+    """
     payload = {"how": {rank.removeprefix("r"): way for rank, way in how.items()}}
     asked = {"folder": str(folder), "elastic": elastic, "stopped": stopped, "payload": payload}
     command = [sys.executable, "-m", "tests.launch.stopped_server", json.dumps(asked)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    # The server looks for modules where it is told to, not in the folder that it is started in.
+    where = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    environment = os.environ | ({"ANDON_TEST_DIES": dies, "PYTHONPATH": where} if dies else {})
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True, env=environment)
     try:
-        said, _ = process.communicate(timeout=PATIENCE_S)
+        said, errors = process.communicate(timeout=PATIENCE_S)
     finally:
         process.kill()
     wait_until_empty(process.pid)
     found: dict[str, Any] = json.loads(said.splitlines()[-1])
-    return process.returncode, found
+    return process.returncode, found | {"errors": errors}
 
 
 @pytest.mark.parametrize("elastic", [True, False])
@@ -53,6 +64,44 @@ def test_a_server_that_is_stopped_while_ranks_run(tmp_path: Path) -> None:
     code, result = launched(tmp_path, elastic=False, stopped=False, r0="agent's silence", r1="0")
     assert (code, result["exit"]) == (Exit.RANK_LOST, "RANK_LOST")
     assert result["cause"] == "rank 0 of 2 was lost together with the process that started it"
+
+
+def test_a_server_that_is_killed_while_ranks_run(tmp_path: Path) -> None:
+    """Nobody can tell how the ranks ended that went with it; how the server ended is known."""
+    code, result = launched(tmp_path, elastic=False, r0="agent SIGKILL", r1="wait")
+    assert (code, result["exit"]) == (Exit.RANK_LOST, "RANK_LOST")
+    lost = "rank [01] of 2 was lost together with the process that started it"
+    assert re.match(f"{lost}: the process that ranks are forked from was killed by SIGKILL \\(", result["cause"])
+
+
+@pytest.mark.parametrize("elastic", [True, False])
+def test_a_server_that_is_killed_while_ranks_start(tmp_path: Path, elastic: bool) -> None:
+    """By hand, or by the kernel for want of memory: 71, with the signal and what the kernel says of it."""
+    code, result = launched(tmp_path, elastic=elastic, dies="SIGKILL")
+    assert (code, result["exit"]) == (Exit.RANK_LOST, "RANK_LOST")
+    assert result["cause"].startswith(
+        "no rank could be started: the process that ranks are forked from was killed by SIGKILL ("
+    )
+
+
+def test_a_server_whose_imports_fail(tmp_path: Path) -> None:
+    """As transformers' do with PYTHONOPTIMIZE=2, which takes docstrings away: words, and no traceback."""
+    code, result = launched(tmp_path, elastic=False, dies="no such docstring")
+    assert (code, result["exit"]) == (Exit.RANK_LOST, "RANK_LOST")
+    how = "the process that ranks are forked from ended with exit code 1"
+    assert result["cause"] == f"no rank could be started: {how}"
+    why = "the process that ranks are forked from cannot import what they need: ValueError: no such docstring"
+    assert set(result["errors"].splitlines()) == {f"andon: {why}"}
+
+
+def test_a_server_whose_launcher_is_gone_before_it_looks_ends_at_once() -> None:
+    """It has another parent then, whose end would tell it nothing."""
+    nobody = subprocess.Popen(["true"])
+    nobody.wait()
+    command = [sys.executable, "-c", "import andon.launch.server_first, sys; sys.exit(5)"]
+    environment = os.environ | {LAUNCHER: str(nobody.pid)}
+    assert subprocess.run(command, env=environment, timeout=PATIENCE_S).returncode == -signal.SIGKILL
+    assert subprocess.run(command, env=environment | {LAUNCHER: str(os.getpid())}, timeout=PATIENCE_S).returncode == 5
 
 
 def test_a_server_that_still_imports_ends_with_its_launcher() -> None:

@@ -21,7 +21,7 @@ from typing import Any
 from andon.console.exits import Exit
 from andon.console.messages import say
 from andon.launch import resizing
-from andon.launch.fork_server import ServerStopped
+from andon.launch.fork_server import ServerFailed
 from andon.launch.launcher import LaunchResult, exclusive, job_of, result_of, warm_up
 from andon.launch.report import clear
 from andon.launch.sizes import Bounds, Ended, Next, Sizing
@@ -54,7 +54,7 @@ def launch_elastic(
         crew = Crew(job)
         try:
             return _Generations(crew, payload_for, sizing, run_folder, (timeout_s, silence_s), wake).run()
-        except ServerStopped as error:
+        except ServerFailed as error:
             return LaunchResult(error.ends_with, str(error))
         finally:
             crew.close()

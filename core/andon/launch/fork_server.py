@@ -20,7 +20,7 @@ from typing import Any
 from andon.console.exits import Exit
 from andon.console.problems import InputError, Problem
 from andon_contracts.causes import first_line
-from andon_contracts.liveness.process import STOPPED_BY, Lasting, Process
+from andon_contracts.liveness.process import STOPPED_BY, Lasting, Process, ending
 
 STOPPED_S = 5.0
 """Seconds that the fork server may be stopped while a process is started."""
@@ -28,7 +28,13 @@ _LOOK_S = 0.1
 _GONE_S = 5.0
 
 
-class ServerStopped(RuntimeError):
+class ServerFailed(RuntimeError):
+    """No process could be started: the fork server ended. The message says how."""
+
+    ends_with = Exit.RANK_LOST
+
+
+class ServerStopped(ServerFailed):
     """No process could be started: the fork server did not run, and was ended."""
 
     ends_with = Exit.RANK_SILENT
@@ -38,6 +44,26 @@ def running() -> Process | None:
     """The fork server of this process; None where there is none that lives."""
     pid = getattr(forkserver._forkserver, "_forkserver_pid", None)
     return None if pid is None else Process.of(pid)
+
+
+def how_it_ended(seconds: float = 0.0) -> str:
+    """How this process's fork server ended (by which signal, for want of which memory), waited for so long; empty: it
+    runs, or there is none. multiprocessing still finds its exit status afterwards.
+    """
+    pid = getattr(forkserver._forkserver, "_forkserver_pid", None)
+    deadline, pause = time.monotonic() + seconds, threading.Event()
+    while pid is not None:
+        try:
+            found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:  # another one's child, or multiprocessing has seen its end
+            return ""
+        if found is not None:
+            killed = found.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
+            return f"the process that ranks are forked from {ending(-found.si_status if killed else found.si_status)}"
+        if time.monotonic() >= deadline:
+            return ""
+        pause.wait(0.01)
+    return ""
 
 
 def require_sockets() -> None:
@@ -107,7 +133,8 @@ def _main_hidden() -> Iterator[None]:
 def starting() -> Iterator[None]:
     """While processes are started: a fork server that is stopped meanwhile is ended. They are given no main module.
 
-    Raises `ServerStopped` where that was so, whatever came of the start, and `RuntimeError` where nobody could look.
+    Raises `ServerStopped` where that was so, whatever came of the start, `ServerFailed` if the fork server ended
+    meanwhile, and `RuntimeError` where nobody could look.
     """
     over, ended, failed = threading.Event(), threading.Event(), list[Exception]()
 
@@ -123,9 +150,12 @@ def starting() -> Iterator[None]:
         with _main_hidden():
             yield
     except (OSError, EOFError) as error:
-        if not ended.is_set():
-            raise
-        raise ServerStopped(_sentence()) from error
+        if ended.is_set():
+            raise ServerStopped(_sentence()) from error
+        how = how_it_ended(_GONE_S if isinstance(error, EOFError | ConnectionError) else 0.0)
+        if how:
+            raise ServerFailed(f"no rank could be started: {how}") from error
+        raise
     finally:
         over.set()
         watching.join()  # at its next look it may have found the server stopped for too long

@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 from andon.console.exits import Exit
-from andon.launch.fork_server import ServerStopped, end_if_stopped, require_sockets
+from andon.launch.fork_server import ServerFailed, end_if_stopped, how_it_ended, require_sockets
+from andon.launch.orphan import LAUNCHER
 from andon.launch.preemption import PREEMPTION_SIGNALS
 from andon.launch.rank import Job
 from andon.launch.report import UNSEEN, FirstCause, Report, clear, first_cause
@@ -79,7 +80,7 @@ def warm_up(preload: Sequence[str] = PRELOAD) -> None:
         _preload.extend(preload)
     multiprocessing.set_forkserver_preload(_preload)  # for a forkserver that was ended meanwhile, and is started again
     # A server looks for modules in the folder that it is started in first: a `torch.py` there is not to be run.
-    given = dict.fromkeys(SINGLE_THREADED, "1") | {"PYTHONSAFEPATH": "1"}
+    given = dict.fromkeys(SINGLE_THREADED, "1") | {"PYTHONSAFEPATH": "1", LAUNCHER: str(os.getpid())}
     before = {name: os.environ.get(name) for name in given}
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, PREEMPTION_SIGNALS)
     try:
@@ -198,8 +199,9 @@ def _concluded(
     if seen.verdict is not None:
         return LaunchResult(*seen.verdict, exits=exits, first=first)
     if first is not None:
-        return LaunchResult(first.exit, first.text, exits=exits, first=first)
-    if isinstance(error, ServerStopped):
+        how = how_it_ended() if exits[first.rank] == UNSEEN else ""
+        return LaunchResult(first.exit, f"{first.text}: {how}" if how else first.text, exits=exits, first=first)
+    if isinstance(error, ServerFailed):
         return LaunchResult(error.ends_with, str(error), exits=exits)
     if error is not None:
         return LaunchResult(Exit.CRASHED, f"torch's elastic agent failed: {type(error).__name__}: {error}", exits=exits)

@@ -19,6 +19,8 @@ from andon_contracts.liveness.process import Process
 POLL_S = 0.2
 """Seconds between two looks at the agent; the bound on an orphan's life is this plus one scheduling delay."""
 
+LAUNCHER = "ANDON_LAUNCHER_PID"
+"""The variable in which a launcher gives its process id to the fork server that it starts."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -48,6 +50,12 @@ def bind_to_parent(parent_pid: int) -> None:
     _ask_for_death_signal()
     if os.getppid() != parent_pid:
         _end_now()
+
+
+def bind_to_launcher() -> None:
+    """`bind_to_parent` for the fork server, whose launcher said in `LAUNCHER` who it is: it may be gone already, and
+    then this process has another parent."""
+    bind_to_parent(int(os.environ.get(LAUNCHER, os.getppid())))
 
 
 def _ask_for_death_signal() -> None:

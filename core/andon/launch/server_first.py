@@ -1,9 +1,27 @@
-"""Imported first by the fork server, and by nobody else: it ends with its launcher while it still imports, too."""
+"""Imported first by the fork server, and by nobody else: it ends with its launcher while it still imports, too.
+
+An import that fails in the fork server is reported in one line, not as a traceback.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
+from types import TracebackType
 
-from andon.launch.orphan import bind_to_parent
+from andon.console.messages import say
+from andon.launch.orphan import bind_to_launcher
 
-bind_to_parent(os.getppid())
+_SERVER = os.getpid()
+
+
+def _say_why(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if os.getpid() != _SERVER or os.environ.get("ANDON_TRACEBACK") == "1" or issubclass(kind, KeyboardInterrupt):
+        sys.__excepthook__(kind, error, trace)
+        return
+    reason = next(iter(str(error).splitlines()), "")
+    say(f"the process that ranks are forked from cannot import what they need: {kind.__name__}: {reason}")
+
+
+sys.excepthook = _say_why
+bind_to_launcher()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 
-from andon.launch.orphan import bind_to_parent
+from andon.launch.orphan import bind_to_launcher
 
 _SERVER = os.getpid()
 
@@ -21,4 +21,4 @@ def _leave() -> None:
 
 
 atexit.register(_leave)
-bind_to_parent(os.getppid())
+bind_to_launcher()

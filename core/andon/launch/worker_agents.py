@@ -167,7 +167,7 @@ class Crew:
     def resize(self, count: int) -> None:
         """Hire or let go until there are `count`; the last hired go first.
 
-        Raises `fork_server.ServerStopped` where none can be hired.
+        Raises `fork_server.ServerFailed` where none can be hired.
         """
         context = multiprocessing.get_context("forkserver")
         while len(self.members) > count:

@@ -1,0 +1,11 @@
+"""Imported by a fork server that is to end while it imports: `ANDON_TEST_DIES` says how."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+HOW = os.environ["ANDON_TEST_DIES"]
+if HOW == "SIGKILL":
+    os.kill(os.getpid(), signal.SIGKILL)
+raise ValueError(f"{HOW}\nand more")
