@@ -65,7 +65,8 @@ def test_no_rank_outlives_a_killed_launcher(pipe: Pipe, start: Start, whole_grou
 
 
 @pytest.mark.parametrize(
-    ("signum", "whole_group"), [(signal.SIGTERM, True), (signal.SIGUSR1, False), (signal.SIGINT, True)]
+    ("signum", "whole_group"),
+    [(signal.SIGTERM, True), (signal.SIGUSR1, False), (signal.SIGINT, True), (signal.SIGHUP, True)],
 )
 def test_a_preemption_signal_ends_ranks_at_a_boundary(
     pipe: Pipe, start: Start, signum: signal.Signals, whole_group: bool
@@ -80,6 +81,15 @@ def test_a_preemption_signal_ends_ranks_at_a_boundary(
     assert found["exits"] == {"0": 75, "1": 75}
     assert found["cause"].endswith(f"ended at a step boundary on {signum.name}")
     assert launcher.returncode == 75
+
+
+@pytest.mark.parametrize(("prefix", "listened"), [([], "True"), (["nohup"], "False")])
+def test_a_run_under_nohup_outlives_its_terminal(prefix: list[str], listened: str) -> None:
+    """What `nohup` has ignored stays ignored; else a closed terminal asks for the end as SIGTERM does."""
+    code = "import signal; from andon.launch.preemption import *; print(signal.SIGHUP in PREEMPTION_SIGNALS)"
+    command = [*prefix, sys.executable, "-c", code]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [listened]
 
 
 def test_a_second_interrupt_ends_at_once(pipe: Pipe, start: Start) -> None:

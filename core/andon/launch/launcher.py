@@ -70,7 +70,7 @@ def warm_up(preload: Sequence[str] = PRELOAD) -> None:
     """Start the forkserver, which imports `preload` while this process goes on; returns at once.
 
     Only the first call in a process decides what is imported; a later one starts a forkserver that has ended. Until a
-    rank has its handlers, SIGTERM, SIGINT and SIGUSR1 are blocked in it, and in the forkserver for good, so that a
+    rank has its handlers, `PREEMPTION_SIGNALS` are blocked in it, and in the forkserver for good, so that a
     signal to the whole process group ends ranks at a step boundary instead of killing them through their parent. Nor
     does it kill multiprocessing's tracker of semaphores, which would otherwise be started again and print a traceback
     for each that it does not know. Raises `InputError` where the folder for temporary files takes no socket.
@@ -85,7 +85,7 @@ def warm_up(preload: Sequence[str] = PRELOAD) -> None:
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, PREEMPTION_SIGNALS)
     try:
         os.environ.update(given)
-        resource_tracker.ensure_running()  # it ignores SIGTERM and SIGINT, and unblocks them here; of SIGUSR1 it dies
+        resource_tracker.ensure_running()  # it ignores SIGTERM and SIGINT, and unblocks them here; of others it dies
         signal.pthread_sigmask(signal.SIG_BLOCK, PREEMPTION_SIGNALS)
         forkserver.ensure_running()
     finally:
@@ -108,8 +108,8 @@ def launch(
 ) -> LaunchResult:
     """Run `entry` ("module:function", called with the payload, returns an `Exit`) in `workers` rank processes.
 
-    Returns when all ranks have ended. Once one has failed, the others get SIGTERM, and SIGKILL within 2 s. SIGTERM,
-    SIGINT and SIGUSR1 to this process are forwarded to the ranks once (from the main thread); they have `timeout_s`
+    Returns when all ranks have ended. Once one has failed, the others get SIGTERM, and SIGKILL within 2 s.
+    `PREEMPTION_SIGNALS` to this process are forwarded to the ranks once (from the main thread); they have `timeout_s`
     seconds to end at a step boundary; a second SIGINT ends them at once. A rank that is stopped for more than
     `silence_s` is given up, unless another rank has given it up before. One launch at a time in a process.
 

@@ -11,7 +11,9 @@ import signal
 import sys
 from types import FrameType
 
-PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_HANGUP = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
+"""The terminal was closed. `nohup` has it ignored, and the run is to go on then."""
+PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, *_HANGUP)
 """What asks a rank to end at its next step boundary, with a checkpoint."""
 
 

@@ -105,7 +105,7 @@ class Wake:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Have SIGTERM, SIGINT and SIGUSR1 ring instead of ending this process (possible in the main thread only).
+        """Have `PREEMPTION_SIGNALS` ring instead of ending this process (possible in the main thread only).
 
         What was noted of them since training began rings at once.
         """
