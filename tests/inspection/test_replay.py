@@ -13,8 +13,9 @@ import pytest
 from andon.console.problems import InputError
 from andon.inspection.difference import Comparison
 from andon.inspection.recorded import open_recorded
-from andon.inspection.replay import read_range
+from andon.inspection.replay import read_range, settings
 from andon.inspection.replaying import replay_run
+from andon.run.folder import RunFolder
 from andon.run.ledger import LedgerWriter, read_ledger
 from andon_contracts.fields import Real
 from andon_contracts.record import Record, Start, Step
@@ -56,6 +57,34 @@ def test_ranks_of_a_group_do_steps_again(run: Path) -> None:
     report = replay_run(run, "7:8", 2, "gloo")
     assert report.result is Comparison.SAME, report.lines
     assert content(run) == before
+
+
+@pytest.mark.parametrize(("cores", "wanted"), [(1, 1), (3, 3), (64, 4)])
+def test_the_folder_alone_does_not_say_how_many_processes_start(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int, wanted: int
+) -> None:
+    """Anybody's folder may ask for 16,384. A core each, and no more than the 4 micro-batches; the bits are the same."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
+    (tmp_path / "config.yaml").write_text((run / "config.yaml").read_text().replace("workers: 2", "workers: 16384"))
+    folder = RunFolder(tmp_path)
+    assert settings(folder, None, None).run.workers == wanted
+    assert settings(folder, None, "gloo").run.workers == wanted
+    assert settings(folder, 5, None).run.workers == 5
+    assert settings(RunFolder(run), None, None).run.workers == min(2, cores)
+
+
+def test_a_run_whose_bits_depend_on_its_workers_is_not_replayed_on_fewer(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who wants that many says so."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    text = (run / "config.yaml").read_text()
+    (tmp_path / "config.yaml").write_text(
+        text.replace("workers: 2", "workers: 300").replace("exact: true", "exact: false")
+    )
+    with pytest.raises(InputError, match=r"run\.workers: the run had 300, .* has 2 cores; --workers 300 starts that"):
+        settings(RunFolder(tmp_path), None, None)
+    assert settings(RunFolder(tmp_path), 300, None).run.workers == 300
 
 
 def _rewritten(run: Path, folder: Path, change: dict[int, Step], first: Start | None = None) -> Path:

@@ -44,7 +44,9 @@ def diff(
 def replay(
     run: Annotated[Path, typer.Argument(help="Run folder; nothing is written into it.")],
     steps: Annotated[str, typer.Option(help="Steps to do again, as in 3:7.")],
-    workers: Annotated[int | None, typer.Option(help="Ranks on this machine; as in the run by default.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Ranks on this machine; by default as in the run, if it has the cores.")
+    ] = None,
     backend: Annotated[str | None, typer.Option(help="inline, threads, gloo, nccl or mixed.")] = None,
 ) -> None:
     """Do steps of a run again and compare every digest. Ends with 0 same, 1 different, 2 neither."""

@@ -6,12 +6,14 @@ initial weights, and what it comes to is only compared.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from andon.config.identity import differences
@@ -68,14 +70,26 @@ def read_range(text: str, found: Recorded) -> tuple[int, int]:
 
 
 def settings(folder: RunFolder, workers: int | None, backend: str | None) -> Config:
-    """The run's configuration, placed on `workers` and `backend` where they are given, its contracts on."""
+    """The run's configuration, placed on `workers` and `backend` where they are given, its contracts on.
+
+    The folder may be anybody's, so its number of workers never decides alone how many processes are started: without
+    `workers` an exact run, whose bits do not depend on it, is replayed on at most a worker for each core (or GPU) and
+    each micro-batch. Raises `InputError` for another run that had more workers than this machine has cores.
+    """
     flags = {"run.workers": workers, "run.backend": backend}
     given = {key: value for key, value in flags.items() if value is not None}
-    return config_at_hand(
-        folder,
-        ["contracts.enabled=true", "contracts.audit_every=0", *(["run.devices=null"] if given else [])],
-        given,
-    )
+    overrides = ["contracts.enabled=true", "contracts.audit_every=0", *(["run.devices=null"] if given else [])]
+    config = config_at_hand(folder, overrides, given)
+    most = max(len(os.sched_getaffinity(0)), torch.cuda.device_count())
+    if config.training.exact:
+        most = min(most, config.training.micro_batches)
+    if workers is not None or config.run.workers <= most:
+        return config
+    if not config.training.exact:
+        what = f"the run had {config.run.workers}, which its result depends on (training.exact is false), and this "
+        what += f"machine has {most} cores; --workers {config.run.workers} starts that many all the same"
+        raise InputError([Problem("run.workers", what)])
+    return config_at_hand(folder, [*overrides, "run.devices=null"], {**given, "run.workers": most})
 
 
 def replay(config: Config, path: Path, first: int, last: int) -> Replayed:

@@ -29,8 +29,8 @@ class ReplayFailed(RuntimeError):
 def replay_run(path: Path, steps: str, workers: int | None, backend: str | None) -> Differences:
     """Do the steps `steps` (A:B) of the run at `path` again and say what differs from its ledger.
 
-    workers, backend: where; None: as in the run. Raises `InputError` for a run or steps that cannot be done again,
-    and `ReplayFailed` where ranks ended before they were through.
+    workers, backend: where; None: as in the run, bounded by this machine (`replay.settings`). Raises `InputError` for
+    a run or steps that cannot be done again, and `ReplayFailed` where ranks ended before they were through.
     """
     found = open_recorded(path)
     if found.folder is None or not found.folder.config.exists():
