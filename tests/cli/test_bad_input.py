@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from contextlib import suppress
@@ -12,7 +13,9 @@ import pytest
 
 from andon.cli import setup
 from andon.cli.app import _run, guarded
+from andon.config.source import loading
 from andon.console.problems import InputError
+from andon.launch import preemption
 from andon_contracts.record import Broken
 from andon_falsify.report.document import write_json
 from tests.cli.command import PATIENCE_S, Ended, andon, tree
@@ -161,6 +164,31 @@ def test_a_run_with_a_path_that_is_too_long(tmp_path: Path) -> None:
         ended = andon("train", flag, long, "--backend", "inline", folder=tmp_path)
         refused(ended, f"{long}: cannot be read: File name too long")
     assert tree(tmp_path) <= {"runs"}
+
+
+class PanicException(BaseException):
+    """What a panic of a library in Rust is in Python."""
+
+    __module__ = "pyo3_runtime"
+
+
+def _panicking() -> int:
+    raise PanicException("index out of bounds")
+
+
+def test_a_panic_of_native_code_is_one_line_and_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is no `Exception`; what ends a process on purpose is none either, and goes on as it is."""
+    assert guarded(_panicking) == 2
+    assert capsys.readouterr().err == "andon: PanicException: index out of bounds\n"
+    said = r"^model\.base: cannot load 'FOLDER': index out of bounds$"
+    with pytest.raises(InputError, match=said), loading("FOLDER", "model.base"):
+        _panicking()
+
+    def interrupted() -> int:
+        raise preemption.Interrupted(signal.SIGTERM)
+
+    with pytest.raises(preemption.Interrupted):
+        guarded(interrupted)
 
 
 def test_init_writes_over_nothing(tmp_path: Path) -> None:

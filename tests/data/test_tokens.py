@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Regex, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
-from tokenizers import models, pre_tokenizers, processors
 from transformers import AutoTokenizer, BertConfig, PreTrainedConfig, PreTrainedTokenizerFast, Qwen3Config
 
 from andon.console.problems import InputError
+from andon.data import tokens
 from andon.data.tokens import HuggingFaceTokenizer, byte_tokenizer, pretrained_tokenizer
 
 BYTES = byte_tokenizer()
@@ -130,6 +133,100 @@ def test_a_lone_surrogate_is_the_texts_fault() -> None:
     """It has no bytes; the text is named, whatever the tokenizer's library says."""
     with pytest.raises(InputError, match="text 2: holds a lone surrogate at character 1"):
         BYTES.encode(["a", "b\ud800"], 8)
+
+
+def test_a_text_that_the_tokenizers_native_code_gives_up_on_is_named() -> None:
+    """tokenizers panics where its regular expressions run too long; what pyo3 makes of that is no `Exception`."""
+    backend = Backend(models.WordLevel({"</s>": 0, "<unk>": 1, "one": 2}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
+    base = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
+    tokenizer, hard = HuggingFaceTokenizer(base, 0, 1), "a" * 40 + "b"
+    with pytest.raises(InputError, match=r"^text 2: the tokenizer fails on it \(Onig: .* leave the row out") as caught:
+        tokenizer.encode(["one", hard, "one"], 8)
+    assert str(caught.value).endswith(repr(hard))
+    with pytest.raises(InputError, match=r"^text 1: the tokenizer fails on it"):
+        tokenizer.encode_pairs(["one"], [hard], 8)
+
+
+def test_a_text_that_the_tokenizer_has_no_token_for_is_named() -> None:
+    """A file of a tokenizer may lack the token for what is unknown; its library raises a bare `Exception`."""
+    base = PreTrainedTokenizerFast(tokenizer_object=Backend(models.Unigram([("<pad>", 0.0), ("a", -1.0)])))
+    tokenizer = HuggingFaceTokenizer(base, 0, 1)
+    assert tokenizer.encode(["aa"], 8) == [[1, 1]]
+    with pytest.raises(InputError, match=r"^text 2: the tokenizer fails on it \(Encountered an unknown token but"):
+        tokenizer.encode(["aa", "ab"], 8)
+
+
+def _trained(kind: str) -> HuggingFaceTokenizer:
+    """A tokenizer of a kind with a vocabulary of its own, some of which have no borders between words."""
+    words = ["abab ba aab", "abba  baab\nb", "aaab abb ab ab"] * 20
+    special = ["<pad>", "<unk>", "[CLS]", "[SEP]"]
+    if kind == "unigram":
+        backend, trainer = (
+            Backend(models.Unigram()),
+            trainers.UnigramTrainer(vocab_size=30, special_tokens=special, unk_token="<unk>"),
+        )
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(split=False)
+    elif kind == "wordpiece":
+        backend = Backend(models.WordPiece(unk_token="<unk>"))
+        trainer = trainers.WordPieceTrainer(vocab_size=30, special_tokens=special)
+        backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    else:
+        backend = Backend(models.BPE())
+        trainer = trainers.BpeTrainer(vocab_size=40, special_tokens=special)
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind == "bpe")
+    backend.train_from_iterator(words, trainer)
+    backend.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    base = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", unk_token="<unk>")
+    return HuggingFaceTokenizer(base, 0, 1)
+
+
+KINDS = {kind: _trained(kind) for kind in ("bpe", "one word", "unigram", "wordpiece")} | {"bytes": BYTES}
+LONG = st.text(st.sampled_from("aab  b\nc\u0301"), min_size=200, max_size=600)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=20)
+@given(LONG, LONG, st.integers(8, 12))
+def test_the_beginning_of_a_long_text_gives_its_first_tokens(kind: str, text: str, other: str, most: int) -> None:
+    """Where a text is cut before it is tokenised, its tokens are those of the whole, and it counts as cut."""
+    tokenizer = KINDS[kind]
+    asked = [
+        lambda: tokenizer.encode([text, "ab", other], most),
+        lambda: tokenizer.encode_pairs([text, "ab", text], ["ab", text, other], most),
+        lambda: tokenizer.encode_words([" ".join(text.split()) or "a"], most),
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        before = tokenizer.truncated
+        whole = [ask() for ask in asked]
+        between = tokenizer.truncated
+        patch.setattr(tokens, "_WHOLE", 64)
+        patch.setattr(tokens, "_WHOLE_OF_A_TOKEN", 1)
+        assert [ask() for ask in asked] == whole
+    assert tokenizer.truncated - between == between - before
+
+
+def test_a_long_text_is_not_tokenised_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row of 40 MB took more than 2.4 GiB to be cut to 32 tokens."""
+    tokenizer, given_to, text = _trained("wordpiece"), [0], "ab " * 200_000
+
+    def asked(method: Callable[..., Any]) -> Callable[..., Any]:
+        def noting(self: Any, *texts: list[str], **how: Any) -> Any:
+            given_to.append(max(len(each) for column in texts for each in column))
+            return method(self, *texts, **how)
+
+        return noting
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", asked(PreTrainedTokenizerFast.__call__))
+    (short,) = tokenizer.encode(["ab " * 50], 32)
+    assert tokenizer.encode([text], 32) == [short]
+    assert tokenizer.encode_pairs([text], ["ab"], 32)[0][0][:28] == short[:28]
+    rows, firsts = tokenizer.encode_words([text], 32)
+    assert (rows, len(firsts[0]), max(firsts[0])) == ([short], 200_000, 30)
+    assert tokenizer.truncated == 4
+    assert max(given_to) <= 2 * 65_536
 
 
 def test_a_limit_without_room_for_text_is_refused(tmp_path: Path) -> None:

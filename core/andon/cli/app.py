@@ -103,6 +103,11 @@ def guarded(work: Callable[[], int]) -> int:
         if os.environ.get(_TRACEBACK) == "1":
             raise
         return _say(f"{type(error).__name__}: {error} (set {_TRACEBACK}=1 for the traceback)", Exit.CRASHED)
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt | SystemExit | preemption.Interrupted):
+            raise
+        # Native code gave up on what it was given: a panic of Rust is no `Exception`.
+        return _say(f"{type(error).__name__}: {error}", Exit.USAGE)
 
 
 def _is_of_stdout(error: OSError) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from andon.console.problems import InputError, Problem, ProblemList, did_you_mean, shown
+from andon.console.problems import InputError, Problem, ProblemList, did_you_mean, is_panic, shown
 from andon_contracts.legible import legible_line
 
 _MOST_FILES = 10_000
@@ -75,7 +75,7 @@ def loading(source: str, where: str, what: str = "") -> Iterator[None]:
     are looked at first. It shows no progress, warns of nothing (a head is new by design), and its errors are legible.
 
     Raises `InputError` at `where`, for a folder that `require_model_folder` refuses and for whatever the library
-    raises: which exceptions files of others bring about in it nobody can list.
+    raises, a panic of native code too: which exceptions files of others bring about in it nobody can list.
     """
     folder = Path(source).expanduser()
     if is_folder(folder):
@@ -85,7 +85,9 @@ def loading(source: str, where: str, what: str = "") -> Iterator[None]:
             yield
     except InputError:
         raise
-    except Exception as error:
+    except BaseException as error:
+        if not (isinstance(error, Exception) or is_panic(error)):
+            raise
         reason = " ".join(str(error).split()) or type(error).__name__
         named = f"the {what} of {source!r}" if what else repr(source)
         raise InputError([Problem(where, f"cannot load {named}: {reason[:_LONGEST_REASON]}")]) from error

@@ -57,6 +57,11 @@ class InputError(ValueError):
         return type(self), (self.problems,)
 
 
+def is_panic(error: BaseException) -> bool:
+    """Whether `error` is a panic of a library in Rust (tokenizers, safetensors), which pyo3 makes no `Exception` of."""
+    return type(error).__module__ == "pyo3_runtime"
+
+
 class ProblemList:
     """Collects problems while reading, so that a user sees all of them and not the first."""
 

@@ -7,12 +7,12 @@ import hashlib
 import json
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from andon.config.source import loading
-from andon.console.problems import InputError, Problem, ProblemList
+from andon.console.problems import InputError, Problem, ProblemList, is_panic, shown
 from andon.data.hub import require_on_hub
 from andon.data.labels import text_fault
 from andon_contracts.legible import legible_line
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _SPECIALS = ("<pad>", "<s>", "</s>", "<unk>")
+_WHOLE, _WHOLE_OF_A_TOKEN = 1 << 16, 16
+"""Characters of a text, or for each token that it may have, up to which it is tokenised as a whole."""
 _NOT_CONTENT = (
     "name_or_path",
     "local_files_only",
@@ -123,7 +125,8 @@ class HuggingFaceTokenizer:
             )
         if not texts:
             return []
-        encoded = self._ids(list(texts), truncation=False)
+        texts = [self._beginning(text, max_length) for text in texts]
+        encoded = self._ids(texts, truncation=False)
         long = [place for place, ids in enumerate(encoded) if len(ids) > max_length]
         if long:
             cut = self._ids([texts[place] for place in long], truncation=True, max_length=max_length)
@@ -146,11 +149,11 @@ class HuggingFaceTokenizer:
             raise InputError([Problem("model.max_length", what)])
         if not texts:
             return [], []
-        both = list(texts), list(pairs)
-        whole = self.base(*both, truncation=False, verbose=False)["input_ids"]
+        both = self._beginnings(texts, pairs, max_length)
+        whole = self._called(*both, truncation=False)["input_ids"]
         self.last_cut = tuple(place for place, ids in enumerate(whole) if len(ids) > max_length)
         self.truncated += len(self.last_cut)
-        found = self.base(*both, truncation="longest_first", max_length=max_length, verbose=False)
+        found = self._called(*both, truncation="longest_first", max_length=max_length)
         rows = [self._ended(ids) for ids in found["input_ids"]]
         given = found.get("token_type_ids") or [[0] * len(ids) for ids in rows]
         types = [types[: len(ids)] or [0] for ids, types in zip(rows, given, strict=True)]
@@ -166,10 +169,11 @@ class HuggingFaceTokenizer:
         if not self.base.is_fast:
             raise InputError([Problem("model.base", "its tokenizer does not say where in a text a token is")])
         rows = self.encode(texts, max_length)
-        cut = self.base(list(texts), truncation=True, max_length=max_length, return_offsets_mapping=True, verbose=False)
+        begun = [self._beginning(text, max_length) for text in texts]
+        cut = self._called(begun, truncation=True, max_length=max_length, return_offsets_mapping=True)
         firsts = []
         for text, ids, offsets in zip(texts, rows, cut["offset_mapping"], strict=True):
-            place_of = [-1] * len(text)  # of each character, the first token that covers it
+            place_of = [-1] * max((end for _, end in offsets), default=0)  # of each character, the first of its tokens
             for place, (start, end) in reversed([*enumerate(offsets[: len(ids)])]):
                 place_of[start:end] = [place] * (end - start)
             words = re.finditer(r"\S+", text)
@@ -227,16 +231,70 @@ class HuggingFaceTokenizer:
         """One list of ids for each text, as it stands: uncut, and with no special token but those that it spells."""
         return self._ids(list(texts), truncation=False, add_special_tokens=False) if texts else []
 
+    def _beginning(self, text: str, most: int) -> str:
+        """`text`, or its first characters that give the same first `most` tokens as all of it.
+
+        To tokenise a text takes a hundred bytes a character: a row of 40 MB would take gigabytes, to become 128 tokens.
+        A text of up to `_WHOLE` characters is never cut here. Of a longer one a part is taken whose first `most` tokens
+        are those of a part twice as long: how far a tokenizer looks ahead is bounded by its vocabulary and its
+        patterns, so what 65,536 more characters leave as it is does not depend on those behind them either.
+        """
+        size, first = max(_WHOLE, _WHOLE_OF_A_TOKEN * most), None
+        while size < len(text) and self.base.truncation_side == "right":
+            ids = self._ids([text[:size]], truncation=False, add_special_tokens=False)[0]
+            if first is not None and ids[:most] == first:
+                return text[: size // 2]
+            first = ids[:most] if len(ids) > most else None
+            size *= 2
+        return text
+
+    def _beginnings(self, texts: Sequence[str], pairs: Sequence[str], most: int) -> tuple[list[str], list[str]]:
+        """`_beginning` of the longer text of each pair. It still has more tokens than the other one: which has more
+        decides which keeps one more. Where both texts are long that is not known, and both stay whole."""
+        both: tuple[list[str], list[str]] = ([], [])
+        for pair in zip(texts, pairs, strict=True):
+            begun = [self._beginning(text, most) for text in pair]
+            cut = [len(part) < len(text) for part, text in zip(begun, pair, strict=True)]
+            if all(cut):
+                begun = [*pair]
+            elif any(cut):
+                place = cut.index(True)
+                (other,) = self._ids([pair[1 - place]], truncation=False, add_special_tokens=False)
+                begun[place] = self._beginning(pair[place], max(most, len(other)))
+            for part, found in zip(begun, both, strict=True):
+                found.append(part)
+        return both
+
     def _ids(self, texts: list[str], **how: Any) -> list[list[int]]:
+        ids: list[list[int]] = self._called(texts, **how)["input_ids"]
+        return ids
+
+    def _called(self, *texts: list[str], **how: Any) -> Any:
+        """What the tokenizer of transformers gives for a batch. Raises `InputError` for texts that it cannot read."""
         try:
-            ids: list[list[int]] = self.base(texts, verbose=False, **how)["input_ids"]
+            return self.base(*texts, verbose=False, **how)
         except TypeError as error:
-            faults = ((place, text_fault(text)) for place, text in enumerate(texts, start=1) if text.strip())
+            faults = ((place, text_fault(text)) for place, text in _numbered(*texts) if text.strip())
             problems = [Problem(f"text {place}", fault) for place, fault in faults if fault is not None]
             if problems:
                 raise InputError(problems) from error
             raise
-        return ids
+        except BaseException as error:
+            if not _of_native_code(error):
+                raise
+            raise InputError([self._refusal(error, *texts)]) from error
+
+    def _refusal(self, error: BaseException, *texts: list[str]) -> Problem:
+        """Which text the tokenizer's native code gave up on, looked for one by one, and why."""
+        why = f"the tokenizer fails on it ({error}); leave the row out, or take another tokenizer"
+        for place, text in _numbered(*texts):
+            try:
+                self.base([text], verbose=False)
+            except BaseException as again:
+                if not _of_native_code(again):
+                    raise
+                return Problem(f"text {place}", f"{why}: {shown(text)}")
+        return Problem("model.base", why)
 
     def _ended(self, ids: list[int]) -> list[int]:
         end = len(ids)
@@ -266,6 +324,17 @@ class HuggingFaceTokenizer:
             backend.no_truncation()
             backend.no_padding()
         self.base.save_pretrained(str(folder))
+
+
+def _of_native_code(error: BaseException) -> bool:
+    """Whether the library tokenizers raised it: a panic, or a bare `Exception` for whatever it does not like."""
+    return is_panic(error) or type(error) is Exception
+
+
+def _numbered(*texts: list[str]) -> Iterator[tuple[int, str]]:
+    """All texts with the number of their row, from 1."""
+    for column in texts:
+        yield from enumerate(column, start=1)
 
 
 def _files_digest(folder: Path) -> str:
