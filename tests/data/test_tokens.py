@@ -153,8 +153,8 @@ def test_a_text_that_the_tokenizer_has_no_token_for_is_named() -> None:
     base = PreTrainedTokenizerFast(tokenizer_object=Backend(models.Unigram([("<pad>", 0.0), ("a", -1.0)])))
     tokenizer = HuggingFaceTokenizer(base, 0, 1)
     assert tokenizer.encode(["aa"], 8) == [[1, 1]]
-    with pytest.raises(InputError, match=r"^text 2: the tokenizer fails on it \(Encountered an unknown token but"):
-        tokenizer.encode(["aa", "ab"], 8)
+    with pytest.raises(InputError, match=r"^text 2000: the tokenizer fails on it \(Encountered an unknown token but"):
+        tokenizer.encode(["aa"] * 1999 + ["ab"], 8)
 
 
 def _trained(kind: str) -> HuggingFaceTokenizer:
@@ -204,6 +204,7 @@ def test_the_beginning_of_a_long_text_gives_its_first_tokens(kind: str, text: st
         between = tokenizer.truncated
         patch.setattr(tokens, "_WHOLE", 64)
         patch.setattr(tokens, "_WHOLE_OF_A_TOKEN", 1)
+        patch.setattr(tokens, "_AT_ONCE", 2)
         assert [ask() for ask in asked] == whole
     assert tokenizer.truncated - between == between - before
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 _SPECIALS = ("<pad>", "<s>", "</s>", "<unk>")
 _WHOLE, _WHOLE_OF_A_TOKEN = 1 << 16, 16
 """Characters of a text, or for each token that it may have, up to which it is tokenised as a whole."""
+_AT_ONCE = 1024
+"""Texts that are tokenised together: uncut, their tokens take a hundred bytes each meanwhile."""
 _NOT_CONTENT = (
     "name_or_path",
     "local_files_only",
@@ -123,18 +125,20 @@ class HuggingFaceTokenizer:
             raise InputError(
                 [Problem("model.max_length", f"must be more than {around} for this tokenizer ({max_length})")]
             )
-        if not texts:
-            return []
-        texts = [self._beginning(text, max_length) for text in texts]
-        encoded = self._ids(texts, truncation=False)
-        long = [place for place, ids in enumerate(encoded) if len(ids) > max_length]
-        if long:
-            cut = self._ids([texts[place] for place in long], truncation=True, max_length=max_length)
-            for place, ids in zip(long, cut, strict=True):
-                encoded[place] = ids
-        self.last_cut = tuple(long)
-        self.truncated += len(long)
-        return [self._ended(ids) for ids in encoded]
+        rows: list[list[int]] = []
+        cut_off: list[int] = []
+        for first in range(0, len(texts), _AT_ONCE):
+            begun = self._beginnings(texts[first : first + _AT_ONCE], max_length, first)
+            encoded = self._ids(begun, first, truncation=False)
+            long = [place for place, ids in enumerate(encoded) if len(ids) > max_length]
+            if long:
+                cut = self._ids([begun[place] for place in long], truncation=True, max_length=max_length)
+                for place, ids in zip(long, cut, strict=True):
+                    encoded[place] = ids
+            cut_off += [first + place for place in long]
+            rows += map(self._ended, encoded)
+        self._note_cut(cut_off)
+        return rows
 
     def encode_pairs(
         self, texts: Sequence[str], pairs: Sequence[str], max_length: int
@@ -147,16 +151,20 @@ class HuggingFaceTokenizer:
         if max_length <= around + 1:
             what = f"must be more than {around + 1} for pairs of texts and this tokenizer ({max_length})"
             raise InputError([Problem("model.max_length", what)])
-        if not texts:
-            return [], []
-        both = self._beginnings(texts, pairs, max_length)
-        whole = self._called(*both, truncation=False)["input_ids"]
-        self.last_cut = tuple(place for place, ids in enumerate(whole) if len(ids) > max_length)
-        self.truncated += len(self.last_cut)
-        found = self._called(*both, truncation="longest_first", max_length=max_length)
-        rows = [self._ended(ids) for ids in found["input_ids"]]
-        given = found.get("token_type_ids") or [[0] * len(ids) for ids in rows]
-        types = [types[: len(ids)] or [0] for ids, types in zip(rows, given, strict=True)]
+        rows: list[list[int]] = []
+        types: list[list[int]] = []
+        cut_off: list[int] = []
+        for first in range(0, len(texts), _AT_ONCE):
+            chosen = slice(first, first + _AT_ONCE)
+            both = self._beginnings_of_pairs(texts[chosen], pairs[chosen], max_length, first)
+            whole = self._called(*both, first=first, truncation=False)["input_ids"]
+            cut_off += [place for place, ids in enumerate(whole, first) if len(ids) > max_length]
+            found = self._called(*both, first=first, truncation="longest_first", max_length=max_length)
+            ended = [self._ended(ids) for ids in found["input_ids"]]
+            given = found.get("token_type_ids") or [[0] * len(ids) for ids in ended]
+            types += [of_row[: len(ids)] or [0] for ids, of_row in zip(ended, given, strict=True)]
+            rows += ended
+        self._note_cut(cut_off)
         return rows, types
 
     def encode_words(self, texts: Sequence[str], max_length: int) -> tuple[list[list[int]], list[list[int]]]:
@@ -169,10 +177,13 @@ class HuggingFaceTokenizer:
         if not self.base.is_fast:
             raise InputError([Problem("model.base", "its tokenizer does not say where in a text a token is")])
         rows = self.encode(texts, max_length)
-        begun = [self._beginning(text, max_length) for text in texts]
-        cut = self._called(begun, truncation=True, max_length=max_length, return_offsets_mapping=True)
+        spans: list[list[tuple[int, int]]] = []
+        for first in range(0, len(texts), _AT_ONCE):
+            begun = self._beginnings(texts[first : first + _AT_ONCE], max_length, first)
+            cut = self._called(begun, first=first, truncation=True, max_length=max_length, return_offsets_mapping=True)
+            spans += cut["offset_mapping"]
         firsts = []
-        for text, ids, offsets in zip(texts, rows, cut["offset_mapping"], strict=True):
+        for text, ids, offsets in zip(texts, rows, spans, strict=True):
             place_of = [-1] * max((end for _, end in offsets), default=0)  # of each character, the first of its tokens
             for place, (start, end) in reversed([*enumerate(offsets[: len(ids)])]):
                 place_of[start:end] = [place] * (end - start)
@@ -231,9 +242,14 @@ class HuggingFaceTokenizer:
         """One list of ids for each text, as it stands: uncut, and with no special token but those that it spells."""
         return self._ids(list(texts), truncation=False, add_special_tokens=False) if texts else []
 
-    def _beginning(self, text: str, most: int) -> str:
+    def _note_cut(self, places: Sequence[int]) -> None:
+        self.last_cut = tuple(places)
+        self.truncated += len(places)
+
+    def _beginning(self, text: str, most: int, before: int) -> str:
         """`text`, or its first characters that give the same first `most` tokens as all of it.
 
+        before: how many texts came before it, for messages.
         To tokenise a text takes a hundred bytes a character: a row of 40 MB would take gigabytes, to become 128 tokens.
         A text of up to `_WHOLE` characters is never cut here. Of a longer one a part is taken whose first `most` tokens
         are those of a part twice as long: how far a tokenizer looks ahead is bounded by its vocabulary and its
@@ -241,40 +257,45 @@ class HuggingFaceTokenizer:
         """
         size, first = max(_WHOLE, _WHOLE_OF_A_TOKEN * most), None
         while size < len(text) and self.base.truncation_side == "right":
-            ids = self._ids([text[:size]], truncation=False, add_special_tokens=False)[0]
+            (ids,) = self._ids([text[:size]], before, truncation=False, add_special_tokens=False)
             if first is not None and ids[:most] == first:
                 return text[: size // 2]
             first = ids[:most] if len(ids) > most else None
             size *= 2
         return text
 
-    def _beginnings(self, texts: Sequence[str], pairs: Sequence[str], most: int) -> tuple[list[str], list[str]]:
+    def _beginnings(self, texts: Sequence[str], most: int, first: int) -> list[str]:
+        return [self._beginning(text, most, place) for place, text in enumerate(texts, first)]
+
+    def _beginnings_of_pairs(
+        self, texts: Sequence[str], pairs: Sequence[str], most: int, first: int
+    ) -> tuple[list[str], list[str]]:
         """`_beginning` of the longer text of each pair. It still has more tokens than the other one: which has more
         decides which keeps one more. Where both texts are long that is not known, and both stay whole."""
-        both: tuple[list[str], list[str]] = ([], [])
-        for pair in zip(texts, pairs, strict=True):
-            begun = [self._beginning(text, most) for text in pair]
-            cut = [len(part) < len(text) for part, text in zip(begun, pair, strict=True)]
+        both = self._beginnings(texts, most, first), self._beginnings(pairs, most, first)
+        for place, pair in enumerate(zip(texts, pairs, strict=True)):
+            cut = [len(column[place]) < len(text) for column, text in zip(both, pair, strict=True)]
             if all(cut):
-                begun = [*pair]
+                both[0][place], both[1][place] = pair
             elif any(cut):
-                place = cut.index(True)
-                (other,) = self._ids([pair[1 - place]], truncation=False, add_special_tokens=False)
-                begun[place] = self._beginning(pair[place], max(most, len(other)))
-            for part, found in zip(begun, both, strict=True):
-                found.append(part)
+                long = cut.index(True)
+                (other,) = self._ids([pair[1 - long]], first + place, truncation=False, add_special_tokens=False)
+                both[long][place] = self._beginning(pair[long], max(most, len(other)), first + place)
         return both
 
-    def _ids(self, texts: list[str], **how: Any) -> list[list[int]]:
-        ids: list[list[int]] = self._called(texts, **how)["input_ids"]
+    def _ids(self, texts: list[str], first: int = 0, **how: Any) -> list[list[int]]:
+        ids: list[list[int]] = self._called(texts, first=first, **how)["input_ids"]
         return ids
 
-    def _called(self, *texts: list[str], **how: Any) -> Any:
-        """What the tokenizer of transformers gives for a batch. Raises `InputError` for texts that it cannot read."""
+    def _called(self, *texts: list[str], first: int = 0, **how: Any) -> Any:
+        """What the tokenizer of transformers gives for a batch. Raises `InputError` for texts that it cannot read.
+
+        first: how many texts came before these, for the message.
+        """
         try:
             return self.base(*texts, verbose=False, **how)
         except TypeError as error:
-            faults = ((place, text_fault(text)) for place, text in _numbered(*texts) if text.strip())
+            faults = ((place, text_fault(text)) for place, text in _numbered(first, *texts) if text.strip())
             problems = [Problem(f"text {place}", fault) for place, fault in faults if fault is not None]
             if problems:
                 raise InputError(problems) from error
@@ -282,12 +303,12 @@ class HuggingFaceTokenizer:
         except BaseException as error:
             if not _of_native_code(error):
                 raise
-            raise InputError([self._refusal(error, *texts)]) from error
+            raise InputError([self._refusal(error, first, *texts)]) from error
 
-    def _refusal(self, error: BaseException, *texts: list[str]) -> Problem:
+    def _refusal(self, error: BaseException, first: int, *texts: list[str]) -> Problem:
         """Which text the tokenizer's native code gave up on, looked for one by one, and why."""
         why = f"the tokenizer fails on it ({error}); leave the row out, or take another tokenizer"
-        for place, text in _numbered(*texts):
+        for place, text in _numbered(first, *texts):
             try:
                 self.base([text], verbose=False)
             except BaseException as again:
@@ -331,10 +352,10 @@ def _of_native_code(error: BaseException) -> bool:
     return is_panic(error) or type(error) is Exception
 
 
-def _numbered(*texts: list[str]) -> Iterator[tuple[int, str]]:
-    """All texts with the number of their row, from 1."""
+def _numbered(first: int, *texts: list[str]) -> Iterator[tuple[int, str]]:
+    """All texts with the number of their row, counted from 1 with the `first` that came before."""
     for column in texts:
-        yield from enumerate(column, start=1)
+        yield from enumerate(column, start=first + 1)
 
 
 def _files_digest(folder: Path) -> str:
