@@ -7,7 +7,7 @@ computes runs at 0.7.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -42,8 +42,10 @@ def require_finite_model(model: nn.Module, folder: Path | None, name: str) -> No
     odd = {key: value for key, value in model.state_dict(keep_vars=True).items() if not _usable(value)}
     if not odd:
         return
-    in_files = [] if folder is None else list(_in_files(folder))
-    raise InputError(in_files or _problems(Path(name), odd))
+    files = [] if folder is None else sorted(folder.glob("*.safetensors"))
+    in_files = [problem for file in files for problem in _in_file(file)]
+    pickled = [] if folder is None or files else sorted(folder.glob("*.bin"))  # not read here: that would unpickle them
+    raise InputError(in_files or _problems(pickled[0] if len(pickled) == 1 else Path(name), odd))
 
 
 def _usable(value: torch.Tensor) -> bool:
@@ -67,13 +69,13 @@ def _sentence(name: str, tensor: torch.Tensor) -> str:
     return f"{what} (the first, {value}, is at {list(first)}); get an undamaged copy"
 
 
-def _in_files(folder: Path) -> Iterator[Problem]:
-    """The tensors of the weight files in `folder` that are not finite. Reads the files again: for the error alone."""
+def _in_file(file: Path) -> list[Problem]:
+    """The tensors of one file that are not finite. Reads it again: for the error alone."""
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    for file in sorted(folder.glob("*.safetensors")):
-        yield from _problems(file, {key: value for key, value in load_file(file).items() if not is_finite(value)})
-    for file in [] if any(folder.glob("*.safetensors")) else sorted(folder.glob("*.bin")):
-        found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        odd = {key: value for key, value in found.items() if isinstance(value, torch.Tensor) and not is_finite(value)}
-        yield from _problems(file, odd)
+    try:
+        found = load_file(file)
+    except (OSError, SafetensorError):  # another file of the folder, which is not the model's
+        return []
+    return _problems(file, {name: tensor for name, tensor in found.items() if not is_finite(tensor)})
