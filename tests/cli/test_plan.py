@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 from tests.cli.command import andon, tree
 from tests.training.runs import SMALL, write_jsonl
@@ -28,6 +33,26 @@ def test_a_plan_in_words_and_as_json(tmp_path: Path) -> None:
     assert any("DOES NOT FIT in the 0.50 GiB" in line for line in ended.out)
     assert "settings that need less:" in ended.out
     assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("command", "module", "function"),
+    [("plan", "andon.training.forecast", "forecast"), ("check", "andon.training.preview", "describe")],
+)
+def test_a_plan_that_the_kernel_kills_says_so(tmp_path: Path, command: str, module: str, function: str) -> None:
+    """Out of memory it was gone without a word. 71 as for a rank, with the signal and what the kernel says of it."""
+    program = f"""
+import os, signal, sys, types
+found = types.ModuleType({module!r})
+found.{function} = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+found.machine_here = lambda *_: None
+sys.modules[{module!r}] = found
+from andon.cli.app import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", program, command], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (71, "")
+    assert re.fullmatch(rf"andon: {command} was killed by SIGKILL \(.+\)\n", done.stderr)
 
 
 def test_numbers_that_are_none_are_refused(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from andon.cli.apart import in_a_child
 from andon.cli.options import (
     Backend,
     BaseModel,
@@ -57,6 +58,7 @@ def plan(
     made_of = material(task, data, eval_data, text_column, label_column, model)
     loaded = load_config(config, overrides or (), {"run.backend": backend, **made_of})
     counts = _numbers(workers) if workers is not None else (loaded.run.workers,)
+    in_a_child("plan")
     from andon.training.forecast import forecast, machine_here
 
     size = None if gpu_memory is None else int(gpu_memory * 2**30)

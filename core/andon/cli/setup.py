@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from andon.cli.apart import in_a_child
 from andon.cli.options import (
     Backend,
     BaseModel,
@@ -59,6 +60,7 @@ def check(
     """Say what a run would do. Reads configuration, data, tokenizer and model as the run would."""
     made_of = material(task, data, eval_data, text_column, label_column, model)
     loaded = load_config(config, overrides or (), {"run.workers": workers, "run.backend": backend, **made_of})
+    in_a_child("check")
     from andon.training.preview import describe
 
     require(loaded.run.report_to)
