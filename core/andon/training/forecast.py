@@ -15,7 +15,8 @@ from andon.config.schema import IN_PROCESS, Config
 from andon.console.problems import InputError
 from andon.model.memory import MemoryPlan
 from andon.step.plan import efficiency, rank_leaves
-from andon.training.material import idleness, prepare
+from andon.training.material import prepare
+from andon.training.notices import idleness
 from andon.training.study import Study, largest, updated_on_host, with_graphs_that_fit
 
 _MIB = 2**20

@@ -336,15 +336,6 @@ def _plan(config: Config, train_ids: tuple[int, ...], task: ScoredTask) -> Batch
     )
 
 
-def idleness(plan: BatchPlan, config: Config, workers: int) -> str:
-    """How many of these workers would never train on a row, and why; empty where all have some."""
-    parts = config.training.micro_batches if config.training.exact else workers
-    idle = plan.idle_ranks(workers, parts)
-    rows = min(plan.batch_size, len(plan.ids))
-    why = f"an update has {rows} row{'s' * (rows != 1)} in {parts} micro-batches"
-    return f"{idle} of {workers} workers have no row in any update: {why}" if idle else ""
-
-
 def model_spec(config: Config, labels: tuple[str, ...], tokenizer: Tokenizer, head: str) -> ModelSpec:
     """The base model that `config` describes for these labels and this tokenizer, with this head; it knows no new
     tokens yet, for which `attach` makes room."""

@@ -15,7 +15,8 @@ from andon.data.rows import repeated_texts
 from andon.model.adapter import attach, trainable_parameters
 from andon.model.build import build_base
 from andon.step.plan import efficiency
-from andon.training.material import Material, cut_note, idleness, prepare
+from andon.training.material import Material, cut_note, prepare
+from andon.training.notices import idleness, learns_nothing
 from andon.training.rows import class_counts, notes, told_of_task, unfit_model
 
 _MOST_WORKERS = 8
@@ -45,6 +46,8 @@ def describe(config: Config, row: int | None = None) -> Iterator[str]:
     yield from notes(material.rows)
     if unfit_model(config):
         yield unfit_model(config)
+    if learns_nothing(material.plan, config):
+        yield learns_nothing(material.plan, config)
     idle = idleness(material.plan, config, config.run.workers)
     if idle:
         yield f"note: {idle}"

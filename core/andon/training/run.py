@@ -7,6 +7,7 @@ A session is put together (`session`), restored to where the run stands (`resume
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -24,6 +25,7 @@ from andon.console.problems import InputError, Problem
 from andon.integrations.tensorboard import EventFile
 from andon.integrations.trackers import TENSORBOARD, WANDB, Tracker
 from andon.integrations.wandb import WandbRun
+from andon.launch.context import AGENT_PID
 from andon.launch.rank import dropped_values
 from andon.metrics.confusion import digest_of
 from andon.metrics.scores import Scores
@@ -50,7 +52,8 @@ from andon.training.journal import (
     evaluation_of,
     progress_from,
 )
-from andon.training.material import cut_note, idleness
+from andon.training.material import cut_note
+from andon.training.notices import idleness, learns_nothing
 from andon.training.outputs import write_adapter, write_start
 from andon.training.progress import ProgressView
 from andon.training.resume import AlreadyFinished, Standpoint, restore, run_identity
@@ -293,9 +296,12 @@ def _announce(session: Session, done: int) -> None:
         f"training on {len(plan.ids)} {units}, {plan.total_steps} steps of {plan.batch_size} {units} in "
         f"{plan.micro_batches} micro-batches, {backend.world_size} {backend.name} workers"
     )
-    idle = idleness(plan, config, backend.world_size)
+    told = AGENT_PID in os.environ and not config.training.packing  # by the launcher, before it started ranks
+    idle = "" if told else idleness(plan, config, backend.world_size)
     if idle:
         say(f"warning: {idle}")
+    if learns_nothing(plan, config):
+        say(learns_nothing(plan, config))
     if not config.training.exact:
         say("training.exact=false: each worker computes its rows at once; the bits depend on the number of workers")
     if config.contracts.enabled:

@@ -29,6 +29,7 @@ from andon.run.summary import quoted, read_summary
 from andon.training.entry import ENTRY, payload_of
 from andon.training.existing import go_on_with, how_far, newest_unfinished, require_same_as_finished, same_data
 from andon.training.given import kept
+from andon.training.notices import idle_at_start
 from andon.training.rows import cache_of, notes, read_rows, told_of_task, with_task
 from andon.training.surveys import Surveys
 
@@ -91,6 +92,9 @@ def start(
     rows = read_rows(config, Surveys(cache_of(config, None if folder is None else folder.tokens), writes=False))
     for note in notes(rows):
         say(note)
+    idle = "" if config.run.backend in IN_PROCESS else idle_at_start(config, rows)
+    if idle:
+        say(f"warning: {idle}")
     made = folder is None
     folder = _new_folder(config) if folder is None else folder
     try:

@@ -1,0 +1,39 @@
+"""What a user should know of a plan of batches before it is trained. Imports no torch."""
+
+from __future__ import annotations
+
+from andon.config.schema import Config
+from andon.step.plan import BatchPlan
+from andon.step.schedule import WarmupCosine
+from andon.training.rows import Rows
+
+
+def idleness(plan: BatchPlan, config: Config, workers: int) -> str:
+    """How many of these workers would never train on a row, and why; empty where all have some."""
+    parts = config.training.micro_batches if config.training.exact else workers
+    idle = plan.idle_ranks(workers, parts)
+    rows = min(plan.batch_size, len(plan.ids))
+    why = f"an update has {rows} row{'s' * (rows != 1)} in {parts} micro-batches"
+    return f"{idle} of {workers} workers have no row in any update: {why}" if idle else ""
+
+
+def idle_at_start(config: Config, rows: Rows) -> str:
+    """`idleness` from the rows alone, before ranks are started; empty where only their tokens say what a batch is."""
+    if config.training.packing or not rows.train_ids:
+        return ""
+    training = config.training
+    plan = BatchPlan(rows.train_ids, training.batch_size, training.micro_batches, config.seed, training.epochs)
+    return idleness(plan, config, config.run.workers)
+
+
+def learns_nothing(plan: BatchPlan, config: Config) -> str:
+    """A warning if the only update of the run is the last of its schedule, whose rate is the lowest; else empty."""
+    lowest, peak = config.schedule.min_lr, config.optimizer.lr
+    rate = WarmupCosine(peak, plan.total_steps, config.schedule.warmup_fraction, lowest).rate(1)
+    if plan.total_steps > 1 or rate >= peak:
+        return ""
+    return (
+        f"warning: the run has one update, and its learning rate is {rate:g} (optimizer.lr is {peak:g}): the schedule "
+        "ends at schedule.min_lr with the last update. Set training.epochs higher or training.batch_size lower, or "
+        "schedule.warmup_fraction=1 for one update at the full rate"
+    )
