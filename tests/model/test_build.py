@@ -329,6 +329,17 @@ def test_an_encoder_cannot_write(kind: str, tmp_path: Path) -> None:
             build(dataclasses.replace(CAUSAL, base=str(tmp_path)))
 
 
+def test_a_decoder_that_does_not_know_how_to_begin_is_refused(tmp_path: Path) -> None:
+    """T5's own code reads it in the first pass, and raised an AttributeError there."""
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}
+    AutoConfig.for_model("t5", vocab_size=33, **sizes).save_pretrained(tmp_path)
+    base = dataclasses.replace(TINY, base=str(tmp_path))
+    with pytest.raises(InputError, match=r"has a decoder \(t5\), .* add decoder_start_token_id"):
+        build_shape(base)
+    AutoConfig.for_model("t5", vocab_size=33, decoder_start_token_id=0, **sizes).save_pretrained(tmp_path)
+    assert build_shape(base)
+
+
 def test_an_unknown_head_and_an_encoder_of_our_own_are_refused() -> None:
     """The heads that there are are named."""
     with pytest.raises(

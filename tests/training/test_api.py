@@ -24,6 +24,8 @@ import torch
 
 import andon
 from andon.console.exits import Exit
+from andon.console.problems import InputError
+from andon.data.readers import read
 from andon.launch.launcher import warm_up
 from andon.run.folder import RunFolder, State
 from andon.run.provenance import read_provenance
@@ -94,6 +96,22 @@ class Table:
     def to_dict(self, batch_size: int | None = None) -> dict[str, Any]:
         """See datasets."""
         return {}
+
+
+def test_a_frame_with_one_label_missing_has_one_fault(tmp_path: Path) -> None:
+    """pandas makes floats of a column of integers then; the others are what they were."""
+    labels = [0.0, 2.0, float("nan"), 1.0]
+    frame = Frame([{"text": f"t{place}", "label": label, "score": 0.5} for place, label in enumerate(labels)])
+    write_rows(frame, tmp_path / "rows.jsonl", "data")
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [row["label"] for row in rows] == [0, 2, None, 1]
+    assert [type(row["label"]) for row in rows if row["label"] is not None] == [int] * 3
+    assert {row["score"] for row in rows} == {0.5}
+    with pytest.raises(InputError) as caught:
+        read(tmp_path / "rows.jsonl")
+    assert str(caught.value) == f"{tmp_path / 'rows.jsonl'}:3: label is null"
+    write_rows(Frame([{"label": 1.5}, {"label": float("nan")}]), tmp_path / "numbers.jsonl", "data")
+    assert (tmp_path / "numbers.jsonl").read_text() == '{"label": 1.5}\n{"label": null}\n'
 
 
 @pytest.mark.parametrize("form", [list, tuple, iter, Frame, Table], ids=lambda form: form.__name__)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 import andon
 import andon_falsify
 from andon.backend.inprocess import InlineBackend
+from andon.config.source import quiet_loading
+from andon.console.problems import InputError
 from andon.model.adapter import AdapterSpec, trainable_parameters
 from andon.step.optimizer import OptimizerSpec
 from andon.training.build import StepSpec, build_model, build_replicas
@@ -31,6 +35,20 @@ def test_replicas_on_one_device_share_what_is_frozen_or_have_their_own(own_base:
     }
     assert {shared[name] for name in trained} == {False}
     assert {same for name, same in shared.items() if name not in trained} == {not own_base}
+
+
+def test_a_model_whose_own_code_fails_on_a_row_is_no_error_of_ours(tmp_path: Path) -> None:
+    """Nystromformer wants lengths that are a multiple of its landmarks, and says so by the shapes of tensors."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    config = AutoConfig.for_model("nystromformer", vocab_size=33, num_landmarks=12, segment_means_seq_len=48, **sizes)
+    with quiet_loading():
+        AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+    model = build_model(dataclasses.replace(spec(), base=str(tmp_path)), AdapterSpec(r=2, alpha=4.0), 3)
+    fails = (
+        r"model\.base: NystromformerForSequenceClassification fails on a row of these settings \(RuntimeError: shape"
+    )
+    with pytest.raises(InputError, match=fails):
+        build_replicas(model, UPDATE, InlineBackend([CPU]), ROWS, 0)
 
 
 def test_one_place_puts_steps_and_replicas_together() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import MistralConfig, MistralForCausalLM
+from transformers import BertConfig, MistralConfig, MistralForCausalLM
 from typer.testing import CliRunner
 
 import andon
@@ -29,6 +29,7 @@ from andon.training.preview import describe
 from andon.training.run import train
 from andon_falsify.claims.ledgers import read_run, verify
 from andon_falsify.verdict import Outcome
+from tests.data.test_tokens import worded
 from tests.training.runs import PRELOAD, Runs, outcome, records, summary
 
 warm_up(PRELOAD)
@@ -65,6 +66,13 @@ def whole(
     folder = tmp_path_factory.mktemp("whole") / "run"
     assert conversations.train(folder, *request.param) == Exit.OK
     return request.param, folder
+
+
+def test_an_encoder_is_refused_as_one_and_not_for_its_missing_template(conversations: Runs, tmp_path: Path) -> None:
+    """Who adds a template first, as the message said, has an encoder still."""
+    BertConfig(vocab_size=32, hidden_size=16, num_attention_heads=2).save_pretrained(worded(tmp_path, pad="<pad>"))
+    with pytest.raises(InputError, match=r"^model\.base: .* is an encoder \(bert\), which cannot write the next token"):
+        prepare(load_config(None, conversations.overrides(f"model.base={tmp_path}"), {}))
 
 
 @pytest.mark.parametrize(("backend", "workers"), [("inline", 4), ("threads", 3), ("gloo", 2)])

@@ -278,10 +278,29 @@ def _configuration(spec: ModelSpec, source: str, local: bool) -> Any:
     if config.get_text_config() is not config:
         what = f"{spec.base!r} is several models in one ({', '.join(config.sub_configs)}); give one of text alone"
         raise InputError([Problem("model.base", what)])
-    if spec.head == "causal" and _is_encoder(config):
-        what = f"{spec.base!r} is an encoder ({config.model_type}), which cannot write the next token; give a decoder"
+    if spec.head == "causal":
+        _refuse_encoder(config, str(spec.base))
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        what = f"{spec.base!r} has a decoder ({config.model_type}), and its config.json does not say which token that "
+        what += "begins with; add decoder_start_token_id (of T5 it is the padding id, 0)"
         raise InputError([Problem("model.base", what)])
     return config
+
+
+def require_decoder(base: str) -> None:
+    """Raise `InputError` for a base that cannot write the next token, by its configuration alone."""
+    from transformers import AutoConfig
+
+    source, local = _source(base)
+    with loading(base, "model.base"):
+        config = AutoConfig.from_pretrained(source, local_files_only=local, trust_remote_code=False)
+    _refuse_encoder(config, base)
+
+
+def _refuse_encoder(config: Any, base: str) -> None:
+    if _is_encoder(config):
+        what = f"{base!r} is an encoder ({config.model_type}), which cannot write the next token; give a decoder"
+        raise InputError([Problem("model.base", what)])
 
 
 def _is_encoder(config: Any) -> bool:

@@ -7,6 +7,7 @@ that is accused is the one that ships. Whoever wants to look on hands in a backe
 from __future__ import annotations
 
 import copy
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from andon.console.problems import InputError, Problem
 from andon.metrics.scores import Scores
 from andon.model.adapter import AdapterSpec, attach, trainable_parameters
 from andon.model.batches import Shape
-from andon.model.build import ModelSpec, build_base, checkpoint_layers
+from andon.model.build import ModelSpec, build_base, checkpoint_layers, without_adapter
 from andon.model.compiled import compile_backbone
 from andon.model.finite import require_finite
 from andon.model.masks import masking_of
@@ -36,6 +37,7 @@ from andon.step.step import TrainingStep
 from andon.step.task import Task
 from andon.training.speed import shares_of
 from andon.training.trainer import Cadence, Journal, Progress, Trainer
+from andon_contracts.causes import first_line, kind_of
 from andon_contracts.liveness.clock import StepClock
 
 
@@ -247,7 +249,14 @@ def _replica(
     if spec.checkpointing:
         checkpoint_layers(model, device)
     batch = task.load([sample], device)
-    full = needs_full_interception(lambda: task.loss_sum(model, batch), device)
+    try:
+        full = needs_full_interception(lambda: task.loss_sum(model, batch), device)
+    except Exception as error:
+        if not _of_the_model(error):
+            raise
+        name = type(without_adapter(model)).__name__
+        what = f"{name} fails on a row of these settings ({first_line(error)}); take another base or model.max_length"
+        raise InputError([Problem("model.base", what)]) from error
     as_cpus = draws_as_cpus(backend.name, device, checkpointing=spec.checkpointing, compiled=spec.compile != "off")
     randomness = KeyedRandomness(spec.seed, device, intercept_all=full, host_drawn=as_cpus)
     if as_cpus:
@@ -258,6 +267,14 @@ def _replica(
     capture = spec.capture and device.type == "cuda" and backend.name in ("inline", "nccl")
     captured = CapturedPasses(device) if capture else None
     return Replica(model, trainable_parameters(model), spec.optimizer, randomness, device, master_on, captured)
+
+
+def _of_the_model(error: Exception) -> bool:
+    """Whether code of a model of transformers raised `error`, and not for want of memory."""
+    if isinstance(error, InputError) or kind_of(error) != "failed":
+        return False
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(str(frame.f_globals.get("__name__")).startswith("transformers.models.") for frame in frames)
 
 
 def draws_as_cpus(backend: str, device: torch.device, *, checkpointing: bool, compiled: bool) -> bool:

@@ -116,13 +116,28 @@ def _rows(data: Any, name: str) -> Iterable[object]:
         raise InputError([Problem(name, what)])
     if callable(getattr(data, "to_dict", None)):
         try:
-            records: Iterable[object] = data.to_dict(orient="records")
-            return records
+            return _as_integers([*data.to_dict(orient="records")])
         except TypeError:
             pass  # it makes something else of itself: rows are what it yields
     if not isinstance(data, Iterable):
         raise InputError([Problem(name, f"must be a path, or rows, each a mapping of columns; is {shown(data)}")])
     return data
+
+
+def _as_integers(records: list[Any]) -> list[Any]:
+    """`records` of a frame, with integers where pandas made floats of them because one is missing in the column."""
+    if not all(isinstance(row, Mapping) for row in records):
+        return records
+    for column in {column for row in records for column in row}:
+        values = [row.get(column) for row in records]
+        numbers = [value for value in values if isinstance(value, float)]
+        there = [number for number in numbers if number == number]
+        if len(numbers) == len(values) > len(there) and all(number.is_integer() for number in there):
+            records = [
+                {**row, column: int(value) if value == value else None}
+                for row, value in zip(records, numbers, strict=True)
+            ]
+    return records
 
 
 def _line(row: Mapping[Any, object], where: str, problems: ProblemList) -> str:

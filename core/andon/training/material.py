@@ -19,7 +19,7 @@ from andon.data.tagged import Tagged
 from andon.data.tokens import HuggingFaceTokenizer, Tokenizer, byte_tokenizer, pretrained_tokenizer
 from andon.model.adapter import AdapterSpec
 from andon.model.batches import length_step
-from andon.model.build import ModelSpec
+from andon.model.build import ModelSpec, require_decoder
 from andon.step.plan import BatchPlan
 from andon.tasks.classification import ClassificationTask
 from andon.tasks.encoded import Columns
@@ -68,6 +68,8 @@ def prepare(config: Config, cache: Path | None = None) -> Material:
     kept_in = cache_of(config, cache)
     rows = read_rows(config, None if kept_in is None else Surveys(kept_in, writes=True))
     tokenizer = _tokenizer(config, rows.task)
+    if HEADS[rows.task] == "causal" and config.model.base is not None:
+        require_decoder(config.model.base)  # an encoder's tokenizer has no chat template, and nobody is to add one
     encode = ENCODERS[rows.task](config, rows, tokenizer, kept_in)
     whole = encode(rows.train)
     task, train_ids = _in_epochs(config, rows, whole)
