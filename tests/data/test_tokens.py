@@ -194,9 +194,9 @@ def test_the_beginning_of_a_long_text_gives_its_first_tokens(kind: str, text: st
     """Where a text is cut before it is tokenised, its tokens are those of the whole, and it counts as cut."""
     tokenizer = KINDS[kind]
     asked = [
-        lambda: tokenizer.encode([text, "ab", other], most),
-        lambda: tokenizer.encode_pairs([text, "ab", text], ["ab", text, other], most),
-        lambda: tokenizer.encode_words([" ".join(text.split()) or "a"], most),
+        lambda: (tokenizer.encode([text, "ab", other], most), tokenizer.last_cut),
+        lambda: (tokenizer.encode_pairs([text, "ab", text], ["ab", text, other], most), tokenizer.last_cut),
+        lambda: (tokenizer.encode_words([" ".join(text.split()) or "a"], most), tokenizer.last_cut),
     ]
     with pytest.MonkeyPatch.context() as patch:
         before = tokenizer.truncated

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -125,6 +126,35 @@ def test_a_server_that_still_imports_ends_with_its_launcher() -> None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
+
+
+def test_the_folder_of_a_killed_launcher_is_removed_by_the_next() -> None:
+    """Its sockets lie there. That of a launcher that runs stays, and so does one that is not a launcher's."""
+    warm = "from andon.launch.launcher import warm_up; warm_up(('json', 'andon.launch.server_last'))"
+    with tempfile.TemporaryDirectory(prefix="andon-") as place:  # short: names of sockets have some hundred bytes
+        environment, other = os.environ | {"TMPDIR": place}, Path(place) / "pymp-other"
+        other.mkdir()
+
+        def launcher(then: str) -> subprocess.Popen[str]:
+            command = [sys.executable, "-c", f"{warm}; print('warm', flush=True); {then}"]
+            return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+        def warmed(then: str) -> tuple[subprocess.Popen[str], set[Path]]:
+            before, process = set(Path(place).iterdir()), launcher(then)
+            assert process.stdout is not None
+            assert process.stdout.readline() == "warm\n"
+            return process, set(Path(place).iterdir()) - before
+
+        killed, left = warmed("input()")
+        killed.kill()
+        killed.communicate()
+        assert len(left) == 1
+        running, kept = warmed("input()")
+        assert set(Path(place).iterdir()) == {other} | kept
+        last, _ = warmed("pass")
+        last.communicate(timeout=PATIENCE_S)
+        running.communicate("\n", timeout=PATIENCE_S)
+        assert set(Path(place).iterdir()) == {other}
 
 
 def test_a_server_that_is_started_again_imports_what_the_first_did() -> None:

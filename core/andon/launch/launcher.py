@@ -26,6 +26,7 @@ from typing import TypeAlias
 
 from andon.console.exits import Exit
 from andon.launch.fork_server import ServerFailed, end_if_stopped, how_it_ended, require_sockets
+from andon.launch.leftovers import claim_and_sweep
 from andon.launch.orphan import LAUNCHER
 from andon.launch.preemption import PREEMPTION_SIGNALS
 from andon.launch.rank import Job
@@ -77,6 +78,7 @@ def warm_up(preload: Sequence[str] = PRELOAD) -> None:
     """
     require_sockets()
     if not _preload:
+        claim_and_sweep()
         _preload.extend(preload)
     multiprocessing.set_forkserver_preload(_preload)  # for a forkserver that was ended meanwhile, and is started again
     # A server looks for modules in the folder that it is started in first: a `torch.py` there is not to be run.
