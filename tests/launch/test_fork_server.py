@@ -18,7 +18,7 @@ import pytest
 
 from andon.console.exits import Exit
 from andon.launch import agent, fork_server
-from andon.launch.fork_server import starting
+from andon.launch.fork_server import TooManyRanks, starting
 from andon.launch.orphan import LAUNCHER
 from andon.launch.preemption import PREEMPTION_SIGNALS
 from andon.launch.rank import Job
@@ -189,6 +189,16 @@ warm_up()
 print(running().pid != first, *forkserver._forkserver._preload_modules, flush=True)
 os._exit(0)
 """
+
+
+def test_more_ranks_than_can_be_started_are_bad_input() -> None:
+    """300 ended with 1, as an error of ours."""
+    with (
+        pytest.raises(TooManyRanks, match=r"^run\.workers: one launcher cannot start so many ranks") as caught,
+        starting(),
+    ):
+        raise ValueError("too many fds")
+    assert caught.value.ends_with == Exit.USAGE
 
 
 @pytest.mark.parametrize("refused", [OSError(24, "too many open files"), EOFError()])

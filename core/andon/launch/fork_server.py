@@ -40,6 +40,12 @@ class ServerStopped(ServerFailed):
     ends_with = Exit.RANK_SILENT
 
 
+class TooManyRanks(ServerFailed):
+    """Each rank is given the pipes of all ranks, and the fork server takes some 250 of them at once."""
+
+    ends_with = Exit.USAGE
+
+
 def running() -> Process | None:
     """The fork server of this process; None where there is none that lives."""
     pid = getattr(forkserver._forkserver, "_forkserver_pid", None)
@@ -134,7 +140,7 @@ def starting() -> Iterator[None]:
     """While processes are started: a fork server that is stopped meanwhile is ended. They are given no main module.
 
     Raises `ServerStopped` where that was so, whatever came of the start, `ServerFailed` if the fork server ended
-    meanwhile, and `RuntimeError` where nobody could look.
+    meanwhile, `TooManyRanks`, and `RuntimeError` where nobody could look.
     """
     over, ended, failed = threading.Event(), threading.Event(), list[Exception]()
 
@@ -156,6 +162,13 @@ def starting() -> Iterator[None]:
         if how:
             raise ServerFailed(f"no rank could be started: {how}") from error
         raise
+    except ValueError as error:
+        if str(error) != "too many fds":  # multiprocessing's words
+            raise
+        what = (
+            "run.workers: one launcher cannot start so many ranks (some 120 are the most); give fewer, or use torchrun"
+        )
+        raise TooManyRanks(what) from error
     finally:
         over.set()
         watching.join()  # at its next look it may have found the server stopped for too long
