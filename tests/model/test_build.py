@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +20,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from andon.config.source import quiet_loading
 from andon.console.problems import InputError
 from andon.model.adapter import base_digest, save_base
-from andon.model.build import ModelSpec, build_base, build_shape, head_names, vocabulary_head
+from andon.model.build import (
+    ModelSpec,
+    build_base,
+    build_shape,
+    facts_of,
+    head_names,
+    labels_in_own_order,
+    vocabulary_head,
+)
 from andon_contracts.digest import tree_digest
 from tests.model.tiny import CAUSAL, PAD, TINY, spec
 
@@ -115,6 +125,78 @@ def test_a_folder_without_a_head_gets_one_from_the_seed(tmp_path: Path) -> None:
     assert first.get_submodule("score").weight.shape == (2, 16)
     assert digest(first) == digest(again)
     assert digest(first) != digest(other)
+
+
+HEADS = [("decoder", "classification"), ("encoder", "multi-label"), ("encoder", "tokens")]
+
+
+@pytest.mark.parametrize(("architecture", "head"), HEADS)
+def test_a_head_of_other_classes_is_drawn_as_if_there_were_none(architecture: str, head: str, tmp_path: Path) -> None:
+    """Three classes with other names, or without names, are not ours, though the output layer has the same shape."""
+    model = build_base(dataclasses.replace(spec(architecture), head=head))
+    wanted = dataclasses.replace(spec(architecture), head=head, base=str(tmp_path), seed=99)
+    for names, said in ((("a", "b", "c"), r"names other classes \(a, b, c\)"), ((), "has 3 outputs without names")):
+        save_base(model, tmp_path, names)
+        if not names:
+            change_config(tmp_path, id2label={str(n): f"LABEL_{n}" for n in range(3)}, label2id=None)
+        found = build_base(wanted)
+        (note,) = facts_of(found).notes
+        assert re.fullmatch(f"head: drawn anew, since the base's own {said}", note)
+        tensors = load_file(tmp_path / "model.safetensors")
+        output = "score.weight" if "score.weight" in tensors else "classifier.weight"
+        assert not torch.equal(found.get_parameter(output), tensors[output])
+        save_file(
+            {name: value for name, value in tensors.items() if not name.startswith(("score.", "classifier."))},
+            tmp_path / "model.safetensors",
+            metadata={"format": "pt"},
+        )
+        assert digest(found) == digest(build_base(wanted))
+        assert facts_of(build_base(wanted)).notes == ()
+
+
+@pytest.mark.parametrize(("architecture", "head"), HEADS)
+def test_a_head_of_the_same_classes_is_kept_in_its_own_order(architecture: str, head: str, tmp_path: Path) -> None:
+    """Sorted, the labels would be read from the wrong outputs. A name may be in upper case in the checkpoint."""
+    model = build_base(dataclasses.replace(spec(architecture), head=head))
+    save_base(model, tmp_path, [name.upper() for name in TINY.labels])
+    labels = labels_in_own_order(str(tmp_path), head, sorted(TINY.labels))
+    assert labels == TINY.labels
+    found = build_base(dataclasses.replace(spec(architecture), head=head, base=str(tmp_path), seed=99))
+    assert digest(found) == digest(model)
+    assert facts_of(found).notes == (
+        "head: the base's own is kept, since it names the same classes; numbered as there: safe, needs-quoting, unsafe",
+    )
+    for others in (("safe", "unsafe", "other"), ("safe", "unsafe")):
+        assert labels_in_own_order(str(tmp_path), head, others) == others
+
+
+def test_a_head_of_another_kind_of_model_is_drawn_anew(tmp_path: Path) -> None:
+    """Both kinds of BERT call their output layer `classifier`; that for tokens says nothing of a text."""
+    model = build_base(dataclasses.replace(spec("encoder"), head="tokens"))
+    save_base(model, tmp_path, TINY.labels)
+    found = build_base(dataclasses.replace(spec("encoder"), base=str(tmp_path), seed=99))
+    assert not torch.equal(found.get_parameter("classifier.weight"), model.get_parameter("classifier.weight"))
+    assert facts_of(found).notes[0].endswith("since the base's own is that of BertForTokenClassification")
+
+
+@pytest.mark.parametrize(
+    ("problem", "kept"), [("regression", True), (None, True), ("multi_label_classification", False)]
+)
+def test_a_head_of_one_number_is_kept_for_numbers(problem: str | None, kept: bool, tmp_path: Path) -> None:
+    """One output has no order; that of one label of several is a logit and not a number."""
+    one = dataclasses.replace(spec("encoder"), head="regression", num_labels=1, labels=("value",))
+    model = build_base(one)
+    save_base(model, tmp_path, ("toxic",))
+    change_config(tmp_path, problem_type=problem)
+    found = build_base(dataclasses.replace(one, base=str(tmp_path), seed=99))
+    assert torch.equal(found.get_parameter("classifier.weight"), model.get_parameter("classifier.weight")) == kept
+    assert ("is kept" in facts_of(found).notes[0]) == kept
+
+
+def change_config(folder: Path, **values: Any) -> None:
+    """Set keys of the folder's config.json."""
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
 
 def test_a_folder_that_lacks_part_of_its_backbone_is_refused(tmp_path: Path) -> None:

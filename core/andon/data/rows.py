@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import ClassVar, Generic, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from andon.console.problems import InputError
 from andon.data.origins import Origins
@@ -101,6 +101,11 @@ def shared_texts(rows: Examples, other: Examples) -> int:
     return sum(text in texts for text in other.fingerprints())
 
 
+def _renumbered(label: Any, new: Sequence[int]) -> Any:
+    """The number of a class, or of each of several, as `new` has it by the old number."""
+    return tuple(new[number] for number in label) if isinstance(label, tuple) else new[label]
+
+
 @dataclass(frozen=True)
 class TextRows(Generic[Label]):
     """Rows of texts, the names of a model's outputs, and where the rows came from."""
@@ -146,6 +151,12 @@ class TextRows(Generic[Label]):
         """The rows with these ids, in the order of `ids`; they keep their ids. Raises KeyError for an id not here."""
         return replace(self, rows=tuple(self._by_id[id_] for id_ in ids))
 
+    def numbered_by(self, labels: Sequence[str]) -> Self:
+        """The same rows with their classes numbered in the order of `labels`, which are the same names."""
+        new = [labels.index(name) for name in self.labels]
+        rows = (replace(row, label=_renumbered(row.label, new)) for row in self.rows)
+        return replace(self, rows=tuple(rows), labels=tuple(labels))
+
     @property
     def ids(self) -> tuple[int, ...]:
         """The rows' ids, in order."""
@@ -187,7 +198,7 @@ class DataSet(TextRows[int]):
 
 @dataclass(frozen=True)
 class LabelSets(TextRows[tuple[int, ...]]):
-    """Texts with any number of labels each, none too: ascending indices into `labels`."""
+    """Texts with any number of labels each, none too: indices into `labels`, in the order of the names."""
 
     kind: ClassVar[str] = "multi-label"
 

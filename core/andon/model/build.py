@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,15 @@ from torch.utils.checkpoint import checkpoint
 
 from andon.config.source import is_folder, loading, setting_faults
 from andon.console.problems import InputError, Problem, ProblemList
+from andon.model.base_head import (
+    BaseFacts,
+    draw_again,
+    has_own_head,
+    head_note,
+    in_order_of,
+    keeps_head,
+    output_tensors,
+)
 from andon.model.finite import require_finite_model
 from andon.step.keyed import replaying
 
@@ -224,15 +233,16 @@ def _embedded(spec: ModelSpec) -> Any:
     return model.to(_DTYPES[spec.dtype])
 
 
-def _auto_class(spec: ModelSpec) -> Any:
+def _auto_class(head: str) -> Any:
     import transformers
 
-    return getattr(transformers, LOADERS[spec.head])
+    return getattr(transformers, LOADERS[head])
 
 
 def _pretrained(spec: ModelSpec) -> Any:
-    auto, (source, local) = _auto_class(spec), _source(str(spec.base))
+    auto, (source, local) = _auto_class(spec.head), _source(str(spec.base))
     config = _configuration(spec, source, local)  # not its values to the model, which refuses those that it lacks
+    stored = _stored_config(str(spec.base), source, local)
     with loading(str(spec.base), "model.base"):
         model, report = auto.from_pretrained(
             source,
@@ -243,8 +253,11 @@ def _pretrained(spec: ModelSpec) -> Any:
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
-    _check_complete(model, report, spec)
+    missing, mismatched = set(map(str, report["missing_keys"])), set(map(_key, report["mismatched_keys"]))
+    _check_complete(model, missing | mismatched, spec)
     require_finite_model(model, _folder_of(source, local=local), str(spec.base))
+    note = "" if spec.head == "causal" else _settle_head(model, stored, missing, mismatched, spec)
+    model.andon_facts = BaseFacts(notes=(note,) if note else ())
     return model
 
 
@@ -258,9 +271,52 @@ def _folder_of(source: str, *, local: bool) -> Path | None:
     return Path(found) if local else Path(found).parent
 
 
+def _key(mismatched: Any) -> str:
+    """The name of a tensor of another shape, which transformers reports with or without both shapes."""
+    return str(mismatched[0] if isinstance(mismatched, (tuple, list)) else mismatched)
+
+
+def _settle_head(model: Any, stored: Any, missing: Set[str], mismatched: Set[str], spec: ModelSpec) -> str:
+    """Draw the output layer anew if the checkpoint has one for other classes, and return the line that says so.
+
+    stored: the checkpoint's configuration as it lies there. missing, mismatched: tensors that the checkpoint lacks or
+    has in another shape, which are drawn already. The line is empty for a checkpoint without an output layer.
+    """
+    heads = {f"{name}.{each}" for name in head_names(model) for each, _ in model.get_submodule(name).named_parameters()}
+    if heads <= missing:
+        return ""
+    auto = _auto_class(spec.head)
+    outputs = output_tensors(auto, model.config)
+    if outputs <= missing:
+        return ""
+    absent = missing | mismatched
+    kept = not outputs & absent and keeps_head(stored, auto, spec.head, spec.labels)
+    if not kept and not outputs <= absent:
+        draw_again(model, outputs, spec.seed)
+    return head_note(stored, auto, spec.labels, kept=kept)
+
+
+def labels_in_own_order(base: str, head: str, labels: Sequence[str]) -> tuple[str, ...]:
+    """`labels` in the order of the outputs of the model at `base`, if that names the same classes; else as they are.
+
+    head: as in `ModelSpec`. Raises `InputError` for a base whose configuration cannot be loaded.
+    """
+    source, local = _source(base)
+    stored = _stored_config(base, source, local)
+    auto = _auto_class(head)
+    return in_order_of(stored, labels) if has_own_head(stored, auto) else tuple(labels)
+
+
+def _stored_config(base: str, source: str, local: bool) -> Any:
+    from transformers import AutoConfig
+
+    with loading(base, "model.base"):
+        return AutoConfig.from_pretrained(source, local_files_only=local, trust_remote_code=False)
+
+
 def _configured(spec: ModelSpec) -> Any:
     """The model that a folder's or the hub's configuration describes, with the sizes that `spec` gives its head."""
-    auto, config = _auto_class(spec), _configuration(spec, *_source(str(spec.base)))
+    auto, config = _auto_class(spec.head), _configuration(spec, *_source(str(spec.base)))
     with loading(str(spec.base), "model.base"):
         return auto.from_config(config, dtype=_DTYPES[spec.dtype], trust_remote_code=False)
 
@@ -328,10 +384,8 @@ def _source(base: str) -> tuple[str, bool]:
     return base, False
 
 
-def _check_complete(model: Any, report: Any, spec: ModelSpec) -> None:
+def _check_complete(model: Any, absent: Set[str], spec: ModelSpec) -> None:
     """Transformers fills what a checkpoint lacks with noise and goes on; that is right for a new head alone."""
-    absent = {str(name) for name in report["missing_keys"]}
-    absent |= {str(name[0] if isinstance(name, (tuple, list)) else name) for name in report["mismatched_keys"]}
     heads = () if spec.head == "causal" else tuple(f"{name}." for name in head_names(model))
     backbone = sorted(name for name in absent if not name.startswith(heads) and ".pooler." not in name)
     if backbone:
@@ -383,6 +437,12 @@ def backbone_of(model: nn.Module) -> nn.Module:
     """The model without its adapter's wrapper and without its head."""
     base: Any = without_adapter(model)
     found: nn.Module = getattr(base, base.base_model_prefix)
+    return found
+
+
+def facts_of(model: nn.Module) -> BaseFacts:
+    """What is known of the base of `model`, with or without an adapter; nothing of one that no checkpoint gave."""
+    found: BaseFacts = getattr(without_adapter(model), "andon_facts", BaseFacts())
     return found
 
 

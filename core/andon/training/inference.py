@@ -236,7 +236,8 @@ def rows_of(run: TrainedRun) -> Rows | None:
         rows = read_rows(run.config)
     except InputError:
         return None
-    return rows if rows.digest == read_provenance(run.folder.provenance).digest("data") else None
+    same = rows.digest == read_provenance(run.folder.provenance).digest("data")
+    return rows.numbered_by(run.labels) if same else None
 
 
 def _weights(run: TrainedRun) -> tuple[float, ...] | None:

@@ -19,7 +19,7 @@ from andon.data.tagged import Tagged
 from andon.data.tokens import HuggingFaceTokenizer, Tokenizer, byte_tokenizer, pretrained_tokenizer
 from andon.model.adapter import AdapterSpec
 from andon.model.batches import length_step
-from andon.model.build import ModelSpec, require_decoder
+from andon.model.build import ModelSpec, labels_in_own_order, require_decoder
 from andon.step.plan import BatchPlan
 from andon.tasks.classification import ClassificationTask
 from andon.tasks.encoded import Columns
@@ -70,6 +70,7 @@ def prepare(config: Config, cache: Path | None = None) -> Material:
     tokenizer = _tokenizer(config, rows.task)
     if HEADS[rows.task] == "causal" and config.model.base is not None:
         require_decoder(config.model.base)  # an encoder's tokenizer has no chat template, and nobody is to add one
+    rows = rows.numbered_by(_order_of_labels(config, rows))
     encode = ENCODERS[rows.task](config, rows, tokenizer, kept_in)
     whole = encode(rows.train)
     task, train_ids = _in_epochs(config, rows, whole)
@@ -94,6 +95,13 @@ def prepare(config: Config, cache: Path | None = None) -> Material:
         model=model_spec(config, rows.train.labels, tokenizer, HEADS[rows.task]),
         adapter=adapter_spec(config, tokenizer),
     )
+
+
+def _order_of_labels(config: Config, rows: Rows) -> tuple[str, ...]:
+    """The labels in the order in which the base names the same classes, so that a head it brings stays meaningful."""
+    if config.model.base is None or rows.task in (REGRESSION, SFT):
+        return rows.train.labels
+    return labels_in_own_order(config.model.base, HEADS[rows.task], rows.train.labels)
 
 
 def _tokenizer(config: Config, task: str) -> Tokenizer:

@@ -13,7 +13,7 @@ from andon.config.schema import Config
 from andon.console.problems import InputError, Problem
 from andon.data.rows import repeated_texts
 from andon.model.adapter import attach, trainable_parameters
-from andon.model.build import build_base
+from andon.model.build import build_base, facts_of
 from andon.step.plan import efficiency
 from andon.training.material import Material, cut_note, prepare
 from andon.training.notices import idleness, learns_nothing
@@ -39,6 +39,7 @@ def describe(config: Config, row: int | None = None) -> Iterator[str]:
     yield from _files(material)
     yield _texts(material)
     yield _model(model, material)
+    yield from facts_of(model).notes
     yield _plan(material)
     more = f" and {len(devices) - _MOST_WORKERS} more" if len(devices) > _MOST_WORKERS else ""
     placed = f"{name}: {', '.join(map(str, devices[:_MOST_WORKERS]))}{more}"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,13 @@ class Rows:
         assert self.train.origins is not None
         files = list(zip(self.train.origins.sizes, self.weights, strict=True))
         return hashlib.sha256(f"{self.train.digest} {files}".encode()).hexdigest()
+
+    def numbered_by(self, labels: Sequence[str]) -> Rows:
+        """The same rows with their classes numbered in the order of `labels`; their digest stays."""
+        if not isinstance(self.train, TextRows) or tuple(labels) == self.train.labels:
+            return self
+        evaluation = self.evaluation.numbered_by(labels) if isinstance(self.evaluation, TextRows) else None
+        return replace(self, train=self.train.numbered_by(labels), evaluation=evaluation)
 
     def row_of(self, id_: int) -> int:
         """The row of `train` that an id of an epoch stands for."""

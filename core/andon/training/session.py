@@ -28,6 +28,7 @@ from andon.launch.joining import join
 from andon.launch.portable import require_in_effect
 from andon.launch.rank import end_now, watched_by
 from andon.model.batches import padded_lengths, shapes_of
+from andon.model.build import facts_of
 from andon.run.folder import RunFolder
 from andon.run.provenance import environment
 from andon.step.audit import AuditSpec, default_every
@@ -203,7 +204,7 @@ def _assemble(
     run = build_run(spec, backend, material.task, material.plan, ledger=folder.ledger)
     material.task.require_fit(run.primary.model, run.primary.device)
     if backend.ranks[0] == 0:
-        for note in material.task.notes:
+        for note in (*facts_of(run.primary.model).notes, *material.task.notes):
             say(note)
     accelerators = [torch.cuda.get_device_name(device) for device in backend.devices if device.type == "cuda"]
     return Session(

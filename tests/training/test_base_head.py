@@ -1,0 +1,61 @@
+"""A base that classifies already, in an order of its own: the run that goes on from it is as right as the base is."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from andon.config.load import load_config
+from andon.config.schema import MULTI_LABEL, TOKEN_CLASSIFICATION
+from andon.run.folder import RunFolder
+from andon.training.inference import load_run, rows_of
+from andon.training.material import prepare
+from andon.training.rows import read_rows
+from tests.training.kinds import KINDS, Kind, settings, started, written
+from tests.training.runs import row, summary
+
+COLOUR = Kind("classification", lambda place: dict(zip(("text", "label"), row(place), strict=True)), "3 classes", "x")
+OF_CLASSES = [COLOUR, *(kind for kind in KINDS if kind.task in (MULTI_LABEL, TOKEN_CLASSIFICATION))]
+
+
+def turned(folder: Path, target: Path) -> tuple[str, ...]:
+    """The same model with its classes numbered the other way round. Returns their names in the new order."""
+    shutil.copytree(folder, target)
+    tensors = load_file(folder / "model.safetensors")
+    for name in tensors:
+        if name.startswith(("score.", "classifier.")):
+            tensors[name] = tensors[name].flip(0).contiguous()
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    names = tuple(config["id2label"][str(number)] for number in reversed(range(len(config["id2label"]))))
+    config |= {"id2label": dict(enumerate(names)), "label2id": {name: number for number, name in enumerate(names)}}
+    (target / "config.json").write_text(json.dumps(config))
+    return names
+
+
+@pytest.mark.parametrize("kind", OF_CLASSES, ids=[kind.task for kind in OF_CLASSES])
+def test_an_untrained_run_scores_as_its_base(kind: Kind, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A base whose order is not the alphabet's, gone on with at a rate of nearly nothing, keeps its scores."""
+    data = written(tmp_path, kind)
+    learned = Kind(kind.task, kind.rows, "", kind.found, (*kind.settings, "optimizer.lr=0.05", "adapter.kind=none"))
+    assert started(learned, data, tmp_path / "first", "inline", 1) == 0
+    names = turned(tmp_path / "first" / "adapter", tmp_path / "base")
+    assert names != tuple(sorted(names))
+    still = ("optimizer.lr=1e-9", "schedule.min_lr=0", f"model.base={tmp_path / 'base'}", "training.max_steps=1")
+    untrained = Kind(kind.task, kind.rows, "", kind.found, (*kind.settings, *still))
+    capsys.readouterr()
+    assert started(untrained, data, tmp_path / "second", "inline", 1) == 0
+    assert f"numbered as there: {', '.join(names)}" in capsys.readouterr().err
+    first, second = (summary(tmp_path / name)["eval"] for name in ("first", "second"))
+    assert second["loss"] == pytest.approx(first["loss"], abs=1e-5)
+    assert json.loads((tmp_path / "second" / "adapter" / "labels.json").read_text())["labels"] == list(names)
+    material = prepare(load_config(None, settings(untrained, data), {}))
+    assert material.labels == names
+    assert material.rows.digest == read_rows(material.config).digest
+    again = rows_of(load_run(RunFolder(tmp_path / "second")))
+    assert again is not None
+    assert again.train == material.rows.train
