@@ -292,6 +292,48 @@ def test_the_largest_finite_weights_are_no_fault(tmp_path: Path) -> None:
     assert build_base(dataclasses.replace(TINY, base=str(tmp_path)))
 
 
+LENGTHS: dict[str, tuple[dict[str, Any], int | None]] = {
+    "bert": ({}, 16),
+    "opt": ({"ffn_dim": 16, "word_embed_proj_dim": 16}, 16),
+    "gpt2": ({"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 16}, 16),
+    "llama": ({}, 16),
+    "roformer": ({"embedding_size": 16}, 16),
+    "roberta": ({}, 14),
+    "mpnet": ({}, 14),
+    "data2vec-text": ({}, 14),
+    "longformer": ({"attention_window": [4]}, 14),
+    "deberta": ({"relative_attention": True, "position_biased_input": False, "pos_att_type": "c2p|p2c"}, None),
+    "deberta-v2": (
+        {"relative_attention": True, "position_biased_input": False, "pos_att_type": "c2p|p2c", "position_buckets": 8},
+        None,
+    ),
+}
+"""Families with 16 positions in their configuration and padding id 1, and how long a row may be; None: without limit.
+
+Positions of some begin behind the padding id; some look at distances alone.
+"""
+
+
+@pytest.mark.parametrize("family", LENGTHS)
+def test_the_longest_row_that_is_named_can_be_given(family: str, tmp_path: Path) -> None:
+    """The length that the message names works; one more is refused, with weights and without."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    settings, most = LENGTHS[family]
+    named = {"vocab_size": 33, "max_position_embeddings": 16, "pad_token_id": 1, "num_labels": 3, "sep_token_id": 2}
+    config = AutoConfig.for_model(family, **(sizes | named | settings))
+    with quiet_loading():
+        AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+    wanted = dataclasses.replace(TINY, base=str(tmp_path), pad_id=1)
+    for build in (build_base, build_shape) if most is not None else ():
+        with pytest.raises(InputError, match=f"model.max_length={most} is the most"):
+            build(dataclasses.replace(wanted, max_length=most + 1))
+    longest = 40 if most is None else most
+    build_shape(dataclasses.replace(wanted, max_length=longest))
+    model = build_base(dataclasses.replace(wanted, max_length=longest))
+    ids = torch.full((1, longest), 3)
+    assert model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.shape == (1, 3)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

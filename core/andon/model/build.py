@@ -54,8 +54,6 @@ _EMBEDDED = {
 """The embedded models, by architecture and who would read them."""
 _PROBLEMS = {"regression": "regression", "multi-label": "multi_label_classification"}
 """What transformers calls the problem, for whoever uses the model there: its pipelines make probabilities of others."""
-_OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert")
-"""Model types whose positions start behind the padding id."""
 _SEEDING = threading.Lock()
 
 
@@ -101,7 +99,7 @@ def build_base(spec: ModelSpec) -> nn.Module:
     _check_memory(spec)
     with seeded(spec.seed), torch.device("cpu"):
         model: nn.Module = _embedded(spec) if spec.base is None else _pretrained(spec)
-    _check_fit(model.config, spec)
+    _check_fit(model, spec)
     return _ready(model)
 
 
@@ -113,7 +111,7 @@ def build_shape(spec: ModelSpec) -> nn.Module:
     _check(spec)
     with seeded(spec.seed), torch.device("meta"):
         model: nn.Module = _embedded(spec) if spec.base is None else _configured(spec)
-    _check_fit(model.config, spec)
+    _check_fit(model, spec)
     return _ready(model)
 
 
@@ -415,16 +413,12 @@ def vocabulary_head(model: nn.Module) -> nn.Module | None:
     return found
 
 
-def _check_fit(config: Any, spec: ModelSpec) -> None:
-    found = ProblemList()
-    if spec.vocab_size > config.vocab_size:
-        found.add("model.base", f"the tokenizer has {spec.vocab_size} ids, the model's vocabulary {config.vocab_size}")
-    positions = getattr(config, "max_position_embeddings", None)
-    if positions is not None and positions < 1:  # as XLNet says that there is no limit
-        positions = None
-    if positions is not None and config.model_type in _OFFSET_POSITIONS:
-        positions -= spec.pad_id + 1
-    if positions is not None and spec.max_length > positions:
+def _check_fit(model: Any, spec: ModelSpec) -> None:
+    found, vocabulary = ProblemList(), model.config.vocab_size
+    if spec.vocab_size > vocabulary:
+        found.add("model.base", f"the tokenizer has {spec.vocab_size} ids, the model's vocabulary {vocabulary}")
+    positions = _positions(model)
+    if positions is not None and spec.max_length > positions and not _takes(model, spec, positions):
         found.add(
             "model.max_length",
             f"{spec.max_length} tokens are more than the model's {positions} positions; "
@@ -438,6 +432,55 @@ def backbone_of(model: nn.Module) -> nn.Module:
     base: Any = without_adapter(model)
     found: nn.Module = getattr(base, base.base_model_prefix)
     return found
+
+
+def _positions(model: Any) -> int | None:
+    """How many tokens of a row have a position, as the model's configuration and its tables say; None: no limit.
+
+    A table of positions with a row for padding, as RoBERTa has it, counts from behind that row.
+    """
+    positions: int | None = getattr(model.config, "max_position_embeddings", None)
+    if positions is None or positions < 1:  # as XLNet says that there is no limit
+        return None
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    behind = [
+        table.num_embeddings - table.padding_idx - 1
+        for table in tables
+        if table is not model.get_input_embeddings()
+        and table.padding_idx is not None
+        and table.num_embeddings >= positions
+    ]
+    return min([positions, *behind])
+
+
+def _takes(model: Any, spec: ModelSpec, positions: int) -> bool:
+    """Whether `model` can be given spec.max_length tokens, which are more than its configuration's `positions`.
+
+    A model that only looks at distances (DeBERTa) can; others fail, or would look beyond a table. One that rotates by
+    position computes something for any length, but was not trained on such.
+    """
+    beyond: list[int] = []
+
+    def note(table: nn.Module, given: tuple[Any, ...]) -> None:
+        rows = int(getattr(table, "num_embeddings", 0))
+        beyond.extend([rows] if table is not model.get_input_embeddings() and rows >= positions else [])
+
+    if any("inv_freq" in name for name, _ in model.named_buffers()):
+        return False
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    hooks = [module.register_forward_pre_hook(note) for module in embeddings]
+    ids = torch.full((1, spec.max_length), (spec.pad_id + 1) % spec.vocab_size, device=model.device)
+    training = model.training
+    try:
+        with torch.no_grad():
+            model.eval()(input_ids=ids, attention_mask=torch.ones_like(ids))
+    except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError):
+        return False
+    finally:
+        model.train(training)
+        for hook in hooks:
+            hook.remove()
+    return not beyond
 
 
 def facts_of(model: nn.Module) -> BaseFacts:
