@@ -30,6 +30,7 @@ from andon.model.adapter import (
 from andon.model.batches import predictions
 from andon.model.build import build_base
 from andon_contracts.digest import tree_digest
+    merged,
 from tests.model.tiny import CAUSAL, CPU, LORA, PAD, TINY, adapted, causal, perturbed, spec, task
 
 ARCHITECTURES = ("decoder", "encoder")
@@ -259,13 +260,26 @@ def test_saving_the_base_leaves_the_adapter_out(tmp_path: Path) -> None:
         assert (tmp_path / "adapted" / name).read_bytes() == (tmp_path / "plain" / name).read_bytes()
 
 
-def test_what_peft_refuses_is_bad_input() -> None:
-    """Experts are one tensor and no Linear modules, where peft has no dropout."""
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
-    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8, "decoder_sparse_step": 1}
-    config = AutoConfig.for_model("qwen3_moe", vocab_size=33, num_labels=3, **sizes, **experts)
-    model = AutoModelForSequenceClassification.from_config(config)
-    with pytest.raises(InputError, match=r"adapter: peft refuses it for Qwen3Moe.*lora_dropout"):
+EXPERTS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 8, "decoder_sparse_step": 1},
+    "mixtral": {"num_local_experts": 4, "intermediate_size": 8},
+}
+
+
+def mixture(family: str, loader: Any) -> Any:
+    """A tiny mixture of four experts."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    named = {"vocab_size": 33, "num_labels": 3, "num_experts_per_tok": 2, "pad_token_id": PAD}
+    return loader.from_config(AutoConfig.for_model(family, **named, **sizes, **EXPERTS[family]))
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_what_peft_refuses_is_bad_input(family: str) -> None:
+    """Experts are one tensor and no Linear modules, where peft has no dropout; what to set instead is said."""
+    model = mixture(family, AutoModelForSequenceClassification)
+    with pytest.raises(
+        InputError, match=r"adapter: peft refuses it for .*lora_dropout != 0; --set adapter\.dropout=0$"
+    ):
         attach(model, AdapterSpec(r=2, dropout=0.1), 0)
 
 
@@ -321,6 +335,27 @@ def test_stock_peft_reads_a_causal_export_bit_for_bit(tmp_path: Path) -> None:
 def test_our_own_reader_is_exact_for_a_causal_model(family: str, tmp_path: Path) -> None:
     """What was trained comes back bit for bit."""
     model = perturbed(causal(family))
+@pytest.mark.parametrize("family", EXPERTS)
+@pytest.mark.parametrize("loader", [AutoModelForSequenceClassification, AutoModelForCausalLM])
+def test_a_mixture_is_merged_and_saved_with_all_of_its_experts(family: str, loader: Any, tmp_path: Path) -> None:
+    """peft wraps experts twice, once for each of their two tensors; stock transformers reads what is written."""
+    model = perturbed(attach(mixture(family, loader), LORA, seed=3))
+    assert any("experts" in name for name in trainable_parameters(model))
+    batch = ROWS.load([0, 1, 2], CPU)
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    with torch.no_grad():
+        wanted = model.eval()(**inputs).logits
+        save_base(model, tmp_path / "base", ("a", "b", "c"))
+        save_base(merged(model), tmp_path / "merged", ("a", "b", "c"))
+        for folder, same in (("merged", True), ("base", False)):
+            with quiet_loading():
+                stock, report = loader.from_pretrained(tmp_path / folder, output_loading_info=True)
+            assert not report["unexpected_keys"]
+            assert same or not report["missing_keys"] - {"score.weight"}
+            found = stock.eval()(**inputs).logits
+            assert torch.allclose(found, wanted, atol=1e-5) == same
+
+
     export_adapter(model, tmp_path, "unused", ())
     loaded = causal(family)
     load_adapter(loaded, tmp_path)

@@ -27,6 +27,8 @@ from andon.model.new_tokens import add_rows, layers_with_rows, with_rows_put_in
 from andon_contracts.digest import tree_digest
 
 ALL_LINEAR = "all-linear"
+_WRAPPERS = ("base_layer", "original_module", "token_adapter")
+"""Parts of names under which peft keeps what it wraps."""
 
 
 @dataclass(frozen=True)
@@ -148,8 +150,13 @@ def _inject(model: nn.Module, spec: AdapterSpec, new_heads: Sequence[str], seed:
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to False", UserWarning)  # it sets what GPT-2 needs
         try:
             return with_rows_put_in(get_peft_model(model, config))
+        # Of a mixture's experts, whose weights transformers joins: peft ranks them by a pattern that it does not need.
+        warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys", RuntimeWarning)
         except ValueError as error:
-            raise InputError([Problem("adapter", f"peft refuses it for {type(model).__name__}: {error}")]) from error
+            # peft adapts the experts of a mixture as plain parameters, which have no input to drop from.
+            remedy = "; --set adapter.dropout=0" if spec.dropout and "dropout" in str(error) else ""
+            what = f"peft refuses it for {type(model).__name__}: {str(error).removesuffix('.')}{remedy}"
+            raise InputError([Problem("adapter", what)]) from error
 
 
 def _train_head(wrapper: Any, name: str) -> None:
@@ -290,9 +297,10 @@ def save_base(model: nn.Module, folder: Path, labels: Sequence[str]) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
-    # peft keeps the base's own tensors beside those that it adds, under names with one part more.
+    # peft keeps the base's own tensors beside those that it adds, under names with a part more for each wrapper. The
+    # experts of a mixture have two.
     tensors = {
-        name.replace(".token_adapter", "").replace(".base_layer.", ".").replace(".original_module.", "."): value
+        ".".join(part for part in name.split(".") if part not in _WRAPPERS): value
         for name, value in base.state_dict().items()
         if not any(part in name for part in (".lora_", ".modules_to_save.", ".trainable_tokens_"))
     }
