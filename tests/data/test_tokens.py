@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from transformers import AutoTokenizer, BertConfig, PreTrainedConfig, PreTrained
 from andon.console.problems import InputError
 from andon.data import tokens
 from andon.data.tokens import HuggingFaceTokenizer, byte_tokenizer, pretrained_tokenizer
+from andon.training.material import encoded
 
 BYTES = byte_tokenizer()
 TEXTS = st.lists(st.text(st.characters(codec="utf-8"), max_size=20) | st.sampled_from(["<pad>", "a<pad>", ""]))
@@ -268,3 +270,44 @@ def test_data_and_configuration_are_imported_without_torch() -> None:
     )
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert found.stdout == "[]\n"
+
+
+def closing_typed() -> HuggingFaceTokenizer:
+    """The byte tokenizer with an end token of type 2 behind a text, as XLNet's has it."""
+    base = byte_tokenizer().base
+    base.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A:0 </s>:2", pair="$A:0 </s>:0 $B:1 </s>:2", special_tokens=[("</s>", 2)]
+    )
+    base.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
+    return HuggingFaceTokenizer(base, 0, 3)
+
+
+def test_types_of_a_single_text_are_told_as_stock_tells_them() -> None:
+    """A model that was trained with them gives other answers without; the text is cut as its tokens are."""
+    tokenizer, texts = closing_typed(), ["abc", "abcdefghij"]
+    stock = tokenizer.base(texts, truncation=True, max_length=6)["token_type_ids"]
+    assert stock == [[0, 0, 0, 2], [0, 0, 0, 0, 0, 2]]
+    assert tokenizer.types_of(texts, 6) == stock
+    tokens, columns = encoded(tokenizer, texts, None, 6)
+    assert columns == {"token_type_ids": (stock, 0)}
+    assert [len(row) for row in tokens] == [4, 6]
+    assert byte_tokenizer().types_of(texts, 6) == []
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_saved_tokenizer_pads_where_its_model_wants_it(side: str, tmp_path: Path) -> None:
+    """Whatever side it had before: stock transformers pads by what is saved."""
+    tokenizer = byte_tokenizer()
+    tokenizer.save(tmp_path, 8, side)
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    assert (again.padding_side, tokenizer.base.padding_side) == (side, "right")
+
+
+def test_a_tokenizer_whose_own_code_is_not_run_says_so(tmp_path: Path) -> None:
+    """The class of transformers may give other tokens."""
+    byte_tokenizer().save(tmp_path)
+    assert pretrained_tokenizer(str(tmp_path), local_only=True).own_code == ""
+    file = tmp_path / "tokenizer_config.json"
+    named = {"auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | named))
+    assert "names code of its own" in pretrained_tokenizer(str(tmp_path), local_only=True).own_code

@@ -9,9 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 from transformers.pytorch_utils import Conv1D
 
 from andon.config.source import quiet_loading
@@ -23,14 +30,14 @@ from andon.model.adapter import (
     base_digest,
     export_adapter,
     load_adapter,
+    merged,
     read_labels,
     save_base,
     trainable_parameters,
 )
 from andon.model.batches import predictions
-from andon.model.build import build_base
+from andon.model.build import build_base, facts_of
 from andon_contracts.digest import tree_digest
-    merged,
 from tests.model.tiny import CAUSAL, CPU, LORA, PAD, TINY, adapted, causal, perturbed, spec, task
 
 ARCHITECTURES = ("decoder", "encoder")
@@ -166,6 +173,51 @@ def test_stock_peft_reads_the_export_bit_for_bit(architecture: str, tmp_path: Pa
     assert read_labels(tmp_path / "adapter") == TINY.labels
 
 
+POOLED: dict[str, dict[str, Any]] = {
+    "bert": {},
+    "albert": {"embedding_size": 8},
+    "ernie": {},
+    "rembert": {"input_embedding_size": 8, "output_embedding_size": 8},
+    "big_bird": {"attention_type": "original_full"},
+    "mobilebert": {"embedding_size": 8, "intra_bottleneck_size": 8, "true_hidden_size": 8},
+}
+"""Families whose pooler lies inside the backbone, with the sizes that they have of their own."""
+
+
+@pytest.mark.parametrize("family", POOLED)
+@pytest.mark.parametrize("head", ["classification", "tokens"])
+def test_what_the_checkpoint_lacks_goes_along_with_the_adapter(family: str, head: str, tmp_path: Path) -> None:
+    """Most masked language models have no pooler, so one is drawn: stock peft would draw another at each load.
+
+    For tokens some families make a pooler too, which nothing reads.
+    """
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = AutoConfig.for_model(family, vocab_size=33, sep_token_id=2, **(sizes | POOLED[family]))
+    with quiet_loading():
+        AutoModelForMaskedLM.from_config(config).save_pretrained(tmp_path / "base")
+    file = tmp_path / "base" / "model.safetensors"
+    kept = {name: tensor for name, tensor in load_file(file).items() if ".pooler." not in name}
+    save_file(kept, file, metadata={"format": "pt"})
+    wanted = dataclasses.replace(TINY, base=str(tmp_path / "base"), head=head)
+    model = perturbed(attach(build_base(wanted), LORA, seed=3))
+    drawn = facts_of(model).drawn
+    assert len(drawn) == 1 or head == "tokens"
+    assert not [name for name in trainable_parameters(model) if ".pooler." in name and ".lora_" in name]
+    export_adapter(model, tmp_path / "adapter", "x", TINY.labels)
+    loader = AutoModelForSequenceClassification if head == "classification" else AutoModelForTokenClassification
+    stored = AutoConfig.from_pretrained(tmp_path / "adapter" / "classifier.json")
+    with quiet_loading():
+        base = loader.from_pretrained(tmp_path / "base", config=stored)
+        stock = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    batch = ROWS.load([0, 1, 2], CPU)
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    with torch.no_grad():
+        torch.testing.assert_close(stock(**inputs).logits, logits(model), atol=1e-5, rtol=1e-5)
+        plain = merged(model).eval()
+        torch.testing.assert_close(plain(**inputs).logits, stock(**inputs).logits, atol=1e-5, rtol=1e-5)
+    assert not [name for name, _ in plain.named_modules() if "modules_to_save" in name]
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_our_own_reader_is_exact_for_every_base(architecture: str, dtype: str, tmp_path: Path) -> None:
@@ -283,6 +335,27 @@ def test_what_peft_refuses_is_bad_input(family: str) -> None:
         attach(model, AdapterSpec(r=2, dropout=0.1), 0)
 
 
+@pytest.mark.parametrize("family", EXPERTS)
+@pytest.mark.parametrize("loader", [AutoModelForSequenceClassification, AutoModelForCausalLM])
+def test_a_mixture_is_merged_and_saved_with_all_of_its_experts(family: str, loader: Any, tmp_path: Path) -> None:
+    """peft wraps experts twice, once for each of their two tensors; stock transformers reads what is written."""
+    model = perturbed(attach(mixture(family, loader), LORA, seed=3))
+    assert any("experts" in name for name in trainable_parameters(model))
+    batch = ROWS.load([0, 1, 2], CPU)
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    with torch.no_grad():
+        wanted = model.eval()(**inputs).logits
+        save_base(model, tmp_path / "base", ("a", "b", "c"))
+        save_base(merged(model), tmp_path / "merged", ("a", "b", "c"))
+        for folder, same in (("merged", True), ("base", False)):
+            with quiet_loading():
+                stock, report = loader.from_pretrained(tmp_path / folder, output_loading_info=True)
+            assert not report["unexpected_keys"]
+            assert same or not report["missing_keys"] - {"score.weight"}
+            found = stock.eval()(**inputs).logits
+            assert torch.allclose(found, wanted, atol=1e-5) == same
+
+
 def next_tokens(model: Any) -> torch.Tensor:
     """The logits behind each of four tokens, in eval mode."""
     with torch.no_grad():
@@ -335,27 +408,6 @@ def test_stock_peft_reads_a_causal_export_bit_for_bit(tmp_path: Path) -> None:
 def test_our_own_reader_is_exact_for_a_causal_model(family: str, tmp_path: Path) -> None:
     """What was trained comes back bit for bit."""
     model = perturbed(causal(family))
-@pytest.mark.parametrize("family", EXPERTS)
-@pytest.mark.parametrize("loader", [AutoModelForSequenceClassification, AutoModelForCausalLM])
-def test_a_mixture_is_merged_and_saved_with_all_of_its_experts(family: str, loader: Any, tmp_path: Path) -> None:
-    """peft wraps experts twice, once for each of their two tensors; stock transformers reads what is written."""
-    model = perturbed(attach(mixture(family, loader), LORA, seed=3))
-    assert any("experts" in name for name in trainable_parameters(model))
-    batch = ROWS.load([0, 1, 2], CPU)
-    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
-    with torch.no_grad():
-        wanted = model.eval()(**inputs).logits
-        save_base(model, tmp_path / "base", ("a", "b", "c"))
-        save_base(merged(model), tmp_path / "merged", ("a", "b", "c"))
-        for folder, same in (("merged", True), ("base", False)):
-            with quiet_loading():
-                stock, report = loader.from_pretrained(tmp_path / folder, output_loading_info=True)
-            assert not report["unexpected_keys"]
-            assert same or not report["missing_keys"] - {"score.weight"}
-            found = stock.eval()(**inputs).logits
-            assert torch.allclose(found, wanted, atol=1e-5) == same
-
-
     export_adapter(model, tmp_path, "unused", ())
     loaded = causal(family)
     load_adapter(loaded, tmp_path)

@@ -4,15 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedConfig,
+)
 
 from andon.model import masks
+from andon.model.batches import collate, predictions
 from andon.model.build import backbone_of, build_base
-from andon.model.masks import Masking, masked, masking_of, possible_maskings, tried_masking
+from andon.model.masks import (
+    Masking,
+    Padding,
+    masked,
+    masking_of,
+    padding_note,
+    padding_of,
+    possible_maskings,
+    tried_masking,
+)
+from andon_contracts.digest import tree_digest
 from tests.model.tiny import CPU, PAD, adapted, padded_batch, spec
 
 SMALL = {
@@ -57,13 +74,19 @@ class Nested(PreTrainedConfig):
 def _model(kind: str, settings: dict[str, object]) -> nn.Module:
     """One whose logits show who sees whom."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **(SMALL | settings))
+    config = AutoConfig.for_model(kind, **_sizes(kind, settings))
     model: nn.Module = AutoModelForSequenceClassification.from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(5.0)
     return model
+
+
+def _sizes(kind: str, settings: dict[str, object]) -> dict[str, object]:
+    """XLNet refuses to be told a number of positions."""
+    sizes = SMALL | settings
+    return {name: size for name, size in sizes.items() if kind != "xlnet" or name != "max_position_embeddings"}
 
 
 def _logits(model: nn.Module, masking: Masking) -> torch.Tensor:
@@ -212,6 +235,61 @@ def test_a_model_that_cannot_be_tried_gets_the_mask_of_tokens(kind: str) -> None
     model = AutoModelForSequenceClassification.from_config(config)
     assert tried_masking(model, CPU) is TOKENS
     assert not backbone_of(model)._forward_hooks
+
+
+def answers(model: nn.Module, lengths: tuple[int, ...]) -> list[torch.Tensor]:
+    """What is said of a row of each length, by itself and beside the others; types of tokens as XLNet's are."""
+    rows = [torch.arange(3, 3 + length) for length in lengths]
+    batch = collate(rows, PAD, 8)
+    batch["token_type_ids"] = (torch.arange(batch["input_ids"].shape[1]) % 2).expand_as(batch["input_ids"])
+    together = predictions(model, batch)
+    for row, length in enumerate(lengths):
+        alone = predictions(model, {name: values[row : row + 1, :length] for name, values in batch.items()})[0]
+        said = together[row] if together.dim() == 2 else together[row, :length]
+        torch.testing.assert_close(said, alone, atol=1e-5, rtol=1e-4)
+    return [*together]
+
+
+XLNET = {"d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 48, "hidden_size": 32}
+
+
+@pytest.mark.parametrize("kind", ["xlnet", "bert", "qwen3", "modernbert"])
+def test_what_is_said_of_a_row_does_not_depend_on_the_rows_beside_it(kind: str) -> None:
+    """XLNet classifies by the last position: padded on the right it would read a padding token there."""
+    model = _model(kind, XLNET if kind == "xlnet" else OTHERS[kind][0])
+    assert padding_of(model, CPU) == Padding("left" if kind == "xlnet" else "right")
+    assert padding_note(model, CPU) == ""
+    answers(model, (9, 4, 1))
+
+
+def test_the_trial_of_padding_leaves_the_model_as_it_is() -> None:
+    """BigBird goes over to another attention at its first short row, and keeps to it."""
+    sparse = {"attention_type": "block_sparse", "block_size": 4, "num_random_blocks": 1}
+    model: Any = _model("big_bird", sparse)
+    before = tree_digest(dict(model.named_parameters()))
+    assert padding_of(model, CPU) == Padding("right")
+    assert model.bert.attention_type == "block_sparse"
+    assert tree_digest(dict(model.named_parameters())) == before
+    assert not model.training
+
+
+def test_tags_stand_where_their_tokens_stand_when_rows_are_padded_on_the_left() -> None:
+    """Rows are turned for the model alone; its logits are turned back. XLNet's tags are the same on either side."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("xlnet", **_sizes("xlnet", XLNET))
+    model: Any = AutoModelForTokenClassification.from_config(config).eval()
+    right = answers(model, (9, 4, 1))
+    model.andon_padding = Padding("left")
+    left = answers(model, (9, 4, 1))
+    for one, other, length in zip(left, right, (9, 4, 1), strict=True):
+        torch.testing.assert_close(one[:length], other[:length], atol=1e-5, rtol=1e-4)
+
+
+def test_a_model_that_mixes_padding_in_is_said_to() -> None:
+    """FNet has no mask, so no side helps."""
+    model = _model("fnet", {"max_position_embeddings": 64})
+    assert padding_of(model, CPU).change > 0.01
+    assert "FNetForSequenceClassification mixes padding into its rows" in padding_note(model, CPU)
 
 
 def test_on_a_cpu_nothing_is_tried() -> None:

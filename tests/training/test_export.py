@@ -171,7 +171,9 @@ def test_what_is_lost_in_bfloat16_is_said(made: Path, tmp_path: Path, kind: str)
     wanted = [one.probabilities for one in predict(trained, texts)]
     stock = [tuple(one[name] for name in trained.labels) for one in used(out, tmp_path, texts)]
     largest = max(abs(a - b) for one, other in zip(wanted, stock, strict=True) for a, b in zip(one, other, strict=True))
-    told = re.search(r"on (\d+) evaluation rows no probability .* by more than (\S+), and (\d+) rows", said)
+    told = re.search(
+        r"on (\d+) evaluation rows the largest difference from a probability of the run is (\S+), and (\d+) rows", said
+    )
     assert told is not None
     assert (int(told[1]), float(told[2])) == (len(texts), pytest.approx(largest, rel=0.2, abs=1e-6))
     assert float(told[2]) > 1e-5
@@ -190,6 +192,23 @@ def test_a_wrong_merge_does_not_go_out(made: Path, tmp_path: Path, monkeypatch: 
     with pytest.raises(RuntimeError, match="the written model is not the run's: on 12 evaluation rows"):
         exported(made / "embedded", tmp_path / "out", "--merge")
     assert tree(tmp_path) == set()
+
+
+def test_an_adapter_that_stock_peft_reads_otherwise_does_not_go_out(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder says half of its scale: refused, and nothing is left."""
+    written = adapter._adapter_config
+
+    def halved(model: Any, reference: str) -> dict[str, Any]:
+        config = written(model, reference)
+        return config | {"lora_alpha": config["lora_alpha"] / 2}
+
+    monkeypatch.setattr(adapter, "_adapter_config", halved)
+    for kind in ("embedded", "pretrained"):
+        with pytest.raises(RuntimeError, match="the written model is not the run's: on "):
+            exported(made / kind, tmp_path / "out")
+        assert tree(tmp_path) == set()
 
 
 def test_a_base_that_has_moved_is_named(made: Path, tmp_path: Path) -> None:

@@ -55,6 +55,11 @@ class Tokenizer(Protocol):
         ...
 
     @property
+    def own_code(self) -> str:
+        """A sentence that says that the tokenizer's own code was not run, if its files name any; else empty."""
+        ...
+
+    @property
     def truncated(self) -> int:
         """How many of the texts encoded so far were cut."""
         ...
@@ -66,6 +71,10 @@ class Tokenizer(Protocol):
 
     def encode(self, texts: Sequence[str], max_length: int) -> list[list[int]]:
         """One list of 1 to `max_length` ids for each text; the last id is never `pad_id`."""
+        ...
+
+    def types_of(self, texts: Sequence[str], max_length: int) -> list[list[int]]:
+        """The type of each id that `encode` gives for single texts; empty for a tokenizer with 0 for all."""
         ...
 
     def encode_pairs(
@@ -87,8 +96,11 @@ class Tokenizer(Protocol):
         """The id of each of these tokens. Raises `InputError` for one that is none."""
         ...
 
-    def save(self, folder: Path, max_length: int | None = None) -> None:
-        """Write the files that `AutoTokenizer.from_pretrained(folder)` reads. max_length: of a classifier's texts."""
+    def save(self, folder: Path, max_length: int | None = None, side: str = "right") -> None:
+        """Write the files that `AutoTokenizer.from_pretrained(folder)` reads.
+
+        max_length, side: of a classifier's texts, the most tokens, and where they are padded.
+        """
         ...
 
 
@@ -115,6 +127,16 @@ class HuggingFaceTokenizer:
             self._write(Path(folder))
             self.digest = _files_digest(Path(folder))
 
+    @property
+    def own_code(self) -> str:
+        """A sentence that says that the tokenizer's own code was not run, if its files name any; else empty."""
+        if not self.base.init_kwargs.get("auto_map"):
+            return ""
+        return (
+            "the base's tokenizer_config.json names code of its own (auto_map), which Andon does not run: this is the "
+            f"{type(self.base).__name__} of transformers, which may give other tokens"
+        )
+
     def encode(self, texts: Sequence[str], max_length: int) -> list[list[int]]:
         """One list of 1 to `max_length` ids for each text, cut at its end (a closing special token stays).
 
@@ -139,6 +161,17 @@ class HuggingFaceTokenizer:
             rows += map(self._ended, encoded)
         self._note_cut(cut_off)
         return rows
+
+    def types_of(self, texts: Sequence[str], max_length: int) -> list[list[int]]:
+        """The type of each id that `encode` gives for single texts; empty for a tokenizer with 0 for all.
+
+        XLNet's closing token has a type of its own, and the model was trained with it.
+        """
+        if not texts or not any(self.base("a", verbose=False).get("token_type_ids") or ()):
+            return []
+        found = self.base(list(texts), truncation=True, max_length=max_length, verbose=False)
+        rows = zip(found["token_type_ids"], map(self._ended, found["input_ids"]), strict=True)
+        return [types[: len(ids)] or [0] for types, ids in rows]
 
     def encode_pairs(
         self, texts: Sequence[str], pairs: Sequence[str], max_length: int
@@ -323,17 +356,17 @@ class HuggingFaceTokenizer:
             end -= 1
         return ids[:end] or [self._empty_id]
 
-    def save(self, folder: Path, max_length: int | None = None) -> None:
+    def save(self, folder: Path, max_length: int | None = None, side: str = "right") -> None:
         """Write the tokenizer's files into `folder`, without the truncation that `encode` may have left set.
 
         One that had no token to pad with gets that of `pad_id`, so that batches can be made with what is read back.
-        max_length: where it cuts texts, if it is asked to, and it pads on the right, both as for a classifier here.
+        max_length: where it cuts texts, if it is asked to, and it pads them on that `side`, as a classifier's here.
         """
         before = (self.base.pad_token, self.base.padding_side, self.base.model_max_length)
         if self.base.pad_token_id is None:
             self.base.pad_token = self.base.convert_ids_to_tokens(self.pad_id)
         if max_length is not None:
-            self.base.padding_side, self.base.model_max_length = "right", max_length
+            self.base.padding_side, self.base.model_max_length = side, max_length
         try:
             self._write(folder)
         finally:

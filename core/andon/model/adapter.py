@@ -21,7 +21,7 @@ from torch import nn
 
 from andon.config.source import is_folder, require_model_folder
 from andon.console.problems import InputError, Problem, ProblemList
-from andon.model.build import head_names, seeded, vocabulary_head
+from andon.model.build import facts_of, head_names, seeded, vocabulary_head
 from andon.model.finite import require_finite
 from andon.model.new_tokens import add_rows, layers_with_rows, with_rows_put_in
 from andon_contracts.digest import tree_digest
@@ -51,6 +51,8 @@ class AdapterSpec:
 def attach(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
     """`model` with the adapter of `spec`: A drawn from `seed`, B zero, the whole head trainable, trainables fp32.
 
+    Modules of the backbone that the base's checkpoint lacks train whole, as the head does, and are part of the adapter:
+    who loads the adapter elsewhere would draw other weights for them.
     The head of a causal language model came with it, and stays as it is, but for the rows of new tokens, which train
     as those of its embedding do. Changes `model` in place and returns what to train (a peft model, or `model` itself
     for kind 'none'). Raises `InputError` for values out of range and for each target that matches no Linear, with the
@@ -64,8 +66,9 @@ def attach(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
     heads = head_names(model)
     if not heads:
         raise InputError([Problem("model.base", f"{type(model).__name__} has no head beside its backbone")])
-    _check_targets(model, spec, heads)
-    new = () if vocabulary_head(model) is not None else heads
+    drawn = facts_of(model).drawn
+    _check_targets(model, spec, heads, drawn)
+    new = () if vocabulary_head(model) is not None else (*heads, *drawn)
     adapted = _inject(model, spec, new, seed)
     for parameter in adapted.parameters():
         if parameter.requires_grad:
@@ -95,14 +98,14 @@ def _named(targets: str | tuple[str, ...]) -> tuple[str, ...]:
     return (targets,) if isinstance(targets, str) else tuple(targets)
 
 
-def _check_targets(model: nn.Module, spec: AdapterSpec, heads: Sequence[str]) -> None:
+def _check_targets(model: nn.Module, spec: AdapterSpec, heads: Sequence[str], drawn: Sequence[str]) -> None:
     names = _named(spec.targets)
     if names == (ALL_LINEAR,):
         return
     linear = [
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and name.partition(".")[0] not in heads
+        if isinstance(module, nn.Linear) and name.partition(".")[0] not in heads and name not in drawn
     ]
     found = ProblemList()
     for target in names:
@@ -147,11 +150,11 @@ def _inject(model: nn.Module, spec: AdapterSpec, new_heads: Sequence[str], seed:
     )
     with seeded(seed), torch.device("cpu"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        # Of a mixture's experts, whose weights transformers joins: peft ranks them by a pattern that it does not need.
+        warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys", RuntimeWarning)
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to False", UserWarning)  # it sets what GPT-2 needs
         try:
             return with_rows_put_in(get_peft_model(model, config))
-        # Of a mixture's experts, whose weights transformers joins: peft ranks them by a pattern that it does not need.
-        warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys", RuntimeWarning)
         except ValueError as error:
             # peft adapts the experts of a mixture as plain parameters, which have no input to drop from.
             remedy = "; --set adapter.dropout=0" if spec.dropout and "dropout" in str(error) else ""
@@ -160,10 +163,10 @@ def _inject(model: nn.Module, spec: AdapterSpec, new_heads: Sequence[str], seed:
 
 
 def _train_head(wrapper: Any, name: str) -> None:
-    """The head must train, and gets its input in its own type (an fp32 head behind a bfloat16 backbone)."""
+    """A part of the head must train, and gets its input in its own type (an fp32 head behind a bfloat16 backbone)."""
     head = wrapper.modules_to_save["default"]
     if not all(parameter.requires_grad for parameter in head.parameters()):
-        msg = f"the classification head {name} is not trainable"
+        msg = f"{name}, which is part of the classification head, is not trainable"
         raise RuntimeError(msg)
     head.register_forward_pre_hook(_in_own_type)
     head.register_forward_hook(_back_to_autocast, always_call=True)
@@ -232,6 +235,7 @@ def merged(model: nn.Module) -> nn.Module:
     Changes `model`, which is of no use afterwards. One without an adapter is returned as it is, in fp32.
     """
     from peft import PeftModel
+    from peft.utils import ModulesToSaveWrapper
 
     model.float()
     if not isinstance(model, PeftModel):
@@ -239,10 +243,9 @@ def merged(model: nn.Module) -> nn.Module:
     # Not `merge_and_unload`: its progress bar, shown or not, leaves a thread behind.
     model.merge_adapter(safe_merge=True)
     base: nn.Module = model.get_base_model()
-    for name in head_names(base):
-        head = base.get_submodule(name)
-        if hasattr(head, "modules_to_save"):
-            setattr(base, name, head.modules_to_save["default"])  # type: ignore[index]
+    for name, module in [*base.named_modules()]:
+        if isinstance(module, ModulesToSaveWrapper):
+            base.set_submodule(name, module.modules_to_save["default"])
     return base
 
 
@@ -352,6 +355,7 @@ def _model_config(base: Any, labels: Sequence[str]) -> dict[str, Any]:
         config["id2label"] = {str(index): name for index, name in enumerate(labels)}
         config["label2id"] = {name: index for index, name in enumerate(labels)}
     config.pop("_name_or_path", None)
+    config.pop("auto_map", None)  # code that is not run here, and does not lie beside what is written
     return config
 
 

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from andon_contracts.legible import legible_line
+
 _MOST_NAMES = 8
 
 
@@ -23,7 +25,7 @@ class BaseFacts:
     """What is known of a base model once its checkpoint is loaded.
 
     drawn: modules of its backbone whose weights the checkpoint lacks, so that they were drawn at random. notes: lines
-    for the user about its head. own_code: the line about code that the base names and that was not run, or empty.
+    for the user about its head. own_code: a sentence about code that the base names and that was not run, or empty.
     """
 
     drawn: tuple[str, ...] = ()
@@ -82,7 +84,20 @@ def head_note(config: Any, auto: Any, labels: Sequence[str], *, kept: bool) -> s
 
 def _shown(names: Sequence[str]) -> str:
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return ", ".join(names[:_MOST_NAMES]) + more
+    return ", ".join(map(legible_line, names[:_MOST_NAMES])) + more
+
+
+def own_code_note(config: Any, model: nn.Module) -> str:
+    """A sentence that says that the model's own code was not run, if its configuration names any; else empty."""
+    named = getattr(config, "auto_map", None) or {}
+    codes = {str(code) for key, code in named.items() if str(key).startswith(("AutoModel", "AutoConfig"))}
+    if not codes:
+        return ""
+    return (
+        f"the base's config.json names code of its own ({_shown(sorted(codes))}), which Andon does not run: this is "
+        f"the {type(model).__name__} of transformers with the same weights, which may compute something else (if it "
+        "does not, remove auto_map from config.json)"
+    )
 
 
 def output_tensors(auto: Any, config: Any) -> frozenset[str]:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from andon.model.build import computing, without_adapter
-from andon.model.masks import masked, masking_of
+from andon.model.masks import Masking, masked, masking_of, padding_of, rolled
 from andon.step.task import Batch
 
 Shape = tuple[int, int]
@@ -71,12 +71,17 @@ def logits_of(model: nn.Module, batch: Batch) -> torch.Tensor:
 
     A model whose weights are stored in half precision computes its matrix products in it (autocast).
     """
-    ids = batch["input_ids"]
-    types = {"token_type_ids": batch["token_type_ids"]} if "token_type_ids" in batch and _takes_types(model) else {}
-    masking = masking_of(model, ids.device)
-    with computing(model, ids.device), masked(model, masking, batch["attention_mask"]) as mask:
-        logits: torch.Tensor = model(input_ids=ids, attention_mask=mask, **types).logits
-    return logits
+    device, names = batch["input_ids"].device, ["input_ids", "attention_mask"]
+    if "token_type_ids" in batch and _takes_types(model):
+        names.append("token_type_ids")
+    given, shift = {name: batch[name] for name in names}, batch["attention_mask"].sum(dim=1)
+    on_left = padding_of(model, device).side == "left"
+    if on_left:
+        given = {name: rolled(values, shift) for name, values in given.items()}
+    masking = Masking.TOKENS if on_left else masking_of(model, device)
+    with computing(model, device), masked(model, masking, given.pop("attention_mask")) as mask:
+        logits: torch.Tensor = model(attention_mask=mask, **given).logits
+    return rolled(logits, -shift) if on_left and logits.dim() == 3 else logits
 
 
 def _takes_types(model: nn.Module) -> bool:

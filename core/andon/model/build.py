@@ -28,6 +28,7 @@ from andon.model.base_head import (
     in_order_of,
     keeps_head,
     output_tensors,
+    own_code_note,
 )
 from andon.model.finite import require_finite_model
 from andon.step.keyed import replaying
@@ -252,10 +253,10 @@ def _pretrained(spec: ModelSpec) -> Any:
             output_loading_info=True,
         )
     missing, mismatched = set(map(str, report["missing_keys"])), set(map(_key, report["mismatched_keys"]))
-    _check_complete(model, missing | mismatched, spec)
+    drawn = _drawn_modules(model, missing | mismatched, spec)
     require_finite_model(model, _folder_of(source, local=local), str(spec.base))
     note = "" if spec.head == "causal" else _settle_head(model, stored, missing, mismatched, spec)
-    model.andon_facts = BaseFacts(notes=(note,) if note else ())
+    model.andon_facts = BaseFacts(drawn, (note,) if note else (), own_code_note(stored, model))
     return model
 
 
@@ -382,14 +383,20 @@ def _source(base: str) -> tuple[str, bool]:
     return base, False
 
 
-def _check_complete(model: Any, absent: Set[str], spec: ModelSpec) -> None:
-    """Transformers fills what a checkpoint lacks with noise and goes on; that is right for a new head alone."""
+def _drawn_modules(model: Any, absent: Set[str], spec: ModelSpec) -> tuple[str, ...]:
+    """The modules of the backbone that were drawn at random because the checkpoint lacks them: a pooler alone.
+
+    absent: the tensors that it lacks. Transformers fills them with noise and goes on, which is right for a new head,
+    and for the pooler that belongs to it. Raises `InputError` for any other part of the backbone.
+    """
     heads = () if spec.head == "causal" else tuple(f"{name}." for name in head_names(model))
-    backbone = sorted(name for name in absent if not name.startswith(heads) and ".pooler." not in name)
+    inside = sorted(name for name in absent if not name.startswith(heads))
+    backbone = [name for name in inside if ".pooler." not in name]
     if backbone:
         shown = ", ".join(backbone[:5]) + (f" and {len(backbone) - 5} more" if len(backbone) > 5 else "")
         whose = "that a causal language model needs" if spec.head == "causal" else "of its own backbone"
         raise InputError([Problem("model.base", f"{spec.base!r} lacks weights {whose}: {shown}")])
+    return tuple(dict.fromkeys(name.rpartition(".")[0] for name in inside))
 
 
 def head_names(model: nn.Module) -> tuple[str, ...]:
@@ -425,13 +432,6 @@ def _check_fit(model: Any, spec: ModelSpec) -> None:
             f"--set model.max_length={positions} is the most",
         )
     found.raise_if_any()
-
-
-def backbone_of(model: nn.Module) -> nn.Module:
-    """The model without its adapter's wrapper and without its head."""
-    base: Any = without_adapter(model)
-    found: nn.Module = getattr(base, base.base_model_prefix)
-    return found
 
 
 def _positions(model: Any) -> int | None:
@@ -481,6 +481,13 @@ def _takes(model: Any, spec: ModelSpec, positions: int) -> bool:
         for hook in hooks:
             hook.remove()
     return not beyond
+
+
+def backbone_of(model: nn.Module) -> nn.Module:
+    """The model without its adapter's wrapper and without its head."""
+    base: Any = without_adapter(model)
+    found: nn.Module = getattr(base, base.base_model_prefix)
+    return found
 
 
 def facts_of(model: nn.Module) -> BaseFacts:

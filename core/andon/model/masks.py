@@ -10,16 +10,20 @@ where each row begins and ends instead, and attention between rows then is not c
 
 from __future__ import annotations
 
+import copy
 import inspect
+import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 import torch
 from torch import nn
 
+from andon.config.source import quiet_loading
 from andon.fast.attention import causal_attention, fits, runs_on
 from andon.model.build import attending_as, backbone_of, computing, half_of, vocabulary_head, without_adapter
 
@@ -126,6 +130,87 @@ def _holds(model: nn.Module, masking: Masking, device: torch.device) -> bool:
     )
 
 
+@dataclass(frozen=True)
+class Padding:
+    """Where rows are padded. change: how far a row's logits move by its padding, in parts of the largest logit; 0.0 if
+    only by rounding, or if the model could not be tried."""
+
+    side: str = "right"
+    change: float = 0.0
+
+
+def padding_of(model: nn.Module, device: torch.device) -> Padding:
+    """Where `model` wants its rows padded, so that what it says of a row does not depend on the rows beside it.
+
+    Rows are padded on the right, which suits most models. XLNet, for one, classifies by the last position whatever it
+    holds. So three rows are asked alone and padded, once, and the left is taken if only it leaves the logits as they
+    are. A causal language model knows its rows by spans and is not tried.
+    """
+    base: Any = without_adapter(model)
+    if not hasattr(base, "config") or vocabulary_head(model) is not None:
+        return Padding()
+    if not hasattr(base, "andon_padding"):  # kept on the model, so that copies of it have the same
+        # On a copy with the same tensors: BigBird attends otherwise for ever after a short row.
+        tensors = itertools.chain(model.parameters(), model.buffers())
+        base.andon_padding = _tried_padding(copy.deepcopy(model, {id(each): each for each in tensors}), device)
+    found: Padding = base.andon_padding
+    return found
+
+
+def _tried_padding(model: nn.Module, device: torch.device) -> Padding:
+    ids, mask = _tokens(model, device)
+    end = getattr(model.config, "eos_token_id", None)  # some classify by their token for the end
+    if isinstance(end, int):
+        ids = ids.scatter(1, mask.sum(dim=1, keepdim=True) - 1, end)
+    lengths = mask.sum(dim=1).tolist()
+    with torch.no_grad(), evaluating(model), computing(model, device), quiet_loading():
+        try:
+            alone = [_logits(model, ids[row : row + 1, :length]) for row, length in enumerate(lengths)]
+            size = max(float(logits.abs().max()) for logits in alone)
+            changes = {}
+            for side in ("right", "left"):
+                shift = mask.sum(dim=1) * (side == "left")
+                logits = _logits(model, rolled(ids, shift), rolled(mask, shift))
+                if logits.shape[:2] == mask.shape:
+                    logits = rolled(logits, -shift)
+                    padded = [logits[row : row + 1, :length] for row, length in enumerate(lengths)]
+                else:
+                    padded = [logits[row : row + 1] for row in range(len(lengths))]
+                moved = max(float((one - other).abs().max()) for one, other in zip(padded, alone, strict=True))
+                changes[side] = moved / size if size else 0.0
+                if changes[side] <= NOISE[half_of(model)]:
+                    return Padding(side)
+        except MISFITS as error:
+            require_misfit(error)
+            return Padding()
+    return Padding("right", changes["right"])
+
+
+def _logits(model: Any, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    mask = torch.ones_like(ids) if mask is None else mask
+    found: torch.Tensor = model(input_ids=ids, attention_mask=mask).logits
+    return found.float()
+
+
+def rolled(values: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+    """`values` [rows, length, ...], each row turned to the left by its own `shift`, int64 [rows]: by the tokens of a
+    row its padding comes before them, and by minus as many behind them again."""
+    places = torch.arange(values.shape[1], device=values.device)
+    order = (places + shift[:, None]) % values.shape[1]
+    return values.gather(1, order.view(*order.shape, *[1] * (values.dim() - 2)).expand_as(values))
+
+
+def padding_note(model: nn.Module, device: torch.device) -> str:
+    """A sentence that says how much padding changes what `model` says, if it does on either side; else empty."""
+    change = padding_of(model, device).change
+    if not change:
+        return ""
+    return (
+        f"{type(without_adapter(model)).__name__} mixes padding into its rows: padding a short row moves its logits by "
+        f"up to {change:.1e} of the largest, so what is said of a text depends on the texts in its batch"
+    )
+
+
 def _values(model: Any, ids: torch.Tensor, given: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
     """The logits, and what the backbone gives for tokens, 0 for padding: a head of zeros hides who saw whom.
 
@@ -152,7 +237,8 @@ def _values(model: Any, ids: torch.Tensor, given: torch.Tensor, mask: torch.Tens
 
 def _tokens(model: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens and their mask, [rows, length]."""
-    room = getattr(model.config, "max_position_embeddings", None) or 2 * _TRIED_LENGTHS[0]
+    room = getattr(model.config, "max_position_embeddings", None) or 0
+    room = room if room > 0 else 2 * _TRIED_LENGTHS[0]  # XLNet says -1 for no limit
     pad = getattr(model.config, "pad_token_id", None) or 0
     size = model.get_input_embeddings().weight.shape[0]
     places = torch.arange(max(1, min(_TRIED_LENGTHS[0], room // 2)), device=device)

@@ -15,7 +15,7 @@ from torch import nn
 from andon.metrics.spans import UNREAD, SpanScores, span_scores
 from andon.model.batches import logits_of, predictions
 from andon.step.task import Batch, LeafLoss
-from andon.tasks.encoded import EncodedRows, check_rows
+from andon.tasks.encoded import Columns, EncodedRows, check_rows
 
 NO_TAG = -100
 """In the place of a token that is not scored."""
@@ -41,11 +41,12 @@ class TaggingTask(EncodedRows):
         padding_multiple: int = 8,
         max_length: int | None = None,
         places: Sequence[str] | None = None,
+        columns: Columns | None = None,
         unread: Mapping[int, Mapping[int, int]] | None = None,
         cut: Sequence[int] = (),
     ) -> None:
         """tokens, tags: parallel, one of each a token; `NO_TAG` where none is learned. names: of the tags.
-        padding_multiple, max_length, cut: as `EncodedRows` has them. unread: by row, then by the word's place in it,
+        padding_multiple, max_length, columns, cut: as `EncodedRows` has them. unread: by row, then by the word's place in it,
         the tag of each word that no token stands for, as behind a cut; in scores such a word is missed.
 
         Raises `InputError` that names, by `places`, every row that `check_rows` refuses, or without a tag.
@@ -69,7 +70,7 @@ class TaggingTask(EncodedRows):
             pad_id=pad_id,
             padding_multiple=padding_multiple,
             max_length=max_length,
-            columns={"labels": (tags, NO_TAG)},
+            columns={**(columns or {}), "labels": (tags, NO_TAG)},
             cut=cut,
         )
 

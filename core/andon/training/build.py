@@ -23,7 +23,7 @@ from andon.model.batches import Shape
 from andon.model.build import ModelSpec, build_base, checkpoint_layers, without_adapter
 from andon.model.compiled import compile_backbone
 from andon.model.finite import require_finite
-from andon.model.masks import masking_of
+from andon.model.masks import masking_of, padding_of
 from andon.run.checkpoint import Checkpoint
 from andon.run.repeats import Repeats
 from andon.step.audit import NO_AUDIT, AuditSpec
@@ -246,6 +246,7 @@ def _replica(
     model: nn.Module, spec: StepSpec, backend: Backend, task: Task, sample: int, device: torch.device
 ) -> Replica:
     model.train()
+    padding_of(model, device)  # tried while it has the weights that every start has, and before anything is hooked
     if spec.checkpointing:
         checkpoint_layers(model, device)
     batch = task.load([sample], device)

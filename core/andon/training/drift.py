@@ -6,6 +6,7 @@ probabilities, numbers, and of a model that answers the logits along the run's o
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,9 +27,9 @@ from andon.tasks.sft import Asked
 from andon.training.inference import TrainedRun, logits_of_texts
 from andon.training.material import HEADS
 
-_MOST_ROWS = 256
+MOST_ROWS = 256
 """Rows that a drift is measured on; of more of them this many, evenly spaced."""
-_MOST_PROMPTS, _MOST_TOKENS = 64, 32
+MOST_PROMPTS, _MOST_TOKENS = 64, 32
 """Prompts that are answered, and tokens of an answer."""
 _MOST_LOGITS = 1 << 27
 """That are kept of the run's answers, half a GiB of fp32; a large vocabulary has fewer prompts."""
@@ -83,16 +84,14 @@ class Questions:
         return len(self.rows) + len(self.prompts)
 
 
-def questions_of(run: TrainedRun, data: Examples | None) -> Questions:
-    """Some of the rows in `data`, evenly spaced; none where there are none."""
-    if data is None:
-        return Questions((), (), 0)
+def questions_of(run: TrainedRun, data: Examples, rows: int = MOST_ROWS, prompts: int = MOST_PROMPTS) -> Questions:
+    """At most `rows` of the rows in `data`, or `prompts` of its prompts, evenly spaced."""
     if isinstance(data, ConversationSet):
         vocabulary = int(without_adapter(run.model).get_input_embeddings().weight.shape[0])  # type: ignore[operator]
-        most = min(_MOST_PROMPTS, max(1, _MOST_LOGITS // (vocabulary * _MOST_TOKENS)))
-        prompts = [_prompt(run, row, data) for row in _spaced(data.rows, most)]
-        return Questions((), [ids for ids in prompts if ids], len(data))
-    return Questions(_spaced(data.rows, _MOST_ROWS), (), len(data))  # type: ignore[attr-defined]
+        most = min(prompts, max(1, _MOST_LOGITS // (vocabulary * _MOST_TOKENS)))
+        asked = [_prompt(run, row, data) for row in _spaced(data.rows, most)]
+        return Questions((), [ids for ids in asked if ids], len(data))
+    return Questions(_spaced(data.rows, rows), (), len(data))  # type: ignore[attr-defined]
 
 
 _Item = TypeVar("_Item")
@@ -126,18 +125,24 @@ def said_by_run(run: TrainedRun, asked: Questions) -> Said:
     return _SAID[task](run, asked, (logits_of_texts(run, *batch) for batch in _batches(asked)))
 
 
-def said_by_written(run: TrainedRun, folder: Path, asked: Questions, before: Said) -> Said:
-    """What the model in `folder` says, by transformers alone. before: what the run's own said."""
+def said_by_written(
+    run: TrainedRun, folder: Path, asked: Questions, before: Said, base: Path | str | None = None
+) -> Said:
+    """What the model in `folder` says, by transformers alone, or by transformers and peft for an adapter on `base`.
+
+    before: what the run's own said.
+    """
     import transformers
 
     task, place = run.config.task or CLASSIFICATION, str(folder)
+    local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     with loading(place, place):
-        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
-            place, local_files_only=True, trust_remote_code=False
-        )
-        model: Any = getattr(transformers, LOADERS[HEADS[task]]).from_pretrained(
-            place, dtype="auto", local_files_only=True, trust_remote_code=False
-        )
+        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(place, **local)
+        loader = getattr(transformers, LOADERS[HEADS[task]])
+        if base is None:
+            model: Any = loader.from_pretrained(place, dtype="auto", **local)
+        else:
+            model = _with_peft(run, loader, folder, str(base), local)
     model.eval()
     with torch.no_grad():
         if task == SFT:
@@ -146,6 +151,25 @@ def said_by_written(run: TrainedRun, folder: Path, asked: Questions, before: Sai
         how = {"padding": True, "truncation": True, "return_tensors": "pt"}
         given = (tokenizer(*(part for part in batch if part is not None), **how) for batch in _batches(asked))
         return _SAID[task](run, asked, (model(**batch).logits.float() for batch in given))
+
+
+def _with_peft(run: TrainedRun, loader: Any, folder: Path, base: str, local: Mapping[str, Any]) -> Any:
+    """The adapter in `folder` on the model at `base`, loaded as docs/usage.md shows it."""
+    import transformers
+    from peft import PeftModel
+
+    named = folder / "classifier.json"
+    config = transformers.AutoConfig.from_pretrained(named if named.is_file() else base, **local)
+    dtype = run.config.model.dtype
+    model = loader.from_pretrained(base, config=config, dtype=dtype, ignore_mismatched_sizes=True, **local)
+    if run.config.task == SFT:
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+        rows = max(run.tokenizer.ids_of(run.config.model.new_tokens), default=-1) + 1
+        if rows > model.get_input_embeddings().weight.shape[0]:
+            model.resize_token_embeddings(rows, mean_resizing=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return PeftModel.from_pretrained(model, folder)
 
 
 def drift(run: TrainedRun, asked: Questions, before: Said, after: Said) -> Drift:
@@ -216,14 +240,14 @@ _SAID: Mapping[str, Callable[[TrainedRun, Questions, Iterator[torch.Tensor]], Sa
 }
 """By the task's name, of those over texts: logits, a batch at a time, to what is said by them."""
 _WORDS: Mapping[str, str] = {
-    CLASSIFICATION: "on {of} evaluation rows no probability differs from the run's own by more than {largest}, and "
+    CLASSIFICATION: "on {of} evaluation rows the largest difference from a probability of the run is {largest}, and "
     "{changed} rows get another label",
-    REGRESSION: "on {of} evaluation rows no number differs from the run's own by more than {largest}",
-    MULTI_LABEL: "on {of} evaluation rows no probability differs from the run's own by more than {largest}, and "
+    REGRESSION: "on {of} evaluation rows the largest difference from a number of the run is {largest}",
+    MULTI_LABEL: "on {of} evaluation rows the largest difference from a probability of the run is {largest}, and "
     "{changed} rows get other labels",
-    TOKEN_CLASSIFICATION: "on {of} evaluation rows no probability of a word's tag differs from the run's own by more "
-    "than {largest}, and {changed} words get another tag",
-    SFT: "on {of} evaluation prompts, answered with {tokens} tokens at most, no logit differs from the run's own by "
-    "more than {largest}, and {changed} greedy answers change",
+    TOKEN_CLASSIFICATION: "on {of} evaluation rows the largest difference from a probability of the run, of a word's "
+    "tag, is {largest}, and {changed} words get another tag",
+    SFT: "on {of} evaluation prompts, answered with {tokens} tokens at most, the largest difference from a logit of "
+    "the run is {largest}, and {changed} greedy answers change",
 }
 """By the task's name."""

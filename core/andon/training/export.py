@@ -17,20 +17,33 @@ from andon.config.source import is_there
 from andon.console.problems import InputError, Problem
 from andon.metrics.confusion import read_confusion
 from andon.model.adapter import merged, save_base
+from andon.model.build import facts_of
+from andon.model.masks import padding_of
 from andon.run.atomic import whole_folder
 from andon.run.folder import RunFolder
 from andon.run.ledger import LedgerError, read_ledger
 from andon.run.summary import read_summary
 from andon.tasks.sft import Asked
 from andon.training.card import Form, Result
-from andon.training.drift import drift, questions_of, said_by_run, said_by_written
+from andon.training.drift import (
+    MOST_PROMPTS,
+    MOST_ROWS,
+    Questions,
+    Said,
+    drift,
+    questions_of,
+    said_by_run,
+    said_by_written,
+)
 from andon.training.existing import config_of, go_on_with
 from andon.training.inference import TrainedRun, rows_of
-from andon.training.outputs import form_of, write_card, write_model_files, write_tokenizer
+from andon.training.outputs import card_note, form_of, write_card, write_model_files, write_tokenizer
 from andon_contracts.record import Start
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """What a model may be written in."""
+ADAPTER_ROWS, ADAPTER_PROMPTS = 32, 4
+"""Rows and prompts that an adapter's folder is asked: a mistake shows in any of them, and its base may be large."""
 NOT_MEASURED = "its drift was not measured: the run's rows are gone or have changed"
 NOT_ASKED = "its drift was not measured: no evaluation prompt leaves the model room to answer"
 
@@ -71,19 +84,56 @@ def result_of(folder: RunFolder, labels: Sequence[str]) -> Result:
 def export_adapter_of(run: TrainedRun, target: Path) -> tuple[str, ...]:
     """Write what the run trained as a new folder, whole or not at all; the embedded base goes along in it.
 
-    For a run of every weight that is the whole model. Returns what is to be said of it, a line each. Raises
-    `InputError` as `require_place` and `result_of` do.
+    For a run of every weight that is the whole model. The folder is loaded with stock transformers and peft and asked
+    some of the evaluation rows. Returns what is to be said of it, a line each, of which the first tells the drift.
+    Raises `InputError` as `require_place` and `result_of` do, and `RuntimeError` if the folder gives other answers
+    than the run.
     """
     require_place(target)
     result, config = result_of(run.folder, run.labels), config_of(run.folder)
-    reference, asked = _reference(run, config), _asked(run)
+    reference, asked, form = _reference(run, config), _asked(run), form_of(config)
+    questions, before = _answers(run, ADAPTER_ROWS, ADAPTER_PROMPTS)
     with whole_folder(target) as path:
         write_model_files(path, run.model, config, run.tokenizer, run.labels, reference, asked)
-        if form_of(config) is Form.COMPLETE:
+        if form is Form.COMPLETE:
             save_base(run.model, path / reference, run.labels)
-        said = write_card(path, run.folder, config, result, form_of(config), target.name, run.tokenizer, asked)
+        base = path / reference if form is Form.COMPLETE else None if form is Form.WHOLE else run.config.model.base
+        drift_line = _compared(run, path, questions, before, base, exact=config.model.dtype == "float32")
+        note = card_note(facts_of(run.model).own_code)
+        said = write_card(path, run.folder, config, result, form, target.name, run.tokenizer, asked, note)
         require_place(target)
-        return said
+        return drift_line, *said
+
+
+def _answers(run: TrainedRun, rows: int, prompts: int) -> tuple[Questions | None, Said | None]:
+    """Evaluation rows, at most so many, and what the run's own model says of them. None where the rows are gone or
+    changed; no answers where no prompt can be asked."""
+    found = rows_of(run)
+    questions = None if found is None else questions_of(run, found.evaluated_on, rows, prompts)
+    return questions, said_by_run(run, questions) if questions else None
+
+
+def _compared(
+    run: TrainedRun,
+    path: Path,
+    questions: Questions | None,
+    before: Said | None,
+    base: Path | str | None,
+    *,
+    exact: bool,
+) -> str:
+    """What is said of the difference between the run and the folder at `path`, loaded by stock libraries.
+
+    base: of an adapter, where its base is. exact: whether both compute the same products, in fp32. Raises
+    `RuntimeError` if they then differ by more than rounding, or the folder gives no finite number.
+    """
+    if questions is None or before is None:
+        return NOT_MEASURED if questions is None else NOT_ASKED
+    apart = drift(run, questions, before, said_by_written(run, path, questions, before, base))
+    if not math.isfinite(apart.largest) or (exact and not apart.within_rounding):
+        msg = f"the written model is not the run's: {apart}"
+        raise RuntimeError(msg)
+    return str(apart)
 
 
 def _asked(run: TrainedRun) -> Asked | None:
@@ -108,24 +158,20 @@ def export_merged(run: TrainedRun, target: Path, dtype: str = "float32") -> tupl
     """
     require_place(target)
     result, config = result_of(run.folder, run.labels), config_of(run.folder)
-    found, asked = rows_of(run), _asked(run)
-    questions = questions_of(run, None if found is None else found.evaluated_on)
-    before = said_by_run(run, questions) if questions else None
+    asked = _asked(run)
+    questions, before = _answers(run, MOST_ROWS, MOST_PROMPTS)
+    own_code = facts_of(run.model).own_code
+    side = padding_of(run.model, torch.device("cpu")).side
     plain = merged(run.model).to(DTYPES[dtype])
     form = Form.WHOLE if form_of(config) is Form.WHOLE else Form.MERGED
     with whole_folder(target) as path:
         save_base(plain, path, run.labels)
-        write_tokenizer(path, run.tokenizer, config, run.labels, asked)
+        write_tokenizer(path, run.tokenizer, config, run.labels, asked, side)
         del plain
-        said = NOT_MEASURED if found is None else NOT_ASKED
-        if before is not None:
-            apart = drift(run, questions, before, said_by_written(run, path, questions, before))
-            exact = dtype == "float32" and (form is Form.WHOLE or config.model.dtype == "float32")
-            if not math.isfinite(apart.largest) or (exact and not apart.within_rounding):
-                msg = f"the written model is not the run's: {apart}"
-                raise RuntimeError(msg)
-            said = str(apart)
-        note = f"Its weights are in {dtype}{'' if form is Form.WHOLE else ', merged in float32'}; {said}."
+        exact = dtype == "float32" and (form is Form.WHOLE or config.model.dtype == "float32")
+        said = _compared(run, path, questions, before, None, exact=exact)
+        how = f"its weights are in {dtype}{'' if form is Form.WHOLE else ', merged in float32'}; {said}"
+        note = card_note(how, own_code)
         written = write_card(path, run.folder, config, result, form, target.name, run.tokenizer, asked, note)
         require_place(target)  # measuring the drift takes minutes
         return said, *written

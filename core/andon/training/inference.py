@@ -41,6 +41,7 @@ from andon.training.material import (
     loss_weights,
     model_spec,
     task_of,
+    warnings_of,
 )
 from andon.training.rows import READERS, Rows, read_rows
 from andon_contracts.digest import hex64
@@ -135,6 +136,8 @@ def load_run(folder: RunFolder, base: str | None = None) -> TrainedRun:
         model = attach(build_base(spec), adapter, config.seed)
         _require_same_base(folder, model)
         load_adapter(model, folder.adapter)
+    for warning in warnings_of(model, tokenizer):
+        say(warning)
     return TrainedRun(folder, config, model.eval(), tokenizer, labels)
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from andon.config.schema import CLASSIFICATION, MULTI_LABEL, REGRESSION, SFT, TOKEN_CLASSIFICATION, Config
 from andon.config.source import is_folder
 from andon.console.problems import InputError, Problem
@@ -19,7 +21,8 @@ from andon.data.tagged import Tagged
 from andon.data.tokens import HuggingFaceTokenizer, Tokenizer, byte_tokenizer, pretrained_tokenizer
 from andon.model.adapter import AdapterSpec
 from andon.model.batches import length_step
-from andon.model.build import ModelSpec, labels_in_own_order, require_decoder
+from andon.model.build import ModelSpec, facts_of, labels_in_own_order, require_decoder
+from andon.model.masks import padding_note
 from andon.step.plan import BatchPlan
 from andon.tasks.classification import ClassificationTask
 from andon.tasks.encoded import Columns
@@ -159,7 +162,8 @@ def tagging_of(config: Config, data: Examples, tokenizer: Tokenizer) -> TaggingT
     assert isinstance(data, Tagged)
     if config.data.text_pair_column is not None:
         raise InputError([Problem("data.text_pair_column", "is for texts; words have tags in one text")])
-    tokens, firsts = tokenizer.encode_words([row.text for row in data.rows], config.model.max_length)
+    texts, limit = [row.text for row in data.rows], config.model.max_length
+    tokens, firsts = tokenizer.encode_words(texts, limit)
     tags = [[NO_TAG] * len(ids) for ids in tokens]
     unread: dict[int, dict[int, int]] = {}
     for id_, (row, places, each) in enumerate(zip(data.rows, firsts, tags, strict=True)):
@@ -168,7 +172,9 @@ def tagging_of(config: Config, data: Examples, tokenizer: Tokenizer) -> TaggingT
                 each[place] = tag
             else:
                 unread.setdefault(id_, {})[word] = tag
-    return TaggingTask(tokens, tags, names=data.labels, unread=unread, **_batching(config, data, tokenizer))
+    batching = _batching(config, data, tokenizer)
+    columns = _typed(tokenizer.types_of(texts, limit))
+    return TaggingTask(tokens, tags, names=data.labels, unread=unread, columns=columns, **batching)
 
 
 def _encoded(config: Config, data: TextRows[Any], tokenizer: Tokenizer) -> dict[str, Any]:
@@ -202,11 +208,17 @@ def _place(data: Examples, id_: int) -> str:
 def encoded(
     tokenizer: Tokenizer, texts: Sequence[str], pairs: Sequence[str] | None, max_length: int
 ) -> tuple[list[list[int]], Columns]:
-    """The tokens of texts, or of pairs of texts, and which text of a pair each is of, where the tokenizer says it."""
+    """The tokens of texts, or of pairs of texts, and their types, such as which text of a pair each is of, where the
+    tokenizer has any."""
     if pairs is None:
-        return tokenizer.encode(texts, max_length), {}
+        tokens = tokenizer.encode(texts, max_length)
+        return tokens, _typed(tokenizer.types_of(texts, max_length))
     tokens, types = tokenizer.encode_pairs(texts, pairs, max_length)
-    return tokens, {"token_type_ids": (types, 0)} if any(map(any, types)) else {}
+    return tokens, _typed(types)
+
+
+def _typed(types: Sequence[Sequence[int]]) -> Columns:
+    return {"token_type_ids": (types, 0)} if any(map(any, types)) else {}
 
 
 Encode = Callable[[Examples], ScoredTask]
@@ -368,6 +380,14 @@ def model_spec(config: Config, labels: tuple[str, ...], tokenizer: Tokenizer, he
         seed=config.seed,
         head=head,
     )
+
+
+def warnings_of(model: nn.Module, tokenizer: Tokenizer) -> Iterator[str]:
+    """Lines about what makes the answers of `model` others than its user may expect."""
+    device = next(model.parameters()).device
+    for note in (facts_of(model).own_code, tokenizer.own_code, padding_note(model, device)):
+        if note:
+            yield f"warning: {note}"
 
 
 def adapter_spec(config: Config, tokenizer: Tokenizer) -> AdapterSpec:

@@ -14,6 +14,8 @@ from andon.console.problems import InputError, Problem
 from andon.data.chat import asking
 from andon.data.tokens import HuggingFaceTokenizer, Tokenizer
 from andon.model.adapter import export_adapter, save_base
+from andon.model.build import facts_of
+from andon.model.masks import padding_of
 from andon.run.atomic import whole_folder, write_json, write_whole
 from andon.run.folder import RunFolder
 from andon.run.provenance import read_provenance, write_provenance
@@ -74,7 +76,8 @@ def write_adapter(folder: RunFolder, model: nn.Module, material: Material, resul
     asked = task.asked if isinstance(task, SftTask) else None
     with whole_folder(folder.adapter) as path:
         write_model_files(path, model, config, material.tokenizer, material.labels, reference, asked)
-        write_card(path, folder, config, result, form_of(config), folder.path.name, material.tokenizer, asked)
+        note = card_note(facts_of(model).own_code)
+        write_card(path, folder, config, result, form_of(config), folder.path.name, material.tokenizer, asked, note)
 
 
 def write_model_files(
@@ -91,7 +94,7 @@ def write_model_files(
     asked: of a model that answers, how.
     """
     export_adapter(model, path, reference, labels, with_base=config.model.base is None)
-    write_tokenizer(path, tokenizer, config, labels, asked)
+    write_tokenizer(path, tokenizer, config, labels, asked, padding_of(model, next(model.parameters()).device).side)
 
 
 def write_card(
@@ -115,6 +118,11 @@ def write_card(
     return () if asks is None or not asks.note else (asks.note,)
 
 
+def card_note(*sentences: str) -> str:
+    """Sentences as one paragraph; those that are empty are left out."""
+    return " ".join(f"{each[0].upper()}{each[1:]}." for each in sentences if each)
+
+
 def form_of(config: Config) -> Form:
     """What a run's own `adapter` folder holds."""
     if config.adapter.kind == "none":
@@ -123,14 +131,14 @@ def form_of(config: Config) -> Form:
 
 
 def write_tokenizer(
-    path: Path, tokenizer: Tokenizer, config: Config, labels: Sequence[str], asked: Asked | None
+    path: Path, tokenizer: Tokenizer, config: Config, labels: Sequence[str], asked: Asked | None, side: str
 ) -> None:
-    """The files of a tokenizer, which cuts texts as in training where they get labels; of a model that answers, how it
-    is asked. Raises `InputError` for a disk that refuses."""
+    """The files of a tokenizer, which cuts texts, and pads them on `side`, as in training where they get labels; of a
+    model that answers, how it is asked. Raises `InputError` for a disk that refuses."""
     if asked is not None:
         asked.write(path, tokenizer.pad_id)
     try:
-        tokenizer.save(path, config.model.max_length if labels else None)
+        tokenizer.save(path, config.model.max_length if labels else None, side)
     except OSError:
         raise
     except Exception as error:  # the tokenizers library raises a bare Exception for a disk that refuses

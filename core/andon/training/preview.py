@@ -15,7 +15,7 @@ from andon.data.rows import repeated_texts
 from andon.model.adapter import attach, trainable_parameters
 from andon.model.build import build_base, facts_of
 from andon.step.plan import efficiency
-from andon.training.material import Material, cut_note, prepare
+from andon.training.material import Material, cut_note, prepare, warnings_of
 from andon.training.notices import idleness, learns_nothing
 from andon.training.rows import class_counts, notes, told_of_task, unfit_model
 
@@ -40,6 +40,7 @@ def describe(config: Config, row: int | None = None) -> Iterator[str]:
     yield _texts(material)
     yield _model(model, material)
     yield from facts_of(model).notes
+    yield from warnings_of(model, material.tokenizer)
     yield _plan(material)
     more = f" and {len(devices) - _MOST_WORKERS} more" if len(devices) > _MOST_WORKERS else ""
     placed = f"{name}: {', '.join(map(str, devices[:_MOST_WORKERS]))}{more}"

@@ -35,7 +35,7 @@ from andon.step.audit import AuditSpec, default_every
 from andon.step.optimizer import OptimizerSpec
 from andon.training.budget import agree_on_devices
 from andon.training.build import Run, RunSpec, StepSpec, build_run
-from andon.training.material import Material, padding_multiple, prepare
+from andon.training.material import Material, padding_multiple, prepare, warnings_of
 from andon.training.rows import with_task
 from andon.training.study import captures
 from andon.training.trainer import Cadence
@@ -204,7 +204,8 @@ def _assemble(
     run = build_run(spec, backend, material.task, material.plan, ledger=folder.ledger)
     material.task.require_fit(run.primary.model, run.primary.device)
     if backend.ranks[0] == 0:
-        for note in (*facts_of(run.primary.model).notes, *material.task.notes):
+        model = run.primary.model
+        for note in (*facts_of(model).notes, *warnings_of(model, material.tokenizer), *material.task.notes):
             say(note)
     accelerators = [torch.cuda.get_device_name(device) for device in backend.devices if device.type == "cuda"]
     return Session(
