@@ -193,6 +193,27 @@ def test_a_head_of_one_number_is_kept_for_numbers(problem: str | None, kept: boo
     assert ("is kept" in facts_of(found).notes[0]) == kept
 
 
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [
+        ({"AutoModelForSequenceClassification": "own.OwnModel"}, "own.OwnModel"),
+        ({"AutoModel": "own.Backbone", "AutoConfig": "own.Config"}, "own.Backbone, own.Config"),
+        ({"AutoTokenizer": "own.Tokenizer"}, ""),
+        ({}, ""),
+    ],
+)
+def test_code_that_a_base_names_is_not_run_and_is_named(named: Any, said: str, tmp_path: Path) -> None:
+    """The class of transformers takes its place, and may be another model; what is written from it names no code."""
+    save_base(build_base(spec("encoder")), tmp_path / "base", TINY.labels)
+    change_config(tmp_path / "base", auto_map=named)
+    model = build_base(dataclasses.replace(spec("encoder"), base=str(tmp_path / "base")))
+    assert bool(facts_of(model).own_code) == bool(said)
+    assert said in facts_of(model).own_code
+    assert "not run: this is the BertForSequenceClassification" in facts_of(model).own_code or not said
+    save_base(model, tmp_path / "written", TINY.labels)
+    assert "auto_map" not in (tmp_path / "written" / "config.json").read_text()
+
+
 def change_config(folder: Path, **values: Any) -> None:
     """Set keys of the folder's config.json."""
     file = folder / "config.json"

@@ -1,9 +1,10 @@
-"""A base that classifies already, in an order of its own: the run that goes on from it is as right as the base is."""
+"""What a run takes over from its base: a head in an order of its own keeps its meaning, and code is named, not run."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,15 @@ from safetensors.torch import load_file, save_file
 
 from andon.config.load import load_config
 from andon.config.schema import MULTI_LABEL, TOKEN_CLASSIFICATION
+from andon.data.tokens import byte_tokenizer
+from andon.model.adapter import save_base
+from andon.model.build import build_base
 from andon.run.folder import RunFolder
 from andon.training.inference import load_run, rows_of
 from andon.training.material import prepare
+from andon.training.preview import describe
 from andon.training.rows import read_rows
+from tests.model.tiny import TINY
 from tests.training.kinds import KINDS, Kind, settings, started, written
 from tests.training.runs import row, summary
 
@@ -59,3 +65,23 @@ def test_an_untrained_run_scores_as_its_base(kind: Kind, tmp_path: Path, capsys:
     again = rows_of(load_run(RunFolder(tmp_path / "second")))
     assert again is not None
     assert again.train == material.rows.train
+
+
+def test_code_that_a_base_names_is_said_by_every_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Train, check and whatever loads the run; the card, which goes to others, says it too."""
+    base = tmp_path / "base"
+    save_base(build_base(replace(TINY, vocab_size=260, pad_id=0, max_length=128)), base, TINY.labels)
+    byte_tokenizer().save(base)
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoModel": "own.Model"}}))
+    data = written(tmp_path, COLOUR)
+    more = (f"model.base={base}", "training.max_steps=1")
+    kind = Kind(COLOUR.task, COLOUR.rows, "", "x", more)
+    warning = "warning: the base's config.json names code of its own (own.Model), which Andon does not run"
+    assert started(kind, data, tmp_path / "run", "inline", 1) == 0
+    assert warning in capsys.readouterr().err
+    assert any(line.startswith(warning) for line in describe(load_config(None, settings(kind, data), {})))
+    load_run(RunFolder(tmp_path / "run"))
+    assert warning in capsys.readouterr().err
+    card = (tmp_path / "run" / "adapter" / "README.md").read_text()
+    assert "The base's config.json names code of its own (own.Model), which Andon does not run" in card
