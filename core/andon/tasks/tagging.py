@@ -46,8 +46,8 @@ class TaggingTask(EncodedRows):
         cut: Sequence[int] = (),
     ) -> None:
         """tokens, tags: parallel, one of each a token; `NO_TAG` where none is learned. names: of the tags.
-        padding_multiple, max_length, columns, cut: as `EncodedRows` has them. unread: by row, then by the word's place in it,
-        the tag of each word that no token stands for, as behind a cut; in scores such a word is missed.
+        padding_multiple, max_length, columns, cut: as `EncodedRows` has them. unread: by row, then by the word's place
+        in it, the tag of each word that no token stands for, as behind a cut; in scores such a word is missed.
 
         Raises `InputError` that names, by `places`, every row that `check_rows` refuses, or without a tag.
         """

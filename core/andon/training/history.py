@@ -102,7 +102,7 @@ def retracted(violation: Broken, kept: int, last: int) -> Retraction | None:
 
 def begin_anew(config: Path) -> str:
     """The command that begins the run of `config` anew, in another folder."""
-    return f"andon train {shlex.quote(str(config))} --run-dir ANOTHER_FOLDER"
+    return command_line("andon", "train", config, "--run-dir", "ANOTHER_FOLDER")
 
 
 def read_history(ledger: Path, fingerprint: Mapping[str, str], checkpoint: Checkpoint | None = None) -> History:

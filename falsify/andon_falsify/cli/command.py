@@ -45,7 +45,7 @@ class FalsifyCommand(TyperCommand):
             say(str(stop) or "interrupted")
             raise typer.Exit(code_of(stop)) from None
         except OutputError as error:
-            warn(str(error))
+            say(*map(str, error.problems))
             raise typer.Exit(int(Exit.USAGE)) from None
         except Exception as error:
             raise typer.Exit(internal(error)) from error
