@@ -74,9 +74,10 @@ def logits_of(model: nn.Module, batch: Batch) -> torch.Tensor:
     device, names = batch["input_ids"].device, ["input_ids", "attention_mask"]
     if "token_type_ids" in batch and _takes_types(model):
         names.append("token_type_ids")
-    given, shift = {name: batch[name] for name in names}, batch["attention_mask"].sum(dim=1)
+    given = {name: batch[name] for name in names}
     on_left = padding_of(model, device).side == "left"
     if on_left:
+        shift = batch["attention_mask"].sum(dim=1)
         given = {name: rolled(values, shift) for name, values in given.items()}
     masking = Masking.TOKENS if on_left else masking_of(model, device)
     with computing(model, device), masked(model, masking, given.pop("attention_mask")) as mask:
