@@ -16,7 +16,7 @@ from tests.repository.sources import ROOT, Module, files, packaged, python_files
 Rule = Callable[[Module], Iterable[str]]
 
 FUNCTION_LINES = 60
-CLASS_LINES = 300
+CLASS_LINES = 320
 FILE_LINES = 700
 VAGUE = {"utils", "util", "helpers", "helper", "common", "misc", "manager"}
 CONTRACTS = {"require", "ensure", "invariant", "snapshot"}
