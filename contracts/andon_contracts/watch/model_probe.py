@@ -208,13 +208,15 @@ class ModelProbe:
         A tensor that is no `nn.Parameter` (a temperature, a latent, a master weight) cannot be in a module. A parameter
         of the form of a trained one in another precision is its master weight.
         """
-        forms = {(tuple(p.shape), p.dtype) for p in self.parameters.values() if p.requires_grad}
+        shaped = [p for p in self.parameters.values() if not isinstance(p, UninitializedParameter)]
+        forms = {(tuple(p.shape), p.dtype) for p in shaped if p.requires_grad}
         shapes, mine = {shape for shape, _ in forms}, {id(parameter) for parameter in self.parameters.values()}
         members = (p for each in self._optimizers for group in each.param_groups for p in group["params"])
         return [
             p
             for p in members
             if id(p) not in mine
+            and not isinstance(p, UninitializedParameter)
             and (
                 not isinstance(p, nn.Parameter) or (tuple(p.shape) in shapes and (tuple(p.shape), p.dtype) not in forms)
             )
