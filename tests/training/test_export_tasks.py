@@ -356,7 +356,9 @@ print((largest, changed, str(half.dtype)))
 """
     largest, changed, dtype = ast.literal_eval(alone(program, tmp_path))
     assert dtype == "torch.bfloat16"
-    told = re.search(r"on (\d+) evaluation prompts, .* by more than (\S+), and (\d+) greedy answers change", said)
+    told = re.search(
+        r"on (\d+) evaluation prompts, .* logit of the run is (\S+), and (\d+) greedy answers change", said
+    )
     assert told is not None
     assert (int(told[1]), float(told[2]), int(told[3])) == (len(prompts), pytest.approx(largest, rel=0.1), changed)
     assert largest > 1e-4
@@ -384,5 +386,5 @@ def test_what_transformers_cannot_ask_as_in_training_is_said(one: Path, tmp_path
     copy = shutil.copytree(one, tmp_path / "run")
     byte_tokenizer().save(copy / "adapter")
     told = "its tokenizer puts other special tokens around a text than it was trained with: answers may be others"
-    assert exported(copy, tmp_path / "out")[1:] == [told]
+    assert exported(copy, tmp_path / "out")[-1] == told
     assert told in (tmp_path / "out" / "README.md").read_text()

@@ -291,11 +291,11 @@ def test_a_rate_is_held_to_the_plan_of_most_by_the_trainer_and_to_its_own_by_a_w
 
 @pytest.mark.parametrize(
     ("factor", "ours", "theirs"),
-    [(1.0, False, False), (1 + 0.9e-4, False, False), (1 + 1.1e-4, True, False), (1 + 0.9e-3, True, False),
+    [(1.0, False, False), (1 + 0.9 * 2**-19, False, False), (1 + 1.1 * 2**-19, True, False), (1 + 0.9e-3, True, False),
      (1 + 1.1e-3, True, True)],
 )  # fmt: skip
 def test_a_clipping_is_held_to_rounding_of_both(factor: float, ours: bool, theirs: bool) -> None:
-    """Both sides of both old boundaries: 1e-4 of what is right in the trainer, 1e-3 in a watch."""
+    """Both sides of both boundaries: 32 roundings of fp32 in the trainer, whose norm is exact; 1e-3 in a watch."""
     right = 2.0 * (1.0 / (2.0 + 1e-6))
     said = [{"norm": bits_of(2.0), "clipped": bits_of(right * factor)}] * 3
     assert _broken(CLIP, Reduced(limit=1.0), *said) == ours
