@@ -17,6 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, TensorD
 import andon
 from andon_contracts.watch import Watch, gathering
 from tests.support.ranks import run_ranks
+from tests.watch.packed import packed
 
 
 def _model() -> nn.Sequential:
@@ -247,7 +248,7 @@ def test_data_that_refuses_to_be_looked_at_ends_no_loop(name: str, capsys: pytes
                 rows = batch["x"] if isinstance(batch, dict) else batch[0] if isinstance(batch, list) else batch
                 _update(model, optimizer, rows)
     assert w.evaluations["update-applied"] == 4
-    assert capsys.readouterr().err.count("the rows of this run are not looked at") <= 1
+    assert capsys.readouterr().err.count("the rows of this run are not checked") <= 1
 
 
 # transforms
@@ -404,33 +405,6 @@ def test_a_parameter_that_is_left_out_is_still_found_beside_a_loose_tensor() -> 
 # tensors and values of odd kinds
 
 
-class _Packed(Tensor):
-    """A wrapper of two tensors that has no memory of its own and lets itself only be detached, as quantized ones do."""
-
-    @staticmethod
-    def __new__(cls, whole: Tensor, scale: Tensor) -> _Packed:
-        """The tensor of `whole` times `scale`."""
-        made: _Packed = torch.Tensor._make_wrapper_subclass(cls, whole.shape, dtype=torch.float32)
-        made.whole, made.scale = whole, scale
-        return made
-
-    whole: Tensor
-    scale: Tensor
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["whole", "scale"], None
-
-    @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch.ops.aten.detach.default:
-            return cls(args[0].whole, args[0].scale)
-        raise NotImplementedError(str(function))
-
-
-def _packed(*shape: int) -> _Packed:
-    return _Packed(torch.ones(shape, dtype=torch.int8), torch.ones(1))
-
-
 class _Own(torch.optim.Optimizer):
     """Takes small steps, with whatever it was given in its groups and keeps for each parameter."""
 
@@ -481,15 +455,15 @@ def _odd_buffers() -> nn.Sequential:
     ragged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
     whole = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
     sparse = torch.eye(3).to_sparse_csr()
-    return _with(ragged=ragged, whole=whole, sparse=sparse, packed=_packed(2, 2), empty=torch.ones(2, device="meta"))
+    return _with(ragged=ragged, whole=whole, sparse=sparse, packed=packed(2, 2), empty=torch.ones(2, device="meta"))
 
 
 ODD: dict[str, Any] = {
     "no rate, as Adafactor": lambda: (m := _model(), _Own(m.parameters(), lr=None)),
     "two rates in one": lambda: (m := _model(), _Own(m.parameters(), lr=torch.tensor([0.1, 0.2]))),
     "a group that holds itself": lambda: (m := _model(), _Own(m.parameters(), lr=0.1, own=_itself())),
-    "quantized moments": lambda: (m := _model(), _Own(m.parameters(), keeps=_packed, lr=0.1)),
-    "quantized frozen weights": lambda: (m := _with(frozen=_packed(3, 3)), _Own(_trained(m), lr=0.1)),
+    "quantized moments": lambda: (m := _model(), _Own(m.parameters(), keeps=packed, lr=0.1)),
+    "quantized frozen weights": lambda: (m := _with(frozen=packed(3, 3)), _Own(_trained(m), lr=0.1)),
     "buffers of all kinds": lambda: (m := _odd_buffers(), _Own(m.parameters(), lr=0.1)),
 }
 
@@ -525,7 +499,7 @@ def test_tensors_and_values_of_odd_kinds_end_no_loop() -> None:
 
 def test_a_quantized_weight_that_changes_is_found() -> None:
     """It is read part by part, where its memory is."""
-    model = _with(frozen=_packed(3, 3))
+    model = _with(frozen=packed(3, 3))
     optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1)
     model[0].weight.requires_grad_(False)
     model[0].bias.requires_grad_(False)

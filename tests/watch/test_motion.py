@@ -13,6 +13,7 @@ from andon_contracts.agree import Observation, bits_of
 from andon_contracts.laws.law import Judgement, Seen
 from andon_contracts.laws.loop import AFTER
 from andon_contracts.watch.motion import Motion, Unmoved
+from tests.watch.packed import packed
 
 Make = Callable[[Sequence[nn.Parameter], float], torch.optim.Optimizer]
 
@@ -159,3 +160,49 @@ def test_the_message_says_which_of_both_causes_it_is(due: float, seen: str, like
     )
     assert found.seen.endswith(seen)
     assert found.likely.startswith(likely)
+
+
+class _Idle(torch.optim.Optimizer):
+    """Leaves all weights as they are."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 1.0})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """No update."""
+
+
+def _full(value: float) -> nn.Parameter:
+    parameter = nn.Parameter(torch.full((16,), value))
+    parameter.grad = torch.ones(16)
+    return parameter
+
+
+def test_a_state_that_is_no_table_says_nothing() -> None:
+    """An optimizer may keep whatever it likes for a parameter; that it moved nothing is seen all the same."""
+    optimizer = _Idle([weight := _full(1.0)])
+    optimizer.state[weight] = [torch.ones(16)]
+    motion = Motion(optimizer, [weight])
+    motion.remember(1)
+    assert [each.member for each in motion.unmoved()] == [0]
+
+
+def test_a_weight_that_the_loop_takes_out_of_its_optimizer_is_not_looked_at() -> None:
+    """Before an update, or in one: the other is."""
+    first, second = _full(1.0), _full(1.0)
+    optimizer = _Idle([first, second])
+    motion = Motion(optimizer, [first, second])
+    motion.remember(1)
+    optimizer.param_groups[0]["params"] = [first]
+    assert [each.member for each in motion.unmoved()] == [0]
+    motion.remember(2)
+    assert [each.member for each in motion.unmoved()] == [0]
+
+
+def test_a_weight_whose_elements_are_not_stored_one_by_one_is_not_looked_at() -> None:
+    """A quantized weight that is trained: its parts may stay as they are while rounding takes small updates away."""
+    weight = nn.Parameter(packed(4, 4))
+    weight.grad = torch.ones(4, 4)
+    motion = Motion(torch.optim.SGD([weight], lr=1.0), [weight])
+    motion.remember(1)
+    assert motion.unmoved() == []

@@ -66,7 +66,7 @@ class Motion:
             there = {
                 i: p.grad
                 for i, p in enumerate(self._members)
-                if p.grad is not None and plain(p.grad).numel() and rates[id(p)]
+                if p.grad is not None and plain(p.grad).numel() and rates.get(id(p))
             }
             found = zip(there, _extremes_of(list(there.values())), strict=True)
             sizes = {i: max(abs(low), abs(high)) for i, (low, high) in found}
@@ -85,16 +85,24 @@ class Motion:
         return [each for each in found if each.member not in few or each.member in again]
 
     def _overdue(self, index: int, gradient: Tensor) -> Unmoved | None:
-        """A member that kept every bit, if it had to move; None if its update may have been rounded away."""
+        """A member that kept every bit, if it had to move.
+
+        None if its update may have been rounded away, if the loop took it out of the optimizer meanwhile, or if its
+        elements are not stored one by one, as those of quantized weights.
+        """
         member = self._members[index]
-        group = next(g for g in self._optimizer.param_groups if any(p is member for p in g["params"]))
-        due, certain = _due(self._optimizer, group, member, gradient)
+        weight = plain(member)
+        group = next((g for g in self._optimizer.param_groups if any(p is member for p in g["params"])), None)
+        g = plain(gradient.to_dense() if gradient.layout != torch.strided else gradient)
+        if group is None or weight.dtype != member.dtype or weight.shape != g.shape:
+            return None
+        due, certain = _due(self._optimizer, group, member, g)
         # An update and a decay are rounded one after the other, so that less than a whole spacing may be lost.
-        sizes = due * certain / _spacing(plain(member).abs())
+        sizes = due * certain / _spacing(weight.abs())
         place = int(sizes.argmax())
         if not float(sizes.reshape(-1)[place]) > 1:
             return None
-        element = plain(member).reshape(-1)[place].abs()
+        element = weight.reshape(-1)[place].abs()
         limits = torch.finfo(member.dtype)
         power = 2.0 ** math.floor(math.log2(max(float(element), limits.smallest_normal)))
         return Unmoved(index, float(due.reshape(-1)[place]), limits.eps * power)
@@ -106,15 +114,15 @@ def _rate(group: dict[str, Any]) -> float:
 
 
 def _due(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], member: torch.nn.Parameter, gradient: Tensor
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], member: torch.nn.Parameter, g: Tensor
 ) -> tuple[Tensor, float]:
     """By how much an optimizer moves each element of a member, in float64, and the least part of it that is certain.
 
-    After the step: moments are those by which the member was moved. The gradient is that before the step.
+    After the step: moments are those by which the member was moved. g: the gradient before the step.
     """
     kind, rate, weight = type(optimizer), _rate(group), plain(member)
-    g = plain(gradient.to_dense() if gradient.layout != torch.strided else gradient)
-    kept = {key: plain(value) for key, value in optimizer.state.get(member, {}).items() if isinstance(value, Tensor)}
+    state = optimizer.state.get(member)  # of an optimizer that torch does not have this may be anything
+    kept = {key: plain(each) for key, each in state.items() if isinstance(each, Tensor)} if type(state) is dict else {}
     if kind is torch.optim.SGD and not weight.is_complex():
         g = (-g if group["maximize"] else g).double() + group["weight_decay"] * weight.double()
         momentum = float(group["momentum"])
