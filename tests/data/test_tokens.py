@@ -294,6 +294,33 @@ def test_types_of_a_single_text_are_told_as_stock_tells_them() -> None:
     assert byte_tokenizer().types_of(texts, 6) == []
 
 
+def test_types_are_told_of_batches_and_of_beginnings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a corpus nor a long text is tokenised as a whole, as for its tokens, and the types are the same."""
+    tokenizer, texts = closing_typed(), ["ab", "ab" * 500, "", "ba" * 300, "b"]
+    whole = tokenizer.types_of(texts, 8)
+    assert whole == tokenizer.base(texts, truncation=True, max_length=8)["token_type_ids"]
+    called, sizes = tokenizer.base.__call__, list[int]()
+
+    def seen(self: Any, given: str | list[str], **how: Any) -> Any:
+        sizes.append(sum(map(len, given)))
+        return called(given, **how)
+
+    monkeypatch.setattr(tokens, "_WHOLE", 64)
+    monkeypatch.setattr(tokens, "_WHOLE_OF_A_TOKEN", 1)
+    monkeypatch.setattr(tokens, "_AT_ONCE", 2)
+    monkeypatch.setattr(type(tokenizer.base), "__call__", seen)
+    assert tokenizer.types_of(texts, 8) == whole
+    assert max(sizes) < 200
+
+
+def test_a_text_whose_types_the_native_code_gives_up_on_is_named() -> None:
+    """As where its tokens are asked for."""
+    tokenizer = closing_typed()
+    tokenizer.base.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
+    with pytest.raises(InputError, match=r"^text 2: the tokenizer fails on it \(Onig: "):
+        tokenizer.types_of(["one", "a" * 40 + "b"], 8)
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_saved_tokenizer_pads_where_its_model_wants_it(side: str, tmp_path: Path) -> None:
     """Whatever side it had before: stock transformers pads by what is saved."""

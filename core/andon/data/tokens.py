@@ -169,9 +169,13 @@ class HuggingFaceTokenizer:
         """
         if not texts or not any(self.base("a", verbose=False).get("token_type_ids") or ()):
             return []
-        found = self.base(list(texts), truncation=True, max_length=max_length, verbose=False)
-        rows = zip(found["token_type_ids"], map(self._ended, found["input_ids"]), strict=True)
-        return [types[: len(ids)] or [0] for types, ids in rows]
+        rows: list[list[int]] = []
+        for first in range(0, len(texts), _AT_ONCE):
+            begun = self._beginnings(texts[first : first + _AT_ONCE], max_length, first)
+            found = self._called(begun, first=first, truncation=True, max_length=max_length)
+            ended = map(self._ended, found["input_ids"])
+            rows += [of_row[: len(ids)] or [0] for of_row, ids in zip(found["token_type_ids"], ended, strict=True)]
+        return rows
 
     def encode_pairs(
         self, texts: Sequence[str], pairs: Sequence[str], max_length: int
