@@ -385,6 +385,13 @@ def test_quoted_fields_of_a_tsv_may_span_lines(tmp_path: Path) -> None:
         assert pairs(read(tmp_path / name)) == rows
 
 
+def test_a_row_of_a_tsv_whose_fields_are_all_empty_is_refused(tmp_path: Path) -> None:
+    """It is a row, and not a blank line; as in a CSV file."""
+    for name, comma in (("a.tsv", "\t"), ("a.csv", ",")):
+        path = written(tmp_path, name, f"text{comma}label\none{comma}x\n{comma}\n\ntwo{comma}y\n")
+        assert faults(path) == [f"{name}:3: text is empty", f"{name}:3: label is empty"]
+
+
 def test_a_tsv_that_can_be_read_in_two_ways_is_refused(tmp_path: Path) -> None:
     """One line has a tab in quotes, so quotes count; then others take in whole rows, and which is meant is unknown."""
     path = written(tmp_path, "a.tsv", 'text\tlabel\n"a\tb"\tx\n"I went\ty\nand\tx\ncame ."\ty\nend\tx\n')

@@ -141,7 +141,7 @@ def tabbed(path: Path, problems: ProblemList) -> Table:
     quotes loses them. Other files are read as CSV is. There, unless the header is quoted, a record that spans several
     lines is refused if each of these lines looks like a record of its own.
     """
-    lines = (text.rstrip("\r\n").split("\t") for _, text in numbered_lines(path, ProblemList()) if text.strip())
+    lines = (text.rstrip("\r\n").split("\t") for _, text in numbered_lines(path, ProblemList()) if text.strip(" \r\n"))
     header = next(lines, [])
     quoted = header[:1] != [] and header[0].startswith('"')
     if not quoted and len(header) > 1 and all(len(cells) == len(header) for cells in lines):
@@ -151,7 +151,7 @@ def tabbed(path: Path, problems: ProblemList) -> Table:
 
 def _tabbed_records(path: Path, problems: ProblemList) -> Iterator[tuple[int, list[str]]]:
     for number, text in numbered_lines(path, problems):
-        if text.strip():
+        if text.strip(" \r\n"):
             yield number, [_unquoted(cell) for cell in text.rstrip("\r\n").split("\t")]
 
 
