@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 from andon.cli import setup
 from andon.cli.app import _run, guarded
 from andon.config.source import loading
+from andon.console.exits import Exit
 from andon.console.problems import InputError
 from andon.launch import preemption
 from andon_contracts.record import Broken
@@ -189,6 +191,12 @@ def test_a_panic_of_native_code_is_one_line_and_no_traceback(capsys: pytest.Capt
 
     with pytest.raises(preemption.Interrupted):
         guarded(interrupted)
+
+    def cancelled() -> int:
+        raise asyncio.CancelledError("by nobody")
+
+    assert guarded(cancelled) == Exit.CRASHED  # nobody's input is at fault
+    assert capsys.readouterr().err == "andon: CancelledError: by nobody\n"
 
 
 def test_init_writes_over_nothing(tmp_path: Path) -> None:

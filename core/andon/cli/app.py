@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from andon.console.exits import Exit
 from andon.console.messages import BROKEN_STREAM, not_written, say
-from andon.console.problems import InputError, install_hint
+from andon.console.problems import InputError, install_hint, is_panic
 from andon.launch import preemption
 from andon_contracts.violation import Violation
 
@@ -106,8 +106,8 @@ def guarded(work: Callable[[], int]) -> int:
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt | SystemExit | preemption.Interrupted):
             raise
-        # Native code gave up on what it was given: a panic of Rust is no `Exception`.
-        return _say(f"{type(error).__name__}: {error}", Exit.USAGE)
+        # A panic of Rust is not an `Exception`: native code gave up on its input. Anything else is a mistake of ours.
+        return _say(f"{type(error).__name__}: {error}", Exit.USAGE if is_panic(error) else Exit.CRASHED)
 
 
 def _is_of_stdout(error: OSError) -> bool:
