@@ -41,10 +41,10 @@ def tell(*lines: str) -> None:
 _told: set[str] = set()
 
 
-def tell_once(line: str) -> None:
-    """As `tell`, but only the first time in this process."""
-    if line not in _told:
-        _told.add(line)
+def tell_once(about: str, line: str) -> None:
+    """As `tell`, but only the first line about `about` in this process: its words may be others each time."""
+    if about not in _told:
+        _told.add(about)
         tell(line)
 
 

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, TensorDataset
 
 import andon
+from andon_contracts import legible
 from andon_contracts.watch import Watch, gathering
+from andon_contracts.watch.loaders import cannot_look
 from tests.support.ranks import run_ranks
 from tests.watch.packed import packed
 
@@ -249,6 +251,20 @@ def test_data_that_refuses_to_be_looked_at_ends_no_loop(name: str, capsys: pytes
                 _update(model, optimizer, rows)
     assert w.evaluations["update-applied"] == 4
     assert capsys.readouterr().err.count("the rows of this run are not checked") <= 1
+
+
+def test_why_rows_are_not_looked_at_is_said_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error of each batch has other words, as an index or an address: there is one line all the same."""
+    monkeypatch.setattr(legible, "_told", set())
+    for index in range(3):
+        cannot_look("a batch of a data loader", IndexError(f"no row {index}"))
+    cannot_look("what the model is given", IndexError("no row 3"))
+    assert [line.partition(" if ")[0] for line in capsys.readouterr().err.splitlines()] == [
+        "andon.watch: a batch of a data loader raises IndexError: no row 0",
+        "andon.watch: what the model is given raises IndexError: no row 3",
+    ]
 
 
 # transforms

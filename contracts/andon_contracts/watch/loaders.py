@@ -106,7 +106,8 @@ def yielded(iterator: Any, batch: object) -> Yielded:
 
 def cannot_look(what: str, error: Exception) -> None:
     """Say, once, why rows are not looked at."""
-    tell_once(f"andon.watch: {what} raises {first_line(error)} if looked at: the rows of this run are not checked")
+    line = f"andon.watch: {what} raises {first_line(error)} if looked at: the rows of this run are not checked"
+    tell_once(what, line)
 
 
 def _seen(iterator: Any, batch: object) -> Yielded:

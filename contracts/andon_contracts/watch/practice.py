@@ -236,7 +236,8 @@ class Practice:
                 return self._copies.values(self._updates + 1)
             except Exception as error:  # noqa: BLE001 - see above
                 self._copies, self._hidden = Copies(self._subject), True
-                tell_once(f"andon.watch: copies of the model are not looked for: an object raises {first_line(error)}")
+                why = f"an object raises {first_line(error)}"
+                tell_once("copies", f"andon.watch: copies of the model are not looked for: {why}")
         return self._copies.values(0)
 
     def waiting(self) -> list[Tensor]:
