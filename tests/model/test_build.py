@@ -193,6 +193,14 @@ def test_a_head_of_one_number_is_kept_for_numbers(problem: str | None, kept: boo
     assert ("is kept" in facts_of(found).notes[0]) == kept
 
 
+def test_a_head_of_one_label_is_said_to_name_the_same(tmp_path: Path) -> None:
+    """Of several labels a text may have there may be one only: its output is no number to be learned."""
+    one = dataclasses.replace(spec("encoder"), head="multi-label", num_labels=1, labels=("toxic",))
+    save_base(build_base(one), tmp_path, ("toxic",))
+    notes = facts_of(build_base(dataclasses.replace(one, base=str(tmp_path)))).notes
+    assert notes == ("head: the base's own is kept, since it names the same classes; numbered as there: toxic",)
+
+
 @pytest.mark.parametrize(
     ("named", "said"),
     [

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 
+from andon.console.messages import command_line
 from andon.console.problems import InputError, Problem
 
 _ANSWER_S = 10.0
@@ -28,7 +28,7 @@ def at_hand(base: str) -> str:
         if Path(base).is_absolute():
             what += "; if it has moved, name its place: --model PATH, in eval, predict, generate and export"
         else:
-            what += f" and not in the hub's cache; fetch it first: hf download {shlex.quote(base)}"
+            what += f" and not in the hub's cache; fetch it first: {command_line('hf', 'download', base)}"
         raise InputError([Problem("model.base", what)]) from error
 
 

@@ -66,12 +66,12 @@ def keeps_head(config: Any, auto: Any, head: str, labels: Sequence[str]) -> bool
     return [name.casefold() for name in own] == [name.casefold() for name in labels]
 
 
-def head_note(config: Any, auto: Any, labels: Sequence[str], *, kept: bool) -> str:
-    """The line that says what became of the base's own head. labels: of the run."""
-    if kept and len(labels) > 1:
-        return f"head: the base's own is kept, since it names the same classes; numbered as there: {_shown(labels)}"
-    if kept:
+def head_note(config: Any, auto: Any, head: str, labels: Sequence[str], *, kept: bool) -> str:
+    """The line that says what became of the base's own head. head, labels: of the run, as in `ModelSpec`."""
+    if kept and head == "regression":
         return "head: the base's own is kept; it gives one number too"
+    if kept:
+        return f"head: the base's own is kept, since it names the same classes; numbered as there: {_shown(labels)}"
     own = own_classes(config)
     if not has_own_head(config, auto):
         why = f"is that of {', '.join(config.architectures)}"

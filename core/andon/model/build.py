@@ -241,7 +241,7 @@ def _auto_class(head: str) -> Any:
 def _pretrained(spec: ModelSpec) -> Any:
     auto, (source, local) = _auto_class(spec.head), _source(str(spec.base))
     config = _configuration(spec, source, local)  # not its values to the model, which refuses those that it lacks
-    stored = _stored_config(str(spec.base), source, local)
+    stored = _stored_config(str(spec.base))
     with loading(str(spec.base), "model.base"):
         model, report = auto.from_pretrained(
             source,
@@ -292,7 +292,7 @@ def _settle_head(model: Any, stored: Any, missing: Set[str], mismatched: Set[str
     kept = not outputs & absent and keeps_head(stored, auto, spec.head, spec.labels)
     if not kept and not outputs <= absent:
         draw_again(model, outputs, spec.seed)
-    return head_note(stored, auto, spec.labels, kept=kept)
+    return head_note(stored, auto, spec.head, spec.labels, kept=kept)
 
 
 def labels_in_own_order(base: str, head: str, labels: Sequence[str]) -> tuple[str, ...]:
@@ -300,15 +300,14 @@ def labels_in_own_order(base: str, head: str, labels: Sequence[str]) -> tuple[st
 
     head: as in `ModelSpec`. Raises `InputError` for a base whose configuration cannot be loaded.
     """
-    source, local = _source(base)
-    stored = _stored_config(base, source, local)
-    auto = _auto_class(head)
+    stored, auto = _stored_config(base), _auto_class(head)
     return in_order_of(stored, labels) if has_own_head(stored, auto) else tuple(labels)
 
 
-def _stored_config(base: str, source: str, local: bool) -> Any:
+def _stored_config(base: str) -> Any:
     from transformers import AutoConfig
 
+    source, local = _source(base)
     with loading(base, "model.base"):
         return AutoConfig.from_pretrained(source, local_files_only=local, trust_remote_code=False)
 
@@ -344,12 +343,7 @@ def _configuration(spec: ModelSpec, source: str, local: bool) -> Any:
 
 def require_decoder(base: str) -> None:
     """Raise `InputError` for a base that cannot write the next token, by its configuration alone."""
-    from transformers import AutoConfig
-
-    source, local = _source(base)
-    with loading(base, "model.base"):
-        config = AutoConfig.from_pretrained(source, local_files_only=local, trust_remote_code=False)
-    _refuse_encoder(config, base)
+    _refuse_encoder(_stored_config(base), base)
 
 
 def _refuse_encoder(config: Any, base: str) -> None:
