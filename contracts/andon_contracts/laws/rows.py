@@ -162,7 +162,7 @@ class BatchTold:
     """The rows of one update as all ranks told them, and what they were to be.
 
     `ids` and `contents` by rank; `planned` the ids of the plan (None: no plan); `epoch` the rows that the present
-    epoch has had, of `rows` (None: unknown), not copied: whoever keeps the set adds to it after the judgement;
+    epoch has had, of `rows` (None: unknown), not copied: its owner adds to the set after the judgement;
     `expected` the content of each id (empty: unknown).
     """
 

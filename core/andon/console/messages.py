@@ -21,7 +21,7 @@ BROKEN_STREAM = (OSError, ValueError)
 
 
 class OutputError(InputError):
-    """Standard output takes no more, so that what the command was asked for is lost."""
+    """Standard output cannot be written to, so the result of the command is lost."""
 
 
 def say(*lines: str) -> None:

@@ -329,7 +329,7 @@ class _Scribe:
         missing = next((part.strip() for part in parts if part.strip() not in written), None)
         if missing is not None:
             what = f"the chat template leaves out what {self._name(place)} says before </think> ({shown(missing)})"
-            remedy = "take a template that keeps it, or leave the reasoning out of the rows"
+            remedy = "use a template that keeps it, or remove the reasoning from the rows"
             raise TemplateFault(f"{what}, so that it would not be trained; {remedy}")
 
     def _marked(self, messages: Sequence[Message], template: ChatTemplate) -> tuple[str, list[_Turn]]:

@@ -284,13 +284,13 @@ class HuggingFaceTokenizer:
         self.truncated += len(places)
 
     def _beginning(self, text: str, most: int, before: int) -> str:
-        """`text`, or its first characters that give the same first `most` tokens as all of it.
+        """`text`, or so many of its first characters that the first `most` tokens are the same.
 
         before: how many texts came before it, for messages.
-        To tokenise a text takes a hundred bytes a character: a row of 40 MB would take gigabytes, to become 128 tokens.
-        A text of up to `_WHOLE` characters is never cut here. Of a longer one a part is taken whose first `most` tokens
-        are those of a part twice as long: how far a tokenizer looks ahead is bounded by its vocabulary and its
-        patterns, so what 65,536 more characters leave as it is does not depend on those behind them either.
+        Tokenising takes a hundred bytes a character: a row of 40 MB would take gigabytes to become 128 tokens. A text
+        of up to `_WHOLE` characters is never cut here. A longer one is cut at the first length whose first `most`
+        tokens are also those of twice that length. How far a tokenizer looks ahead is bounded by its vocabulary and
+        its patterns. So tokens that do not change with 65,536 more characters do not change with the rest either.
         """
         size, first = max(_WHOLE, _WHOLE_OF_A_TOKEN * most), None
         while size < len(text) and self.base.truncation_side == "right":
@@ -307,8 +307,11 @@ class HuggingFaceTokenizer:
     def _beginnings_of_pairs(
         self, texts: Sequence[str], pairs: Sequence[str], most: int, first: int
     ) -> tuple[list[str], list[str]]:
-        """`_beginning` of the longer text of each pair. It still has more tokens than the other one: which has more
-        decides which keeps one more. Where both texts are long that is not known, and both stay whole."""
+        """Pairs of which the long text is replaced by its `_beginning`.
+
+        Truncation takes tokens from the text that has more of them. So the beginning must have more tokens than the
+        other text, as the whole has. If both texts are long, it is unknown which has more, and both stay whole.
+        """
         both = self._beginnings(texts, most, first), self._beginnings(pairs, most, first)
         for place, pair in enumerate(zip(texts, pairs, strict=True)):
             cut = [len(column[place]) < len(text) for column, text in zip(both, pair, strict=True)]
@@ -344,7 +347,7 @@ class HuggingFaceTokenizer:
 
     def _refusal(self, error: BaseException, first: int, *texts: list[str]) -> Problem:
         """Which text the tokenizer's native code gave up on, looked for one by one, and why."""
-        why = f"the tokenizer fails on it ({error}); leave the row out, or take another tokenizer"
+        why = f"the tokenizer fails on it ({error}); leave the row out, or use another tokenizer"
         for place, text in _numbered(first, *texts):
             try:
                 self.base([text], verbose=False)

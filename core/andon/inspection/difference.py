@@ -172,7 +172,7 @@ def _settings(report: Differences, one: Side, other: Side, digests: Collection[s
 def _identities(report: Differences, one: Side, other: Side) -> tuple[str, ...] | None:
     """The same by the digests of all settings, where those of one side are not at hand."""
     if one.identity is None or other.identity is None:
-        report.add("config", "not compared: one of both has neither settings nor a first line")
+        report.add("config", "not compared: one side has neither settings nor a ledger's first line")
         return None
     if one.identity == other.identity:
         return ()

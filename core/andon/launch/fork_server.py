@@ -41,7 +41,7 @@ class ServerStopped(ServerFailed):
 
 
 class TooManyRanks(ServerFailed):
-    """Each rank is given the pipes of all ranks, and the fork server takes some 250 of them at once."""
+    """Each rank inherits the pipes of all ranks, and the fork server accepts about 250 of them in one request."""
 
     ends_with = Exit.USAGE
 
@@ -53,8 +53,8 @@ def running() -> Process | None:
 
 
 def how_it_ended(seconds: float = 0.0) -> str:
-    """How this process's fork server ended (by which signal, for want of which memory), waited for so long; empty: it
-    runs, or there is none. multiprocessing still finds its exit status afterwards.
+    """How this process's fork server ended: by which signal, and whether memory ran out. Empty if it runs or if there
+    is none. Waits `seconds` for its end, and leaves its exit status for multiprocessing.
     """
     pid = getattr(forkserver._forkserver, "_forkserver_pid", None)
     deadline, pause = time.monotonic() + seconds, threading.Event()
@@ -166,7 +166,7 @@ def starting() -> Iterator[None]:
         if str(error) != "too many fds":  # multiprocessing's words
             raise
         what = (
-            "run.workers: one launcher cannot start so many ranks (some 120 are the most); give fewer, or use torchrun"
+            "run.workers: one launcher cannot start so many ranks (the limit is about 120); set fewer, or use torchrun"
         )
         raise TooManyRanks(what) from error
     finally:

@@ -1,7 +1,7 @@
 """Confusion matrices, and their files: `confusion/DIGEST.json` in a run folder, of which the ledger quotes DIGEST.
 
-The matrix of K classes has K * K cells, too many for a line of a ledger or for a summary if K is in the thousands. All
-but as many as there were rows are zero, so the file holds only the others:
+The matrix of K classes has K * K cells, too many for a line of a ledger or for a summary if K is in the thousands. No
+more cells than rows can differ from zero, so the file holds only these:
 `{"cells":[[actual,predicted,rows],...],"classes":K}`, the cells in rising order, no spaces, a line feed at the end.
 DIGEST is the first 16 hexadecimal digits of SHA-256 of these bytes.
 """

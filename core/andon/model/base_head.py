@@ -48,8 +48,7 @@ def has_own_head(config: Any, auto: Any) -> bool:
 
 
 def in_order_of(config: Any, labels: Sequence[str]) -> tuple[str, ...]:
-    """`labels` in the order in which `config` names the same classes, upper or lower case; if it names others, as they
-    are."""
+    """`labels` in the order of the same names in `config`, ignoring case; unchanged if `config` names other classes."""
     own = [name.casefold() for name in own_classes(config)]
     named = {name.casefold(): name for name in labels}
     same = len(named) == len(labels) == len(own) and set(own) == set(named)

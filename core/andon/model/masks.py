@@ -140,11 +140,11 @@ class Padding:
 
 
 def padding_of(model: nn.Module, device: torch.device) -> Padding:
-    """Where `model` wants its rows padded, so that what it says of a row does not depend on the rows beside it.
+    """The side on which `model` needs its rows padded, so that a row's logits do not depend on the rows beside it.
 
-    Rows are padded on the right, which suits most models. XLNet, for one, classifies by the last position whatever it
-    holds. So three rows are asked alone and padded, once, and the left is taken if only it leaves the logits as they
-    are. A causal language model knows its rows by spans and is not tried.
+    The right suits most models, but XLNet classifies by the last position, padding or not. So the logits of three rows
+    are computed once without padding and once with it on each side. The left is used if only there they stay the same.
+    A causal language model gets the spans of its rows and is not tried.
     """
     base: Any = without_adapter(model)
     if not hasattr(base, "config") or vocabulary_head(model) is not None:
@@ -193,8 +193,10 @@ def _logits(model: Any, ids: torch.Tensor, mask: torch.Tensor | None = None) -> 
 
 
 def rolled(values: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-    """`values` [rows, length, ...], each row turned to the left by its own `shift`, int64 [rows]: by the tokens of a
-    row its padding comes before them, and by minus as many behind them again."""
+    """`values` [rows, length, ...], each row rotated to the left by its own `shift`, int64 [rows].
+
+    A shift by a row's number of tokens moves its padding from the right to the left; its negative moves it back.
+    """
     places = torch.arange(values.shape[1], device=values.device)
     order = (places + shift[:, None]) % values.shape[1]
     return values.gather(1, order.view(*order.shape, *[1] * (values.dim() - 2)).expand_as(values))

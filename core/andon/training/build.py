@@ -256,7 +256,7 @@ def _replica(
         if not _of_the_model(error):
             raise
         name = type(without_adapter(model)).__name__
-        what = f"{name} fails on a row of these settings ({first_line(error)}); take another base or model.max_length"
+        what = f"{name} fails on a row of these settings ({first_line(error)}); change model.base or model.max_length"
         raise InputError([Problem("model.base", what)]) from error
     as_cpus = draws_as_cpus(backend.name, device, checkpointing=spec.checkpointing, compiled=spec.compile != "off")
     randomness = KeyedRandomness(spec.seed, device, intercept_all=full, host_drawn=as_cpus)
