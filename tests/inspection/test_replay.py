@@ -162,6 +162,21 @@ def test_other_data_cannot_be_replayed(runs: Runs, run: Path, tmp_path: Path) ->
         replay_run(folder, "1", 1, "inline")
 
 
+def test_ranks_that_cannot_replay_say_all_that_is_wrong(runs: Runs, run: Path, tmp_path: Path) -> None:
+    """Each mistake is a problem of its own, as where the rank is this process."""
+    changed = tmp_path / "train.jsonl"
+    changed.write_text('{"text": "", "label": 0}\n{"text": "a", "label": -1}\n')
+    folder = _rewritten(run, tmp_path / "r", {})
+    (folder / "config.yaml").write_text((folder / "config.yaml").read_text().replace(str(runs.data), str(changed)))
+    told = []
+    for workers, backend in ((1, "inline"), (2, "gloo")):
+        with pytest.raises(InputError) as caught:
+            replay_run(folder, "1", workers, backend)
+        told.append([str(each) for each in caught.value.problems])
+    assert len(told[0]) == 2
+    assert told[1] == told[0]
+
+
 @pytest.mark.parametrize("text", ["", ":x", "1-2", "0:1", "2:1", "1:13", "a"])
 def test_steps_that_are_none_are_refused(run: Path, text: str) -> None:
     """The message says what there is, or how a range is written."""

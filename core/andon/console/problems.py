@@ -48,6 +48,11 @@ class InputError(ValueError):
         self.problems: tuple[Problem, ...] = found
         super().__init__("\n".join(map(str, found)))
 
+    @classmethod
+    def of_text(cls, text: str) -> InputError:
+        """The error of another process whose text, with a line for each problem, is `text`."""
+        return cls([Problem("", line) for line in text.split("\n")])
+
     @property
     def line(self) -> str:
         """All problems on one line, for a message about something else."""

@@ -52,7 +52,7 @@ def replay_run(path: Path, steps: str, workers: int | None, backend: str | None)
             timeout_s=config.run.grace_s,
         )
         if result.exit is Exit.USAGE and result.report is not None:
-            raise InputError(result.report.message)
+            raise InputError.of_text(result.report.message)
         if result.exit is not Exit.OK:
             raise ReplayFailed(result.cause, result.exit)
         said = json.loads((Path(out) / RESULT).read_bytes())

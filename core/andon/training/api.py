@@ -348,7 +348,7 @@ def _raise(ended: Ended) -> NoReturn:
     """The exception that says how a run ended that did not reach its end."""
     again = f"go on with: andon.train(..., run_dir={str(ended.folder.path)!r}, resume='auto')"
     if ended.exit is Exit.USAGE:
-        raise InputError([Problem("", line) for line in ended.why.split("\n")])
+        raise InputError.of_text(ended.why)
     if ended.exit is Exit.VIOLATION:
         raise _violation(ended)
     if ended.asked_by and ended.exit in (Exit.PREEMPTED, Exit.RANK_LOST):
