@@ -170,6 +170,15 @@ def test_a_head_of_the_same_classes_is_kept_in_its_own_order(architecture: str, 
         assert labels_in_own_order(str(tmp_path), head, others) == others
 
 
+def test_classes_that_differ_only_in_case_are_told_apart_by_it(tmp_path: Path) -> None:
+    """A head for Yes and yes may be kept for these, but which of them is YES is unknown."""
+    model = build_base(dataclasses.replace(spec("encoder"), num_labels=2, labels=("Yes", "yes")))
+    save_base(model, tmp_path, ("Yes", "yes"))
+    for labels, kept in ((("Yes", "yes"), True), (("YES", "yes"), False), (("yes", "Yes"), False)):
+        wanted = dataclasses.replace(spec("encoder"), base=str(tmp_path), num_labels=2, labels=labels, seed=99)
+        assert ("is kept" in facts_of(build_base(wanted)).notes[0]) == kept
+
+
 def test_a_head_of_another_kind_of_model_is_drawn_anew(tmp_path: Path) -> None:
     """Both kinds of BERT call their output layer `classifier`; that for tokens says nothing of a text."""
     model = build_base(dataclasses.replace(spec("encoder"), head="tokens"))

@@ -62,7 +62,9 @@ def keeps_head(config: Any, auto: Any, head: str, labels: Sequence[str]) -> bool
     own = own_classes(config)
     if head == "regression" and len(own) == 1:
         return getattr(config, "problem_type", None) in (None, "regression")
-    return [name.casefold() for name in own] == [name.casefold() for name in labels]
+    folded = [name.casefold() for name in own]
+    alike = len(set(folded)) == len(folded) and folded == [name.casefold() for name in labels]
+    return alike or own == tuple(labels)  # names that differ only in case say nothing in another case
 
 
 def head_note(config: Any, auto: Any, head: str, labels: Sequence[str], *, kept: bool) -> str:
