@@ -393,6 +393,19 @@ def test_master_weights_are_no_mistake(kind: str, capsys: pytest.CaptureFixture[
     assert f"  not watched: the updates of {held} of the optimizers beside the model's parameters" in said
 
 
+def test_a_group_that_the_loop_removes_ends_no_loop(capsys: pytest.CaptureFixture[str]) -> None:
+    """The optimizer is another one then, and what was declared for the group does not hold any more."""
+    model = _model()
+    groups = [{"params": [*model[0].parameters()]}, {"params": [*model[2].parameters()]}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    with andon.watch(model, optimizer, groups={"2.*": {"lr": 0.1}}) as w:
+        _update(model, optimizer)
+        del optimizer.param_groups[1]
+        _update(model, optimizer)
+    assert [each.clause for each in w.findings] == ["parameters-kept"]
+    assert "also     groups-planned, step 2: 2.weight has not the" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("apart", [True, False])
 def test_a_loose_tensor_beside_the_model_is_no_mistake(apart: bool) -> None:
     """With an optimizer of its own, or in that of the model."""

@@ -234,7 +234,11 @@ class OptimizerProbe:
 
     def _ungrouped(self) -> int:
         groups = self.optimizer.param_groups
-        odd = (index for index, group, key, value in self._declared if not _holds(groups[group].get(key), value))
+        odd = (
+            index
+            for index, group, key, value in self._declared
+            if group >= len(groups) or not _holds(groups[group].get(key), value)  # the loop may remove groups
+        )
         return next(odd, -1) + 1
 
     def _weights_before(self, step: int) -> Look | None:
