@@ -378,6 +378,7 @@ def forgiven(plan: Planting) -> None:
 
     forgive(journal.FolderJournal, "checkpoint", True)
     forgive(journal.MetricsWriter, "write")
+    forgive(journal, "write_confusion")
     forgive(LedgerWriter, "append")
     forgive(LedgerWriter, "sync")
     forgive(running, "write_adapter")
