@@ -54,6 +54,12 @@ def test_spans_are_the_same_however_a_set_of_tags_is_written(way: str, letters: 
     assert spans([first, inner, "O", "O", single], parts) == [("PER", 0, 1), ("PER", 4, 4)]
 
 
+@pytest.mark.parametrize("tag", ["U-PER", "S_PER", "B.PER", "W-PER"])
+def test_a_set_of_single_words_alone_is_one_span_a_word(tag: str) -> None:
+    """No tag goes on or ends a span, and all have a role."""
+    assert spans([tag, tag, "O"], scheme([tag, "O"])) == [("PER", 0, 0), ("PER", 1, 1)]
+
+
 def test_a_type_that_looks_like_a_role_is_a_type() -> None:
     """No set of tags shows that U, `_` or what stands behind a hyphen is a role: neighbours of one type are a span."""
     tags = ["U-turn", "U-turn", "O", "I_think", "O", "vitamin-B"]

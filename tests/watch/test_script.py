@@ -314,7 +314,9 @@ def test_a_rank_that_nobody_watches_leaves_the_others_unwatched(tmp_path: Path) 
     code, said = run_ranks(2, _alone, str(tmp_path))[0].get()
     assert code == 0
     assert len(said.splitlines()) == 1
-    assert said.startswith("andon watch: the script goes on, but not watched: rank 1 did not come to the first update")
+    assert said.startswith(
+        "andon watch: an optimizer is not watched, and the script goes on: rank 1 did not come to the first update"
+    )
 
 
 LOOSE_TENSOR = """
@@ -399,8 +401,12 @@ def test_what_cannot_be_watched_ends_no_script(tmp_path: Path) -> None:
     ranks = [outcome.get() for outcome in run_ranks(2, _unwatched, str(tmp_path))]
     for place, (name, (_, why)) in enumerate(UNWATCHED.items()):
         assert [rank[place][0] for rank in ranks] == [0, 0], (name, ranks)
-        lines = [line for rank in ranks for line in rank[place][1].splitlines() if "not watched: " in line[:60]]
-        told = [line for line in lines if line.startswith("andon watch: the script goes on, but not watched: ")]
+        lines = [line for rank in ranks for line in rank[place][1].splitlines() if "is not watched" in line[:60]]
+        told = [
+            line
+            for line in lines
+            if line.startswith("andon watch: an optimizer is not watched, and the script goes on: ")
+        ]
         assert len(told) == 1, (name, ranks)
         assert why in told[0]
         watched = any("andon.watch: 3 steps" in rank[place][1] for rank in ranks)

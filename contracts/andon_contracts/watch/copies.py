@@ -30,6 +30,7 @@ _NEAR = 0.5
 _SIGNS = 8
 """Random sums of a copy that ranks compare. The mean square of their differences is that of the copies, within half."""
 _CHUNK = 1 << 16
+_EPS = torch.finfo(torch.float32).eps
 _ROUNDED = 2.0
 """Copies that differ by so many spacings of their dtype, times the root of the number of updates, are rounded apart."""
 
@@ -78,7 +79,11 @@ class Copies:
 
         An average that each rank began with weights of its own, and whose first decay is 0, is the weights plus the
         rounding of a difference from then on. Each update adds a rounding: their sum grows as the root of `updates`.
+        Rounding explains nothing if some ranks keep up more copies than others: then a rank does not update its own.
         """
+        if len({each.values["copies changed"].bit_count() for each in observations}) > 1:
+            self.apart = 0.0
+            return observations
         known: list[tuple[int, list[float], float]] = []
         found: list[Observation] = []
         for each, sketch in zip(observations, sketches, strict=True):
@@ -176,7 +181,8 @@ def _sketch(tensors: Sequence[Tensor]) -> tuple[list[float], float, float]:
     sums, spacings, squares = torch.zeros(_SIGNS, dtype=torch.float64, device="cpu"), 0.0, 0.0
     for each in map(plain, tensors):
         flat = torch.view_as_real(each) if each.is_complex() else each
-        eps = torch.finfo(flat.dtype).eps if flat.is_floating_point() else 0.0
+        # Of 16 bits too no more is allowed than float32 rounds: ranks that compute alike round alike.
+        eps = min(torch.finfo(flat.dtype).eps, _EPS) if flat.is_floating_point() else 0.0
         for part in torch.split(flat.reshape(-1), _CHUNK):
             drawn = torch.randint(256, (part.numel(), 1), generator=generator, dtype=torch.uint8, device="cpu")
             values = part.cpu().double()

@@ -253,7 +253,9 @@ def _is_square(node: Any) -> bool:
         if name == "PowBackward0":
             return bool(node._saved_exponent == 2)
         if name == "MulBackward0" and None not in inputs:
-            return bool(node.next_functions[0] == node.next_functions[1])
+            # `(p - t) * (p - t)` is two nodes of one kind over the same inputs.
+            one, other = inputs
+            return one is other or (one.name() == other.name() and one.next_functions == other.next_functions)
         if name in _TIMES or name == "NegBackward0" or name.rstrip("012") in _OVER_TERMS:
             node = next((each for each in inputs if each is not None), None)
         else:

@@ -189,7 +189,7 @@ class Standby:
     def _leave_out(self, why: str) -> None:
         """Say, once, why something is not watched; "": that was said."""
         if why and why not in self._left_out and self._gathering.is_first(why):
-            tell(f"andon watch: the script goes on, but not watched: {legible_line(_plain(why))}")
+            tell(f"andon watch: an optimizer is not watched, and the script goes on: {legible_line(_plain(why))}")
         self._left_out.add(why)
 
     def _make_way(self, optimizers: Sequence[torch.optim.Optimizer], model: torch.nn.Module) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import os
 import signal
 import sys
@@ -53,8 +54,10 @@ def _leave(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except BROKEN_STREAM:  # whoever read it may have gone; the interpreter would end with 120 for that
+        except BROKEN_STREAM as error:  # whoever read it may have gone; the interpreter would end with 120 for that
             broken = True
+            if stream is sys.stdout and code == 0 and isinstance(error, OSError) and error.errno == errno.ENOSPC:
+                code = _say(str(not_written(error)), Exit.USAGE)
     if not ("torch" in sys.modules or broken or preemption.heeded()):  # an interpreter that ends heeds no signals
         raise SystemExit(code)
     atexit._run_exitfuncs()
@@ -111,9 +114,11 @@ def guarded(work: Callable[[], int]) -> int:
 
 
 def _is_of_stdout(error: OSError) -> bool:
-    """Whether standard output raised `error`: what it refused is still to be written, so that it refuses again."""
+    """Whether standard output raised `error`: then it refuses an empty line too."""
+    if error.filename is not None or error.errno == errno.EPIPE:
+        return False
     try:
-        sys.stdout.flush()
+        os.write(sys.stdout.fileno(), b"\n")
     except OSError as again:
         return again.errno == error.errno
     except ValueError:  # it is closed

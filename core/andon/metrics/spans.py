@@ -58,7 +58,7 @@ def scheme(names: Collection[str]) -> Parts:
     """How the tags `names`, all that there are, are to be read.
 
     With a hyphen B, I, E and S are prefixes always. Other letters, other separators and a role behind the type count
-    only if the set itself shows them: one type with both B and a role that goes on or ends.
+    only if the set itself shows them: one type with both B and a role that goes on or ends, or no tag without a role.
     """
     shown: set[tuple[re.Pattern[str], str]] = set()
     for pattern in (_BEFORE, _BEHIND):
@@ -68,6 +68,9 @@ def scheme(names: Collection[str]) -> Parts:
             role, type_ = (match[1], match[3]) if pattern is _BEFORE else (match[3], match[1])
             roles.setdefault((match[2], type_), set()).add(_ROLES[role])
         shown |= {(pattern, mark) for (mark, _), held in roles.items() if "B" in held and held & {"I", "E"}}
+        marks = {match[2] for match in matches}
+        if pattern is _BEFORE and len(marks) == 1 and len(matches) == len({*names} - {"O"}):
+            shown |= {(pattern, mark) for mark in marks}
 
     def parts(tag: str) -> tuple[str, str]:
         if tag in ("O", UNREAD):

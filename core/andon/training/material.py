@@ -340,7 +340,7 @@ def cut_note(task: ScoredTask, ids: Sequence[int], config: Config) -> str:
     if not cut:
         return ""
     missed = config.task in (SFT, TOKEN_CLASSIFICATION)
-    means = "; in the scores, what was cut off counts as missed" if missed else ""
+    means = "; what was cut off counts as missed, and is not in the loss" if missed else ""
     return f"note: {cut} of {len(ids)} evaluation rows are cut to {config.model.max_length} tokens{means}"
 
 
