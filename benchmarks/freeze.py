@@ -1,8 +1,8 @@
 """The gate of every refactoring: what Andon does today, as JSON.
 
 `python -m benchmarks.freeze --write` runs every planted fault and a fixed set of commands, and writes
-`tests/golden/{trainer,loops,causal,watch,nemeses,runs,refusals}.json`. `--compare` runs them again and prints each
-row that differs; the exit code is 1 if any does. `--only trainer --only watch` chooses parts.
+`tests/golden/{trainer,loops,causal,watch,nemeses,runs,refusals}.json`. Without `--write` it runs them again and prints
+each row that differs; the exit code is 1 if any does. `--only trainer --only watch` chooses parts.
 
 A row of a kill matrix holds the fault, the claim or clause that caught it, the step, and the reason. Numbers inside a
 reason are written as `#`, so that a row is the same on two CPUs. A row of `runs` holds digests, which belong to one
