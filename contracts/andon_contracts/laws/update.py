@@ -42,7 +42,7 @@ LOOP_NORM_TOLERANCE = 1e-3
 FACTOR_STEP = 2.0**-149
 """The spacing of the smallest fp32 numbers. A clip factor is off by up to that, so the norm by that times itself."""
 NORM_FLOOR = 1e-30
-"""How far a norm may be off besides: two that are both next to nothing are alike."""
+"""The absolute error that a norm may have: two norms near zero count as equal."""
 
 
 @dataclass(frozen=True)

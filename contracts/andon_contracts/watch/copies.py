@@ -32,7 +32,7 @@ _SIGNS = 8
 _CHUNK = 1 << 16
 _EPS = torch.finfo(torch.float32).eps
 _ROUNDED = 2.0
-"""Copies that differ by so many spacings of their dtype, times the root of the number of updates, are rounded apart."""
+"""Copies count as equal up to rounding within this many spacings of their dtype, times the root of the updates."""
 
 
 class Copies:
@@ -66,7 +66,7 @@ class Copies:
         return {**{f"copy {place}": state for place, state in enumerate(states)}, "copies changed": changed}
 
     def sketches(self) -> dict[str, int]:
-        """Of each copy of the last look: random sums of its elements, alike on all ranks, and how far it is rounded."""
+        """For each copy of the last look: random sums of its elements (equal signs on all ranks), and its rounding."""
         found: dict[str, int] = {}
         for place in range(COPIES):
             sums, spacing, norm = _sketch(self._held[place] if place < len(self._held) else ())
@@ -181,7 +181,7 @@ def _sketch(tensors: Sequence[Tensor]) -> tuple[list[float], float, float]:
     sums, spacings, squares = torch.zeros(_SIGNS, dtype=torch.float64, device="cpu"), 0.0, 0.0
     for each in map(plain, tensors):
         flat = torch.view_as_real(each) if each.is_complex() else each
-        # Of 16 bits too no more is allowed than float32 rounds: ranks that compute alike round alike.
+        # 16-bit copies get the tolerance of float32: ranks that run the same operations round in the same way.
         eps = min(torch.finfo(flat.dtype).eps, _EPS) if flat.is_floating_point() else 0.0
         for part in torch.split(flat.reshape(-1), _CHUNK):
             drawn = torch.randint(256, (part.numel(), 1), generator=generator, dtype=torch.uint8, device="cpu")

@@ -50,7 +50,7 @@ class Gathering:
         self._patience = [_LONGEST_S, _AGAIN_S]
         self._over = threading.Event()
         self._main = threading.get_ident()
-        # Without ranks there is nobody to tell, and a script that forks likes to have no threads.
+        # A single process has no peers to inform, and a thread would make a later fork unsafe.
         self._thread = threading.Thread(target=self._tell_where, name="andon-standby", daemon=True)
         if os.environ.get("WORLD_SIZE", "1") != "1":
             self._thread.start()

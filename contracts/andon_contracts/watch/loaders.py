@@ -96,7 +96,7 @@ def drawn(iterator: Any, index: Any) -> None:
 
 
 def yielded(iterator: Any, batch: object) -> Yielded:
-    """What the loop is given now. Raises nothing: of a batch that cannot be looked at, no row is known."""
+    """The batch that the loop receives now. Never raises: the rows of an unreadable batch stay unknown."""
     try:
         return _seen(iterator, batch)
     except Exception as error:  # noqa: BLE001 - datasets, samplers and batches are the loop's own and may raise anything

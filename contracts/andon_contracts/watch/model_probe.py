@@ -129,7 +129,7 @@ class ModelProbe:
         """Whether no ranks share the rows of a batch, as they do under tensor parallelism."""
         self._optimizers = tuple(optimizers)
         self.beside = self._beside()
-        """Tensors of the optimizers whose updates are not looked at: what the loop keeps beside the model."""
+        """Optimizer tensors outside the model. Their updates are not checked."""
         self._groups = self._members()
         self._counts = self._sizes()
         self._declared = declared

@@ -117,7 +117,7 @@ def watch_script(
 
 
 class CannotLook(ValueError):
-    """What the command `andon watch` found cannot be watched, alike on all ranks: it is no mistake of the user's."""
+    """`andon watch` cannot watch what it found, on any rank. The user made no mistake."""
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ _ALWAYS, _IN_A_ROW = 16, 4
 rows does so all the time.
 """
 _DRAWING = 4
-"""In so many updates it is looked at whether forward passes draw random numbers: who does so does it from the start."""
+"""Number of updates in which forward passes are checked for random draws: a model that draws does so from the start."""
 _NAMED = 3
 _SPARSE = 64
 _LEAST = 6
@@ -163,7 +163,7 @@ class Practice:
             self._drew = not torch.equal(before, after)
 
     def _random_state(self) -> Tensor | None:
-        """The state that the model draws from; None where it cannot be read."""
+        """The random state that the model draws from; None if it cannot be read."""
         gpu = self._subject.gpu()
         if gpu is not None and torch.cuda.is_current_stream_capturing():
             return None
@@ -191,7 +191,7 @@ class Practice:
             self._sort_out_ended()
             self._unended.append(source)
         self._window.append(batch)
-        if batch.keys is not None and not self._apart:  # nobody asks for them where no ranks are compared
+        if batch.keys is not None and not self._apart:  # not needed if no ranks are compared
             self._held.append(batch)
         before = source.before
         if before is not None and source.shuffles and before.batches > 1 and source.batches > 1:
@@ -256,7 +256,7 @@ class Practice:
         )
 
     def _drawing(self) -> str:
-        """What draws in a forward pass: the modules that drop, by name, else whatever is no such module."""
+        """What draws random numbers in a forward pass: the dropout modules by name, else functional noise."""
         modules = self._subject.inner.named_modules()
         found = [
             f"{name or 'the model'} (p = {_drops(each):g})" for name, each in modules if each.training and _drops(each)
@@ -417,7 +417,7 @@ torch.serialization.add_safe_globals([_Tap])  # as `ForwardTap`
 
 
 def _drops(module: nn.Module) -> float:
-    """The share that a module drops in training mode; 0 for one that drops nothing."""
+    """The dropout probability of a module in training mode; 0 if it drops nothing."""
     if isinstance(module, _DropoutNd):
         return float(module.p)
     return float(module.dropout) if isinstance(module, nn.MultiheadAttention | nn.RNNBase) else 0.0

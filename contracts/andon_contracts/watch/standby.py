@@ -153,7 +153,7 @@ class Standby:
         """Of no concern before there is a watch."""
 
     def _open(self, optimizer: torch.optim.Optimizer) -> Watch | None:
-        """A watch of what `optimizer` trains; None if it cannot be watched, which ends nothing and is said."""
+        """A watch of what `optimizer` trains; None, with one line, if it cannot be watched."""
         self._seen.add(optimizer)
         if is_watched(optimizer):
             return None
@@ -187,7 +187,7 @@ class Standby:
         return opened
 
     def _leave_out(self, why: str) -> None:
-        """Say, once, why something is not watched; "": that was said."""
+        """Print once why something is not watched; "" if it was printed already."""
         if why and why not in self._left_out and self._gathering.is_first(why):
             tell(f"andon watch: an optimizer is not watched, and the script goes on: {legible_line(_plain(why))}")
         self._left_out.add(why)

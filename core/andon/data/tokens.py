@@ -284,7 +284,7 @@ class HuggingFaceTokenizer:
         self.truncated += len(places)
 
     def _beginning(self, text: str, most: int, before: int) -> str:
-        """`text`, or so many of its first characters that the first `most` tokens are the same.
+        """`text`, or a prefix of it that has the same first `most` tokens.
 
         before: how many texts came before it, for messages.
         Tokenising takes a hundred bytes a character: a row of 40 MB would take gigabytes to become 128 tokens. A text

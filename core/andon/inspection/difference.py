@@ -66,7 +66,7 @@ class Side:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The settings by dotted key; empty where they are not at hand."""
+        """The settings by dotted key; empty if they are not available."""
         return {} if self.settings is None else by_dotted_key(self.settings)
 
     @property

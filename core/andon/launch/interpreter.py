@@ -1,4 +1,4 @@
-"""How Andon starts a Python process of its own."""
+"""The command line with which Andon starts Python processes."""
 
 from __future__ import annotations
 

@@ -271,7 +271,7 @@ def _replica(
 
 
 def _of_the_model(error: Exception) -> bool:
-    """Whether code of a model of transformers raised `error`, and not for want of memory."""
+    """Whether the code of a transformers model raised `error`, out-of-memory errors excepted."""
     if isinstance(error, InputError) or kind_of(error) != "failed":
         return False
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))

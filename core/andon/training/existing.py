@@ -74,7 +74,7 @@ def how_far(folder: RunFolder) -> str:
 
 
 def go_on_with(folder: RunFolder) -> str:
-    """The command that goes on with the run in `folder`, quoted for a shell."""
+    """The command that resumes the run in `folder`, quoted for a shell."""
     return command_line("andon", "train", folder.config, "--run-dir", folder.path, "--resume", "auto")
 
 

@@ -43,7 +43,7 @@ from andon_contracts.record import Start
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """What a model may be written in."""
 ADAPTER_ROWS, ADAPTER_PROMPTS = 32, 4
-"""Rows and prompts that an adapter's folder is asked: a mistake shows in any of them, and its base may be large."""
+"""Number of rows and prompts for the check of an adapter folder: any row shows a mistake, and the base may be large."""
 NOT_MEASURED = "its drift was not measured: the run's rows are gone or have changed"
 NOT_ASKED = "its drift was not measured: no evaluation prompt leaves the model room to answer"
 

@@ -189,7 +189,7 @@ def _encoded(config: Config, data: TextRows[Any], tokenizer: Tokenizer) -> dict[
 
 
 def _batching(config: Config, data: Examples, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What all tasks over texts are told of the rows that the tokenizer encoded last."""
+    """The arguments that all text tasks share, for the rows that the tokenizer encoded last."""
     return {
         "cut": tokenizer.last_cut,
         "vocab_size": tokenizer.vocab_size,

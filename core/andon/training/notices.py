@@ -9,7 +9,7 @@ from andon.training.rows import Rows
 
 
 def idleness(plan: BatchPlan, config: Config, workers: int) -> str:
-    """How many of these workers would never train on a row, and why; empty where all have some."""
+    """How many of these workers would never train on a row, and why; empty if every worker has rows."""
     parts = config.training.micro_batches if config.training.exact else workers
     idle = plan.idle_ranks(workers, parts)
     rows = min(plan.batch_size, len(plan.ids))
