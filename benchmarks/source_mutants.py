@@ -333,7 +333,7 @@ class Bench:
                 shutil.copy2(root / name, folder / name)
         self._imports = Imports(folder)
         self._files, self._seconds = files, seconds
-        paths = [str(folder / each) for each in PACKAGES.values()]
+        paths = [*(str(folder / each) for each in PACKAGES.values()), *filter(None, [os.environ.get("PYTHONPATH")])]
         # Whoever measures this process has no use for what a copy executes, whose files are gone when it reports.
         plain = {name: value for name, value in os.environ.items() if not name.startswith(("COVERAGE_", "COV_"))}
         self._environment = {
