@@ -18,6 +18,10 @@ if importlib.util.find_spec("andon_contracts") is None:
     sys.path[:0] = _SOURCES
     os.environ["PYTHONPATH"] = os.pathsep.join([*_SOURCES, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
 
+# tox sets the width of pytest's own lines; programs under test keep their default.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.pop("COLUMNS", None)
+
 settings.register_profile("dev", deadline=None, max_examples=25)
 settings.register_profile(
     "ci",
