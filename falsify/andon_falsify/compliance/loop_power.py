@@ -1,19 +1,16 @@
 """Does the suite see what is wrong with a foreign loop? Each fault, planted in a right one, must fall by its claim.
 
-The controls: the loop without the fault holds on every claim, and the fault changes what is seen. What the loop itself
-checks does not matter here, since it is judged from outside alone: that "guard off is caught" is every trial.
+The control is the same loop without the fault. What a loop checks itself does not matter: it is judged from outside.
 """
 
 from __future__ import annotations
 
 import hashlib
-import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from andon_falsify.campaign.loop_bench import FURTHER, judge_further, judge_loop
 from andon_falsify.claims.of_loop import CLAIMS, verdicts
-from andon_falsify.compliance.power import Observation
+from andon_falsify.compliance.power import Observation, problems, shown
 from andon_falsify.faults.looped.fault import LoopFault, Outside
 from andon_falsify.loops.sightings import LoopSightings
 from andon_falsify.loops.subject import LoopSubject
@@ -21,7 +18,7 @@ from andon_falsify.loops.task import shaped
 from andon_falsify.ranks.pool import RankPools
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.trace import Subject, Trace
-from andon_falsify.verdict import Counterexample, Outcome
+from andon_falsify.verdict import Counterexample
 
 LOOP = "andon_falsify.faults.looped:make"
 
@@ -36,34 +33,14 @@ class LoopAttempt:
     planted: Observation
 
     @property
-    def changed(self) -> bool:
-        """Whether anything was seen to be different."""
-        return self.planted.signature != self.clean.signature
-
-    @property
     def shown(self) -> Counterexample | None:
         """The counterexample to the claim of the fault, and for its reason; None where there is none."""
-        verdict = self.planted.verdicts.get(self.outside.claim)
-        found = verdict.counterexamples if verdict is not None else ()
-        return next((each for each in found if re.search(self.outside.says, str(each))), None)
+        return shown(self.outside.claim, self.outside.reason, self.planted)
 
     @property
     def problems(self) -> list[str]:
-        """What is wrong with the suite, or with the fault."""
-        clean, verdict = self.clean.verdicts, self.planted.verdicts.get(self.outside.claim)
-        found = [f"without the fault: {each}" for each in clean.values() if each.outcome in _BAD]
-        if clean[self.outside.claim].outcome is not Outcome.HOLDS:
-            found.append(f"without the fault: {clean[self.outside.claim]}")
-        if not self.changed:
-            found.append("the fault changed nothing")
-        if self.outside.claim not in self.planted.fallen:
-            found.append(f"not seen by {self.outside.claim}; fallen: {self.planted.fallen or 'none'}; {verdict}")
-        elif self.shown is None:
-            found.append(f"seen for another reason than {self.outside.says!r}: {verdict}")
-        return found
-
-
-_BAD = (Outcome.FALSIFIED, Outcome.UNKNOWN)
+        """See `power.problems`."""
+        return problems(self.outside.claim, self.outside.reason, {"without the fault": self.clean}, self.planted)
 
 
 class LoopLaboratory:
@@ -132,21 +109,3 @@ def _signature(trace: Trace) -> str:
         if isinstance(part, LoopSightings)
     ]
     return f"{trace.signature()} {own!r}"
-
-
-def matrix(trials: Sequence[LoopAttempt]) -> str:
-    """Faults by claims as Markdown: the claims that fell, the named one in capitals; then what was said of each."""
-    names = [claim.name for claim in CLAIMS if any(claim.name in trial.planted.fallen for trial in trials)]
-    lines = ["| fault | what | " + " | ".join(names) + " |", "| " + " | ".join(["---"] * (2 + len(names))) + " |"]
-    lines += [f"| {t.fault.code} | {t.fault.what} | {' | '.join(_cell(t, name) for name in names)} |" for t in trials]
-    lines += ["", "| fault | what | the counterexample to the claim named for it |", "| --- | --- | --- |"]
-    for trial in trials:
-        said = "none" if trial.shown is None else str(trial.shown).replace("|", "\\|").replace("<", "&lt;")
-        lines.append(f"| {trial.fault.code} | {trial.fault.what} | {said} |")
-    return "\n".join(lines)
-
-
-def _cell(trial: LoopAttempt, claim: str) -> str:
-    if claim not in trial.planted.fallen:
-        return ""
-    return "**KILLED**" if claim == trial.outside.claim and trial.shown is not None else "fell"

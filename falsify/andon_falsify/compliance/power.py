@@ -1,13 +1,14 @@
 """Does the suite see what it must? Each fault is planted, proved to change something, and must be seen by its claim.
 
-Two controls go with every fault: without it the claim holds; and with the trainer's contracts switched off the checkers
-see from outside what the contracts would have stopped.
+A fault counts as seen if its claim falls with the trainer's contracts off, by a counterexample that says what is wrong,
+and if the claim holds without the fault, with the contracts on and with them off. Shipped checks decide all of it.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -15,16 +16,15 @@ from andon_contracts.policy import suspended
 from andon_falsify.campaign.further import cut_and_resume
 from andon_falsify.checkers import resume_equal, same_everywhere
 from andon_falsify.claims.functions import TABLES
-from andon_falsify.claims.of_trainer import CLAIMS, alone, verdicts
+from andon_falsify.claims.of_trainer import alone, verdicts
 from andon_falsify.claims.one_run import MEMORY_ON_GPUS
-from andon_falsify.claims.statements import FACE
 from andon_falsify.claims.table import judged_by
 from andon_falsify.faults.planting import Fault
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.coordinator import CoordinatorSubject
 from andon_falsify.subjects.placing import devices_of, place_of_bits, why_not
 from andon_falsify.subjects.trace import Subject, Trace
-from andon_falsify.verdict import Claim, Counterexample, Outcome, Verdict, conclude
+from andon_falsify.verdict import Counterexample, Outcome, Verdict
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,37 @@ class Observation:
         return tuple(name for name, verdict in self.verdicts.items() if verdict.outcome is Outcome.FALSIFIED)
 
 
+def shown(claim: str, reason: str, planted: Observation) -> Counterexample | None:
+    """The first counterexample to `claim` whose text matches the pattern `reason`."""
+    verdict = planted.verdicts.get(claim)
+    found = verdict.counterexamples if verdict is not None else ()
+    return next((each for each in found if re.search(reason, str(each))), None)
+
+
+def problems(claim: str, reason: str, controls: Mapping[str, Observation], planted: Observation) -> list[str]:
+    """What is wrong with the suite, or with the fault; empty if `claim` catches the fault for its `reason`.
+
+    controls: the same runs without the fault, by words that say what differs. In each the claim must hold, and no other
+    may fall, or be unknown unless a clause stopped the run. `planted` must differ from the last control.
+    """
+    found = []
+    for words, control in controls.items():
+        if claim not in control.verdicts:
+            found.append(f"{words}: {claim} was not judged")
+        for name, verdict in control.verdicts.items():
+            unsure = verdict.outcome is Outcome.UNKNOWN and not control.clause
+            unheld = name == claim and verdict.outcome is not Outcome.HOLDS
+            if unheld or unsure or verdict.outcome is Outcome.FALSIFIED:
+                found.append(f"{words}: {verdict}")
+    if planted.signature == [*controls.values()][-1].signature:
+        found.append("the fault changed nothing")
+    if claim not in planted.fallen:
+        found.append(f"not seen by {claim}; fallen: {planted.fallen or 'none'}; {planted.verdicts.get(claim)}")
+    elif shown(claim, reason, planted) is None:
+        found.append(f"seen for another reason than {reason!r}: {planted.verdicts[claim]}")
+    return found
+
+
 @dataclass(frozen=True)
 class Attempt:
     """A fault and its controls. guarded: planted, contracts on; bare: planted, contracts off; both clean ones alike."""
@@ -53,28 +84,15 @@ class Attempt:
     bare: Observation
 
     @property
-    def changed(self) -> bool:
-        """Whether the fault changed anything, with the contracts off."""
-        return self.bare.signature != self.clean_bare.signature
-
-    @property
-    def killed(self) -> bool:
-        """Whether the claim named for the fault fell, seen from outside."""
-        return self.fault.claim in self.bare.fallen
+    def shown(self) -> Counterexample | None:
+        """The counterexample to the claim of the fault, for its reason, seen from outside."""
+        return shown(self.fault.claim, self.fault.reason, self.bare)
 
     @property
     def problems(self) -> list[str]:
-        """What is wrong with the suite, or with the fault."""
-        found = []
-        clean = self.clean.verdicts.get(self.fault.claim)
-        if clean is None or clean.outcome is not Outcome.HOLDS:
-            found.append(f"without the fault: {clean}")
-        found += [f"without the fault: {self.clean.verdicts[name]}" for name in self.clean.fallen]
-        if not self.changed:
-            found.append("the fault changed nothing")
-        if not self.killed:
-            held = self.bare.verdicts.get(self.fault.claim)
-            found.append(f"not seen by {self.fault.claim}; fallen: {self.bare.fallen or 'none'}; {held}")
+        """See `problems`; besides, with the contracts on a clause or the claim must notice the fault."""
+        controls = {"without the fault": self.clean, "without the fault and contracts": self.clean_bare}
+        found = problems(self.fault.claim, self.fault.reason, controls, self.bare)
         if not self.guarded.clause and self.fault.claim not in self.guarded.fallen:
             found.append(f"with the contracts on neither a clause nor {self.fault.claim} noticed it")
         return found
@@ -90,8 +108,9 @@ class Laboratory:
     def attempt(self, fault: Fault, backend: str) -> Attempt:
         """Plant `fault` on `backend`, with contracts and without, and observe the same without it."""
         case = fault.case.but(backend=backend)
-        # What the contracts' own digests need is part of the memory plan, and no contract looks at memory.
-        bare = case if case.memory else case.but(contracts=False)
+        # The plan of memory counts the contracts' digests. Only a contract stops a poisoned run: without them the right
+        # trainer breaks the claim too.
+        bare = case if case.memory or case.poison is not None else case.but(contracts=False)
         return Attempt(
             fault,
             backend,
@@ -112,22 +131,19 @@ class Laboratory:
             return _tabulate(fault, contracts=case.contracts, planted=planted)
         if fault.kind == "coordinator":
             subject = CoordinatorSubject(fault.plant if planted else None)
-            return _of(subject.run(case), CoordinatorSubject().run(case.but(world=1, backend="inline", contracts=True)))
+            whole = CoordinatorSubject().run(alone(case).but(contracts=True))
+            trace = subject.run(case)
+            return _observed(verdicts(trace, whole), trace)
         if fault.kind == "resume":
             return self._resumed(fault.name if planted else None, case)
-        return _of(self._trainer.run(case.but(fault=fault.name if planted else None)), self._base(case))
-
-    def _base(self, case: Case) -> Trace | None:
-        if case.memory:
-            return None
-        return self._trainer.run(alone(case).but(contracts=True))
+        trace = self._trainer.run(case.but(fault=fault.name if planted else None))
+        base = None if case.memory else self._trainer.run(alone(case).but(contracts=True))
+        return _observed(verdicts(trace, base), trace)
 
     def _resumed(self, fault: str | None, case: Case) -> Observation:
-        longer = case.but(epochs=2)
-        found = cut_and_resume(self._trainer, longer, after=3, every=2, world=case.world, fault=fault)
-        stopped, name = found.taken_up.violation, resume_equal.CLAIM.name
+        found = cut_and_resume(self._trainer, case.but(epochs=2), after=3, every=2, world=case.world, fault=fault)
         verdict = judged_by(resume_equal.CLAIM, found.evidence)
-        return Observation({name: verdict}, found.taken_up.signature(), stopped[0] if stopped else "")
+        return _observed({verdict.claim: verdict}, found.taken_up)
 
 
 def untried(fault: Fault, backend: str, gpus: int | None = None) -> str:
@@ -146,18 +162,8 @@ def untried(fault: Fault, backend: str, gpus: int | None = None) -> str:
     return ""
 
 
-def _of(trace: Trace, base: Trace | None) -> Observation:
-    found = dict(verdicts(trace, base))
-    if trace.first.primary or trace.seen.name.startswith("coordinator"):
-        found[FACE.name] = _primary(trace)
-    violation = trace.violation
-    return Observation(found, trace.signature(), violation[0] if violation else "")
-
-
-def _primary(trace: Trace) -> Verdict:
-    at = trace.first.primary
-    wrong = [Counterexample("the primary is another replica", "", "replica 0", f"replica {at}")] if at else []
-    return conclude(FACE, 1, wrong)
+def _observed(found: Mapping[str, Verdict], trace: Trace) -> Observation:
+    return Observation(found, trace.signature(), trace.violation[0] if trace.violation else "")
 
 
 def _tabulate(fault: Fault, *, contracts: bool, planted: bool) -> Observation:
@@ -169,22 +175,3 @@ def _tabulate(fault: Fault, *, contracts: bool, planted: bool) -> Observation:
         tried = TABLES[fault.claim]()
     signature = hashlib.sha256(tried.transcript.encode()).hexdigest()
     return Observation({fault.claim: tried.verdict}, signature, tried.clause)
-
-
-def matrix(trials: Sequence[Attempt]) -> str:
-    """Faults by claims as Markdown: the claims that fell, the named one in capitals, and the clause that stopped it."""
-    shown = [claim for claim in CLAIMS if any(claim.name in trial.bare.fallen for trial in trials)]
-    names = [claim.name for claim in shown]
-    lines = ["| fault | source | backend | contract | " + " | ".join(names) + " |"]
-    lines.append("| " + " | ".join(["---"] * (4 + len(names))) + " |")
-    for trial in trials:
-        cells = [_cell(trial, claim) for claim in shown]
-        head = [trial.fault.name, trial.fault.source, trial.backend, trial.guarded.clause or "-"]
-        lines.append("| " + " | ".join([*head, *cells]) + " |")
-    return "\n".join(lines)
-
-
-def _cell(trial: Attempt, claim: Claim) -> str:
-    if claim.name not in trial.bare.fallen:
-        return ""
-    return "**KILLED**" if claim.name == trial.fault.claim else "fell"

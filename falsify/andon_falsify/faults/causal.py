@@ -1,11 +1,13 @@
 """Faults of instruction tuning, planted in our trainer one at a time, and which of three checks must see each.
 
 start: the model is held to giving packed rows the logits of each row alone, before training. inside: a law of the step
-stops it. law: its gradient is not the float64 law's, which knows the rows as they were before any task had them.
+stops it. law: its gradient is not the float64 law's, which knows the rows as they were before any task had them; the
+claim gradient-law compares the two.
 """
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -23,22 +25,28 @@ from andon.model.build import backbone_of
 from andon.step.task import Batch, LeafLoss
 from andon.tasks.sft import SftTask
 from andon_contracts.violation import Violation
+from andon_falsify.checkers import gradient_law
 from andon_falsify.faults.planting import patched
-from andon_falsify.subjects.causal import LONGEST, CausalCase, CausalLaw, CausalSubject, distances
+from andon_falsify.subjects.causal import LONGEST, CausalCase, CausalLaw, CausalSubject
+from andon_falsify.verdict import Outcome
 
 Check = Literal["start", "inside", "law"]
 CHECKS: tuple[Check, ...] = ("start", "inside", "law")
 FAR = 1e-3
-"""A gradient this far from the law, as a relative L2 of a tensor, is no rounding: that is below 2e-6."""
+"""A tensor's gradient this far from the law, as relative L2, is not rounding: rounding stays below 2e-6."""
 _RESTARTED = CausalCase(lora=False, family="gpt2")
 
 
 @dataclass(frozen=True)
 class CausalFault:
-    """A wrong, and the check that is named for it: others may see it too. plant: undone when the stack closes."""
+    """A wrong, and the check that is named for it: others may see it too.
+
+    reason: a regular expression that the text of the check must match. plant: undone when the stack closes.
+    """
 
     name: str
     killer: Check
+    reason: str
     plant: Callable[[ExitStack], None]
     case: CausalCase = field(default_factory=CausalCase)
 
@@ -63,8 +71,22 @@ def attempt(case: CausalCase, plant: Callable[[ExitStack], None] = lambda _: Non
             found["inside"] = str(violation)
             return found
         if case.family == "qwen3":
-            worst = max(distances(gradients, CausalLaw(subject)(before, subject, batch)[1]).values())
-            found["law"] = f"a gradient is off by {worst:.2g}" if worst > FAR else ""
+            wanted = CausalLaw(subject)(before, subject, batch)[1]
+            verdict = gradient_law.check(gradients, wanted, tolerance=FAR, where="step 1")
+            found["law"] = "" if verdict.outcome is Outcome.HOLDS else str(verdict)
+    return found
+
+
+def problems(fault: CausalFault, control: Mapping[Check, str], planted: Mapping[Check, str]) -> list[str]:
+    """What is wrong with the checks, or with the fault. control: what each said of the case without the fault."""
+    found = [f"without the fault, {check} says: {said}" for check, said in control.items() if said]
+    if fault.killer not in control:
+        found.append(f"without the fault, {fault.killer} could not look")
+    said = planted.get(fault.killer, "")
+    if not said:
+        found.append(f"not seen by {fault.killer}")
+    elif not re.search(fault.reason, said):
+        found.append(f"seen for another reason than {fault.reason!r}: {said}")
     return found
 
 
@@ -141,23 +163,23 @@ def _running_positions(stack: ExitStack) -> None:
         patched(stack, module, "collate_packs", changed)
 
 
+_APART = "'{}' gives packed rows other logits than each row alone"
+_QWEN, _GPT = _APART.format("Qwen3ForCausalLM"), _APART.format("GPT2LMHeadModel")
 FAULTS = (
-    CausalFault("loss over prompt tokens", "law", _weighed(lambda weights: [1.0] * len(weights))),
-    CausalFault("mean of the micro-batches' means", "law", _loss(_mean_of_each, 1)),
-    CausalFault("mask off by one", "law", _weighed(lambda weights: [*weights[1:], 0.0])),
-    CausalFault("stop token not trained", "law", _weighed(lambda weights: [*weights[:-1], 0.0])),
-    CausalFault("rows of a pack see each other: a mask of ones", "start", _hidden(_mask_of_ones)),
-    CausalFault("rows of a pack see each other: the default cache", "start", _hidden(_default_cache)),
-    CausalFault(
-        "padded tokens counted",
-        "inside",
-        _loss(lambda batch, loss: replace(loss, terms=_counted(batch, batch["rows"].numel())), None),
-    ),
-    CausalFault(
-        "padded tokens counted, and planned",
-        "law",
-        _loss(lambda batch, loss: replace(loss, terms=_counted(batch, LONGEST * len(batch["rows"]))), LONGEST),
-    ),
-    CausalFault("positions that do not restart", "start", _running_positions, _RESTARTED),
-)
+    CausalFault("loss over prompt tokens", "law", r"step 1: .*seen \S+up_proj\.lora_B\.weight 1\.43",
+                _weighed(lambda weights: [1.0] * len(weights))),
+    CausalFault("mean of the micro-batches' means", "law", r"step 1: .*seen \S+q_proj\.lora_B\.weight 0\.16",
+                _loss(_mean_of_each, 1)),
+    CausalFault("mask off by one", "law", r"step 1: .*seen \S+up_proj\.lora_B\.weight 1\.46",
+                _weighed(lambda weights: [*weights[1:], 0.0])),
+    CausalFault("stop token not trained", "law", r"step 1: .*seen \S+up_proj\.lora_B\.weight 1\.32",
+                _weighed(lambda weights: [*weights[:-1], 0.0])),
+    CausalFault("rows of a pack see each other: a mask of ones", "start", _QWEN, _hidden(_mask_of_ones)),
+    CausalFault("rows of a pack see each other: the default cache", "start", _QWEN, _hidden(_default_cache)),
+    CausalFault("padded tokens counted", "inside", r"micro-batch \d+ is a sum of \d+ terms, its rows have \d+",
+                _loss(lambda batch, loss: replace(loss, terms=_counted(batch, batch["rows"].numel())), None)),
+    CausalFault("padded tokens counted, and planned", "law", r"step 1: .*ratio 0\.674",
+                _loss(lambda batch, loss: replace(loss, terms=_counted(batch, LONGEST * len(batch["rows"]))), LONGEST)),
+    CausalFault("positions that do not restart", "start", _GPT, _running_positions, _RESTARTED),
+)  # fmt: skip
 CONTROLS = (CausalCase(), CausalCase(packed=False), _RESTARTED)

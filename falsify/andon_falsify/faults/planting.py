@@ -46,12 +46,12 @@ BIG = Case(
 class Fault:
     """A wrong, the claim that must fall by it, and the case that shows it.
 
-    source: where it is described. plant: runs in every process of the run.
+    reason: a regular expression that the text of a counterexample must match. plant: runs in every process of the run.
     """
 
     name: str
-    source: str
     claim: str
+    reason: str
     plant: Plant
     case: Case = field(default_factory=Case)
     kind: Kind = "trainer"
@@ -74,9 +74,9 @@ def patched(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
     setattr(owner, name, value)
 
 
-def of_function(name: str, source: str, claim: str, function: Callable[..., Any], mutant: Callable[..., Any]) -> Fault:
+def of_function(name: str, claim: str, reason: str, function: Callable[..., Any], mutant: Callable[..., Any]) -> Fault:
     """A fault of a free function: it has the body of `mutant`."""
-    return Fault(name, source, claim, lambda _, stack: body_replaced(stack, function, mutant), kind="functions")
+    return Fault(name, claim, reason, lambda _, stack: body_replaced(stack, function, mutant), kind="functions")
 
 
 def body_replaced(stack: ExitStack, function: Callable[..., Any], mutant: Callable[..., Any]) -> None:

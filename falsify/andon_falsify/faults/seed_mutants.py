@@ -44,9 +44,7 @@ from andon_falsify.faults.planting import (
 from andon_falsify.subjects.assembly import Parts
 from andon_falsify.subjects.case import Poison
 
-_MISSED = "seed 5.1, survived"
-_CAUGHT = "seed 5.1, killed"
-_ADDED = "seed 5.1, add"
+_UNSYNCED = "step 1, rank 1: the gradient differs"
 
 
 # what the seed's own tests missed
@@ -124,7 +122,7 @@ def _fallback_trains_nothing(parts: Parts, _: ExitStack) -> None:
     _idle(parts, lambda rank: True, lambda rows, world: rows < world)
 
 
-def _primary_is_last(_: DataParallelCoordinator, stack: ExitStack) -> None:
+def _primary_is_last(_: None, stack: ExitStack) -> None:
     def last(self: DataParallelCoordinator) -> ClassifyPipeline:
         return self.pipelines[-1]
 
@@ -141,32 +139,32 @@ def _no_norm(parts: Parts, _: ExitStack) -> None:
 
 
 MISSED = (
-    Fault("train_batch_parallel returns zeros", _MISSED, "losses-close", _returns_zeros, PLAIN, "coordinator"),
-    Fault("no sync", _MISSED, "replicas-agree", _unsynced(), SGD),
-    Fault("loss is a mean of shard means", _MISSED, "losses-close", _mean_of_means, SGD),
-    Fault("last shard not trained", _MISSED, "gradient-law", _last_shard_untrained, SGD),
-    Fault("shards overlap", _MISSED, "samples-once", _overlapping, PLAIN),
-    Fault(
-        "bias not synced",
-        _MISSED,
-        "replicas-agree",
-        _unsynced(lambda name: name.endswith("bias")),
-        SGD.but(architecture="encoder"),
-    ),
-    Fault("only the first replica synced", _MISSED, "replicas-agree", _unsynced(first=2), SGD.but(world=3)),
+    Fault("train_batch_parallel returns zeros", "losses-close", "step 1: .* at 3 of 3 updates; .*seen 0; ratio 0",
+          _returns_zeros, PLAIN, "coordinator"),
+    Fault("no sync", "replicas-agree", _UNSYNCED, _unsynced(), SGD),
+    Fault("loss is a mean of shard means", "losses-close",
+          r"step 1: .* at 2 of 3 updates; .*seen 1\.072", _mean_of_means, SGD),
+    Fault("last shard not trained", "gradient-law",
+          r"step 1: 8 of 15 tensors .*score\.weight 0\.57", _last_shard_untrained, SGD),
+    Fault("shards overlap", "samples-once", "step 1: rows used more than once, by ranks 0, 1; .*rows 0 .* 6 .* 7 ",
+          _overlapping, PLAIN),
+    Fault("bias not synced", "replicas-agree",
+          _UNSYNCED, _unsynced(lambda name: name.endswith("bias")), SGD.but(architecture="encoder")),
+    Fault("only the first replica synced", "replicas-agree", "step 1, rank 2: the gradient differs",
+          _unsynced(first=2), SGD.but(world=3)),
     # 11 rows in batches of 3: the last batch has as many rows as there are replicas.
-    Fault("fallback at n = replicas", _MISSED, "replicas-agree", _fallback_at_equality, SGD.but(batch_size=3)),
-    Fault("fallback trains nothing", _MISSED, "update-law", _fallback_trains_nothing, SGD),
-    Fault("primary is the last replica", _MISSED, "coordinator-face", _primary_is_last, PLAIN, "coordinator"),
-    Fault("replicas with tenfold rate", _MISSED, "replicas-agree", _tenfold_rate, SGD),
-    Fault("grad_norm is always 0", _MISSED, "norm-law", _no_norm, SGD),
-)
+    Fault("fallback at n = replicas", "replicas-agree", "step 4, rank 1: the optimizer differs",
+          _fallback_at_equality, SGD.but(batch_size=3)),
+    Fault("fallback trains nothing", "update-law", r"step 3: .* of length (\S+), seen a step that ends \1 away",
+          _fallback_trains_nothing, SGD),
+    Fault("primary is the last replica", "coordinator-face", "primary of 3 replicas: .*expected 0, seen 2",
+          _primary_is_last, kind="functions"),
+    Fault("replicas with tenfold rate", "replicas-agree", "step 1, rank 1: the weights differ", _tenfold_rate, SGD),
+    Fault("grad_norm is always 0", "norm-law", r"step 1: the reported norm .*seen 0; ratio 0\.000", _no_norm, SGD),
+)  # fmt: skip
 
 
-# what they caught
-
-
-# Bodies: they run in the place, and with the globals, of the function that they replace.
+# what they caught: bodies run in the place, and with the globals, of the function that they replace
 
 
 def _sum(grads: Any) -> Any:
@@ -220,19 +218,29 @@ def _an_ulp_off(parts: Parts, _: ExitStack) -> None:
 
 
 CAUGHT = (
-    of_function("average without division", _CAUGHT, "average-law", average_gradients, _sum),
-    of_function("NaN averaged as 0", _CAUGHT, "average-law", average_gradients, _nan_to_zero),
-    of_function("Inf skipped in the average", _CAUGHT, "average-law", average_gradients, _inf_skipped),
-    of_function("only worker 0 averaged", _CAUGHT, "average-law", average_gradients, _first_worker_only),
-    of_function("has_non_finite ignores Inf", _CAUGHT, "non-finite-seen", has_non_finite, _sees_no_inf),
-    of_function("only the first element", _CAUGHT, "non-finite-seen", has_non_finite, _sees_only_the_first),
-    of_function("remainder dropped", _CAUGHT, "shards-law", shard_samples, _remainder_dropped),
-    of_function("shard order reversed", _CAUGHT, "shards-law", shard_samples, _reversed),
-    Fault("LoRA B not synced", _CAUGHT, "replicas-agree", _unsynced(lambda name: "lora_B" in name), SGD),
-    Fault("head weight not synced", _CAUGHT, "replicas-agree", _unsynced(lambda name: "modules_to_save" in name), SGD),
-    Fault("sync off by an ulp", _CAUGHT, "replicas-agree", _an_ulp_off, SGD),
-    of_function("empty list of devices accepted", _CAUGHT, "coordinator-face", resolve_devices, _accepts_no_devices),
-)
+    of_function("average without division", "average-law", r"\[\[1\.0, 2\.0\], \[3\.0, 6\.0\]\]: .*seen \[4\.0, 8\.0\]",
+                average_gradients, _sum),
+    of_function("NaN averaged as 0", "average-law", r"\[\[nan, 2\.0, 3\.0\], .*seen \[0\.666\d+, 2\.0, 3\.0\]",
+                average_gradients, _nan_to_zero),
+    of_function("Inf skipped in the average", "average-law", r"\[\[inf, 2\.0, 3\.0\], .*seen \[1\.0, 2\.0, 3\.0\]",
+                average_gradients, _inf_skipped),
+    of_function("only worker 0 averaged", "average-law", r"\[\[1\.0, 2\.0\], \[3\.0, 6\.0\]\]: .*seen \[0\.5, 1\.0\]",
+                average_gradients, _first_worker_only),
+    of_function("has_non_finite ignores Inf", "non-finite-seen",
+                r"search \[inf\]: .*seen False", has_non_finite, _sees_no_inf),
+    of_function("only the first element", "non-finite-seen", r"search \[1\.0, nan, 1\.0, 1\.0, 1\.0\]: .*seen False",
+                has_non_finite, _sees_only_the_first),
+    of_function("remainder dropped", "shards-law",
+                r"10 samples for 3: .*seen .*\[6, 7, 8\]\]", shard_samples, _remainder_dropped),
+    of_function("shard order reversed", "shards-law",
+                r"10 samples for 3: .*seen \[\[6, 7, 8, 9\]", shard_samples, _reversed),
+    Fault("LoRA B not synced", "replicas-agree", _UNSYNCED, _unsynced(lambda name: "lora_B" in name), SGD),
+    Fault("head weight not synced", "replicas-agree",
+          _UNSYNCED, _unsynced(lambda name: "modules_to_save" in name), SGD),
+    Fault("sync off by an ulp", "replicas-agree", _UNSYNCED, _an_ulp_off, SGD),
+    of_function("empty list of devices accepted", "coordinator-face", r"no devices: .*seen \(device\(type='cpu'\),\)",
+                resolve_devices, _accepts_no_devices),
+)  # fmt: skip
 
 
 # what a suite of data parallelism must add
@@ -331,15 +339,21 @@ def _sum_in_fp32(grads: Any) -> Any:
 
 _POISONED = SGD.but(poison=Poison(2, 3, "nan"))
 ADDED = (
-    Fault("unweighted mean of uneven shards", _ADDED, "gradient-law", _unweighted, SGD),
-    Fault("clipped by shard", _ADDED, "gradient-law", _clipped_by_shard, SGD.but(clip_norm=0.2)),
-    Fault("NaN masked", _ADDED, "halt-together", _nan_masked, _POISONED),
-    Fault("moments not synced", _ADDED, "replicas-agree", _own_moments, ADAMW),
-    Fault("stale fallback", _ADDED, "replicas-agree", _stale_fallback, SGD),
-    Fault("double step", _ADDED, "update-law", _double_step, SGD),
-    Fault("sum instead of mean", _ADDED, "gradient-law", _sum_not_mean, SGD),
-    Fault("rank ignores its shard", _ADDED, "samples-once", _shard_ignored, PLAIN),
-    Fault("LoRA detached from the graph", _ADDED, "gradient-law", _detached, SGD),
-    Fault("loss computed after the step", _ADDED, "losses-close", _loss_after_step, PLAIN),
-    of_function("fp32 overflow in the average", _ADDED, "average-law", average_gradients, _sum_in_fp32),
-)
+    Fault("unweighted mean of uneven shards", "gradient-law",
+          r"step 3: .*ratio 0\.500 = 1 / world 2", _unweighted, SGD),
+    Fault("clipped by shard", "gradient-law", r"step 1: 8 of 15 tensors .*score\.weight 0\.90",
+          _clipped_by_shard, SGD.but(clip_norm=0.2)),
+    Fault("NaN masked", "halt-together", "step 2: a planted fault left no violation", _nan_masked, _POISONED),
+    Fault("moments not synced", "replicas-agree", "step 1, rank 1: the optimizer differs", _own_moments, ADAMW),
+    Fault("stale fallback", "replicas-agree", "step 3, rank 1: the optimizer differs", _stale_fallback, SGD),
+    Fault("double step", "update-law", r"step 1: .* of length (\S+), seen a step that ends \1 away", _double_step, SGD),
+    Fault("sum instead of mean", "gradient-law", r"step 1: .*ratio 5\.000 = batch 5", _sum_not_mean, SGD),
+    Fault("rank ignores its shard", "samples-once",
+          "step 1: rows used more than once, by ranks 0, 1; .*rows 0 .* 2 .* 3 ",
+          _shard_ignored, PLAIN),
+    Fault("LoRA detached from the graph", "gradient-law", "step 1: 7 of 15 tensors .*lora_B", _detached, SGD),
+    Fault("loss computed after the step", "losses-close",
+          r"step 1: .* at 3 of 3 updates; .*seen 0\.97", _loss_after_step, PLAIN),
+    of_function("fp32 overflow in the average", "average-law", r"\[\[3e\+38\], \[3e\+38\]\]: .*seen \[inf\]",
+                average_gradients, _sum_in_fp32),
+)  # fmt: skip

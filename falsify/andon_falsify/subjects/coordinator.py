@@ -93,7 +93,6 @@ def _describe(coordinator: DataParallelCoordinator, case: Case, seen: Sightings)
     model: Any = coordinator.pipelines[0].model
     seen.state = copied(model.state_dict())
     seen.config = model.get_base_model().config.to_dict()
-    seen.primary = next(i for i, p in enumerate(coordinator.pipelines) if p is coordinator.primary_pipeline)
     for rank, pipeline in enumerate(coordinator.pipelines):
         named = trainable_parameters(pipeline.model)
         seen.layouts[rank] = tuple((name, tuple(p.shape), str(p.dtype)) for name, p in named.items())

@@ -116,8 +116,6 @@ class Sightings:
     """Clause, step, message."""
     resumed_from: int = 0
     ledger: bytes = b""
-    primary: int = 0
-    """The replica that stands for the whole."""
 
     def of(self, rank: int, step: int) -> Sight:
         """The sight of `rank` at `step`, made on first use."""
@@ -182,7 +180,6 @@ class Trace:
                 part.frozen,
                 part.layouts,
                 part.peaks,
-                part.primary,
                 part.violation,
             )
             for part in self.parts

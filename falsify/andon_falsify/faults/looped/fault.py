@@ -47,12 +47,12 @@ class Inside:
 class Outside:
     """What is judged of a fault from outside.
 
-    claim: what must fall by it. says: a regular expression that a counterexample of that claim must match, so that it
-    falls for the right reason. case: what is trained.
+    claim: what must fall by it. reason: a regular expression that the text of a counterexample must match. case: what
+    is trained.
     """
 
     claim: str
-    says: str
+    reason: str
     case: Case = SGD
 
 

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from andon_falsify.faults.looped.fault import ADAMW, WATCHED, Inside, LoopFault, Outside
+from andon_falsify.faults.looped.fault import ADAMW, SGD, WATCHED, Inside, LoopFault, Outside
 from andon_falsify.faults.looped.right import Best, Scheduled
 from andon_falsify.faults.looped.rows import DROPOUT
 from andon_falsify.peers.plain import PlainLoop
+from andon_falsify.subjects.case import Case
 
 
 class Loading(PlainLoop):
@@ -136,26 +137,33 @@ class BestOnOne(Best):
             super()._take_best()
 
 
-_PART = Outside("resume-equal", "the weights part by more than rounding explains")
+def _part(by: str, case: Case = SGD) -> Outside:
+    """The weights of the resumed run part from those of the whole one by the share `by` of their movement."""
+    return Outside("resume-equal", f"step 3, .*: the weights part by more than rounding explains; .*seen {by}", case)
+
+
 _END = Outside("replicas-agree", "step 4, rank 1: the weights differs? between ranks")
-_NUMBER = Outside("samples-once", r"another number of updates than planned")
+_NUMBER = "another number of updates than planned; expected 4, seen"
 _READ = Inside("checkpoint-whole", 4, ("saved", "loaded"), resumed=3)
 _BEHIND = "weights are taken up behind the last update, and a watch reads them at an update"
 FAULTS = (
     LoopFault("F70", "adapter frozen after load", AdapterFrozen,
               Inside("parameters-kept", 0, ("trainable",), resumed=0),
               Outside("resume-equal", r"other tensors train.*lora_")),
-    LoopFault("F73", "head not restored", HeadLost, _READ, _PART),
-    LoopFault("F74", "nothing loaded for a prefix", Prefixed, _READ, _PART),
-    LoopFault("F76", "moments permuted", StatePermuted, _READ, replace(_PART, case=ADAMW)),
-    LoopFault("F77", "schedule restarts", ScheduleRestarts, _READ, Outside("resume-equal", "another learning rate")),
+    LoopFault("F73", "head not restored", HeadLost, _READ, _part(r"5\.78e-01")),
+    LoopFault("F74", "nothing loaded for a prefix", Prefixed, _READ, _part(r"6\.07e-01")),
+    LoopFault("F76", "moments permuted", StatePermuted, _READ, _part(r"7\.99e-02", ADAMW)),
+    LoopFault("F77", "schedule restarts", ScheduleRestarts, _READ,
+              Outside("resume-equal", r"step 3, .*: another learning rate; .*seen 0\.0452")),
     LoopFault("F79", "batch skipped on resume", OneSkipped, Inside("samples-once", 4, ("batch", "plan"), resumed=3),
-              Outside("resume-equal", "the rows differ first")),
+              Outside("resume-equal", "step 3, .*: the rows differ first")),
     LoopFault("F80", "random state not restored", DrawnAnew, replace(_READ, case=WATCHED.but(dropout=0.1)),
-              replace(_PART, case=DROPOUT)),
-    LoopFault("F82", "one update too few", OneTooFew, Inside("updates-planned", 6, ("updates",)), _NUMBER),
-    LoopFault("F82", "one update too many", OneTooMany, Inside("updates-planned", 7, ("updates",)), _NUMBER),
+              _part(r"7\.73e-02", DROPOUT)),
+    LoopFault("F82", "one update too few", OneTooFew, Inside("updates-planned", 6, ("updates",)),
+              Outside("samples-once", f"{_NUMBER} 3")),
+    LoopFault("F82", "one update too many", OneTooMany, Inside("updates-planned", 7, ("updates",)),
+              Outside("samples-once", f"{_NUMBER} 5")),
     LoopFault("F83", "best checkpoint by a local metric", BestByOwnLoss, _BEHIND, _END),
     LoopFault("F83", "only one rank reloads", BestOnOne, _BEHIND, _END),
-    LoopFault("F83", "only one rank loads", LoadedOnOne, replace(_READ, alone="replicas-agree"), _PART),
+    LoopFault("F83", "only one rank loads", LoadedOnOne, replace(_READ, alone="replicas-agree"), _part(r"6\.52e-02")),
 )  # fmt: skip
