@@ -1,108 +1,111 @@
-"""The list of faults is whole, a fault that changes nothing is an error, and what is planted is taken back."""
+"""The power gate: every planted fault is seen by its claim for its reason, and what does not show that is no kill."""
 
 from __future__ import annotations
 
-import ast
-from contextlib import ExitStack
+import json
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from andon.gradients import average_gradients
-from andon_contracts.policy import suspended
-from andon_contracts.violation import Violation
-from andon_falsify import compliance
+from andon_falsify.claims.evidence import Evidence
 from andon_falsify.claims.of_trainer import CLAIMS
-from andon_falsify.compliance.power import Laboratory, matrix
-from andon_falsify.faults import registry
+from andon_falsify.claims.table import CHECKERS
+from andon_falsify.compliance.power import Laboratory
+from andon_falsify.faults import causal, looped, registry
 from andon_falsify.faults.own_promises import MEMORY
-from andon_falsify.faults.planting import SGD, Fault, body_replaced
+from andon_falsify.faults.planting import Fault
 from andon_falsify.faults.seed_mutants import ADDED, CAUGHT, MISSED
 from andon_falsify.ranks.pool import RankPools
 from andon_falsify.ranks.trainer import AndonTrainer
-from andon_falsify.subjects.case import Case, make_rows
+from andon_falsify.subjects.case import make_rows
+from andon_falsify.verdict import Counterexample, Verdict, conclude
 
-NAMES = {claim.name for claim in CLAIMS}
+ROOT = Path(__file__).parents[2]
 LABORATORY = Laboratory(AndonTrainer(RankPools()))
+UNDIVIDED = registry.named("average without division")
+SUMMED = registry.named("sum instead of mean")
 
 
-def test_every_mutant_of_the_seed_is_there() -> None:
-    """Seed 5.1 lists 12 that survived, 12 that were killed and 11 to add; issue 2 adds 5 of memory."""
-    sizes = [len(faults) for faults in (MISSED, CAUGHT, ADDED, MEMORY)]
-    assert sizes == [12, 12, 11, 5]
-    assert len({fault.name for fault in registry.FAULTS}) == len(registry.FAULTS)
+def test_every_claim_has_a_fault_that_it_must_see() -> None:
+    """Seed 5.1 lists 12 mutants that survived, 12 that were killed and 11 to add; 5 faults are of memory."""
+    assert [len(faults) for faults in (MISSED, CAUGHT, ADDED, MEMORY)] == [12, 12, 11, 5]
+    assert {fault.claim for fault in registry.FAULTS} == {claim.name for claim in CLAIMS}
 
 
-def test_every_claim_can_fall() -> None:
-    """For each claim there is a fault that it must see, and for each fault a claim that exists."""
-    assert {fault.claim for fault in registry.FAULTS} == NAMES
+@pytest.mark.parametrize(
+    ("fault", "problem"),
+    [
+        (UNDIVIDED, None),
+        (Fault("idle", "average-law", "", lambda *_: None, kind="functions"), "the fault changed nothing"),
+        (replace(UNDIVIDED, claim="shards-law"), "not seen by shards-law; fallen: none"),
+        (replace(UNDIVIDED, reason="of another"), "seen for another reason than 'of another'"),
+    ],
+)
+def test_a_kill_needs_the_claim_the_reason_and_a_change(fault: Fault, problem: str | None) -> None:
+    """Being noticed by another claim, or by chance, is not enough."""
+    found = LABORATORY.attempt(fault, "inline").problems
+    assert found == [] if problem is None else any(each.startswith(problem) for each in found)
 
 
-def test_every_claim_has_a_compliance_test() -> None:
-    """A claim without a test would never be checked."""
-    folder = Path(compliance.__path__[0])
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in folder.glob("test_*.py")]
-    calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    marked = [call for call in calls if ast.unparse(call.func) == "pytest.mark.claim"]
-    assert {ast.literal_eval(argument) for call in marked for argument in call.args} == NAMES
+def test_a_check_that_falls_whenever_contracts_are_off_kills_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It falls without the fault too, even in the words of the fault's reason."""
+    short, checker = replace(SUMMED, case=SUMMED.case.but(rows=make_rows(5))), CHECKERS[SUMMED.claim]
+    assert LABORATORY.attempt(short, "inline").problems == []
+
+    def falls(evidence: Evidence) -> Verdict:
+        wrong = Counterexample("", "step 1", ratio=5.0, equals="5.000 = batch 5")
+        return conclude(checker.claim, 1, [] if evidence.sightings.case.contracts else [wrong])
+
+    monkeypatch.setitem(CHECKERS, SUMMED.claim, replace(checker, check=falls))  # type: ignore[arg-type]
+    problems = Laboratory(AndonTrainer(RankPools())).attempt(short, "inline").problems
+    assert any(each.startswith("without the fault and contracts: gradient-law: falsified") for each in problems)
 
 
-def _nothing(*_: object) -> None:
-    """Plants nothing."""
+said = cache(causal.attempt)
 
 
-def test_a_fault_that_changes_nothing_is_an_error_of_the_suite() -> None:
-    """It would be counted as survived or killed for a reason that is not its own."""
-    idle = Fault("idle", "", "replicas-agree", _nothing, SGD)
-    registry._BY_NAME["idle"] = idle
-    try:
-        trial = LABORATORY.attempt(idle, "inline")
-    finally:
-        del registry._BY_NAME["idle"]
-    assert "the fault changed nothing" in trial.problems
-    assert not trial.killed
+@pytest.mark.parametrize(
+    "fault",
+    [
+        # Deep: each check has a fault that the default run plants.
+        pytest.param(fault, id=fault.name, marks=() if place in (0, 4, 6) else pytest.mark.deep)
+        for place, fault in enumerate(causal.FAULTS)
+    ],
+)
+def test_a_fault_of_instruction_tuning_is_seen_by_its_check_for_its_reason(fault: causal.CausalFault) -> None:
+    """No check says anything of the case without it."""
+    control, planted = said(fault.case), said(fault.case, fault.plant)
+    assert causal.problems(fault, control, planted) == []
+    (silent,) = causal.problems(fault, control, {})
+    (otherwise,) = causal.problems(replace(fault, reason="of another"), control, planted)
+    assert (silent, otherwise[:40]) == (f"not seen by {fault.killer}", "seen for another reason than 'of another")
+    assert causal.problems(fault, planted, planted)[0].startswith("without the fault, ")
 
 
-def test_a_fault_named_for_the_wrong_claim_is_not_killed() -> None:
-    """Being noticed by another claim is not enough."""
-    right = registry.named("average without division")
-    wrong = Fault(right.name, right.source, "shards-law", right.plant, right.case, right.kind)
-    assert any("not seen by shards-law" in problem for problem in LABORATORY.attempt(wrong, "inline").problems)
+def test_no_check_sees_anything_in_rows_that_are_not_packed() -> None:
+    """The other controls go with the faults."""
+    assert not any(said(causal.CausalCase(packed=False)).values())
 
 
-def test_a_replaced_body_stays_under_its_contract_and_is_taken_back() -> None:
-    """With the contract on the mutant raises, without it lies, and afterwards the function is what it was."""
-
-    def zeros(grads: list[list[float]]) -> list[float]:
-        return [0.0 for _ in grads[0]]
-
-    with ExitStack() as stack:
-        body_replaced(stack, average_gradients, zeros)
-        with pytest.raises(Violation):
-            average_gradients([[1.0], [3.0]])
-        with suspended():
-            assert average_gradients([[1.0], [3.0]]) == [0.0]
-    assert average_gradients([[1.0], [3.0]]) == [2.0]
+FAULTS = {
+    "trainer": ("mutants.md", {fault.name: fault.claim for fault in registry.FAULTS}),
+    "loops": ("loop-faults.md", {fault.name: getattr(fault.outside, "claim", None) for fault in looped.FAULTS}),
+    "causal": ("causal-mutants.md", {fault.name: fault.killer for fault in causal.FAULTS}),
+}
 
 
-def test_the_matrix_names_fault_claim_and_contract() -> None:
-    """One row a fault, its own claim marked, the others that fell beside it."""
-    trial = LABORATORY.attempt(registry.named("average without division"), "inline")
-    header, _, row = matrix([trial]).splitlines()
-    assert header == "| fault | source | backend | contract | average-law |"
-    assert row == "| average without division | seed 5.1, killed | inline | gradient-average | **KILLED** |"
-
-
-def test_rows_are_sorted_by_label_and_are_texts() -> None:
-    """Contiguous shards see different classes, and the coordinator can take the same rows as texts."""
-    rows = make_rows(20, 3)
-    assert list(rows.labels) == sorted(rows.labels)
-    assert set(rows.labels) == {0, 1, 2}
-    assert all(33 <= token < 127 for row in rows.tokens for token in row)
-    assert make_rows(20, 3) == rows != make_rows(20, 4)
-
-
-def test_a_case_says_what_is_special_about_it() -> None:
-    """Counterexamples name their case."""
-    assert "optimizer=sgd" in str(Case(optimizer="sgd"))
-    assert "world" not in str(Case(optimizer="sgd"))
+@pytest.mark.parametrize("part", FAULTS)
+def test_the_frozen_rows_and_the_docs_name_every_fault_with_its_claim(part: str) -> None:
+    """`benchmarks.freeze --write` writes both; here nothing is run."""
+    page, claims = FAULTS[part]
+    rows = json.loads((ROOT / "tests" / "golden" / f"{part}.json").read_text(encoding="utf-8"))
+    frozen = {row["fault"]: row.get("claim", row.get("check")) for row in rows if not row["fault"].startswith("none: ")}
+    assert frozen == claims
+    assert [row for row in rows if row.get("problems")] == []
+    lines = (ROOT / "docs" / page).read_text(encoding="utf-8").splitlines()
+    for name, claim in claims.items():
+        begins = f"| {name.replace(' ', ' | ', 1) if part == 'loops' else name} | " if claim else f"- {name}: "
+        mark = "**KILLED**" if part == "causal" else f"| {claim} | " if claim else ""
+        assert any(line.startswith(begins) and mark in line for line in lines), name

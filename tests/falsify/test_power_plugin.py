@@ -10,11 +10,9 @@ import andon_falsify.compliance.plugin  # noqa: F401
 pytest_plugins = ("pytester",)
 
 TESTS = """
-from __future__ import annotations
-
 import pytest
 
-from andon_falsify.checkers import loss_finite, schedule
+from andon_falsify.checkers import loss_finite, memory_within
 from andon_falsify.history import read_lines
 from andon_falsify.verdict import not_applicable
 
@@ -32,27 +30,26 @@ def test_holds(court):
 
 @pytest.mark.claim("memory-budget")
 def test_does_not_apply(court):
-    from andon_falsify.checkers import memory_within
-
     court.hold(not_applicable(memory_within.CLAIM, "no plan"))
 """
 
 
 @pytest.mark.parametrize(
-    ("options", "code", "line"),
+    ("options", "unknown"),
     [
-        ([], 1, "checked 1 of 21 claims, 0 runs, 1 not applicable, 1 unknown"),
-        (["-k", "not forgets"], 0, "checked 1 of 21 claims, 0 runs, 1 not applicable, 0 unknown"),
-        (["-n", "1"], 1, "checked 1 of 21 claims, 0 runs, 1 not applicable, 1 unknown"),
+        ([], 1),
+        (["-k", "not forgets"], 0),
+        # Deep: another process imports torch; what it reports is counted as here.
+        pytest.param(["-n", "1"], 1, marks=pytest.mark.deep),
     ],
 )
 def test_a_claim_that_checked_nothing_is_unknown_and_fails(
-    pytester: pytest.Pytester, options: list[str], code: int, line: str
+    pytester: pytest.Pytester, options: list[str], unknown: int
 ) -> None:
     """Every test passed, yet the session fails; through pytest-xdist too. What was not selected is not unknown."""
     pytester.makepyfile(test_claims=TESTS)
     done = pytester.runpytest_inprocess(
         "-q", "-p", "no:cacheprovider", "-p", "andon_falsify.compliance.plugin", *options
     )
-    assert line in done.outlines, done.outlines
-    assert done.ret == code
+    assert f"checked 1 of 21 claims, 0 runs, 1 not applicable, {unknown} unknown" in done.outlines, done.outlines
+    assert done.ret == unknown

@@ -21,14 +21,6 @@ def pool() -> Iterator[RankPool]:
     held.close()
 
 
-def test_the_same_processes_answer_again(pool: RankPool) -> None:
-    """Each rank answers for itself, and the next request finds the same processes."""
-    first, second = (pool.run(f"{HERE}:describe", word) for word in ("one", "two"))
-    assert [answer.value[:2] for answer in first] == [("one", 0), ("one", 1)]
-    assert [answer.value[:2] for answer in second] == [("two", 0), ("two", 1)]
-    assert [answer.value[2] for answer in first] == [answer.value[2] for answer in second] == pool.pids
-
-
 @pytest.mark.parametrize(
     ("work", "said"),
     [
@@ -41,8 +33,9 @@ def test_the_same_processes_answer_again(pool: RankPool) -> None:
     ],
 )
 def test_a_rank_that_fails_is_told_apart_and_the_pool_goes_on(pool: RankPool, work: str, said: str) -> None:
-    """The failure comes back as a value with its text, no rank of the old group stays, and new ones answer."""
-    before = pool.run(f"{HERE}:describe", "")
+    """Ranks that are well answer again. A failure comes back as its text, the old group goes, and new ranks answer."""
+    before, again = (pool.run(f"{HERE}:describe", "") for _ in range(2))
+    assert [answer.value[2] for answer in before] == [answer.value[2] for answer in again] == pool.pids
     answers = pool.run(f"{HERE}:{work}", 1)
     assert said in answers[1].error
     assert not any(psutil.pid_exists(answer.value[2]) for answer in before)

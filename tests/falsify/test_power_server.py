@@ -6,17 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 import pytest
-
-from andon_falsify.ranks import server
 
 ROOT = Path(__file__).resolve().parents[2]
 _MARK = "ANDON_TEST_SUITE"
@@ -45,19 +41,15 @@ except KeyboardInterrupt:
 """
 
 
-@dataclass
 class Suite:
     """A process of its own with ranks, whose temporary files lie in `folder`."""
 
-    program: str
-    folder: Path
-    mark: str = field(default_factory=lambda: uuid.uuid4().hex)
-
-    def __post_init__(self) -> None:
+    def __init__(self, program: str, folder: Path) -> None:
+        self.mark = uuid.uuid4().hex
         paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
         self.process = subprocess.Popen(
-            [sys.executable, "-c", self.program],
-            env=os.environ | {"PYTHONPATH": paths, "TMPDIR": str(self.folder), _MARK: self.mark},
+            [sys.executable, "-c", program],
+            env=os.environ | {"PYTHONPATH": paths, "TMPDIR": str(folder), _MARK: self.mark},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -92,10 +84,15 @@ class Suite:
 
 
 @pytest.fixture
-def started(tmp_path: Path) -> Iterator[list[Suite]]:
-    """Suites that a test has started; none outlives it."""
+def start(tmp_path: Path) -> Iterator[Callable[[str], Suite]]:
+    """Starts a suite that runs a program; none outlives the test."""
     held: list[Suite] = []
-    yield held
+
+    def begin(program: str) -> Suite:
+        held.append(Suite(program, tmp_path))
+        return held[-1]
+
+    yield begin
     for suite in held:
         for each in suite.running():
             each.kill()
@@ -103,20 +100,20 @@ def started(tmp_path: Path) -> Iterator[list[Suite]]:
         suite.process.communicate()
 
 
-def test_nothing_stays_of_ranks_that_nobody_closed(started: list[Suite], tmp_path: Path) -> None:
+# Deep: the ranks load torch. By default `test_a_suite_that_is_killed_leaves_nothing` sees the server put all away.
+@pytest.mark.deep
+def test_nothing_stays_of_ranks_that_nobody_closed(start: Callable[[str], Suite], tmp_path: Path) -> None:
     """A rank was killed in the middle of its work, and the pool is forgotten: no process and no folder stays."""
-    suite = Suite(_LITTERING, tmp_path)
-    started.append(suite)
+    suite = start(_LITTERING)
     said, left = suite.end()
     assert left == []
     assert "was killed by SIGKILL" in said
     assert [path.name for path in tmp_path.iterdir() if not path.name.startswith("torchinductor")] == []
 
 
-def test_an_interruption_while_the_server_loads_is_one_line(started: list[Suite], tmp_path: Path) -> None:
+def test_an_interruption_while_the_server_loads_is_one_line(start: Callable[[str], Suite], tmp_path: Path) -> None:
     """Ctrl-C reaches the whole group: the suite alone answers it, and the server has gone when the suite has."""
-    suite = Suite(_INTERRUPTED, tmp_path)
-    started.append(suite)
+    suite = start(_INTERRUPTED)
     suite.loading()
     os.killpg(suite.process.pid, signal.SIGINT)
     said, left = suite.end()
@@ -125,10 +122,9 @@ def test_an_interruption_while_the_server_loads_is_one_line(started: list[Suite]
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_suite_that_is_killed_leaves_nothing(started: list[Suite], tmp_path: Path) -> None:
+def test_a_suite_that_is_killed_leaves_nothing(start: Callable[[str], Suite], tmp_path: Path) -> None:
     """It has no say any more: the server notices, and puts away what both have written."""
-    suite = Suite(_WAITING, tmp_path)
-    started.append(suite)
+    suite = start(_WAITING)
     assert suite.process.stdout is not None
     assert suite.process.stdout.readline() == "ready\n"
     servers = suite.running()
@@ -137,17 +133,3 @@ def test_a_suite_that_is_killed_leaves_nothing(started: list[Suite], tmp_path: P
     for each in servers:
         each.wait()
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_server_that_was_stopped_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it had forked is gone; the next process has a new one."""
-    monkeypatch.setattr(server, "SERVER", server.Server([_LIGHT]))
-    first, second = server.RankProcess(target=time.sleep, args=(1000,)), server.RankProcess(target=int)
-    first.start()
-    assert first.is_alive()
-    server.SERVER.stop()
-    first.join()
-    second.start()
-    second.join()
-    assert second.exitcode == 0
-    server.SERVER.stop()

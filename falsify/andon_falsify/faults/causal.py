@@ -73,7 +73,8 @@ def attempt(case: CausalCase, plant: Callable[[ExitStack], None] = lambda _: Non
         if case.family == "qwen3":
             wanted = CausalLaw(subject)(before, subject, batch)[1]
             verdict = gradient_law.check(gradients, wanted, tolerance=FAR, where="step 1")
-            found["law"] = "" if verdict.outcome is Outcome.HOLDS else str(verdict)
+            said = "; ".join(map(str, verdict.counterexamples)) or verdict.why
+            found["law"] = "" if verdict.outcome is Outcome.HOLDS else said
     return found
 
 

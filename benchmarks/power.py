@@ -1,0 +1,125 @@
+"""The tables of planted faults in docs, from `tests/golden/*.json`: `python -m benchmarks.power` writes them again.
+
+`python -m benchmarks.freeze --write` runs the faults, and writes the JSON and the tables.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from andon_falsify.faults import looped
+from andon_falsify.faults.causal import CHECKS
+from andon_falsify.faults.looped.fault import Inside, LoopFault
+from benchmarks.runs import table
+
+Row = Mapping[str, Any]
+ROOT = Path(__file__).parents[1]
+GOLDEN = ROOT / "tests" / "golden"
+_BY = "Written by `python -m benchmarks.freeze --write`; edit nothing below this line."
+
+
+def _said(row: Row) -> str:
+    said = ": ".join(filter(None, (row.get("where", ""), row.get("reason", ""))))
+    said += f"; ratio {row['equals']}" if row.get("equals") else ""
+    return said.replace("<", "&lt;")
+
+
+def _others(row: Row) -> str:
+    return ", ".join(name for name in row["fallen"] if name != row["claim"])
+
+
+def _killed(rows: Sequence[Row]) -> str:
+    return f"{sum(not row['problems'] for row in rows)} of {len(rows)}"
+
+
+def trainer(rows: Sequence[Row]) -> Iterator[str]:
+    """A line for each fault; of what its backends have in common, the first backend's."""
+    backends: dict[str, list[str]] = {}
+    for row in rows:
+        backends.setdefault(row["fault"], []).append(row["backend"])
+    first = {row["fault"]: row for row in reversed(rows)}
+    lines = [
+        [name, row["claim"], _said(row), row["clause"] or "-", _others(row), ", ".join(backends[name])]
+        for name, row in ((name, first[name]) for name in backends)
+    ]
+    yield table(("fault", "claim", "counterexample", "contract", "falls too", "backends"), lines)
+    yield f"{_killed(rows)} killed ({len(first)} faults)."
+
+
+def loops(rows: Sequence[Row]) -> Iterator[str]:
+    """A line for each fault that a claim sees, and why none sees the others."""
+    shown = [row for row in rows if "claim" in row]
+    lines = [[*row["fault"].split(" ", 1), row["claim"], _said(row), _others(row)] for row in shown]
+    yield table(("fault", "what", "claim", "counterexample", "falls too"), lines)
+    codes = {row["fault"].split()[0] for row in shown}
+    yield f"{_killed(shown)} faults killed, of {len(codes)} entries of the catalogue. No run of a loop shows:"
+    yield "\n".join(f"- {row['fault']}: {row['not shown']}." for row in rows if "claim" not in row)
+
+
+def causal(rows: Sequence[Row]) -> Iterator[str]:
+    """A line for each fault and each control."""
+
+    def cell(row: Row, check: str) -> str:
+        if check not in row["seen"]:
+            return "-"
+        return ("**KILLED**" if check == row["check"] else "seen") if row["seen"][check] else ""
+
+    yield table(("fault", *CHECKS), [[row["fault"], *(cell(row, check) for check in CHECKS)] for row in rows])
+    faults, controls = ([row for row in rows if bool(row["check"]) is planted] for planted in (True, False))
+    yield f"{_killed(faults)} faults killed; {_killed(controls)} controls clean."
+
+
+def watch(rows: Sequence[Row]) -> Iterator[str]:
+    """A line for each fault that a watch sees, which the one line sees, and why a watch does not see the others."""
+    faults = {row["fault"]: (looped.named(row["fault"]), row) for row in rows}
+    seen = [(fault, fault.inside, row) for fault, row in faults.values() if isinstance(fault.inside, Inside)]
+    lines = [_watched(*each) for each in sorted(seen, key=lambda each: each[0].code)]
+    yield table(("fault", "what", "lines needed", "clause", "step", "by"), lines)
+    codes = {fault.code for fault, _, _ in seen}
+    alone = sorted({fault.code for fault, inside, _ in seen if inside.alone or not inside.lines})
+    yield (
+        f"By the one line alone, in one of their forms at least: {len(alone)} of {len(codes)} entries of the\n"
+        f"catalogue, {', '.join(alone)}."
+    )
+    yield "Of the faults that claims see, these are not here:"
+    yield "\n".join(f"- {row['fault']}: {row['not seen']}." for row in rows if "not seen" in row)
+
+
+def _watched(fault: LoopFault, inside: Inside, row: Row) -> list[object]:
+    told = ", ".join(inside.lines) or "none"
+    if inside.alone:
+        told += f"; none for `{inside.alone}`" + f" at {inside.alone_by}" * (inside.alone_by > inside.by)
+    return [
+        fault.code,
+        fault.what,
+        told,
+        f"`{inside.clause}`",
+        "missed" if row["step"] is None else row["step"],
+        inside.by,
+    ]
+
+
+PAGES: Mapping[str, tuple[str, Callable[[Sequence[Row]], Iterator[str]]]] = {
+    "trainer": ("mutants.md", trainer),
+    "loops": ("loop-faults.md", loops),
+    "causal": ("causal-mutants.md", causal),
+    "watch": ("watch-faults.md", watch),
+}
+"""By the name of the JSON: the page of docs, and what of it is written."""
+
+
+def write(part: str) -> None:
+    """Write what stands below its line `_BY` into the page of `part`."""
+    page, tables = PAGES[part]
+    path = ROOT / "docs" / page
+    rows = json.loads((GOLDEN / f"{part}.json").read_text(encoding="utf-8"))
+    above = path.read_text(encoding="utf-8").partition(_BY)[0]
+    path.write_text("\n\n".join([above.rstrip(), _BY, *tables(rows)]) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    for each in PAGES:
+        write(each)
