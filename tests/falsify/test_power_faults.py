@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from andon_contracts.policy import enforced
 from andon_falsify.claims.evidence import Evidence
+from andon_falsify.claims.functions import TABLES, Tabulated
 from andon_falsify.claims.of_trainer import CLAIMS
 from andon_falsify.claims.table import CHECKERS
 from andon_falsify.compliance.power import Laboratory
@@ -25,7 +27,6 @@ from andon_falsify.verdict import Counterexample, Verdict, conclude
 ROOT = Path(__file__).parents[2]
 LABORATORY = Laboratory(AndonTrainer(RankPools()))
 UNDIVIDED = registry.named("average without division")
-SUMMED = registry.named("sum instead of mean")
 
 
 def test_every_claim_has_a_fault_that_it_must_see() -> None:
@@ -51,14 +52,29 @@ def test_a_kill_needs_the_claim_the_reason_and_a_change(fault: Fault, problem: s
 
 def test_a_check_that_falls_whenever_contracts_are_off_kills_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """It falls without the fault too, even in the words of the fault's reason."""
-    short, checker = replace(SUMMED, case=SUMMED.case.but(rows=make_rows(5))), CHECKERS[SUMMED.claim]
+    claim = next(claim for claim in CLAIMS if claim.name == UNDIVIDED.claim)
+
+    def falls() -> Tabulated:
+        wrong = [] if enforced() else [Counterexample("[[1.0, 2.0], [3.0, 6.0]]: seen [4.0, 8.0]")]
+        return Tabulated(conclude(claim, 1, wrong), "")
+
+    monkeypatch.setitem(TABLES, claim.name, falls)
+    problems = Laboratory(AndonTrainer(RankPools())).attempt(UNDIVIDED, "inline").problems
+    assert any(each.startswith("without the fault and contracts: average-law: falsified") for each in problems)
+
+
+@pytest.mark.deep  # it trains; the test above plants such a check where nothing is trained
+def test_a_claim_of_a_run_that_falls_whenever_contracts_are_off_kills_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same for our trainer."""
+    summed = registry.named("sum instead of mean")
+    short, checker = replace(summed, case=summed.case.but(rows=make_rows(5))), CHECKERS[summed.claim]
     assert LABORATORY.attempt(short, "inline").problems == []
 
     def falls(evidence: Evidence) -> Verdict:
         wrong = Counterexample("", "step 1", ratio=5.0, equals="5.000 = batch 5")
         return conclude(checker.claim, 1, [] if evidence.sightings.case.contracts else [wrong])
 
-    monkeypatch.setitem(CHECKERS, SUMMED.claim, replace(checker, check=falls))  # type: ignore[arg-type]
+    monkeypatch.setitem(CHECKERS, summed.claim, replace(checker, check=falls))  # type: ignore[arg-type]
     problems = Laboratory(AndonTrainer(RankPools())).attempt(short, "inline").problems
     assert any(each.startswith("without the fault and contracts: gradient-law: falsified") for each in problems)
 
