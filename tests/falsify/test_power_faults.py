@@ -1,4 +1,4 @@
-"""The power gate: every planted fault is seen by its claim for its reason, and what does not show that is no kill."""
+"""The power gate counts a kill only if the fault's own claim falls for its own reason, and holds without the fault."""
 
 from __future__ import annotations
 
