@@ -1,0 +1,101 @@
+"""Rules that ruff and import-linter cannot express. Directions of imports are contracts in pyproject.toml."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.repository.sources import PACKAGES, ROOT, text_files
+
+PORTS = (
+    re.compile(r"(localhost|127\.0\.0\.1|0\.0\.0\.0|\[::1\]):[1-9]\d*"),
+    re.compile(r"(?i)port['\"]?\s*(?:[:=]|\]\s*=|,)\s*['\"]?[1-9]\d{3,4}\b"),
+)
+# Written so that this file does not contain what it looks for.
+MACHINE = re.compile(
+    r"/wor[k]/|/far[m]/|/roo[t]/|/User[s]/|/hom[e]/[a-z]|/tm[p]/(?:bash|brief|studio)|/op[t]/(?:pypi|wheels)"
+)
+LIGHT = ("andon", "andon_contracts", "andon.cli.app", "andon.config.load", "andon.console.exits", "andon.data")
+HEAVY = ("torch", "transformers", "peft", "accelerate", "hypothesis", "pytest")
+EXTRAS = ("pydantic", "typer", "rich", "jinja2", *HEAVY)
+
+
+@pytest.mark.parametrize(("names", "libraries"), [(LIGHT[:2], EXTRAS), (LIGHT, HEAVY)])
+def test_what_the_command_line_starts_with_loads_no_heavy_library(
+    names: tuple[str, ...], libraries: tuple[str, ...]
+) -> None:
+    """`import andon` needs the base install alone, and `andon --help` does not wait seconds for torch."""
+    program = (
+        "import importlib, sys\n"
+        f"for name in {names!r}: importlib.import_module(name)\n"
+        f"print(*(name for name in {libraries!r} if name in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
+def matching(paths: list[Path], *patterns: re.Pattern[str]) -> list[str]:
+    """The places in `paths` that match a pattern."""
+    return [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in paths
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+        if any(pattern.search(line) for pattern in patterns)
+    ]
+
+
+def test_no_file_names_a_path_of_one_machine() -> None:
+    folders = {str(ROOT), str(Path.home())}
+    here = [re.compile(re.escape(folder) + r"\b") for folder in folders if folder.count(os.sep) > 1]
+    assert matching(text_files(), MACHINE, *here) == []
+
+
+def test_no_port_is_fixed() -> None:
+    """Two runs on one machine must not meet: ports are 0 or `--standalone`, stores are files."""
+    assert matching([path for path in text_files() if path.suffix in (".py", ".ini", ".toml")], *PORTS) == []
+    for fixed in ("MASTER_PORT" + '="29500"', "--master-port" + "=29500", "tcp://localhost" + ":29500"):
+        assert any(pattern.search(fixed) for pattern in PORTS), fixed
+
+
+SHIPPED = [path for package, folder in PACKAGES.items() for path in sorted((ROOT / folder / package).rglob("*.py"))]
+
+
+def loaders() -> Iterator[tuple[str, ast.Call]]:
+    """Every call in a file that loads something of transformers, with its place."""
+    for path in SHIPPED:
+        text = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)) if "trust_remote_code" in text or "from_pretrained(" in text else ():
+            if isinstance(node, ast.Call):
+                yield f"{path}:{node.lineno}", node
+
+
+def trusts(call: ast.Call) -> bool:
+    """Whether transformers may run code of the folder that an `Auto...` class loads: it is not told not to."""
+    target = call.func
+    if not isinstance(target, ast.Attribute) or target.attr not in ("from_pretrained", "from_config"):
+        return False
+    if not ast.unparse(target.value).lower().startswith("auto"):
+        return False
+    return "trust_remote_code=False" not in [ast.unparse(word) for word in call.keywords]
+
+
+def test_no_folder_of_a_model_runs_code() -> None:
+    """SECURITY.md promises it. Without `trust_remote_code=False` transformers asks, and a yes runs the code."""
+    assert [place for place, call in loaders() if trusts(call)] == []
+    for text in ("AutoModel.from_pretrained(x)", "auto.from_config(x, trust_remote_code=wanted)"):
+        call = ast.parse(text, mode="eval").body
+        assert isinstance(call, ast.Call)
+        assert trusts(call)
+
+
+def test_every_python_process_is_started_in_one_way() -> None:
+    """`module_command` keeps the current folder off the path, so no file there is imported by a rank."""
+    found = {path for path in SHIPPED if re.search(r"[\[(]\s*sys\.executable", path.read_text(encoding="utf-8"))}
+    assert found == {ROOT / "core/andon/launch/interpreter.py"}
