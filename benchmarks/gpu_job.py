@@ -1,18 +1,24 @@
-"""The jobs that GPUs are measured with: shapes of decoders, their models with random weights, and rows to train on.
+"""What the GPU benchmarks share: jobs (decoders with random weights, random rows), clocks, and turns on one machine.
 
-Those of shapes that are `causal` are conversations: random tokens, of which the first part of each row is not trained,
-of lengths as sets of instructions have them.
+Rows of `causal` shapes are conversations: random tokens with the lengths of instruction data, of which the first part
+is not trained.
 """
 
 from __future__ import annotations
 
+import os
 import random
+import time
 from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cache
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import TCPStore
 
 from andon.data.chat import EncodedRow
 from andon.model.adapter import AdapterSpec, attach
@@ -135,3 +141,87 @@ def task_of(shape: Shape) -> ScoredTask:
         return whole.packed(range(CONVERSATIONS))
     rows, labels = rows_of(shape)
     return ClassificationTask(rows, labels, num_labels=2, vocab_size=shape.vocabulary, pad_id=0)
+
+
+# Clocks
+
+Mark = torch.cuda.Event | float
+"""A moment of the device; on a CPU the host's clock in seconds."""
+
+
+def rest(device: torch.device) -> None:
+    """Wait until `device` has done all its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def now(device: torch.device) -> float:
+    """The host's clock in seconds, with `device` at rest."""
+    rest(device)
+    return time.perf_counter()
+
+
+def now_on_all(device: torch.device) -> float:
+    """The same once every rank of the default group is at rest."""
+    rest(device)
+    if dist.is_initialized():
+        dist.barrier()
+    return now(device)
+
+
+def mark(device: torch.device) -> Mark:
+    """A mark after everything launched so far on the current stream of `device`."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def between(first: Mark, last: Mark) -> float:
+    """Seconds between two marks of one device, both reached."""
+    if isinstance(first, torch.cuda.Event):
+        return float(first.elapsed_time(last)) / 1e3  # type: ignore[arg-type]
+    return last - first  # type: ignore[operator, return-value]
+
+
+# Turns: jobs that share one machine warm up side by side, and then measure one at a time, in rounds
+
+PORT, JOB = "ANDON_BENCHMARK_PORT", "ANDON_BENCHMARK_JOB"
+"""Environment of a job: the port of the store on this host, and the job's name in it."""
+_PATIENCE = timedelta(minutes=10)
+
+
+class Turns:
+    """One rank of a job, waiting for its turns. Without a conductor it never waits."""
+
+    def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
+        self._name, port = environment.get(JOB, ""), environment.get(PORT)
+        self._store = TCPStore("127.0.0.1", int(port), timeout=_PATIENCE) if port else None
+        self._taken = 0
+
+    def wait(self) -> None:
+        """Return when it is this job's turn. The device must be at rest."""
+        if self._store is not None:
+            self._store.add(f"{self._name}/{self._taken}/resting", 1)
+            self._store.wait([f"{self._name}/{self._taken}/goes"])
+            self._taken += 1
+
+
+class Conductor:
+    """Gives the turns."""
+
+    def __init__(self) -> None:
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=_PATIENCE)
+
+    def environment_of(self, job: str) -> dict[str, str]:
+        """The variables that a process of `job` needs."""
+        return {PORT: str(self._store.port), JOB: job}
+
+    def rests(self, job: str, turn: int, ranks: int) -> bool:
+        """Whether all `ranks` of `job` wait for its `turn`, from 0 on."""
+        return self._store.add(f"{job}/{turn}/resting", 0) == ranks
+
+    def go(self, job: str, turn: int) -> None:
+        """Let `job` take its `turn`."""
+        self._store.set(f"{job}/{turn}/goes", "")

@@ -24,19 +24,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.device_time import now, now_on_all
 from benchmarks.gpu_job import (
     CONVERSATIONS,
     SHAPES,
     Shape,
+    Turns,
     base_of,
     conversations_of,
+    now,
+    now_on_all,
     rows_of,
     targets_of,
     task_of,
     trained_tokens,
 )
-from benchmarks.turns import Turns
 
 
 def main() -> int:
@@ -47,51 +48,43 @@ def main() -> int:
     parser.add_argument("--per-device", type=int, help="rows of a micro-batch; else all of a rank's rows at once")
     parser.add_argument("--compile", action="store_true", help="torch_compile=True, or torch.compile(model)")
     parser.add_argument("--attention", default="sdpa", help="transformers' attn_implementation")
-    parser.add_argument("--liger", action="store_true", help="TRL with the fused loss and layers of liger-kernel")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=1, help="of --steps; the median is taken")
     parser.add_argument("--warm-up", type=int, default=8)
     options = parser.parse_args()
-    shape = SHAPES[options.shape]
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    shape, world = SHAPES[options.shape], int(os.environ.get("WORLD_SIZE", "1"))
     share, rest = divmod(shape.batch, world)
     rows = options.per_device or share
     if rest or share % rows:
         parser.error(f"a batch of {shape.batch} on {world} ranks is not made of micro-batches of {rows}")
     if shape.causal != (options.peer == "trl") and options.peer != "hf_trainer":
         parser.error(f"{options.peer} does not train {options.shape} here")
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
+    if cuda:
         torch.cuda.set_device(device)
     clock = Clock(device, options.warm_up, options.steps, options.rounds)
-    way = Way(rows, share // rows, options.compile, options.attention, options.liger)
+    way = Way(rows, share // rows, options.compile, options.attention)
     trained = PEERS[options.peer](shape, device, way, clock)
     if os.environ.get("RANK", "0") == "0":
-        more = {"trained_tokens_per_step": trained * world} if shape.causal else {}
-        print(json.dumps(_figures(options, shape, world, rows, device, clock) | more))
+        found = {
+            "peer": options.peer,
+            "job": options.shape,
+            "device": torch.cuda.get_device_name(device) if cuda else "CPU",
+            "world": world,
+            "rows_per_device": rows,
+            "accumulation": way.accumulation,
+            "compile": options.compile,
+            "torch": torch.__version__,
+            "ms_by_round": clock.rounds,
+            "ms_per_step": round(clock.ms_per_step, 3),
+            "tflops_per_rank": round(shape.products / clock.ms_per_step / 1e9 / world, 1),
+            "peak_gib": round(torch.cuda.max_memory_allocated(device) / 2**30, 2) if cuda else 0.0,
+        }
+        print(json.dumps(found | ({"trained_tokens_per_step": trained * world} if shape.causal else {})))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     return 0
-
-
-def _figures(
-    options: argparse.Namespace, shape: Shape, world: int, rows: int, device: torch.device, clock: Clock
-) -> dict[str, Any]:
-    return {
-        "peer": options.peer,
-        "job": options.shape,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
-        "world": world,
-        "rows_per_device": rows,
-        "accumulation": shape.batch // world // rows,
-        "compile": options.compile,
-        "torch": torch.__version__,
-        "ms_by_round": clock.rounds,
-        "ms_per_step": round(clock.ms_per_step, 3),
-        "tflops_per_rank": round(shape.products / clock.ms_per_step / 1e9 / world, 1),
-        "peak_gib": round(torch.cuda.max_memory_allocated(device) / 2**30, 2) if device.type == "cuda" else 0.0,
-    }
 
 
 @dataclass(frozen=True)
@@ -102,31 +95,21 @@ class Way:
     accumulation: int
     compiled: bool
     attention: str
-    liger: bool
 
 
 class Clock:
-    """Times `rounds` of `steps` updates after `warm_up` others; the device is at rest when it is read.
-
-    Each round begins once all ranks are there.
-    """
+    """Times `rounds` of `steps` updates after `warm_up` others, with the device at rest. All ranks begin together."""
 
     def __init__(self, device: torch.device, warm_up: int, steps: int, rounds: int) -> None:
-        self._device, self._warm_up, self._steps, self._count = device, warm_up, steps, rounds
-        self._turns, self._taken, self._began = Turns(), 0, 0.0
+        self._device, self._warm_up, self._steps = device, warm_up, steps
+        self.updates, self._turns, self._taken, self._began = warm_up + steps * rounds, Turns(), 0, 0.0
         self.rounds: list[float] = []
-
-    @property
-    def updates(self) -> int:
-        """How many updates a peer is to make in all."""
-        return self._warm_up + self._steps * self._count
 
     @property
     def ms_per_step(self) -> float:
         """The median of the rounds, in milliseconds. Raises `ValueError` if not all updates were made."""
         if self._taken != self.updates:
-            msg = f"{self._taken} updates were made, not {self.updates}"
-            raise ValueError(msg)
+            raise ValueError(f"{self._taken} updates were made, not {self.updates}")
         return statistics.median(self.rounds)
 
     def update_made(self) -> None:
@@ -262,7 +245,6 @@ def trl(shape: Shape, device: torch.device, way: Way, clock: Clock) -> float:
             packing=True,
             max_length=shape.length,
             gradient_checkpointing=False,
-            use_liger_kernel=way.liger,
             dataloader_num_workers=2,
         )
         trainer = SFTTrainer(

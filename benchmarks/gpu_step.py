@@ -14,8 +14,8 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -35,10 +35,21 @@ from andon.step.step import Pending, StepResult, TrainingStep
 from andon.training.build import StepSpec, build_replicas, build_step
 from andon_contracts.digest import hex64
 from andon_contracts.policy import suspended
-from benchmarks.device_time import Mark, between, mark, now, now_on_all, rest
-from benchmarks.gpu_job import SHAPES, Shape, model_of, task_of, trained_tokens
+from benchmarks.gpu_job import (
+    SHAPES,
+    Mark,
+    Shape,
+    Turns,
+    between,
+    mark,
+    model_of,
+    now,
+    now_on_all,
+    rest,
+    task_of,
+    trained_tokens,
+)
 from benchmarks.runs import table
-from benchmarks.turns import Turns
 
 BLOCK = 3
 """Steps of a block; the first is not counted, since within it the last block is read."""
@@ -47,16 +58,16 @@ BLOCK = 3
 def main() -> int:
     """Measure, and print on rank 0."""
     options = _options()
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if _cuda() else torch.device("cpu")
+    world, kind = int(os.environ.get("WORLD_SIZE", "1")), "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")) if kind == "cuda" else None)
     demand_determinism([device])
-    if device.type == "cuda":
+    if kind == "cuda":
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(1)
+    name = "nccl" if kind == "cuda" else "gloo"
     if world > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    name = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(name)
     backend: Backend = GroupBackend(name, device) if world > 1 else InlineBackend([device])
     measurement = Measurement(options, backend, device)
     found = measurement.run()
@@ -64,8 +75,7 @@ def main() -> int:
     if backend.ranks[0] == 0:
         if kernels:
             print(table(["ms a step", "calls", "kernel"], kernels))
-        rows = [[key, value] for key, value in found.items()]
-        print(table(["what", "figure"], rows))
+        print(table(["what", "figure"], [[key, value] for key, value in found.items()]))
         print(json.dumps(found))
     if world > 1:
         dist.barrier()
@@ -73,13 +83,9 @@ def main() -> int:
     return 0
 
 
-def _cuda() -> bool:
-    return torch.cuda.is_available()
-
-
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", choices=SHAPES, default="reference" if _cuda() else "tiny")
+    parser.add_argument("--shape", choices=SHAPES, default="reference" if torch.cuda.is_available() else "tiny")
     parser.add_argument("--layers", type=int, help="of the shape, for a smaller job of the same widths")
     parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--compile", choices=("off", "kernels", "graphs"), default="off")
@@ -103,7 +109,7 @@ class Measurement:
         self.shape = Shape(**{**asdict(shape), "layers": options.layers or shape.layers})
         self.options, self.backend, self.device = options, backend, device
         task = task_of(self.shape)
-        self.packs = len(task)
+        self.trained = trained_tokens(self.shape) / len(task) * self.shape.batch if self.shape.causal else 0.0
         count = options.warm_up + options.steps * options.rounds + 8 + 3 * BLOCK * (options.pairs + 1)
         rows, per_step = len(task), self.shape.batch
         self.plan = BatchPlan(tuple(range(rows)), per_step, options.micro_batches, 3, -(-count * per_step // rows))
@@ -138,8 +144,11 @@ class Measurement:
         self.take(self.options.warm_up)
         self.drain()
         warm_up_s = time.perf_counter() - first
-        with forbidding_syncs(self.device):
-            self.take(3)
+        if self.device.type == "cuda":  # an operation that makes the host wait for the GPU is an error
+            torch.cuda.set_sync_debug_mode("error")
+        self.take(3)
+        if self.device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
         self.drain()
         found = self.figures(self.in_turns()) | {"warm_up_s": round(warm_up_s, 1)}
         found |= self.compared() if self.options.pairs else {}
@@ -164,19 +173,13 @@ class Measurement:
             "ms_by_round": rounds,
             "ms_by_tenths_of_last_round": self.tenths,
             "tflops_per_rank": round(self.shape.products / whole / 1e9 / self.backend.world_size, 1),
-            **self._trained(),
+            **({"trained_tokens_per_step": self.trained} if self.shape.causal else {}),
             "steps": self.taken,
             "weights": hex64(self.replica.weights_digest()),
             "loss": self.losses[-1],
             "peak_gib": round(_peak(self.device), 2),
             "build_s": round(self.built_s, 1),
         }
-
-    def _trained(self) -> dict[str, float]:
-        """Of conversations the trained tokens of an update, on average over all."""
-        if not self.shape.causal:
-            return {}
-        return {"trained_tokens_per_step": trained_tokens(self.shape) / self.packs * self.shape.batch}
 
     def take(self, count: int, *, checked: bool = True) -> list[Mark]:
         """Take steps, each launched before the last is read; a mark on the device at the end of each."""
@@ -224,18 +227,18 @@ class Measurement:
         """Milliseconds a step on the device, calls a step and name of the kernels that take the most, the sum first."""
         from torch.profiler import ProfilerActivity, profile
 
-        activity = ProfilerActivity.CUDA if self.device.type == "cuda" else ProfilerActivity.CPU
-        with profile(activities=[activity]) as profiled:
+        with profile(activities=[ProfilerActivity[{"cuda": "CUDA", "cpu": "CPU"}[self.device.type]]]) as profiled:
             self.take(BLOCK)
             self.drain()
-        of_all = [
-            [(each.self_device_time_total or each.self_cpu_time_total) / 1e3 / BLOCK, each.count / BLOCK, each.key]
-            for each in profiled.key_averages()
-        ]
-        of_all.sort(reverse=True)
-        whole = ["all", *(sum(row[place] for row in of_all) for place in (0, 1))]
-        rows = [[whole[1], whole[2], whole[0]], *of_all[:count]]
-        return [[f"{took:.2f}", f"{calls:.0f}", name[:100]] for took, calls, name in rows]
+        rows = sorted(
+            (
+                ((each.self_device_time_total or each.self_cpu_time_total) / 1e3 / BLOCK, each.count / BLOCK, each.key)
+                for each in profiled.key_averages()
+            ),
+            reverse=True,
+        )
+        whole = (sum(row[0] for row in rows), sum(row[1] for row in rows), "all")
+        return [[f"{took:.2f}", f"{calls:.0f}", name[:100]] for took, calls, name in [whole, *rows[:count]]]
 
     def compared(self) -> dict[str, Any]:
         """Blocks with contracts, without, and without again, in turn; medians of the ratios of neighbours."""
@@ -263,19 +266,6 @@ class Measurement:
 def _mean_gap(marks: Sequence[Mark]) -> float:
     """Milliseconds a step between the first and the last mark."""
     return between(marks[0], marks[-1]) * 1e3 / (len(marks) - 1)
-
-
-@contextmanager
-def forbidding_syncs(device: torch.device) -> Iterator[None]:
-    """Inside, an operation that makes the host wait for the GPU is an error."""
-    if device.type != "cuda":
-        yield
-        return
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def _peak(device: torch.device) -> float:

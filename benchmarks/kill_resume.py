@@ -1,9 +1,12 @@
-"""Kill a run at a random step and resume it on another number of workers: `python -m benchmarks.kill_resume`.
+"""Kill a run at a random step, and resume it on another number of workers: `python -m benchmarks.kill_resume`.
 
-Each round kills one rank, the launcher, or the launcher's whole process group by SIGKILL once the ledger shows a step
-drawn from the seed, waits until every process of the run is gone, resumes on another number of workers, and compares
-the final weights and loss with those of a run that was not killed. The launch must have ended by the kill: 71 where a
-rank was killed, SIGKILL otherwise.
+Each round kills a rank, the launcher, or its whole process group by SIGKILL once the ledger shows a step drawn from the
+seed. It waits until every process of the run is gone, resumes on another number of workers, and compares the final
+weights and loss with those of a run that was not killed. The launcher must end with 71 if a rank was killed, else by
+SIGKILL.
+
+`--deaths` only ends a rank and measures the seconds until every process is gone: by SIGKILL (71), or by `--signal
+SIGSTOP` (72), after which the rank cannot answer for `--timeout` seconds. The command must name the rank.
 """
 
 from __future__ import annotations
@@ -12,71 +15,108 @@ import argparse
 import os
 import random
 import signal
+import statistics
 import subprocess
 import tempfile
 import time
 from pathlib import Path
 
+from andon_falsify.subjects.placing import why_not
 from benchmarks.runs import command, environment, run, steps_of, table
 from falsify.nemesis.processes import family, ranks, wait_until_gone
 
 TARGETS = {"rank": 71, "launcher": -signal.SIGKILL, "group": -signal.SIGKILL}
 """What is killed, and how the launcher then ends."""
+SIGNALS = {"SIGKILL": 71, "SIGSTOP": 72}
 
 
 def main() -> int:
-    """Print a line for each round; 0 if every round ended with the bits of the uninterrupted run."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Print a line for each round; 0 if all rounds are as they should be."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--set", action="append", default=["training.checkpoint_every=7"])
+    parser.add_argument("--deaths", action="store_true", help="end one rank and measure; resume nothing")
+    parser.add_argument("--workers", type=int, default=4, help="with --deaths")
+    parser.add_argument("--backend", choices=("gloo", "nccl", "mixed"), default="gloo", help="with --deaths")
+    parser.add_argument("--signal", choices=SIGNALS, default="SIGKILL", help="with --deaths")
+    parser.add_argument("--timeout", type=float, default=5.0, help="run.timeout_s, with --deaths")
+    parser.add_argument("--limit", type=float, help="seconds; by default 2 for SIGKILL, timeout + 3 for SIGSTOP")
     options = parser.parse_args()
-    settings = [part for item in options.set for part in ("--set", item)]
-    draw = random.Random(options.seed)
-    rows = []
+    if reason := why_not(options.backend, options.workers):
+        parser.error(reason)  # the run would fall back to CPUs
     with tempfile.TemporaryDirectory() as base:
-        whole = run(Path(base) / "whole", *settings).summary
-        wanted = (whole["weights_digest"], whole["final_loss"]["hex"])
-        for number in range(options.rounds):
-            target, step = list(TARGETS)[number % len(TARGETS)], draw.randrange(1, whole["steps"])
-            world, again = draw.sample((1, 2, 3, 4), 2)
-            folder = Path(base) / f"round-{number}"
-            killed_at, left, code = _killed(folder, target, step, world, settings, draw)
-            found = run(folder, "--workers", str(again), "--resume", "auto", *settings).summary
-            same = (found["weights_digest"], found["final_loss"]["hex"]) == wanted
-            bits = "OTHER" if not same else "same" if code == TARGETS[target] else f"same, but ended with {code}"
-            rows.append((number, target, f"{step} ({killed_at})", world, again, f"{left:.2f}", bits))
-            print(rows[-1], flush=True)
+        return (deaths if options.deaths else resumed)(options, Path(base))
+
+
+def resumed(options: argparse.Namespace, base: Path) -> int:
+    """Rounds of killed and resumed runs."""
+    settings = [part for item in options.set for part in ("--set", item)]
+    draw, rows = random.Random(options.seed), []
+    whole = run(base / "whole", *settings).summary
+    wanted = (whole["weights_digest"], whole["final_loss"]["hex"])
+    for number in range(options.rounds):
+        target, step = list(TARGETS)[number % len(TARGETS)], draw.randrange(1, whole["steps"])
+        world, again = draw.sample((1, 2, 3, 4), 2)
+        folder, rank = base / f"round-{number}", draw.randrange(world)
+        seconds, code, _ = killed(folder, ["--workers", str(world), *settings], step, target, rank, signal.SIGKILL)
+        at = steps_of(folder)
+        found = run(folder, "--workers", str(again), "--resume", "auto", *settings).summary
+        same = (found["weights_digest"], found["final_loss"]["hex"]) == wanted
+        bits = "OTHER" if not same else "same" if code == TARGETS[target] else f"same, but ended with {code}"
+        rows.append((number, target, f"{step} ({at})", world, again, f"{seconds:.2f}", bits))
+        print(rows[-1], flush=True)
     print(table(("round", "killed", "step wanted (seen)", "workers", "resumed on", "s until all gone", "bits"), rows))
     good = sum(row[-1] == "same" for row in rows)
     print(f"{good} of {len(rows)} resumed runs end with the bits of the uninterrupted run (seed {options.seed})")
     return 0 if rows and good == len(rows) else 1
 
 
-def _killed(
-    folder: Path, target: str, step: int, world: int, settings: list[str], draw: random.Random
-) -> tuple[int, float, int]:
-    """Start a run, kill, wait for its end; the last step its ledger holds, the seconds until all was gone, its code."""
+def deaths(options: argparse.Namespace, base: Path) -> int:
+    """Rounds in which a rank dies or falls silent."""
+    limit = options.limit or (2.0 if options.signal == "SIGKILL" else options.timeout + 3)
+    words = ["--backend", options.backend, "--workers", str(options.workers)]
+    words += ["--set", f"run.timeout_s={options.timeout}"]
+    draw, rows = random.Random(options.seed), []
+    for number in range(options.rounds):
+        rank, step = draw.randrange(options.workers), draw.randrange(1, 40)
+        sent = signal.Signals[options.signal]
+        seconds, code, said = killed(base / str(number), words, step, "rank", rank, sent)
+        good = seconds < limit and code == SIGNALS[options.signal] and f"rank {rank}" in said
+        rows.append((number, rank, step, f"{seconds:.2f}", code, said[:90], "" if good else "NO"))
+        print(rows[-1], flush=True)
+    print(table(("round", "rank", "step", "s to the end of all", "exit", "said", ""), rows))
+    times, right = sorted(float(row[3]) for row in rows), sum(row[-1] == "" for row in rows)
+    print(
+        f"{right} of {len(rows)} within {limit:g} s; median {statistics.median(times):.2f}, longest {times[-1]:.2f} s"
+    )
+    return 0 if right == len(rows) else 1
+
+
+def killed(
+    folder: Path, words: list[str], step: int, target: str, rank: int, sent: signal.Signals
+) -> tuple[float, int, str]:
+    """Start a run, send the signal after `step`, wait; seconds until all was gone, the exit code, the last line."""
     launcher = subprocess.Popen(
-        command(folder, "--workers", str(world), *settings),
+        command(folder, *words),
         env=environment(),
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
         start_new_session=True,
     )
     while steps_of(folder) < step and launcher.poll() is None:
-        time.sleep(0.01)
+        time.sleep(0.005)
     members = family(launcher.pid)
-    if target == "rank":
-        os.kill(draw.choice(ranks(members)), signal.SIGKILL)
-    elif target == "launcher":
-        os.kill(launcher.pid, signal.SIGKILL)
-    else:
-        os.killpg(launcher.pid, signal.SIGKILL)
     start = time.perf_counter()
-    launcher.wait()
+    if launcher.poll() is None:  # else it ended before, and its last line says why
+        if target == "group":
+            os.killpg(launcher.pid, sent)
+        else:
+            os.kill(ranks(members)[rank] if target == "rank" else launcher.pid, sent)
+    _, said = launcher.communicate()
     wait_until_gone(members)
-    return steps_of(folder), time.perf_counter() - start, launcher.returncode
+    return time.perf_counter() - start, launcher.returncode, (said.strip().splitlines() or [""])[-1]
 
 
 if __name__ == "__main__":

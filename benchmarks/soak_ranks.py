@@ -1,20 +1,18 @@
-"""Ranks' own account of their memory while they train: a plant that the soak puts into each (`nemesis.planting`).
+"""What `benchmarks.soak` plants in the processes of its run: each rank's account of its memory, and leaks as controls.
 
-From outside only pages can be seen, and pages tell little: malloc keeps what it was given back, gives that out again
-before it asks for more, and touches some of what it holds for the first time hours later. What is in use is another
-matter: malloc counts it to the byte, and in the soak Python takes everything from malloc (`ENVIRONMENT`). So a rank
-says at every fiftieth step what is in use, and what data it has mapped beside malloc. Before, it has Python collect all
-garbage, and with it the lists of freed objects that Python keeps, up to 2,000 of each kind.
+From outside only pages are visible, and malloc touches pages of its own long after the start. From inside malloc counts
+what is in use to the byte, if Python takes everything from malloc (`ENVIRONMENT`). So each rank writes at every
+fiftieth step what is in use, and how much data is mapped beside malloc. It collects garbage first, which also empties
+the lists of freed objects that Python keeps.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
 import gc
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,12 +24,20 @@ ENVIRONMENT = {
     "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0",
     "TORCH_FR_BUFFER_SIZE": "200",
 }
-"""Python's own allocator maps memory of its own, in which malloc sees nothing. Malloc counts as in use what it keeps
-for each thread to give out again, seven blocks of each of 64 sizes; odd sizes fill that for ten thousand steps. Torch
-keeps the last 2,000 collectives of a process with their stacks: 3 MiB, full after a thousand steps."""
+"""Without these, Python's own allocator maps memory that malloc does not see, malloc counts as used what it caches for
+each thread, and torch records 2,000 collectives (3 MiB) before its buffer is full."""
 EVERY = 50
 """Steps of a rank between two looks."""
+ALLOWED = 2**29 // 1_000_000
+"""Bytes that a rank may grow by in a step: half a GiB in a million steps, which is weeks of training."""
+LEAKS = {
+    "handle": "launcher: open files",
+    "memory": "launcher: memory, KiB",
+    "rank": "ranks: memory in use once settled, KiB",
+}
+"""Each leak that can be planted, with the row of the table that must show it."""
 _FIELDS = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+_kept: list[object] = []
 
 
 class _Malloc(ctypes.Structure):
@@ -42,10 +48,7 @@ class _Malloc(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Look:
-    """A rank's account of itself. age: steps that its process has taken. step: of the coming update.
-
-    in_use: bytes that malloc has given out and not got back. beside: bytes of data that others than malloc have mapped.
-    """
+    """One rank at one step. age: steps of its process. in_use: bytes of malloc. beside: bytes mapped by others."""
 
     pid: int
     rank: int
@@ -56,67 +59,81 @@ class Look:
 
 
 def account(plan: Planting) -> None:
-    """Have every rank write a `Look` before every fiftieth of its steps."""
-    from andon.step.step import TrainingStep
+    """Plant: every rank appends a `Look` to looks.jsonl before every fiftieth of its steps."""
+    path, age = plan.proofs.parent / "looks.jsonl", 0
 
-    launch, age = TrainingStep.launch, 0
-
-    def looked_at(self: TrainingStep, batch: Any, *args: Any, **named: Any) -> Any:
+    def look(step: Any, batch: Any) -> None:
         nonlocal age
         if age % EVERY == 0:
-            _write(said_in(plan.proofs.parent), self._backend.ranks[0], age, batch.step)
+            gc.collect()
+            found = Look(os.getpid(), step._backend.ranks[0], age, batch.step, *_memory())
+            handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            os.write(handle, f"{json.dumps(asdict(found))}\n".encode())
+            os.close(handle)
         age += 1
-        return launch(self, batch, *args, **named)
 
-    TrainingStep.launch = looked_at  # type: ignore[method-assign]
+    _before_each_step(look)
     plan.acted()
 
 
-def said_in(scratch: Path) -> Path:
-    """Where the ranks of a run write, one line a look."""
-    return scratch / "said.jsonl"
+def _memory() -> tuple[int, int]:
+    """Bytes that malloc has given out, and bytes of other private data. Raises `OSError` before glibc 2.33."""
+    try:
+        mallinfo = ctypes.CDLL(None).mallinfo2
+    except AttributeError:
+        raise OSError("this system's malloc does not report what is in use: mallinfo2 needs glibc 2.33") from None
+    mallinfo.restype = _Malloc
+    found = mallinfo()
+    lines = Path("/proc/self/status").read_text().splitlines()
+    mapped = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:"))
+    return int(found.uordblks + found.hblkhd), mapped - int(found.arena + found.hblkhd)
 
 
 def looks(scratch: Path) -> Iterator[Look]:
-    """The lines that they wrote, but for a line that a rank was killed in."""
-    path = said_in(scratch)
+    """The whole lines that the ranks wrote; a rank may be killed within a line."""
+    path = scratch / "looks.jsonl"
     for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
         if line.endswith(b"}\n"):
             yield Look(**json.loads(line))
 
 
-def in_use() -> int:
-    """Bytes that malloc has given out and not got back, in all of this process. Raises `OSError` without glibc 2.33."""
-    found = _malloc()()
-    return int(found.uordblks + found.hblkhd)
+def handle(plan: Planting) -> None:
+    """Plant: every generation of workers leaves an open file in the launcher."""
+    _with_each_generation(lambda: os.open(os.devnull, os.O_RDONLY))
+    plan.acted()
 
 
-def beside() -> int:
-    """Bytes of writable private address space (`VmData`) that are not malloc's: stacks of threads, and what is mapped.
-
-    Raises `OSError` as `in_use` does.
-    """
-    lines = Path("/proc/self/status").read_text().splitlines()
-    mapped = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:"))
-    found = _malloc()()
-    return mapped - int(found.arena + found.hblkhd)
+def memory(plan: Planting) -> None:
+    """Plant: every generation of workers leaves 256 KiB in the launcher."""
+    _with_each_generation(lambda: os.urandom(256 * 1024))
+    plan.acted()
 
 
-@functools.cache
-def _malloc() -> Any:
-    try:
-        function = ctypes.CDLL(None).mallinfo2
-    except AttributeError:
-        raise OSError("this system's malloc does not say what is in use: mallinfo2 came with glibc 2.33") from None
-    function.restype = _Malloc
-    return function
+def rank(plan: Planting) -> None:
+    """Plant: every rank keeps a quarter more than `ALLOWED` bytes of each step."""
+    _before_each_step(lambda _step, _batch: _kept.append(bytes(ALLOWED * 5 // 4)))
+    plan.acted()
 
 
-def _write(path: Path, rank: int, age: int, step: int) -> None:
-    gc.collect()
-    look = Look(os.getpid(), rank, age, step, in_use(), beside())
-    handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        os.write(handle, f"{json.dumps(asdict(look))}\n".encode())
-    finally:
-        os.close(handle)
+def _before_each_step(act: Callable[[Any, Any], None]) -> None:
+    from andon.step.step import TrainingStep
+
+    launch = TrainingStep.launch
+
+    def launched(self: TrainingStep, batch: Any, *args: Any, **named: Any) -> Any:
+        act(self, batch)
+        return launch(self, batch, *args, **named)
+
+    TrainingStep.launch = launched  # type: ignore[method-assign]
+
+
+def _with_each_generation(leak: Callable[[], object]) -> None:
+    from andon.launch import elastic
+
+    generation = elastic._Generations._generation
+
+    def leaking(generations: Any, number: int) -> Any:
+        _kept.append(leak())
+        return generation(generations, number)
+
+    elastic._Generations._generation = leaking  # type: ignore[method-assign]

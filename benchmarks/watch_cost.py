@@ -1,15 +1,16 @@
 """The cost of `andon.watch` to a loop: `torchrun --standalone --nproc-per-node 2 -m benchmarks.watch_cost`.
 
-In each process stand three replicas of one loop (DDP over gloo, a small transformer encoder with dropout, clipping,
-AdamW), with the same weights and the same masks. One is watched, two are not. They take every step in turn, on the
-same rows and in an order that goes round, so that each step is measured three times within a fraction of a second:
-watched, not watched, and not watched again as a control. While an unwatched replica steps, the watch hears nothing of
-the loop's calls. A step lasts from a barrier until its slowest rank is done. Printed are the medians of the
-ratios step by step with an interval that holds the median of 95 % of such samples, the difference in milliseconds,
-and, as a proof that the three did the same, whether they ended with the same weights. The same of processor time says
-what the watch computes, whoever else has the cores: that of the loop's thread, on the rank where a step takes most of
-it, without waits that sleep. `--pieces` says where the time of the watch goes on rank 0, in microseconds a step;
-measuring that costs time too.
+Each process holds replicas of one loop (clipping, AdamW, dropout) with the same weights and masks: one is watched, two
+are not. They take blocks of `--steps` steps in turns, on the same rows and in an order that rotates: watched,
+unwatched, and unwatched again as a control. While an unwatched replica steps, the watch does not hear the loop. A block
+lasts from a barrier until its slowest rank (and its device) is done. Printed are the medians of the ratios round by
+round, each with an interval that holds the median of 95 % of such samples, the difference in milliseconds, the same of
+processor time (of the loop's thread, which depends less on other work), and whether all replicas end with the same
+weights.
+
+On a CPU the loop is a small encoder under DDP over gloo. On GPUs it is a Qwen3 shape in bf16 (`--shape 0.6b`,
+`0.6b-lora`, `4b-lora`) under DDP or FSDP2 (`--wrap`); the control is then the same replica again, and a profile says
+how many launches and how much device time the watch adds to a step. `--shape tiny` and `tiny-lora` try that on a CPU.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,73 +33,43 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import andon
-from andon_contracts.mesh import Mesh
-from andon_contracts.observe import Extremes
 from andon_contracts.watch import Watch
-from andon_contracts.watch.exchange import Exchange
-from andon_contracts.watch.gradient_hooks import GradientHooks
 from andon_contracts.watch.intercept import listen, unlisten
-from andon_contracts.watch.model_state import FrozenBase
-from andon_contracts.watch.optimizer_probe import OptimizerProbe
-from andon_contracts.watch.optimizer_state import OptimizerState
-from andon_contracts.watch.updates import Updates
+from benchmarks.gpu_job import SHAPES, model_of, now_on_all, rest
 from benchmarks.runs import table
 
-WARM_UP = 8
 ROLES = ("watched", "unwatched", "control")
-_TOKENS, _CLASSES, _RANK_LORA = 512, 4, 8
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The loop: what is trained, and how large it is. The defaults take about 50 ms a step on one core a rank."""
-
-    trained: str = "full"
-    width: int = 96
-    layers: int = 3
-    rows: int = 16
-    length: int = 48
-    optimizer: str = "adamw"
-    told: bool = False
-    """Whether `w.batch` is told the rows of each step."""
-
-
-class Adapted(nn.Module):
-    """A frozen linear layer with a low-rank adapter: base(x) + B(A(x)), B = 0 at the start."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.lora_A = nn.Linear(base.in_features, _RANK_LORA, bias=False)
-        self.lora_B = nn.Linear(_RANK_LORA, base.out_features, bias=False)
-        nn.init.zeros_(self.lora_B.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., in] to [..., out]."""
-        adapted: Tensor = self.base(x) + self.lora_B(self.lora_A(x))
-        return adapted
+QWEN = {
+    "0.6b": ("0.6b", "none"),
+    "0.6b-lora": ("0.6b", "lora"),
+    "4b-lora": ("reference", "lora"),
+    "tiny": ("tiny", "none"),
+    "tiny-lora": ("tiny", "lora"),
+}
+"""A shape of `gpu_job`, and its adapter."""
+_CUDA = torch.cuda.is_available()
+_WARM_UP = 8
+_TOKENS, _LENGTH, _CLASSES, _WIDTH = 512, 48, 4, 96
 
 
 class Block(nn.Module):
     """One encoder layer: attention and a feed-forward network, each with dropout and a residual."""
 
-    def __init__(self, width: int, heads: int = 4) -> None:
+    def __init__(self, heads: int = 4) -> None:
         super().__init__()
         self.heads = heads
-        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
+        self.query, self.key, self.value, self.out = (nn.Linear(_WIDTH, _WIDTH) for _ in range(4))
+        self.up, self.down = nn.Linear(_WIDTH, 2 * _WIDTH), nn.Linear(2 * _WIDTH, _WIDTH)
+        self.norms = nn.ModuleList([nn.LayerNorm(_WIDTH), nn.LayerNorm(_WIDTH)])
         self.dropout = nn.Dropout(0.1)
-
-    def _split(self, x: Tensor) -> Tensor:
-        return x.view(x.shape[0], x.shape[1], self.heads, -1).transpose(1, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         """[rows, length, width] to the same."""
         y = self.norms[0](x)
-        y = nn.functional.scaled_dot_product_attention(
-            self._split(self.query(y)), self._split(self.key(y)), self._split(self.value(y))
+        parts = (
+            layer(y).unflatten(2, (self.heads, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value)
         )
+        y = nn.functional.scaled_dot_product_attention(*parts)
         x = x + self.dropout(self.out(y.transpose(1, 2).flatten(2)))
         fed: Tensor = x + self.dropout(self.down(nn.functional.gelu(self.up(self.norms[1](x)))))
         return fed
@@ -106,18 +78,12 @@ class Block(nn.Module):
 class Encoder(nn.Module):
     """A classifier of token rows: embeddings, blocks, a head over the mean."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, layers: int = 3) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(_TOKENS, shape.width)
-        self.place = nn.Parameter(0.02 * torch.randn(shape.length, shape.width))
-        self.blocks = nn.Sequential(*(Block(shape.width) for _ in range(shape.layers)))
-        self.head = nn.Linear(shape.width, _CLASSES)
-        if shape.trained == "lora":
-            self.requires_grad_(False)
-            self.head.requires_grad_(True)
-            for block in self.blocks.children():
-                for name in ("query", "key", "value", "out", "up", "down"):
-                    setattr(block, name, Adapted(block.get_submodule(name)))  # type: ignore[arg-type]
+        self.embedding = nn.Embedding(_TOKENS, _WIDTH)
+        self.place = nn.Parameter(0.02 * torch.randn(_LENGTH, _WIDTH))
+        self.blocks = nn.Sequential(*(Block() for _ in range(layers)))
+        self.head = nn.Linear(_WIDTH, _CLASSES)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[rows, length] token ids to [rows, classes]."""
@@ -128,124 +94,124 @@ class Encoder(nn.Module):
 class Loop:
     """One replica of the loop on this rank."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: str, wrap: str, rows: int, device: torch.device) -> None:
         torch.manual_seed(1)
-        self.shape = shape
-        self.model = DistributedDataParallel(Encoder(shape))
-        self.trained = [p for p in self.model.parameters() if p.requires_grad]
-        kind = torch.optim.AdamW if shape.optimizer == "adamw" else torch.optim.SGD
-        self.optimizer = kind(self.trained, lr=1e-3)
+        self.device, self.rows, self.qwen = device, rows, QWEN.get(shape)
+        self.length, self.vocabulary, model = _LENGTH, _TOKENS, Encoder
+        if self.qwen is not None:
+            job = SHAPES[self.qwen[0]]
+            self.length, self.vocabulary = job.length, job.vocabulary
+            model = lambda: model_of(replace(job, batch=rows), device, self.qwen[1])  # noqa: E731
+        self.model: nn.Module = model()
+        if wrap == "ddp":
+            places = [device] if device.type == "cuda" else None
+            self.model = DistributedDataParallel(self.model, device_ids=places, broadcast_buffers=self.qwen is None)
+        elif wrap == "fsdp":
+            from torch.distributed.fsdp import fully_shard
 
-    def step(self, number: int, tell: Callable[[Sequence[int]], None] | None = None) -> None:
+            for module in self.model.modules():
+                if type(module).__name__ == "Qwen3DecoderLayer":
+                    fully_shard(module)
+            fully_shard(self.model)
+        self.trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(self.trained, lr=1e-3 if self.qwen is None else 1e-5)
+
+    def step(self, number: int) -> None:
         """One update, on rows and with masks that `number` and the rank decide."""
-        rank = dist.get_rank()
-        torch.manual_seed(1000 * number + rank)
-        tokens = torch.randint(_TOKENS, (self.shape.rows, self.shape.length))
-        if tell is not None:
-            first = (number * dist.get_world_size() + rank) * self.shape.rows
-            tell(range(first, first + self.shape.rows))
-        loss = nn.functional.cross_entropy(self.model(tokens), tokens[:, 0] % _CLASSES)
-        loss.backward()  # type: ignore[no-untyped-call]
+        torch.manual_seed(1000 * number + (dist.get_rank() if dist.is_initialized() else 0))
+        tokens = torch.randint(1, self.vocabulary, (self.rows, self.length), device=self.device)
+        with torch.autocast("cuda", torch.bfloat16) if self.device.type == "cuda" else nullcontext():
+            if self.qwen is None:
+                loss = nn.functional.cross_entropy(self.model(tokens), tokens[:, 0] % _CLASSES)
+            else:
+                loss = self.model(input_ids=tokens, labels=tokens[:, 0] % 2).loss
+        loss.backward()
         nn.utils.clip_grad_norm_(self.trained, 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def weights(self) -> list[Tensor]:
-        """The trained weights."""
-        return [p.detach() for p in self.trained]
+
+class Bench:
+    """A watched replica and unwatched ones, and the blocks that they take in turns."""
+
+    def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
+        self.options, self.device, self.number = options, device, 0
+        made = [Loop(options.shape, options.wrap, options.rows, device) for _ in ROLES[: 2 if _CUDA else 3]]
+        self.loops = dict(zip(ROLES, [*made, made[1]], strict=False))
+        watched = self.loops["watched"]
+        action = "raise" if options.shape == "encoder" else "warn"
+        self.watch: Watch = andon.watch(watched.model, watched.optimizer, action=action)  # type: ignore[arg-type]
+
+    def block(self, role: str) -> tuple[float, float]:
+        """Seconds a step of a block, and seconds of a processor that this thread used."""
+        if role != "watched":
+            unlisten(self.watch.hearing)
+        try:
+            start, used = now_on_all(self.device), time.thread_time()
+            for step in range(self.options.steps):
+                self.loops[role].step(self.number + step)
+            rest(self.device)
+            return (time.perf_counter() - start) / self.options.steps, (time.thread_time() - used) / self.options.steps
+        finally:
+            if role != "watched":
+                listen(self.watch.hearing)
+
+    def measure(self) -> dict[str, Any]:
+        """The figures, equal on all ranks."""
+        wall: dict[str, list[float]] = {role: [] for role in ROLES}
+        busy: dict[str, list[float]] = {role: [] for role in ROLES}
+        orders = list(itertools.permutations(ROLES))
+        for turn in range(_WARM_UP + self.options.pairs):
+            self.number += self.options.steps
+            for role in orders[turn % len(orders)]:
+                seconds, used = self.block(role)
+                wall[role].append(seconds)
+                busy[role].append(used)
+        evaluations = sum(self.watch.evaluations.values()) / ((_WARM_UP + self.options.pairs) * self.options.steps)
+        weights = {role: [p.detach() for p in loop.trained] for role, loop in self.loops.items()}
+        found = compared({role: self._slowest(each) for role, each in wall.items()}, "")
+        found |= compared({role: self._slowest(each) for role, each in busy.items()}, "processor_")
+        found |= {"trained_tensors": len(weights["watched"]), "evaluations_per_step": round(evaluations, 2)}
+        if not _CUDA:
+            found["same_weights_as_unwatched"] = all(map(torch.equal, weights["watched"], weights["unwatched"]))
+        else:
+            found["launches_and_ms_added"] = self._added()
+        return found
+
+    def _slowest(self, seconds: list[float]) -> list[float]:
+        """Of the slowest rank, round by round, after the warm-up."""
+        found = torch.tensor(seconds[_WARM_UP:], dtype=torch.float64, device=self.device)
+        if dist.is_initialized():
+            dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        slowest: list[float] = found.tolist()
+        return slowest
+
+    def _added(self) -> list[float]:
+        """Launches of kernels, and milliseconds of the device, that the watch adds to a step of this rank."""
+        from torch._C._autograd import DeviceType
+        from torch.profiler import ProfilerActivity, profile
+
+        counts = {}
+        for role in ROLES[:2]:
+            with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+                self.block(role)
+            # A range that a trace lays around an optimizer's step is no kernel.
+            kernels = [e for e in trace.events() or () if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
+            counts[role] = (len(kernels), sum(e.device_time_total for e in kernels) / 1e3)
+        return [
+            round((a - b) / self.options.steps, 3) for a, b in zip(counts["watched"], counts["unwatched"], strict=True)
+        ]
 
 
-@contextmanager
-def _deaf(watch: Watch) -> Iterator[None]:
-    """Unwatched steps run with torch's own functions, as if no watch were there."""
-    unlisten(watch.hearing)
-    try:
-        yield
-    finally:
-        listen(watch.hearing)
-
-
-def _slowest(seconds: Sequence[float]) -> list[float]:
-    found = torch.tensor(seconds, dtype=torch.float64)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    slowest: list[float] = found.tolist()
-    return slowest
-
-
-PIECES: dict[str, tuple[type, str]] = {
-    "hooks on the leaves": (Extremes, "add"),
-    "before the update: look": (OptimizerProbe, "before"),
-    "  extremes of the leaves": (GradientHooks, "read"),
-    "  gradient": (OptimizerProbe, "_look_at_gradient"),
-    "  frozen weights": (FrozenBase, "digest"),
-    "before and after: exchange": (Exchange, "__call__"),
-    "  and of it waiting": (Mesh, "gather"),
-    "before the update: all": (Updates, "before"),
-    "after the update: look": (OptimizerProbe, "after"),
-    "  optimizer state": (OptimizerState, "look"),
-    "after the update: all": (Updates, "after"),
-}
-"""What is timed by `--pieces`: a part that is indented is contained in the one above."""
-
-
-@contextmanager
-def timed_pieces() -> Iterator[dict[str, list[float]]]:
-    """Seconds in each piece, by step: a value is added to with each call, and whoever reads them begins a new one."""
-    spent: dict[str, list[float]] = {name: [0.0] for name in PIECES}
-    originals = {name: getattr(owner, method) for name, (owner, method) in PIECES.items()}
-
-    def around(name: str, original: Callable[..., object]) -> Callable[..., object]:
-        def timed(*args: object, **kwargs: object) -> object:
-            start = time.perf_counter()
-            try:
-                return original(*args, **kwargs)
-            finally:
-                spent[name][-1] += time.perf_counter() - start
-
-        return timed
-
-    for name, (owner, method) in PIECES.items():
-        setattr(owner, method, around(name, originals[name]))
-    try:
-        yield spent
-    finally:
-        for name, (owner, method) in PIECES.items():
-            setattr(owner, method, originals[name])
-
-
-def measure(shape: Shape, pairs: int, spent: dict[str, list[float]] | None = None) -> dict[str, object]:
-    """The figures of `pairs` steps, equal on all ranks; needs a process group. spent: of `timed_pieces`."""
-    loops = {role: Loop(shape) for role in ROLES}
-    watched = loops["watched"]
-    seconds: dict[str, list[float]] = {role: [] for role in ROLES}
-    busy: dict[str, list[float]] = {role: [] for role in ROLES}
-    orders = list(itertools.permutations(ROLES))
-    with andon.watch(watched.model, watched.optimizer, action="raise") as watch:
-        for number in range(1, WARM_UP + pairs + 1):
-            for role in orders[number % len(orders)]:
-                if role == "watched":
-                    taken, used = _timed(lambda n=number: watched.step(n, watch.batch if shape.told else None))  # type: ignore[misc]
-                else:
-                    with _deaf(watch):
-                        taken, used = _timed(lambda n=number, one=loops[role]: one.step(n))  # type: ignore[misc]
-                if number > WARM_UP:
-                    seconds[role].append(taken)
-                    busy[role].append(used)
-            for piece in (spent or {}).values():
-                piece.append(0.0)
-        evaluations = sum(watch.evaluations.values())
-    whole = {role: _slowest(taken) for role, taken in seconds.items()}
-    same = all(map(torch.equal, watched.weights(), loops["control"].weights()))
-    most = {role: _slowest(used) for role, used in busy.items()}
-    return _figures(shape, whole, watched.weights(), same, evaluations / (WARM_UP + pairs)) | _of_processor(most)
-
-
-def _timed(step: Callable[[], None]) -> tuple[float, float]:
-    """Seconds that the step took, and seconds of a processor that this thread had in it."""
-    dist.barrier()
-    start, used = time.perf_counter(), time.thread_time()
-    step()
-    return time.perf_counter() - start, time.thread_time() - used
+def compared(seconds: dict[str, list[float]], prefix: str) -> dict[str, Any]:
+    """Medians, the ratios to what is not watched, each with its interval, and the watched step's difference."""
+    found: dict[str, Any] = {f"{prefix}{role}_ms": round(1e3 * statistics.median(seconds[role]), 3) for role in ROLES}
+    for role in ("watched", "control"):
+        ratios = [a / b for a, b in zip(seconds[role], seconds["unwatched"], strict=True)]
+        low, high = median_interval(ratios)
+        found[f"{prefix}{role}_over_unwatched"] = f"{statistics.median(ratios):.4f} in [{low:.4f}, {high:.4f}]"
+    extra = [a - b for a, b in zip(seconds["watched"], seconds["unwatched"], strict=True)]
+    return found | {f"{prefix}extra_ms": round(1e3 * statistics.median(extra), 3)}
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
@@ -256,81 +222,34 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
     return ordered[max(low, 0)], ordered[min(high, count - 1)]
 
 
-def _figures(
-    shape: Shape, seconds: dict[str, list[float]], weights: Sequence[Tensor], same: bool, evaluations: float
-) -> dict[str, object]:
-    return {
-        "pairs": len(seconds["watched"]),
-        "ranks": dist.get_world_size(),
-        **_compared(seconds),
-        **{f"{role}_ms": round(1e3 * statistics.median(taken), 3) for role, taken in seconds.items()},
-        **{f"{role}_mean_ms": round(1e3 * statistics.fmean(taken), 3) for role, taken in seconds.items()},
-        "trained_tensors": len(weights),
-        "trained_elements": sum(weight.numel() for weight in weights),
-        "evaluations_per_step": round(evaluations, 2),
-        "same_weights_as_unwatched": same,
-        "loop": asdict(shape),
-    }
-
-
-def _compared(seconds: dict[str, list[float]]) -> dict[str, object]:
-    """Ratios step by step to what is not watched, each with its interval, and the watched step's difference."""
-    found: dict[str, object] = {}
-    for first in ("watched", "control"):
-        ratios = [a / b for a, b in zip(seconds[first], seconds["unwatched"], strict=True)]
-        found[f"{first}_over_unwatched"] = round(statistics.median(ratios), 4)
-        found[f"{first}_over_unwatched_interval"] = [round(end, 4) for end in median_interval(ratios)]
-    extra = [a - b for a, b in zip(seconds["watched"], seconds["unwatched"], strict=True)]
-    return found | {"extra_ms": round(1e3 * statistics.median(extra), 3)}
-
-
-def _of_processor(seconds: dict[str, list[float]]) -> dict[str, object]:
-    return {f"processor_{name}": figure for name, figure in _compared(seconds).items()}
-
-
-def _microseconds(piece: Sequence[float]) -> int:
-    return round(1e6 * statistics.median(piece[WARM_UP:-1]))
-
-
-_RATIOS = {"watched / unwatched": "watched_over_unwatched", "control / unwatched": "control_over_unwatched"}
-
-
-def _shown(found: dict[str, object], name: str) -> str:
-    return f"{found[name]} in {found[f'{name}_interval']}"
-
-
-def rows_of(found: dict[str, object]) -> list[list[object]]:
-    """The figures as rows of a table."""
-    steps: list[list[object]] = [[f"{role} step, median", f"{found[f'{role}_ms']} ms"] for role in ROLES]
-    for of, kind in (("", ""), (", of a processor", "processor_")):
-        steps += [[name + of, _shown(found, kind + key)] for name, key in _RATIOS.items()]
-        steps.append([f"watched - unwatched{of}", f"{found[f'{kind}extra_ms']} ms"])
-    return steps
-
-
 def main() -> int:
     """Measure; print a table and one JSON object on rank 0."""
+    ranks = "RANK" in os.environ
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=300)
-    parser.add_argument("--trained", choices=("full", "lora"), default="full")
-    parser.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw")
-    parser.add_argument("--rows", type=int, default=Shape.rows, help="rows of a rank's batch: the length of a step")
-    parser.add_argument("--width", type=int, default=Shape.width)
-    parser.add_argument("--pieces", action="store_true", help="say where the time of the watch goes")
-    parser.add_argument("--told", action="store_true", help="tell the watch the rows of each step")
+    parser.add_argument("--shape", choices=("encoder", *QWEN), default="0.6b" if _CUDA else "encoder")
+    parser.add_argument("--wrap", choices=("ddp", "fsdp", "none"), default="ddp" if ranks else "none")
+    parser.add_argument("--pairs", type=int, default=12 if _CUDA else 300, help="rounds")
+    parser.add_argument("--steps", type=int, default=4 if _CUDA else 1, help="of a block")
+    parser.add_argument("--rows", type=int, default=16, help="of a rank's batch")
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    shape = Shape(options.trained, options.width, rows=options.rows, optimizer=options.optimizer, told=options.told)
-    with timed_pieces() if options.pieces else nullcontext() as spent:
-        found = measure(shape, options.pairs, spent)
-    if int(os.environ.get("RANK", "0")) == 0:
-        print(table(["what", "figure"], rows_of(found)))
-        if spent:
-            print(table(["piece", "us a step"], [[name, _microseconds(piece)] for name, piece in spent.items()]))
-        print(json.dumps(found, indent=2))
-    dist.barrier()
-    dist.destroy_process_group()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if _CUDA else torch.device("cpu")
+    if _CUDA:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    if ranks:
+        dist.init_process_group("nccl" if _CUDA else "gloo", device_id=device if _CUDA else None)
+    bench = Bench(options, device)
+    try:
+        found = bench.measure()
+    finally:
+        bench.watch.close()
+    if not ranks or dist.get_rank() == 0:
+        print(table(["what", "figure"], [[name, value] for name, value in found.items()]))
+        print(json.dumps({**vars(options), **found}))
+    if ranks:
+        dist.barrier()
+        dist.destroy_process_group()
     return 0
 
 

@@ -1,3 +1,3 @@
-"""What a campaign found, for those who were not there: JSON, JUnit XML, one HTML page, a Markdown scoreboard."""
+"""What a campaign found, for those who were not there: JSON, JUnit XML, one HTML page."""
 
 from __future__ import annotations

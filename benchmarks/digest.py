@@ -1,4 +1,4 @@
-"""The cost of a digest beside a plain sum of the same memory, on a GPU: `python -m benchmarks.gpu_digest`.
+"""The cost of a digest beside a plain sum of the same memory, on a GPU: `python -m benchmarks.digest`.
 
 Both read it once; a sum of fp32 values is what torch has for that. `with the finite check` counts the values that are
 not finite in the same pass. Medians of interleaved calls, each timed by the device's own clock. On a CPU it runs small.
@@ -16,7 +16,7 @@ import torch
 
 from andon_contracts.digest import word_sum_tensor
 from andon_contracts.observe import word_sums
-from benchmarks.device_time import between, mark, rest
+from benchmarks.gpu_job import between, mark, rest
 from benchmarks.runs import table
 
 _ADAPTER = 5_900_000
