@@ -3,17 +3,17 @@
 Draws places from the syntax trees of the three packages (an operator, a comparison, a small constant, a condition, a
 `not`), changes one at a time in a copy of the checkout, and runs the tests that are most likely to see it: those that
 import the changed module first, then those that import what imports it, up to `--files` test files and `--seconds`.
-Nothing of the checkout itself is changed. A test that fails counts only if it passes on the copy without the change.
+The checkout itself is not changed. A test that fails counts only if it passes on the copy without the change.
+The default tier of the tests runs; with `--deep` the deep tier runs too.
 
     killed    a test failed, which passes without the change
     survived  all of these tests passed
-    timeout   the time was over while they ran, with none failed
+    timeout   the time was over while they ran, and none had failed
 
-`--also TREE` draws only from functions that another checkout holds too, with the same name and the same body wherever
-its file lies: the sample is then the same for both, and the killed share of one can be held against that of the other.
-`--in TREE` tries it on that checkout instead of this one. `--results FILE` keeps a line of JSON for each mutant, and a
-second call goes on behind it. `--jobs N` tries so many at a time, each in a copy of its own. A survivor is no proof of
-a fault: some changes change nothing that can be seen.
+`--also TREE` draws only from functions that another checkout has too, with the same name and body in any file, so that
+the samples of both are the same and their killed shares can be compared. `--in TREE` tries the mutants on that checkout.
+`--results FILE` keeps a line of JSON for each mutant, and a second call goes on after it. `--jobs N` tries N at a time,
+each in its own copy. A survivor does not prove a gap in the tests: some changes have no effect that can be seen.
 """
 
 from __future__ import annotations
@@ -47,29 +47,15 @@ PACKAGES = {"andon_contracts": "contracts", "andon": "core", "andon_falsify": "f
 KILLED, SURVIVED, TIMEOUT = "killed", "survived", "timeout"
 
 _SWAPS: Mapping[type[ast.AST], type[ast.AST]] = {
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.Add,
-    ast.Div: ast.Mult,
-    ast.FloorDiv: ast.Mult,
-    ast.Mod: ast.FloorDiv,
-    ast.LShift: ast.RShift,
-    ast.RShift: ast.LShift,
-    ast.BitAnd: ast.BitOr,
-    ast.BitOr: ast.BitAnd,
-    ast.BitXor: ast.BitOr,
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
-    ast.And: ast.Or,
-    ast.Or: ast.And,
+    getattr(ast, was): getattr(ast, becomes)
+    for was, becomes in (
+        pair.split()
+        for pair in (
+            "Add Sub,Sub Add,Mult Add,Div Mult,FloorDiv Mult,Mod FloorDiv,LShift RShift,RShift LShift,BitAnd BitOr,"
+            "BitOr BitAnd,BitXor BitOr,Lt LtE,LtE Lt,Gt GtE,GtE Gt,Eq NotEq,NotEq Eq,Is IsNot,IsNot Is,In NotIn,"
+            "NotIn In,And Or,Or And"
+        ).split(",")
+    )
 }
 _LARGEST = 16
 """Constants up to this are small: a step, a count, a bound. Larger ones are mostly masks and table entries."""
@@ -324,7 +310,7 @@ class Imports:
 class Bench:
     """A copy of a checkout, in which one change at a time is made and undone."""
 
-    def __init__(self, root: Path, folder: Path, files: int, seconds: float) -> None:
+    def __init__(self, root: Path, folder: Path, files: int, seconds: float, deep: bool = False) -> None:
         listed = subprocess.run(["git", "-C", root, "ls-files"], capture_output=True, text=True, check=True).stdout
         self.folder = folder
         for name in listed.splitlines():
@@ -332,7 +318,7 @@ class Bench:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(root / name, folder / name)
         self._imports = Imports(folder)
-        self._files, self._seconds = files, seconds
+        self._files, self._seconds, self._tier = files, seconds, ["-m", ""] if deep else []
         paths = [*(str(folder / each) for each in PACKAGES.values()), *filter(None, [os.environ.get("PYTHONPATH")])]
         # Whoever measures this process has no use for what a copy executes, whose files are gone when it reports.
         plain = {name: value for name, value in os.environ.items() if not name.startswith(("COVERAGE_", "COV_"))}
@@ -378,19 +364,8 @@ class Bench:
 
     def _run(self, tests: Sequence[str], seconds: float) -> tuple[str, str]:
         """How these tests end: the outcome, and the first that failed; a file that cannot be imported is one too."""
-        words = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "--rootdir=.",
-            "-x",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "--no-header",
-            "-rfE",
-        ]
-        words += [f"--timeout={_PER_TEST_S}", *tests]
+        words = [sys.executable, *"-m pytest --rootdir=. -x -q -p no:cacheprovider --no-header -rfE".split()]
+        words += [f"--timeout={_PER_TEST_S}", *self._tier, *tests]
         with tempfile.TemporaryFile("w+") as said:
             running = subprocess.Popen(
                 words, cwd=self.folder, env=self._environment, stdout=said, stderr=said, start_new_session=True
@@ -491,6 +466,7 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=Path("source-mutants.jsonl"), help="where to keep them")
     parser.add_argument("--files", type=int, default=12, help="test files of a mutant at most")
     parser.add_argument("--seconds", type=float, default=300.0, help="for the tests of a mutant")
+    parser.add_argument("--deep", action="store_true", help="run the deep tier of the tests too")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
     parser.add_argument("--deadline", type=float, default=float("inf"), help="seconds after which none is begun")
     parser.add_argument("--list", action="store_true", help="print the sample and try nothing")
@@ -502,7 +478,8 @@ def main() -> int:
     until = time.monotonic() + options.deadline
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         copies = [Path(folder) / str(job) for job in range(options.jobs)]
-        benches = [Bench(options.root.resolve(), each, options.files, options.seconds) for each in copies]
+        root, files, seconds = options.root.resolve(), options.files, options.seconds
+        benches = [Bench(root, each, files, seconds, options.deep) for each in copies]
         found = try_all(drawn, benches, options.results, lambda: time.monotonic() < until)
     print(table(("where", "change", "outcome", "by", "s"), [trial.row() for trial in found]))
     print(account(found, len(drawn)))

@@ -153,12 +153,3 @@ def texts(folder: Path) -> None:
     (folder / "texts").mkdir()
     lines = [json.dumps({"text": line}) for line in words(1536).splitlines()]
     (folder / "texts" / "train.jsonl").write_text("\n".join(lines), encoding="utf-8")
-
-
-def preferences(folder: Path) -> None:
-    """That Llama, and `pairs/train.jsonl` with a prompt and two answers in each line."""
-    llama(folder)
-    (folder / "pairs").mkdir()
-    said = words(36 * 64).splitlines()
-    rows = [dict(zip(("prompt", "chosen", "rejected"), said[3 * row : 3 * row + 3], strict=True)) for row in range(64)]
-    (folder / "pairs" / "train.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
