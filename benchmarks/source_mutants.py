@@ -11,7 +11,7 @@ The default tier of the tests runs; with `--deep` the deep tier runs too.
     timeout   the time was over while they ran, and none had failed
 
 `--also TREE` draws only from functions that another checkout has too, with the same name and body in any file, so that
-the samples of both are the same and their killed shares can be compared. `--in TREE` tries the mutants on that checkout.
+the samples of both are the same and their killed shares can be compared. `--in TREE` tries the mutants there.
 `--results FILE` keeps a line of JSON for each mutant, and a second call goes on after it. `--jobs N` tries N at a time,
 each in its own copy. A survivor does not prove a gap in the tests: some changes have no effect that can be seen.
 """
@@ -47,16 +47,12 @@ PACKAGES = {"andon_contracts": "contracts", "andon": "core", "andon_falsify": "f
 KILLED, SURVIVED, TIMEOUT = "killed", "survived", "timeout"
 
 _SWAPS: Mapping[type[ast.AST], type[ast.AST]] = {
-    getattr(ast, was): getattr(ast, becomes)
-    for was, becomes in (
-        pair.split()
-        for pair in (
-            "Add Sub,Sub Add,Mult Add,Div Mult,FloorDiv Mult,Mod FloorDiv,LShift RShift,RShift LShift,BitAnd BitOr,"
-            "BitOr BitAnd,BitXor BitOr,Lt LtE,LtE Lt,Gt GtE,GtE Gt,Eq NotEq,NotEq Eq,Is IsNot,IsNot Is,In NotIn,"
-            "NotIn In,And Or,Or And"
-        ).split(",")
-    )
-}
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.FloorDiv, ast.LShift: ast.RShift, ast.RShift: ast.LShift, ast.BitAnd: ast.BitOr,
+    ast.BitOr: ast.BitAnd, ast.BitXor: ast.BitOr, ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
+    ast.And: ast.Or, ast.Or: ast.And,
+}  # fmt: skip
 _LARGEST = 16
 """Constants up to this are small: a step, a count, a bound. Larger ones are mostly masks and table entries."""
 _PER_TEST_S = 120
@@ -364,8 +360,8 @@ class Bench:
 
     def _run(self, tests: Sequence[str], seconds: float) -> tuple[str, str]:
         """How these tests end: the outcome, and the first that failed; a file that cannot be imported is one too."""
-        words = [sys.executable, *"-m pytest --rootdir=. -x -q -p no:cacheprovider --no-header -rfE".split()]
-        words += [f"--timeout={_PER_TEST_S}", *self._tier, *tests]
+        words = [sys.executable, "-m", "pytest", "--rootdir=.", "-x", "-q", "-p", "no:cacheprovider", "--no-header"]
+        words += ["-rfE", f"--timeout={_PER_TEST_S}", *self._tier, *tests]
         with tempfile.TemporaryFile("w+") as said:
             running = subprocess.Popen(
                 words, cwd=self.folder, env=self._environment, stdout=said, stderr=said, start_new_session=True
