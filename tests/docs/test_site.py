@@ -17,6 +17,8 @@ from tests.support.browser import CHROMIUM, FAINT, Browser
 from tests.support.pages import Read
 
 pytest.importorskip("sphinx", reason="the site is built by Sphinx (dependency group docs)")
+# Cheaper by default: tests/docs/test_pages.py (links, headings, navigation).
+pytestmark = [pytest.mark.deep, pytest.mark.xdist_group("site")]
 needs_chromium = pytest.mark.skipif(not CHROMIUM.exists(), reason=f"there is no {CHROMIUM} (Debian's chromium)")
 
 OUTSIDE = """

@@ -45,6 +45,8 @@ def missing(shown: str, printed: str) -> list[str]:
     return lost
 
 
+# Cheaper by default: tests/docs/test_pages.py (each command and option of a page exists).
+@pytest.mark.deep
 @pytest.mark.parametrize("tutorial", TUTORIALS, ids=lambda path: path.stem)
 def test_the_tutorial_does_what_it_says(tutorial: Path, path: str, tmp_path: Path) -> None:
     """In a fresh folder, block by block: a file is saved, a command ends with 0, what is shown was just printed."""

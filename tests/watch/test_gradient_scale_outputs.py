@@ -129,14 +129,35 @@ def test_a_loss_of_what_ddp_hands_on_is_weighed_without_looking_further() -> Non
     assert run_ranks(2, prediction_beside_what_is_no_tensor)[0].get() == [0.5, 1.0, 3.0]
 
 
+TRAINED = """
+import sys
+import torch
+import transformers
+from transformers import Trainer, TrainingArguments
+
+torch.manual_seed(0)
+name = sys.argv[1]
+sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "pad_token_id": 0}
+config = getattr(transformers, name.partition("For")[0] + "Config")(**sizes, num_attention_heads=4, num_labels=3)
+model = getattr(transformers, name)(config)
+rows = [{"input_ids": torch.randint(1, 64, (8,)).tolist(), "labels": row % 3} for row in range(64)]
+for number, row in enumerate(rows if not name.endswith("SequenceClassification") else ()):
+    row["labels"] = [-100] * (number % 5) + [token % 3 for token in row["input_ids"]][number % 5:]
+arguments = TrainingArguments(
+    sys.argv[2], per_device_train_batch_size=4, gradient_accumulation_steps=2, num_train_epochs=1, use_cpu=True,
+    report_to=[], save_strategy="no", disable_tqdm=True)
+collate = lambda rows: {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}
+Trainer(model, arguments, train_dataset=rows, data_collator=collate).train()
+"""
+"""A model trained as the Trainer trains by default, with an accumulation of 2. Arguments: its class, a folder."""
+
+
 @pytest.mark.parametrize("name", ["BertForSequenceClassification", "LlamaForCausalLM"])
 def test_the_factor_of_the_hf_trainer_is_found_without_a_line(name: str, tmp_path: Path) -> None:
     """Its gradient of a classifier is that of a mean times accumulation and world size, as
     huggingface/transformers#47688 has it; of next tokens, which it divides by their count, nothing is said."""
     pytest.importorskip("transformers")
-    shown = pytest.importorskip("benchmarks.findings.huggingface", reason="benchmarks/ is in the checkout only")
-    assert (name in shown.WRONG) is not (name in shown.RIGHT)
-    (tmp_path / "trained.py").write_text(shown.TRAINED)
+    (tmp_path / "trained.py").write_text(TRAINED)
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(
@@ -148,7 +169,7 @@ def test_the_factor_of_the_hf_trainer_is_found_without_a_line(name: str, tmp_pat
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
-    if name in shown.RIGHT:
+    if name == "LlamaForCausalLM":
         assert "gradient scale: that of a mean in 3 of 4 updates" in ended.stderr
         assert "0 violations, 0 suspicions" in ended.stderr
     else:

@@ -1,0 +1,95 @@
+"""What pages point to exists: links, headings, files, commands with their options, programs of benchmarks.
+
+That the site builds, and that tutorials print what they show, is tried by the deep tier.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import typer
+
+from andon.cli.commands import COMMANDS
+from andon.console.exits import Exit
+from tests.repository.sources import ROOT
+
+PAGES = sorted({*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")})
+LINK = re.compile(r"\]\((?!https?://|mailto:)([^)\s]*)\)")
+CODE = re.compile(r"`([^`\n]+)`|^(?:    |\$ )(.+)$|^((?:andon|torchrun|python) .+)$", re.MULTILINE)
+INVOKED = re.compile(r"(?:^|[\s/;(])andon ([a-z][a-z-]*)((?: [^|;&`]*)?)")
+
+
+def anchors(page: Path) -> set[str]:
+    """The names of a page's headings, as GitHub and MyST make them."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_somewhere(page: Path) -> None:
+    lost = []
+    for link in LINK.findall(page.read_text(encoding="utf-8")):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
+            lost.append(link)
+    assert lost == []
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    """Sphinx would warn of a page that no `toctree` names; the deep tier builds the site."""
+    named = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    pages = {path.relative_to(ROOT / "docs").with_suffix("") for path in (ROOT / "docs").rglob("*.md")}
+    assert [str(page) for page in pages - {Path("index")} if not re.search(rf"\b{page}\b", named)] == []
+
+
+@cache
+def options() -> dict[str, set[str]]:
+    """The options of each `andon` command, those of andon_falsify too."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    places = {name: place for name, (place, _) in COMMANDS.items()} | project["entry-points"]["andon.commands"]
+    found = {}
+    for name, place in places.items():
+        module, _, function = place.partition(":")
+        alone = typer.Typer(add_completion=False)
+        alone.command(name)(getattr(import_module(module), function))
+        words = typer.main.get_command(alone).params
+        found[name] = {"--help"} | {option for word in words for option in (*word.opts, *word.secondary_opts)}
+    return found
+
+
+def test_every_command_of_a_page_is_one_that_andon_has() -> None:
+    lost = []
+    for page in PAGES:
+        for groups in CODE.findall(page.read_text(encoding="utf-8")):
+            for name, words in INVOKED.findall(next(filter(None, groups))):
+                mine = re.split(r" -m | andon |'|\"", words)[0]  # of what it starts in its turn nothing is known here
+                unknown = set(re.findall(r"(?<=\s)--[a-z][a-z-]*", mine)) - options().get(name, set())
+                if name not in options() or (unknown and name != "watch"):
+                    lost.append(f"{page.name}: andon {name}{words}: {sorted(unknown)}")
+    assert lost == []
+
+
+def test_every_program_of_a_page_exists() -> None:
+    """`python -m benchmarks.NAME`, and paths of the checkout in backticks."""
+    if not (ROOT / "benchmarks").is_dir():
+        pytest.skip("benchmarks/ is in the checkout only")
+    lost = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for name in re.findall(r"-m ((?:benchmarks|falsify)\.[a-z_.]+[a-z_])", text):
+            place = ROOT / name.replace(".", "/")
+            if not (place.with_suffix(".py").is_file() or (place / "__main__.py").is_file()):
+                lost.append(f"{page.name}: {name}")
+    assert lost == []
+
+
+def test_the_table_of_exit_codes_is_the_programs() -> None:
+    text = (ROOT / "docs" / "exit-codes.md").read_text(encoding="utf-8").partition("\n## ")[0]
+    rows = re.findall(r"^\| (\d+) \| `([A-Z_]+)` \|", text, re.MULTILINE)
+    assert {(int(code), name) for code, name in rows} == {(exit_.value, exit_.name) for exit_ in Exit}
