@@ -32,7 +32,6 @@ Row = dict[str, Any]
 
 
 def main() -> int:
-    """Run the kinds that were asked for; 1 if a watch said anything."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--kind", action="append", choices=[*KINDS, TRAINER], metavar="KIND", default=[])
@@ -87,7 +86,6 @@ def _of_kind(name: str, steps: int, deadline_s: float) -> Row:
 
 
 def _twins(names: Sequence[str], steps: int, deadline_s: float) -> int:
-    """Print for each kind which faults a watch sees; 1 where there is a kind of which it sees none."""
     rows = []
     for name in names:
         if name == TRAINER or not installed(KINDS[name]):
@@ -102,7 +100,6 @@ def _twins(names: Sequence[str], steps: int, deadline_s: float) -> int:
 
 
 def _every_twin(name: str, steps: int) -> dict[str, bool]:
-    """By fault, whether a watch on this rank said anything of it; a loop that ends by it was stopped for it."""
     return {fault: bool(unannounced(name, run_twin(name, fault, steps))) for fault in TWINS}
 
 

@@ -24,7 +24,6 @@ from andon_contracts.policy import evaluations, reset_evaluations, suspended
 
 
 def main() -> int:
-    """Measure and print one JSON object on rank 0."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=200)
     parser.add_argument("--set", action="append", default=[])

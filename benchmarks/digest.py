@@ -24,7 +24,6 @@ _ADAPTER = 5_900_000
 
 
 def main() -> int:
-    """Print a table and one JSON object; 0 if the digest reads at 0.95 of a sum's speed and an adapter in 50 us."""
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gigabytes", type=float, default=8.0 if cuda else 0.01)
@@ -52,7 +51,6 @@ def main() -> int:
 
 
 def interleaved(works: dict[str, Callable[[], object]], rounds: int, device: torch.device) -> dict[str, float]:
-    """The median seconds of each work, in turn with the others."""
     for work in works.values():
         for _ in range(3):
             work()
@@ -64,7 +62,6 @@ def interleaved(works: dict[str, Callable[[], object]], rounds: int, device: tor
 
 
 def timed(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one call on its device."""
     if device.type == "cuda":
         # Work queued before keeps the device busy while the host launches: what is timed is the device alone.
         torch.cuda._sleep(400_000)  # type: ignore[no-untyped-call]

@@ -45,7 +45,6 @@ class Tally:
     alarms: list[str] = field(default_factory=list)
 
     def told(self, trial: Trial, verdicts: Mapping[str, Verdict]) -> None:
-        """Count the verdicts of one trial; what is not known is printed, and so is an alarm."""
         self.trials += 1
         for verdict in verdicts.values():
             self.said[verdict.outcome] += 1
@@ -56,7 +55,6 @@ class Tally:
 
     @property
     def right(self) -> bool:
-        """Whether nothing fell, and something held."""
         return not self.alarms and self.said[Outcome.HOLDS] > 0
 
 
@@ -66,7 +64,6 @@ def place(seed: int) -> tuple[int, int]:
 
 
 def request_of(subject: str, backend: str, seed: int) -> Request:
-    """A request as of `andon falsify`. The tables of calls, which no seed changes, are left to the first seed."""
     world, accumulation = place(seed)
     options = Options(
         subject=subject, backend=backend, seed=str(seed), world=str(world), accumulation=f"{accumulation}"
@@ -77,7 +74,6 @@ def request_of(subject: str, backend: str, seed: int) -> Request:
 
 
 def judge_seed(bench: Bench, tally: Tally, seed: int) -> None:
-    """Run the trials of one seed; none is shrunk."""
     began = time.monotonic()
     campaign = planned(request_of(tally.subject, tally.backend, seed), bench)
     Interpreter(replace(campaign, exact=True), tally.told).run()
@@ -85,7 +81,6 @@ def judge_seed(bench: Bench, tally: Tally, seed: int) -> None:
 
 
 def judged(subject: str, backends: Sequence[str], seeds: range, pools: RankPools) -> list[Tally]:
-    """Every seed on every backend; the run on one rank that all backends are compared with is made once."""
     bench = open_bench(request_of(subject, backends[0], 0), pools)
     tallies = [Tally(subject, backend, len(seeds)) for backend in backends]
     for seed in seeds:
@@ -96,7 +91,6 @@ def judged(subject: str, backends: Sequence[str], seeds: range, pools: RankPools
 
 
 def main() -> int:
-    """Judge the right subjects; 0 if no claim fell and something held of each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--subject", action="append", choices=list(SEEDS), help="again for another; else all")
     parser.add_argument("--backend", action="append", choices=CPU_BACKENDS, help="of our trainer; else all")
@@ -120,7 +114,6 @@ def main() -> int:
 
 
 def report(tallies: Sequence[Tally], file: Path | None) -> None:
-    """Print the table, how long all seeds take at this pace, and the JSON."""
     header = ("subject", "backend", "seeds", "trials", *(outcome.value for outcome in Outcome), "s per seed")
     rows = []
     minutes = 0.0

@@ -49,14 +49,11 @@ JOBS = {
 
 @dataclass
 class Job:
-    """A trainer in processes of its own, and where it writes."""
-
     name: str
     process: subprocess.Popen[bytes]
     log: Path
 
     def stop(self) -> None:
-        """End it and all of its ranks, by force if they do not."""
         members = family(self.process.pid)
         self.process.terminate()
         with suppress(subprocess.TimeoutExpired):
@@ -79,7 +76,6 @@ class Job:
 
 
 def main() -> int:
-    """Compare; 0 if every job took all of its rounds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, default=1, help="ranks, each on its own device")
     parser.add_argument("--jobs", default="andon;hf;hf, compiled", help=f"of: {'; '.join(JOBS)}")
@@ -103,7 +99,6 @@ def main() -> int:
 
 
 def compare(names: list[str], options: argparse.Namespace, logs: Path) -> dict[str, dict[str, Any]]:
-    """What each job that took all rounds printed, by name."""
     conductor = Conductor()
     jobs = [started(name, options, conductor, logs) for name in names]
     try:
@@ -127,7 +122,6 @@ def compare(names: list[str], options: argparse.Namespace, logs: Path) -> dict[s
 
 
 def started(name: str, options: argparse.Namespace, conductor: Conductor, logs: Path) -> Job:
-    """The job's processes, begun."""
     launcher = [sys.executable]
     if options.gpus > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.gpus)]
@@ -141,7 +135,6 @@ def started(name: str, options: argparse.Namespace, conductor: Conductor, logs: 
 
 
 def figures(told: dict[str, dict[str, Any]], first: str) -> dict[str, dict[str, Any]]:
-    """A row for each job, with its time over that of the `first`, round by round."""
     reference = by_work(told.get(first, {"ms_by_round": []}))
     rows = {}
     for name, each in told.items():

@@ -65,13 +65,11 @@ CONVERSATIONS = 1_600
 
 
 def model_of(shape: Shape, device: torch.device, adapter: str = "lora") -> nn.Module:
-    """The decoder of `shape` as we train it. adapter: 'lora': r=16 on `targets_of`; 'none': every weight, fp32."""
     spec = AdapterSpec(kind=adapter, r=16, alpha=32.0, dropout=0.05, targets=targets_of(shape))
     return attach(base_of(shape, device), spec, 1).to(device)
 
 
 def targets_of(shape: Shape) -> tuple[str, ...]:
-    """The layers that are adapted: of a classifier queries and values, of a causal decoder all linear ones."""
     more = ("k_proj", "o_proj", "gate_proj", "up_proj", "down_proj") if shape.causal else ()
     return ("q_proj", "v_proj", *more)
 
@@ -110,7 +108,6 @@ def base_of(shape: Shape, device: torch.device) -> nn.Module:
 
 
 def rows_of(shape: Shape) -> tuple[list[list[int]], list[int]]:
-    """Eight global batches of random rows, all of the full length, and their labels."""
     draw = random.Random(2)
     rows = [[draw.randrange(1, shape.vocabulary) for _ in range(shape.length)] for _ in range(8 * shape.batch)]
     return rows, [draw.randrange(2) for _ in rows]
@@ -130,12 +127,10 @@ def conversations_of(shape: Shape) -> tuple[EncodedRow, ...]:
 
 
 def trained_tokens(shape: Shape) -> int:
-    """Of all conversations."""
     return sum(sum(1 for weight in row.weights if weight) for row in conversations_of(shape))
 
 
 def task_of(shape: Shape) -> ScoredTask:
-    """The rows of `rows_of` as a task, or the conversations in packs."""
     if shape.causal:
         whole = SftTask(conversations_of(shape), pad_id=0, max_length=shape.length, padding_multiple=shape.length)
         return whole.packed(range(CONVERSATIONS))
@@ -150,19 +145,16 @@ Mark = torch.cuda.Event | float
 
 
 def rest(device: torch.device) -> None:
-    """Wait until `device` has done all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def now(device: torch.device) -> float:
-    """The host's clock in seconds, with `device` at rest."""
     rest(device)
     return time.perf_counter()
 
 
 def now_on_all(device: torch.device) -> float:
-    """The same once every rank of the default group is at rest."""
     rest(device)
     if dist.is_initialized():
         dist.barrier()
@@ -179,7 +171,6 @@ def mark(device: torch.device) -> Mark:
 
 
 def between(first: Mark, last: Mark) -> float:
-    """Seconds between two marks of one device, both reached."""
     if isinstance(first, torch.cuda.Event):
         return float(first.elapsed_time(last)) / 1e3  # type: ignore[arg-type]
     return last - first  # type: ignore[operator, return-value]
@@ -201,7 +192,6 @@ class Turns:
         self._taken = 0
 
     def wait(self) -> None:
-        """Return when it is this job's turn. The device must be at rest."""
         if self._store is not None:
             self._store.add(f"{self._name}/{self._taken}/resting", 1)
             self._store.wait([f"{self._name}/{self._taken}/goes"])
@@ -209,19 +199,14 @@ class Turns:
 
 
 class Conductor:
-    """Gives the turns."""
-
     def __init__(self) -> None:
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=_PATIENCE)
 
     def environment_of(self, job: str) -> dict[str, str]:
-        """The variables that a process of `job` needs."""
         return {PORT: str(self._store.port), JOB: job}
 
     def rests(self, job: str, turn: int, ranks: int) -> bool:
-        """Whether all `ranks` of `job` wait for its `turn`, from 0 on."""
         return self._store.add(f"{job}/{turn}/resting", 0) == ranks
 
     def go(self, job: str, turn: int) -> None:
-        """Let `job` take its `turn`."""
         self._store.set(f"{job}/{turn}/goes", "")

@@ -41,7 +41,6 @@ from benchmarks.gpu_job import (
 
 
 def main() -> int:
-    """Measure one peer, and print on rank 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", choices=PEERS, default="hf_trainer")
     parser.add_argument("--shape", choices=SHAPES, default="reference" if torch.cuda.is_available() else "tiny")
@@ -98,8 +97,6 @@ class Way:
 
 
 class Clock:
-    """Times `rounds` of `steps` updates after `warm_up` others, with the device at rest. All ranks begin together."""
-
     def __init__(self, device: torch.device, warm_up: int, steps: int, rounds: int) -> None:
         self._device, self._warm_up, self._steps = device, warm_up, steps
         self.updates, self._turns, self._taken, self._began = warm_up + steps * rounds, Turns(), 0, 0.0
@@ -113,7 +110,6 @@ class Clock:
         return statistics.median(self.rounds)
 
     def update_made(self) -> None:
-        """One more update has been launched."""
         self._taken += 1
         into = self._taken - self._warm_up
         if into < 0 or into % self._steps:
@@ -126,8 +122,6 @@ class Clock:
 
 
 class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """The rows of the job as the HF Trainer wants them, repeated as often as needed."""
-
     def __init__(self, shape: Shape, count: int) -> None:
         tokens, labels = rows_of(shape)
         self._tokens, self._labels, self._count = torch.tensor(tokens), torch.tensor(labels), count
@@ -145,7 +139,6 @@ class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 
 def labelled(shape: Shape) -> list[dict[str, list[int]]]:
-    """The conversations as libraries take them: -100 for what is not trained."""
     return [
         {
             "input_ids": list(row.ids),
@@ -156,7 +149,6 @@ def labelled(shape: Shape) -> list[dict[str, list[int]]]:
 
 
 def tokenizer_of(shape: Shape) -> Any:
-    """One whose tokens are the numbers of the vocabulary; it only pads here."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
@@ -167,7 +159,6 @@ def tokenizer_of(shape: Shape) -> Any:
 
 
 def adapted(shape: Shape, device: torch.device, attention: str) -> nn.Module:
-    """The decoder of `shape` with a LoRA as peft makes it: r=16 on `targets_of`, in fp32 beside the bf16 base."""
     from peft import LoraConfig, TaskType, get_peft_model
 
     config = LoraConfig(
@@ -184,7 +175,6 @@ def adapted(shape: Shape, device: torch.device, attention: str) -> nn.Module:
 
 
 def arguments_of(device: torch.device, way: Way, clock: Clock, folder: str) -> dict[str, Any]:
-    """The arguments of transformers' and TRL's trainers: their defaults but for what makes them fast here."""
     return {
         "output_dir": folder,
         "per_device_train_batch_size": way.rows,
@@ -205,7 +195,6 @@ def arguments_of(device: torch.device, way: Way, clock: Clock, folder: str) -> d
 
 
 def ticking(clock: Clock) -> Any:
-    """A callback of a trainer's that tells `clock` of each update."""
     from transformers import TrainerCallback
 
     class Ticks(TrainerCallback):
@@ -216,7 +205,6 @@ def ticking(clock: Clock) -> Any:
 
 
 def hf_trainer(shape: Shape, device: torch.device, way: Way, clock: Clock) -> float:
-    """`transformers.Trainer`; the trained tokens of an update of one rank on average, 0 for classes."""
     from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments
 
     model, more, trained = adapted(shape, device, way.attention), {}, 0.0
@@ -235,7 +223,6 @@ def hf_trainer(shape: Shape, device: torch.device, way: Way, clock: Clock) -> fl
 
 
 def trl(shape: Shape, device: torch.device, way: Way, clock: Clock) -> float:
-    """TRL's `SFTTrainer` with best-fit packing, no padding; the trained tokens of an update of one rank on average."""
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
@@ -260,7 +247,6 @@ def trl(shape: Shape, device: torch.device, way: Way, clock: Clock) -> float:
 
 
 def accelerate(shape: Shape, device: torch.device, way: Way, clock: Clock) -> float:
-    """A loop with `accelerate.Accelerator`, tuned as its documentation allows; of classes alone, so 0 tokens."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(

@@ -56,7 +56,6 @@ BLOCK = 3
 
 
 def main() -> int:
-    """Measure, and print on rank 0."""
     options = _options()
     world, kind = int(os.environ.get("WORLD_SIZE", "1")), "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")) if kind == "cuda" else None)
@@ -102,8 +101,6 @@ def _options() -> argparse.Namespace:
 
 
 class Measurement:
-    """One job on one backend, and the steps that are taken of it."""
-
     def __init__(self, options: argparse.Namespace, backend: Backend, device: torch.device) -> None:
         shape = SHAPES[options.shape]
         self.shape = Shape(**{**asdict(shape), "layers": options.layers or shape.layers})
@@ -137,7 +134,6 @@ class Measurement:
         self.tenths: list[float] = []
 
     def run(self) -> dict[str, Any]:
-        """All phases; the figures by name."""
         self.step.attest_start({})
         base = self.replica.base_digest()
         first = time.perf_counter()
@@ -156,7 +152,6 @@ class Measurement:
         return found
 
     def figures(self, rounds: list[float]) -> dict[str, Any]:
-        """The figures measured and where, with what is known after `rounds` of so many milliseconds a step."""
         whole = statistics.median(rounds)
         return {
             "job": self.options.shape,
@@ -182,7 +177,6 @@ class Measurement:
         }
 
     def take(self, count: int, *, checked: bool = True) -> list[Mark]:
-        """Take steps, each launched before the last is read; a mark on the device at the end of each."""
         marks = []
         for _ in range(count):
             self.taken += 1
@@ -198,13 +192,11 @@ class Measurement:
         self.losses.append(result.loss)
 
     def drain(self) -> None:
-        """Read what is under way and wait for the device."""
         while self._under_way:
             self._read()
         rest(self.device)
 
     def in_turns(self) -> list[float]:
-        """Milliseconds a step of each round; what comes after the last one waits for its turn as well."""
         turns, rounds = Turns(), []
         for _ in range(self.options.rounds):
             turns.wait()
@@ -213,7 +205,6 @@ class Measurement:
         return rounds
 
     def timed_as_a_whole(self) -> float:
-        """Milliseconds a step with contracts, by the host's clock over all of `--steps`."""
         started = now_on_all(self.device)
         marks = self.take(self.options.steps)
         self.drain()
@@ -224,7 +215,6 @@ class Measurement:
         return whole
 
     def longest_kernels(self, count: int) -> list[list[Any]]:
-        """Milliseconds a step on the device, calls a step and name of the kernels that take the most, the sum first."""
         from torch.profiler import ProfilerActivity, profile
 
         with profile(activities=[ProfilerActivity[{"cuda": "CUDA", "cpu": "CPU"}[self.device.type]]]) as profiled:
@@ -241,7 +231,6 @@ class Measurement:
         return [[f"{took:.2f}", f"{calls:.0f}", name[:100]] for took, calls, name in [whole, *rows[:count]]]
 
     def compared(self) -> dict[str, Any]:
-        """Blocks with contracts, without, and without again, in turn; medians of the ratios of neighbours."""
         kinds = {"on": True, "off": False, "off again": False}
         marks: dict[str, list[list[Mark]]] = {name: [] for name in kinds}
         order = list(kinds)
@@ -264,7 +253,6 @@ class Measurement:
 
 
 def _mean_gap(marks: Sequence[Mark]) -> float:
-    """Milliseconds a step between the first and the last mark."""
     return between(marks[0], marks[-1]) * 1e3 / (len(marks) - 1)
 
 

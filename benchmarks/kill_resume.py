@@ -31,7 +31,6 @@ SIGNALS = {"SIGKILL": 71, "SIGSTOP": 72}
 
 
 def main() -> int:
-    """Print a line for each round; 0 if all rounds are as they should be."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
@@ -50,7 +49,6 @@ def main() -> int:
 
 
 def resumed(options: argparse.Namespace, base: Path) -> int:
-    """Rounds of killed and resumed runs."""
     settings = [part for item in options.set for part in ("--set", item)]
     draw, rows = random.Random(options.seed), []
     whole = run(base / "whole", *settings).summary
@@ -73,7 +71,6 @@ def resumed(options: argparse.Namespace, base: Path) -> int:
 
 
 def deaths(options: argparse.Namespace, base: Path) -> int:
-    """Rounds in which a rank dies or falls silent."""
     limit = options.limit or (2.0 if options.signal == "SIGKILL" else options.timeout + 3)
     words = ["--backend", options.backend, "--workers", str(options.workers)]
     words += ["--set", f"run.timeout_s={options.timeout}"]
@@ -96,7 +93,6 @@ def deaths(options: argparse.Namespace, base: Path) -> int:
 def killed(
     folder: Path, words: list[str], step: int, target: str, rank: int, sent: signal.Signals
 ) -> tuple[float, int, str]:
-    """Start a run, send the signal after `step`, wait; seconds until all was gone, the exit code, the last line."""
     launcher = subprocess.Popen(
         command(folder, *words),
         env=environment(),

@@ -122,7 +122,6 @@ CPU_JOBS = (
 
 
 def main() -> int:
-    """Plan and measure every job; or, as a child, one of them."""
     options = _options()
     if options.plan or options.measure or options.outside:
         print(_MARK + json.dumps(_child(options)))
@@ -204,7 +203,6 @@ def _child(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def planned(job: Job, kind: str) -> dict[str, Any]:
-    """The plan of `job` on a device of this kind, from shapes alone."""
     started = time.perf_counter()
     model = model_of(job, torch.device("meta"))
     rows = -(-job.batch // job.micro_batches)
@@ -222,7 +220,6 @@ def planned(job: Job, kind: str) -> dict[str, Any]:
 
 
 def measured(job: Job, kind: str) -> dict[str, Any]:
-    """Bytes at the peak of three steps, at rest after them, and those that the allocator held."""
     device = torch.device(kind, 0) if kind == "cuda" else torch.device("cpu")
     started = time.perf_counter()
     if kind == "cuda":
@@ -275,7 +272,6 @@ def _task(job: Job) -> ScoredTask:
 
 
 def model_of(job: Job, device: torch.device) -> nn.Module:
-    """The model of `job` with its adapter on `device`, with random weights."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, job.dtype))
     try:

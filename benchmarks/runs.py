@@ -19,8 +19,6 @@ from falsify.nemesis.trainer import steps_of as steps_of
 
 @dataclass(frozen=True)
 class Run:
-    """A run that ended: its summary, exit code, and seconds from the start of the command to its exit."""
-
     folder: Path
     code: int
     seconds: float
@@ -28,7 +26,6 @@ class Run:
 
 
 def run(folder: Path, *arguments: str, expect: Sequence[int] = (0,)) -> Run:
-    """Train in `folder`; raises `RuntimeError` with what the command said if it ended otherwise than expected."""
     start = time.perf_counter()
     done = subprocess.run(command(folder, *arguments), env=environment(), capture_output=True, text=True, check=False)
     seconds = time.perf_counter() - start

@@ -42,8 +42,6 @@ _KEPT = ("training.keep_checkpoints=3",)
 
 @dataclass(frozen=True)
 class Outcome:
-    """One schedule: which of its faults happened, the exit code of each launch, and what is wrong (nothing: "")."""
-
     schedule: Schedule
     struck: tuple[bool, ...]
     codes: tuple[int, ...]
@@ -57,7 +55,6 @@ class Outcome:
 
 
 def main() -> int:
-    """Print a line for each schedule; 0 if nothing is wrong with any, and both controls are as they should be."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
@@ -94,7 +91,6 @@ def _played(stage: Stage, options: argparse.Namespace, deadline: float) -> list[
 
 
 def told(found: Sequence[Outcome], seconds: float) -> tuple[str, bool]:
-    """The findings of so many seconds in words; whether it is as promised, and enough faults happened to say so."""
     same = sum(not outcome.wrong for outcome in found)
     faults = [happened for outcome in found for happened in outcome.struck]
     idle = sum(not any(outcome.struck) for outcome in found)
@@ -108,12 +104,9 @@ def told(found: Sequence[Outcome], seconds: float) -> tuple[str, bool]:
 
 @dataclass(frozen=True)
 class Stage:
-    """Plays schedules on a bench, whose undisturbed run is what all of them are held against."""
-
     bench: Bench
 
     def controls(self) -> list[tuple[str, bool]]:
-        """A schedule without a fault passes; a copy of the undisturbed run with another digest does not."""
         calm = self.play(Schedule(-1, "2:3", (), 2))
         forged = self.bench.base / "forged"
         shutil.copytree(self.bench.whole.folder, forged)
@@ -149,7 +142,6 @@ class Stage:
         return read_run(self.bench.whole.folder)
 
     def _falsified(self, folder: Path) -> str:
-        """The claims that the run's ledger breaks; empty where there are none."""
         verdicts = verify([self._whole, read_run(folder)])
         broken = [verdict.claim for verdict in verdicts if verdict.outcome is Decided.FALSIFIED]
         return f"FALSIFIED: {', '.join(broken)}" if broken else ""

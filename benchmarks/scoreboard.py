@@ -35,7 +35,6 @@ and below it what each does right.
 
 
 def campaigns(subjects: Sequence[str], budget: str, seed: str) -> Iterator[Report]:
-    """The report of each subject that can be run here; why another cannot is printed."""
     for name in subjects:
         if name in PEERS and PEERS[name].missing:
             print(f"not judged: {PEERS[name].missing}", flush=True)
@@ -46,7 +45,6 @@ def campaigns(subjects: Sequence[str], budget: str, seed: str) -> Iterator[Repor
 
 
 def main() -> int:
-    """Judge the subjects and print the scoreboard; 0 if every verdict is the expected one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--subject", action="append", choices=[OURS, *PEERS], help="again for another; else all")
     parser.add_argument("--budget", choices=list(BUDGETS), default="standard")
@@ -93,7 +91,6 @@ _LEGEND = (
 
 
 def scoreboard(report: Report) -> str:
-    """The table with its sections, as Markdown without a title. It ends with the closing line."""
     table = tabulate(report)
     sections = [
         scoreboard_table(report),
@@ -109,7 +106,6 @@ def scoreboard(report: Report) -> str:
 
 
 def scoreboard_table(report: Report) -> str:
-    """Claims as rows, subjects with their versions as columns."""
     table = tabulate(report)
     header = ["claim", *("<br>".join(map(plain, (each.name, each.version))) for each in table.subjects)]
     rows = [
@@ -121,14 +117,12 @@ def scoreboard_table(report: Report) -> str:
 
 
 def plain(text: str) -> str:
-    """`text` as one line of Markdown that shows it as it is."""
     line = " ".join(legible(text, _MOST_CHARACTERS).split())
     line = line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return re.sub(r"([\\`*\[\]|~#]|(?<!\w)_|_(?!\w))", r"\\\1", line)
 
 
 def code(text: str) -> str:
-    """`text` as one line of code; a bar is escaped, so that it may stand in a table."""
     line = " ".join(legible(text).split()).replace("|", "\\|")
     fence = "`" * (1 + max((len(run) for run in re.findall("`+", line)), default=0))
     pad = " " if line.startswith("`") or line.endswith("`") else ""
@@ -153,7 +147,6 @@ def _bullet(text: str) -> str:
 
 
 def _fallen(table: Table) -> Iterator[str]:
-    """Of each cell that fell the counterexample that says most, why it was expected, and how to see it again."""
     for subject in table.subjects:
         fallen = _marked(table, subject, Outcome.FALSIFIED)
         if fallen:

@@ -68,7 +68,6 @@ _ENDS = 3
 
 
 def main() -> int:
-    """Print what was done, the table, and what is wrong; 0 if all is flat, verified and of the same bits."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=1)
@@ -100,8 +99,6 @@ def main() -> int:
 
 @dataclass
 class Soak:
-    """The run, its faults and its samples. `base`: an empty folder."""
-
     base: Path
     draw: random.Random
     leak: str | None = None
@@ -117,7 +114,6 @@ class Soak:
         self._sampler = Sampler(self.folder, self._temporary)
 
     def run(self, seconds: float) -> None:
-        """Train and disturb for so long; then end the run by SIGTERM, and check what is left."""
         began = time.monotonic()
         self._start()
         try:
@@ -203,7 +199,6 @@ class Soak:
             self.wrong.append(f"temporary files are left: {left}, in shared memory {self._sampler.shared()}")
 
     def compared(self) -> list[str]:
-        """What is wrong with the run's ledger: falsified claims, and steps that differ from an undisturbed run."""
         from andon_falsify.claims.ledgers import read_run, verify
         from andon_falsify.verdict import Outcome
 
@@ -218,7 +213,6 @@ class Soak:
         return found
 
     def account(self) -> str:
-        """Two lines on what was done."""
         faults = ", ".join(f"{count} x {what}" for what, count in sorted(self.struck.items()))
         ends = ", ".join(f"{count} x {code}" for code, count in sorted(self.codes.items()))
         steps, generations = last_line(self.folder)["step"], self._sampler.generations
@@ -226,7 +220,6 @@ class Soak:
 
 
 def settings() -> list[str]:
-    """A small model, a checkpoint every few seconds, and more epochs than any soak takes."""
     values = "training.batch_size=4 training.micro_batches=4 data.validation_fraction=0.02 training.epochs=1000"
     values += " training.checkpoint_every=20 training.evaluate_every=50 run.timeout_s=30"
     values += " schedule.warmup_fraction=0 model.hidden_size=16 model.intermediate_size=32 contracts.base_every=20"
@@ -258,8 +251,6 @@ def _steps(folder: Path) -> dict[int, Step]:
 
 @dataclass(frozen=True)
 class Held:
-    """The holdings of one process. role: launcher, fork server, agent, rank N, or other."""
-
     pid: int
     role: str
     memory_kib: int
@@ -292,8 +283,6 @@ class Sample:
 
 @dataclass
 class Sampler:
-    """Samples one run folder over all of its launches. temporary: the run's own folder for temporary files."""
-
     folder: Path
     temporary: Path
     generations: int = 0
@@ -315,7 +304,6 @@ class Sampler:
         return int(last["seq"]) - self._from
 
     def sample(self, launcher: int) -> Sample | None:
-        """The holdings now; None if a process went meanwhile."""
         found, step = self._agents(), last_line(self.folder).get("step", 0)
         roles = {launcher: "launcher"} | {each["agent"]: "agent" for each in found.get("agents", [])}
         roles |= {each["worker"]: f"rank {each['rank']}" for each in found.get("agents", [])}
@@ -342,7 +330,6 @@ class Sampler:
         )
 
     def shared(self) -> int:
-        """Entries of shared memory that exist and belong to the run."""
         return len(self._shared & set(_names(_SHARED)))
 
     def _note_shared(self, members: list[int]) -> None:
@@ -363,7 +350,6 @@ class Sampler:
 
 
 def last_line(folder: Path) -> dict[str, Any]:
-    """The last whole line of the ledger; zeros if there is none."""
     lines: list[bytes] = []
     with suppress(FileNotFoundError), (folder / "ledger.jsonl").open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 20)))
@@ -372,7 +358,6 @@ def last_line(folder: Path) -> dict[str, Any]:
 
 
 def _held(pid: int, roles: dict[int, str]) -> Held | None:
-    """None if the process went meanwhile."""
     try:
         role = roles.get(pid) or ("fork server" if b"forkserver" in command_line(pid) else "other")
         memory = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * (os.sysconf("SC_PAGE_SIZE") // 1024)
@@ -421,14 +406,12 @@ class Row:
         return self.series > 0 and self.slope <= self.bound and abs(self.end - self.start) <= self.apart
 
     def cells(self) -> tuple[str, ...]:
-        """The row of the table."""
         slope = f"{self.slope:.3g} a {self.per} (at most {self.bound:.3g})"
         verdict = "flat" if self.flat else "NOT FLAT" if self.series else "NOT SAMPLED TWICE"
         return self.what, f"{self.samples} in {self.series}", f"{self.start:g}", f"{self.end:g}", slope, verdict
 
 
 def judge(samples: Sequence[Sample], found: Sequence[Look]) -> list[Row]:
-    """Every quantity of the soak. found: what ranks wrote of themselves."""
     matched = [sample for sample in samples if sample.matched and sample.step >= _SETTLED]
     rows = []
     for role in (*_LASTING, "rank"):

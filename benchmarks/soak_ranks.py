@@ -41,8 +41,6 @@ _kept: list[object] = []
 
 
 class _Malloc(ctypes.Structure):
-    """The struct that glibc's `mallinfo2` returns, over all arenas."""
-
     _fields_ = [(name, ctypes.c_size_t) for name in _FIELDS]
 
 
@@ -59,7 +57,6 @@ class Look:
 
 
 def account(plan: Planting) -> None:
-    """Plant: every rank appends a `Look` to looks.jsonl before every fiftieth of its steps."""
     path, age = plan.proofs.parent / "looks.jsonl", 0
 
     def look(step: Any, batch: Any) -> None:
@@ -98,19 +95,16 @@ def looks(scratch: Path) -> Iterator[Look]:
 
 
 def handle(plan: Planting) -> None:
-    """Plant: every generation of workers leaves an open file in the launcher."""
     _with_each_generation(lambda: os.open(os.devnull, os.O_RDONLY))
     plan.acted()
 
 
 def memory(plan: Planting) -> None:
-    """Plant: every generation of workers leaves 256 KiB in the launcher."""
     _with_each_generation(lambda: os.urandom(256 * 1024))
     plan.acted()
 
 
 def rank(plan: Planting) -> None:
-    """Plant: every rank keeps a quarter more than `ALLOWED` bytes of each step."""
     _before_each_step(lambda _step, _batch: _kept.append(bytes(ALLOWED * 5 // 4)))
     plan.acted()
 

@@ -86,8 +86,6 @@ class Site:
 
 @dataclass(frozen=True)
 class Trial:
-    """What became of one mutant. test: the first that failed. files: how many test files were to be run."""
-
     id: str
     name: str
     path: str
@@ -100,7 +98,6 @@ class Trial:
     seconds: float
 
     def row(self) -> tuple[object, ...]:
-        """For the table."""
         changed = f"`{self.was}` -> `{self.becomes}`"
         return f"{self.path}:{self.line} {self.name}", changed, self.outcome, self.test, f"{self.seconds:.0f}"
 
@@ -122,8 +119,6 @@ def body_digest(function: Function) -> str:
 
 
 def functions(tree: ast.Module) -> Iterator[tuple[str, Function]]:
-    """Every function of a module and its methods, with its name within it; what is inside a function belongs to it."""
-
     def below(node: ast.AST, prefix: str) -> Iterator[tuple[str, Function]]:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -138,7 +133,6 @@ def functions(tree: ast.Module) -> Iterator[tuple[str, Function]]:
 
 
 def changed(node: ast.AST) -> ast.AST | None:
-    """The node with the one small change that is made in such a one; None where there is none."""
     new = copy.deepcopy(node)
     if isinstance(new, ast.BinOp | ast.BoolOp | ast.AugAssign):
         if type(new.op) not in _SWAPS or (isinstance(node, ast.BinOp) and _is_text(node)):
@@ -162,7 +156,6 @@ def changed(node: ast.AST) -> ast.AST | None:
 
 
 def _is_text(node: ast.BinOp) -> bool:
-    """Whether strings are put together here: `-` of them is an error at once, which says nothing of the tests."""
     texts = (ast.JoinedStr, ast.List, ast.Tuple)
     sides = (node.left, node.right)
     return any(
@@ -193,7 +186,6 @@ def places(function: Function) -> Iterator[tuple[ast.expr | ast.stmt, ast.AST]]:
 
 
 def sites(root: Path) -> dict[Key, list[Site]]:
-    """All places of a checkout by function, of the functions that no other one there equals."""
     found: dict[Key, list[Site]] = {}
     twice: set[Key] = set()
     for path in product_files(root):
@@ -230,7 +222,6 @@ def sample(root: Path, other: Path | None, count: int, seed: int) -> list[Site]:
 
 
 def _span(text: str, node: ast.expr | ast.stmt) -> tuple[int, int]:
-    """Where the node stands, in bytes."""
     lines = text.encode().splitlines(keepends=True)
     starts = [0]
     for line in lines:
@@ -262,8 +253,6 @@ def mutated(text: str, site: Site) -> str:
 
 
 class Imports:
-    """Which of the modules and tests of a checkout import which."""
-
     def __init__(self, root: Path) -> None:
         self._root = root
         files = [*(root / "tests").rglob("*.py"), *(root / "falsify").glob("*.py")]
@@ -304,8 +293,6 @@ class Imports:
 
 
 class Bench:
-    """A copy of a checkout, in which one change at a time is made and undone."""
-
     def __init__(self, root: Path, folder: Path, files: int, seconds: float, deep: bool = False) -> None:
         listed = subprocess.run(["git", "-C", root, "ls-files"], capture_output=True, text=True, check=True).stdout
         self.folder = folder
@@ -333,7 +320,6 @@ class Bench:
         subprocess.run(words, cwd=folder, env=self._environment, stdout=subprocess.DEVNULL, check=True)
 
     def attempt(self, site: Site) -> Trial:
-        """Make the change, run the tests, undo it."""
         path = self.folder / site.path
         whole = path.read_text(encoding="utf-8")
         tests = self._imports.tests_of(site.path, self._files)
@@ -399,7 +385,6 @@ def _install(folder: Path) -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """All of its processes, by its own session."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -408,7 +393,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def tried(results: Path) -> dict[str, Trial]:
-    """What an earlier call wrote; nothing where there is no file."""
     if not results.is_file():
         return {}
     found = [Trial(**json.loads(line)) for line in results.read_text(encoding="utf-8").splitlines()]
@@ -416,7 +400,6 @@ def tried(results: Path) -> dict[str, Trial]:
 
 
 def account(trials: Sequence[Trial], planned: int) -> str:
-    """The closing line."""
     counts = Counter(trial.outcome for trial in trials)
     share = counts[KILLED] / max(len(trials), 1)
     words = ", ".join(f"{counts[outcome]} {outcome}" for outcome in (KILLED, SURVIVED, TIMEOUT))
@@ -452,7 +435,6 @@ def try_all(drawn: Sequence[Site], benches: Sequence[Bench], results: Path, begi
 
 
 def main() -> int:
-    """Print what became of each mutant. 0 whatever the tests saw: what share is enough is for its reader to say."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=300)
     parser.add_argument("--seed", type=int, default=1)

@@ -42,7 +42,6 @@ _SHORT = 64
 
 
 def main() -> int:
-    """Print what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("data", "report"))
     parser.add_argument("--rows", type=int, default=200_000, help="of data")
@@ -81,7 +80,6 @@ def started(folder: Path, rows: int, model: str) -> int:
 
 
 def prepared(data: str, model: str, cache: str) -> dict[str, float]:
-    """Seconds until rows can be trained on, MiB at the peak, and MiB of no file afterwards."""
     settings = [f"data.cache={cache}"] * bool(cache) + [f"model.base={model}"] * bool(model)
     config = load_config(None, ["task=sft", f"data.train={data}", "model.max_length=512", *settings])
     began = time.perf_counter()
@@ -94,7 +92,6 @@ def prepared(data: str, model: str, cache: str) -> dict[str, float]:
 
 
 def reported(folder: RunFolder, steps: int, times: int) -> int:
-    """Seconds, processor time and bytes of `andon report`."""
     run(folder.path, "--backend", "inline", "--set", f"training.max_steps={_SHORT}")
     lengthen(folder, steps)
     took, before = [], resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -114,7 +111,6 @@ def reported(folder: RunFolder, steps: int, times: int) -> int:
 
 
 def lengthen(folder: RunFolder, steps: int) -> None:
-    """Replace settings, ledger and metrics of the short run in `folder` by those of a long one."""
     records, epochs = list(read_ledger(folder.ledger)), steps // (_SHORT - 2) + 1
     config = load_config(folder.config, [f"training.max_steps={steps}", f"training.epochs={epochs}"])
     folder.config.write_text(to_yaml(config))

@@ -53,8 +53,6 @@ _TOKENS, _LENGTH, _CLASSES, _WIDTH = 512, 48, 4, 96
 
 
 class Block(nn.Module):
-    """One encoder layer: attention and a feed-forward network, each with dropout and a residual."""
-
     def __init__(self, heads: int = 4) -> None:
         super().__init__()
         self.heads = heads
@@ -64,7 +62,6 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(0.1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[rows, length, width] to the same."""
         y = self.norms[0](x)
         parts = (
             layer(y).unflatten(2, (self.heads, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value)
@@ -76,8 +73,6 @@ class Block(nn.Module):
 
 
 class Encoder(nn.Module):
-    """A classifier of token rows: embeddings, blocks, a head over the mean."""
-
     def __init__(self, layers: int = 3) -> None:
         super().__init__()
         self.embedding = nn.Embedding(_TOKENS, _WIDTH)
@@ -86,14 +81,11 @@ class Encoder(nn.Module):
         self.head = nn.Linear(_WIDTH, _CLASSES)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """[rows, length] token ids to [rows, classes]."""
         logits: Tensor = self.head(self.blocks(self.embedding(tokens) + self.place).mean(1))
         return logits
 
 
 class Loop:
-    """One replica of the loop on this rank."""
-
     def __init__(self, shape: str, wrap: str, rows: int, device: torch.device) -> None:
         torch.manual_seed(1)
         self.device, self.rows, self.qwen = device, rows, QWEN.get(shape)
@@ -132,8 +124,6 @@ class Loop:
 
 
 class Bench:
-    """A watched replica and unwatched ones, and the blocks that they take in turns."""
-
     def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
         self.options, self.device, self.number = options, device, 0
         made = [Loop(options.shape, options.wrap, options.rows, device) for _ in ROLES[: 2 if _CUDA else 3]]
@@ -143,7 +133,6 @@ class Bench:
         self.watch: Watch = andon.watch(watched.model, watched.optimizer, action=action)  # type: ignore[arg-type]
 
     def block(self, role: str) -> tuple[float, float]:
-        """Seconds a step of a block, and seconds of a processor that this thread used."""
         if role != "watched":
             unlisten(self.watch.hearing)
         try:
@@ -157,7 +146,6 @@ class Bench:
                 listen(self.watch.hearing)
 
     def measure(self) -> dict[str, Any]:
-        """The figures, equal on all ranks."""
         wall: dict[str, list[float]] = {role: [] for role in ROLES}
         busy: dict[str, list[float]] = {role: [] for role in ROLES}
         orders = list(itertools.permutations(ROLES))
@@ -179,7 +167,6 @@ class Bench:
         return found
 
     def _slowest(self, seconds: list[float]) -> list[float]:
-        """Of the slowest rank, round by round, after the warm-up."""
         found = torch.tensor(seconds[_WARM_UP:], dtype=torch.float64, device=self.device)
         if dist.is_initialized():
             dist.all_reduce(found, op=dist.ReduceOp.MAX)
@@ -187,7 +174,6 @@ class Bench:
         return slowest
 
     def _added(self) -> list[float]:
-        """Launches of kernels, and milliseconds of the device, that the watch adds to a step of this rank."""
         from torch._C._autograd import DeviceType
         from torch.profiler import ProfilerActivity, profile
 
@@ -204,7 +190,6 @@ class Bench:
 
 
 def compared(seconds: dict[str, list[float]], prefix: str) -> dict[str, Any]:
-    """Medians, the ratios to what is not watched, each with its interval, and the watched step's difference."""
     found: dict[str, Any] = {f"{prefix}{role}_ms": round(1e3 * statistics.median(seconds[role]), 3) for role in ROLES}
     for role in ("watched", "control"):
         ratios = [a / b for a, b in zip(seconds[role], seconds["unwatched"], strict=True)]
@@ -223,7 +208,6 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def main() -> int:
-    """Measure; print a table and one JSON object on rank 0."""
     ranks = "RANK" in os.environ
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=("encoder", *QWEN), default="0.6b" if _CUDA else "encoder")

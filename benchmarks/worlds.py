@@ -25,8 +25,6 @@ from benchmarks.runs import command, environment, run, steps_of, table
 
 @dataclass(frozen=True)
 class Found:
-    """A run and its result."""
-
     backend: str
     workers: str
     weights: str
@@ -35,21 +33,17 @@ class Found:
 
     @classmethod
     def of(cls, backend: str, workers: str, summary: dict[str, Any], seconds: float) -> Found:
-        """From the run's summary."""
         return cls(backend, workers, summary["weights_digest"], summary["final_loss"]["hex"], seconds)
 
     @property
     def result(self) -> tuple[str, str]:
-        """All that must be the same to the bit."""
         return self.weights, self.loss
 
     def row(self) -> tuple[object, ...]:
-        """For the table."""
         return self.backend, self.workers, self.weights, self.loss, f"{self.seconds:.1f}"
 
 
 def main() -> int:
-    """Run the embedded job on all, and once with another seed; 0 if there is exactly one result but for that."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--worlds", default="1,2,3,4")
     parser.add_argument("--backends", default="inline,threads,gloo")

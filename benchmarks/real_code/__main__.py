@@ -89,17 +89,14 @@ class Row:
 
     @classmethod
     def read(cls, given: dict[str, Any]) -> Row:
-        """A row of table.yaml."""
         expected = [Expected(**each) for each in given.pop("expected", [])]
         return cls(**given | {"expected": expected, "plants": [Plant(**each) for each in given.pop("plants", [])]})
 
     @property
     def script(self) -> str:
-        """The path of the script, also of one that is run as a module."""
         return f"{self.path.replace('.', '/')}.py" if self.module else self.path
 
     def working(self, root: Path) -> Path:
-        """The folder in which the script runs."""
         return root / (str(Path(self.script).parent) if self.folder is None else self.folder)
 
     def git(self, mirror: Path) -> Path | None:
@@ -131,8 +128,6 @@ class Ended:
 
 @dataclass
 class Judged:
-    """A row's result. wrong: everything that is not as the table says."""
-
     name: str
     codes: tuple[int, ...] = ()
     updates: int = 0
@@ -145,7 +140,6 @@ class Judged:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print a row for each script; the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.real_code", description=__doc__)
     parser.add_argument("--mirror", type=Path, required=True, help="a folder of git repositories, named owner+name")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="rows by name, or by how their names begin")
@@ -183,7 +177,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def cells(each: Judged) -> tuple[str, ...]:
-    """A row of the printed table."""
     true, false = (
         ", ".join(f"{alarm['clause']} ({alarm['step']})" for alarm in each.alarms if alarm["true"] is kind)
         for kind in (True, False)
@@ -194,7 +187,6 @@ def cells(each: Judged) -> tuple[str, ...]:
 
 
 def judge(row: Row, git: Path, keep: Path | None) -> Judged:
-    """Run a row plain, watched and with each mistake planted."""
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="real-code-") as folder:
         root = Path(folder)
@@ -215,7 +207,6 @@ def judge(row: Row, git: Path, keep: Path | None) -> Judged:
 
 
 def judged(row: Row, plain: Ended, watched: Ended) -> Judged:
-    """Codes, bits and alarms of the two runs, and what of them is not as the table says."""
     bits = "equal" if plain.notes == watched.notes else "different"
     if [updates for updates, _ in plain.notes] != [updates for updates, _ in watched.notes]:
         bits = "other numbers of updates"
@@ -243,7 +234,6 @@ def judged(row: Row, plain: Ended, watched: Ended) -> Judged:
 
 
 def last_error(text: str) -> str:
-    """The last line that names an error."""
     errors = [line.strip() for line in text.splitlines() if re.search(r"\w(Error|Exception)\b", line)]
     named = [line for line in errors if "ChildFailedError" not in line]
     return (named or errors or ["no error was named"])[-1][:300]
@@ -279,13 +269,11 @@ def patch(root: Path, patches: Sequence[Sequence[str]], default: str) -> None:
 
 
 def run(row: Row, root: Path, name: str, plant: Plant | None = None) -> Ended:
-    """A run; once more if it hung: gloo's groups now and then never end when a process does, watched or not."""
     ended = once(row, root, name, plant)
     return once(row, root, f"{name}-again", plant) if ended.code == _HUNG else ended
 
 
 def once(row: Row, root: Path, name: str, plant: Plant | None) -> Ended:
-    """One run in its own copy of the checkout; what it printed is `name`.txt under `root`."""
     place, notes, ledgers, home = (root / f"{name}-{kind}" for kind in ("tree", "notes", "ledgers", "home"))
     shutil.copytree(root / "source", place, symlinks=True)
     if plant is not None:
@@ -325,7 +313,6 @@ def once(row: Row, root: Path, name: str, plant: Plant | None) -> Ended:
 
 
 def limited(words: Sequence[str], folder: Path, environ: Mapping[str, str], output: int) -> int:
-    """The exit code of a command, which is ended with all that it started when its time is over (`_HUNG`)."""
     running = subprocess.Popen(
         words, cwd=folder, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
     )
@@ -342,7 +329,6 @@ def limited(words: Sequence[str], folder: Path, environ: Mapping[str, str], outp
 
 
 def alarms_of(ledgers: Path, text: str) -> list[Alarm]:
-    """What the ledgers have, by clause; and what only closing lines have, whose update is not known."""
     lines = [json.loads(line) for file in sorted(ledgers.iterdir()) for line in file.open(encoding="utf-8")]
     broken = [line for line in lines if line["kind"] == "violation"]
     steps = {line["clause"]: min(x["step"] or 0 for x in broken if x["clause"] == line["clause"]) for line in broken}

@@ -10,21 +10,18 @@ from pathlib import Path
 
 
 def words(count: int, seed: int = 0) -> str:
-    """`count` words over 60 different ones, in sentences; the same for the same seed."""
     drawn = random.Random(seed)
     text = [f"w{drawn.randrange(60)}" for _ in range(count)]
     return "\n".join(" ".join(text[start : start + 12]) for start in range(0, count, 12)) + "\n"
 
 
 def corpus(folder: Path) -> None:
-    """`corpus/{train,valid,test}.txt`."""
     (folder / "corpus").mkdir()
     for name, count in (("train", 4000), ("valid", 600), ("test", 600)):
         (folder / "corpus" / f"{name}.txt").write_text(words(count, len(name)), encoding="utf-8")
 
 
 def plain_text(folder: Path) -> None:
-    """`text.txt`."""
     (folder / "text.txt").write_text(words(400), encoding="utf-8")
 
 
@@ -38,7 +35,6 @@ def token_files(folder: Path) -> None:
 
 
 def gpt2_tokens(folder: Path) -> None:
-    """`tokens.bin`: a header of 256 32-bit integers, and tokens of GPT-2's vocabulary."""
     tokens = _tokens(8000, 50257)
     header = array.array("i", [20240520, 1, len(tokens), *[0] * 253])
     (folder / "tokens.bin").write_bytes(header.tobytes() + tokens.tobytes())
@@ -50,7 +46,6 @@ def _tokens(count: int, vocabulary: int) -> array.array[int]:
 
 
 def bert(folder: Path) -> None:
-    """`bert-base-cased/`: a BERT of two layers with drawn weights, and a tokenizer of the words of `words`."""
     import torch
     from transformers import BertConfig, BertModel, BertTokenizerFast
 
@@ -64,7 +59,6 @@ def bert(folder: Path) -> None:
 
 
 def glue(folder: Path) -> None:
-    """That BERT, and `nyu-mll/glue/`, whose `mrpc` has pairs of sentences with labels."""
     bert(folder)
     place = folder / "nyu-mll" / "glue"
     place.mkdir(parents=True)
@@ -94,13 +88,11 @@ def images(folder: Path) -> None:
 
 
 def wikitext(folder: Path) -> None:
-    """`data/wikitext-2.txt`."""
     (folder / "data").mkdir()
     (folder / "data" / "wikitext-2.txt").write_text(words(7000), encoding="utf-8")
 
 
 def nanochat(folder: Path) -> None:
-    """`base/`: a tokenizer of bytes, how many bytes each token has, and two files of documents in row groups."""
     import pyarrow
     import pyarrow.parquet
     import tiktoken
@@ -123,13 +115,11 @@ def nanochat(folder: Path) -> None:
 
 
 def documents(folder: Path) -> None:
-    """`texts.jsonl`: lines with a `text`."""
     lines = [json.dumps({"text": line}) for line in words(1536).splitlines()]
     (folder / "texts.jsonl").write_text("\n".join(lines), encoding="utf-8")
 
 
 def llama(folder: Path) -> None:
-    """`tiny-llama/`: a Llama of two layers with drawn weights, and a tokenizer of the words of `words`."""
     import torch
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -148,7 +138,6 @@ def llama(folder: Path) -> None:
 
 
 def texts(folder: Path) -> None:
-    """That Llama, and `texts/train.jsonl` with a `text` in each line."""
     llama(folder)
     (folder / "texts").mkdir()
     lines = [json.dumps({"text": line}) for line in words(1536).splitlines()]

@@ -23,8 +23,6 @@ _RANK = int(os.environ.get("RANK", "0"))
 
 
 class _Notes:
-    """The updates of this process."""
-
     def __init__(self, folder: Path) -> None:
         self.updates = 0
         self.checksum = 0
@@ -54,7 +52,6 @@ def _seed() -> None:
 
 
 def _cpu(given: Any) -> Any:
-    """A device as it was asked for, on the CPU."""
     gpu = isinstance(given, int) or (isinstance(given, str | torch.device) and str(given).startswith(("cuda", "cpu:")))
     return torch.device("cpu") if gpu and not isinstance(given, bool) else given
 
