@@ -2,22 +2,20 @@
 
 Our trainer with 200 seeds on each CPU backend, a right loop written by hand and a right one with Accelerate with 100
 each: the trials that `andon falsify --budget quick --seed N` draws at one place, which goes from seed to seed through 2
-and 3 ranks with accumulation 1 and 2. All in one process, whose ranks are kept. Printed are a table and one line of
-JSON; the exit code is 1 where a claim was falsified, or a subject was held to nothing. `--seeds 5` is a short run, and
+and 3 ranks with accumulation 1 and 2. All in one process, whose ranks are kept. Printed is a table; the
+exit code is 1 where a claim was falsified, or a subject was held to nothing. `--seeds 5` is a short run, and
 says how long the whole one would take.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
-from andon_falsify.campaign.interpreter import Bench, Interpreter
+from andon_falsify.campaign.interpreter import Interpreter
 from andon_falsify.campaign.opening import open_bench
 from andon_falsify.campaign.request import OURS, Options, Request, understood
 from andon_falsify.campaign.runner import planned
@@ -29,64 +27,50 @@ from benchmarks.runs import table
 
 SEEDS: Mapping[str, int] = {OURS: 200, "plain": 100, "accelerate_right": 100}
 """The right subjects, each with its number of seeds."""
-_WORLDS, _ACCUMULATIONS = (2, 3), (1, 2)
 
 
 @dataclass
 class Tally:
-    """The outcomes of a subject on a backend in so many `seeds`; `said` by outcome, `alarms` those that accuse it."""
-
     subject: str
     backend: str
-    seeds: int = 0
+    seeds: int
     trials: int = 0
     seconds: float = 0.0
-    said: Counter[Outcome] = field(default_factory=Counter)
-    alarms: list[str] = field(default_factory=list)
+    outcomes: Counter[Outcome] = field(default_factory=Counter)
 
     def told(self, trial: Trial, verdicts: Mapping[str, Verdict]) -> None:
+        """Count the verdicts of one trial; print those that are not known or accuse the subject."""
         self.trials += 1
         for verdict in verdicts.values():
-            self.said[verdict.outcome] += 1
+            self.outcomes[verdict.outcome] += 1
             if verdict.outcome in (Outcome.FALSIFIED, Outcome.UNKNOWN):
                 print(f"{self.subject} {self.backend} seed {trial.seed}: {verdict}; case {trial.written()}", flush=True)
-            if verdict.outcome is Outcome.FALSIFIED:
-                self.alarms.append(f"seed {trial.seed}: {verdict}")
 
     @property
     def right(self) -> bool:
-        return not self.alarms and self.said[Outcome.HOLDS] > 0
-
-
-def place(seed: int) -> tuple[int, int]:
-    """World size and accumulation that a seed is tried with: all four in turn."""
-    return _WORLDS[seed % 2], _ACCUMULATIONS[seed // 2 % 2]
+        return not self.outcomes[Outcome.FALSIFIED] and self.outcomes[Outcome.HOLDS] > 0
 
 
 def request_of(subject: str, backend: str, seed: int) -> Request:
-    world, accumulation = place(seed)
-    options = Options(
-        subject=subject, backend=backend, seed=str(seed), world=str(world), accumulation=f"{accumulation}"
+    """A request of `andon falsify` at one of four layouts. Calls, which no seed changes, are left to the first seed."""
+    world, accumulation = (2, 3)[seed % 2], (1, 2)[seed // 2 % 2]
+    request = understood(
+        Options(subject=subject, backend=backend, seed=str(seed), world=str(world), accumulation=str(accumulation))
     )
-    request = understood(options)
     kinds = tuple(kind for kind in request.budget.kinds if kind != FUNCTIONS or seed == 0)
     return replace(request, budget=replace(request.budget, kinds=kinds))
 
 
-def judge_seed(bench: Bench, tally: Tally, seed: int) -> None:
-    began = time.monotonic()
-    campaign = planned(request_of(tally.subject, tally.backend, seed), bench)
-    Interpreter(replace(campaign, exact=True), tally.told).run()
-    tally.seconds += time.monotonic() - began
-
-
 def judged(subject: str, backends: Sequence[str], seeds: range, pools: RankPools) -> list[Tally]:
+    """Every seed on every backend; the run on one rank that all backends are compared with is made once."""
     bench = open_bench(request_of(subject, backends[0], 0), pools)
     tallies = [Tally(subject, backend, len(seeds)) for backend in backends]
     for seed in seeds:
         for tally in tallies:
-            judge_seed(bench, tally, seed)
-    print(f"{subject}: seeds {seeds.start} to {seeds.stop - 1}, {bench.runs} runs", flush=True)
+            began = time.monotonic()
+            campaign = planned(request_of(subject, tally.backend, seed), bench)
+            Interpreter(replace(campaign, exact=True), tally.told).run()  # exact: no case is shrunk
+            tally.seconds += time.monotonic() - began
     return tallies
 
 
@@ -95,41 +79,23 @@ def main() -> int:
     parser.add_argument("--subject", action="append", choices=list(SEEDS), help="again for another; else all")
     parser.add_argument("--backend", action="append", choices=CPU_BACKENDS, help="of our trainer; else all")
     parser.add_argument("--seeds", type=int, default=max(SEEDS.values()), help="at most so many of each")
-    parser.add_argument(
-        "--first", type=int, default=0, help="the seed to begin with, where several processes share them"
-    )
-    parser.add_argument("--json", type=Path, help="where the JSON goes too")
+    parser.add_argument("--first", type=int, default=0, help="the first seed, if several processes share them")
     options = parser.parse_args()
-    if options.seeds < 1 or options.first < 0:
-        parser.error("--seeds must be at least 1, --first at least 0")
     tallies: list[Tally] = []
     with RankPools() as pools:
         for subject in options.subject or SEEDS:
             backends = tuple(options.backend or CPU_BACKENDS) if subject == OURS else ("gloo",)
-            seeds = range(options.first, min(options.first + options.seeds, SEEDS[subject]))
-            if seeds:
+            if seeds := range(options.first, min(options.first + options.seeds, SEEDS[subject])):
                 tallies += judged(subject, backends, seeds, pools)
-    report(tallies, options.json)
-    return 0 if tallies and all(tally.right for tally in tallies) else 1
-
-
-def report(tallies: Sequence[Tally], file: Path | None) -> None:
     header = ("subject", "backend", "seeds", "trials", *(outcome.value for outcome in Outcome), "s per seed")
-    rows = []
-    minutes = 0.0
-    for tally in tallies:
-        each = tally.seconds / tally.seeds
-        minutes += each * SEEDS[tally.subject] / 60
-        counts = [tally.said[outcome] for outcome in Outcome]
-        rows.append([tally.subject, tally.backend, tally.seeds, tally.trials, *counts, round(each, 2)])
+    rows = [
+        [t.subject, t.backend, t.seeds, t.trials, *(t.outcomes[each] for each in Outcome), f"{t.seconds / t.seeds:.2f}"]
+        for t in tallies
+    ]
     print(table(header, rows))
+    minutes = sum(t.seconds / t.seeds * SEEDS[t.subject] / 60 for t in tallies)
     print(f"at this pace all seeds of these subjects take {minutes:.0f} minutes")
-    text = json.dumps(
-        [dict(zip(header, row, strict=True)) | {"alarms": t.alarms} for row, t in zip(rows, tallies, strict=True)]
-    )
-    print(text)
-    if file is not None:
-        file.write_text(text + "\n", encoding="utf-8")
+    return 0 if tallies and all(tally.right for tally in tallies) else 1
 
 
 if __name__ == "__main__":

@@ -37,10 +37,9 @@ from andon.tasks.classification import ClassificationTask
 from andon.tasks.sft import SftTask
 from andon.tasks.task import ScoredTask
 from andon.training.build import StepSpec, build_replicas, build_step
-from benchmarks.runs import table
+from benchmarks.runs import last_object, table
 
 STEPS = 3
-_MARK = "RESULT "
 
 
 @dataclass(frozen=True)
@@ -68,21 +67,19 @@ class Job:
     task: str = "classification"
 
 
-_SMALL = {"hidden": 1024, "heads": 16, "inner": 3072}
+_SMALL: dict[str, Any] = {"hidden": 1024, "heads": 16, "inner": 3072}
 _ENCODER = {**_SMALL, "architecture": "encoder", "head_size": 64, "inner": 4096, "vocabulary": 30_522}
-_REFERENCE = {"layers": 36, "vocabulary": 151_936}
-_CONVERSATIONS = {
-    **_SMALL, "layers": 28, "vocabulary": 151_936, "length": 2048, "batch": 8, "task": "sft"
-}  # fmt: skip
+_REFERENCE: dict[str, Any] = {"layers": 36, "vocabulary": 151_936}
+_SFT = {**_SMALL, "layers": 28, "vocabulary": 151_936, "length": 2048, "batch": 8, "task": "sft"}
 GPU_JOBS = (
-    Job("reference, 36 layers, graphs", **_REFERENCE, compile="graphs"),  # type: ignore[arg-type]
+    Job("reference, 36 layers, graphs", **_REFERENCE, compile="graphs"),
     Job("4 layers, fused kernels", compile="kernels"),
     Job("8 layers, graphs", layers=8, compile="graphs"),
     Job("8 layers, graphs, 8 micro-batches", layers=8, compile="graphs", micro_batches=8),
     Job("8 layers, graphs, checkpointing", layers=8, compile="graphs", checkpointing=True),
-    Job("encoder, 8 layers, graphs", **_ENCODER, layers=8, compile="graphs"),  # type: ignore[arg-type]
-    Job("encoder, 8 layers, fp32, graphs", **_ENCODER, layers=8, dtype="float32", compile="graphs"),  # type: ignore[arg-type]
-    Job("encoder, 8 layers, graphs, checkpointing", **_ENCODER, layers=8, compile="graphs", checkpointing=True),  # type: ignore[arg-type]
+    Job("encoder, 8 layers, graphs", **_ENCODER, layers=8, compile="graphs"),
+    Job("encoder, 8 layers, fp32, graphs", **_ENCODER, layers=8, dtype="float32", compile="graphs"),
+    Job("encoder, 8 layers, graphs, checkpointing", **_ENCODER, layers=8, compile="graphs", checkpointing=True),
     Job("2 layers", layers=2),
     Job("4 layers, 8 micro-batches", micro_batches=8),
     Job("4 layers, whole batch at once", micro_batches=1),
@@ -90,16 +87,16 @@ GPU_JOBS = (
     Job("8 layers, 1024 tokens, checkpointing", layers=8, length=1024, checkpointing=True),
     Job("8 layers, checkpointing", layers=8, checkpointing=True),
     Job("4 layers, fp32 base", dtype="float32"),
-    Job("0.6 B widths, 28 layers", **_SMALL, layers=28, vocabulary=151_936),  # type: ignore[arg-type]
-    Job("0.6 B widths, 8 layers, all weights trained", **_SMALL, layers=8, adapter="none"),  # type: ignore[arg-type]
-    Job("encoder, 8 layers, 128 tokens", **_ENCODER, layers=8, length=128),  # type: ignore[arg-type]
-    Job("encoder, 8 layers, SGD", **_ENCODER, layers=8, optimizer="sgd"),  # type: ignore[arg-type]
-    Job("reference, 36 layers", **_REFERENCE),  # type: ignore[arg-type]
-    Job("sft, 0.6 B, graphs", **_CONVERSATIONS, compile="graphs"),  # type: ignore[arg-type]
-    Job("sft, 0.6 B", **_CONVERSATIONS),  # type: ignore[arg-type]
-    Job("sft, 0.6 B, checkpointing", **_CONVERSATIONS, checkpointing=True),  # type: ignore[arg-type]
-    Job("sft, 0.6 B, all weights trained", **_CONVERSATIONS, adapter="none"),  # type: ignore[arg-type]
-    Job("sft, 0.6 B, fp32", **{**_CONVERSATIONS, "length": 512, "dtype": "float32"}),  # type: ignore[arg-type]
+    Job("0.6 B widths, 28 layers", **_SMALL, layers=28, vocabulary=151_936),
+    Job("0.6 B widths, 8 layers, all weights trained", **_SMALL, layers=8, adapter="none"),
+    Job("encoder, 8 layers, 128 tokens", **_ENCODER, layers=8, length=128),
+    Job("encoder, 8 layers, SGD", **_ENCODER, layers=8, optimizer="sgd"),
+    Job("reference, 36 layers", **_REFERENCE),
+    Job("sft, 0.6 B, graphs", **_SFT, compile="graphs"),
+    Job("sft, 0.6 B", **_SFT),
+    Job("sft, 0.6 B, checkpointing", **_SFT, checkpointing=True),
+    Job("sft, 0.6 B, all weights trained", **_SFT, adapter="none"),
+    Job("sft, 0.6 B, fp32", **{**_SFT, "length": 512, "dtype": "float32"}),
 )
 _TINY = Job("", 64, 2, 4, 2, 16, 128, 256, length=32, batch=16)
 CPU_JOBS = (
@@ -122,84 +119,54 @@ CPU_JOBS = (
 
 
 def main() -> int:
-    options = _options()
-    if options.plan or options.measure or options.outside:
-        print(_MARK + json.dumps(_child(options)))
-        return 0
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
-    started = time.perf_counter()
-    jobs = [job for job in (GPU_JOBS if kind == "cuda" else CPU_JOBS) if options.only in job.name]
-    outside = _run("--outside") if kind == "cuda" else {}
-    with ThreadPoolExecutor(options.at_once) as pool:
-        rows = list(pool.map(lambda job: _compared(job, kind), jobs))
-    good = [row for row in rows if "error" not in row]
-    print(
-        table(
-            ["job", "planned MiB", "measured MiB", "planned / measured", "at rest", "reserved"],
-            [_row(row) for row in rows],
-        )
-    )
-    worst = max((abs(row["ratio"] - 1) for row in good), default=1.0)
-    device = torch.cuda.get_device_name() if kind == "cuda" else "CPU"
-    versions = {"torch": torch.__version__, "device": device, "seconds": round(time.perf_counter() - started, 1)}
-    print(json.dumps({**versions, "outside": outside, "worst": round(worst, 4), "jobs": rows}))
-    return 0 if len(good) == len(rows) and worst <= options.within else 1
-
-
-def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="jobs whose name has this in it")
     parser.add_argument("--within", type=float, default=0.05, help="how far a plan may be off")
     parser.add_argument("--at-once", type=int, default=6 if torch.cuda.is_available() else 1, help="jobs side by side")
-    parser.add_argument("--kind", default="cpu", help=argparse.SUPPRESS)
-    for name in ("--plan", "--measure"):
-        parser.add_argument(name, help=argparse.SUPPRESS)
-    parser.add_argument("--outside", action="store_true", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        return _child(*options.child)
+    kind, started = "cuda" if torch.cuda.is_available() else "cpu", time.perf_counter()
+    jobs = [job for job in (GPU_JOBS if kind == "cuda" else CPU_JOBS) if options.only in job.name]
+    with ThreadPoolExecutor(options.at_once) as pool:
+        rows = list(pool.map(lambda job: _compared(job, kind), jobs))
+    head = ["job", "planned MiB", "measured MiB", "planned / measured", "at rest", "reserved"]
+    print(table(head, [_row(row) for row in rows]))
+    worst = max((abs(row.get("ratio", 2.0) - 1) for row in rows), default=1.0)
+    device = torch.cuda.get_device_name() if kind == "cuda" else "CPU"
+    versions = {"torch": torch.__version__, "device": device, "seconds": round(time.perf_counter() - started, 1)}
+    print(json.dumps({**versions, "worst": round(worst, 4), "jobs": rows}))
+    return 0 if worst <= options.within else 1
 
 
-def _run(*arguments: str) -> dict[str, Any]:
-    """The object that a child of this benchmark printed; `error` holds the end of its complaint if it failed."""
-    command = [sys.executable, "-m", "benchmarks.memory_plan", *arguments]
-    environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    for line in done.stdout.splitlines():
-        if line.startswith(_MARK):
-            found: dict[str, Any] = json.loads(line.removeprefix(_MARK))
-            return found
-    return {"error": done.stderr[-1500:]}
+def _child(what: str, kind: str, job: str) -> int:
+    torch.set_num_threads(1)
+    demand_determinism([torch.device(kind)])
+    print(json.dumps({"planned": planned, "measured": measured}[what](Job(**json.loads(job)), kind)))
+    return 0
 
 
 def _compared(job: Job, kind: str) -> dict[str, Any]:
-    text = json.dumps(asdict(job))
-    planned = _run("--plan", text, "--kind", kind)
-    measured = _run("--measure", text, "--kind", kind)
-    error = planned.get("error") or measured.get("error")
-    if error:
-        return {"job": job.name, "error": error}
-    ratio = planned["total"] / measured["peak"]
-    return {"job": job.name, "planned": planned, "measured": measured, "ratio": round(ratio, 4)}
+    """What two children printed, and the ratio; or the end of the complaint of one that failed."""
+    found: dict[str, Any] = {"job": job.name}
+    for what in ("planned", "measured"):
+        words = ["-m", "benchmarks.memory_plan", "--child", what, kind, json.dumps(asdict(job))]
+        environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "HF_HUB_OFFLINE": "1"}
+        done = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            return found | {"error": done.stderr.strip()[-1500:]}
+        found[what] = last_object(done.stdout)
+    return found | {"ratio": round(found["planned"]["total"] / found["measured"]["peak"], 4)}
 
 
 def _row(row: dict[str, Any]) -> list[object]:
     if "error" in row:
-        return [row["job"], "-", "-", row["error"].strip().splitlines()[-1][:120], "-", "-"]
-    planned, measured = row["planned"], row["measured"]
-    sizes = [_mib(planned["total"]), _mib(measured["peak"])]
-    return [row["job"], *sizes, f"{row['ratio']:.3f}", _mib(measured["resting"]), _mib(measured["reserved"])]
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:.1f}"
-
-
-def _child(options: argparse.Namespace) -> dict[str, Any]:
-    torch.set_num_threads(1)
-    demand_determinism([torch.device(options.kind)])
-    if options.outside:
-        return _outside()
-    job = Job(**json.loads(options.plan or options.measure))
-    return planned(job, options.kind) if options.plan else measured(job, options.kind)
+        return [row["job"], "-", "-", row["error"].splitlines()[-1][:120], "-", "-"]
+    measured = row["measured"]
+    sizes = (row["planned"]["total"], measured["peak"], measured["resting"], measured["reserved"])
+    planned, peak, resting, reserved = (f"{size / 2**20:.1f}" for size in sizes)
+    return [row["job"], planned, peak, f"{row['ratio']:.3f}", resting, reserved]
 
 
 def planned(job: Job, kind: str) -> dict[str, Any]:
@@ -315,36 +282,6 @@ def _base(job: Job) -> nn.Module:
     own: dict[str, Any] = {"head_dim": job.head_size, "num_key_value_heads": job.kv_heads}
     kind = Qwen3ForCausalLM if job.task == "sft" else Qwen3ForSequenceClassification
     return kind(Qwen3Config(**shared, **own, **ends))
-
-
-def _outside() -> dict[str, Any]:
-    """Bytes of a GPU that a process takes beside torch's allocator: its context, then NCCL's first group.
-
-    Right only where nothing else runs on the GPU. Under torchrun the group is that of its ranks.
-    """
-    import torch.distributed as dist
-
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    torch.cuda.set_device(device)
-    torch.ones((256, 256), device=device) @ torch.ones((256, 256), device=device)
-    context = _beside_allocator()
-    if "RANK" in os.environ:
-        dist.init_process_group("nccl")
-    else:
-        dist.init_process_group("nccl", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
-    part = torch.ones(1 << 20, device=device)
-    dist.all_gather_into_tensor(part.new_empty(dist.get_world_size() * part.numel()), part)
-    sent = part.view(dist.get_world_size(), -1)
-    dist.all_to_all_single(torch.empty_like(sent), sent)
-    group = _beside_allocator() - context
-    dist.destroy_process_group()
-    return {"context": context, "nccl": group}
-
-
-def _beside_allocator() -> int:
-    torch.cuda.synchronize()
-    free, total = torch.cuda.mem_get_info()
-    return total - free - torch.cuda.memory_reserved()
 
 
 if __name__ == "__main__":
