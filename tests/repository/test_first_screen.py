@@ -29,13 +29,6 @@ def test_contributors_are_sent_to_tests_that_exist() -> None:
     assert [name for name in named if not (ROOT / name).is_file()] == []
 
 
-def test_the_citation_has_the_version() -> None:
-    found = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
-    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    assert f'version = "{found["version"]}"' in project
-    assert f'license = "{found["license"]}"' in project
-
-
 def test_no_input_of_the_action_becomes_text_of_a_script() -> None:
     """Who fills in an input must not be able to run another command: expressions stand in `env` alone."""
     steps = ACTION["runs"]["steps"]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
@@ -24,41 +25,23 @@ from tests.repository.sources import PACKAGES, ROOT
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
-def declared() -> list[Requirement]:
-    """Everything that pyproject.toml asks for, of others than itself."""
+def test_every_dependency_is_pinned_to_one_version_within_its_range() -> None:
+    """What a user may install has been tested in one version, and constraints.txt says in which."""
     project = PROJECT["project"]
     lists = [project["dependencies"], *project["optional-dependencies"].values(), PROJECT["build-system"]["requires"]]
     lists += [[each for each in group if isinstance(each, str)] for group in PROJECT["dependency-groups"].values()]
-    found = [Requirement(text) for requirements in lists for text in requirements]
-    return [each for each in dict.fromkeys(found) if each.name != project["name"]]
-
-
-def pins() -> dict[str, Requirement]:
-    """The lines of constraints.txt by their normal name."""
+    asked = {Requirement(text) for requirements in lists for text in requirements}
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    found = [Requirement(line) for line in lines if line and not line.startswith("#")]
-    return {canonicalize_name(each.name): each for each in found}
-
-
-def pinned_version(pin: Requirement) -> str:
-    """The one version that a pin admits."""
-    (only,) = pin.specifier
-    assert only.operator == "==", f"{pin} is not one version"
-    assert "*" not in only.version, f"{pin} is not one version"
-    return only.version
-
-
-def test_every_dependency_is_pinned_to_one_version_within_its_range() -> None:
-    """What a user may install has been tested in one version, and constraints.txt says in which."""
-    versions = {name: pinned_version(pin) for name, pin in pins().items()}
-    asked = {str(each): (versions.get(canonicalize_name(each.name)), each.specifier) for each in declared()}
-    assert [name for name, (version, _) in asked.items() if version is None] == []
-    assert [name for name, (version, allowed) in asked.items() if not allowed.contains(str(version))] == []
+    pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))  # exact versions, nothing else
+    versions = {canonicalize_name(name): version for name, version in pins.items()}
+    others = [each for each in asked if each.name != project["name"]]
+    assert [str(each) for each in others if canonicalize_name(each.name) not in versions] == []
+    wrong = [str(each) for each in others if not each.specifier.contains(versions[canonicalize_name(each.name)])]
+    assert wrong == []
     assert versions["torch"] == "2.13.0"
 
 
 def test_python_versions_agree() -> None:
-    """pyproject, mypy, ruff and the classifiers name the same oldest Python, and the tests run on no older one."""
     floor = PROJECT["project"]["requires-python"].removeprefix(">=")
     listed = re.findall(r"Python :: (3\.\d+)", "\n".join(PROJECT["project"]["classifiers"]))
     assert min(listed, key=Version) == floor
@@ -80,7 +63,6 @@ def test_tox_takes_its_versions_from_the_project() -> None:
 
 
 def contents(folder: Path) -> dict[str, str]:
-    """Every file of a package by its path within it, with the digest of what it holds."""
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in folder.rglob("*")
@@ -89,7 +71,6 @@ def contents(folder: Path) -> dict[str, str]:
 
 
 def imported_from(package: str) -> Path:
-    """The folder that `import package` takes its files from."""
     spec = importlib.util.find_spec(package)
     assert spec is not None
     assert spec.submodule_search_locations is not None
@@ -108,30 +89,25 @@ def test_the_tested_files_are_those_of_the_source_tree(package: str) -> None:
 @pytest.mark.skipif("TOX_ENV_NAME" not in os.environ, reason="not under tox: a checkout may be tested in place")
 @pytest.mark.parametrize("package", PACKAGES)
 def test_tox_tests_the_built_wheel(package: str) -> None:
-    """Under tox nothing is imported from the checkout's own folders."""
     assert imported_from(package) != ROOT / PACKAGES[package] / package
     assert imported_from(package).is_relative_to(sys.prefix)
 
 
-def readme_commands() -> list[str]:
-    """The lines of the README that make an environment and run something in it."""
-    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
-    return [line.strip() for line in lines if line.strip().startswith("python3 -m venv ")]
-
-
 def test_the_readme_gives_one_line_to_run_and_one_line_to_test() -> None:
     """The first line installs and runs the main job; the second is the test command, the very line of .ci/run."""
-    main, test = readme_commands()[:2]
+    lines = [line.strip() for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines()]
+    main, test = [line for line in lines if line.startswith("python3 -m venv ")][:2]
     assert main.endswith("bin/andon train")
     assert "-c constraints.txt" in main
     assert test.endswith("bin/tox")
     assert (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()[-1] == test
 
 
-def test_the_change_log_has_the_version() -> None:
-    """What is built has its entry."""
-    version = PROJECT["project"]["version"]
+def test_the_change_log_and_the_citation_have_the_version() -> None:
+    version, license_ = PROJECT["project"]["version"], PROJECT["project"]["license"]
     assert re.search(rf"^## {re.escape(version)}\b", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert (cited["version"], cited["license"]) == (version, license_)
 
 
 def test_the_module_is_the_command() -> None:
