@@ -3,11 +3,9 @@
 The same decoder, LoRA, rows and global batch as `benchmarks.gpu_step`, trained by the HF Trainer or by a loop with
 Accelerate, as their documentation advises: bf16 autocast, fused AdamW, pinned memory, no logging and no look for NaN
 within the measured steps. `--per-device` makes micro-batches of so many rows, with accumulation; without it each GPU
-takes its share of the batch at once. Conversations (`--shape sft-0.6b`) are trained by the HF Trainer in rows of like
-lengths, so many as fill `--per-device` packs on average (updates of other lengths than their neighbours: one round of
-many steps says more than rounds of few), and by TRL in packs of its own. The host's clock is read with the device
-at rest, before and after `--steps` updates that follow `--warm-up` others. Rank 0 prints one JSON object. Small on a
-CPU with `--shape tiny`.
+takes its share of the batch at once. Conversations (`--shape sft-0.6b`) are trained by TRL in its own packs. The host's
+clock is read with the device at rest, before and after `--steps` updates that follow `--warm-up` others. Rank 0 prints
+one JSON object. Small on a CPU with `--shape tiny`.
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.gpu_job import (
-    CONVERSATIONS,
     SHAPES,
     Shape,
     Turns,
@@ -35,7 +32,6 @@ from benchmarks.gpu_job import (
     now_on_all,
     rows_of,
     targets_of,
-    task_of,
     trained_tokens,
 )
 
@@ -56,7 +52,7 @@ def main() -> int:
     rows = options.per_device or share
     if rest or share % rows:
         parser.error(f"a batch of {shape.batch} on {world} ranks is not made of micro-batches of {rows}")
-    if shape.causal != (options.peer == "trl") and options.peer != "hf_trainer":
+    if shape.causal != (options.peer == "trl"):
         parser.error(f"{options.peer} does not train {options.shape} here")
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
@@ -121,21 +117,12 @@ class Clock:
         self._began = now_on_all(self._device)
 
 
-class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
-    def __init__(self, shape: Shape, count: int) -> None:
-        tokens, labels = rows_of(shape)
-        self._tokens, self._labels, self._count = torch.tensor(tokens), torch.tensor(labels), count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        row = index % len(self._tokens)
-        return {
-            "input_ids": self._tokens[row],
-            "attention_mask": torch.ones_like(self._tokens[row]),
-            "labels": self._labels[row],
-        }
+def examples(shape: Shape, count: int) -> list[dict[str, Tensor]]:
+    rows = [
+        {"input_ids": torch.tensor(ids), "attention_mask": torch.ones(len(ids), dtype=torch.int64), "labels": label}
+        for ids, label in zip(*rows_of(shape), strict=True)
+    ]
+    return (rows * (-(-count // len(rows))))[:count]
 
 
 def labelled(shape: Shape) -> list[dict[str, list[int]]]:
@@ -205,21 +192,15 @@ def ticking(clock: Clock) -> Any:
 
 
 def hf_trainer(shape: Shape, device: torch.device, way: Way, clock: Clock) -> float:
-    from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments
+    from transformers import Trainer, TrainingArguments
 
-    model, more, trained = adapted(shape, device, way.attention), {}, 0.0
     with tempfile.TemporaryDirectory() as folder:
-        given = arguments_of(device, way, clock, folder)
-        if shape.causal:
-            rows = max(1, round(CONVERSATIONS / len(task_of(shape)) * way.rows))
-            given |= {"per_device_train_batch_size": rows, "train_sampling_strategy": "group_by_length"}
-            given |= {"dataloader_num_workers": 2}
-            more = {"data_collator": DataCollatorForSeq2Seq(tokenizer_of(shape)), "train_dataset": labelled(shape)}
-            trained = trained_tokens(shape) / CONVERSATIONS * rows * way.accumulation
-        else:
-            more = {"train_dataset": Rows(shape, clock.updates * shape.batch)}
-        Trainer(model, TrainingArguments(**given), callbacks=[ticking(clock)], **more).train()
-    return trained
+        arguments = TrainingArguments(**arguments_of(device, way, clock, folder))
+        rows = examples(shape, clock.updates * shape.batch)
+        Trainer(
+            adapted(shape, device, way.attention), arguments, train_dataset=rows, callbacks=[ticking(clock)]
+        ).train()
+    return 0.0
 
 
 def trl(shape: Shape, device: torch.device, way: Way, clock: Clock) -> float:
@@ -255,9 +236,8 @@ def accelerate(shape: Shape, device: torch.device, way: Way, clock: Clock) -> fl
     model = adapted(shape, device, way.attention)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=device.type == "cuda")
-    loader = torch.utils.data.DataLoader(
-        Rows(shape, clock.updates * shape.batch), batch_size=way.rows, pin_memory=device.type == "cuda", num_workers=2
-    )
+    rows, pinned = examples(shape, clock.updates * shape.batch), device.type == "cuda"
+    loader = torch.utils.data.DataLoader(rows, batch_size=way.rows, pin_memory=pinned, num_workers=2)  # type: ignore[arg-type]
     prepared: tuple[nn.Module, Any, Iterable[dict[str, Tensor]]] = accelerator.prepare(model, optimizer, loader)
     model, wrapped, batches = prepared
     if way.compiled:

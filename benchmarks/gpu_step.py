@@ -31,7 +31,7 @@ from andon.step.audit import AuditSpec, default_every
 from andon.step.optimizer import OptimizerSpec
 from andon.step.plan import BatchPlan
 from andon.step.replica import Replica
-from andon.step.step import Pending, StepResult, TrainingStep
+from andon.step.step import Pending, TrainingStep
 from andon.training.build import StepSpec, build_replicas, build_step
 from andon_contracts.digest import hex64
 from andon_contracts.policy import suspended
@@ -68,12 +68,8 @@ def main() -> int:
     if world > 1:
         dist.init_process_group(name)
     backend: Backend = GroupBackend(name, device) if world > 1 else InlineBackend([device])
-    measurement = Measurement(options, backend, device)
-    found = measurement.run()
-    kernels = measurement.longest_kernels(options.kernels) if options.kernels else []
+    found = Measurement(options, backend, device).run()
     if backend.ranks[0] == 0:
-        if kernels:
-            print(table(["ms a step", "calls", "kernel"], kernels))
         print(table(["what", "figure"], [[key, value] for key, value in found.items()]))
         print(json.dumps(found))
     if world > 1:
@@ -96,7 +92,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20, help="with contracts, timed as a whole, before the pairs")
     parser.add_argument("--rounds", type=int, default=1, help="of --steps; the median is taken")
     parser.add_argument("--warm-up", type=int, default=4)
-    parser.add_argument("--kernels", type=int, default=0, help="print so many, those that take the most of a step")
     return parser.parse_args()
 
 
@@ -154,15 +149,10 @@ class Measurement:
     def figures(self, rounds: list[float]) -> dict[str, Any]:
         whole = statistics.median(rounds)
         return {
-            "job": self.options.shape,
+            **vars(self.options),
             "layers": self.shape.layers,
             "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU",
             "world": self.backend.world_size,
-            "micro_batches": self.options.micro_batches,
-            "compile": self.options.compile,
-            "captured": self.options.captured,
-            "adapter": self.options.adapter,
-            "exact": not self.options.inexact,
             "torch": torch.__version__,
             "ms_per_step": round(whole, 3),
             "ms_by_round": rounds,
@@ -172,7 +162,7 @@ class Measurement:
             "steps": self.taken,
             "weights": hex64(self.replica.weights_digest()),
             "loss": self.losses[-1],
-            "peak_gib": round(_peak(self.device), 2),
+            "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if self.device.type == "cuda" else 0.0,
             "build_s": round(self.built_s, 1),
         }
 
@@ -183,17 +173,13 @@ class Measurement:
             with nullcontext() if checked else suspended():
                 self._under_way.append(self.step.launch(self.plan.batch(self.taken), 1e-4, self.taken))
             if len(self._under_way) > 1 or not self.step.late:
-                self._read()
+                self.losses.append(self._under_way.pop(0).result().loss)
             marks.append(mark(self.device))
         return marks
 
-    def _read(self) -> None:
-        result: StepResult = self._under_way.pop(0).result()
-        self.losses.append(result.loss)
-
     def drain(self) -> None:
         while self._under_way:
-            self._read()
+            self.losses.append(self._under_way.pop(0).result().loss)
         rest(self.device)
 
     def in_turns(self) -> list[float]:
@@ -213,22 +199,6 @@ class Measurement:
         parts = [marks[at : at + tenth] for at in range(0, len(marks) - tenth + 1, tenth)]
         self.tenths = [round(_mean_gap(part), 3) for part in parts]
         return whole
-
-    def longest_kernels(self, count: int) -> list[list[Any]]:
-        from torch.profiler import ProfilerActivity, profile
-
-        with profile(activities=[ProfilerActivity[{"cuda": "CUDA", "cpu": "CPU"}[self.device.type]]]) as profiled:
-            self.take(BLOCK)
-            self.drain()
-        rows = sorted(
-            (
-                ((each.self_device_time_total or each.self_cpu_time_total) / 1e3 / BLOCK, each.count / BLOCK, each.key)
-                for each in profiled.key_averages()
-            ),
-            reverse=True,
-        )
-        whole = (sum(row[0] for row in rows), sum(row[1] for row in rows), "all")
-        return [[f"{took:.2f}", f"{calls:.0f}", name[:100]] for took, calls, name in [whole, *rows[:count]]]
 
     def compared(self) -> dict[str, Any]:
         kinds = {"on": True, "off": False, "off again": False}
@@ -254,10 +224,6 @@ class Measurement:
 
 def _mean_gap(marks: Sequence[Mark]) -> float:
     return between(marks[0], marks[-1]) * 1e3 / (len(marks) - 1)
-
-
-def _peak(device: torch.device) -> float:
-    return float(torch.cuda.max_memory_allocated(device)) / 2**30 if device.type == "cuda" else 0.0
 
 
 if __name__ == "__main__":
