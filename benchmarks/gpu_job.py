@@ -165,7 +165,7 @@ def mark(device: torch.device) -> Mark:
     """A mark after everything launched so far on the current stream of `device`."""
     if device.type != "cuda":
         return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
 
@@ -173,7 +173,7 @@ def mark(device: torch.device) -> Mark:
 def between(first: Mark, last: Mark) -> float:
     if isinstance(first, torch.cuda.Event):
         return float(first.elapsed_time(last)) / 1e3  # type: ignore[arg-type]
-    return last - first  # type: ignore[operator, return-value]
+    return last - first  # type: ignore[operator]
 
 
 # Turns: jobs that share one machine warm up side by side, and then measure one at a time, in rounds

@@ -58,7 +58,7 @@ BLOCK = 3
 def main() -> int:
     options = _options()
     world, kind = int(os.environ.get("WORLD_SIZE", "1")), "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")) if kind == "cuda" else None)
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device("cpu")
     demand_determinism([device])
     if kind == "cuda":
         torch.cuda.set_device(device)

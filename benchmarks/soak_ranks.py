@@ -130,4 +130,4 @@ def _with_each_generation(leak: Callable[[], object]) -> None:
         _kept.append(leak())
         return generation(generations, number)
 
-    elastic._Generations._generation = leaking  # type: ignore[method-assign]
+    elastic._Generations._generation = leaking  # type: ignore[method-assign, assignment]

@@ -89,12 +89,13 @@ class Loop:
     def __init__(self, shape: str, wrap: str, rows: int, device: torch.device) -> None:
         torch.manual_seed(1)
         self.device, self.rows, self.qwen = device, rows, QWEN.get(shape)
-        self.length, self.vocabulary, model = _LENGTH, _TOKENS, Encoder
+        self.length, self.vocabulary = _LENGTH, _TOKENS
         if self.qwen is not None:
             job = SHAPES[self.qwen[0]]
             self.length, self.vocabulary = job.length, job.vocabulary
-            model = lambda: model_of(replace(job, batch=rows), device, self.qwen[1])  # noqa: E731
-        self.model: nn.Module = model()
+            self.model: nn.Module = model_of(replace(job, batch=rows), device, self.qwen[1])
+        else:
+            self.model = Encoder()
         if wrap == "ddp":
             places = [device] if device.type == "cuda" else None
             self.model = DistributedDataParallel(self.model, device_ids=places, broadcast_buffers=self.qwen is None)
