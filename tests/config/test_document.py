@@ -20,7 +20,6 @@ VALUES = st.recursive(
 
 
 def read(text: str) -> Any:
-    """The value of a document without faults."""
     problems = ProblemList()
     document = parse(text, "x.yaml", problems)
     assert not problems
@@ -49,7 +48,6 @@ def read(text: str) -> Any:
     ],
 )
 def test_scalars_are_those_of_yaml_1_2(text: str, value: object) -> None:
-    """Section 10.3 of YAML 1.2.2; the surprises of 1.1 (octal by a 0, sexagesimal, no as false, dates) are gone."""
     found = read(text)
     assert found == value
     assert type(found) is type(value)
@@ -58,7 +56,6 @@ def test_scalars_are_those_of_yaml_1_2(text: str, value: object) -> None:
 
 @given(VALUES)
 def test_what_is_dumped_is_parsed_to_the_same(value: object) -> None:
-    """Also strings that look like numbers, and on one line."""
     text = dump({"key": value})
     found = read(text)["key"]
     assert found == value
@@ -67,7 +64,6 @@ def test_what_is_dumped_is_parsed_to_the_same(value: object) -> None:
 
 
 def test_each_key_and_item_has_its_line() -> None:
-    """Where something is unknown, the nearest thing around it is named."""
     document = parse("a: 1\nb:\n  c: 2\n  d:\n    - x\n    - y\n", "x.yaml", ProblemList())
     assert [document.line(tuple(path)) for path in ("a", "b", "bc", ["b", "d", "1"])] == [1, 2, 3, 6]
     assert document.line(("b", "c", "deeper")) == 3
@@ -99,7 +95,6 @@ BOMB = (
     ],
 )
 def test_a_document_that_eats_memory_or_is_none_is_refused(text: str, said: str) -> None:
-    """10^12 values from 12 lines of aliases, rings, depth, length: refused, with little memory on the way."""
     tracemalloc.start()
     try:
         with pytest.raises(InputError) as caught:

@@ -53,14 +53,12 @@ DEFINING = {
 
 @pytest.mark.parametrize("override", sorted(PLACED))
 def test_where_a_run_lives_may_change(override: str) -> None:
-    """The result is the same to the bit, so a resume may differ in it."""
     assert identity(load_config(None, [override])) == identity(Config())
     assert config_digest(load_config(None, [override])) == config_digest(Config())
 
 
 @pytest.mark.parametrize("override", sorted(DEFINING))
 def test_what_a_run_computes_may_not(override: str) -> None:
-    """Exactly the key that was changed is named, with both values."""
     was, now = identity(Config()), identity(load_config(None, [override]))
     key = DEFINING[override]
     assert differences(was, now) == [(key, was[key], now[key])]
@@ -80,7 +78,6 @@ def test_what_a_run_computes_may_not(override: str) -> None:
     ],
 )
 def test_what_later_versions_compute_otherwise_may_not_change(override: str) -> None:
-    """A key that came later is no part of an older run's identity while it is at its default, and is once it is not."""
     was, now = identity(Config()), identity(load_config(None, [override]))
     key, _, value = override.partition("=")
     assert key not in was
@@ -91,7 +88,6 @@ def test_what_later_versions_compute_otherwise_may_not_change(override: str) -> 
 
 
 def test_the_task_defines_a_run_and_a_classifier_is_what_there_always_was() -> None:
-    """Runs from before there were tasks are classifiers, named or not; another task is another run."""
     named, other = (identity(load_config(None, [f"task={task}"])) for task in ("classification", "regression"))
     assert named == identity(Config())
     assert differences(named, other) == [("task", None, "regression")]
@@ -104,7 +100,6 @@ def test_workers_define_what_is_not_exact() -> None:
 
 
 def test_files_and_folders_may_move() -> None:
-    """What is in them is compared by digest, by whoever reads them."""
     here, there = (
         load_config(None, [f"data.train={each}.csv", f"data.eval={each}.tsv", f"model.base={each}"]) for each in "ab"
     )
@@ -112,7 +107,6 @@ def test_files_and_folders_may_move() -> None:
 
 
 def test_every_key_of_the_schema_either_defines_or_places() -> None:
-    """A new key defines a run until someone decides otherwise; no placing key is a leftover."""
     parts = Config().model_dump()
     keys = {name for name, part in parts.items() if not isinstance(part, dict)} | {
         f"{name}.{key}" for name, part in parts.items() if isinstance(part, dict) for key in part
@@ -124,18 +118,15 @@ def test_every_key_of_the_schema_either_defines_or_places() -> None:
 
 
 def test_an_identity_survives_json() -> None:
-    """A checkpoint stores it; what is read back compares equal, lists too."""
     config = load_config(None, ["adapter.targets=[q_proj, v_proj]", "optimizer.lr=0.1"])
     assert differences(json.loads(json.dumps(identity(config))), identity(config)) == []
 
 
 def test_a_key_on_one_side_only_is_a_difference() -> None:
-    """A checkpoint of another version is not taken for the same run."""
     assert differences({"a": 1, "c": 2}, {"b": 3, "c": 2}) == [("a", 1, None), ("b", None, 3)]
 
 
 def test_a_key_left_out_for_its_default_is_shown_with_it() -> None:
-    """A run from before a setting, resumed with another value of it, is told what it had: not None."""
     before = identity(Config())
     after = before | {"training.compile": "graphs"}
     assert "training.compile" not in before

@@ -18,14 +18,12 @@ from andon.console.problems import InputError
 
 
 def written(folder: Path, text: str | bytes) -> Path:
-    """A config.yaml with exactly this content."""
     path = folder / "config.yaml"
     path.write_bytes(text.encode() if isinstance(text, str) else text)
     return path
 
 
 def faults(path: Path | None, overrides: Sequence[str] = (), flags: Mapping[str, object] | None = None) -> list[str]:
-    """What `load_config` says, without the folder."""
     with pytest.raises(InputError) as caught:
         load_config(path, overrides, flags)
     said = str(caught.value)
@@ -35,12 +33,10 @@ def faults(path: Path | None, overrides: Sequence[str] = (), flags: Mapping[str,
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "run:\noptimizer:\n", "\ufeffseed: 42\n", "seed: 42\r\n"])
 def test_what_is_not_said_keeps_its_default(tmp_path: Path, text: str) -> None:
-    """No file, an empty file and empty sections are the embedded run."""
     assert load_config(written(tmp_path, text)) == load_config(None) == Config()
 
 
 def test_flags_win_over_overrides_and_these_over_the_file(tmp_path: Path) -> None:
-    """The nearest to the user decides; a flag that was not given says nothing."""
     path = written(tmp_path, "run: {workers: 3, backend: threads}\noptimizer: {lr: 1e-3}\nseed: 7\n")
     config = load_config(
         path,
@@ -59,7 +55,6 @@ def test_every_way_to_write_a_number_is_a_number(tmp_path: Path, number: str) ->
 
 
 def test_all_problems_are_said_at_once_each_at_its_place(tmp_path: Path) -> None:
-    """File with line and key, override, flag: one run of the command finds them all."""
     path = written(tmp_path, 'seed: -1\noptimizer:\n  lr: "1e-3"\n  bets: [1, 2]\n\ntraining: {epochs: 2.0}\nlr: 3\n')
     said = faults(path, ["data.class_weight=inverse", "foo", "run.log_every=0"], {"run.workers": 0})
     assert set(said) == {
@@ -127,7 +122,6 @@ BAD = {
 
 @pytest.mark.parametrize("override", BAD)
 def test_each_bad_value_is_one_line_with_the_key_and_the_value(override: str) -> None:
-    """The key is the one given, the remedy is there, and nothing is said twice."""
     (said,) = faults(None, [override])
     assert said.startswith(f"--set {override.split('=')[0]}: ")
     assert BAD[override] in said
@@ -142,19 +136,16 @@ def test_each_bad_value_is_one_line_with_the_key_and_the_value(override: str) ->
     ],
 )
 def test_what_no_cpu_computes_alike_is_not_portable(beside: str, said: str) -> None:
-    """The key is the one that asks for it; with CPUs by name it is as without."""
     assert faults(None, ["run.portable=true", beside]) == [f"--set run.portable: {said}"]
     assert load_config(None, ["run.portable=true", "run.devices=[cpu, cpu]"]).run.portable
 
 
 def test_an_override_does_not_hide_a_mistake_in_the_file(tmp_path: Path) -> None:
-    """A section that is no section stays a fault when a key is set below it."""
     said = faults(written(tmp_path, "optimizer: adamw\n"), ["optimizer.lr=1e-3"])
     assert "--set optimizer.lr: optimizer is no section, it is 'adamw'" in said
 
 
 def test_every_flag_has_a_key_and_is_named_in_its_faults() -> None:
-    """A user who wrote --run-dir is told of --run-dir."""
     for key, flag in FLAGS.items():
         (said,) = faults(None, (), {key: 0.5})
         assert said.startswith(f"{flag}: must be ")
@@ -172,20 +163,17 @@ def test_every_flag_has_a_key_and_is_named_in_its_faults() -> None:
 def test_a_file_that_is_no_configuration_is_said_with_its_line(
     tmp_path: Path, content: str | bytes, expected: str
 ) -> None:
-    """Bytes, form and doubled keys are found before any value is judged."""
     (said,) = faults(written(tmp_path, content))
     assert said.startswith(expected)
 
 
 def test_a_file_that_is_not_there_or_a_folder_is_said(tmp_path: Path) -> None:
-    """With the nearest name in that folder."""
     path = written(tmp_path, "")
     assert faults(path.with_name("confg.yaml")) == ["confg.yaml: no such file; did you mean 'config.yaml'?"]
     assert faults(tmp_path)[0].endswith("is a folder; name a file in it")
 
 
 def test_devices_alone_say_how_many_workers_there_are() -> None:
-    """`devices: [0, 1, 2]` needs no second number; one that contradicts it is refused."""
     assert load_config(None, ["run.devices=[0, cuda:1, cpu, cpu]"]).run.workers == 4
     assert faults(None, ["run.devices=[0, 1]", "run.workers=3"]) == [
         "--set run.devices: names 2 devices for 3 workers ([0, 1])"
@@ -200,7 +188,6 @@ TRICKY = st.sampled_from(["1e-3", "no", "null", "~", "0x1F", "010", "1_000", "12
 def test_what_is_written_is_read_back_the_same(
     tmp_path_factory: pytest.TempPathFactory, text: str, number: float, names: list[str]
 ) -> None:
-    """The run folder's config.yaml restarts the run: every string stays a string, every float keeps its bits."""
     plain: dict[str, Any] = {
         "model": {"base": text},
         "optimizer": {"lr": number, "eps": number},
@@ -213,13 +200,11 @@ def test_what_is_written_is_read_back_the_same(
 
 
 def test_a_configuration_cannot_be_changed() -> None:
-    """Ranks are handed one configuration; none of them may come to differ from it."""
     with pytest.raises(ValidationError, match="frozen"):
         Config().run.workers = 3
 
 
 def test_patience_needs_rows_to_validate() -> None:
-    """Early stopping counts epochs without a better validation loss; without validation rows it could never stop."""
     without, patient = "data.validation_fraction=0", "training.early_stopping_patience=2"
     assert faults(None, [without, patient]) == [
         "--set training.early_stopping_patience: needs rows to validate on: a data.validation_fraction above 0 (2)"
@@ -230,6 +215,5 @@ def test_patience_needs_rows_to_validate() -> None:
 
 @pytest.mark.parametrize("backend", ["inline", "threads"])
 def test_a_deadline_that_nobody_would_hold_is_refused(backend: str) -> None:
-    """Ranks of one process have nobody who looks at their clock: the setting is not ignored in silence."""
     with pytest.raises(InputError, match=rf"run.step_deadline_s: needs ranks of their own, which {backend} has not"):
         load_config(None, ["run.step_deadline_s=3.0"], {"run.backend": backend})

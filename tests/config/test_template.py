@@ -11,14 +11,12 @@ from andon.config.schema import Config
 
 
 def test_the_template_is_read_back_to_the_defaults(tmp_path: Path) -> None:
-    """Writing a template and training with it is training with nothing."""
     path = tmp_path / "config.yaml"
     path.write_text(template(), encoding="utf-8")
     assert load_config(path) == Config()
 
 
 def test_the_template_shows_every_key_and_fits_a_terminal() -> None:
-    """What can be set can be found; other readers of YAML see the same sections."""
     shown = yaml.safe_load(template())
     plain = Config().model_dump()
     assert shown.keys() == plain.keys()
@@ -27,7 +25,6 @@ def test_the_template_shows_every_key_and_fits_a_terminal() -> None:
 
 
 def test_every_setting_that_is_changed_in_the_template_takes_effect(tmp_path: Path) -> None:
-    """The lines are real settings, no comments that look like them."""
     path = tmp_path / "config.yaml"
     path.write_text(template().replace("seed: 42 ", "seed: 7 ").replace("epochs: 2\n", "epochs: 5\n"), encoding="utf-8")
     config = load_config(path)

@@ -28,7 +28,6 @@ def _wire(vectors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
 
 @given(st.floats(allow_nan=False))
 def test_reals_travel_as_their_bits(value: float) -> None:
-    """Every real comes back, the sign of zero and infinities included; so does a NaN as a NaN."""
     back = real_of(bits_of(value))
     assert back == value
     assert math.copysign(1.0, back) == math.copysign(1.0, value)
@@ -45,7 +44,6 @@ def test_signed_keeps_the_64_bits(word: int) -> None:
 
 @given(st.lists(st.tuples(words, words), min_size=1, max_size=5), st.integers(0, 1 << 40))
 def test_values_arrive_by_rank_and_name(values: list[tuple[int, int]], step: int) -> None:
-    """Each rank's values come back under their names, as the signed words of the same bits, with the header."""
     sent = [
         Observation(rank, step, 9, "here", {"a": a, "b": b}, torch.tensor([[rank, 2], [3, 4]]))
         for rank, (a, b) in enumerate(values)
@@ -67,7 +65,6 @@ def test_values_arrive_by_rank_and_name(values: list[tuple[int, int]], step: int
     ],
 )
 def test_a_message_of_another_point_or_of_other_names_is_marked(other: Observation) -> None:
-    """A rank that is somewhere else, or speaks of other things, is read as such and not as if it agreed."""
     here = Observation(0, 4, 9, "here", {"a": 1, "b": 2})
 
     def mixed(vectors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -81,8 +78,6 @@ def test_a_message_of_another_point_or_of_other_names_is_marked(other: Observati
 
 
 def test_a_failing_gather_is_not_hidden() -> None:
-    """A peer that died is the transport's error, and it is raised."""
-
     def broken(vectors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         raise ConnectionError("peer closed")
 
@@ -97,7 +92,6 @@ class _AnswersJustAfter:
         self._work = work
 
     def wait(self, timeout: datetime.timedelta | None = None) -> object:
-        """As torch's, and after a short wait that ended early, the answer of the other rank."""
         if timeout is None:
             return self._work.wait()
         try:
@@ -109,12 +103,10 @@ class _AnswersJustAfter:
             raise
 
     def is_completed(self) -> bool:
-        """As torch's."""
         return bool(self._work.is_completed())
 
 
 def _gather_late(ends: bool) -> tuple[list[list[int]], list[str]]:
-    """What a gather of this rank gives, and the errors of which it told; rank 1 comes late, or `ends` instead."""
     group = dist.new_group(backend="gloo")
     gather = GroupGather(group, 1)
     if dist.get_rank() == 1:
@@ -131,20 +123,17 @@ def _gather_late(ends: bool) -> tuple[list[list[int]], list[str]]:
 
 
 def test_a_rank_that_answers_as_a_look_ends_is_not_taken_for_lost() -> None:
-    """A gather whose last rank answers just when the wait for it is interrupted gives its rows, and no error."""
     for outcome in run_ranks(2, _gather_late, False):
         assert outcome.get() == ([[5], [6]], [])
 
 
 def test_the_collectives_own_error_is_told_and_not_the_looks() -> None:
-    """Where the other rank is gone, what is told is that its connection is, and not that a look took 0.2 s."""
     _, told = run_ranks(2, _gather_late, True)[0].get()
     assert len(told) == 1
     assert "closed by peer" in told[0]
 
 
 def _leaves_a_gather() -> list[list[int]]:
-    """Rank 0 closes a gather in which it waits for rank 1, which keeps it open; then both make another one."""
     store = dist.distributed_c10d._get_default_store()
     timeout = datetime.timedelta(seconds=600)
     gather = GroupGather(own_group(None, timeout), 1)

@@ -37,20 +37,17 @@ def test_the_account_holds_the_ledgers_record(tmp_path: Path) -> None:
 
 
 def test_the_account_names_the_accelerators_that_are_used(tmp_path: Path) -> None:
-    """As they were named when the loop began: nobody asks a device that may have failed since."""
     evidence = dataclasses.replace(_evidence(tmp_path, 0, {}), devices=["one of a kind"])
     conclude(Violation.of("replicas-agree", FINDING), Scene(world=2), evidence, {})
     assert json.loads((tmp_path / "4" / "replicas-agree.json").read_text())["versions"]["devices"] == ["one of a kind"]
 
 
 def test_only_the_first_rank_writes_the_account(tmp_path: Path) -> None:
-    """The others leave their part and nothing else."""
     conclude(Violation.of("replicas-agree", FINDING), Scene(world=2), _evidence(tmp_path, 1, {}), {})
     assert [path.name for path in (tmp_path / "4").iterdir()] == ["replicas-agree"]
 
 
 def test_tensors_are_kept_in_order_up_to_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is named first is kept; what is over the limit, or of a kind without a name, is named with its digest."""
     monkeypatch.setattr(bundle, "LIMIT_BYTES", 20)
     tensors = {
         "named": torch.arange(3.0),  # 12 bytes
@@ -67,7 +64,6 @@ def test_tensors_are_kept_in_order_up_to_the_limit(tmp_path: Path, monkeypatch: 
 
 
 def test_a_disk_that_refuses_hides_no_violation(tmp_path: Path) -> None:
-    """The error is raised as it is, and says that its bundle is not whole."""
     (tmp_path / "4").write_text("a file where the folder should be")
     error = conclude(Violation.of("replicas-agree", FINDING), Scene(world=2), _evidence(tmp_path, 0, {}), {})
     assert error.finding == FINDING
@@ -75,7 +71,6 @@ def test_a_disk_that_refuses_hides_no_violation(tmp_path: Path) -> None:
 
 
 def test_every_thread_is_in_the_stacks() -> None:
-    """A thread that waits is there by name with the line where it waits; the main thread is marked."""
     begun, go = threading.Event(), threading.Event()
 
     def waiting_here() -> None:

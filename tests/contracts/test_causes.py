@@ -38,13 +38,11 @@ def _raised(work: object) -> BaseException:
     ],
 )
 def test_an_error_of_the_ranks_own(error: BaseException, kind: str) -> None:
-    """Real errors of torch and of the system; a text alone makes no `ValueError` a lack of memory."""
     assert kind_of(error) == kind
     assert consequence(error) is None
 
 
 def test_what_anybody_wrote_does_not_act_on_a_terminal() -> None:
-    """An error may quote a row of data: what the other ranks are told of it is written out."""
     assert first_line(ValueError("bad row \x1b]0;t\x07\u202e\nmore")) == "ValueError: bad row \\x1b]0;t\\x07\\u202e"
 
 
@@ -60,12 +58,10 @@ def test_what_anybody_wrote_does_not_act_on_a_terminal() -> None:
     ],
 )
 def test_an_error_that_another_rank_caused(error: BaseException, meaning: str | None) -> None:
-    """By the type of the error, or by gloo's own words."""
     assert consequence(error) == meaning
 
 
 def test_a_cause_travels_whole() -> None:
-    """What rank 2 raised is, after the wire, the same violation on every rank, and survives pickling there."""
     finding = Finding("nan", 7, (0, 2), "lora.A")
     sent = Cause.of_violation(Violation("the message", clause="finite", finding=finding, bundle="b/7"), 2)
     found = Cause.from_json(json.loads(json.dumps(sent.to_json()))).among(3)
@@ -108,7 +104,6 @@ def test_a_cause_travels_whole() -> None:
     ],
 )
 def test_each_end_has_its_own_words(cause: Cause, line: str) -> None:
-    """Who, what, where, and that it is no violation; the error that the ranks raise is of the type that says so."""
     assert cause.text.splitlines()[0] == line
     assert type(cause.violation()) is Halted
     assert cause.violation().cause == cause.kind
@@ -125,7 +120,6 @@ def test_the_cord_pulled_by_hand_is_a_violation() -> None:
 
 
 def test_a_rank_is_at_least_where_the_others_let_it_be() -> None:
-    """What a dead rank told a second ago may be many steps old; one that passed update 7 saw it pass, too."""
     told = Whereabouts(3, POINTS[2], 0.5, last_equal=2)
     assert told.at_least(Whereabouts(8, POINTS[1], last_equal=7)) == Whereabouts(8, "", last_equal=7)
     assert told.at_least(Whereabouts(3, POINTS[1], last_equal=2)) == told

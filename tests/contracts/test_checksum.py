@@ -23,7 +23,6 @@ def _random(words: int, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_one_bit_anywhere_is_seen(length: int) -> None:
-    """The lowest and the highest bit of the first, the middle and the last word each give another checksum."""
     words = _random(length)
     seen = {checksum(words)}
     places = sorted({0, length // 2, length - 1}) if length else []
@@ -38,7 +37,6 @@ def test_one_bit_anywhere_is_seen(length: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64, torch.complex128])
 def test_the_same_bytes_have_one_checksum_wherever_they_lie(dtype: torch.dtype) -> None:
-    """Memory that starts between two words, or ends between two, counts by its bytes alone."""
     raw = _random(3 * ROW).view(torch.uint8)
     width = dtype.itemsize
     for count in (0, 1, 8 * STRIDE // width + 1, raw.numel() // width):
@@ -54,7 +52,6 @@ def _every_second(change: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("rows", [1, 2, 7])
 def test_what_changes_only_top_bits_is_seen(rows: int) -> None:
-    """Half of all signs flipped, as in a conjugate: each word changes in its top bit alone, in whole rows."""
     for start in (torch.zeros(rows * ROW * 2), torch.randn(rows * ROW * 2)):
         other = start.clone()
         _every_second(other).neg_()
@@ -63,7 +60,6 @@ def test_what_changes_only_top_bits_is_seen(rows: int) -> None:
 
 
 def test_exchanged_words_rows_and_lines_are_seen() -> None:
-    """The same words in another order; and corners of a square, which cancel in its rows and in its columns."""
     words = _random(6 * ROW * STRIDE)
     seen = {checksum(words)}
     for one, other in ((0, 1), (5, 5 + ROW), (5, 5 + STRIDE), (7, 7 + ROW * STRIDE)):
@@ -86,7 +82,6 @@ def test_exchanged_words_rows_and_lines_are_seen() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 4 * STRIDE + 9), st.integers(0, 63)), min_size=1, max_size=3, unique=True))
 def test_few_flipped_bits_are_seen(flips: list[tuple[int, int]]) -> None:
-    """Up to three bits, wherever they are, in the same word, row or line or not."""
     words = torch.zeros(4 * STRIDE + 10, dtype=torch.int64)
     before = checksum(words)
     for place, bit in flips:
@@ -96,7 +91,6 @@ def test_few_flipped_bits_are_seen(flips: list[tuple[int, int]]) -> None:
 
 @pytest.mark.parametrize("length", [5, 3 * STRIDE + 4])
 def test_the_value_is_the_one_of_the_definition(length: int) -> None:
-    """Sums of rows, sums of lines and what one layout leaves over, folded by halves: in Python's integers."""
     words = _random(length).tolist()
     longest = (1 << 19) // ROW + 3 * STRIDE
     weights = [_mixed(index + 1) for index in range(2 * longest)]
@@ -127,7 +121,6 @@ SIZES = (8 * ROW * STRIDE, 5, 8 * STRIDE, 8 * ROW * 2 + 3)
 
 
 def _summed(pieces: Sequence[Tensor]) -> int:
-    """The checksum of `pieces` (uint8) that are copied one after the other into a room, with zeros behind."""
     sizes = [piece.numel() for piece in pieces]
     room = torch.full((max(map(room_of, sizes)),), -1)
     summed = Summed(sizes, room)
@@ -144,7 +137,6 @@ def _pieces() -> list[Tensor]:
 
 
 def test_a_bit_of_any_piece_that_is_summed_as_it_is_copied_is_seen() -> None:
-    """At the begin and at the end of each; so is a piece that exchanges a word with another."""
     before = _summed(_pieces())
     assert _summed(_pieces()) == before
     seen = {before}
@@ -160,7 +152,6 @@ def test_a_bit_of_any_piece_that_is_summed_as_it_is_copied_is_seen() -> None:
 
 
 def test_the_sums_of_pieces_are_those_of_their_definition() -> None:
-    """Rows and lines of each piece with zeros behind it, folded by halves with one list of weights: in integers."""
     weights = [_mixed(index + 1) for index in range(2 * MOST_SUMS)]
     halves: list[int] = []
     for piece in _pieces():

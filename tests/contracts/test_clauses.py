@@ -12,7 +12,6 @@ from andon_contracts.clauses import CLAUSES, Clause, Kind, clauses_table
 
 @pytest.mark.parametrize("clause", CLAUSES.values(), ids=CLAUSES.keys())
 def test_a_clause_says_all_that_it_must(clause: Clause) -> None:
-    """A name in words, no alias twice, a known kind, a statement that is a sentence, source, cost, schedule."""
     assert re.fullmatch(r"[a-z]+(-[a-z]+)*", clause.name)
     assert len(set(clause.aliases)) == len(clause.aliases)
     assert clause.kind in get_args(Kind)
@@ -30,7 +29,6 @@ def test_the_seeds_contracts_have_a_clause() -> None:
 
 
 def test_the_table_has_a_row_for_each_clause() -> None:
-    """The README's table: a head, a rule, and each clause with all of its aliases; no cell breaks the table."""
     head, rule, *rows = clauses_table().splitlines()
     assert head.count("|") == rule.count("|") == 6
     assert len(rows) == len(CLAUSES)
@@ -40,6 +38,5 @@ def test_the_table_has_a_row_for_each_clause() -> None:
 
 
 def test_the_registry_cannot_be_changed() -> None:
-    """A promise is not taken back at run time."""
     with pytest.raises(TypeError):
         CLAUSES["finite"] = CLAUSES["samples-once"]  # type: ignore[index]

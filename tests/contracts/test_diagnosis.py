@@ -28,17 +28,14 @@ SILENCE_S = 3.0
 
 
 def view(*signs: Sign, rank: int = 0) -> View:
-    """`rank`'s view of these."""
     return View(rank, len(signs), dict(enumerate(signs)), SILENCE_S)
 
 
 def test_who_only_noticed_another_ends_with_an_exit_that_says_so() -> None:
-    """The codes by which ranks tell whose end is not its own are those of the command."""
     assert NOTICED == {"lost": Exit.RANK_LOST, "silent": Exit.RANK_SILENT}
 
 
 def test_ranks_that_have_come_less_far_are_behind() -> None:
-    """By how many collectives they began or left, whatever their steps are called."""
     assert behind({0: WAITS, 1: WORKS, 2: WAITS}) == [1]
     assert behind({0: WAITS, 1: WAITS}) == []
 
@@ -55,12 +52,10 @@ def test_ranks_that_have_come_less_far_are_behind() -> None:
     ],
 )
 def test_a_wait_in_vain_has_one_explanation(other: Sign, words: str) -> None:
-    """Stopped, silent, hung, gone, ended, or nothing but the network: each in its own words."""
     assert whom(view(WAITS, other, WAITS)).startswith(words)
 
 
 def test_an_error_of_its_own_comes_before_those_that_only_noticed() -> None:
-    """Of two that ended, the one that lost nobody is the cause, whatever their ranks."""
     noticed = replace(WAITS, ended="rank 2 is gone", exit=71)
     assert gone(view(WAITS, noticed, replace(WAITS, ended="LookupError: x", exit=1))) == (
         "rank 2 of 3 ended: LookupError: x"
@@ -70,14 +65,12 @@ def test_an_error_of_its_own_comes_before_those_that_only_noticed() -> None:
 
 
 def test_ranks_that_finished_are_not_missed() -> None:
-    """One that ended in order gives no signs of life any more, and is neither silent nor slow."""
     finished = replace(WAITS, ended="finished", silent_s=60.0)
     assert gone(view(WORKS, finished)) == ""
     assert "rank 1" not in slowness(view(WORKS, finished), 0.0)
 
 
 def test_hosts_are_named_where_they_are_others() -> None:
-    """A rank of this machine needs no host; those of others have theirs, once each."""
     here, there = replace(WAITS, host="a"), replace(WORKS, host="b", silent_s=SILENCE_S)
     found = view(here, there, replace(there, host="c"), replace(here, silent_s=SILENCE_S))
     assert whom(found).startswith("ranks 1, 2, 3 of 4 (on b, c) gave no sign of life")
@@ -101,7 +94,6 @@ def test_hosts_are_named_where_they_are_others() -> None:
     ],
 )
 def test_slowness_has_a_rank_or_the_network_for_its_cause(signs: tuple[Sign, ...], words: str) -> None:
-    """Who works while others wait; nobody, where all are in one exchange; all, where nobody waits."""
     assert slowness(view(*signs), 0.1).startswith(words)
     assert slowness(view(*signs), 0.1).endswith("; a step usually takes 0.1 s")
 
@@ -132,12 +124,10 @@ SLOW_ENDED = replace(WORKS, ended="rank 1 of 4 is slow: in the update of step 4"
     ],
 )
 def test_a_network_is_not_slow_where_a_rank_has_ended(signs: tuple[Sign, ...], words: str) -> None:
-    """Who ended by an error is named, also when it was the slow one; `all` is said of all; one rank is one rank."""
     assert slowness(view(*signs), 0.0).startswith(words)
 
 
 def test_only_what_cannot_be_seen_may_be_lost() -> None:
-    """A rank whose process is seen to live has not died for being late with a sign; one on another machine may have."""
     late = replace(WAITS, silent_s=SILENCE_S)
     assert lost(view(WAITS, late, late)) == ""
     assert lost(view(WAITS, late, replace(late, state="elsewhere"))).startswith("rank 2 of 3 gave no sign of life for")
@@ -147,7 +137,6 @@ def test_only_what_cannot_be_seen_may_be_lost() -> None:
 
 @pytest.mark.parametrize("explanation", [whom, lost])
 def test_nobody_is_silent_where_nobody_can_be_heard(explanation: Callable[[View], str]) -> None:
-    """The store is gone: that is said, and no rank is accused; who said its error before is still named."""
     far = replace(WAITS, silent_s=60.0, state="elsewhere")
     deaf = replace(view(WAITS, far, far), deaf="the ranks' store is gone (x)")
     assert explanation(deaf) == "the ranks' store is gone (x)"
@@ -160,7 +149,6 @@ def test_nobody_is_silent_where_nobody_can_be_heard(explanation: Callable[[View]
 
 
 def test_a_sign_of_before_says_nothing_of_this_step() -> None:
-    """Who was last heard in the first half of a step may have gone on since; not who is silent or has ended."""
     assert informed(view(WAITS, replace(WORKS, silent_s=2.9)))
     short = replace(WAITS, phase_s=4.0)
     assert not informed(view(short, WORKS, replace(WORKS, silent_s=2.0)))
@@ -169,7 +157,6 @@ def test_a_sign_of_before_says_nothing_of_this_step() -> None:
 
 
 def test_one_rank_speaks_for_all_that_are_heard() -> None:
-    """The first one that gives signs of life; on either side of a cut one does."""
     unheard = replace(WAITS, silent_s=SILENCE_S)
     assert speaks(view(WAITS, WAITS, WAITS))
     assert not speaks(view(WAITS, WAITS, WAITS, rank=1))
@@ -177,7 +164,6 @@ def test_one_rank_speaks_for_all_that_are_heard() -> None:
 
 
 def test_what_lasts_is_a_wait_of_anyone_or_an_update() -> None:
-    """An evaluation or a checkpoint may last; that somebody waits for it is what counts."""
     evaluates = replace(WORKS, phase="evaluation", phase_s=99.0)
     assert lasts_s(view(evaluates, evaluates)) == 0.0
     assert lasts_s(view(evaluates, WAITS)) == WAITS.phase_s

@@ -40,35 +40,30 @@ DTYPES = [
 
 
 def reference_mix(z: int) -> int:
-    """splitmix64's finaliser as its authors print it, in unbounded integers."""
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) % M64
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) % M64
     return z ^ (z >> 31)
 
 
 def reference_sum(data: bytes, start: int = 0) -> int:
-    """The definition, word by word."""
     padded = data + bytes(-len(data) % 8)
     words = struct.unpack(f"<{len(padded) // 8}Q", padded)
     return sum(reference_mix((w + (i + start) * GOLDEN) % M64) for i, w in enumerate(words)) % M64
 
 
 def from_bytes(data: bytes, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-    """A tensor with exactly these bytes."""
     if not data:
         return torch.empty(0, dtype=dtype)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).clone().view(dtype)
 
 
 def as_unsigned(tensor: torch.Tensor) -> list[int]:
-    """The bits of int64 values as integers in [0, 2^64)."""
     return [int(v) % M64 for v in tensor.tolist()]
 
 
 @given(st.binary(max_size=200), st.integers(0, 2**40))
 @settings(deadline=None)
 def test_word_sum_is_its_definition(data: bytes, start: int) -> None:
-    """word_sum equals the sum over zero-padded little-endian words, written out in plain integers."""
     assert word_sum(from_bytes(data), start) == reference_sum(data, start)
 
 
@@ -81,12 +76,10 @@ def test_mix64_is_splitmix64(values: list[int]) -> None:
 
 
 def test_mix64_is_published_splitmix64() -> None:
-    """Seeded with 0, splitmix64's first output is 0xE220A8397B1DCDAF (the generator's published test value)."""
     assert as_unsigned(mix64(torch.tensor([GOLDEN - M64]))) == [0xE220A8397B1DCDAF]
 
 
 def test_mix64_leaves_its_input() -> None:
-    """mix64 returns a new tensor and refuses what is not int64."""
     words = torch.arange(5)
     mix64(words)
     assert words.tolist() == [0, 1, 2, 3, 4]
@@ -95,7 +88,6 @@ def test_mix64_leaves_its_input() -> None:
 
 
 def test_header_binds_length_dtype_and_shape() -> None:
-    """tensor_digest is mix(sum + header), the header being SHA-256's first 8 bytes of a canonical text."""
     tensor = torch.arange(6, dtype=torch.float32).reshape(2, 3)
     text = "\x1f".join(["andon-digest-1", "tensor", "24", "torch.float32", "2", "3"]).encode()
     header = int.from_bytes(hashlib.sha256(text).digest()[:8], "little")
@@ -105,7 +97,6 @@ def test_header_binds_length_dtype_and_shape() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_counts_its_bytes(dtype: torch.dtype) -> None:
-    """Every dtype is read as its bytes, also where the byte length is no multiple of a word."""
     data = bytes(range(48)) if dtype != torch.bool else bytes([1, 0, 1] * 16)
     tensor = from_bytes(data, dtype)
     assert word_sum(tensor) == reference_sum(data)
@@ -115,7 +106,6 @@ def test_every_dtype_counts_its_bytes(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("words", [65535, 65536, 65537, 131073])
 def test_chunks_do_not_show(words: int) -> None:
-    """The value does not depend on where the implementation cuts into chunks."""
     tensor = torch.randint(-(2**62), 2**62, (words,), generator=torch.Generator().manual_seed(words))
     expected = sum(as_unsigned(mix64(tensor + torch.arange(words) * (GOLDEN - M64)))) % M64
     assert word_sum(tensor) == expected
@@ -124,14 +114,12 @@ def test_chunks_do_not_show(words: int) -> None:
 @given(st.binary(min_size=8, max_size=160), st.data())
 @settings(deadline=None)
 def test_additive_over_shards(data: bytes, draw: st.DataObject) -> None:
-    """Sums of consecutive shards, each started at its word position, add up to the sum of the whole."""
     cut = 8 * draw.draw(st.integers(0, len(data) // 8))
     parts = word_sum(from_bytes(data[:cut])) + word_sum(from_bytes(data[cut:]), start=cut // 8)
     assert parts % M64 == word_sum(from_bytes(data))
 
 
 def test_sealed_shards_are_the_tensor() -> None:
-    """seal turns the added sums of shards into the digest of the whole tensor."""
     tensor = torch.randn(10, 4)
     total = word_sum(tensor[:3]) + word_sum(tensor[3:], start=6)
     assert seal(total % M64, tensor.dtype, tensor.shape) == tensor_digest(tensor)
@@ -140,7 +128,6 @@ def test_sealed_shards_are_the_tensor() -> None:
 @given(st.integers(0, 3), st.integers(1, 5), st.integers(1, 5), st.integers(1, 4))
 @settings(deadline=None)
 def test_strides_do_not_show(offset: int, rows: int, columns: int, depth: int) -> None:
-    """Transposed, stepped, expanded and oddly offset views have the digest of their contiguous copy."""
     base = torch.arange(offset + rows * columns * depth * 2, dtype=torch.float32)
     view = base[offset : offset + rows * columns * depth].view(rows, columns, depth)
     expanded = view[:1].expand(3, -1, -1)
@@ -149,7 +136,6 @@ def test_strides_do_not_show(offset: int, rows: int, columns: int, depth: int) -
 
 
 def test_large_views_do_not_show() -> None:
-    """Views larger than a chunk, also those with a leading dimension of one and rows longer than a chunk."""
     base = torch.randn(2, 90_000)
     for tensor in (base.t(), base[:, 1:], base[:, ::2], base.t()[None], base.view(-1)[1:], base[None].transpose(1, 2)):
         assert tensor_digest(tensor) == tensor_digest(tensor.contiguous().clone())
@@ -157,7 +143,6 @@ def test_large_views_do_not_show() -> None:
 
 @pytest.mark.parametrize("shape", [(100_000,), (1, 100_000), (2, 70_000)])
 def test_allocates_less_than_the_tensor(shape: tuple[int, ...]) -> None:
-    """No allocation of the tensor's size: a view of many chunks allocates at most a few chunks at once."""
     tensor = torch.zeros(8, *shape, dtype=torch.int64).transpose(0, -1)
     largest = 0
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
@@ -168,7 +153,6 @@ def test_allocates_less_than_the_tensor(shape: tuple[int, ...]) -> None:
 
 
 def test_lazy_views_are_resolved() -> None:
-    """A conjugated or negated view is read as the values that it stands for; gradients do not matter."""
     z = torch.tensor([1 + 2j, 3 - 4j])
     assert tensor_digest(z.conj()) == tensor_digest(z.conj().resolve_conj().clone()) != tensor_digest(z)
     assert tensor_digest(z.conj().imag) == tensor_digest(torch.tensor([-2.0, 4.0]))
@@ -177,19 +161,16 @@ def test_lazy_views_are_resolved() -> None:
 
 @pytest.mark.parametrize("tensor", [torch.ones(2, 2).to_sparse(), torch.ones(2, device="meta")], ids=["sparse", "meta"])
 def test_what_has_no_bytes_is_refused(tensor: torch.Tensor) -> None:
-    """A sparse or meta tensor is a TypeError, not a digest of something else."""
     with pytest.raises(TypeError, match="dense tensors"):
         tensor_digest(tensor)
 
 
 def test_empty_tensors_are_told_apart() -> None:
-    """Empty tensors have digests that bind shape and dtype; an empty tensor is not a zero."""
     empties = [torch.empty(0), torch.empty(0, 3), torch.empty(3, 0), torch.empty(0, dtype=torch.int64), torch.zeros(1)]
     assert len({tensor_digest(t) for t in empties}) == len(empties)
 
 
 def test_single_word_changes_are_always_seen() -> None:
-    """Each single bit of a tensor flipped gives a digest of its own (sign bits among them)."""
     words = torch.randn(32).view(torch.int32)
     seen = {tensor_digest(words)}
     for index in range(32):
@@ -202,7 +183,6 @@ def test_single_word_changes_are_always_seen() -> None:
 
 @pytest.mark.parametrize("fill", ["random", "zeros", "ones"])
 def test_pairs_of_flips_are_seen(fill: str) -> None:
-    """Thousands of pairs of sign flips and of equal and opposite changes, to which a linear sum is blind, are seen."""
     generator = torch.Generator().manual_seed(7)
     n = 5_900
     base = {"random": torch.randn(n, generator=generator), "zeros": torch.zeros(n), "ones": torch.ones(n)}[fill]
@@ -229,7 +209,6 @@ def test_pairs_of_flips_are_seen(fill: str) -> None:
 
 
 def test_the_prototypes_blind_pair_is_seen() -> None:
-    """Opposite sign flips of elements 2110131 and 3813679 of 5.9 M floats, which a linear sum missed, are seen."""
     tensor = torch.ones(5_900_000)
     before = tensor_digest(tensor)
     tensor[2110131] = -1.0
@@ -240,7 +219,6 @@ def test_the_prototypes_blind_pair_is_seen() -> None:
 @given(st.lists(st.integers(-3, 3), min_size=2, max_size=12), st.data())
 @settings(deadline=None)
 def test_swaps_are_seen(values: list[int], draw: st.DataObject) -> None:
-    """Two elements exchanged are seen unless they are equal, at the distance of a word, half a word or more."""
     i = draw.draw(st.integers(0, len(values) - 1))
     j = draw.draw(st.integers(0, len(values) - 1))
     swapped = list(values)
@@ -250,13 +228,11 @@ def test_swaps_are_seen(values: list[int], draw: st.DataObject) -> None:
 
 
 def test_constants_are_told_apart() -> None:
-    """Constant tensors of even length, which an XOR hashes to 0, differ by value and by length."""
     tensors = [torch.full((n,), value) for n in (2, 4, 64) for value in (0.0, 1.0, -1.0, 2.0)]
     assert len({tensor_digest(t) for t in tensors}) == len(tensors)
 
 
 def test_bits_count_not_values() -> None:
-    """0.0 differs from -0.0, and NaNs differ by payload and sign, though they compare alike as values."""
     patterns = [0x00000000, 0x80000000, 0x7FC00000, 0x7FC00001, 0xFFC00000, 0x7F800001, 0x7F800000, 0xFF800000]
     tensors = [from_bytes(struct.pack("<I", p), torch.float32) for p in patterns]
     assert len({tensor_digest(t) for t in tensors}) == len(patterns)
@@ -265,14 +241,12 @@ def test_bits_count_not_values() -> None:
 
 
 def test_shape_and_dtype_are_bound() -> None:
-    """The same bytes under another shape or dtype are another tensor."""
     data = torch.arange(12, dtype=torch.int32)
     variants = [data, data.view(3, 4), data.view(4, 3), data.view(12, 1), data.view(torch.float32)]
     assert len({tensor_digest(t) for t in variants}) == len(variants)
 
 
 def test_tree_binds_names_and_not_order() -> None:
-    """A tree's digest is free of insertion order and changes with a name, a swap of two tensors, or one more name."""
     a, b = torch.zeros(3), torch.ones(3)
     tree = tree_digest({"a": a, "b": b})
     assert tree == tree_digest({"b": b, "a": a}) == join({"a": tensor_digest(a), "b": tensor_digest(b)})
@@ -283,7 +257,6 @@ def test_tree_binds_names_and_not_order() -> None:
 @given(st.lists(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=6), min_size=1, max_size=5), st.data())
 @settings(deadline=None)
 def test_rows_do_not_see_their_padding(rows: list[list[int]], draw: st.DataObject) -> None:
-    """A row's digest is that of its own values by definition, whatever pads it and whatever batch it is in."""
     width = max(map(len, rows)) + draw.draw(st.integers(0, 3))
     pad = draw.draw(st.integers(-5, 5))
     values = torch.tensor([row + [pad] * (width - len(row)) for row in rows], dtype=torch.int64).view(len(rows), width)
@@ -294,7 +267,6 @@ def test_rows_do_not_see_their_padding(rows: list[list[int]], draw: st.DataObjec
 
 
 def test_rows_bind_length_and_order() -> None:
-    """A row with a trailing zero within its length, or with two values exchanged, has another digest."""
     values = torch.tensor([[0, 0, 0], [0, 0, 0], [1, 2, 0], [2, 1, 0], [0, 0, 0]])
     assert len(set(row_digests(values, torch.tensor([0, 1, 2, 2, 3])).tolist())) == 5
 
@@ -310,13 +282,11 @@ def test_rows_bind_length_and_order() -> None:
     ],
 )
 def test_rows_refuse_what_they_cannot_read(values: torch.Tensor, lengths: torch.Tensor, error: type[Exception]) -> None:
-    """Wrong dtypes and shapes and impossible lengths are errors, not digests."""
     with pytest.raises(error):
         row_digests(values, lengths)
 
 
 def test_hex64_is_sixteen_digits() -> None:
-    """Every digest has one spelling: 16 lower-case digits; a value outside 64 bits has none."""
     assert (hex64(0), hex64(M64 - 1), hex64(0xAB)) == ("0" * 16, "f" * 16, "00000000000000ab")
     for value in (-1, M64):
         with pytest.raises(ValueError, match="2\\^64"):

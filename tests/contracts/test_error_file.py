@@ -17,7 +17,6 @@ def _failures(folder: Path, codes: dict[int, int]) -> ChildFailedError:
 
 
 def test_the_culprit_is_the_root_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks 0 and 2 only learned of it, and wrote first; torch names rank 1, with the whole message."""
     for rank in (0, 2, 1):
         monkeypatch.setenv(VARIABLE, str(tmp_path / str(rank)))
         tell_launcher("rank 1 of 3 failed\n  where    here", late=rank != 1)
@@ -27,7 +26,6 @@ def test_the_culprit_is_the_root_cause(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_what_anybody_wrote_does_not_act_on_the_terminal_of_torchrun(tmp_path: Path) -> None:
-    """An error may quote a row of data, and torch prints its file as it stands."""
     write_error_file(tmp_path / "0", "bad row \x1b]0;t\x07", "bad row \x1b]0;t\x07\n  \u202e", 1)
     printed = _failures(tmp_path, {0: 1}).format_msg()
     assert "bad row \\x1b]0;t\\x07\n    \\u202e" in printed
@@ -35,14 +33,12 @@ def test_what_anybody_wrote_does_not_act_on_the_terminal_of_torchrun(tmp_path: P
 
 
 def test_a_killed_rank_without_a_file_is_the_root_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch dates it when it sees it; those that noticed must look later than that."""
     monkeypatch.setenv(VARIABLE, str(tmp_path / "0"))
     tell_launcher("rank 1 of 2 died", late=True)
     assert _failures(tmp_path, {0: 1, 1: -9}).get_first_failure()[0] == 1
 
 
 def test_what_a_rank_wrote_of_itself_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first word of the culprit counts; the word of one that only saw the consequence is replaced by the cause."""
     monkeypatch.setenv(VARIABLE, str(tmp_path / "0"))
     tell_launcher("the cause", late=False)
     tell_launcher("something after it", late=False)
@@ -53,7 +49,6 @@ def test_what_a_rank_wrote_of_itself_stays(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_without_a_launcher_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor is there an error where the folder is gone."""
     monkeypatch.delenv(VARIABLE, raising=False)
     tell_launcher("x", late=False)
     monkeypatch.setenv(VARIABLE, str(tmp_path / "gone" / "0"))

@@ -22,7 +22,6 @@ on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUD
 @pytest.mark.parametrize("count", [1, 2, 7, 1023, 1024, 4097, 65_536, 1_000_003])
 @pytest.mark.parametrize("start", [0, 5, 12_345_678_901])
 def test_same_word_sum_on_gpu_and_cpu(count: int, start: int) -> None:
-    """Every length and starting position gives the value that the CPU gives."""
     words = torch.randint(-(2**63), 2**63 - 1, (count,), generator=torch.Generator().manual_seed(count))
 
     assert word_sum(words.cuda(), start) == word_sum(words, start)
@@ -31,7 +30,6 @@ def test_same_word_sum_on_gpu_and_cpu(count: int, start: int) -> None:
 @on_a_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
 def test_same_digest_for_odd_lengths_and_offsets(dtype: torch.dtype) -> None:
-    """Tails shorter than a word and views that start inside a word are digested alike."""
     values = torch.arange(10_001).to(dtype)
 
     for view in (values, values[1:], values[3:-2]):
@@ -40,7 +38,6 @@ def test_same_digest_for_odd_lengths_and_offsets(dtype: torch.dtype) -> None:
 
 @on_a_gpu
 def test_counts_what_is_not_finite() -> None:
-    """The same pass counts NaN and both infinities, and nothing else."""
     from andon_contracts.kernels import word_sums_and_nonfinite
 
     values = torch.randn(10_000, generator=torch.Generator().manual_seed(0))
@@ -70,7 +67,6 @@ def _words(*shape: int) -> torch.Tensor:
 @on_a_gpu
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (3, 7), (8, 257), (33, 1000)])
 def test_rows_have_the_digests_of_the_cpu(rows: int, columns: int) -> None:
-    """Any number of columns, any length of a row, none included, and rows that are views."""
     values = _words(rows, columns + 3)[:, 1 : columns + 1]
     lengths = torch.arange(rows) * 31 % (columns + 1)
     assert row_digests(values.cuda(), lengths.cuda()).cpu().equal(row_digests(values, lengths))
@@ -78,7 +74,6 @@ def test_rows_have_the_digests_of_the_cpu(rows: int, columns: int) -> None:
 
 @on_a_gpu
 def test_runs_are_bound_to_their_places_and_summed() -> None:
-    """Runs of any length, one of them empty, at places that do not follow each other."""
     from andon_contracts.kernels import bound_sums_on_device
 
     rows = _words(200)
@@ -92,7 +87,6 @@ def test_runs_are_bound_to_their_places_and_summed() -> None:
 @on_a_gpu
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_several_tensors_in_one_launch(count: int) -> None:
-    """Each has its own sum, whichever lies first in memory; what is not finite is told of the first."""
     generator = torch.Generator().manual_seed(count)
     flats = [torch.randn(4096 + 16, generator=generator) for _ in range(count)]
     flats[-1][7] = torch.inf
@@ -108,14 +102,12 @@ LOOKED_UP: Callable[[], bool] = has_triton.__wrapped__
 
 
 def test_a_missing_triton_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The checks on GPUs are then slower, which nobody should have to find out by timing."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.warns(RuntimeWarning, match="Triton is not installed"):
         assert not LOOKED_UP()
 
 
 def test_one_that_is_there_is_used_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether it works is not asked."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: ModuleSpec(name, None))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

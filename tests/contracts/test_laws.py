@@ -40,7 +40,6 @@ BASE = {"base": 15, "first base": 15}
 
 
 def observed(good: Values, *changes: Values, world: int = 3, step: int = STEP) -> list[Observation]:
-    """`world` equal observations, the last ranks' changed by `changes` in turn."""
     values = [dict(good) for _ in range(world)]
     for change, target in zip(changes, values[world - len(changes) :], strict=True):
         target.update(change)
@@ -48,22 +47,18 @@ def observed(good: Values, *changes: Values, world: int = 3, step: int = STEP) -
 
 
 def start(observations: Sequence[Observation]) -> None:
-    """The laws of a start."""
     settle(Judgement(START_LAWS, Seen(observations, None)))
 
 
 def reduced(observations: Sequence[Observation], limit: float | None = 0.5) -> None:
-    """The laws before the update, of a gradient clipped to `limit`."""
     settle(Judgement(REDUCED_LAWS, Seen(observations, Reduced(12, limit))))
 
 
 def update(observations: Sequence[Observation], details: Details = MappingProxyType({})) -> None:
-    """The laws after the update."""
     settle(Judgement(UPDATED_LAWS, Seen(observations, Due(6), details=details)))
 
 
 def base(observations: Sequence[Observation]) -> None:
-    """The laws of the frozen weights."""
     settle(Judgement(BASE_LAWS, Seen(observations, None)))
 
 
@@ -82,7 +77,6 @@ TABLES: Mapping[str, Sequence[Law[Any]]] = {
 
 
 def verdict(judge: Judge, observations: Sequence[Observation]) -> tuple[str, Finding]:
-    """Clause and finding of the violation that must be raised."""
     with pytest.raises(Violation) as caught:
         judge(observations)
     return caught.value.clause, caught.value.finding
@@ -91,7 +85,6 @@ def verdict(judge: Judge, observations: Sequence[Observation]) -> tuple[str, Fin
 @pytest.mark.parametrize("name", JUDGES)
 @pytest.mark.parametrize("world", [1, 2, 5])
 def test_what_is_right_passes(name: str, world: int) -> None:
-    """Nothing is raised where every law holds, on one rank as on many, and each law of the point is counted once."""
     judge, good = JUDGES[name]
     reset_evaluations()
     judge(observed(good, world=world))
@@ -130,7 +123,6 @@ FAULTS = [
 def test_the_odd_rank_is_named_and_the_cause_comes_first(
     name: str, change: Values, clause: str, tensor: str, world: int
 ) -> None:
-    """One rank of three or four differs: its clause, its rank, the step, and where."""
     judge, good = JUDGES[name]
     broken, finding = verdict(judge, observed(good, change, world=world))
     assert (broken, finding.ranks, finding.step, finding.tensor) == (clause, (world - 1,), STEP, tensor)
@@ -147,7 +139,6 @@ def test_the_odd_rank_is_named_and_the_cause_comes_first(
     ],
 )
 def test_messages_that_do_not_belong_together_are_never_compared(name: str, stray: dict[str, int]) -> None:
-    """A rank at another step, message or point is that, whatever else its values break (they mean something else)."""
     judge, good = JUDGES[name]
     observations = observed(good)
     own = {"rank": 2, "step": STEP, "sequence": 3, "point": "here", "values": dict.fromkeys(good, 99)}
@@ -157,7 +148,6 @@ def test_messages_that_do_not_belong_together_are_never_compared(name: str, stra
 
 
 def test_the_step_of_a_stray_rank_0_is_not_taken_for_the_step() -> None:
-    """The step in the message is that of most ranks, not that of the first."""
     observations = observed(BASE)
     observations[0] = Observation(0, STEP + 1, 3, "here", dict(BASE))
     broken, finding = verdict(base, observations)
@@ -174,7 +164,6 @@ def test_the_step_of_a_stray_rank_0_is_not_taken_for_the_step() -> None:
     ],
 )
 def test_one_against_one_accuses_nobody(name: str, change: Values) -> None:
-    """Of two ranks that differ nobody can say which is wrong; the violation is raised all the same."""
     judge, good = JUDGES[name]
     assert verdict(judge, observed(good, change, world=2))[1].ranks == ()
 
@@ -188,7 +177,6 @@ def test_one_against_one_accuses_nobody(name: str, change: Values) -> None:
     ],
 )
 def test_what_was_frozen_is_said_by_who_looked(point: str, seen: str, tensor: str) -> None:
-    """Our trainer reads buffers too, a watch reads once more at its close; the law is one."""
     said = [Observation(rank, STEP, 3, point, {"base": 15 + rank, "first base": 15}) for rank in range(3)]
     with pytest.raises(Violation) as caught:
         base(said)
@@ -196,7 +184,6 @@ def test_what_was_frozen_is_said_by_who_looked(point: str, seen: str, tensor: st
 
 
 def test_known_truth_names_both_of_two() -> None:
-    """Where the right value is known beforehand, two wrong ranks of two are named."""
     assert verdict(base, observed(BASE, BASE | {"base": 9}, BASE | {"base": 9}, world=2))[1].ranks == (0, 1)
     assert verdict(update, observed(UPDATED, {"updates": 5}, {"updates": 5}, world=2))[1].ranks == (0, 1)
     moved = observed(REDUCED, {"weights": 9}, {"weights": 9}, world=2)
@@ -204,14 +191,12 @@ def test_known_truth_names_both_of_two() -> None:
 
 
 def test_weights_that_differ_before_an_update_are_said_to_be_those_before_it() -> None:
-    """Where nobody knows what the last update left, as for a step whose start was not judged."""
     said = observed(REDUCED, {"weights": 0})
     with pytest.raises(Violation, match=r"replicas-agree.*the weights before the update are not the same \(rank 0: "):
         settle(Judgement(REDUCED_LAWS, Seen(said, Reduced(limit=0.5))))
 
 
 def test_the_second_look_names_the_tensors() -> None:
-    """Of the tensors that were looked at again, those that differ are named with every rank's digest."""
     details = {"weights": {"a": (1, 1, 1), "b": (1, 1, 2), "c": (3, 3, 4)}, "optimizer": {"exp_avg": (5, 5, 6)}}
     with pytest.raises(Violation) as caught:
         update(observed(UPDATED, {"weights": 9}), details)
@@ -246,7 +231,6 @@ def test_the_second_look_names_the_tensors() -> None:
     ],
 )
 def test_one_clipping_by_hand(norm: float, limit: float | None, clipped: float, right: bool) -> None:
-    """The norm after clipping is min(norm, limit) as torch computes it; twice or not at all is something else."""
     observations = observed({**REDUCED, "norm": bits_of(norm), "clipped": bits_of(clipped)}, world=2)
     if right:
         reduced(observations, limit)
@@ -257,7 +241,6 @@ def test_one_clipping_by_hand(norm: float, limit: float | None, clipped: float, 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=9))
 def test_minority_is_what_a_strict_majority_leaves(values: list[int]) -> None:
-    """Who differs from more than half of the ranks is named; without such a majority nobody is."""
     strict = [value for value in set(values) if 2 * values.count(value) > len(values)]
     assert minority(values) == tuple(rank for rank, value in enumerate(values) if strict and value != strict[0])
     if strict:

@@ -38,7 +38,6 @@ def _exchanged() -> list[list[list[int]]]:
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
 def test_every_rank_has_what_every_rank_sent(world: int) -> None:
-    """By rank and in order, for messages of any length; negative numbers keep their bits. One rank needs no socket."""
     if world == 1:
         gather = GroupGather(None, WIDTH)
         gather.connect()
@@ -87,7 +86,6 @@ def _shown(seen: Observation) -> Shown:
 
 
 def test_observations_are_the_same_either_way() -> None:
-    """Through sockets each rank reads what it reads through the group, whatever differs between the messages."""
     for rank, outcome in enumerate(run_ranks(3, _both_ways)):
         found = outcome.get()
         assert set(found) == set(OBSERVED)
@@ -113,7 +111,6 @@ def _left(how: str) -> str:
 
 
 def test_a_rank_that_is_gone_is_an_error_that_says_so() -> None:
-    """Its connection ends, the others raise, and who asked for it is told of the error first."""
     texts = [outcome.get() for outcome in run_ranks(3, _left, "")]
     assert texts[1] == "left"
     assert all(text.startswith("Connection closed by peer") for text in (texts[0], texts[2]))
@@ -143,7 +140,6 @@ def _waits() -> str:
 
 
 def test_a_rank_that_waits_heeds() -> None:
-    """While the others do not come, it hears what it is told, and what that raises ends the wait."""
     assert [outcome.get() for outcome in run_ranks(2, _waits)] == ["heeded", "late"]
 
 
@@ -163,7 +159,6 @@ def _numbers(gather: GroupGather) -> Callable[[Sequence[int]], list[list[int]]]:
 
 
 def test_a_rank_that_stays_silent_is_an_error_after_the_timeout() -> None:
-    """The error names the rank that was waited for."""
     assert [outcome.get() for outcome in run_ranks(2, _silent)] == ["told", "told"]
 
 
@@ -177,13 +172,10 @@ def _nowhere() -> list[list[int]]:
 
 
 def test_where_one_rank_cannot_listen_all_go_through_the_group() -> None:
-    """No rank waits for a call that does not come; every rank has every message all the same."""
     assert [outcome.get() for outcome in run_ranks(3, _nowhere)] == [[[0], [1], [2]]] * 3
 
 
 def test_more_ranks_than_are_connected_are_not_asked() -> None:
-    """The gather that works is not even called: the answer is known from the number alone."""
-
     def never(_: Sequence[int]) -> Sequence[Sequence[int]]:
         raise AssertionError
 

@@ -40,7 +40,6 @@ def _kernels() -> ModuleType:
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.tuples(SIZES, st.integers(0, 17), st.integers(0, 2)), min_size=1, max_size=12))
 def test_sums_are_those_of_each_tensor_wherever_it_lies(made: list[tuple[int, int, int]]) -> None:
-    """Any size in bytes, any place in memory, any first position; several tensors may add up to one sum."""
     memory = torch.randint(0, 256, (200_000,), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
     there = memory.to(DEVICE)
     rows = [(size, 3 * index, place) for index, (size, _, place) in enumerate(made)]
@@ -57,7 +56,6 @@ def test_sums_are_those_of_each_tensor_wherever_it_lies(made: list[tuple[int, in
 
 @with_kernels
 def test_a_tensor_that_moved_is_read_where_it_is_now() -> None:
-    """The table on the device follows; and what is written in place is seen with the table of before."""
     sums = ListSums(DEVICE, [(80, 0, 0), (24, 0, 1)], by=_kernels())
     first = [torch.arange(10, device=DEVICE), torch.arange(3, device=DEVICE)]
     second = [torch.arange(10, 20, device=DEVICE), first[1]]
@@ -74,7 +72,6 @@ def test_a_tensor_that_moved_is_read_where_it_is_now() -> None:
     st.lists(st.sampled_from([math.nan, -math.nan, math.inf, -math.inf, 0.0, -0.0, 60000.0]), max_size=3),
 )
 def test_extremes_are_those_of_each_tensor(dtype: torch.dtype, made: list[tuple[int, int]], odd: list[float]) -> None:
-    """As torch finds them one by one: both NaN where an element is NaN, infinities at their ends."""
     generator = torch.Generator().manual_seed(len(made))
     tensors = [torch.randn(size + offset, generator=generator).to(dtype) for size, offset in made]
     for value, tensor in zip(odd, tensors, strict=False):
@@ -88,7 +85,6 @@ def test_extremes_are_those_of_each_tensor(dtype: torch.dtype, made: list[tuple[
 
 
 def test_what_lies_on_a_cpu_is_brought_as_it_is() -> None:
-    """No copy, no change of order, of any list."""
     one, other = [torch.arange(3)], [torch.tensor(1.5), torch.tensor([True])]
     before = [*one, *other]
     bring(one, [], other)
@@ -96,14 +92,12 @@ def test_what_lies_on_a_cpu_is_brought_as_it_is() -> None:
 
 
 def test_equal_tensors_are_told_from_others() -> None:
-    """By their values, on a CPU."""
     ones = [torch.zeros(3), torch.ones(2, 2), torch.zeros(0)]
     assert equal_each(ones, [torch.zeros(3), torch.ones(2, 2).T * 2, torch.zeros(0)]) == [True, False, True]
 
 
 @on_a_gpu
 def test_what_devices_found_is_brought_together() -> None:
-    """Of any dtypes and shapes, into the places of those that were there."""
     held = [
         torch.tensor([1, -2], device="cuda"),
         torch.tensor(1.5, device="cuda"),
@@ -126,7 +120,6 @@ def _mixed() -> list[Tensor]:
 @on_a_gpu
 @pytest.mark.parametrize("stable", [False, True])
 def test_the_digest_of_a_gpu_is_the_portable_one_of_a_cpu(stable: bool) -> None:
-    """Ragged sizes, scalars that lie within one word, odd numbers of 2-byte elements, views, in place and moved."""
     here = _mixed()
     there = tuple(each.cuda() for each in here)
     reader = Observer(stable=stable)
@@ -140,7 +133,6 @@ def test_the_digest_of_a_gpu_is_the_portable_one_of_a_cpu(stable: bool) -> None:
 
 @on_a_gpu
 def test_the_norm_of_a_list_on_a_gpu_is_that_of_all_elements() -> None:
-    """Of several dtypes, without a copy; it overflows in fp32 as torch's clipping does."""
     there = [each.cuda() for each in _mixed() if each.is_floating_point()]
     assert Observer().look(there, norm=True).norm == pytest.approx(norm_of(there), rel=1e-4)
     assert Observer().look([torch.full((4,), 1e30).cuda()], norm=True).norm == math.inf
@@ -148,7 +140,6 @@ def test_the_norm_of_a_list_on_a_gpu_is_that_of_all_elements() -> None:
 
 @on_a_gpu
 def test_raw_gradients_are_read_as_they_were_when_a_pass_gave_them() -> None:
-    """A parameter still takes the memory of its gradient; NaN, zero and a second pass are told of each."""
     parameters = [nn.Parameter(torch.zeros(5, 3, device="cuda")) for _ in range(4)]
     seen = Extremes(parameters)
     gradients = [torch.full((5, 3), float(index), device="cuda") for index in range(4)]
@@ -170,7 +161,6 @@ def test_raw_gradients_are_read_as_they_were_when_a_pass_gave_them() -> None:
 
 @on_a_gpu
 def test_a_gradient_that_another_hook_repairs_is_read_before_it() -> None:
-    """Told to another hook as well, it is read at once."""
     parameter = nn.Parameter(torch.ones(4, device="cuda"))
     seen = Extremes([parameter])
     parameter.register_hook(lambda gradient: seen.add(0, gradient))  # type: ignore[no-untyped-call]

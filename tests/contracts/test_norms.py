@@ -26,12 +26,10 @@ def _normal(count: int) -> Tensor:
 
 
 def _heavy(count: int) -> Tensor:
-    """A few elements have most of the norm, as in gradients of embeddings."""
     return _normal(count) * _normal(count).mul_(3).exp_()
 
 
 def _equal(count: int) -> Tensor:
-    """Every rounding of a running sum goes the same way."""
     return torch.full((count,), 1.1)
 
 
@@ -43,21 +41,18 @@ def _true(flat: Tensor) -> float:
 @pytest.mark.parametrize("drawn", [_normal, _heavy, _equal])
 @pytest.mark.parametrize("count", [1, 63, 65, 1_000, 65_537, (1 << 20) + 3, 30_000_000])
 def test_the_norm_is_that_of_float64_at_any_length(drawn: Callable[[int], Tensor], count: int) -> None:
-    """torch's own norm of 30 million of them on a CPU is off by 1e-4 to 1e-2."""
     flat = drawn(count)
     assert float(flat_norm(flat)) == pytest.approx(_true(flat), rel=BOUND)
 
 
 @pytest.mark.parametrize("drawn", [_normal, _heavy, _equal])
 def test_torchs_own_norm_is_off_by_no_more_than_is_said(drawn: Callable[[int], Tensor]) -> None:
-    """What a watch allows a loop that clips by it."""
     flat = drawn(30_000_000)
     assert float(torch.linalg.vector_norm(flat)) == pytest.approx(_true(flat), rel=torch_norm_error(flat.numel()))
 
 
 @pytest.mark.parametrize("count", [1, 64, 65, 1_000])
 def test_squares_are_added_by_halves(count: int) -> None:
-    """Computed by hand with one addition at a time: no vector of a CPU is as short as one element."""
     flat = _normal(count)
     squares = [element * element for element in flat.unbind()]
     while len(squares) > 64:
@@ -83,13 +78,11 @@ def test_the_bits_are_those_of_a_cpu_with_other_vectors() -> None:
 
 @pytest.mark.parametrize("scale", [1e-44, 1e-30, 1e-12, 1e19, 1e30, 2e35])
 def test_no_square_overflows_or_is_lost(scale: float) -> None:
-    """The norm of numbers near both ends of fp32."""
     flat = _normal(1_000_003).clamp(-5, 5) * scale
     assert float(flat_norm(flat)) == pytest.approx(_true(flat), rel=BOUND)
 
 
 def test_what_is_not_finite() -> None:
-    """NaN and infinity stay, a norm beyond fp32 is infinite, that of nothing is 0."""
     huge = torch.full((100,), 3e38)
     assert float(flat_norm(huge[:1])) == float(huge[0])
     assert float(flat_norm(huge)) == math.inf
@@ -100,7 +93,6 @@ def test_what_is_not_finite() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_watch_measures_long_tensors_as_well(dtype: torch.dtype) -> None:
-    """Beside short ones, and with the overflow that torch's clip has."""
     tensors = [_normal(10_000_000).to(dtype), _normal(7).to(dtype)]
     wanted = _true(torch.cat(tensors))
     assert norm_of(tensors) == pytest.approx(wanted, rel=1e-6)
@@ -112,7 +104,6 @@ def test_a_watch_measures_long_tensors_as_well(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("scale", [1.0, 1e-30])
 @pytest.mark.parametrize("count", [1_000, 3_000_000])
 def test_it_needs_a_piece_of_memory_and_no_copy(count: int, scale: float) -> None:
-    """At most 4 MiB, and for a short tensor no more than the tensor: less than a plan of memory has for this phase."""
     flat = _normal(count) * scale
     peak = measure_peak_bytes(lambda: flat_norm(flat)).peak - flat.nbytes
     assert peak <= min(4 << 20, flat.nbytes) + 64

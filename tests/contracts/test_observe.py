@@ -39,12 +39,10 @@ def test_finite_elements_are_finite_whatever_their_sum_is(dtype: torch.dtype) ->
 
 
 def test_an_empty_tensor_is_finite() -> None:
-    """Nothing is not an error."""
     assert not nonfinite(torch.zeros(0))
 
 
 def test_sums_are_those_of_the_digest() -> None:
-    """Word sums in order, and behind the first whether it is finite."""
     first, second = torch.arange(5.0), torch.arange(7.0)
     plain = word_sums([first, second], finite=False).tolist()
     assert [value % 2**64 for value in plain] == [word_sum(first), word_sum(second)]
@@ -54,7 +52,6 @@ def test_sums_are_those_of_the_digest() -> None:
 
 
 def test_digests_tell_tensors_and_names_apart() -> None:
-    """A changed bit changes the digest of its tensor and of the tree; a renamed tensor that of the tree."""
     tensors = {"a": torch.arange(5.0), "b": torch.zeros(3)}
     before, tree = digests_by_name(tensors), tree_digest(tensors)
     assert before["a"] == tensor_digest(torch.arange(5.0))
@@ -87,7 +84,6 @@ def _flip(tensor: Tensor, place: int) -> None:
 @pytest.mark.parametrize("stable", [False, True])
 @pytest.mark.parametrize("portable", [False, True])
 def test_one_bit_of_any_tensor_changes_the_digest(portable: bool, stable: bool) -> None:
-    """Wherever the bit is, also behind what was kept from the look before."""
     observer = Observer(portable=portable, stable=stable)
     tensors = _tensors()
     before = observer.look(tensors).digest
@@ -103,7 +99,6 @@ def test_one_bit_of_any_tensor_changes_the_digest(portable: bool, stable: bool) 
 
 
 def test_the_order_counts_and_a_new_observer_sees_the_same() -> None:
-    """Two tensors exchanged are another digest; what was kept of the layout is no part of it."""
     tensors = _tensors()
     observer = Observer()
     observer.look(tensors[:3])
@@ -113,7 +108,6 @@ def test_the_order_counts_and_a_new_observer_sees_the_same() -> None:
 
 
 def test_another_layout_under_the_same_dtypes_is_read_anew() -> None:
-    """A gradient that comes sparse after it came dense is read as what it holds."""
     observer = Observer()
     dense = torch.tensor([0.0, 2.0, 0.0])
     observer.look([dense, dense])
@@ -128,7 +122,6 @@ def test_another_layout_under_the_same_dtypes_is_read_anew() -> None:
     ids=["strided", "small", "large"],
 )
 def test_a_stable_list_is_read_as_it_is_now(made: Callable[[], Tensor]) -> None:
-    """Changed in place, moved to other memory, replaced: what is kept of a tensor is where it is, not what it was."""
     tensors = [made(), torch.zeros(3)]
     observer = Observer(stable=True)
     seen = [observer.look(tensors).digest, observer.look(tensors).digest]
@@ -144,7 +137,6 @@ def test_a_stable_list_is_read_as_it_is_now(made: Callable[[], Tensor]) -> None:
 
 
 def test_many_groups_are_folded_in_several_turns() -> None:
-    """More tensors than one fold takes: the first and the last element count."""
     tensors = [torch.zeros(60_000) for _ in range(160)]
     observer = Observer(stable=True)
     seen = {observer.look(tensors).digest}
@@ -156,7 +148,6 @@ def test_many_groups_are_folded_in_several_turns() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64, torch.complex128])
 def test_what_was_copied_before_is_not_seen(dtype: torch.dtype) -> None:
-    """Readers share the memory into which they copy: a long list read in between leaves nothing in a short one's."""
     short = [torch.ones(3).to(dtype), torch.zeros(5).to(dtype)]
     observer = Observer()
     before = observer.look(short).digest
@@ -166,7 +157,6 @@ def test_what_was_copied_before_is_not_seen(dtype: torch.dtype) -> None:
 
 
 def test_the_norm_is_the_one_of_all_elements() -> None:
-    """The 2-norm over tensors of several dtypes, as one double-precision norm of all of them gives it."""
     tensors = [t for t in _tensors() if t.is_floating_point()]
     whole = torch.cat([plain(t).double().reshape(-1) for t in tensors])
     assert Observer().look(tensors, norm=True).norm == pytest.approx(float(whole.norm()), rel=1e-5)
@@ -183,7 +173,6 @@ def _raw(tensor: Tensor) -> bytes:
 
 
 def _words(raw: bytes, length: int) -> np.ndarray:
-    """The 64-bit words of `raw` with zeros behind them, to `length` words."""
     return np.frombuffer(raw.ljust(8 * length, b"\0"), dtype=np.uint64)
 
 
@@ -194,7 +183,6 @@ def _folded(sums: np.ndarray) -> int:
 
 
 def _of_pieces(pieces: Sequence[bytes]) -> int:
-    """The checksum of what is copied together: sums of whole rows and lines of each piece, folded once."""
     sums = []
     for raw in pieces:
         rows, lines = (-(-len(raw) // (8 * length)) for length in (ROW, STRIDE))
@@ -204,7 +192,6 @@ def _of_pieces(pieces: Sequence[bytes]) -> int:
 
 
 def _of_one(raw: bytes) -> int:
-    """The checksum of memory as it lies, of at most 4 MiB; bytes behind the last whole word are folded apart."""
     words = _words(raw[: len(raw) // 8 * 8], len(raw) // 8)
     rows, lines = words.size // ROW, words.size // STRIDE
     if lines:
@@ -217,7 +204,6 @@ def _of_one(raw: bytes) -> int:
 
 
 def _by_definition(tensors: Sequence[Tensor], *, portable: bool) -> int:
-    """Tensors up to 256 KiB of one dtype stand together, up to 512 KiB; groups in the order of their first members."""
     groups: list[list[Tensor]] = []
     last: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
@@ -251,7 +237,6 @@ def _by_definition(tensors: Sequence[Tensor], *, portable: bool) -> int:
 def test_the_digest_of_a_list_is_the_one_of_its_definition(
     made: list[tuple[tuple[int, ...], torch.dtype]], portable: bool, stable: bool, seed: int
 ) -> None:
-    """Ledgers carry it, so it is one for ever: in integers, for lists of any sizes and dtypes, kept layout or not."""
     generator = torch.Generator().manual_seed(seed)
     tensors = [torch.randint(0, 200, shape, generator=generator).to(dtype) for shape, dtype in made]
     observer = Observer(portable=portable, stable=stable)
@@ -262,7 +247,6 @@ def test_the_digest_of_a_list_is_the_one_of_its_definition(
 
 @pytest.mark.parametrize("portable", [False, True])
 def test_what_was_looked_at_can_be_read_later(portable: bool) -> None:
-    """A look says what there was when it was taken, whatever was written or looked at since."""
     tensors = [torch.randn(50), torch.randn(3, 4), torch.randn(_LARGE)]
     observer = Observer(portable=portable)
     first = observer.look(tensors, norm=True)
@@ -276,7 +260,6 @@ def test_what_was_looked_at_can_be_read_later(portable: bool) -> None:
 
 
 def test_a_stable_list_that_was_copied_in_between_is_not_mistaken() -> None:
-    """Looked at, exchanged for another that has to be copied, and put back: it is read as it is now each time."""
     strided, dense = (torch.ones(30, 40).T, torch.zeros(3)), (torch.full((40, 30), 2.0), torch.zeros(3))
     observer = Observer(stable=True)
     for tensors in (strided, dense, strided, dense, dense, strided):
@@ -294,7 +277,6 @@ def _add(*gradients: Tensor) -> list[tuple[int, float, float]]:
 
 
 def test_extremes_say_what_is_finite_and_what_is_zero() -> None:
-    """NaN anywhere makes both NaN, an infinity shows at its end; dense, sparse, complex, empty, 16 bits alike."""
     nan = torch.ones(50)
     nan[17] = float("nan")
     found = _add(torch.tensor([1.0, -3.0]), nan, torch.tensor([2.0, float("-inf")]), torch.zeros(4), torch.zeros(0))
@@ -307,7 +289,6 @@ def test_extremes_say_what_is_finite_and_what_is_zero() -> None:
 
 
 def test_every_backward_pass_has_its_own_extremes() -> None:
-    """A second pass does not hide the first; what is cleared is gone, and places are used again."""
     seen = Extremes([nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))])
     for _ in range(2):
         seen.add(0, torch.tensor([1.0, float("nan")]))
@@ -324,7 +305,6 @@ def test_every_backward_pass_has_its_own_extremes() -> None:
 
 
 def test_a_gradient_of_another_dtype_than_its_parameter_is_seen() -> None:
-    """Torch allows it, and then the place that was kept does not fit."""
     seen = Extremes([nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))])
     seen.add(0, torch.tensor([1.0, 1e-30]))
     ((index, low, high),) = seen.read()
@@ -357,7 +337,6 @@ def test_one_number_is_read_as_it_is_and_several_at_once() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("stable", [False, True])
 def test_tensors_that_moved_to_another_device_are_laid_out_anew(stable: bool) -> None:
-    """Sizes and dtypes are those of before; they are read where they are now, and not copied to where they were."""
     observer = Observer(portable=True, stable=stable)
     here = (torch.arange(6.0), torch.ones(3))
     first = observer.look(here).digest
@@ -367,7 +346,6 @@ def test_tensors_that_moved_to_another_device_are_laid_out_anew(stable: bool) ->
 
 
 def test_what_is_made_for_the_host_is_made_there_whatever_the_default_device_is() -> None:
-    """A user may have said that all is made on a GPU; `meta` is a device of which nothing can be read."""
     tensors = [
         torch.arange(float(size), device="cpu").to(dtype) for size, dtype in ((5, torch.float16), (9, torch.float))
     ]

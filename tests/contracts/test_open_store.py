@@ -22,7 +22,6 @@ pytestmark = pytest.mark.skipif(sys.byteorder != "little", reason="the lines are
 
 
 def net(folder: Path, address: str, state: str = "0A", routes: str = ETH) -> Path:
-    """/proc/net of a machine on which somebody listens there."""
     table = "tcp" if len(address) == 8 else "tcp6"
     (folder / table).write_text(f"{HEAD}   0: {address}:{PORT} 00000000:0000 {state} 0 0 0 0 0 17\n")
     (folder / "route").write_text(routes)
@@ -35,7 +34,6 @@ def net(folder: Path, address: str, state: str = "0A", routes: str = ETH) -> Pat
     [("00000000", "on all interfaces"), ("0" * 32, "on all interfaces"), ("0102000A", "at 10.0.2.1")],
 )
 def test_it_says_where_others_reach_the_store(tmp_path: Path, address: str, where: str) -> None:
-    """One line, with the port, and what it means."""
     said = open_store(HERE, net(tmp_path, address))
     assert said.startswith(f"the ranks' store listens {where} (port {NUMBER}), though all ranks are on this machine: ")
     assert "\n" not in said
@@ -44,7 +42,6 @@ def test_it_says_where_others_reach_the_store(tmp_path: Path, address: str, wher
 
 @pytest.mark.parametrize("address", ["0100007F", "0" * 24 + "01000000", "0" * 16 + "FFFF0000" + "0100007F"])
 def test_the_loopback_alone_is_no_alarm(tmp_path: Path, address: str) -> None:
-    """Of IPv4, of IPv6, and of the one written as the other."""
     assert open_store(HERE, net(tmp_path, address)) == ""
 
 
@@ -59,12 +56,10 @@ def test_the_loopback_alone_is_no_alarm(tmp_path: Path, address: str) -> None:
     ],
 )
 def test_several_machines_another_port_and_no_launcher_are_no_alarm(tmp_path: Path, variables: dict[str, str]) -> None:
-    """Where ranks are on other machines the store has to listen to them; a store elsewhere is not seen from here."""
     assert open_store(variables, net(tmp_path, "00000000")) == ""
 
 
 def test_a_machine_without_a_network_is_no_alarm(tmp_path: Path) -> None:
-    """Nor is a connection that is no listener, nor a system that has no such tables."""
     assert open_store(HERE, net(tmp_path, "00000000", routes=ROUTES)) == ""
     assert open_store(HERE, net(tmp_path, "00000000", state="01")) == ""
     assert open_store(HERE, tmp_path / "none") == ""
@@ -72,7 +67,6 @@ def test_a_machine_without_a_network_is_no_alarm(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="proc(5)")
 def test_it_reads_this_machine(tmp_path: Path) -> None:
-    """One listener on the loopback, and one on all interfaces where this machine has others."""
     far = any(name != "lo" for _, name in socket.if_nameindex()) and len(Path("/proc/net/route").read_text()) > 150
     for host, alarms in (("127.0.0.1", False), ("0.0.0.0", far)):
         with socket.create_server((host, 0)) as server:

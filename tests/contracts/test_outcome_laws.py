@@ -15,7 +15,6 @@ WHOLE = Restored({"a": 1, "b": 2}, {"b": (2, 2), "a": (1, 1)}, 7)
 
 
 def test_what_is_there_as_it_was_saved_is_whole() -> None:
-    """On every rank, in any order; nothing at all is as whole as what was saved of nothing."""
     settle(Judgement(RESTORED, WHOLE))
     settle(Judgement(RESTORED, Restored({}, {}, 7)))
 
@@ -32,7 +31,6 @@ def test_what_is_there_as_it_was_saved_is_whole() -> None:
 def test_what_is_not_as_it_was_saved_is_named(
     found: Mapping[str, tuple[int, ...]], ranks: tuple[int, ...], tensor: str, seen: str
 ) -> None:
-    """What lacks, what has another digest and on which ranks, what is too much; both digests are said."""
     with pytest.raises(Violation) as caught:
         settle(Judgement(RESTORED, replace(WHOLE, found=found)))
     assert (caught.value.clause, caught.value.step) == ("checkpoint-whole", 7)
@@ -41,7 +39,6 @@ def test_what_is_not_as_it_was_saved_is_named(
 
 
 def test_what_cannot_be_read_or_is_heard_of_is_said_of_its_rank() -> None:
-    """A reader that gives up, and a rank that hears of another's: the same clause, with the rank where it is known."""
     with pytest.raises(Violation, match="checkpoint-whole broken at step 7 on rank 0: it is cut") as caught:
         settle(Judgement(RESTORED, Restored({}, {}, 7, "it is cut", (0,))))
     assert caught.value.rank == 0

@@ -29,7 +29,6 @@ def _explain_finite(result: int, value: int) -> Finding:
 
 @clause("finite", _explain_finite)
 def _positive(result: int, value: int) -> bool:
-    """A predicate under a registered name."""
     return result > 0
 
 
@@ -45,12 +44,10 @@ def _even(value: int) -> bool:
 @require(_even)
 @ensure(_positive)
 def halve(value: int) -> int:
-    """Half of an even number."""
     return value // 2
 
 
 def test_a_promise_that_holds_is_silent_and_counted() -> None:
-    """A contract that never ran proves nothing, so evaluations are counted by clause, arguments are not."""
     reset_evaluations()
     assert halve(4) == 2
     assert halve(value=6) == 3
@@ -60,7 +57,6 @@ def test_a_promise_that_holds_is_silent_and_counted() -> None:
 
 
 def test_a_broken_promise_is_a_violation_with_its_finding() -> None:
-    """What the system got wrong: clause, step, rank and what was seen, once evaluated and counted once."""
     reset_evaluations()
     with pytest.raises(Violation) as caught:
         halve(-2)
@@ -77,7 +73,6 @@ def test_a_wrong_argument_is_a_value_error_with_the_value() -> None:
 
 
 def test_the_switch_turns_clauses_off_and_on_again() -> None:
-    """Inside `suspended` no clause is evaluated or counted; arguments still are; nesting and errors restore it."""
     reset_evaluations()
     with suspended():
         with pytest.raises(ValueError, match="even"), suspended():
@@ -102,7 +97,6 @@ def test_a_predicate_that_is_not_marked_is_refused() -> None:
 
 
 def test_a_clause_that_is_not_registered_is_refused() -> None:
-    """A promise has an entry in the registry, or there is none."""
     with pytest.raises(KeyError, match="no-such-clause"):
         clause("no-such-clause", _explain_finite)
 

@@ -21,7 +21,6 @@ BY_HAND = "by hand or by another program: the kernel killed nothing for want of 
 
 @pytest.fixture
 def child() -> Iterator[tuple[subprocess.Popen[bytes], Process]]:
-    """A process that waits for a line, and what it says of itself."""
     program = "import json, dataclasses, sys; from andon_contracts.liveness.process import Process; "
     program += "print(json.dumps(dataclasses.asdict(Process.here())), flush=True); sys.exit(int(input()))"
     started = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -32,7 +31,6 @@ def child() -> Iterator[tuple[subprocess.Popen[bytes], Process]]:
 
 
 def test_a_process_says_what_others_see_of_it(child: tuple[subprocess.Popen[bytes], Process]) -> None:
-    """Its machine, its id and the time of its start; it runs, and has no exit code."""
     started, process = child
     assert (process.pid, process.machine) == (started.pid, Process.here().machine)
     assert process.look() == "runs"
@@ -40,7 +38,6 @@ def test_a_process_says_what_others_see_of_it(child: tuple[subprocess.Popen[byte
 
 
 def test_a_stopped_process_is_told_from_a_gone_one(child: tuple[subprocess.Popen[bytes], Process]) -> None:
-    """Stopped, running again, ended by us: each is seen, and what ended it too as long as its parent has not asked."""
     started, process = child
     started.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, started.pid, os.WSTOPPED | os.WNOWAIT)
@@ -56,7 +53,6 @@ def test_a_stopped_process_is_told_from_a_gone_one(child: tuple[subprocess.Popen
 def test_a_signal_to_a_process_that_ends_meanwhile_reached_nobody(
     child: tuple[subprocess.Popen[bytes], Process], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the system gives no handle of a process: it is no error, and says so."""
     started, process = child
 
     def too_late(pid: int) -> int:
@@ -69,7 +65,6 @@ def test_a_signal_to_a_process_that_ends_meanwhile_reached_nobody(
 
 
 def test_an_exit_code_is_read(child: tuple[subprocess.Popen[bytes], Process]) -> None:
-    """A process that chose its end."""
     started, process = child
     assert started.stdin is not None
     started.stdin.write(b"7\n")
@@ -79,7 +74,6 @@ def test_an_exit_code_is_read(child: tuple[subprocess.Popen[bytes], Process]) ->
 
 
 def test_another_process_with_the_same_id_is_another(child: tuple[subprocess.Popen[bytes], Process]) -> None:
-    """A number that the system gave out again is neither watched nor ended."""
     started, process = child
     earlier = replace(process, started=process.started - 1)
     assert earlier.look() == "gone"
@@ -88,7 +82,6 @@ def test_another_process_with_the_same_id_is_another(child: tuple[subprocess.Pop
 
 
 def test_a_process_elsewhere_is_not_judged(child: tuple[subprocess.Popen[bytes], Process]) -> None:
-    """Of another machine nothing can be said, and nothing there is ended."""
     far = replace(child[1], machine="another boot")
     assert far.look() == "elsewhere"
     assert not far.kill()
@@ -106,7 +99,6 @@ def test_a_process_elsewhere_is_not_judged(child: tuple[subprocess.Popen[bytes],
     ],
 )
 def test_an_end_in_words(code: int | None, words: str) -> None:
-    """Signals by name, with what usually sends them."""
     assert ending(code) == words
     assert ending(-9).startswith("was killed by SIGKILL (")
 
@@ -125,13 +117,11 @@ def test_an_end_in_words(code: int | None, words: str) -> None:
 def test_who_sent_a_kill(
     before: tuple[int | None, int | None], now: tuple[int | None, int | None], limit: int | None, words: str
 ) -> None:
-    """The kernel's counts tell memory from hands, as far as there are any."""
     assert words in who_kills(before, now, limit)
 
 
 @pytest.mark.skipif(not os.access("/sys/fs/cgroup/memory/tasks", os.W_OK), reason="needs root and a memory cgroup")
 def test_a_process_that_its_cgroup_has_killed_is_told_by_its_kernel() -> None:
-    """For real: a process in a memory cgroup of 64 MiB that takes more is killed, and the cgroup's count says so."""
     group = Path(f"/sys/fs/cgroup/memory/andon-{os.getpid()}")
     group.mkdir()
     code = f"""
@@ -153,6 +143,5 @@ print(ending(child.returncode))
 
 
 def test_the_systems_own_count_of_memory_kills() -> None:
-    """The kernel's counter, where it has one."""
     known = "oom_kill " in Path("/proc/vmstat").read_text()
     assert (memory_kills() is not None) == known

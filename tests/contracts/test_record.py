@@ -98,7 +98,6 @@ RECORDS: list[Record] = [
 
 
 def chained(records: list[Record]) -> list[bytes]:
-    """The lines of a ledger with these records."""
     lines: list[bytes] = []
     for record in records:
         lines.append(encode(record, len(lines), chain(lines[-1]) if lines else GENESIS))
@@ -107,20 +106,17 @@ def chained(records: list[Record]) -> list[bytes]:
 
 @pytest.mark.parametrize("record", RECORDS, ids=range(len(RECORDS)))
 def test_every_kind_survives_its_line(record: Record) -> None:
-    """decode is the inverse of encode for each kind, strange strings and NaN included."""
     line = encode(record, 7, H[0])
     assert decode(line) == record
     assert (decode_line(line).seq, decode_line(line).prev) == (7, H[0])
 
 
 def test_every_kind_is_tried() -> None:
-    """The list above leaves no kind out, and the kinds are those of the format."""
     expected = {"start", "step", "eval", "checkpoint", "resume", "violation", "retraction", "end"}
     assert {r.kind for r in RECORDS} == set(KINDS) == expected
 
 
 def test_a_line_is_canonical_json() -> None:
-    """One line, ASCII, sorted keys, strict JSON with the envelope that the format names."""
     line = encode(STEP, 7, H[0])
     data = json.loads(line)
     assert line == json.dumps(data, sort_keys=True, separators=(",", ":")).encode("ascii") + b"\n"
@@ -138,7 +134,6 @@ def test_a_line_is_canonical_json() -> None:
 @given(st.floats(allow_nan=True, allow_infinity=True))
 @settings(deadline=None)
 def test_reals_survive_to_the_bit(value: float) -> None:
-    """A real read back has the bits that were written, -0.0, subnormals and infinities included; JSON stays strict."""
     text = json.dumps(Real.of(value).to_json(), allow_nan=False)
     read = Real.from_json(json.loads(text))
     assert read == Real.of(value)
@@ -169,13 +164,11 @@ def test_reals_compare_bits() -> None:
     ],
 )
 def test_a_real_that_contradicts_itself_is_refused(data: object) -> None:
-    """Value and hex must say the same, in the one spelling that float.hex has."""
     with pytest.raises(ValueError, match="real must be"):
         Real.from_json(data)
 
 
 def edited(**changes: object) -> bytes:
-    """The line of STEP with fields replaced (or removed, by None)."""
     data = json.loads(encode(STEP, 0, GENESIS)) | changes
     return json.dumps({name: value for name, value in data.items() if value is not None}).encode()
 
@@ -215,14 +208,12 @@ def edited(**changes: object) -> bytes:
     ids=range(28),
 )
 def test_a_wrong_line_is_refused(line: bytes, says: str) -> None:
-    """What is no line of this version is a ValueError that names the field, in a message of bounded length."""
     with pytest.raises(ValueError, match=says) as caught:
         decode(line)
     assert len(str(caught.value)) < 300
 
 
 def test_a_line_of_version_1_is_read_by_its_own_rules() -> None:
-    """What version 1 wrote is read as ever: its fields are all demanded, and those of version 2 are not known to it."""
     assert decode(edited(v=1)) == STEP
     for lacking in ("epoch", "position", "count", "loss", "grad_norm", "correct"):
         assert getattr(decode(edited(**{lacking: None})), lacking) is None
@@ -241,7 +232,6 @@ def test_a_line_of_version_1_is_read_by_its_own_rules() -> None:
 
 
 def test_a_line_of_version_3_knows_no_terms_and_no_task() -> None:
-    """What version 4 adds is refused in a line that says it is older."""
     assert decode(edited(v=3)) == STEP
     assert decode(edited(terms=7)) == replace(STEP, terms=7)
     with pytest.raises(ValueError, match="unknown field 'terms'"):
@@ -252,7 +242,6 @@ def test_a_line_of_version_3_knows_no_terms_and_no_task() -> None:
 
 
 def test_what_draws_is_of_version_5_and_makes_no_other_line_newer() -> None:
-    """A reader of version 4 still takes every line but those of updates that draw."""
     drawing = replace(STEP, draws="dropout in head (p = 0.1)")
     line = json.loads(encode(drawing, 0, GENESIS))
     assert (line["v"], decode(json.dumps(line).encode())) == (5, drawing)
@@ -262,7 +251,6 @@ def test_what_draws_is_of_version_5_and_makes_no_other_line_newer() -> None:
 
 
 def test_a_line_of_version_2_is_read_by_its_own_rules() -> None:
-    """What version 2 wrote is read as ever: it demands the digests, and does not know what a witness adds."""
     assert decode(edited(v=2)) == STEP
     for lacking in ("gradient", "weights", "optimizer"):
         held = {name: digest for name, digest in STEP.digests.to_json().items() if name != lacking}
@@ -305,7 +293,6 @@ GOLDEN = {
 
 @pytest.mark.parametrize("version", GOLDEN)
 def test_a_line_that_was_written_once_is_read_for_ever(version: int) -> None:
-    """By the bytes, not by what today's writer makes of a record; the falsifier's reader agrees on what it says."""
     record = decode(GOLDEN[version].replace(b".0p", b".0000000000000p"))
     assert isinstance(record, Step)
     assert (record.step, record.lr.value) == (1, 0.125)
@@ -328,13 +315,11 @@ def test_a_wrong_record_is_not_written(changes: dict[str, object]) -> None:
 
 
 def test_a_line_that_is_too_long_is_not_written() -> None:
-    """The bound on a line holds for the writer too."""
     with pytest.raises(ValueError, match="more than"):
         encode(Broken("finite", 1, (), "", "x" * MAX_LINE), 0, GENESIS)
 
 
 def test_chain_is_the_digest_of_the_line_before() -> None:
-    """prev is SHA-256 of the exact line before, cut to 16 digits; zeros start the chain; the head is the last one."""
     lines = chained(RECORDS)
     assert json.loads(lines[0])["prev"] == "0" * 16
     for before, line in itertools.pairwise(lines):
@@ -346,7 +331,6 @@ def test_chain_is_the_digest_of_the_line_before() -> None:
 @given(st.data())
 @settings(deadline=None)
 def test_a_changed_byte_breaks_the_chain(data: st.DataObject) -> None:
-    """Any byte changed in any line but the last's content is found, at that line or the next."""
     lines = chained(RECORDS)
     index = data.draw(st.integers(0, len(lines) - 2))
     at = data.draw(st.integers(0, len(lines[index]) - 2))
@@ -357,7 +341,6 @@ def test_a_changed_byte_breaks_the_chain(data: st.DataObject) -> None:
 
 
 def test_lost_doubled_and_exchanged_lines_are_found() -> None:
-    """A line lost, doubled or exchanged with its neighbour is named by its number."""
     lines = chained(RECORDS)
     for damaged in (lines[:2] + lines[3:], lines[:3] + lines[2:], [lines[0], lines[1], lines[3], lines[2]]):
         with pytest.raises(ValueError, match=r"line (3|4): sequence number"):

@@ -39,20 +39,17 @@ WORLD = 3
     ],
 )
 def test_one_conclusion_from_what_was_seen(seen: Seen, conclusion: Conclusion) -> None:
-    """What a rank said of its own end comes first, then what the system says of its process, then its silence."""
     assert conclude(seen, PATIENCE) == conclusion
 
 
 @pytest.mark.parametrize("state", ["runs", "stopped"])
 def test_a_process_that_is_seen_need_not_be_heard(state: State) -> None:
-    """Where only those may be silent that cannot be seen, one whose process is there is not."""
     patience = Patience(silent_s=1.0, unseen=True)
     assert conclude(Seen(state, silent_s=9.0), patience) == "there"
     assert conclude(Seen("elsewhere", silent_s=9.0), patience) == "silent"
 
 
 def test_of_several_the_first_conclusion_asked_for_is_named_with_all_its_ranks() -> None:
-    """Whoever asks says what counts, and in which order."""
     concluded: dict[int, Conclusion] = {4: "left", 3: "silent", 2: "died", 1: "silent"}
     assert first(concluded, ("silent", "died")) == ("silent", [1, 3])
     assert first(concluded, ("stopped",)) == (None, [])
@@ -68,11 +65,9 @@ class Peer:
     host: str = "here"
 
     def look(self) -> State:
-        """As `Process.look`."""
         return self.state
 
     def exit_code(self) -> int | None:
-        """As `Process.exit_code`."""
         return self.code
 
 
@@ -90,7 +85,6 @@ class Told:
     left: frozenset[int] = frozenset()
 
     def ask(self) -> News | None:
-        """As `HaltLink.ask`."""
         return self.news
 
 
@@ -99,14 +93,12 @@ BEFORE = Whereabouts(4, "before its forward pass")
 
 
 def monitor(peer: Peer, *, at: Whereabouts = HERE, left: bool = False, silent_s: float = 0.0) -> PeerMonitor:
-    """What rank 0 sees where rank 1 is this, and rank 2 runs at the same place."""
     news = News(frozenset({1}) if left else frozenset(), {0: HERE, 1: at, 2: HERE})
     link = Told({1: peer, 2: Peer("runs")}, news, silent_s)
     return PeerMonitor(link, 0, PATIENCE.silent_s, PendingCollectives(range(WORLD)))  # type: ignore[arg-type]
 
 
 def heard(sign: Sign) -> str:
-    """What rank 0 of a heartbeat makes of rank 1 where it waited in vain."""
     here = Sign(ticks=9, step=4, phase="update", waits=True, since_s=9.0, phase_s=9.0, state="runs")
     return whom(View(0, WORLD, {0: here, 1: sign, 2: here}, PATIENCE.silent_s))
 
@@ -135,7 +127,6 @@ class DistStoreError(RuntimeError):
 def test_a_watch_and_a_heartbeat_come_to_one_conclusion(
     watched: dict[str, object], beating: Sign, said: str, word: str
 ) -> None:
-    """A rank that waited in vain accuses rank 1, and for the same thing, whether a launcher started it or not."""
     error = DistStoreError("Timed out waiting for rank 1")
     found = monitor(**watched).missing(Teller(0, WORLD, HERE), error)  # type: ignore[arg-type]
     assert found is not None
@@ -146,7 +137,6 @@ def test_a_watch_and_a_heartbeat_come_to_one_conclusion(
 
 
 def test_who_is_itself_the_last_accuses_nobody_of_hanging() -> None:
-    """Rank 2 has come further than ranks 0 and 1: neither of these says that the other one hangs."""
     ahead = Whereabouts(5, "before its forward pass")
     link = Told({1: Peer("runs"), 2: Peer("runs")}, News(frozenset(), {0: HERE, 1: HERE, 2: ahead}))
     found = PeerMonitor(link, 0, 5.0, PendingCollectives(range(WORLD))).missing(  # type: ignore[arg-type]
@@ -159,13 +149,11 @@ def test_who_is_itself_the_last_accuses_nobody_of_hanging() -> None:
 
 @pytest.mark.parametrize("left", [True, False])
 def test_only_who_did_not_leave_in_order_is_missed(left: bool) -> None:
-    """A rank on another machine that closed its watch gives no signs of life any more, and halts nobody."""
     found = monitor(Peer("elsewhere"), left=left, silent_s=6.0).trouble(Teller(0, WORLD, HERE))
     assert (found is None) == left
 
 
 def test_nothing_is_said_of_one_that_is_gone_before_the_store_says_whether_it_left() -> None:
-    """It may have left in order a moment ago; once the store has answered it is known."""
     watching = monitor(Peer("gone"))
     link: Told = watching._link  # type: ignore[assignment]
     news, link.news = link.news, None

@@ -19,13 +19,11 @@ LIES = (b"", b"1", b"-", b"\xff" * 70, b"0" * 64, b"0" * 64 + b"1")
 
 
 def boards() -> tuple[Any, Signed]:
-    """A store that anybody reaches, and what a rank takes from it."""
     store = HashStore()
     return store, Signed(store, SECRET)
 
 
 def test_what_a_rank_puts_is_there() -> None:
-    """On every other rank too, by each of the calls; nothing was dropped."""
     store, mine = boards()
     theirs = Signed(store, SECRET)
     mine.set("left 1", "1")
@@ -39,7 +37,6 @@ def test_what_a_rank_puts_is_there() -> None:
 
 @pytest.mark.parametrize("lie", LIES)
 def test_a_value_without_the_secret_is_not_there(lie: bytes) -> None:
-    """Nor is one that is signed with another secret, or one of another key; each is counted once."""
     store, mine = boards()
     Signed(store, OTHER).set("other", "1")
     mine.set("left 2", "1")
@@ -56,7 +53,6 @@ def test_a_value_without_the_secret_is_not_there(lie: bytes) -> None:
 
 @pytest.mark.parametrize("lie", [lie for lie in LIES if lie])
 def test_the_first_value_is_put_in_the_place_of_a_lie(lie: bytes) -> None:
-    """It is what all ranks find, and the next does not replace it."""
     store, mine = boards()
     store.set("pulled", lie)
     assert mine.compare_set("pulled", "", "first") == b"first"
@@ -75,7 +71,6 @@ def test_what_is_taken_away_keeps_nobody_waiting() -> None:
 
 
 def test_an_old_sign_of_life_is_not_heard_again() -> None:
-    """Somebody puts back what a rank told before: the newest holds, and what comes after it is heard."""
     store, mine = boards()
     theirs, beats = Heartbeats(Signed(store, SECRET), 1, Told, mine.checked), Heartbeats(mine, 0, Told, mine.checked)
     kept = []
@@ -90,7 +85,6 @@ def test_an_old_sign_of_life_is_not_heard_again() -> None:
 
 
 def test_a_well_formed_lie_is_no_beat_and_no_cause() -> None:
-    """JSON as a rank writes it, in the name of a rank, without its signature."""
     store, mine = boards()
     sign = {"number": 9, "process": Process.here().to_json(), "told": Told(1, 2, "update").to_json()}
     store.set("beat 1", json.dumps(sign))
@@ -101,7 +95,6 @@ def test_a_well_formed_lie_is_no_beat_and_no_cause() -> None:
 
 
 def test_a_secret_is_gathered_as_integers() -> None:
-    """Of 64 bits, which arrive signed; two are never the same."""
     secret = drawn()
     arrived = {name: value - (1 << 64) * (value >> 63) for name, value in words_of(secret).items()}
     assert secret_in(arrived) == secret != drawn()

@@ -21,7 +21,6 @@ class _Handing(threading.Event):
 
 
 def test_a_link_that_is_closed_ends_without_another_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whenever the thread wakes: it does what it was asked last, nothing after it, and who closes waits no longer."""
     monkeypatch.setattr(threading, "Event", _Handing)
     rounds: list[int] = []
     said: list[str] = []

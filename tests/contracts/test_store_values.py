@@ -35,13 +35,11 @@ def _fails(error: Exception) -> str:
 
 
 def beat(told: Part) -> dict[str, Any]:
-    """What a rank puts there, as JSON."""
     found = {"number": 1, "process": Process.here().to_json(), "told": told.to_json()}
     return json.loads(json.dumps(found))  # type: ignore[no-any-return]
 
 
 def heard(form: type[Part], *values: bytes) -> tuple[Beat[Any] | None, int]:
-    """What rank 0 hears of rank 1 after these values, and how many of them it dropped."""
     store, checked = HashStore(), Checked()
     beats = Heartbeats(store, 0, form, checked)  # type: ignore[arg-type]
     found: dict[int, Beat[Any]] = {}
@@ -52,7 +50,6 @@ def heard(form: type[Part], *values: bytes) -> tuple[Beat[Any] | None, int]:
 
 
 def pulled(value: bytes) -> tuple[list[Cause], int]:
-    """What a link learns where this stands for the cause, and what it dropped."""
     store, learned = HashStore(), list[Cause]()
     store.set("pulled", signature(value) + value)  # type: ignore[arg-type]
     link = HaltLink(Signed(store, SECRET), 0, WORLD, learned.append, lambda: PROGRESS, print, _fails)
@@ -62,7 +59,6 @@ def pulled(value: bytes) -> tuple[list[Cause], int]:
 
 
 def signature(value: bytes) -> bytes:
-    """What a rank puts before this cause, whatever it is."""
     return _signature(SECRET, "pulled", value).encode()
 
 
@@ -84,7 +80,6 @@ GARBAGE = {
 
 @pytest.mark.parametrize("value", GARBAGE.values(), ids=GARBAGE)
 def test_garbage_is_dropped(value: bytes) -> None:
-    """By heartbeats of a run and of a watch, and where a cause is looked for; what was heard before still holds."""
     for told in (TOLD, PROGRESS):
         good = json.dumps(beat(told)).encode()
         assert heard(type(told), value) == (None, 1)
@@ -95,7 +90,6 @@ def test_garbage_is_dropped(value: bytes) -> None:
 
 
 def leaves(body: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The way to each value in it."""
     inside = body.items() if isinstance(body, dict) else enumerate(body) if isinstance(body, list) else ()
     for name, value in inside:
         yield (*path, name)
@@ -103,7 +97,6 @@ def leaves(body: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def put(body: Any, path: tuple[Any, ...], value: object) -> Any:
-    """A copy with this value at the end of the way."""
     made = copy.deepcopy(body)
     at = made
     for name in path[:-1]:
@@ -117,7 +110,6 @@ WRONG = [None, True, -1, -0.5, 1 << 63, 10**400, math.nan, math.inf, [], {}, [[]
 
 @pytest.mark.parametrize("body", [beat(TOLD), beat(PROGRESS), CAUSE.to_json()], ids=["run", "watch", "cause"])
 def test_a_value_of_a_wrong_type_or_out_of_range_is_dropped_wherever_it_stands(body: dict[str, Any]) -> None:
-    """Negative, not finite, huge, of another type, a rank that is none of the world's, a field too many or too few."""
     body = json.loads(json.dumps(body))
     form = Told if body.get("told") == beat(TOLD)["told"] else Progress
 
@@ -145,7 +137,6 @@ def test_a_value_of_a_wrong_type_or_out_of_range_is_dropped_wherever_it_stands(b
 
 
 def test_a_field_that_is_missing_is_not_taken_for_its_default() -> None:
-    """A rank writes all of them: what lacks one is none of ours."""
     for told in (TOLD, PROGRESS):
         for path in leaves(beat(told)):
             body = beat(told)
@@ -174,7 +165,6 @@ JSON = st.recursive(
     | st.integers(0, 400).map(lambda most: json.dumps(beat(TOLD)).encode()[:most])
 )
 def test_nothing_that_can_be_written_is_an_error(value: bytes) -> None:
-    """Bytes, any JSON, and the beginnings of a beat: what is not taken is counted, and nothing raises."""
     whole = value == json.dumps(beat(TOLD)).encode()
     for form in (Told, Progress):
         found, dropped = heard(form, value)
@@ -184,7 +174,6 @@ def test_nothing_that_can_be_written_is_an_error(value: bytes) -> None:
 
 
 def test_a_cause_is_told_where_garbage_stands() -> None:
-    """Who pulls replaces what is none, and both learn the cause; who knows it puts it there again."""
     store, learned = HashStore(), list[Cause]()
     store.set("pulled", b"\xff garbage")  # type: ignore[arg-type]
     links = [
@@ -203,7 +192,6 @@ def test_a_cause_is_told_where_garbage_stands() -> None:
 
 
 def test_a_cause_that_holds_what_no_form_takes_is_told_all_the_same() -> None:
-    """A loop may raise a violation of its own making: the others stop for it, without what they could not read."""
     store, learned = HashStore(), list[Cause]()
     link = HaltLink(Signed(store, SECRET), 0, WORLD, learned.append, lambda: PROGRESS, print, _fails)
     odd = Cause("violation", "x" * 3_000_000, 0, -1, "../../mine", ranks=(7, -1), tensor=object())  # type: ignore[arg-type]

@@ -25,7 +25,6 @@ def _bits(tensor: torch.Tensor) -> list[int]:
 
 
 def test_every_kind_comes_back_to_the_bit(tmp_path: Path) -> None:
-    """Each dtype of the format, scalars, empty and non-contiguous tensors; the safetensors library reads the same."""
     tensors = _of_every_kind()
     write_tensors(tmp_path / "t.safetensors", tensors, {"step": "3"})
     ours = read_tensors(tmp_path / "t.safetensors")
@@ -39,13 +38,11 @@ def test_every_kind_comes_back_to_the_bit(tmp_path: Path) -> None:
 
 
 def test_what_the_library_wrote_is_read(tmp_path: Path) -> None:
-    """A checkpoint of somebody else's, with its own order and padding."""
     save_file({"b": torch.arange(5), "a": torch.ones(2, 2, dtype=torch.bfloat16)}, tmp_path / "t.safetensors")
     assert read_tensors(tmp_path / "t.safetensors")["b"].tolist() == [0, 1, 2, 3, 4]
 
 
 def test_a_kind_that_the_format_lacks_is_refused(tmp_path: Path) -> None:
-    """By name, and nothing is written."""
     with pytest.raises(ValueError, match=r"z \(torch.complex128\)"):
         write_tensors(tmp_path / "t", {"z": torch.ones(1, dtype=torch.complex128)})
     assert list(tmp_path.iterdir()) == []
@@ -74,7 +71,6 @@ DAMAGED = {
 
 @pytest.mark.parametrize("damage", DAMAGED)
 def test_a_damaged_file_is_refused(damage: str, tmp_path: Path) -> None:
-    """A `ValueError` that names the file, whatever is wrong with it."""
     path = tmp_path / "damaged"
     path.write_bytes(DAMAGED[damage])
     with pytest.raises(ValueError, match="damaged"):

@@ -22,15 +22,12 @@ FINDING = Finding(seen="nan", step=7, ranks=(2,), tensor="lora.A", details=(("lo
     ],
 )
 def test_the_line_names_what_is_known_and_nothing_else(finding: Finding, message: str) -> None:
-    """Clause, step, ranks, tensor and what was seen, in one line; outside a step there is no step in it."""
     assert describe("finite", finding) == message
     assert str(Violation.of("finite", finding)) == message
 
 
 @pytest.mark.parametrize("duplicate", [lambda v: pickle.loads(pickle.dumps(v)), copy.copy, copy.deepcopy])
 def test_it_survives_pickling_and_copying(duplicate: object) -> None:
-    """Message, clause and finding arrive whole, details too, in a subclass as well."""
-
     class Local(Violation):
         pass
 
@@ -47,18 +44,15 @@ def test_it_survives_pickling_and_copying(duplicate: object) -> None:
 
 
 def test_one_culprit_or_none() -> None:
-    """`rank` is there where exactly one rank is to blame."""
     assert Violation.of("finite", Finding("x", ranks=(0,))).rank == 0
     assert Violation.of("finite", Finding("x", ranks=(0, 1))).rank is None
     assert Violation.of("finite", Finding("x")).rank is None
 
 
 def test_it_is_no_assertion_error_and_no_value_error() -> None:
-    """`except AssertionError` and `except ValueError` of user code do not swallow it."""
     assert issubclass(Violation, RuntimeError)
     assert not issubclass(Violation, AssertionError | ValueError)
 
 
 def test_a_bare_message_is_its_own_finding() -> None:
-    """Raised with a message alone it still says what was seen."""
     assert Violation("odd").finding == Finding(seen="odd")

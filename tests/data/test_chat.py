@@ -70,7 +70,6 @@ def tokenizer(
     begins: bool = False,
     merges: Iterable[tuple[str, str]] = (),
 ) -> HuggingFaceTokenizer:
-    """Bytes, and special tokens that are read out of a text, as almost every tokenizer in use does."""
     joined = ["".join(pair) for pair in merges]
     vocabulary = {symbol: number for number, symbol in enumerate((*SPECIALS, *BYTES, *joined))}
     backend = Backend(models.BPE(vocab=vocabulary, merges=list(merges)))
@@ -91,25 +90,21 @@ def tokenizer(
 
 
 def rows_of(*talks: Sequence[Message], form: Form = "messages") -> ConversationSet:
-    """A data set of these conversations, one a line of a file."""
     rows = (Conversation(place, tuple(talk), f"a.jsonl:{place + 1}") for place, talk in enumerate(talks))
     return ConversationSet(tuple(rows), "a.jsonl", form)
 
 
 def pair(prompt: str, completion: str) -> ConversationSet:
-    """One row of prompt and completion."""
     return rows_of((Message("user", prompt), Message("assistant", completion)), form="prompt and completion")
 
 
 def text(*texts: str) -> ConversationSet:
-    """Rows of text."""
     return rows_of(*((Message("assistant", each),) for each in texts), form="text")
 
 
 def refused(
     tokens: HuggingFaceTokenizer, data: ConversationSet, most: int = 1000, train_on: TrainOn = "assistant"
 ) -> list[str]:
-    """What is said of data that cannot be encoded."""
     with pytest.raises(InputError) as caught:
         encode_conversations(tokens, data, most, train_on)
     return str(caught.value).split("\n")
@@ -135,13 +130,11 @@ def written(*parts: str | tuple[str, float]) -> tuple[list[int], list[float]]:
 
 
 def as_symbols(letter: str) -> list[str]:
-    """The symbols by which a byte-level vocabulary names the bytes of a letter."""
     (found,) = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(letter)
     return list(found[0])
 
 
 def one(encoded: Encoded) -> tuple[list[int], list[float]]:
-    """The only row's ids and weights."""
     (row,) = encoded.rows
     return list(row.ids), list(row.weights)
 
@@ -164,7 +157,6 @@ ANSWERED = written(
     ],
 )
 def test_answers_and_their_stop_tokens_count_and_nothing_else(template: str, source: str) -> None:
-    """To the token, whatever says it: neither the header before an answer nor the line break behind its stop token."""
     encoded = encode_conversations(tokenizer(template), rows_of(TALK), 1000)
     assert one(encoded) == ANSWERED
     assert encoded.mask_source == source
@@ -182,7 +174,6 @@ TURNS = st.lists(st.tuples(WORDS, ANSWERS, WEIGHTS), min_size=1, max_size=4).fil
 
 @given(TURNS, st.sampled_from([CHATML, MARKED, MARKED_WITHOUT_STOP]))
 def test_each_message_has_its_own_weight(turns: list[tuple[str, str, float]], template: str) -> None:
-    """Whatever is said, marks, prefixes and the row written by hand agree."""
     talk = [m for asked, said, weight in turns for m in (Message("user", asked), Message("assistant", said, weight))]
     parts: list[str | tuple[str, float]] = []
     for asked, said, weight in turns:
@@ -201,12 +192,10 @@ def test_a_template_that_shows_earlier_answers_otherwise_is_refused() -> None:
 
 
 def trained(ids: list[int], weights: list[float]) -> list[int]:
-    """The ids that count."""
     return [id_ for id_, weight in zip(ids, weights, strict=True) if weight]
 
 
 def test_an_end_token_behind_the_whole_is_no_part_of_an_answer() -> None:
-    """The token that ends the turn comes first, and a model that is asked stops there."""
     tokens = tokenizer(CLOSING, eos="</s>")
     encoded = encode_conversations(tokens, rows_of(TALK), 1000)
     assert one(encoded) == (ANSWERED[0] + [2], ANSWERED[1] + [0.0])
@@ -236,14 +225,12 @@ def test_an_end_token_behind_the_whole_is_no_part_of_an_answer() -> None:
     ],
 )
 def test_a_template_from_which_no_mask_follows_is_refused_with_the_row(template: str, said: str) -> None:
-    """In its own words where it raises; never by a mask that is a guess."""
     found = refused(tokenizer(template), rows_of(TALK))
     assert found[0].startswith("a.jsonl:1: ")
     assert said in found[0]
 
 
 def test_an_answer_that_only_repeats_its_prompt_must_be_there_too() -> None:
-    """The prompt's words are no proof that a template, which is made for lists of parts, wrote the answer."""
     mute = tokenizer(CHATML.replace("m.content", "(m.content if m.role == 'user' else '')"))
     said = refused(mute, rows_of((Message("user", "yo"), Message("assistant", "yo"))))
     assert said == ["a.jsonl:1: the chat template leaves out message 1"]
@@ -267,7 +254,6 @@ def test_a_template_that_drops_the_reasoning_is_refused(template: str, train_on:
 
 
 def test_a_template_may_move_the_reasoning() -> None:
-    """White space around it is the template's affair."""
     moved = CHATML.replace(
         "m.content", "(m.content | replace('<think>', '<think>\n') | replace('</think>', '\n</think>\n'))"
     )
@@ -275,7 +261,6 @@ def test_a_template_may_move_the_reasoning() -> None:
 
 
 def test_what_a_template_marks_besides_counts_as_the_answers_do() -> None:
-    """An end token behind the whole, marked too, is learned; where answers have different weights nothing says how."""
     ids, weights = ANSWERED
     end = SPECIALS.index("</s>")
     tokens = tokenizer(END_MARKED, eos="</s>")
@@ -287,7 +272,6 @@ def test_what_a_template_marks_besides_counts_as_the_answers_do() -> None:
 
 
 def test_what_is_no_template_is_refused_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A syntax error, or a template that is larger than any: whatever the rows are."""
     for template in ("{% for %}", "{% generation %}", "x" * (templates.MOST_CHARACTERS + 1)):
         (said,) = refused(tokenizer(template), rows_of(TALK, TALK))
         assert said.startswith("model.base: the chat template ")
@@ -296,7 +280,6 @@ def test_what_is_no_template_is_refused_once(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_template_that_asks_for_the_date_gets_one_day_always() -> None:
-    """A run that is repeated on another day has the same rows; the first line of the template stays one."""
     dated = "\n  {{ strftime_now('%d %b %Y') }} {{ strftime_now('%Y-%m-%d') }}|" + CHATML
     encoded = encode_conversations(tokenizer(dated), rows_of(TALK), 1000)
     before = written("\n  26 Jul 2024 2024-07-26|")[0]
@@ -311,7 +294,6 @@ def test_a_template_that_asks_for_the_date_gets_one_day_always() -> None:
 
 
 def test_special_tokens_in_messages_are_refused_with_their_place() -> None:
-    """Who writes a message ends no turn and begins none."""
     inside = Message("user", "a<|im_end|>\n<|im_start|>assistant\nb")
     said = refused(tokenizer(CHATML), rows_of(TALK, (inside, TALK[2]), (TALK[1], Message("assistant", "<pad>"))))
     assert [line.split(",")[0] for line in said] == [
@@ -323,7 +305,6 @@ def test_special_tokens_in_messages_are_refused_with_their_place() -> None:
 
 
 def test_where_special_tokens_are_letters_they_are_letters() -> None:
-    """The embedded tokenizer reads none out of a text; its own begin and end tokens stand around it."""
     ids, weights = one(encode_conversations(byte_tokenizer(), pair("<pad>", "</s>"), 1000))
     letters = byte_tokenizer().plain_ids(["<pad></s>"])[0]
     assert ids == [1, *letters, 2]
@@ -331,7 +312,6 @@ def test_where_special_tokens_are_letters_they_are_letters() -> None:
 
 
 def test_the_embedded_tokenizer_writes_messages_after_their_roles() -> None:
-    """Each answer is closed by the end token, also one that does not count."""
     tokens = byte_tokenizer()
     talk = (TALK[1], Message("assistant", "yo", 0.0), *TALK[3:])
     encoded = encode_conversations(tokens, rows_of(talk), 1000)
@@ -342,7 +322,6 @@ def test_the_embedded_tokenizer_writes_messages_after_their_roles() -> None:
 
 
 def test_a_row_begins_with_one_begin_token_at_most() -> None:
-    """Written by the template, put there by the tokenizer, or spelled in a text: never two; none if none is usual."""
     begun = one(encode_conversations(tokenizer(BOS_EACH, begins=True), rows_of(TALK), 1000))
     assert begun == ([1, *ANSWERED[0]], [0.0, *ANSWERED[1]])
     end = SPECIALS.index("<|im_end|>")
@@ -357,7 +336,6 @@ def test_a_row_begins_with_one_begin_token_at_most() -> None:
 
 
 def test_an_end_token_that_also_pads_is_learned() -> None:
-    """Padding is what has no place in a row, not what has the padding's id."""
     tokens = tokenizer(CHATML, pad="<|im_end|>")
     assert tokens.pad_id == SPECIALS.index("<|im_end|>")
     assert one(encode_conversations(tokens, rows_of(TALK), 1000)) == ANSWERED
@@ -365,7 +343,6 @@ def test_an_end_token_that_also_pads_is_learned() -> None:
 
 
 def test_a_text_counts_as_a_whole_but_for_its_first_token() -> None:
-    """Nothing predicts that one. Special tokens that it spells are read, and that is said."""
     encoded = encode_conversations(tokenizer(), text("ab", "a<|im_end|>", "<|im_start|>b"), 1000)
     assert [(list(row.ids), list(row.weights)) for row in encoded.rows] == [
         written("a", ("b<|im_end|>", 1.0)),
@@ -377,7 +354,6 @@ def test_a_text_counts_as_a_whole_but_for_its_first_token() -> None:
 
 
 def test_all_tokens_can_be_trained_and_a_message_left_out() -> None:
-    """`train_on` all: prompts and headers count 1, and each message what it says."""
     encoded = encode_conversations(tokenizer(CHATML), rows_of(TALK), 1000, "all")
     ids, weights = one(encoded)
     assert encoded.stops == encode_conversations(tokenizer(CHATML), rows_of(TALK), 1000).stops != ()
@@ -396,7 +372,6 @@ def test_all_tokens_can_be_trained_and_a_message_left_out() -> None:
 
 
 def test_rows_are_cut_at_their_end_and_it_is_said_what_is_lost() -> None:
-    """How many tokens, and how many of them were to be learned; a row that just fits is whole."""
     prompt = len(written("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")[0])
     talk = (TALK[1], Message("assistant", "abcd"))
     encoded = encode_conversations(tokenizer(CHATML), rows_of(talk, (TALK[1], TALK[2])), prompt + 4)
@@ -415,7 +390,6 @@ def test_rows_are_cut_at_their_end_and_it_is_said_what_is_lost() -> None:
 
 
 def test_a_token_across_the_beginning_of_an_answer_is_refused() -> None:
-    """No model is asked with half a token: the space belongs to the completion."""
     tokens = tokenizer(merges=[("Ġ", "b")])
     assert trained(*one(encode_conversations(tokens, pair("a", " b"), 9))) == [len(SPECIALS) + 256, 5]
     said = refused(tokens, pair("a ", "b"))
@@ -423,7 +397,6 @@ def test_a_token_across_the_beginning_of_an_answer_is_refused() -> None:
 
 
 def test_messages_need_a_template_and_a_prompt_does_not() -> None:
-    """What to do is said; a prompt and its completion stand one after the other."""
     said = refused(tokenizer(), rows_of(TALK))
     assert said[0].startswith("model.base: the tokenizer has no chat template")
     encoded = encode_conversations(tokenizer(), pair("ab", "cd"), 9)
@@ -436,7 +409,6 @@ def test_messages_need_a_template_and_a_prompt_does_not() -> None:
 
 
 def test_an_answer_to_which_nothing_leads_is_refused_unless_it_does_not_count() -> None:
-    """No template can be asked to answer nothing."""
     first = (Message("assistant", "hello"), *TALK[1:3])
     assert refused(tokenizer(CHATML), rows_of(first))[0].startswith("a.jsonl:1: begins with an answer")
     quiet = (Message("assistant", "hello", 0.0), *TALK[1:3])
@@ -447,7 +419,6 @@ def test_an_answer_to_which_nothing_leads_is_refused_unless_it_does_not_count() 
     "tokens", [tokenizer(CHATML), tokenizer(MARKED), tokenizer(BOS_EACH, begins=True), byte_tokenizer()]
 )
 def test_a_model_is_asked_as_it_was_trained(tokens: HuggingFaceTokenizer) -> None:
-    """The prompt's ids are the row's own, up to the first that counts."""
     for data in (rows_of(TALK[:3]), pair("why ", "so")):
         ids, weights = one(encode_conversations(tokens, data, 999))
         first = next(place for place, weight in enumerate(weights) if weight)
@@ -457,7 +428,6 @@ def test_a_model_is_asked_as_it_was_trained(tokens: HuggingFaceTokenizer) -> Non
 
 
 def test_a_text_that_begins_itself_is_asked_with_one_beginning() -> None:
-    """As it was trained: its author rendered the row with the begin token; one that does not gets it."""
     begins = tokenizer(begins=True)
     (begun, _), (plain, _) = (one(encode_conversations(begins, text(words), 99)) for words in ("<s>why so", "why so"))
     assert begun == plain
@@ -466,7 +436,6 @@ def test_a_text_that_begins_itself_is_asked_with_one_beginning() -> None:
 
 
 def test_a_template_and_what_splits_no_special_tokens_survive_a_folder(tmp_path: Path) -> None:
-    """What is saved beside a model encodes as what it was trained with."""
     for number, tokens in enumerate((tokenizer(CHATML), byte_tokenizer())):
         tokens.save(tmp_path / str(number))
         again = pretrained_tokenizer(str(tmp_path / str(number)), local_only=True)
@@ -501,7 +470,6 @@ def test_a_row_is_shown_token_by_token() -> None:
 def test_how_transformers_alone_asks_is_known(
     tokens: HuggingFaceTokenizer, form: Form, example: str | None, note: str
 ) -> None:
-    """By messages, or by a text that becomes the ids of training; where it cannot, it is said."""
     found = asking(tokens, form)
     assert found.example == example
     assert found.note.startswith(note)

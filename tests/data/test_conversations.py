@@ -19,14 +19,12 @@ SAID = {"role": "assistant", "content": "so"}
 
 
 def lines(folder: Path, *rows: object, name: str = "a.jsonl") -> Path:
-    """A file of JSON lines."""
     path = folder / name
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return path
 
 
 def faults(path: Path) -> list[str]:
-    """What is said of a file, without the folder."""
     with pytest.raises(InputError) as caught:
         read_conversations(path)
     return [line.replace(f"{path.parent}{os.sep}", "") for line in str(caught.value).split("\n")]
@@ -40,12 +38,10 @@ GOOD: list[dict[str, object]] = [
 
 
 def with_messages(*messages: Any) -> dict[str, object]:
-    """One row."""
     return {"messages": list(messages)}
 
 
 def test_messages_are_read_with_their_weights(tmp_path: Path) -> None:
-    """`train` and `weight` say the same in two ways; without either a message counts 1; null is nothing said."""
     row = with_messages(
         {"role": "system", "content": ""},
         {**ASKED, "weight": 0, "name": None},
@@ -69,8 +65,6 @@ def test_messages_are_read_with_their_weights(tmp_path: Path) -> None:
 
 
 def test_each_form_is_found_by_its_columns(tmp_path: Path) -> None:
-    """A prompt's own answers are not learned again, and the rest of it counts as where it is a string; a column that
-    is null is not there."""
     pair = read_conversations(lines(tmp_path, {"prompt": "a", "completion": " b"}))
     lists = read_conversations(lines(tmp_path, {"prompt": [ASKED, SAID, ASKED], "completion": [SAID]}))
     text = read_conversations(lines(tmp_path, {"text": "all", "messages": None}))
@@ -82,7 +76,6 @@ def test_each_form_is_found_by_its_columns(tmp_path: Path) -> None:
 
 
 def test_tables_and_parquet_hold_the_same_rows(tmp_path: Path) -> None:
-    """Quotes and line ends in CSV; lists of structures, with nulls where a row has no weight, in Parquet."""
     arrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     table = tmp_path / "a.csv"
@@ -143,7 +136,6 @@ BAD: dict[str, tuple[object, str]] = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_a_fault_is_named_with_its_line(tmp_path: Path, name: str) -> None:
-    """The good row before it is no reason to read on in silence."""
     row, said = BAD[name]
     first = next((good for good in GOOD if isinstance(row, dict) and {*row} & {*good}), GOOD[0])
     if name == "asking completion":
@@ -155,7 +147,6 @@ def test_a_fault_is_named_with_its_line(tmp_path: Path, name: str) -> None:
 
 
 def test_a_weight_that_is_no_number_is_refused_in_parquet_too(tmp_path: Path) -> None:
-    """JSON cannot say NaN; Parquet can."""
     arrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     rows = [[ASKED, {**SAID, "weight": float("nan")}]]
@@ -166,7 +157,6 @@ def test_a_weight_that_is_no_number_is_refused_in_parquet_too(tmp_path: Path) ->
 
 
 def test_all_faults_are_said_at_once_and_mixed_forms_are_refused(tmp_path: Path) -> None:
-    """The form is that of the first row; each row that is written otherwise is named, with where the form is from."""
     path = lines(
         tmp_path,
         {"text": "x"},
@@ -183,7 +173,6 @@ def test_all_faults_are_said_at_once_and_mixed_forms_are_refused(tmp_path: Path)
 
 
 def test_one_fault_of_many_rows_is_told_once_with_its_count(tmp_path: Path) -> None:
-    """The first three rows by name and how many more there are; another fault between them is told at its place."""
     wrong = {"conversation": [ASKED, SAID]}
     path = lines(tmp_path, *[wrong] * 4, {"text": ""}, *[wrong] * 3)
     found = faults(path)
@@ -192,7 +181,6 @@ def test_one_fault_of_many_rows_is_told_once_with_its_count(tmp_path: Path) -> N
 
 
 def test_a_prompt_is_a_text_or_messages_without_the_answer(tmp_path: Path) -> None:
-    """In `prompt`, else in `messages`, else where it is said to be; every fault has its line, and the column's flag."""
     system = {"role": "system", "content": "be brief"}
     path = lines(
         tmp_path,
@@ -222,7 +210,6 @@ def test_a_prompt_is_a_text_or_messages_without_the_answer(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("name", ["no.jsonl", "rows.txt", "empty.jsonl", "blank.jsonl"])
 def test_what_is_no_file_of_rows_is_refused(tmp_path: Path, name: str) -> None:
-    """Missing, of no known kind, empty, without a row."""
     (tmp_path / "rows.txt").write_text("x")
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "blank.jsonl").write_text("\n\n")
@@ -230,7 +217,6 @@ def test_what_is_no_file_of_rows_is_refused(tmp_path: Path, name: str) -> None:
 
 
 def test_ids_are_places_and_a_subset_keeps_them(tmp_path: Path) -> None:
-    """Sources go with their rows; where there is none it is empty."""
     data = read_conversations(lines(tmp_path, {"text": "a", "source": "s"}, {"text": "b"}, {"text": "c", "source": 3}))
     part = data.subset([2, 0])
     assert (data.ids, part.ids, part.texts()) == ((0, 1, 2), (2, 0), ("c", "a"))
@@ -253,7 +239,6 @@ MESSAGES = st.lists(
 def test_two_sets_have_one_digest_only_when_they_say_the_same(
     one: list[list[Message]], other: list[list[Message]]
 ) -> None:
-    """Where one message or row ends and the next begins is part of it; where they come from is not."""
     sets = [
         ConversationSet(tuple(Conversation(id_, tuple(row)) for id_, row in enumerate(rows)), source, "messages")
         for rows, source in ((one, "a"), (other, "b"))
@@ -262,6 +247,5 @@ def test_two_sets_have_one_digest_only_when_they_say_the_same(
 
 
 def test_the_form_is_part_of_the_digest() -> None:
-    """A prompt and its completion are written otherwise than the same two messages."""
     rows = (Conversation(0, (Message("user", "a"), Message("assistant", "b"))),)
     assert ConversationSet(rows, "", "messages").digest != ConversationSet(rows, "", "prompt and completion").digest

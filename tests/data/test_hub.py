@@ -31,7 +31,6 @@ class _KnowsNothing(BaseHTTPRequestHandler):
     asked: list[str] = []  # noqa: RUF012
 
     def do_GET(self) -> None:
-        """404, as the hub says it."""
         self.asked.append(self.path)
         self.send_response(404)
         self.send_header("X-Error-Code", "RepoNotFound")
@@ -45,7 +44,6 @@ class _KnowsNothing(BaseHTTPRequestHandler):
 
 @contextmanager
 def hub_without_models() -> Iterator[str]:
-    """The address of one."""
     with HTTPServer(("127.0.0.1", 0), _KnowsNothing) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
@@ -57,7 +55,6 @@ def hub_without_models() -> Iterator[str]:
 
 
 def said_of(hub: str, cache: Path) -> str:
-    """What a process says of the name `nodir` that has `hub` for its hub and an empty cache."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     environment |= {"HF_ENDPOINT": hub, "HF_HOME": str(cache), "NO_PROXY": "127.0.0.1"}
     done = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, env=environment, cwd=cache)
@@ -76,7 +73,6 @@ def test_without_the_hub_a_name_that_is_no_folder_is_refused_as_both(name: str, 
 
 
 def test_a_name_that_the_hub_does_not_know_is_asked_for_once(tmp_path: Path) -> None:
-    """One question and its answer, no file after file; and a hub that is gone is said to be."""
     with hub_without_models() as hub:
         said = said_of(hub, tmp_path)
         _KnowsNothing.asked, asked = [], _KnowsNothing.asked
@@ -87,7 +83,6 @@ def test_a_name_that_the_hub_does_not_know_is_asked_for_once(tmp_path: Path) -> 
 
 
 def test_a_file_is_no_models_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not looked for on the hub."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "weights").write_bytes(b"")
     with pytest.raises(InputError, match="'weights' is a file"):

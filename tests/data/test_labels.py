@@ -27,7 +27,6 @@ def test_weights_are_positive_and_their_sum_is_the_number_of_classes(kind: Class
 
 @given(COUNTS)
 def test_inverse_weights_make_every_class_weigh_the_same(counts: list[int]) -> None:
-    """weight times rows is one number for all classes: in exact arithmetic K / sum(1/n) over n."""
     exact = Fraction(len(counts)) / sum(Fraction(1, count) for count in counts)
     for weight, count in zip(class_weights("inverse", counts), counts, strict=True):
         assert math.isclose(weight * count, float(exact), rel_tol=1e-12)
@@ -35,14 +34,12 @@ def test_inverse_weights_make_every_class_weigh_the_same(counts: list[int]) -> N
 
 @given(COUNTS)
 def test_sqrt_inverse_weights_are_as_the_roots_of_the_inverse_ones(counts: list[int]) -> None:
-    """The ratio of two of its weights is the root of the ratio of the inverse ones."""
     roots, full = class_weights("sqrt_inverse", counts), class_weights("inverse", counts)
     for root, whole in zip(roots, full, strict=True):
         assert math.isclose((root / roots[0]) ** 2, whole / full[0], rel_tol=1e-9)
 
 
 def test_even_counts_give_weight_one() -> None:
-    """There is nothing to balance."""
     for kind in ("uniform", "inverse", "sqrt_inverse"):
         assert class_weights(kind, [7, 7, 7, 7]) == pytest.approx((1.0, 1.0, 1.0, 1.0))
     assert class_weights("uniform", [5, 0]) == (1.0, 1.0)
@@ -50,7 +47,6 @@ def test_even_counts_give_weight_one() -> None:
 
 @pytest.mark.parametrize("kind", ["inverse", "sqrt_inverse"])
 def test_every_class_without_rows_is_refused_by_number(kind: ClassWeights) -> None:
-    """Nothing is divided by 0; all empty classes are named at once."""
     with pytest.raises(InputError) as caught:
         class_weights(kind, [0, 3, 0])
     assert [problem.what[-1] for problem in caught.value.problems] == ["0", "2"]
@@ -58,19 +54,16 @@ def test_every_class_without_rows_is_refused_by_number(kind: ClassWeights) -> No
 
 
 def test_no_classes_have_no_weights() -> None:
-    """An empty list of counts is a mistake and no empty result."""
     with pytest.raises(InputError):
         class_weights("uniform", [])
 
 
 def test_integers_are_ordered_by_value_and_strings_by_letters() -> None:
-    """10 comes after 9 as a number, before it as a string."""
     assert label_names([10, 9, 10, 0]) == ("0", "9", "10")
     assert label_names(["10", "9", "a"]) == ("10", "9", "a")
 
 
 def test_cells_of_a_table_are_integers_only_when_all_of_them_are_plain_ones() -> None:
-    """Codes with leading zeros stay what they are: 007 and 7 are two classes."""
     assert same_kind(["3", "10"], typed=False) == ([3, 10], [])
     assert same_kind(["007", "7"], typed=False) == (["007", "7"], [])
     assert same_kind(["3", "10"], typed=True) == (["3", "10"], [])
@@ -78,19 +71,16 @@ def test_cells_of_a_table_are_integers_only_when_all_of_them_are_plain_ones() ->
 
 @pytest.mark.parametrize("typed", [True, False])
 def test_the_labels_of_the_rarer_type_are_the_faults(typed: bool) -> None:
-    """Whoever wrote two strings among three numbers is told of the strings, and the other way round."""
     numbers: list[int | str] = [1, 2, 3] if typed else ["1", "2", "3"]
     assert [place for place, _ in same_kind([*numbers, "a", "b"], typed)[1]] == [3, 4]
     assert [place for place, _ in same_kind([numbers[0], "a", "b"], typed)[1]] == [0]
 
 
 def test_names_that_look_alike_are_found() -> None:
-    """Case, white space and Unicode form; others are not alike."""
     composed, apart = "caf\u00e9", "cafe\u0301"
     assert alike(["pos", "neg", "pos ", "POS", composed, "cafe", apart]) == [["pos", "pos ", "POS"], [composed, apart]]
 
 
 def test_an_empty_class_is_refused_by_its_name() -> None:
-    """A user knows no numbers of classes."""
     with pytest.raises(InputError, match="there is none of class 'urgent'"):
         class_weights("inverse", [3, 0], ("usual", "urgent"))

@@ -23,7 +23,6 @@ FILES = st.lists(st.tuples(st.integers(1, 30), st.sampled_from([0.05, 0.1, 0.25,
 def test_each_file_stands_there_as_often_as_its_weight_says(
     files: list[tuple[int, float]], seed: int, data: st.DataObject
 ) -> None:
-    """To the nearest row, halves up; no row stands there two times more than another of its file; ids are unique."""
     total = sum(size for size, _ in files)
     held = data.draw(st.sets(st.integers(0, total - 1), max_size=total // 3))
     ids = [id_ for id_ in range(total) if id_ not in held]
@@ -54,20 +53,17 @@ def test_weights_of_one_leave_ids_as_they_are() -> None:
 
 
 def test_what_is_drawn_is_a_matter_of_the_seed_and_the_files_place() -> None:
-    """Half of 40 rows: not the first ones, other ones by another seed, and in another file of the same size."""
     first, other = (mixed(range(80), [40, 40], [0.5, 0.5], seed) for seed in (1, 2))
     assert first != other
     assert [id_ for id_ in first if id_ < 40] not in ([id_ - 40 for id_ in first if id_ >= 40], list(range(20)))
 
 
 def written(path: Path, *lines: str) -> Path:
-    """A file of these lines."""
     path.write_text("".join(f"{line}\n" for line in lines))
     return path
 
 
 def test_rows_of_several_files_have_ids_and_places_of_their_own(tmp_path: Path) -> None:
-    """Classes are those of all files, also where one alone has a single one; a table's numbers are those of JSON."""
     (tmp_path / "a").mkdir()
     one = written(tmp_path / "a" / "rows.jsonl", '{"text": "p", "label": 1}', "", '{"text": "q", "label": 1}')
     two = written(tmp_path / "rows.csv", "text,label", "r,0", "s,1")
@@ -83,7 +79,6 @@ def test_rows_of_several_files_have_ids_and_places_of_their_own(tmp_path: Path) 
 
 
 def test_faults_in_any_of_the_files_are_at_their_line(tmp_path: Path) -> None:
-    """All at once, with an id that is repeated in its own file alone."""
     one = written(tmp_path / "a.jsonl", '{"text": "p", "label": "x", "id": 1}', '{"text": "", "label": "x"}')
     two = written(tmp_path / "b.jsonl", '{"text": "q", "label": "y", "id": 1}', '{"text": "r", "label": "y", "id": 1}')
     with pytest.raises(InputError) as caught:
@@ -98,7 +93,6 @@ def test_faults_in_any_of_the_files_are_at_their_line(tmp_path: Path) -> None:
 
 
 def test_a_files_conversations_have_its_name_for_a_source_where_they_name_none(tmp_path: Path) -> None:
-    """One file alone has none; forms must be alike over all files."""
     one = written(tmp_path / "a.jsonl", '{"text": "p"}', '{"text": "q"}')
     two = written(tmp_path / "b.jsonl", '{"text": "r", "source": "s"}', '{"text": "t"}')
     data = read_conversations(one, two)
@@ -111,7 +105,6 @@ def test_a_files_conversations_have_its_name_for_a_source_where_they_name_none(t
 
 
 def test_words_of_several_files_share_their_tags(tmp_path: Path) -> None:
-    """Tags are numbered over all of them."""
     one = written(tmp_path / "a.jsonl", '{"tokens": ["p"], "tags": ["B-x"]}')
     two = written(tmp_path / "b.jsonl", '{"tokens": ["q"], "tags": ["A"]}')
     data = read_tagged(one, two)

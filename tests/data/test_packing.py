@@ -24,7 +24,6 @@ LENGTHS = st.lists(st.integers(1, 30), max_size=60)
 
 
 def plainly(lengths: list[int], capacity: int) -> list[list[int]]:
-    """Best-fit decreasing as the books have it, in the square of the number of rows."""
     packs: list[list[int]] = []
     room: list[int] = []
     for place in sorted(range(len(lengths)), key=lambda place: (-lengths[place], place)):
@@ -40,7 +39,6 @@ def plainly(lengths: list[int], capacity: int) -> list[list[int]]:
 
 @given(LENGTHS, st.integers(30, 50))
 def test_packs_are_those_of_the_plain_search(lengths: list[int], capacity: int) -> None:
-    """Pack by pack and row by row, ties too."""
     assert best_fit(lengths, capacity) == plainly(lengths, capacity)
 
 
@@ -55,7 +53,6 @@ def test_every_row_is_in_one_pack_and_no_pack_overflows(lengths: list[int], capa
 
 
 def test_the_share_of_padding_is_what_is_left_over() -> None:
-    """Three rows of 6, 4 and 5 in packs of 10: 15 of 20 tokens are real."""
     packs = best_fit([6, 4, 5], 10)
     assert packs == [[0, 1], [2]]
     assert padded_share([6, 4, 5], packs, 10) == 0.25
@@ -73,13 +70,11 @@ def test_packs_of_instructions_are_padded_by_two_percent_at_most() -> None:
 
 @pytest.mark.parametrize("length", [0, -1, 11])
 def test_a_length_that_no_pack_can_hold_is_refused(length: int) -> None:
-    """Nothing is cut, and nothing left out, on the way."""
     with pytest.raises(ValueError, match=f"row 1 has {length} tokens"):
         best_fit([1, length], 10)
 
 
 def test_a_hundred_thousand_rows_are_packed_as_few_rows_are() -> None:
-    """Their work is not the square of their number: lengths of which the fewest packs are known."""
     lengths = [1500, 548] * 50_000
     random.Random(1).shuffle(lengths)
     packs = best_fit(lengths, 2048)

@@ -23,27 +23,23 @@ LABELS = st.lists(st.sampled_from(["spam", "ham", "a, b", 'the "third"', "two\nl
 
 
 def written(folder: Path, name: str, content: str | bytes) -> Path:
-    """A file with exactly this content."""
     path = folder / name
     path.write_bytes(content.encode() if isinstance(content, str) else content)
     return path
 
 
 def faults(path: Path, **how: object) -> list[str]:
-    """What `read` says, without the folder."""
     with pytest.raises(InputError) as caught:
         read(path, **how)  # type: ignore[arg-type]
     return [line.replace(f"{path.parent}{os.sep}", "") for line in str(caught.value).split("\n")]
 
 
 def pairs(data: DataSet) -> list[tuple[str, str]]:
-    """(text, class name) of each row."""
     return [(row.text, data.labels[row.label]) for row in data.rows]
 
 
 @given(st.data())
 def test_all_formats_give_back_what_was_written(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    """Quotes, delimiters and line ends inside a text survive, in every format, with ids by place."""
     labels = data.draw(LABELS.filter(lambda found: len(set(found)) > 1))
     rows = [(data.draw(WORDS), label) for label in labels]
     folder = tmp_path_factory.mktemp("formats")
@@ -61,7 +57,6 @@ def test_all_formats_give_back_what_was_written(tmp_path_factory: pytest.TempPat
 
 
 def test_a_byte_order_mark_crlf_blank_lines_and_either_name_of_the_text_are_read(tmp_path: Path) -> None:
-    """What spreadsheets and editors add is no fault; blank lines are no rows."""
     table = written(tmp_path, "a.csv", b"\xef\xbb\xbftext,label\r\none,1\r\n\r\ntwo,0\r\n")
     lines = written(tmp_path, "a.json", b'\xef\xbb\xbf{"text": "one", "label": 1}\r\n\n{"input": "two", "label": 0}')
     assert pairs(read(table)) == pairs(read(lines)) == [("one", "1"), ("two", "0")]
@@ -69,7 +64,6 @@ def test_a_byte_order_mark_crlf_blank_lines_and_either_name_of_the_text_are_read
 
 
 def test_semicolons_between_fields_are_found(tmp_path: Path) -> None:
-    """Spreadsheets of half the world write CSV with them; a comma in the header makes them plain text."""
     path = tmp_path / "rows.csv"
     path.write_text('text;label\n"one, two";yes\nthree;no\n')
     assert [(row.text, row.label) for row in read(path).rows] == [("one, two", 1), ("three", 0)]
@@ -78,13 +72,11 @@ def test_semicolons_between_fields_are_found(tmp_path: Path) -> None:
 
 
 def test_named_columns_are_used_and_others_are_left_alone(tmp_path: Path) -> None:
-    """Only the two columns matter, whatever else a file holds."""
     path = written(tmp_path, "a.csv", "category,text,question\nx,1,who\ny,2,what\n")
     assert pairs(read(path, text_column="question", label_column="category")) == [("who", "x"), ("what", "y")]
 
 
 def test_a_text_of_ten_megabytes_is_a_text(tmp_path: Path) -> None:
-    """Cutting it is the tokenizer's business; the reader's limit of a field is set and put back."""
     before = csv.field_size_limit(1000)
     try:
         data = read(written(tmp_path, "a.csv", f"text,label\n{'x' * 10**7},a\ny,b\n"))
@@ -97,7 +89,6 @@ def test_a_text_of_ten_megabytes_is_a_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["no.csv", "rows.cvs", ".", "empty.csv", "header.csv", "pipe.csv"])
 def test_what_is_no_file_of_rows_is_refused_with_its_path(tmp_path: Path, name: str) -> None:
-    """Missing, of no known kind, a folder, empty, a header only, a pipe: one line that says so."""
     written(tmp_path, "on.csv", "text,label\n")
     written(tmp_path, "empty.csv", "")
     written(tmp_path, "header.csv", "text,label\n")
@@ -115,7 +106,6 @@ def test_what_is_no_file_of_rows_is_refused_with_its_path(tmp_path: Path, name: 
 
 
 def test_each_byte_that_is_not_utf8_is_named_with_its_line_and_offset(tmp_path: Path) -> None:
-    """All of them at once, and NUL bytes too; the offset counts from the file's start, a mark included."""
     content = b"\xef\xbb\xbftext,label\nab\xffc,x\nd\0,y\n"
     said = faults(written(tmp_path, "a.csv", content))
     assert said[0] == f"a.csv:2: not UTF-8: byte 0xff at byte {content.index(0xFF)} of the file"
@@ -152,7 +142,6 @@ BAD_LINES = {
 
 @pytest.mark.parametrize("line", BAD_LINES, ids=BAD_LINES.values())
 def test_each_fault_of_a_line_is_said_with_file_line_and_value(tmp_path: Path, line: str) -> None:
-    """One bad line between good ones is one problem, at its own line."""
     good = '{"text": "good", "label": 0}', '{"text": "better", "label": 1}'
     (said,) = faults(written(tmp_path, "a.jsonl", f"{good[0]}\n\n{line}\n{good[1]}\n"))
     assert said.startswith(f"a.jsonl:3: {BAD_LINES[line]}")
@@ -173,19 +162,16 @@ BAD_ROWS = {
 
 @pytest.mark.parametrize("row", BAD_ROWS)
 def test_each_fault_of_a_row_is_said_with_the_line_on_which_it_starts(tmp_path: Path, row: str) -> None:
-    """Lines are counted in the file: the row before holds a line end inside its quotes."""
     (said,) = faults(written(tmp_path, "a.csv", f'text,label\n"two\nlines",0\n{row}\nb,1\n'))
     assert said.startswith(f"a.csv:4: {BAD_ROWS[row]}")
 
 
 def test_a_quote_that_is_never_closed_is_found_where_it_opens(tmp_path: Path) -> None:
-    """Not at the end of the file, to which it reaches."""
     (said,) = faults(written(tmp_path, "a.csv", 'text,label\na,0\n"b,1\nc,0\nd,1\n'))
     assert said.startswith("a.csv:3: malformed: unexpected end of data")
 
 
 def test_columns_that_are_missing_doubled_or_in_doubt_are_said_once(tmp_path: Path) -> None:
-    """At the header, not at every row; both columns at once, with the nearest name."""
     assert faults(written(tmp_path, "a.csv", "texts,lable,x\na,0,1\nb,1,1\n")) == [
         "a.csv:1: has no column 'input' or 'text'; there are 'texts', 'lable', 'x'; did you mean 'texts'?",
         "a.csv:1: has no column 'label'; there are 'texts', 'lable', 'x'; did you mean 'lable'?",
@@ -195,7 +181,6 @@ def test_columns_that_are_missing_doubled_or_in_doubt_are_said_once(tmp_path: Pa
 
 
 def test_an_id_that_is_there_twice_is_refused_with_both_lines(tmp_path: Path) -> None:
-    """A row that was pasted twice is found by its id; missing ids are not compared."""
     content = "id,text,label\n7,a,0\n,b,1\n,c,1\n7,d,0\n"
     (said,) = faults(written(tmp_path, "a.csv", content))
     assert said.startswith("a.csv:5: id '7' is there already, at ")
@@ -203,14 +188,12 @@ def test_an_id_that_is_there_twice_is_refused_with_both_lines(tmp_path: Path) ->
 
 
 def test_one_class_only_is_refused(tmp_path: Path) -> None:
-    """There is nothing to learn; in an evaluation file, whose classes are given, it is no fault."""
     path = written(tmp_path, "a.csv", "text,label\na,x\nb,x\n")
     assert faults(path) == ["a.csv: all 2 rows have the label 'x'; a classifier needs two classes at least"]
     assert read(path, labels=("w", "x")).counts() == (0, 2)
 
 
 def test_labels_of_an_evaluation_file_are_those_of_training_by_name(tmp_path: Path) -> None:
-    """Numbers come from the labels given, not from the file; an unknown one is out of range."""
     path = written(tmp_path, "a.jsonl", '{"text": "a", "label": "ham"}\n{"text": "b", "label": "spam"}\n')
     assert [row.label for row in read(path, labels=("spam", "eggs", "ham")).rows] == [2, 0]
     assert faults(path, labels=("spam", "hams")) == [
@@ -222,7 +205,6 @@ def test_labels_of_an_evaluation_file_are_those_of_training_by_name(tmp_path: Pa
 
 @pytest.mark.parametrize("bad", [1, 19, 20, 21, 50])
 def test_at_most_twenty_problems_are_shown_and_the_rest_is_counted(tmp_path: Path, bad: int) -> None:
-    """A file that is wrong throughout does not fill the screen, and no problem is forgotten."""
     rows = "".join(f"a,{10 + row}\n" for row in range(bad))
     said = faults(written(tmp_path, "a.csv", "text,label\na,0\nb,1\n" + rows), labels=("0", "1"))
     assert sum("is unknown" in line for line in said) == min(bad, 20)
@@ -232,21 +214,18 @@ def test_at_most_twenty_problems_are_shown_and_the_rest_is_counted(tmp_path: Pat
 
 
 def test_one_fault_of_many_lines_is_told_of_three(tmp_path: Path) -> None:
-    """Where it stands first, how often it comes again, and where at last."""
     said = faults(written(tmp_path, "a.csv", "text,label\na,0\nb,1\n" + ",0\n" * 50))
     assert [line.split(" ")[0] for line in said[:3]] == ["a.csv:4:", "a.csv:5:", "a.csv:6:"]
     assert said[3:] == ["... and 47 more of the same, the last at a.csv:53"]
 
 
 def test_a_line_beyond_the_limit_is_refused_without_being_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory is bounded by the limit, not by the file."""
     monkeypatch.setattr("andon.data.formats.LONGEST_LINE", 64)
     said = faults(written(tmp_path, "a.jsonl", '{"text": "a", "label": 0}\n' + "x" * 1000))
     assert said[-1] == "a.jsonl:2: longer than 64 bytes; nothing after it was read"
 
 
 def test_parquet_is_read_like_the_others(tmp_path: Path) -> None:
-    """Types are those of the file; a null is named with its row."""
     arrow = pytest.importorskip("pyarrow", reason="the parquet extra is not installed")
     parquet = pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "a.parquet"
@@ -259,19 +238,16 @@ def test_parquet_is_read_like_the_others(tmp_path: Path) -> None:
 
 
 def test_without_pyarrow_the_extra_to_install_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parquet is an extra; its absence is said, not shown as an ImportError."""
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     (said,) = faults(written(tmp_path, "a.parquet", b"PAR1"))
     assert "needs pyarrow; run: pip install '.[parquet]' in a checkout of andon" in said
 
 
 def test_every_known_kind_of_file_is_named_in_the_promise() -> None:
-    """The docstring of `read` lists what `read` takes."""
     assert all(suffix in (read.__doc__ or "") for suffix in formats.KINDS)
 
 
 def test_numbers_are_read_as_they_are(tmp_path: Path) -> None:
-    """Integers and fractions of JSON, and whatever a table writes as a decimal number."""
     lines = written(tmp_path, "a.jsonl", '{"text": "a", "label": 1}\n{"text": "b", "label": -0.25}')
     table = written(tmp_path, "a.csv", "text,label\na,1e0\nb, -.25\n")
     assert [row.label for row in read_targets(lines).rows] == [row.label for row in read_targets(table).rows]
@@ -279,7 +255,6 @@ def test_numbers_are_read_as_they_are(tmp_path: Path) -> None:
 
 
 def table_of_names(folder: Path) -> Path:
-    """The same words as the rows of numbers have, as classes."""
     return written(folder, "names.csv", "text,label\na,one\nb,other\n")
 
 
@@ -296,7 +271,6 @@ def table_of_names(folder: Path) -> Path:
     ],
 )
 def test_what_is_no_number_is_told_with_its_line(tmp_path: Path, label: str, fault: str) -> None:
-    """In JSON; the rows around it are right."""
     path = written(
         tmp_path,
         "a.jsonl",
@@ -327,13 +301,11 @@ def test_what_is_no_number_in_a_table_is_told_too(tmp_path: Path, cell: str, fau
 
 
 def test_a_fraction_names_the_task_that_takes_it(tmp_path: Path) -> None:
-    """As a class it is refused, and what to do is said."""
     for name, content in (("a.jsonl", '{"text": "a", "label": 0.5}'), ("a.csv", "text,label\na,0.5\n")):
         assert all("--task regression" in line for line in faults(written(tmp_path, name, content)))
 
 
 def test_sets_of_labels_are_lists_or_strings_with_a_separator(tmp_path: Path) -> None:
-    """The same rows in both; nothing is no label; the order in which a row names its labels does not matter."""
     lines = '{"text": "a", "labels": ["x", "y"]}\n{"text": "b", "labels": []}\n{"text": "c", "labels": ["y"]}'
     first = read_label_sets(written(tmp_path, "a.jsonl", lines))
     assert (first.labels, [row.label for row in first.rows]) == (("x", "y"), [(0, 1), (), (1,)])
@@ -353,7 +325,6 @@ def test_sets_of_labels_are_lists_or_strings_with_a_separator(tmp_path: Path) ->
     ],
 )
 def test_what_is_no_set_of_labels_is_told_with_its_line(tmp_path: Path, labels: str, fault: str) -> None:
-    """The last one of a file that is evaluated on."""
     path = written(tmp_path, "a.jsonl", f'{{"text": "a", "label": ["y"]}}\n{{"text": "b", "label": {labels}}}')
     with pytest.raises(InputError) as caught:
         read_label_sets(path, labels=("x", "y"))
@@ -363,13 +334,11 @@ def test_what_is_no_set_of_labels_is_told_with_its_line(tmp_path: Path, labels: 
 
 
 def test_a_list_as_a_class_names_the_task_that_takes_it(tmp_path: Path) -> None:
-    """It is refused as a class, and what to do is said."""
     (line,) = faults(written(tmp_path, "a.jsonl", '{"text": "a", "label": ["x"]}'))
     assert line.endswith("; to learn several labels a row: --task multi-label")
 
 
 def test_a_quotation_over_two_rows_of_a_tsv_joins_no_rows(tmp_path: Path) -> None:
-    """TSV quotes nothing, unless a field is wholly in quotes: every line is a row of its own."""
     rows = [("plain", "x"), ('"I went home .', "y"), ("it rained", "x"), ('she left ."', "y"), ('a "b" c', "x")]
     lines = "".join(f"{text}\t{label}\n" for text, label in rows)
     path = written(tmp_path, "a.tsv", "text\tlabel\n" + lines + '"said ""so"""\tx\n')
@@ -377,7 +346,6 @@ def test_a_quotation_over_two_rows_of_a_tsv_joins_no_rows(tmp_path: Path) -> Non
 
 
 def test_quoted_fields_of_a_tsv_may_span_lines(tmp_path: Path) -> None:
-    """As spreadsheets and `andon predict --output` write them: the header is quoted, or a line is short of fields."""
     rows = [("one\ntwo", "x"), ("a\tb", "y")]
     for name, quoting in (("all.tsv", csv.QUOTE_ALL), ("few.tsv", csv.QUOTE_MINIMAL)):
         with (tmp_path / name).open("w", newline="") as file:
@@ -386,14 +354,12 @@ def test_quoted_fields_of_a_tsv_may_span_lines(tmp_path: Path) -> None:
 
 
 def test_a_row_of_a_tsv_whose_fields_are_all_empty_is_refused(tmp_path: Path) -> None:
-    """It is a row, and not a blank line; as in a CSV file."""
     for name, comma in (("a.tsv", "\t"), ("a.csv", ",")):
         path = written(tmp_path, name, f"text{comma}label\none{comma}x\n{comma}\n\ntwo{comma}y\n")
         assert faults(path) == [f"{name}:3: text is empty", f"{name}:3: label is empty"]
 
 
 def test_a_tsv_that_can_be_read_in_two_ways_is_refused(tmp_path: Path) -> None:
-    """One line has a tab in quotes, so quotes count; then others take in whole rows, and which is meant is unknown."""
     path = written(tmp_path, "a.tsv", 'text\tlabel\n"a\tb"\tx\n"I went\ty\nand\tx\ncame ."\ty\nend\tx\n')
     (said,) = faults(path)
     assert said.startswith("a.tsv:3: a quote opens here and closes on line 5, and the lines between look like rows")

@@ -12,7 +12,6 @@ from andon.data.tokens import byte_tokenizer
 
 @given(st.integers(0, 2**63 - 1), st.integers(0, 120))
 def test_rows_are_a_function_of_the_seed_with_distinct_prompts_and_right_answers(seed: int, count: int) -> None:
-    """The rule in the prompt, applied to the word in it, is the answer."""
     data = generate(seed, count)
     assert data == generate(seed, count)
     assert len({*data.texts()}) == len(data) == count
@@ -29,7 +28,6 @@ def test_rows_are_a_function_of_the_seed_with_distinct_prompts_and_right_answers
 
 
 def test_what_is_held_out_is_never_trained_on() -> None:
-    """Every rule is in both, ids are places, and another seed gives other rows."""
     train, held_out = embedded(42)
     assert (len(train), len(held_out)) == (TRAIN_ROWS, EVAL_ROWS)
     assert not {*train.texts()} & {*held_out.texts()}
@@ -40,7 +38,6 @@ def test_what_is_held_out_is_never_trained_on() -> None:
 
 
 def test_answers_are_ragged_and_fit_the_embedded_model() -> None:
-    """With their end token from 4 to 12 trained tokens, in rows of 40 at most."""
     rows = encode_conversations(byte_tokenizer(), embedded(0)[0], 128).rows
     assert {sum(map(bool, row.weights)) for row in rows} == set(range(4, 13))
     assert max(len(row.ids) for row in rows) <= 40

@@ -15,12 +15,10 @@ LABELS = ("no", "yes", "maybe")
 
 
 def made(pairs: list[tuple[str, int]], labels: tuple[str, ...] = LABELS) -> DataSet:
-    """A data set of these (text, label), with ids by place."""
     return DataSet(tuple(Row(place, *pair) for place, pair in enumerate(pairs)), labels, "test")
 
 
 def test_the_digest_is_sha256_over_length_and_bytes_of_each_text_and_label_name() -> None:
-    """Anyone can repeat the digest from its description."""
     content = b""
     for part in ("é", "yes", "", "no"):
         content += len(part.encode()).to_bytes(8, "little") + part.encode()
@@ -31,26 +29,22 @@ def test_the_digest_is_sha256_over_length_and_bytes_of_each_text_and_label_name(
 def test_two_data_sets_share_a_digest_only_when_all_rows_are_the_same(
     one: list[tuple[str, int]], other: list[tuple[str, int]]
 ) -> None:
-    """No two different lists of rows are taken for one another, also when a border between texts moves."""
     one, other = ([(t.encode("utf-8", "replace").decode(), n) for t, n in each] for each in (one, other))
     assert (made(one).digest == made(other).digest) == (one == other)
 
 
 def test_the_digest_follows_label_names_and_not_their_numbers() -> None:
-    """The same classes in another order are the same data; the source does not matter."""
     swapped = DataSet((Row(0, "a", 1),), ("yes", "no"), "elsewhere")
     assert swapped.digest == made([("a", 0)]).digest != made([("a", 1)]).digest
 
 
 @given(TEXTS)
 def test_counts_add_up_to_all_rows(pairs: list[tuple[str, int]]) -> None:
-    """Each row is counted once, at its own class, and a class without rows has 0."""
     counts = made(pairs).counts()
     assert counts == tuple(sum(label == k for _, label in pairs) for k in range(len(LABELS)))
 
 
 def test_a_subset_keeps_ids_and_order_and_can_be_taken_again() -> None:
-    """Ids name rows of the file for good, however often it is split."""
     data = made([("a", 0), ("b", 1), ("c", 2), ("d", 0)])
     some = data.subset([3, 1])
     assert [(row.id, row.text) for row in some.rows] == [(3, "d"), (1, "b")]
@@ -61,7 +55,6 @@ def test_a_subset_keeps_ids_and_order_and_can_be_taken_again() -> None:
 
 
 def test_repeated_and_shared_texts_are_counted() -> None:
-    """Duplicates, and training texts in an evaluation set, are reported as numbers of rows."""
     train, other = made([("a", 0), ("b", 1), ("a", 0), ("a", 1)]), made([("a", 0), ("c", 1), ("a", 0)])
     assert repeated_texts(train) == 2
     assert shared_texts(train, other) == 2

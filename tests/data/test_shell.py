@@ -27,7 +27,6 @@ SIGNS = {
 
 @given(SEEDS, st.integers(0, 200))
 def test_rows_are_a_function_of_the_seed_with_distinct_texts_and_even_classes(seed: int, count: int) -> None:
-    """No text twice, class sizes differ by one at most, ids are places, lengths fit the model's 128 positions."""
     data = generate(seed, count)
     assert data.rows == generate(seed, count).rows
     assert len({row.text for row in data.rows}) == len(data) == count
@@ -37,7 +36,6 @@ def test_rows_are_a_function_of_the_seed_with_distinct_texts_and_even_classes(se
 
 
 def test_another_process_with_another_hash_seed_makes_the_same_rows() -> None:
-    """The order of a set or of a dict's hashes plays no part: ranks agree on the data."""
     program = "from andon.data.shell import embedded; print(*(each.digest for each in embedded(42)))"
     said = {
         subprocess.run(
@@ -53,13 +51,11 @@ def test_another_process_with_another_hash_seed_makes_the_same_rows() -> None:
 
 
 def test_another_seed_makes_other_rows() -> None:
-    """`--set seed=N` changes the data too."""
     assert embedded(1)[0].digest != embedded(2)[0].digest
 
 
 @pytest.mark.parametrize("seed", [0, 42])
 def test_each_label_follows_from_its_text(seed: int) -> None:
-    """A snippet bears the sign of its own class and of no other; a safe one bears none."""
     for row in generate(seed, 1000).rows:
         unquoted = re.sub(r'"[^"]*"', '""', row.text)
         found = {name for name, sign in SIGNS.items() if sign.search(unquoted if name == "needs-quoting" else row.text)}
@@ -68,7 +64,6 @@ def test_each_label_follows_from_its_text(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", [0, 42])
 def test_no_text_of_the_evaluation_set_is_trained_on(seed: int) -> None:
-    """Held-out accuracy is about texts never seen; each part numbers its own rows from 0."""
     train, held_out = embedded(seed)
     assert shared_texts(train, held_out) == 0
     for data in (train, held_out):
@@ -78,7 +73,6 @@ def test_no_text_of_the_evaluation_set_is_trained_on(seed: int) -> None:
 
 
 def test_the_default_split_leaves_a_ragged_batch_of_unequal_micro_batches() -> None:
-    """The case that breaks means of means is in every default run: 32 rows a batch, 8 micro-batches, a tenth held."""
     rows = len(frozen_split(len(embedded(42)[0]), 0.1, 42)[0])
     last = rows % 32
     assert last > 8
@@ -87,14 +81,12 @@ def test_the_default_split_leaves_a_ragged_batch_of_unequal_micro_batches() -> N
 
 
 def bytes_counted(data: DataSet) -> tuple[torch.Tensor, torch.Tensor]:
-    """How often each byte occurs in each text, scaled, with a constant; and the labels."""
     counts = torch.stack([torch.bincount(torch.tensor(list(r.text.encode())), minlength=257) for r in data.rows])
     counts[:, 256] = 1
     return counts.float().sqrt(), torch.tensor([row.label for row in data.rows])
 
 
 def test_counting_bytes_is_not_enough_to_tell_the_classes() -> None:
-    """A linear model of byte counts learns something (a guess is 0.2) but stays below 0.9 on held-out rows."""
     train, held_out = embedded(42)
     features, labels = bytes_counted(train)
     weights = torch.zeros(257, 5, requires_grad=True)

@@ -16,7 +16,6 @@ SEEDS = st.integers(0, 2**63 - 1)
 
 @given(COUNTS, FRACTIONS, SEEDS)
 def test_every_row_is_in_exactly_one_part_and_neither_is_empty(count: int, fraction: float, seed: int) -> None:
-    """Nothing is lost, nothing is in both, and both can be used; the size is the nearest that allows it."""
     train, validation = frozen_split(count, fraction, seed)
     assert sorted(train + validation) == list(range(count))
     assert list(train) == sorted(train)
@@ -27,19 +26,16 @@ def test_every_row_is_in_exactly_one_part_and_neither_is_empty(count: int, fract
 
 @given(COUNTS, FRACTIONS, SEEDS)
 def test_the_split_is_a_function_of_its_arguments(count: int, fraction: float, seed: int) -> None:
-    """A resumed run holds the same rows back."""
     assert frozen_split(count, fraction, seed) == frozen_split(count, fraction, seed)
 
 
 @given(SEEDS, SEEDS)
 def test_another_seed_draws_another_split(one: int, other: int) -> None:
-    """100 of 1000 rows are the same by chance once in 10^139."""
     assume(one != other)
     assert frozen_split(1000, 0.1, one) != frozen_split(1000, 0.1, other)
 
 
 def test_every_row_is_as_likely_to_be_held_back() -> None:
-    """The split is no tail or head of the file: over 2000 seeds each of 10 rows is drawn close to 600 times."""
     drawn = [0] * 10
     for seed in range(2000):
         for place in frozen_split(10, 0.3, seed)[1]:
@@ -49,7 +45,6 @@ def test_every_row_is_as_likely_to_be_held_back() -> None:
 
 
 def test_fraction_zero_holds_nothing_back() -> None:
-    """Also for one row, from which nothing could be taken."""
     assert frozen_split(3, 0.0, 1) == ((0, 1, 2), ())
     assert frozen_split(1, 0.0, 1) == ((0,), ())
 

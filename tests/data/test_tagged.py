@@ -13,14 +13,12 @@ from andon.data.tokens import byte_tokenizer
 
 
 def written(folder: Path, *rows: object) -> Path:
-    """Rows as JSON Lines."""
     path = folder / "rows.jsonl"
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return path
 
 
 def test_words_and_tags_are_read(tmp_path: Path) -> None:
-    """Tags by name; another tag is another digest."""
     row = {"tokens": ["Ann", "slept"], "tags": ["B-PER", "O"]}
     data = read_tagged(written(tmp_path, row))
     assert (data.labels, [(each.text, each.label) for each in data.rows]) == (("B-PER", "O"), [("Ann slept", (0, 1))])
@@ -43,7 +41,6 @@ def test_words_and_tags_are_read(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_learned_is_told_with_its_line(tmp_path: Path, row: dict[str, object], fault: str) -> None:
-    """Of a file that is evaluated on, whose tags must be those that were learned."""
     path = written(tmp_path, {"tokens": ["x"], "tags": ["O"]}, row)
     with pytest.raises(InputError) as caught:
         read_tagged(path, labels=("B-PER", "O"))
@@ -51,14 +48,12 @@ def test_what_cannot_be_learned_is_told_with_its_line(tmp_path: Path, row: dict[
 
 
 def test_a_word_is_where_its_first_byte_is() -> None:
-    """Bytes are tokens, a letter may be two; what is cut off has no place."""
     rows, firsts = byte_tokenizer().encode_words(["a\u00e9 bc d", "x"], 6)
     assert [len(row) for row in rows] == [6, 1]
     assert firsts == [[0, 4, -1], [0]]
 
 
 def test_the_embedded_rows_are_the_same_for_a_seed() -> None:
-    """With no text in both sets, and each tag in both."""
     (train, held_out), again = embedded(3), embedded(3)
     assert (train.digest, held_out.digest) == tuple(each.digest for each in again)
     assert not {*train.texts()} & {*held_out.texts()}

@@ -26,7 +26,6 @@ TEXTS = st.lists(st.text(st.characters(codec="utf-8"), max_size=20) | st.sampled
 
 
 def worded(folder: Path, *, pad: str | None, end: str = "</s>") -> Path:
-    """A saved word-level tokenizer that closes each text with its end token."""
     words = {word: place for place, word in enumerate(["</s>", "<unk>", "<pad>", "one", "two", "three"])}
     backend = Backend(models.WordLevel(words, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -39,7 +38,6 @@ def worded(folder: Path, *, pad: str | None, end: str = "</s>") -> Path:
 
 @given(TEXTS, st.integers(1, 40))
 def test_no_encoding_is_empty_too_long_or_ends_in_padding(texts: list[str], most: int) -> None:
-    """A decoder pools the last id that is not padding, so each row has one and it is the last."""
     encoded = BYTES.encode(texts, most)
     assert len(encoded) == len(texts)
     for ids in encoded:
@@ -50,7 +48,6 @@ def test_no_encoding_is_empty_too_long_or_ends_in_padding(texts: list[str], most
 
 @given(TEXTS)
 def test_one_id_for_each_byte_and_nothing_lost(texts: list[str]) -> None:
-    """Also for texts that spell a special token; two texts share an encoding only when they are the same."""
     encoded = BYTES.encode(texts, 1000)
     for text, ids in zip(texts, encoded, strict=True):
         assert len(ids) == max(1, len(text.encode()))
@@ -59,7 +56,6 @@ def test_one_id_for_each_byte_and_nothing_lost(texts: list[str]) -> None:
 
 
 def test_there_are_256_byte_ids_and_four_special_ones() -> None:
-    """The embedded model's vocabulary is 260, with the padding id 0."""
     ids = {
         id_
         for ids in BYTES.encode([chr(c) for c in range(128)] + [chr(c << 6) for c in range(2, 800)], 9)
@@ -70,7 +66,6 @@ def test_there_are_256_byte_ids_and_four_special_ones() -> None:
 
 
 def test_cutting_keeps_the_beginning_and_is_counted() -> None:
-    """The report says how many texts were cut; one that just fits is not."""
     tokenizer = byte_tokenizer()
     whole = tokenizer.encode(["abcdef"], 6)[0]
     assert tokenizer.truncated == 0
@@ -79,7 +74,6 @@ def test_cutting_keeps_the_beginning_and_is_counted() -> None:
 
 
 def test_a_saved_tokenizer_is_the_same_for_transformers_and_for_us(tmp_path: Path) -> None:
-    """What encoded before does not show in the files: truncation is not saved."""
     tokenizer = byte_tokenizer()
     tokenizer.encode(["abcdef"], 3)
     tokenizer.save(tmp_path)
@@ -91,7 +85,6 @@ def test_a_saved_tokenizer_is_the_same_for_transformers_and_for_us(tmp_path: Pat
 
 
 def test_what_is_saved_can_pad_batches(tmp_path: Path) -> None:
-    """One with an end token alone pads with it, here and where its files are read; it is the same tokenizer."""
     tokenizer = pretrained_tokenizer(str(worded(tmp_path / "one", pad=None)), local_only=True)
     before = tokenizer.digest
     tokenizer.save(tmp_path / "saved")
@@ -107,14 +100,12 @@ def test_what_is_saved_can_pad_batches(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("config", [Qwen3Config(), BertConfig()])
 def test_a_folder_with_a_model_alone_is_refused(tmp_path: Path, config: PreTrainedConfig) -> None:
-    """As `save_pretrained` of a model leaves it: transformers makes a tokenizer of it without a word."""
     config.save_pretrained(tmp_path)
     with pytest.raises(InputError, match="knows no token but special ones"):
         pretrained_tokenizer(str(tmp_path), local_only=True)
 
 
 def test_the_digest_tells_tokenizers_apart(tmp_path: Path) -> None:
-    """Another vocabulary, or another padding token alone, is another tokenizer."""
     one = pretrained_tokenizer(str(worded(tmp_path / "one", pad="<pad>")), local_only=True)
     other = pretrained_tokenizer(str(worded(tmp_path / "other", pad="<unk>")), local_only=True)
     assert len({one.digest, other.digest, BYTES.digest}) == 3
@@ -122,7 +113,6 @@ def test_the_digest_tells_tokenizers_apart(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("pad", ["<pad>", "</s>", None])
 def test_a_closing_token_that_also_pads_is_no_end_of_a_row(tmp_path: Path, pad: str | None) -> None:
-    """Where padding and end are one token (or there is only an end) rows end before it, and an empty one has an id."""
     tokenizer = pretrained_tokenizer(str(worded(tmp_path, pad=pad)), local_only=True)
     own = pad == "<pad>"
     assert tokenizer.pad_id == (2 if own else 0)
@@ -132,13 +122,11 @@ def test_a_closing_token_that_also_pads_is_no_end_of_a_row(tmp_path: Path, pad: 
 
 
 def test_a_lone_surrogate_is_the_texts_fault() -> None:
-    """It has no bytes; the text is named, whatever the tokenizer's library says."""
     with pytest.raises(InputError, match="text 2: holds a lone surrogate at character 1"):
         BYTES.encode(["a", "b\ud800"], 8)
 
 
 def test_a_text_that_the_tokenizers_native_code_gives_up_on_is_named() -> None:
-    """tokenizers panics where its regular expressions run too long; what pyo3 makes of that is no `Exception`."""
     backend = Backend(models.WordLevel({"</s>": 0, "<unk>": 1, "one": 2}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
     base = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
@@ -151,7 +139,6 @@ def test_a_text_that_the_tokenizers_native_code_gives_up_on_is_named() -> None:
 
 
 def test_a_text_that_the_tokenizer_has_no_token_for_is_named() -> None:
-    """A file of a tokenizer may lack the token for what is unknown; its library raises a bare `Exception`."""
     base = PreTrainedTokenizerFast(tokenizer_object=Backend(models.Unigram([("<pad>", 0.0), ("a", -1.0)])))
     tokenizer = HuggingFaceTokenizer(base, 0, 1)
     assert tokenizer.encode(["aa"], 8) == [[1, 1]]
@@ -160,7 +147,6 @@ def test_a_text_that_the_tokenizer_has_no_token_for_is_named() -> None:
 
 
 def _trained(kind: str) -> HuggingFaceTokenizer:
-    """A tokenizer of a kind with a vocabulary of its own, some of which have no borders between words."""
     words = ["abab ba aab", "abba  baab\nb", "aaab abb ab ab"] * 20
     special = ["<pad>", "<unk>", "[CLS]", "[SEP]"]
     if kind == "unigram":
@@ -193,7 +179,6 @@ LONG = st.text(st.sampled_from("aab  b\nc\u0301"), min_size=200, max_size=600)
 @settings(max_examples=20)
 @given(LONG, LONG, st.integers(8, 12))
 def test_the_beginning_of_a_long_text_gives_its_first_tokens(kind: str, text: str, other: str, most: int) -> None:
-    """Where a text is cut before it is tokenised, its tokens are those of the whole, and it counts as cut."""
     tokenizer = KINDS[kind]
     asked = [
         lambda: (tokenizer.encode([text, "ab", other], most), tokenizer.last_cut),
@@ -212,7 +197,6 @@ def test_the_beginning_of_a_long_text_gives_its_first_tokens(kind: str, text: st
 
 
 def test_a_long_text_is_not_tokenised_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One row of 40 MB took more than 2.4 GiB to be cut to 32 tokens."""
     tokenizer, given_to, text = _trained("wordpiece"), [0], "ab " * 200_000
 
     def asked(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -241,7 +225,6 @@ def test_a_limit_without_room_for_text_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["nothing/here", "missing", "empty"])
 def test_a_base_without_tokenizer_is_refused_by_name(tmp_path: Path, place: str) -> None:
-    """No traceback of a library for a wrong name, a missing folder or a folder of something else."""
     (tmp_path / "empty").mkdir()
     name = place if place == "nothing/here" else str(tmp_path / place)
     with pytest.raises(InputError) as caught:
@@ -252,7 +235,6 @@ def test_a_base_without_tokenizer_is_refused_by_name(tmp_path: Path, place: str)
 
 
 def test_the_largest_id_counts_and_not_the_number_of_words(tmp_path: Path) -> None:
-    """A vocabulary with holes needs as many rows of the embedding as its largest id says."""
     backend = Backend(models.WordLevel({"<unk>": 0, "<pad>": 1, "one": 900}, unk_token="<unk>"))
     tokenizer = HuggingFaceTokenizer(
         PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", pad_token="<pad>"), 1, 0
@@ -273,7 +255,6 @@ def test_data_and_configuration_are_imported_without_torch() -> None:
 
 
 def closing_typed() -> HuggingFaceTokenizer:
-    """The byte tokenizer with an end token of type 2 behind a text, as XLNet's has it."""
     base = byte_tokenizer().base
     base.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="$A:0 </s>:2", pair="$A:0 </s>:0 $B:1 </s>:2", special_tokens=[("</s>", 2)]
@@ -283,7 +264,6 @@ def closing_typed() -> HuggingFaceTokenizer:
 
 
 def test_types_of_a_single_text_are_told_as_stock_tells_them() -> None:
-    """A model that was trained with them gives other answers without; the text is cut as its tokens are."""
     tokenizer, texts = closing_typed(), ["abc", "abcdefghij"]
     stock = tokenizer.base(texts, truncation=True, max_length=6)["token_type_ids"]
     assert stock == [[0, 0, 0, 2], [0, 0, 0, 0, 0, 2]]
@@ -295,7 +275,6 @@ def test_types_of_a_single_text_are_told_as_stock_tells_them() -> None:
 
 
 def test_types_are_told_of_batches_and_of_beginnings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither a corpus nor a long text is tokenised as a whole, as for its tokens, and the types are the same."""
     tokenizer, texts = closing_typed(), ["ab", "ab" * 500, "", "ba" * 300, "b"]
     whole = tokenizer.types_of(texts, 8)
     assert whole == tokenizer.base(texts, truncation=True, max_length=8)["token_type_ids"]
@@ -314,7 +293,6 @@ def test_types_are_told_of_batches_and_of_beginnings(monkeypatch: pytest.MonkeyP
 
 
 def test_a_text_whose_types_the_native_code_gives_up_on_is_named() -> None:
-    """As where its tokens are asked for."""
     tokenizer = closing_typed()
     tokenizer.base.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
     with pytest.raises(InputError, match=r"^text 2: the tokenizer fails on it \(Onig: "):
@@ -323,7 +301,6 @@ def test_a_text_whose_types_the_native_code_gives_up_on_is_named() -> None:
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_saved_tokenizer_pads_where_its_model_wants_it(side: str, tmp_path: Path) -> None:
-    """Whatever side it had before: stock transformers pads by what is saved."""
     tokenizer = byte_tokenizer()
     tokenizer.save(tmp_path, 8, side)
     again = AutoTokenizer.from_pretrained(tmp_path)
@@ -331,7 +308,6 @@ def test_a_saved_tokenizer_pads_where_its_model_wants_it(side: str, tmp_path: Pa
 
 
 def test_a_tokenizer_whose_own_code_is_not_run_says_so(tmp_path: Path) -> None:
-    """The class of transformers may give other tokens."""
     byte_tokenizer().save(tmp_path)
     assert pretrained_tokenizer(str(tmp_path), local_only=True).own_code == ""
     file = tmp_path / "tokenizer_config.json"

@@ -27,7 +27,6 @@ SMALL = Confusion(3, ((0, 0, 1), (0, 2, 1), (1, 1, 1)))
 
 
 def test_rows_are_actual_and_columns_predicted() -> None:
-    """Two rows of class 0, one of them taken for 2; one row of class 1, right."""
     found = confusion_of(torch.tensor([0, 2, 1]), torch.tensor([0, 0, 1]), 3)
     assert found == SMALL
     assert found.table() == [[1, 0, 1], [0, 1, 0], [0, 0, 0]]
@@ -35,7 +34,6 @@ def test_rows_are_actual_and_columns_predicted() -> None:
 
 @given(pairs=PAIRS)
 def test_every_cell_is_a_count(pairs: list[tuple[int, int]]) -> None:
-    """Against counting the pairs one by one."""
     predicted, actual = (torch.tensor([pair[k] for pair in pairs], dtype=torch.int64) for k in (0, 1))
     found = confusion_of(predicted, actual, 4)
     assert found.table() == [[pairs.count((j, i)) for j in range(4)] for i in range(4)]
@@ -65,7 +63,6 @@ def test_a_hundred_thousand_classes_take_no_more_than_their_rows(tmp_path: Path)
 
 
 def test_the_file_has_the_name_that_its_bytes_have(tmp_path: Path) -> None:
-    """Anybody can check it with sha256sum."""
     write_confusion(tmp_path / "confusion", SMALL)
     file = tmp_path / "confusion" / f"{digest_of(SMALL)}.json"
     assert file.read_text() == '{"cells":[[0,0,1],[0,2,1],[1,1,1]],"classes":3}\n'
@@ -90,7 +87,6 @@ def test_the_file_has_the_name_that_its_bytes_have(tmp_path: Path) -> None:
     ],
 )
 def test_a_file_of_another_form_is_refused(tmp_path: Path, text: str, why: str) -> None:
-    """It is named by its path, also where whoever made the run folder quotes it by its own digest."""
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     (tmp_path / f"{digest}.json").write_text(text)
     with pytest.raises(InputError, match=f"{digest}.json: is not the confusion matrix.*{why}"):
@@ -98,7 +94,6 @@ def test_a_file_of_another_form_is_refused(tmp_path: Path, text: str, why: str) 
 
 
 def test_a_file_that_is_not_the_one_quoted_is_refused(tmp_path: Path) -> None:
-    """Changed, missing, a link, too long, and a name that leads out of the folder."""
     write_confusion(tmp_path, SMALL)
     digest = digest_of(SMALL)
     file = tmp_path / f"{digest}.json"
@@ -123,7 +118,6 @@ def test_a_file_that_is_not_the_one_quoted_is_refused(tmp_path: Path) -> None:
 
 @given(pairs=PAIRS)
 def test_no_file_is_longer_than_is_said_before(pairs: list[tuple[int, int]]) -> None:
-    """`andon check` refuses by this bound, so no run may exceed it."""
     predicted, actual = (torch.tensor([pair[k] for pair in pairs], dtype=torch.int64) for k in (0, 1))
     matrix = confusion_of(predicted, actual, 4)
     text = str({"cells": [list(cell) for cell in matrix.cells], "classes": 4}).replace(" ", "")

@@ -18,7 +18,6 @@ PAIRS = st.lists(
 
 
 def correlation(first: list[Fraction], second: list[Fraction]) -> float | None:
-    """By its definition; the square is exact."""
     count = len(first)
     one, other = ([value - sum(values) / count for value in values] for values in (first, second))
     covariance = sum(a * b for a, b in zip(one, other, strict=True))
@@ -27,14 +26,12 @@ def correlation(first: list[Fraction], second: list[Fraction]) -> float | None:
 
 
 def rank(value: float, values: list[float]) -> Fraction:
-    """The mean of the ranks that equal values share."""
     below, equal = sum(each < value for each in values), sum(each == value for each in values)
     return Fraction(2 * below + equal + 1, 2)
 
 
 @given(PAIRS)
 def test_scores_are_their_definitions(pairs: list[tuple[float, float]]) -> None:
-    """Mean absolute and squared error, both correlations, and none where there is one number only."""
     predicted, actual = [one for one, _ in pairs], [other for _, other in pairs]
     found = regression_scores(predicted, actual)
     errors = [Fraction(one) - Fraction(other) for one, other in pairs]
@@ -50,7 +47,6 @@ def test_scores_are_their_definitions(pairs: list[tuple[float, float]]) -> None:
 
 @given(PAIRS, st.randoms(use_true_random=False))
 def test_scores_do_not_depend_on_the_order_of_rows(pairs: list[tuple[float, float]], random: object) -> None:
-    """To the bit: ranks hand in their rows in any order."""
     shuffled = sorted(pairs, key=lambda _: random.random())  # type: ignore[attr-defined]
     one, other = (regression_scores([a for a, _ in each], [b for _, b in each]) for each in (pairs, shuffled))
     assert one == other
@@ -64,7 +60,6 @@ def test_ties_have_the_mean_of_their_ranks() -> None:
 
 
 def test_what_is_not_finite_or_of_two_lengths_is_refused() -> None:
-    """Nothing is scored that is not there."""
     for predicted in ([math.nan], [math.inf], []):
         with pytest.raises(ValueError, match=r"finite|for 1 targets"):
             regression_scores(predicted, [1.0])

@@ -19,7 +19,6 @@ SCORED = st.lists(st.tuples(st.sampled_from([0.0, 0.125, 0.5, 0.75, 1.0]), st.in
 
 
 def matrix_of(table: list[list[int]]) -> Confusion:
-    """The matrix with these counts, [actual][predicted]."""
     cells = ((i, j, rows) for i, line in enumerate(table) for j, rows in enumerate(line) if rows)
     return Confusion(len(table), tuple(cells))
 
@@ -41,7 +40,6 @@ def test_two_classes_by_hand() -> None:
 
 
 def test_where_a_denominator_is_zero_the_score_is_zero() -> None:
-    """Class 1 is never predicted, class 2 never occurs nor is predicted, and all predictions are of one class."""
     found = scores(matrix_of([[2, 0, 0], [1, 0, 0], [0, 0, 0]]))
     assert [(one.precision, one.recall, one.f1, one.support) for one in found.classes] == [
         (2 / 3, 1.0, 4 / 5, 2),
@@ -56,14 +54,12 @@ def test_where_a_denominator_is_zero_the_score_is_zero() -> None:
 
 @given(count=st.lists(st.integers(1, 10**9), min_size=2, max_size=6))
 def test_all_right_is_exactly_one(count: list[int]) -> None:
-    """No rounding takes a perfect model above or below 1."""
     found = scores(Confusion(len(count), tuple((k, k, rows) for k, rows in enumerate(count))))
     assert (found.accuracy, found.macro_f1, found.mcc) == (1.0, 1.0, 1.0)
 
 
 @given(rows=ROWS)
 def test_scores_follow_their_definitions(rows: list[tuple[int, int]]) -> None:
-    """Row by row: precision and recall as fractions of rows, mcc as Pearson's coefficient of one-hot rows."""
     predicted = torch.tensor([one for one, _ in rows])
     found = scores(confusion_of(predicted, torch.tensor([two for _, two in rows]), 4))
     assert found.accuracy == sum(one == two for one, two in rows) / len(rows)
@@ -79,8 +75,6 @@ def test_scores_follow_their_definitions(rows: list[tuple[int, int]]) -> None:
 
 
 def pearson(rows: list[tuple[int, int]]) -> float:
-    """The correlation of one-hot predictions and labels over all rows and classes (Gorodkin's R_K)."""
-
     def centred(column: list[int], label: int) -> list[float]:
         share = column.count(label) / len(column)
         return [(value == label) - share for value in column]
@@ -101,7 +95,6 @@ def test_auroc_by_hand() -> None:
 
 @given(rows=SCORED)
 def test_auroc_is_the_share_of_pairs_in_order(rows: list[tuple[float, int]]) -> None:
-    """All pairs of a positive and a negative, ties for half; none of one class is no AUROC."""
     pairs = [(p, n) for p, one in rows for n, two in rows if one == 1 and two == 0]
     wanted = sum((p > n) + 0.5 * (p == n) for p, n in pairs) / len(pairs) if pairs else None
     assert auroc([score for score, _ in rows], [label for _, label in rows]) == wanted
@@ -109,7 +102,6 @@ def test_auroc_is_the_share_of_pairs_in_order(rows: list[tuple[float, int]]) -> 
 
 @given(rows=st.lists(st.tuples(st.floats(0, 1), st.integers(0, 1), st.floats(0, 1e6)), max_size=30), seed=st.integers())
 def test_the_order_of_rows_changes_no_bit(rows: list[tuple[float, int, float]], seed: int) -> None:
-    """Workers hand in their rows in any order and split."""
     mixed = list(rows)
     random.Random(seed).shuffle(mixed)
 
@@ -128,7 +120,6 @@ def test_the_loss_is_the_mean_over_rows() -> None:
 
 
 def test_scores_are_plain_values() -> None:
-    """They go into JSON as they are: of the confusion matrix the cells that are not zero."""
     found = scores(matrix_of([[1, 0], [1, 1]]), [0.1, 0.9, 0.6], [0, 1, 1], [1.0, 1.0, 1.0])
     assert json.loads(json.dumps(found.as_dict()))["confusion"] == {
         "classes": 2,

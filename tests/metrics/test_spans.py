@@ -29,7 +29,6 @@ ROWS = st.lists(st.lists(st.tuples(TAGS, TAGS), max_size=8), max_size=5)
     ],
 )
 def test_spans_are_these(tags: str, wanted: list[tuple[str, int, int]]) -> None:
-    """IOB2, IOBES, and what begins without a beginning."""
     assert spans(tags.split(), scheme(tags.split())) == wanted
 
 
@@ -45,7 +44,6 @@ SCHEMES = {"IOB": "BIIB", "IOBES": "BIES", "BILOU": "BILU", "BMEWO": "BMEW"}
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("letters", SCHEMES.values(), ids=SCHEMES)
 def test_spans_are_the_same_however_a_set_of_tags_is_written(way: str, letters: str) -> None:
-    """A span of three words, one of one word, and a word of none, in each scheme and each way to write it."""
     first, inner, last, single = (WAYS[way].format(role=letter, type="PER") for letter in letters)
     tags = [first, inner, last, "O", single]
     parts = scheme({*tags, *(WAYS[way].format(role=letter, type="LOC") for letter in letters)})
@@ -56,25 +54,21 @@ def test_spans_are_the_same_however_a_set_of_tags_is_written(way: str, letters: 
 
 @pytest.mark.parametrize("tag", ["U-PER", "S_PER", "B.PER", "W-PER"])
 def test_a_set_of_single_words_alone_is_one_span_a_word(tag: str) -> None:
-    """No tag goes on or ends a span, and all have a role."""
     assert spans([tag, tag, "O"], scheme([tag, "O"])) == [("PER", 0, 0), ("PER", 1, 1)]
 
 
 def test_a_type_that_looks_like_a_role_is_a_type() -> None:
-    """No set of tags shows that U, `_` or what stands behind a hyphen is a role: neighbours of one type are a span."""
     tags = ["U-turn", "U-turn", "O", "I_think", "O", "vitamin-B"]
     assert spans(tags, scheme(tags)) == [("U-turn", 0, 1), ("I_think", 3, 3), ("vitamin-B", 5, 5)]
 
 
 def test_a_word_that_was_not_read_is_missed() -> None:
-    """One of two spans is found; the word that was cut off is wrong, although its tag is O."""
     found = span_scores([["B-X", UNREAD, UNREAD]], [["B-X", "B-X", "O"]], ("B-X", "O"))
     assert (found.precision, found.recall, found.accuracy, found.words) == (1.0, 0.5, 1 / 3, 3)
 
 
 @given(ROWS)
 def test_scores_count_spans_that_are_in_both(rows: list[list[tuple[str, str]]]) -> None:
-    """Spans of each row apart, and each word once; what nobody predicted or has is 0."""
     predicted, actual = ([[pair[side] for pair in row] for row in rows] for side in (0, 1))
     names = {"O", *(f"{prefix}-{type_}" for prefix in "BIES" for type_ in ("X", "Y"))}
     found, parts = span_scores(predicted, actual, names), scheme(names)
@@ -89,7 +83,6 @@ def test_scores_count_spans_that_are_in_both(rows: list[list[tuple[str, str]]]) 
 
 
 def test_a_span_of_which_one_end_is_wrong_is_wrong() -> None:
-    """One of two predicted is right, one of two there is found, although five of six words are."""
     names = ("B-X", "I-X", "B-Y", "O")
     found = span_scores([["B-X", "I-X", "O", "B-Y", "O", "O"]], [["B-X", "I-X", "I-X", "B-Y", "O", "O"]], names)
     assert (found.precision, found.recall, found.f1, found.accuracy) == (0.5, 0.5, 0.5, 5 / 6)

@@ -32,8 +32,6 @@ class Machine:
         self._unsynced: set[int] = set()
 
     def wrap(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        """The function `os.name` on this machine."""
-
         def changed(*arguments: Any, **options: Any) -> Any:
             if name == "open" and not arguments[1] & os.O_CREAT:
                 return real(*arguments, **options)
@@ -62,7 +60,6 @@ class Machine:
         raise Died
 
     def lose_what_was_not_synced(self, folder: Path) -> None:
-        """After a power cut: empty every file under `folder` that was written and never fsynced."""
         for path in folder.rglob("*"):
             if path.is_file() and path.stat().st_ino in self._unsynced:
                 os.truncate(path, 0)
@@ -70,7 +67,6 @@ class Machine:
 
 @contextmanager
 def machine(at: int, mode: Mode, folder: Path) -> Iterator[Machine]:
-    """Run the body on a machine that fails at change `at`; `Died` ends the body."""
     failing = Machine(at, mode)
     with ExitStack() as patches:
         for name in _CHANGES:

@@ -19,7 +19,6 @@ from tests.run.crash import Mode, every_failure
 
 @pytest.mark.parametrize("mode", ["kill", "power cut", "disk full"])
 def test_a_file_is_old_or_new_at_every_point(tmp_path: Path, mode: Mode) -> None:
-    """Wherever the writer dies or the disk refuses, the file holds all of the old bytes or all of the new."""
     numbers = itertools.count()
 
     def make() -> Path:
@@ -42,7 +41,6 @@ def test_a_file_is_old_or_new_at_every_point(tmp_path: Path, mode: Mode) -> None
 
 
 def test_permissions_are_the_umasks(tmp_path: Path) -> None:
-    """A file has the permissions that the umask leaves."""
     before = os.umask(0o027)
     try:
         write_whole(tmp_path / "file", b"x")
@@ -53,7 +51,6 @@ def test_permissions_are_the_umasks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", [Path("/proc/andon-run"), Path("/proc/andon-run/a/b")])
 def test_a_folder_that_never_was_is_not_called_gone(path: Path, tmp_path: Path) -> None:
-    """/proc takes no new folder, and says that there is none; a folder that was removed is gone all the same."""
     with pytest.raises(InputError, match="cannot be written: nothing of that name can be made in /proc"), storage(path):
         path.mkdir(parents=True)
     with pytest.raises(InputError, match="cannot be written: the folder is gone"):
@@ -62,10 +59,6 @@ def test_a_folder_that_never_was_is_not_called_gone(path: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.ETIMEDOUT, errno.EUCLEAN, 12345])
 def test_whatever_a_disk_answers_is_said_of_the_path(tmp_path: Path, number: int) -> None:
-    """A shared file system has answers of its own, and a kernel may have new ones: none of them is an unforeseen error.
-
-    An answer that only means "not now" is the caller's to hear.
-    """
     with pytest.raises(InputError, match="file: cannot be written: the system refuses it"), storage(tmp_path / "file"):
         raise OSError(number, "its own words")
     with pytest.raises(BlockingIOError), storage(tmp_path / "file"):
@@ -74,7 +67,6 @@ def test_whatever_a_disk_answers_is_said_of_the_path(tmp_path: Path, number: int
 
 @pytest.mark.parametrize("place", ["none/file", "plain/file", "folder", "x" * 300])
 def test_a_place_that_cannot_be_written_is_an_input_error(tmp_path: Path, place: str) -> None:
-    """A missing folder, a file in its place, a folder in the file's place, a name too long: one error with the path."""
     (tmp_path / "plain").touch()
     (tmp_path / "folder").mkdir()
     with pytest.raises(InputError, match="cannot be written") as caught:
@@ -84,14 +76,12 @@ def test_a_place_that_cannot_be_written_is_an_input_error(tmp_path: Path, place:
 
 
 def test_other_errors_are_not_renamed(tmp_path: Path) -> None:
-    """What is not the disk's refusal is raised as it is."""
     with pytest.raises(TypeError):
         write_whole(tmp_path / "file", "text")  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_limit_on_file_sizes_is_an_input_error(tmp_path: Path) -> None:
-    """In a process that may write 4 KiB per file, larger files and ledgers are refused whole: what was there stays."""
     code = (
         "import pathlib, resource, sys\n"
         "from andon.console.problems import InputError\n"
@@ -121,7 +111,6 @@ def test_a_limit_on_file_sizes_is_an_input_error(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
-    """A folder that is filled takes its name at the end; after an error the old one stands and nothing else."""
     target = tmp_path / "adapter"
     for text in ("one", "two"):
         with whole_folder(target) as folder:
@@ -143,7 +132,6 @@ def test_a_folder_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["kill", "power cut", "disk full"])
 def test_no_folder_is_half(tmp_path: Path, mode: Mode) -> None:
-    """Wherever the filling of a folder fails, what has its name is whole; a full disk brings the old one back."""
     numbers = itertools.count()
 
     def fill(base: Path, text: str) -> None:
@@ -170,7 +158,6 @@ def test_no_folder_is_half(tmp_path: Path, mode: Mode) -> None:
 
 
 def test_cleaning_removes_temporaries_only(tmp_path: Path) -> None:
-    """Files that others named stay, temporaries of any writer go, links among them without what they point to."""
     (tmp_path / "keep").mkdir()
     (tmp_path / "keep" / "file").touch()
     (tmp_path / "a.andon-tmp-1-2").mkdir()
@@ -182,7 +169,6 @@ def test_cleaning_removes_temporaries_only(tmp_path: Path) -> None:
 
 
 def test_json_is_strict_and_sorted(tmp_path: Path) -> None:
-    """NaN is refused before anything is written; equal objects have equal bytes."""
     with pytest.raises(ValueError, match="Out of range"):
         write_json(tmp_path / "file", {"x": float("nan")})
     assert list(tmp_path.iterdir()) == []

@@ -41,12 +41,10 @@ STATE_OF: dict[str, Any] = {"epoch": 1, "lr": 0.1, "order": [3, 1], "name": "\u0
 
 
 def saved(folder: Path, step: int, value: float = 0.0) -> Path:
-    """A checkpoint of `step` that holds `value`."""
     return save_checkpoint(folder, step, {"w": torch.full((3,), value)}, {"value": value})
 
 
 def value_of(found: Checkpoint | None) -> float | None:
-    """The value that `saved` put in."""
     if found is None:
         return None
     assert found.tensors["w"].tolist() == [found.state["value"]] * 3
@@ -54,7 +52,6 @@ def value_of(found: Checkpoint | None) -> float | None:
 
 
 def counting(tmp_path: Path, prepare: Callable[[Path], object]) -> Callable[[], Path]:
-    """A maker of new folders under `tmp_path`, each prepared."""
     numbers = itertools.count()
 
     def make() -> Path:
@@ -67,7 +64,6 @@ def counting(tmp_path: Path, prepare: Callable[[Path], object]) -> Callable[[], 
 
 
 def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
-    """Names, bits, shapes, dtypes, state, step and ledger head come back; views, ties, NaN and -0.0 among them."""
     before = evaluations().get("checkpoint-whole", 0)
     path = save_checkpoint(tmp_path, 42, TREE, STATE_OF, head=(9, "ab" * 8))
     assert evaluations()["checkpoint-whole"] == before + 1
@@ -82,7 +78,6 @@ def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
 
 
 def test_permissions_are_the_umasks(tmp_path: Path) -> None:
-    """Files have the permissions that the umask leaves, not those of a private temporary."""
     before = os.umask(0o027)
     try:
         path = saved(tmp_path, 1)
@@ -94,8 +89,6 @@ def test_permissions_are_the_umasks(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", ["kill", "power cut"])
 @pytest.mark.parametrize("step", [1, 2], ids=["same step", "next step"])
 def test_a_crash_while_saving_leaves_old_or_new(tmp_path: Path, mode: Mode, step: int) -> None:
-    """At every point of a save that dies the folder holds the old or the new state; the next save then works."""
-
     def check(folder: Path, finished: bool, error: Exception | None) -> None:
         assert error is None
         found, rejected = newest_valid(folder)
@@ -114,8 +107,6 @@ def test_a_crash_while_saving_leaves_old_or_new(tmp_path: Path, mode: Mode, step
 
 @pytest.mark.parametrize("step", [1, 2], ids=["same step", "next step"])
 def test_a_full_disk_while_saving_keeps_the_old(tmp_path: Path, step: int) -> None:
-    """Whichever call the disk refuses, the error is an InputError, nothing temporary stays, old or new is valid."""
-
     def check(folder: Path, finished: bool, error: Exception | None) -> None:
         assert finished or isinstance(error, InputError)
         if error:
@@ -136,8 +127,6 @@ def test_a_full_disk_while_saving_keeps_the_old(tmp_path: Path, step: int) -> No
 
 @pytest.mark.parametrize("mode", ["kill", "power cut", "disk full"])
 def test_a_crash_while_pruning_keeps_what_is_kept(tmp_path: Path, mode: Mode) -> None:
-    """At every point the newest and the best are valid, and every other is valid or gone, never half."""
-
     def prepare(folder: Path) -> None:
         for step in (1, 2, 3, 4):
             saved(folder, step, float(step))
@@ -156,7 +145,6 @@ def test_a_crash_while_pruning_keeps_what_is_kept(tmp_path: Path, mode: Mode) ->
 
 
 def test_prune_keeps_the_latest_and_the_best(tmp_path: Path) -> None:
-    """The `keep` latest steps and the best stay; what is removed is reported; none to keep is refused."""
     for step in (5, 100, 20, 3):
         saved(tmp_path, step)
     assert [p.name for p in prune(tmp_path, keep=2, best=3)] == ["step-00000005"]
@@ -166,7 +154,6 @@ def test_prune_keeps_the_latest_and_the_best(tmp_path: Path) -> None:
 
 
 def test_a_link_in_the_place_of_a_checkpoint_is_rejected_by_name(tmp_path: Path) -> None:
-    """It is not passed over in silence, and a new checkpoint takes its place, also where it leads nowhere."""
     folder = tmp_path / "checkpoints"
     folder.mkdir()
     save_checkpoint(folder, 1, {"w": torch.ones(1)}, {})
@@ -184,7 +171,6 @@ def test_a_link_in_the_place_of_a_checkpoint_is_rejected_by_name(tmp_path: Path)
 
 
 def test_a_rejected_later_checkpoint_pushes_no_good_one_out(tmp_path: Path) -> None:
-    """After a resume from before a damaged checkpoint, what is saved next is kept although its step is lower."""
     for step in (2, 4, 6):
         saved(tmp_path, step)
     assert [p.name for p in prune(tmp_path, keep=1, newest=4)] == ["step-00000002"]
@@ -192,21 +178,18 @@ def test_a_rejected_later_checkpoint_pushes_no_good_one_out(tmp_path: Path) -> N
 
 
 def flip(path: Path, at: int) -> None:
-    """Change one bit of the byte `at`."""
     data = bytearray(path.read_bytes())
     data[at] ^= 1
     path.write_bytes(data)
 
 
 def link_elsewhere(path: Path) -> None:
-    """Replace the file by a link to a copy of it."""
     copy = path.parent.parent / f"copy-{path.name}"
     path.rename(copy)
     path.symlink_to(copy)
 
 
 def replaced_by(path: Path, make: Callable[[Path], None]) -> None:
-    """Remove the file and make something else in its place."""
     path.unlink()
     make(path)
 
@@ -229,7 +212,6 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("name", [TENSORS, STATE, MANIFEST])
 def test_damage_is_named_and_the_older_one_taken(tmp_path: Path, name: str, damage: str) -> None:
-    """A file that was cut, changed, zeroed, removed or replaced is refused by name; the checkpoint before it serves."""
     saved(tmp_path, 1, 1.0)
     path = saved(tmp_path, 2, 2.0)
     DAMAGES[damage](path / name)
@@ -243,7 +225,6 @@ def test_damage_is_named_and_the_older_one_taken(tmp_path: Path, name: str, dama
 
 @pytest.mark.parametrize("name", [TENSORS, STATE, MANIFEST])
 def test_a_file_of_another_checkpoint_is_refused(tmp_path: Path, name: str) -> None:
-    """Files exchanged between two checkpoints of the same shape are found, though each is sound on its own."""
     first, second = saved(tmp_path, 1, 1.0), saved(tmp_path, 2, 2.0)
     shutil.copy(first / name, second / name)
     with pytest.raises(CheckpointError):
@@ -251,7 +232,6 @@ def test_a_file_of_another_checkpoint_is_refused(tmp_path: Path, name: str) -> N
 
 
 def test_a_renamed_or_foreign_folder_is_refused(tmp_path: Path) -> None:
-    """A folder whose name says another step, one more file, a link to a folder, or nothing at all: refused by name."""
     path = saved(tmp_path, 1)
     other = path.rename(tmp_path / "step-00000009")
     with pytest.raises(CheckpointError, match=r"of step 1, the folder's name says 9"):
@@ -279,7 +259,6 @@ def resealed(path: Path, changes: Mapping[str, object], tensors: bytes | None = 
 
 
 def test_a_header_that_claims_too_much_is_refused(tmp_path: Path) -> None:
-    """A header length beyond the file, as of a bomb, is refused before anything is parsed or allocated."""
     for length in (1 << 62, 1 << 27, 60):
         path = saved(tmp_path, 1)
         resealed(path, {}, tensors=length.to_bytes(8, "little") + b"{}" + bytes(40))
@@ -302,7 +281,6 @@ def test_a_header_that_claims_too_much_is_refused(tmp_path: Path) -> None:
     ids=range(8),
 )
 def test_other_tensors_under_sound_hashes_are_refused(tmp_path: Path, tensors: bytes, says: str) -> None:
-    """Names, shapes, dtypes and the digest of the tensors must be the manifest's, though all hashes agree."""
     path = saved(tmp_path, 1)
     resealed(path, {}, tensors=tensors)
     with pytest.raises(CheckpointError, match=says):
@@ -314,7 +292,6 @@ def test_other_tensors_under_sound_hashes_are_refused(tmp_path: Path, tensors: b
     [{"version": 2}, {"step": "1"}, {"step": True}, {"files": {}}, {"tensors": []}, {"ledger": 1}, {"digest": None}],
 )
 def test_a_manifest_of_another_form_is_refused(tmp_path: Path, changes: dict[str, object]) -> None:
-    """A manifest of another version or with fields of wrong types is refused by name, not stumbled over."""
     path = saved(tmp_path, 1)
     resealed(path, changes)
     with pytest.raises(CheckpointError, match=MANIFEST):
@@ -323,7 +300,6 @@ def test_a_manifest_of_another_form_is_refused(tmp_path: Path, changes: dict[str
 
 @pytest.mark.parametrize("text", ["NaN", '{"version": NaN}', "[" * 100_000, '{"\\ud800": 1, "version": 1}', "[]"])
 def test_a_manifest_that_is_no_json_is_refused(tmp_path: Path, text: str) -> None:
-    """No text in the manifest's place ends in anything but a CheckpointError."""
     path = saved(tmp_path, 1)
     (path / MANIFEST).write_text(text)
     with pytest.raises(CheckpointError, match=MANIFEST):
@@ -340,7 +316,6 @@ def test_a_state_that_would_come_back_changed_is_refused(tmp_path: Path, state: 
 
 @pytest.mark.parametrize("damage", ["tensor", "file"])
 def test_what_is_not_read_back_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
-    """Where the disk gives other bytes than were written, the save is a Violation and the old checkpoint stays."""
     saved(tmp_path, 1, 1.0)
     real = atomic.write_new
 
@@ -360,7 +335,6 @@ def test_what_is_not_read_back_does_not_count(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_limit_on_file_sizes_is_an_input_error(tmp_path: Path) -> None:
-    """In a process that may write 4 KiB per file a larger checkpoint is an InputError, and nothing of it is left."""
     code = (
         "import pathlib, resource, sys, torch\n"
         "from andon.console.problems import InputError\n"

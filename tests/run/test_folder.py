@@ -34,7 +34,6 @@ _OWNER = (
 
 
 def test_the_layout_is_the_documented_one(tmp_path: Path) -> None:
-    """The paths of a run are those that the issue names, and asking for them touches nothing."""
     run = RunFolder(tmp_path / "run")
     paths = [run.config, run.environment, run.metrics, run.checkpoints, run.adapter]
     paths += [run.ledger, run.provenance, run.summary, run.lock]
@@ -68,7 +67,6 @@ def test_what_is_no_file_is_refused_by_name(tmp_path: Path, name: str, make: Cal
 
 
 def test_a_living_owner_keeps_others_out(tmp_path: Path) -> None:
-    """While another process owns the folder opening it is an InputError with its pid; killed, it owns no more."""
     run = RunFolder(tmp_path / "runs" / "x")
     command = [sys.executable, "-c", _OWNER, str(run.path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
@@ -88,7 +86,6 @@ def test_a_living_owner_keeps_others_out(tmp_path: Path) -> None:
 
 
 def test_one_process_owns_once(tmp_path: Path) -> None:
-    """A second writer in the same process is refused as well; after the first has closed it is not."""
     run = RunFolder(tmp_path / "x")
     with (
         run.open_for_writing(),
@@ -101,7 +98,6 @@ def test_one_process_owns_once(tmp_path: Path) -> None:
 
 
 def test_states(tmp_path: Path) -> None:
-    """A folder goes from empty to unfinished to finished; a summary that does not say finished does not count."""
     run = RunFolder(tmp_path / "x")
     assert run.state() is State.EMPTY
     run.path.mkdir()
@@ -118,7 +114,6 @@ def test_states(tmp_path: Path) -> None:
 
 
 def test_a_run_without_its_lock_is_known_by_its_ledger(tmp_path: Path) -> None:
-    """A copy of a run without hidden files is still a run."""
     run = RunFolder(tmp_path)
     with LedgerWriter(run.ledger) as ledger:
         ledger.append(End(0, "finished", {}))
@@ -127,7 +122,6 @@ def test_a_run_without_its_lock_is_known_by_its_ledger(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["config.yaml", "summary.json", "ledger.jsonl", "thesis.doc"])
 def test_what_is_no_run_is_never_written_to(tmp_path: Path, name: str) -> None:
-    """A folder that holds files but is no run is refused and left as it is, though the names be those of a run."""
     (tmp_path / name).write_text('{"finished": true}\n')
     run = RunFolder(tmp_path)
     assert run.state() is State.FOREIGN
@@ -137,7 +131,6 @@ def test_what_is_no_run_is_never_written_to(tmp_path: Path, name: str) -> None:
 
 
 def test_places_that_cannot_be_written(tmp_path: Path) -> None:
-    """A file in the folder's place, or on the way to it, is an InputError that names the path."""
     (tmp_path / "file").touch()
     for path in (tmp_path / "file", tmp_path / "file" / "run"):
         with pytest.raises(InputError, match="file"), RunFolder(path).open_for_writing():
@@ -146,7 +139,6 @@ def test_places_that_cannot_be_written(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_read_only_place_is_an_input_error(tmp_path: Path) -> None:
-    """A folder without permission to write is an InputError."""
     tmp_path.chmod(0o500)
     try:
         with pytest.raises(InputError, match="no permission"), RunFolder(tmp_path / "x").open_for_writing():
@@ -156,7 +148,6 @@ def test_a_read_only_place_is_an_input_error(tmp_path: Path) -> None:
 
 
 def test_the_owner_cleans_up(tmp_path: Path) -> None:
-    """Temporaries of a killed writer, in the folder and among the checkpoints, are gone once the folder is owned."""
     run = RunFolder(tmp_path)
     with run.open_for_writing():
         (tmp_path / "summary.json.andon-tmp-1-ab").touch()
@@ -167,7 +158,6 @@ def test_the_owner_cleans_up(tmp_path: Path) -> None:
 
 
 def test_new_folders_do_not_collide(tmp_path: Path) -> None:
-    """The name is the time in UTC; a second run of the same second gets a number."""
     now = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
     assert new_folder(tmp_path / "runs", now) == tmp_path / "runs" / "20260102-030405"
     for number in (2, 3):
@@ -175,7 +165,6 @@ def test_new_folders_do_not_collide(tmp_path: Path) -> None:
 
 
 def test_a_new_folder_is_one_processs_alone(tmp_path: Path) -> None:
-    """Many that ask for one in the same second get one each: finding a name and taking it is one act."""
     now = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
     together = threading.Barrier(8)
 
@@ -188,14 +177,12 @@ def test_a_new_folder_is_one_processs_alone(tmp_path: Path) -> None:
 
 
 def test_a_new_folder_where_none_can_be_made(tmp_path: Path) -> None:
-    """A file in the place of the folder of runs is bad input."""
     (tmp_path / "runs").touch()
     with pytest.raises(InputError, match="runs"):
         new_folder(tmp_path / "runs")
 
 
 def test_the_run_folder_needs_no_torch() -> None:
-    """Refusing a folder is quick: folder, ledger, summary and provenance do not start torch."""
     code = (
         "import sys, andon.run.folder, andon.run.ledger, andon.run.summary, andon.run.provenance as p\n"
         "p.environment()\n"
@@ -205,7 +192,6 @@ def test_the_run_folder_needs_no_torch() -> None:
 
 
 def test_a_lock_that_was_removed_meanwhile_owns_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between opening the lock and holding it another process may discard the folder: then nobody is let in."""
     run = RunFolder(tmp_path / "run")
     lock = fcntl.flock
 
@@ -219,7 +205,6 @@ def test_a_lock_that_was_removed_meanwhile_owns_nothing(tmp_path: Path, monkeypa
 
 
 def test_a_run_that_began_meanwhile_is_not_discarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the look at a folder and its lock another process may have run in it: its ledger stays."""
     run = RunFolder(tmp_path / "run")
     with run.open_for_writing():
         pass
@@ -256,7 +241,6 @@ def test_a_folder_that_cannot_be_read_is_no_empty_one(
 
 
 def test_a_lock_that_cannot_be_read_makes_no_folder_foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the disk fails under the lock, the folder is not called something that is no run; the disk is named."""
     with RunFolder(tmp_path).open_for_writing():
         pass
     (tmp_path / "config.yaml").touch()
@@ -270,7 +254,6 @@ def test_a_lock_that_cannot_be_read_makes_no_folder_foreign(tmp_path: Path, monk
 
 
 def test_what_stood_there_before_is_not_discarded(tmp_path: Path) -> None:
-    """A run that ends before it begins takes away what it made, and nothing that it found."""
     run = RunFolder(tmp_path / "run")
     notes = run.path / "reports" / "thesis.txt"
     notes.parent.mkdir(parents=True)
@@ -284,7 +267,6 @@ def test_what_stood_there_before_is_not_discarded(tmp_path: Path) -> None:
 
 
 def test_a_run_whose_ledger_was_truncated_is_not_discarded(tmp_path: Path) -> None:
-    """It has trained, as its metrics show, though no line of its ledger and no checkpoint are left."""
     run = RunFolder(tmp_path / "run")
     with run.open_for_writing():
         run.ledger.touch()
@@ -296,7 +278,6 @@ def test_a_run_whose_ledger_was_truncated_is_not_discarded(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("name", ["reports", "metrics.jsonl", "checkpoints", "ledger.jsonl"])
 def test_a_folder_with_links_is_refused(tmp_path: Path, name: str) -> None:
-    """Whoever made the folder could have it lead anywhere: nothing is written or removed behind a link."""
     run = RunFolder(tmp_path / "run")
     with run.open_for_writing():
         pass

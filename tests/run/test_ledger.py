@@ -20,7 +20,6 @@ H = "0123456789abcdef"
 
 
 def step(number: int, loss: float = 0.5) -> Step:
-    """The record of update `number`."""
     return Step(
         step=number,
         epoch=0,
@@ -40,7 +39,6 @@ def step(number: int, loss: float = 0.5) -> Step:
 
 
 def written(path: Path, *records: Step | End) -> bytes:
-    """The bytes of a ledger with these records appended."""
     with LedgerWriter(path) as ledger:
         for record in records:
             ledger.append(record)
@@ -48,7 +46,6 @@ def written(path: Path, *records: Step | End) -> bytes:
 
 
 def test_lines_are_on_disk_at_their_step(tmp_path: Path) -> None:
-    """After each append another reader sees the whole line, and the head is that of a verified chain."""
     path = tmp_path / "ledger.jsonl"
     with LedgerWriter(path) as ledger:
         assert ledger.head == (0, GENESIS)
@@ -64,7 +61,6 @@ def test_lines_are_on_disk_at_their_step(tmp_path: Path) -> None:
 
 
 def test_a_reopened_ledger_goes_on(tmp_path: Path) -> None:
-    """Opening again verifies what is there and continues its chain."""
     path = tmp_path / "ledger.jsonl"
     first = written(path, step(1), step(2))
     both = written(path, step(3))
@@ -73,7 +69,6 @@ def test_a_reopened_ledger_goes_on(tmp_path: Path) -> None:
 
 
 def test_a_torn_tail_is_cut_and_told(tmp_path: Path) -> None:
-    """Wherever the last line was cut, opening restores the lines before it and tells how much was lost."""
     path = tmp_path / "ledger.jsonl"
     first = written(path, step(1))
     both = written(path, step(2))
@@ -93,7 +88,6 @@ def test_a_torn_tail_is_cut_and_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["my notes", '{"name": "x"}', "{", '{"back'])
 def test_of_a_file_of_something_else_nothing_is_cut_off(tmp_path: Path, text: str) -> None:
-    """A text without a line end is no torn line of a ledger, unless it could be the beginning of one."""
     path = tmp_path / "notes.txt"
     path.write_text(text)
     if '{"backend":'.startswith(text):
@@ -106,7 +100,6 @@ def test_of_a_file_of_something_else_nothing_is_cut_off(tmp_path: Path, text: st
 
 
 def test_damage_is_named_by_line(tmp_path: Path) -> None:
-    """A line that was changed, lost or doubled is an error with file and number; nothing is cut off then."""
     path = tmp_path / "ledger.jsonl"
     lines = written(path, step(1), step(2), step(3)).splitlines(keepends=True)
     changed = lines[1].replace(b'"correct":1', b'"correct":2')
@@ -129,7 +122,6 @@ def test_damage_is_named_by_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["kill", "disk full"])
 def test_a_failed_append_leaves_whole_lines(tmp_path: Path, mode: Mode) -> None:
-    """Wherever an append fails, opening again finds the old lines, with or without the new one, and can go on."""
     numbers = iter(range(1000))
 
     def make() -> Path:
@@ -151,7 +143,6 @@ def test_a_failed_append_leaves_whole_lines(tmp_path: Path, mode: Mode) -> None:
 
 
 def test_a_refused_record_leaves_the_ledger_as_it_was(tmp_path: Path) -> None:
-    """A record that is not of the schema is a ValueError, and the next one fits on."""
     path = tmp_path / "ledger.jsonl"
     with LedgerWriter(path) as ledger:
         ledger.append(step(1))
@@ -162,7 +153,6 @@ def test_a_refused_record_leaves_the_ledger_as_it_was(tmp_path: Path) -> None:
 
 
 def test_a_ledger_that_is_cut_while_it_is_written_is_named(tmp_path: Path) -> None:
-    """Cut anywhere, as log rotation does, or written to: the next line, or the next sync, is refused by its name."""
     path = tmp_path / "ledger.jsonl"
     whole = written(path, step(1), step(2), step(3))
     sizes = {round(len(whole) * part / 20) for part in range(20)}
@@ -188,7 +178,6 @@ def test_a_ledger_that_is_cut_while_it_is_written_is_named(tmp_path: Path) -> No
 def test_a_ledger_stays_in_its_place_where_the_process_leaves_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A relative path is of the folder in which the ledger was opened."""
     monkeypatch.chdir(tmp_path)
     with LedgerFile(Path("ledger.jsonl")) as ledger:
         monkeypatch.chdir("/")
@@ -197,7 +186,6 @@ def test_a_ledger_stays_in_its_place_where_the_process_leaves_its_folder(
 
 
 def test_a_linked_or_unwritable_ledger_is_an_input_error(tmp_path: Path) -> None:
-    """A ledger that is a link, or in a folder that is gone, is not written through."""
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     for path in (tmp_path / "link", tmp_path / "none" / "ledger.jsonl"):
         with pytest.raises(InputError, match="cannot be written"):
@@ -206,7 +194,6 @@ def test_a_linked_or_unwritable_ledger_is_an_input_error(tmp_path: Path) -> None
 
 
 def test_handles_are_returned(tmp_path: Path) -> None:
-    """Closing, also twice, and failing to open leave no open file behind."""
     path = tmp_path / "ledger.jsonl"
     before = set(os.listdir("/proc/self/fd"))
     ledger = LedgerWriter(path)

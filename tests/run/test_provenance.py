@@ -26,7 +26,6 @@ from andon_contracts import fingerprint as machine
 
 
 def test_versions_are_those_installed() -> None:
-    """Versions come from the installed packages; one that is not there is None."""
     found = environment(threads=1)
     packages = found["packages"]
     assert isinstance(packages, Mapping)
@@ -36,7 +35,6 @@ def test_versions_are_those_installed() -> None:
 
 
 def test_only_known_flags_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Variables that choose kernels are recorded; others, which may be secrets, are not."""
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
     monkeypatch.setenv("SECRET_TOKEN", "s3cr3t")
     found = environment()
@@ -45,8 +43,6 @@ def test_only_known_flags_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_switches_of_compilers_are_recorded_but_for_places_and_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By value where the switch is known, else that it is set; where caches and tools are decides no bits, and neither
-    that nor what is named like a secret is recorded at all."""
     switches = {
         "TORCH_COMPILE_DISABLE": "1",
         "TRITON_F32_DEFAULT": "tf32",
@@ -81,14 +77,12 @@ def test_switches_of_compilers_are_recorded_but_for_places_and_secrets(monkeypat
     ],
 )
 def test_the_fingerprint_changes_with_what_bits_depend_on(name: str, value: object) -> None:
-    """Another CPU, thread count, libc, instruction set, accelerator, driver or Python is another one, and named."""
     ours = environment(threads=1, devices=["H100"])
     (difference,) = differences(fingerprint(ours), fingerprint(ours | {name: value}))
     assert difference.startswith(f"{name}: ")
 
 
 def test_the_fingerprint_of_a_portable_run_is_one_for_all_cpus() -> None:
-    """Its bits do not depend on the CPU; on versions they may, and a plain run on that CPU is another one."""
     ours, plain = environment(threads=1, portable="one after the other"), environment(threads=1)
     theirs = ours | {"cpu": "another", "instructions": "avx avx2 avx512f fma"}
     assert fingerprint(theirs) == fingerprint(ours)
@@ -101,7 +95,6 @@ def test_the_fingerprint_of_a_portable_run_is_one_for_all_cpus() -> None:
 
 @pytest.mark.parametrize("name", ["andon", "triton", "nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cudnn-cu13"])
 def test_what_makes_the_kernels_of_an_accelerator_is_in_its_fingerprint(name: str) -> None:
-    """Another version of it is another fingerprint there; a run on CPUs is compared with those from before it was."""
     for devices, expected in ((["H200"], [f"{name}: none, 9"]), ([], [])):
         ours = environment(threads=1, devices=devices)
         packages = ours["packages"]
@@ -112,7 +105,6 @@ def test_what_makes_the_kernels_of_an_accelerator_is_in_its_fingerprint(name: st
 
 @pytest.mark.parametrize("folder", ["model", "fast"])
 def test_the_code_that_compiles_passes_is_in_the_fingerprint_of_an_accelerator(folder: str) -> None:
-    """By its digest: many states of a checkout have one version number. On CPUs nothing is compiled."""
     ours = environment(threads=1, devices=["H200"])
     sources = ours["sources"]
     assert isinstance(sources, Mapping)
@@ -124,7 +116,6 @@ def test_the_code_that_compiles_passes_is_in_the_fingerprint_of_an_accelerator(f
 
 
 def test_the_digest_of_code_is_of_names_and_contents(tmp_path: Path) -> None:
-    """Another content, another name and another division among files give another one, another place the same."""
     states = [{"a.py": "1\n", "b.py": "2\n"}, {"a.py": "1\n", "c.py": "2\n"}, {"a.py": "1\n2\n"}, {"a.py": "1\n"}]
     found = []
     for place, files in enumerate([*states, states[0]]):
@@ -138,7 +129,6 @@ def test_the_digest_of_code_is_of_names_and_contents(tmp_path: Path) -> None:
 
 
 def test_what_was_written_before_there_was_more_is_read() -> None:
-    """The environment of an older run has no driver and no sources: its fingerprint has neither."""
     ours = environment(threads=1, devices=["H200"])
     older = {name: value for name, value in ours.items() if name not in ("driver", "sources")}
     names = fingerprint(older).keys()
@@ -161,7 +151,6 @@ def test_what_was_written_before_there_was_more_is_read() -> None:
 def test_the_driver_is_the_one_that_the_kernel_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, expected: str | None
 ) -> None:
-    """Of both kinds of kernel module; where there is none, or it says something else, it is not known."""
     monkeypatch.setattr(machine, "_DRIVER", tmp_path / "version")
     assert environment(devices=["H200"])["driver"] is None
     (tmp_path / "version").write_text(line)
@@ -169,7 +158,6 @@ def test_the_driver_is_the_one_that_the_kernel_names(
 
 
 def test_the_fingerprint_ignores_where_it_runs() -> None:
-    """Kernel, Python patch version, number of cores and a library that computes nothing do not change it."""
     ours = environment(threads=1)
     packages = ours["packages"]
     assert isinstance(packages, Mapping)
@@ -182,20 +170,17 @@ def test_the_fingerprint_ignores_where_it_runs() -> None:
 
 
 def test_the_fingerprint_survives_json() -> None:
-    """A fingerprint read back from environment.json is the one that was computed."""
     ours = environment(threads=2, devices=["B", "A", "B"])
     assert fingerprint(json.loads(json.dumps(ours))) == fingerprint(ours)
     assert fingerprint(ours)["devices"] == "A, B"
 
 
 def test_the_commit_is_a_commit_or_none() -> None:
-    """In a checkout it is 40 digits, possibly dirty; as an installed package None."""
     found = commit()
     assert found is None or re.fullmatch(r"[0-9a-f]{40}(-dirty)?", found)
 
 
 def test_the_commit_of_a_repository_around_us_is_not_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package installed inside somebody's repository has no commit; without git there is none either."""
     monkeypatch.setattr(provenance, "__file__", str(tmp_path / "provenance.py"))
     (tmp_path / "provenance.py").touch()
     assert commit() is None
@@ -206,7 +191,6 @@ def test_the_commit_of_a_repository_around_us_is_not_ours(tmp_path: Path, monkey
 
 
 def test_provenance_says_what_went_in(tmp_path: Path) -> None:
-    """The file holds the commit, the configuration's identity, the digests by name and the fingerprint."""
     ours = environment(threads=1)
     write_provenance(tmp_path / "p.json", identity="ab" * 8, digests={"data": "cd" * 8}, environment=ours)
     found = json.loads((tmp_path / "p.json").read_text())
@@ -216,7 +200,6 @@ def test_provenance_says_what_went_in(tmp_path: Path) -> None:
 
 
 def test_provenance_is_read_as_it_was_written(tmp_path: Path) -> None:
-    """Digests by name, and the fingerprint; a digest that is not there is named."""
     ours = environment(threads=1)
     write_provenance(tmp_path / "p.json", identity="ab" * 8, digests={"data": "cd" * 8}, environment=ours)
     found = read_provenance(tmp_path / "p.json")
@@ -230,7 +213,6 @@ def test_provenance_is_read_as_it_was_written(tmp_path: Path) -> None:
     "content", [b"", b"{", b"\xff", b"[" * 100_000, b"[]", b"{}", b'{"digests": {"a": 1}, "fingerprint": {}}', None]
 )
 def test_a_damaged_provenance_is_bad_input(tmp_path: Path, content: bytes | None) -> None:
-    """Cut, emptied, of another form, or not there: one problem at the file."""
     if content is not None:
         (tmp_path / "p.json").write_bytes(content)
     with pytest.raises(InputError, match=r"p\.json: "):

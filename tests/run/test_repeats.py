@@ -28,14 +28,12 @@ CHANGED = {
 
 
 def changed(record: Step, name: str, value: object) -> Step:
-    """The record with another value in one field, or in one of its digests."""
     if hasattr(record, name):
         return replace(record, **{name: value})  # type: ignore[arg-type]
     return replace(record, digests=replace(record.digests, **{name: value}))  # type: ignore[arg-type]
 
 
 def test_where_a_step_was_done_is_no_difference() -> None:
-    """Another world size or backend is the same step."""
     old = step(2)
     elsewhere = replace(old, world=4, backend="gloo", ranks=())
     assert differing(old, elsewhere) == ()
@@ -44,7 +42,6 @@ def test_where_a_step_was_done_is_no_difference() -> None:
 
 @pytest.mark.parametrize("name", REPEATED)
 def test_a_run_is_held_to_each_field_of_the_list(name: str) -> None:
-    """One other bit breaks `resume-exact`, which says both values; a step that was not done before is held to none."""
     old = step(2)
     new = changed(old, name, CHANGED[name])
     (found,) = differing(old, new)
@@ -56,14 +53,12 @@ def test_a_run_is_held_to_each_field_of_the_list(name: str) -> None:
 
 
 def test_causes_come_before_effects() -> None:
-    """Whatever order the records have: what is said first is what the rest follows from."""
     old = step(2)
     new = changed(changed(changed(old, "weights", "ab" * 8), "content", "ab" * 8), "loss", Real.of(2.0))
     assert [each.name for each in differing(old, new)] == ["content", "loss", "weights"]
 
 
 def test_what_was_not_looked_at_is_no_difference_and_the_rest_is_compared() -> None:
-    """Contracts that were off leave no digests: then the losses, rows and norms are what a step is held to."""
     old = replace(step(2), digests=StepDigests(*[UNKNOWN] * 4))
     assert lacks(old, "weights")
     assert not lacks(old, "loss")
@@ -73,7 +68,6 @@ def test_what_was_not_looked_at_is_no_difference_and_the_rest_is_compared() -> N
 
 
 def test_a_difference_shows_reals_with_their_bits_and_cuts_what_is_long() -> None:
-    """Nine digits do not tell a last bit, and a batch may have many rows."""
     assert str(Difference("loss", Real.of(0.5), Real.of(0.25))) == (
         "loss: 0.5 (0x1.0000000000000p-1), now 0.25 (0x1.0000000000000p-2)"
     )
@@ -81,7 +75,6 @@ def test_a_difference_shows_reals_with_their_bits_and_cuts_what_is_long() -> Non
 
 
 def test_the_list_has_all_of_a_step_but_where_it_was_done() -> None:
-    """A new field of a step is held to, or is named here."""
     of_a_watch = {"weights_norm", "gradient_at", "optimizer_index", "skipped", "draws"}
     places = {"step", "world", "backend", "ranks", "tensors"}
     known = {each.name for each in (*fields(Step), *fields(StepDigests))} - {"digests"}

@@ -35,14 +35,12 @@ SUMMARY = Summary(
 
 
 def test_a_summary_survives(tmp_path: Path) -> None:
-    """What is read back is what was written, to the bit of the loss, with or without the optional fields."""
     for summary in (SUMMARY, replace(SUMMARY, final_loss=None, best_step=None, eval={}, finished=False)):
         write_summary(tmp_path / "s.json", summary)
         assert read_summary(tmp_path / "s.json") == summary
 
 
 def test_the_keys_are_the_promised_ones(tmp_path: Path) -> None:
-    """The file has the keys and types that its readers were told of."""
     write_summary(tmp_path / "s.json", SUMMARY)
     found = json.loads((tmp_path / "s.json").read_text())
     assert found["final_loss"] == {"value": 0.1, "hex": (0.1).hex()}
@@ -53,7 +51,6 @@ def test_the_keys_are_the_promised_ones(tmp_path: Path) -> None:
 
 
 def test_scores_that_are_not_finite_become_null(tmp_path: Path) -> None:
-    """A score without a value (AUROC of one class) is null; a loss that is NaN is told by its hex."""
     summary = replace(SUMMARY, eval={"auroc": math.nan, "per": [math.inf, 1.0]}, final_loss=Real.of(math.nan))
     write_summary(tmp_path / "s.json", summary)
     found = read_summary(tmp_path / "s.json")
@@ -62,7 +59,6 @@ def test_scores_that_are_not_finite_become_null(tmp_path: Path) -> None:
 
 
 def test_a_wrong_summary_is_not_written(tmp_path: Path) -> None:
-    """A field of a wrong type is found by the writer, and no file appears."""
     with pytest.raises(ValueError, match="wall_s must be a float"):
         write_summary(tmp_path / "s.json", replace(SUMMARY, wall_s=12))
     assert list(tmp_path.iterdir()) == []
@@ -70,7 +66,6 @@ def test_a_wrong_summary_is_not_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("text", "says"), [("{", "no summary"), ("{}", "run is missing"), ("[]", "object")])
 def test_a_wrong_summary_is_an_input_error(tmp_path: Path, text: str, says: str) -> None:
-    """A file that is no summary is an error with its path and the field; so is a file that is not there."""
     (tmp_path / "s.json").write_text(text)
     with pytest.raises(InputError, match=says) as caught:
         read_summary(tmp_path / "s.json")
@@ -80,7 +75,6 @@ def test_a_wrong_summary_is_an_input_error(tmp_path: Path, text: str, says: str)
 
 
 def test_a_summary_finishes_a_run(tmp_path: Path) -> None:
-    """A run folder is finished once its summary says so, and not by a summary of an end before time."""
     run = RunFolder(tmp_path)
     with run.open_for_writing():
         write_summary(run.summary, replace(SUMMARY, finished=False))

@@ -35,28 +35,23 @@ ALL = AuditSpec(1, None)
 
 
 def audited(backend: Backend, spec: AuditSpec, task: Task | None = None) -> tuple[TrainingStep, list[Replica]]:
-    """A step that is audited as `spec` says, on fresh replicas."""
     replicas = [replica() for _ in backend.ranks]
     return TrainingStep(backend, replicas, task or ToyTask(), LEAVES, 0.2, spec), replicas
 
 
 def inline(world: int) -> InlineBackend:
-    """`world` ranks in turn."""
     return InlineBackend([CPU] * world)
 
 
 def do(step: TrainingStep, batch: GlobalBatch) -> StepResult:
-    """One update."""
     return step(batch, rate(batch.step), batch.step)
 
 
 def flip(tensor: torch.Tensor, place: int, bit: int) -> None:
-    """One bit of one element."""
     tensor.view(torch.int32)[place] ^= 1 << bit
 
 
 def plant_in_gradient(victim: Replica, leaf: int, place: int, bit: int, times: int = 1) -> None:
-    """After backward, the gradient of micro-batch `leaf` has one bit flipped, the next `times` times."""
     inner, left = victim._leaf, [times]
 
     def wrong(step: int, given: Leaf, task: Task, *, checked: bool) -> torch.Tensor:
@@ -70,7 +65,6 @@ def plant_in_gradient(victim: Replica, leaf: int, place: int, bit: int, times: i
 
 
 def plant_in_sum(victim: Replica, root: int, place: int, bit: int) -> None:
-    """The partial sum number `root` has one bit flipped once it is complete, before it is sent."""
     inner = victim.gradients
 
     def wrong(*given: Any, **named: Any) -> Any:
@@ -85,7 +79,6 @@ def plant_in_sum(victim: Replica, root: int, place: int, bit: int) -> None:
 @pytest.mark.parametrize("world", [1, 2, 3, 8, 11])
 @pytest.mark.parametrize("coverage", [1, 2, None])
 def test_an_audit_changes_nothing(world: int, coverage: int | None) -> None:
-    """Every digest, loss and norm of an audited run is that of a run without audits; nothing clean is found broken."""
     plain = run(inline(world), replace(SETTINGS, clip_norm=0.2))
     step, replicas = audited(inline(world), AuditSpec(1, coverage))
     reset_evaluations()
@@ -100,7 +93,6 @@ def test_an_audit_changes_nothing(world: int, coverage: int | None) -> None:
 
 
 def _unaudited_run_agrees(plant: Callable[[Sequence[Replica]], None]) -> None:
-    """The same fault without an audit: no clause is broken, all ranks agree, and the weights are not the right ones."""
     wrong: list[int] = []
     right: list[int] = []
     for weights, planted in ((wrong, True), (right, False)):
@@ -131,7 +123,6 @@ def test_a_flipped_bit_in_a_gradient_is_found_100_of_100() -> None:
 
 
 def test_a_flipped_bit_in_a_partial_sum_is_found_100_of_100() -> None:
-    """After the sum is complete and before it is sent, on any rank, in any of its sums."""
     draw = random.Random(8)
     for _ in range(100):
         world = draw.choice([2, 3, 5])
@@ -150,8 +141,6 @@ def test_a_flipped_bit_in_a_partial_sum_is_found_100_of_100() -> None:
 
 @pytest.mark.parametrize("kind", ["gradient", "sum"])
 def test_replicas_agree_on_what_the_audit_finds(kind: str) -> None:
-    """Without the audit both faults pass: the ranks agree on weights and loss, and are wrong together."""
-
     def plant(replicas: Sequence[Replica]) -> None:
         if kind == "gradient":
             plant_in_gradient(replicas[1], 5, 3, 20)
@@ -162,7 +151,6 @@ def test_replicas_agree_on_what_the_audit_finds(kind: str) -> None:
 
 
 def test_one_pair_that_disagrees_accuses_both_and_several_accuse_one() -> None:
-    """Of two nobody can tell which is wrong; who disagrees with everyone is the culprit."""
     step, replicas = audited(inline(4), ALL)
     plant_in_gradient(replicas[2], 4, 0, 5)
     with pytest.raises(Violation, match="either of both may be wrong") as caught:
@@ -177,7 +165,6 @@ def test_one_pair_that_disagrees_accuses_both_and_several_accuse_one() -> None:
 
 
 def test_one_rank_finds_what_passes_and_not_what_persists() -> None:
-    """At one rank the audit computes its own work again, and says so."""
     step, replicas = audited(inline(1), ALL)
     plant_in_gradient(replicas[0], 3, 0, 5)
     with pytest.raises(Violation, match="rank 0 computed again") as caught:
@@ -191,7 +178,6 @@ def test_one_rank_finds_what_passes_and_not_what_persists() -> None:
 
 
 def test_a_flip_is_found_exactly_where_its_micro_batch_is_drawn() -> None:
-    """At coverage 1 of 4 the draw decides, and nothing else: 50 flips, one a step, in any micro-batch of two ranks."""
     spec = AuditSpec(1, 1, seed=3)
     step, replicas = audited(inline(2), spec)
     draw = random.Random(9)
@@ -236,7 +222,6 @@ def test_audits_are_due_every_k_steps_and_cost_a_hundredth() -> None:
 
 @given(st.integers(1, 40), st.data())
 def test_what_is_taken_over_completes_what_is_computed_again(leaves: int, data: st.DataObject) -> None:
-    """The siblings of the chosen leaves and these leaves are the tree's leaves, once each, and sum as the tree does."""
     chosen = data.draw(st.sets(st.integers(0, leaves - 1), min_size=1))
     root = (0, leaves)
     taken = siblings(root, sorted(chosen))
@@ -249,7 +234,6 @@ def test_what_is_taken_over_completes_what_is_computed_again(leaves: int, data: 
 
 
 def test_threads_audit_each_other() -> None:
-    """Ranks in threads find the same."""
     backend = ThreadsBackend([CPU] * 3)
     try:
         step, replicas = audited(backend, ALL)
@@ -261,7 +245,6 @@ def test_threads_audit_each_other() -> None:
 
 
 def _rank_with_flip(coverage: int | None) -> tuple[str, tuple[int, ...], int, int]:
-    """One rank of a group: two clean audited steps, then a flip on rank 1 in the third."""
     backend = GroupBackend("gloo", CPU)
     step, (own,) = audited(backend, AuditSpec(1, coverage))
     first, second, third = SETTINGS.batches()
@@ -278,7 +261,6 @@ def _rank_with_flip(coverage: int | None) -> tuple[str, tuple[int, ...], int, in
 
 @pytest.mark.parametrize("coverage", [1, None])
 def test_ranks_of_a_group_audit_each_other(coverage: int | None) -> None:
-    """In processes every rank raises the same violation, before the update; one micro-batch reaches the sum above."""
     outcomes = [outcome.get() for outcome in run_ranks(2, _rank_with_flip, coverage)]
     assert outcomes == [("audit", (0, 1), 3, 2)] * 2
 
@@ -291,7 +273,6 @@ class _FailsOnce(ToyTask):
         self.row, self.seen = row, 0
 
     def load(self, ids: Sequence[int], device: torch.device) -> Any:
-        """The rows; the second time that `row` is among them, an error."""
         self.seen += self.row in ids
         if self.row in ids and self.seen == 2:
             raise MemoryError("no memory for the audit")
@@ -299,7 +280,6 @@ class _FailsOnce(ToyTask):
 
 
 def test_an_error_in_the_audit_is_raised_as_itself() -> None:
-    """What fails while it is computed again ends the step with its own error, not with a wait or a violation."""
     batch = SETTINGS.batches()[0]
     step, _ = audited(inline(2), ALL, _FailsOnce(batch.ids[0]))
     with pytest.raises(MemoryError, match="no memory for the audit"):
@@ -320,13 +300,11 @@ def _rank_that_fails(row: int) -> str:
 
 
 def test_other_ranks_learn_that_an_audit_failed() -> None:
-    """The rank that failed raises its own error, the other that it noticed; nobody waits."""
     first = SETTINGS.batches()[0].ids[0]
     assert [outcome.get() for outcome in run_ranks(2, _rank_that_fails, first)] == ["RankFailed", "MemoryError"]
 
 
 def test_an_unaudited_step_records_no_digest_of_gradients() -> None:
-    """What is not audited costs nothing: the column is 0, and filled at an audited step."""
     step, _ = build(inline(2), SETTINGS)
     assert {leaf.gradient for leaf in do(step, SETTINGS.batches()[0]).leaves} == {0}
     step, _ = audited(inline(2), ALL)

@@ -32,7 +32,6 @@ def _run_all() -> Records:
 
 @pytest.fixture(scope="module")
 def expected() -> Records:
-    """Every setting on one inline replica."""
     torch.set_num_threads(1)
     return {name: run(InlineBackend([CPU]), settings) for name, settings in SETTINGS.items()}
 
@@ -43,7 +42,6 @@ def expected() -> Records:
 def test_replicas_in_one_process_give_one_result(
     kind: type[InlineBackend], world: int, name: str, expected: Records
 ) -> None:
-    """Loss, norm, digests of content, gradient, weights and optimizer, counts: the same bits on 1 to 4 replicas."""
     backend = kind([CPU] * world)
     try:
         assert run(backend, SETTINGS[name]) == expected[name]
@@ -53,18 +51,15 @@ def test_replicas_in_one_process_give_one_result(
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_processes_give_the_same_result(world: int, expected: Records) -> None:
-    """Real gloo processes, 1 to 4 of them, end with the bits that one inline replica has, on every rank."""
     for outcome in run_ranks(world, _run_all):
         assert outcome.get() == expected
 
 
 def test_the_result_depends_on_what_defines_it(expected: Records) -> None:
-    """Comparing digests means something: other micro-batches, optimizers and clipping give other bits."""
     finals = [str(records[-1]["state"]) for records in expected.values()]
     assert len(set(finals)) == len(finals)
 
 
 def test_another_seed_gives_other_masks() -> None:
-    """The seed reaches the dropout masks: with another one the first loss is another."""
     losses = {run(InlineBackend([CPU]), Settings(8, sizes=(10,), seed=seed))[0]["loss"] for seed in range(4)}
     assert len(losses) == 4

@@ -39,7 +39,6 @@ class PinnedTask(ToyTask):
         return {"x": self.x[index], "y": self.y[index], "id": index}
 
     def planned_content(self, ids: object) -> torch.Tensor:
-        """On the CPU, as the plan is made there."""
         return ToyTask().planned_content(ids)  # type: ignore[arg-type]
 
 
@@ -53,7 +52,6 @@ def made(
     captured: bool = False,
     kind: type[nn.Module] = ToyModel,
 ) -> tuple[TrainingStep, list[Replica]]:
-    """A step on fresh replicas, all on the first GPU; captured: their passes become CUDA graphs."""
     device = torch.device("cuda", 0)
     replicas = []
     for _ in range(world):
@@ -69,7 +67,6 @@ def made(
 
 @pytest.fixture
 def without_waiting() -> Iterator[None]:
-    """Every operation that makes the host wait for the device is an error, once everything has been used once."""
     yield
     torch.cuda.set_sync_debug_mode("default")
 
@@ -77,7 +74,6 @@ def without_waiting() -> Iterator[None]:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("world", [1, 3])
 def test_an_update_waits_for_nothing(name: str, world: int, without_waiting: None) -> None:
-    """Three updates with contracts and audits, each launched before the last is read, without one synchronization."""
     settings = Settings(8, clip_norm=0.2, optimizer=OPTIMIZERS[name])
     step, _ = made(world, settings, PinnedTask(), audit_every=1)
     assert step.late
@@ -93,7 +89,6 @@ def test_an_update_waits_for_nothing(name: str, world: int, without_waiting: Non
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_late_and_at_once_are_one_result(name: str) -> None:
-    """When an update is judged is no part of its bits, nor is the number of replicas."""
     settings = Settings(8, clip_norm=0.2, optimizer=OPTIMIZERS[name])
     found = []
     for world, late in [(1, True), (3, True)] + ([(1, False)] if name == "adamw" else []):
@@ -104,7 +99,6 @@ def test_late_and_at_once_are_one_result(name: str) -> None:
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_held_back_by_the_device(name: str) -> None:
-    """Read a step later, named as on a CPU; what is found before the update was never applied, nor anything after."""
     step, replicas = made(WORLD, SETTINGS, PinnedTask())
     step.attest_start({})
     first, *rest = SETTINGS.batches()
@@ -125,7 +119,6 @@ def test_a_fault_is_held_back_by_the_device(name: str) -> None:
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 def test_a_nan_is_held_back_by_the_device(where: str) -> None:
-    """NaN in one micro-batch closes the gate before the optimizer."""
     batch = SETTINGS.batches()[0]
     step, replicas = made(1, SETTINGS, _Poisoned(batch.ids[3], where))
     before = _state(replicas)
@@ -149,7 +142,6 @@ class Waiting(ToyModel):
     """Asks for a value in the middle of a pass."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """As the toy model's."""
         assert float(x.sum()) != 0.5
         return super().forward(x)
 
@@ -158,7 +150,6 @@ class Synchronizing(ToyModel):
     """Waits for the device by a call that torch's debug mode does not see: only the capture fails."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """As the toy model's."""
         torch.cuda.synchronize()
         return super().forward(x)
 
@@ -167,7 +158,6 @@ class RefusingOne(ToyModel):
     """Waits as `Synchronizing` does, and only for a single row: graphs of other shapes are there by then."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """As the toy model's."""
         if len(x) == 1:
             torch.cuda.synchronize()
         return super().forward(x)
@@ -177,7 +167,6 @@ class Interrupted(ToyModel):
     """Ctrl-C comes while a pass is captured."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """As the toy model's."""
         if torch.cuda.is_current_stream_capturing():
             raise KeyboardInterrupt
         return super().forward(x)
@@ -187,7 +176,6 @@ class Leaving(ToyModel):
     """Leaves its hidden layer out now and then, as drawn on the host: layer dropout of transformers."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """As the toy model's, or without the first dropout."""
         return super().forward(x if torch.rand([]) < 0.5 else 2 * x)
 
 
@@ -206,7 +194,6 @@ def _run(kind: type[nn.Module], world: int, *, captured: bool, audit_every: int 
 
 @pytest.mark.parametrize("world", [1, 3])
 def test_captured_passes_have_the_bits_of_eager_ones(world: int) -> None:
-    """Losses, gradients, weights and moments of 24 updates with dropout; audits, which are eager, agree at each."""
     eager, _ = _run(ToyModel, 1, captured=False)
     found, replicas = _run(ToyModel, world, captured=True, audit_every=1)
     assert found == eager
@@ -231,7 +218,6 @@ def test_what_a_graph_could_not_do_again_stays_eager(kind: type[nn.Module], why:
 
 @pytest.mark.parametrize("world", [1, 3])
 def test_a_capture_that_fails_late_takes_no_graph_along(world: int) -> None:
-    """What was captured before draws from a generator that the failure left unusable: all is eager from then on."""
     eager, _ = _run(ToyModel, 1, captured=False)
     found, replicas = _run(RefusingOne, world, captured=True, audit_every=1)
     assert found == eager
@@ -243,7 +229,6 @@ def test_a_capture_that_fails_late_takes_no_graph_along(world: int) -> None:
 
 
 def test_an_interrupt_inside_of_a_capture_ends_it() -> None:
-    """It goes up as itself, and the device draws and launches afterwards as before."""
     with pytest.raises(KeyboardInterrupt):
         _run(Interrupted, 1, captured=True)
     assert not torch.cuda.is_current_stream_capturing()
@@ -253,7 +238,6 @@ def test_an_interrupt_inside_of_a_capture_ends_it() -> None:
 
 
 def test_a_captured_pass_waits_for_nothing(without_waiting: None) -> None:
-    """Once all shapes have been captured no update makes the host wait."""
     settings = Settings(4, sizes=(8, 8, 8, 8, 8))
     step, (replica,) = made(1, settings, PinnedTask(), captured=True)
     first, second, third, *rest = (replace(SETTINGS.batches()[0], step=number) for number in range(1, 6))
@@ -267,7 +251,6 @@ def test_a_captured_pass_waits_for_nothing(without_waiting: None) -> None:
 
 
 def test_the_kernel_judges_a_table_as_plain_operations_do() -> None:
-    """Random tables and rules, right ones and ones with one integer changed: the gate closes for the same of them."""
     from andon.step.gate import broken
     from andon.step.gate_cuda import close_on_device
 

@@ -118,7 +118,6 @@ def _other_base(backend: Backend) -> Caught:
 
 
 def _all_on_a_group() -> Mapping[str, Caught]:
-    """Every fault in turn on this rank of a process group: each must leave the group usable for the next."""
     backend = GroupBackend("gloo", CPU)
     found = {name: catch(backend, fault.plant) for name, fault in FAULTS.items()}
     for where in ("loss", "gradient"):
@@ -137,13 +136,11 @@ def _all_on_a_group() -> Mapping[str, Caught]:
 
 @pytest.fixture(scope="module")
 def on_group() -> list[Mapping[str, Caught]]:
-    """What each of three gloo ranks saw of every fault."""
     return [outcome.get() for outcome in run_ranks(WORLD, _all_on_a_group)]
 
 
 @pytest.fixture(params=[InlineBackend, ThreadsBackend])
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
-    """Three replicas in this process."""
     made = request.param([CPU] * WORLD)
     yield made
     made.close()
@@ -151,7 +148,6 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_in_one_process_is_named(name: str, backend: Backend) -> None:
-    """Clause, step, rank and tensor of a planted fault are right, and what is found early was not applied."""
     caught, fault = catch(backend, FAULTS[name].plant), FAULTS[name]
     assert (caught.clause, caught.step, caught.ranks, caught.tensor) == (fault.clause, 2, (CULPRIT,), fault.tensor)
     assert caught.applied is not fault.early
@@ -159,7 +155,6 @@ def test_a_fault_in_one_process_is_named(name: str, backend: Backend) -> None:
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_in_one_of_three_processes_is_named_by_all(name: str, on_group: list[Mapping[str, Caught]]) -> None:
-    """Every rank raises the same violation at the same step, healthy or not, and names the one in the minority."""
     fault = FAULTS[name]
     for seen in on_group:
         caught = seen[name]
@@ -183,7 +178,6 @@ def test_nan_in_any_micro_batch_stops_all(micro_batch: int, where: str, on_group
 
 
 def test_an_overflow_in_the_reduction_stops_all(on_group: list[Mapping[str, Caught]]) -> None:
-    """Finite gradients whose sum is not: no rank is to blame, all stop before the update."""
     inline = _steep(InlineBackend([CPU] * WORLD))
     for caught in [inline, *(seen["overflow"] for seen in on_group)]:
         assert caught == inline
@@ -206,7 +200,6 @@ def test_an_overflow_in_the_reduction_stops_all(on_group: list[Mapping[str, Caug
 def test_a_process_that_goes_its_own_way_is_named_by_all(
     name: str, clause: str, step: int, tensor: str, on_group: list[Mapping[str, Caught]]
 ) -> None:
-    """A rank at another step or point, or with another schedule, data, layout, start or base: one verdict on all."""
     for seen in on_group:
         caught = seen[name]
         assert (caught.clause, caught.step, caught.ranks, caught.tensor) == (clause, step, (CULPRIT,), tensor)
@@ -217,7 +210,6 @@ def test_a_process_that_goes_its_own_way_is_named_by_all(
 
 @pytest.mark.parametrize("fault", [_start, _other_base])
 def test_two_ranks_cannot_tell_who_is_wrong(fault: Callable[..., Caught]) -> None:
-    """One against one: the violation is raised, and nobody is accused without ground."""
     if fault is _other_base:
         assert fault(InlineBackend([CPU] * 2)).ranks == (CULPRIT,)  # the start is known, so here somebody can tell
     else:
@@ -225,7 +217,6 @@ def test_two_ranks_cannot_tell_who_is_wrong(fault: Callable[..., Caught]) -> Non
 
 
 def test_weights_that_all_ranks_moved_alike_are_found() -> None:
-    """Replicas that agree are not enough: what changed every replica between two updates is found as well."""
     step, replicas = build(InlineBackend([CPU] * 2), SETTINGS)
     ordinary(step, SETTINGS.batches()[0])
     for one in replicas:
@@ -236,7 +227,6 @@ def test_weights_that_all_ranks_moved_alike_are_found() -> None:
 
 @pytest.mark.parametrize("moment", ["exp_avg", "exp_avg_sq"])
 def test_a_moment_of_a_lone_rank_that_moved_is_found_before_it_is_used(moment: str) -> None:
-    """Nobody is there to compare with: it is held to what its own last update left."""
     step, (lone,) = build(InlineBackend([CPU]), replace(SETTINGS, optimizer=OptimizerSpec()))
     ordinary(step, SETTINGS.batches()[0])
     ordinary(step, SETTINGS.batches()[1])
@@ -246,7 +236,6 @@ def test_a_moment_of_a_lone_rank_that_moved_is_found_before_it_is_used(moment: s
 
 
 def test_weights_that_moved_after_the_start_are_found_at_the_first_update() -> None:
-    """The first update is held to the weights that were attested, not to whatever it finds."""
     step, replicas = build(InlineBackend([CPU] * 2), SETTINGS)
     step.attest_start({})
     for one in replicas:
@@ -256,7 +245,6 @@ def test_weights_that_moved_after_the_start_are_found_at_the_first_update() -> N
 
 
 def test_without_an_attested_start_the_odd_rank_is_named() -> None:
-    """Rank 0 has no privilege: if it is the one that differs before the first update, it is the one that is named."""
     step, replicas = build(InlineBackend([CPU] * 3), SETTINGS)
     replicas[0].parameters.weights.data[0] += 1.0
     caught = violation_of(lambda: ordinary(step, SETTINGS.batches()[0]), replicas)
@@ -264,7 +252,6 @@ def test_without_an_attested_start_the_odd_rank_is_named() -> None:
 
 
 def test_switching_the_contracts_off_and_on_raises_nothing() -> None:
-    """Updates without contracts leave nothing behind that a later checked update trips over."""
     step, _ = build(InlineBackend([CPU] * 2), SETTINGS)
     first, second, third = SETTINGS.batches()
     ordinary(step, first)
@@ -274,7 +261,6 @@ def test_switching_the_contracts_off_and_on_raises_nothing() -> None:
 
 
 def test_off_and_on_give_the_same_bits() -> None:
-    """Contracts look and do not touch: without them the loss and the weights have the same bits."""
     on, off = (build(InlineBackend([CPU] * 2), SETTINGS) for _ in range(2))
     for batch in SETTINGS.batches():
         result = ordinary(on[0], batch)
@@ -293,13 +279,11 @@ class _Broken(ToyTask):
         self._where = where
 
     def load(self, ids: Any, device: torch.device) -> Any:
-        """The toy rows, or an error."""
         if self._where == "load":
             raise OSError("the rows cannot be read")
         return super().load(ids, device)
 
     def planned_content(self, ids: Any) -> torch.Tensor:
-        """The toy digests, or an error."""
         if self._where == "planned_content":
             raise OSError("the rows cannot be read")
         return super().planned_content(ids)
@@ -313,14 +297,12 @@ def _broken_on_culprit(where: str) -> None:
 
 @pytest.mark.parametrize("where", ["load", "planned_content"])
 def test_an_ordinary_error_on_one_rank_ends_all_of_them(where: str) -> None:
-    """Nobody waits for a rank that raised: it has its own error, the others hear which rank failed."""
     outcomes: list[Outcome] = run_ranks(WORLD, _broken_on_culprit, where)
     assert [type(outcome.error) for outcome in outcomes] == [RankFailed, OSError, RankFailed]
     assert "rank 1 failed" in str(outcomes[0].error)
 
 
 def test_an_ordinary_error_in_a_thread_is_raised(backend: Backend) -> None:
-    """In one process the replica's own error is what the caller sees."""
     step, _ = build(backend, SETTINGS, _Broken("load"))
     with pytest.raises(OSError, match="cannot be read"):
         ordinary(step, BATCH)
@@ -335,7 +317,6 @@ def test_a_model_that_replaces_its_gradient_is_refused() -> None:
 
 
 def test_violations_stop_at_the_step_and_not_after_it() -> None:
-    """A NaN is never applied: after the violation every replica can go on from the weights that it had."""
     backend = InlineBackend([CPU] * 2)
     step, replicas = build(backend, SETTINGS, PoisonedTask(BATCH.ids[0], "loss"))
     with pytest.raises(Violation):

@@ -21,7 +21,6 @@ def _parameters() -> dict[str, nn.Parameter]:
 
 
 def test_layout_by_hand() -> None:
-    """Every tensor starts at a multiple of 64 bytes, in the mapping's order."""
     slots, size = layout_of(_parameters())
     assert [(slot.name, slot.start, slot.end) for slot in slots] == [
         ("a", 0, 21),
@@ -33,7 +32,6 @@ def test_layout_by_hand() -> None:
 
 
 def test_views_share_storage_both_ways() -> None:
-    """Values survive the move; a write to the buffer is seen in the parameter and the other way round."""
     parameters = _parameters()
     before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     flat = FlatParameters(parameters, CPU)
@@ -52,7 +50,6 @@ def test_views_share_storage_both_ways() -> None:
 
 @pytest.mark.parametrize("what", ["weight", "gradient", "no gradient"])
 def test_a_parameter_that_left_is_noticed(what: str) -> None:
-    """`attached` is false once a parameter or a gradient has storage of its own, and a gradient can be put back."""
     parameters = _parameters()
     flat = FlatParameters(parameters, CPU)
     if what == "weight":
@@ -89,6 +86,5 @@ def test_half_precision_weights_are_refused() -> None:
 
 
 def test_nothing_to_train_is_refused() -> None:
-    """A model whose every weight is frozen cannot be trained."""
     with pytest.raises(ValueError, match="no trainable parameters"):
         FlatParameters({}, CPU)

@@ -32,7 +32,6 @@ Rows = Sequence[Sequence[int]]
 
 
 def gathered(values: Rows, names: Sequence[str], data: st.DataObject) -> Gathered:
-    """Messages with these values, of which one that is not this rank's may be of another point."""
     heads = [header(rank, STEP, SEQUENCE, POINT, names) for rank in range(len(values))]
     own = data.draw(st.integers(0, len(values) - 1))
     stray = data.draw(st.integers(0, 3 * len(values)))
@@ -43,7 +42,6 @@ def gathered(values: Rows, names: Sequence[str], data: st.DataObject) -> Gathere
 
 
 def closes(said: Gathered, rows: Rows, held: int = 0, want: Reduced | None = None) -> bool:
-    """Whether the gate closes on messages that are to have `rows` behind the header."""
     heads = [header(rank, STEP, SEQUENCE, POINT, said.names) for rank in range(len(rows))]
     gate = Gate([CPU])
     expected = encoded([[*head, *row] for head, row in zip(heads, rows, strict=True)])
@@ -71,7 +69,6 @@ REPORTED = [*range(len(REPORT_FIELDS)), "failed", "stop", "plan", "missing", "su
 @pytest.mark.parametrize("odd", REPORTED)
 @given(world=worlds, data=st.data())
 def test_of_what_was_computed(odd: int | str, world: int, data: st.DataObject) -> None:
-    """Ragged shares of micro-batches; a rank may miss or repeat one, give it other rows, content, or a NaN."""
     counts = [data.draw(st.integers(0, 3)) for _ in range(world)]
     owners = [rank for rank, count in enumerate(counts) for _ in range(count)]
     plan = [
@@ -114,10 +111,6 @@ def test_of_what_was_computed(odd: int | str, world: int, data: st.DataObject) -
 def test_of_what_was_reduced(
     column: int | None, world: int, limit: float | None, near: float, first: bool, data: st.DataObject
 ) -> None:
-    """Rates and plans, gradients, weights, norms and what clipping left of them; any rank may be odd in any of them.
-
-    near: what is wanted says how close a norm must be, to the host and to the device.
-    """
     names, norm = (*RATES, *REDUCED_FACTS), data.draw(st.sampled_from([0.0, 1e-6, 0.3, 2.0, 3e38, math.inf]))
     rate, other, held = bits_of(0.1), bits_of(0.2), 7
     left = clipped_norm(norm, limit)
@@ -149,7 +142,6 @@ SPECS = [OptimizerSpec(), OptimizerSpec("sgd", momentum=0.9)]
 def test_of_what_the_update_left(
     column: int | None, world: int, spec: OptimizerSpec, due: int, data: st.DataObject
 ) -> None:
-    """Weights, each moment (0: not there), and the count, which may be any fp32."""
     moments = [3 + place for place, _ in enumerate(spec.moments)]
     values = [[5, *moments, _count_bits(due)] for _ in range(world)]
     counts = [_count_bits(count) for count in (due - 1, due + 0.5, 0.0, -1.0, math.nan, math.inf)]
@@ -171,8 +163,6 @@ def test_every_row_that_may_be_judged_late_has_a_form_for_the_device() -> None:
 
 @pytest.mark.parametrize("turned", [False, True])
 def test_one_rule_for_one_value(turned: bool) -> None:
-    """One integer that is known, or held, is the same on all ranks too; of other pairs none says both."""
-
     def law(rule: int) -> Law[Seen[object]]:
         return replace(agreeing("trees-agree/here", ("x",), ""), device=lambda _: {"x": rule})
 
@@ -192,7 +182,6 @@ def test_one_rule_for_one_value(turned: bool) -> None:
 
 @given(st.lists(st.lists(st.integers(0, 2), min_size=3, max_size=3), min_size=1, max_size=7))
 def test_most_is_the_majority_of_each_column(table: Rows) -> None:
-    """Of several values that as many ranks have it is that of the lowest rank, on the device as on the host."""
     columns = list(zip(*table, strict=True))
     assert most(torch.tensor(table)).tolist() == [[majority(column) for column in columns]]
     assert all(Counter(column)[majority(column)] == max(Counter(column).values()) for column in columns)
@@ -200,7 +189,6 @@ def test_most_is_the_majority_of_each_column(table: Rows) -> None:
 
 @given(st.integers(1, 3), st.integers(0, 6), st.integers(0, 2), st.sampled_from(Rule), st.data())
 def test_each_rule_sees_its_own(world: int, column: int, rank: int, rule: Rule, data: st.DataObject) -> None:
-    """One integer that is other than its rule says closes the gate, wherever it stands; what a rule allows does not."""
     table = torch.zeros((world, 7), dtype=torch.int64)
     rows: list[list[int]] = [[0] * 7 for _ in range(world)]
     for row in rows:

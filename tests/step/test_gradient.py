@@ -16,7 +16,6 @@ from tests.support.toy import CPU, DROPOUT, SEED, Settings, ToyModel, ToyTask, b
 
 
 def _masks(step: int, sizes: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both dropouts' masks (0 or 1 / (1 - p)) of all rows, drawn from the global generator under each leaf's key."""
     found: list[tuple[torch.Tensor, torch.Tensor]] = []
     with torch.random.fork_rng(devices=[]):
         for index, rows in enumerate(sizes):
@@ -26,7 +25,6 @@ def _masks(step: int, sizes: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def _law(weights: dict[str, torch.Tensor], batch: GlobalBatch, sizes: Sequence[int]) -> dict[str, torch.Tensor]:
-    """The whole batch at once in float64, the model written out."""
     task = ToyTask()
     own = {name: value.double().requires_grad_(name.startswith(("first", "second"))) for name, value in weights.items()}
     first, second = _masks(batch.step, sizes)
@@ -49,7 +47,6 @@ LEAVES = {
 @pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize("micro_batches", [8, 5])
 def test_gradient_is_that_of_the_whole_batch(micro_batches: int, world: int) -> None:
-    """Each tensor's gradient is within 2e-6 (relative L2) of double precision, with dropout, however ragged."""
     settings = Settings(micro_batches)
     step, replicas = build(InlineBackend([CPU] * world), settings)
     for batch, sizes in zip(settings.batches(), LEAVES[micro_batches], strict=True):
@@ -103,7 +100,6 @@ def test_a_limit_near_zero_is_clipped_without_a_false_alarm() -> None:
 
 @pytest.mark.parametrize(("scale", "limit"), [(1e-25, 0.5), (1e21, 0.5), (1e37, 0.5), (1e38, 1e-6)])
 def test_a_gradient_whose_squares_leave_fp32_is_clipped_without_a_false_alarm(scale: float, limit: float) -> None:
-    """The squares over- or underflow fp32 and the norm does not. In the last case the factor itself is denormal."""
     plain = Settings(8, sizes=(10,))
     step, _ = build(InlineBackend([CPU]), plain)
     norm = scale * step(plain.batches()[0], rate(1), 1).grad_norm
@@ -124,7 +120,6 @@ def test_no_rows_return_zeros_and_change_nothing() -> None:
 
 
 def test_plain_torch_reaches_the_same_weights() -> None:
-    """One update equals torch's own AdamW on separate parameters with the gradient that was checked above."""
     settings = Settings(8, sizes=(10, 7), clip_norm=None)
     step, (replica,) = build(InlineBackend([CPU]), settings)
     with torch.random.fork_rng(devices=[]):

@@ -21,19 +21,16 @@ DEVICES = [
 
 
 def as_a_cpu_does(work: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """What `work` gives under the micro-batch's own stream on a CPU, by torch's kernels."""
     with KeyedRandomness(9, CPU).micro_batch(4, 2):
         return work()
 
 
 def host_drawn(work: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """The same with masks made for another device."""
     with HostDrawnDropout(torch.Generator().manual_seed(key(9, 4, 2))):
         return work()
 
 
 def values(shape: tuple[int, ...], seed: int = 1) -> torch.Tensor:
-    """Random numbers, none of them 0."""
     return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) + 0.5
 
 
@@ -57,7 +54,6 @@ def test_dropout_has_the_bits_of_a_cpu(shape: tuple[int, ...], inplace: bool, de
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("masked", ["causal", "mask", "none"])
 def test_attention_drops_what_a_cpu_does(masked: str, grouped: bool, device: str) -> None:
-    """Result and gradients, to rounding; with fewer heads of keys, all kinds of masks, and a row that sees nothing."""
     q, k, v = values((2, 4, 9, 8)), values((2, 2 if grouped else 4, 9, 8), 2), values((2, 2 if grouped else 4, 9, 8), 3)
     mask = (torch.arange(9) < torch.tensor([[9], [0]])).view(2, 1, 1, 9) if masked == "mask" else None
 
@@ -94,7 +90,6 @@ def test_what_else_draws_is_refused(draw: Callable[[], torch.Tensor]) -> None:
 
 
 def test_dropout_by_its_other_name() -> None:
-    """And by that of its argument there."""
     x = values((2, 5, 8))
 
     def work() -> torch.Tensor:
@@ -105,7 +100,6 @@ def test_dropout_by_its_other_name() -> None:
 
 @pytest.mark.parametrize(("chance", "training"), [(0.5, False), (0.0, True)])
 def test_other_kinds_of_dropout_that_drop_nothing_pass(chance: float, training: bool) -> None:
-    """A model in evaluation, or without dropout, is not refused for the kind that it has."""
     x = values((2, 5, 8))
     attention = torch.nn.MultiheadAttention(8, 2, dropout=chance, batch_first=True).train(training)
     expected = attention(x, x, x)[0]
@@ -114,7 +108,6 @@ def test_other_kinds_of_dropout_that_drop_nothing_pass(chance: float, training: 
 
 
 def test_what_drops_nothing_draws_nothing() -> None:
-    """Evaluation, a rate of 0 and of 1, and attention without dropout leave the stream where it was."""
     generator = torch.Generator().manual_seed(3)
     before, x = generator.get_state(), values((1, 2, 4, 4))
     with HostDrawnDropout(generator):
@@ -134,18 +127,15 @@ class StandIn:
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Passes that are keyed for a GPU run on this machine's CPU, whose own generator stands for what is not keyed."""
     monkeypatch.setattr(torch.cuda, "default_generators", StandIn())
 
 
 def keyed_for_a_gpu(work: Callable[[], torch.Tensor], *, host_drawn: bool) -> torch.Tensor:
-    """What `work` gives in a GPU's micro-batch."""
     with KeyedRandomness(9, torch.device("cuda", 0), host_drawn=host_drawn).micro_batch(4, 2):
         return work()
 
 
 def test_a_micro_batch_of_a_gpu_beside_cpus_draws_from_its_own_stream(as_on_a_gpu: None) -> None:
-    """Whatever was drawn before it."""
     x = values((3, 7, 5))
     randomness = KeyedRandomness(9, torch.device("cuda", 0), host_drawn=True)
     expected = as_a_cpu_does(lambda: F.dropout(x, 0.3))
@@ -176,7 +166,6 @@ def test_what_a_gpus_model_draws_on_the_cpu_is_keyed_too(as_on_a_gpu: None, befo
     ],
 )
 def test_only_gpus_beside_cpus_draw_as_those_do(backend: str, more: dict[str, bool], drawn: bool) -> None:
-    """And not where masks are drawn a second time, or inside of kernels."""
     assert (
         draws_as_cpus(backend, torch.device("cuda", 0), **({"checkpointing": False, "compiled": False} | more)) is drawn
     )
@@ -184,7 +173,6 @@ def test_only_gpus_beside_cpus_draw_as_those_do(backend: str, more: dict[str, bo
 
 
 def test_a_scale_and_a_mask_of_numbers_count() -> None:
-    """Given by place or by name."""
     q = values((1, 2, 5, 4))
     mask = torch.linspace(-2, 2, 25).view(5, 5)
 
@@ -197,7 +185,6 @@ def test_a_scale_and_a_mask_of_numbers_count() -> None:
 
 
 def test_half_precision_draws_what_a_cpu_draws_for_it() -> None:
-    """A CPU draws bf16 masks in bf16; and in place means in place."""
     x = values((3, 40)).bfloat16()
     y = x.clone()
     assert torch.equal(host_drawn(lambda: F.dropout(y, 0.3, inplace=True)), as_a_cpu_does(lambda: F.dropout(x, 0.3)))

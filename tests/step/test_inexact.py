@@ -27,7 +27,6 @@ class _Plain(ToyModel):
 
 
 def run_inexact(backend: Backend, model: type[ToyModel] = ToyModel) -> list[Mapping[str, object]]:
-    """As `toy.run`, on replicas that sum in whatever order is fastest."""
     replicas = [replica(model) for _ in backend.ranks]
     step = TrainingStep(backend, replicas, ToyTask(), SETTINGS.micro_batches, SETTINGS.clip_norm, exact=False)
     step.attest_start({})
@@ -47,7 +46,6 @@ def test_one_rank_computes_one_micro_batch() -> None:
 
 @pytest.mark.parametrize("kind", [InlineBackend, ThreadsBackend])
 def test_other_worlds_give_other_bits_and_the_same_update(kind: type[InlineBackend]) -> None:
-    """On 1 to 4 replicas losses agree within rounding; contracts hold on all of them, bits differ between them."""
     finals, losses = [], []
     for world in (1, 2, 3, 4):
         backend = kind([CPU] * world)
@@ -61,7 +59,6 @@ def test_other_worlds_give_other_bits_and_the_same_update(kind: type[InlineBacke
 
 
 def test_processes_sum_what_replicas_in_one_process_sum() -> None:
-    """Two gloo ranks: an all-reduce of two is one addition, whoever does it."""
     torch.set_num_threads(1)
     expected = (run_inexact(InlineBackend([CPU] * 2)), run_inexact(InlineBackend([CPU] * 2), _Plain))
     for outcome in run_ranks(2, _on_group):

@@ -35,22 +35,18 @@ def attention() -> torch.Tensor:
 
 
 def uniform() -> torch.Tensor:
-    """An in-place draw, as noise on embeddings is made."""
     return torch.zeros(50).uniform_(-1.0, 1.0)
 
 
 def noise() -> torch.Tensor:
-    """Functions that make the tensor they fill."""
     return torch.cat([torch.randn(20), torch.rand_like(torch.zeros(20)), torch.randint(3, 90, (20,)).float()])
 
 
 def noisy(v: torch.Tensor, share: float) -> torch.Tensor:
-    """A product with noise that no module draws."""
     return v * (torch.rand_like(v) + share)
 
 
 def unlisted() -> torch.Tensor:
-    """An ATen operation called past all of torch's Python functions."""
     drawn: torch.Tensor = torch.ops.aten.bernoulli(torch.full((100,), 0.5))
     return drawn
 
@@ -86,7 +82,6 @@ DROPOUTS: dict[str, Draw] = {
 
 @pytest.mark.parametrize("call", DROPOUTS)
 def test_dropout_is_torchs_however_it_is_called(call: str) -> None:
-    """To the bit, whether operations are looked at or not."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(key(9, 4, 2))
         expected = DROPOUTS[call]()
@@ -96,7 +91,6 @@ def test_dropout_is_torchs_however_it_is_called(call: str) -> None:
 
 @pytest.mark.parametrize("p", [-0.1, 1.5])
 def test_what_torch_refuses_of_dropout_it_refuses_under_a_key(p: float) -> None:
-    """In its own words."""
     with pytest.raises(ValueError, match="dropout probability has to be between 0 and 1"):
         _keyed(lambda: F.dropout(torch.ones(3), p))
     with pytest.raises(RuntimeError, match="dropout probability has to be between 0 and 1"):
@@ -107,7 +101,6 @@ def test_what_torch_refuses_of_dropout_it_refuses_under_a_key(p: float) -> None:
 
 @pytest.mark.parametrize("draw", KNOWN)
 def test_the_key_alone_decides(draw: Draw) -> None:
-    """Another step or another micro-batch draws otherwise; a second visit to the same key draws the same."""
     drawn = {tuple(_keyed(draw, step=step, index=index).flatten().tolist()) for step in (4, 5) for index in (2, 3)}
     assert len(drawn) == 4
     randomness = KeyedRandomness(9, CPU)
@@ -120,7 +113,6 @@ def test_the_key_alone_decides(draw: Draw) -> None:
 @pytest.mark.parametrize("draw", KNOWN)
 @pytest.mark.parametrize("intercept_all", [False, True])
 def test_threads_at_once_draw_as_one_thread_does(draw: Draw, intercept_all: bool) -> None:
-    """Eight threads inside their micro-batches at the same time, without a lock, each get the masks of their keys."""
     inside = threading.Barrier(THREADS, timeout=20)
     visits = 25
 
@@ -142,7 +134,6 @@ def test_threads_at_once_draw_as_one_thread_does(draw: Draw, intercept_all: bool
 
 @pytest.mark.parametrize("intercept_all", [False, True])
 def test_the_global_generator_is_left_alone(intercept_all: bool) -> None:
-    """Drawing under a key neither reads nor moves the state that all other code shares."""
     before = torch.get_rng_state()
     for draw in KNOWN:
         _keyed(draw, intercept_all=intercept_all)
@@ -152,12 +143,10 @@ def test_the_global_generator_is_left_alone(intercept_all: bool) -> None:
 
 @pytest.mark.parametrize("draw", KNOWN)
 def test_known_functions_need_no_full_interception(draw: Draw) -> None:
-    """What models call passes by name, at the price of a look at each function and not at each operation."""
     assert needs_full_interception(draw, CPU) is False
 
 
 def test_an_operation_past_the_functions_needs_it_and_then_is_keyed() -> None:
-    """A draw that no listed function makes is found before step 1, and full interception gives it its key's bits."""
     assert needs_full_interception(unlisted, CPU) is True
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(key(9, 4, 2))
@@ -173,7 +162,6 @@ def test_attention_without_dropout_draws_nothing() -> None:
 
 
 def test_an_operation_that_takes_no_generator_is_refused() -> None:
-    """A random operation that cannot be keyed is named before the first step, and at the step where it shows later."""
     probabilities = torch.rand(10, generator=torch.Generator().manual_seed(0))
     fused = torch.ops.aten.native_dropout
 
@@ -189,7 +177,6 @@ def test_an_operation_that_takes_no_generator_is_refused() -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_masks_that_are_drawn_again_in_the_backward_pass_are_refused(reentrant: bool) -> None:
-    """Activation checkpointing computes the forward again with other masks than the loss had: refused, not trained."""
     x = torch.ones(20, requires_grad=True)
 
     def forward() -> LeafLoss:
@@ -225,7 +212,6 @@ def test_what_is_computed_again_draws_what_it_drew(draw: Callable[..., torch.Ten
 
 
 def test_replaying_is_enough_for_a_model_to_be_taken() -> None:
-    """The trial before step 1 refuses masks that are drawn anew, and neither refuses nor counts those drawn again."""
     x = torch.ones(20, requires_grad=True)
 
     def forward() -> LeafLoss:
@@ -237,7 +223,6 @@ def test_replaying_is_enough_for_a_model_to_be_taken() -> None:
 
 
 def test_keys_are_apart() -> None:
-    """63 bits, no two of them equal for neighbouring seeds, steps and micro-batches, arguments in no other order."""
     keys = {key(seed, step, index) for seed in range(6) for step in range(6) for index in range(6)}
     assert len(keys) == 216
     assert all(0 <= value < 1 << 63 for value in keys)

@@ -27,7 +27,6 @@ State = tuple[int, int, int]
 def late_step(
     backend: Backend, settings: Settings = SETTINGS, task: Task | None = None, audit: AuditSpec = NO_AUDIT
 ) -> tuple[TrainingStep, list[Replica]]:
-    """A step on fresh replicas that is judged late, although its backend is on the CPU."""
     replicas = [replica(optimizer=settings.optimizer, seed=settings.seed) for _ in backend.ranks]
     step = TrainingStep(
         backend, replicas, task or ToyTask(), settings.micro_batches, settings.clip_norm, audit, late=True
@@ -36,12 +35,10 @@ def late_step(
 
 
 def state(replicas: Sequence[Replica]) -> list[State]:
-    """Weights, moments and count of each."""
     return [(r.weights_digest(), r.optimizer_digest(), r.updates) for r in replicas]
 
 
 def run_one_ahead(backend: Backend, settings: Settings) -> list[Mapping[str, object]]:
-    """As `toy.run`, but each update is launched before the one before it is read; the last one has its state."""
     step, replicas = late_step(backend, settings)
     step.attest_start({})
     results = []
@@ -55,7 +52,6 @@ def run_one_ahead(backend: Backend, settings: Settings) -> list[Mapping[str, obj
 
 
 def _without_state(records: Sequence[Mapping[str, object]]) -> list[Mapping[str, object]]:
-    """The state is that of the last update in all of them, since they are read behind it."""
     return [{name: value for name, value in each.items() if name != "state"} for each in records[:-1]] + [records[-1]]
 
 
@@ -66,7 +62,6 @@ LATE = {"m8": Settings(8, clip_norm=0.2), "m5": Settings(5), "m2": Settings(2, c
 @pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize("kind", [InlineBackend, ThreadsBackend])
 def test_late_is_the_same_to_the_bit(kind: type[InlineBackend], world: int, name: str) -> None:
-    """When an update is judged is no part of its result: every value is that of one judged where it is seen."""
     expected = _without_state(run(InlineBackend([CPU]), LATE[name]))
     backend = kind([CPU] * world)
     try:
@@ -76,7 +71,6 @@ def test_late_is_the_same_to_the_bit(kind: type[InlineBackend], world: int, name
 
 
 def _caught(step: TrainingStep, replicas: Sequence[Replica]) -> tuple[Violation, list[list[State]]]:
-    """The violation of update 2, read after update 3 was launched; states before 2, after 2, after 3."""
     states = [state(replicas)]
     launched = []
     for batch in SETTINGS.batches()[1:]:
@@ -89,14 +83,11 @@ def _caught(step: TrainingStep, replicas: Sequence[Replica]) -> tuple[Violation,
 
 @pytest.fixture
 def backend() -> Backend:
-    """Three replicas in this process."""
     return InlineBackend([CPU] * WORLD)
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_read_a_step_later_was_not_applied(name: str, backend: Backend) -> None:
-    """Clause, step and rank are those of an immediate verdict; what is found before the update was held back, and the
-    update launched behind it as well."""
     step, replicas = late_step(backend)
     step.attest_start({})
     first = SETTINGS.batches()[0]
@@ -114,7 +105,6 @@ IN_PROCESSES = ("weight flipped", "other rows", "rate doubled")
 
 
 def _ranks_with_faults() -> tuple[Mapping[str, Seen], Mapping[str, list[Mapping[str, object]]], str]:
-    """What one of three gloo ranks sees of faults, of clean runs, and of a rank that cannot read its rows."""
     backend = GroupBackend("gloo", CPU)
     seen = {}
     for name in IN_PROCESSES:
@@ -139,12 +129,10 @@ def _ranks_with_faults() -> tuple[Mapping[str, Seen], Mapping[str, list[Mapping[
 
 @pytest.fixture(scope="module")
 def on_group() -> list[tuple[Mapping[str, Seen], Mapping[str, list[Mapping[str, object]]], str]]:
-    """What each of three gloo ranks saw."""
     return [outcome.get() for outcome in run_ranks(WORLD, _ranks_with_faults)]
 
 
 def test_every_rank_reads_the_same_verdict(on_group: Sequence[tuple[Mapping[str, Seen], object, str]]) -> None:
-    """Healthy ranks and the culprit raise alike at the same reading, and none of them has taken the update."""
     for seen, _, _ in on_group:
         assert seen == {name: (FAULTS[name].clause, 2, (CULPRIT,), True) for name in IN_PROCESSES}
 
@@ -152,7 +140,6 @@ def test_every_rank_reads_the_same_verdict(on_group: Sequence[tuple[Mapping[str,
 def test_late_is_the_same_in_processes(
     on_group: Sequence[tuple[object, Mapping[str, list[Mapping[str, object]]], str]],
 ) -> None:
-    """Gloo ranks, each one update ahead of what it reads."""
     expected = {name: _without_state(run(InlineBackend([CPU]), settings)) for name, settings in LATE.items()}
     for _, clean, _ in on_group:
         assert {name: _without_state(records) for name, records in clean.items()} == expected
@@ -166,7 +153,6 @@ def test_an_error_on_one_rank_is_read_by_all(on_group: Sequence[tuple[object, ob
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 @pytest.mark.parametrize("micro_batch", [0, 4, 7])
 def test_a_nan_closes_the_gate(micro_batch: int, where: str, backend: Backend) -> None:
-    """NaN in one micro-batch of the second update: neither it nor the third is applied."""
     rows = SETTINGS.batches()[1].micro_batches(8)[micro_batch]
     step, replicas = late_step(backend, task=PoisonedTask(rows[0], where))
     step(SETTINGS.batches()[0], rate(1), 1)
@@ -197,12 +183,10 @@ def test_an_audit_is_judged_late_too(backend: Backend) -> None:
 
 class _Broken(ToyTask):
     def load(self, ids: Sequence[int], device: torch.device) -> Mapping[str, torch.Tensor]:
-        """An error in the place of rows."""
         raise OSError("the rows cannot be read")
 
 
 def test_updates_without_contracts_between_late_ones(backend: Backend) -> None:
-    """What is left behind unchecked is no ground to refuse the next checked update; the bits are the same."""
     step, replicas = late_step(backend)
     first, second, third = SETTINGS.batches()
     launched = [step.launch(first, rate(1), 1)]
@@ -218,7 +202,6 @@ def test_updates_without_contracts_between_late_ones(backend: Backend) -> None:
 
 
 def test_after_a_violation_a_single_update_can_be_taken_again() -> None:
-    """Who asks for the result at once may go on: the gate is open again, and the bits are those of a fresh start."""
     backend = InlineBackend([CPU] * 2)
     batch = SETTINGS.batches()[0]
     task = PoisonedTask(batch.ids[0], "loss")
@@ -239,7 +222,6 @@ def test_an_optimizer_that_its_device_cannot_hold_back_is_refused() -> None:
 
 
 def test_a_fused_sgd_is_held_back_and_counts_no_update() -> None:
-    """SGD keeps no count of its own; ours stands still while the gate is closed."""
     held = replica(optimizer=OptimizerSpec("sgd"))
     held.optimizer = torch.optim.SGD([held.parameters.weights], lr=0.1, fused=True)
     held.parameters.weights.grad = held.parameters.gradient.fill_(1.0)

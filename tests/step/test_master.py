@@ -21,7 +21,6 @@ SETTINGS = {
 
 
 def replica(settings: Settings, *, apart: bool) -> Replica:
-    """One on the CPU, whose master is its own or apart."""
     torch.manual_seed(0)
     model = ToyModel()
     randomness = KeyedRandomness(SEED, CPU)
@@ -29,7 +28,6 @@ def replica(settings: Settings, *, apart: bool) -> Replica:
 
 
 def made(settings: Settings, masters: list[bool]) -> tuple[TrainingStep, list[Replica]]:
-    """A step on as many replicas as `masters` says, each with a master apart or not."""
     replicas = [replica(settings, apart=apart) for apart in masters]
     step = TrainingStep(InlineBackend([CPU] * len(masters)), replicas, ToyTask(), 5, settings.clip_norm)
     step.attest_start({})
@@ -39,7 +37,6 @@ def made(settings: Settings, masters: list[bool]) -> tuple[TrainingStep, list[Re
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("masters", [[True], [True, False], [False, True, True]])
 def test_an_update_apart_has_the_bits_of_one_in_place(name: str, masters: list[bool]) -> None:
-    """Every step's loss, norm, digests and state, clipped or not, ragged; contracts hold beside ranks in place."""
     settings = SETTINGS[name]
     step, replicas = made(settings, masters)
     plain, others = made(settings, [False] * len(masters))
@@ -52,7 +49,6 @@ def test_an_update_apart_has_the_bits_of_one_in_place(name: str, masters: list[b
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_a_state_goes_from_a_master_apart_to_one_in_place(name: str) -> None:
-    """Saved after two updates by one kind and restored into the other, both go on to the same bits."""
     settings = SETTINGS[name]
     batches = settings.batches()
     first, (saved,) = made(settings, [True])
@@ -70,7 +66,6 @@ def test_a_state_goes_from_a_master_apart_to_one_in_place(name: str) -> None:
 
 
 def test_a_flip_in_the_weights_of_a_model_is_found_though_its_master_is_right() -> None:
-    """What computes is the model: its weights are read before each update, and not those of the master."""
     settings = SETTINGS["adamw"]
     step, replicas = made(settings, [True, False])
     batches = settings.batches()
@@ -81,7 +76,6 @@ def test_a_flip_in_the_weights_of_a_model_is_found_though_its_master_is_right() 
 
 
 def test_an_update_that_the_model_is_not_given_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The master moved on and the model did not: the ranks differ at that step."""
     settings = SETTINGS["plain"]
     step, replicas = made(settings, [False, True])
     monkeypatch.setattr(type(replicas[1].master), "give", lambda self, parameters: None)

@@ -23,7 +23,6 @@ plans = st.builds(
 
 @given(plans)
 def test_every_row_once_an_epoch(plan: BatchPlan) -> None:
-    """The batches of an epoch are all rows, each once; only the last batch is short."""
     for epoch in range(plan.epochs):
         first = epoch * plan.steps_per_epoch + 1
         batches = [plan.batch(step) for step in range(first, first + plan.steps_per_epoch)]
@@ -36,7 +35,6 @@ def test_every_row_once_an_epoch(plan: BatchPlan) -> None:
 
 @given(plans)
 def test_micro_batches_are_the_batch_end_to_end(plan: BatchPlan) -> None:
-    """Contiguous, complete, M of them, sizes that differ by at most one."""
     for step in range(1, plan.total_steps + 1):
         batch = plan.batch(step)
         parts = batch.micro_batches(plan.micro_batches)
@@ -58,7 +56,6 @@ def test_ranks_without_a_row_are_those_that_no_batch_gives_any(plan: BatchPlan, 
 
 
 def test_steps_are_counted_by_hand() -> None:
-    """37 rows in batches of 10 are 4 updates an epoch, the last of 7 rows; 3 epochs are 12, cut off at max_steps."""
     plan = BatchPlan(IDS, 10, 8, seed=3, epochs=3)
     assert (plan.steps_per_epoch, plan.total_steps) == (4, 12)
     assert [len(plan.batch(step).ids) for step in (1, 2, 3, 4)] == [10, 10, 10, 7]
@@ -68,7 +65,6 @@ def test_steps_are_counted_by_hand() -> None:
 
 
 def test_order_depends_on_seed_and_epoch_only() -> None:
-    """Every epoch and every seed has an order of its own; the same seed has the same one, in another object too."""
     orders = {BatchPlan(IDS, 37, 8, seed, 3).batch(epoch + 1).ids for seed in range(3) for epoch in range(3)}
     assert len(orders) == 9
     assert IDS not in orders
@@ -78,14 +74,12 @@ def test_order_depends_on_seed_and_epoch_only() -> None:
 
 @pytest.mark.parametrize("step", [0, 13, -1])
 def test_a_step_outside_of_the_run_is_refused(step: int) -> None:
-    """There is no update 0, and none after the last."""
     with pytest.raises(ValueError, match=f"step {step} is outside 1 to 12"):
         BatchPlan(IDS, 10, 8, seed=3, epochs=3).batch(step)
 
 
 @pytest.mark.parametrize("name", ["batch_size", "micro_batches", "epochs"])
 def test_a_plan_of_nothing_is_refused(name: str) -> None:
-    """A size below 1 is named; so is a plan without rows."""
     batch_size, micro_batches, epochs = (int(name != each) for each in ("batch_size", "micro_batches", "epochs"))
     with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
         BatchPlan(IDS, batch_size, micro_batches, seed=1, epochs=epochs)
@@ -103,7 +97,6 @@ def test_leaves_of_ranks_and_what_idles() -> None:
 
 
 def test_an_empty_batch_has_empty_micro_batches() -> None:
-    """No rows are still M micro-batches, all empty: every rank takes part."""
     assert GlobalBatch(1, 0, 0, ()).micro_batches(3) == ((), (), ())
 
 
@@ -114,11 +107,6 @@ def test_an_empty_batch_has_empty_micro_batches() -> None:
     seed=st.integers(0, 3),
 )
 def test_rows_of_similar_length_share_a_batch(lengths: list[int], batch_size: int, seed: int) -> None:
-    """Each row once an epoch all the same; within a run of 50 batches no two batches overlap in length.
-
-    The first 50 full batches of the order are sorted together. Batch by batch, the shortest of one is not below the
-    longest of another unless all of it is.
-    """
     ids = tuple(range(100, 100 + len(lengths)))
     plan = BatchPlan(ids, batch_size, 4, seed, 2, lengths=tuple(lengths))
     batches = [plan.batch(step).ids for step in range(1, plan.steps_per_epoch + 1)]
@@ -132,7 +120,6 @@ def test_rows_of_similar_length_share_a_batch(lengths: list[int], batch_size: in
 
 
 def test_grouped_batches_are_shuffled_anew_in_each_epoch() -> None:
-    """Short rows do not come first in every epoch; and a length is needed for each row."""
     lengths = tuple(range(37))
     plan = BatchPlan(IDS, 3, 8, seed=3, epochs=2, lengths=lengths)
     first, second = ([max(plan.batch(step).ids) for step in steps] for steps in (range(1, 13), range(14, 26)))
@@ -143,7 +130,6 @@ def test_grouped_batches_are_shuffled_anew_in_each_epoch() -> None:
 
 
 def test_batches_may_be_asked_for_in_any_order() -> None:
-    """A step's rows do not depend on which steps were asked for before it; before the first step there is epoch 0."""
     plan = BatchPlan(IDS, 10, 8, seed=3, epochs=3)
     there = {step: plan.batch(step) for step in range(1, plan.total_steps + 1)}
     assert {step: plan.batch(step) for step in reversed(there)} == there

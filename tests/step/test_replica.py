@@ -33,20 +33,17 @@ def test_a_weight_that_is_neither_trained_nor_frozen_is_refused() -> None:
 
 
 def test_an_unknown_optimizer_is_refused() -> None:
-    """The message names it and what there is."""
     with pytest.raises(ValueError, match="'adam'; there are adamw and sgd"):
         replica(optimizer=OptimizerSpec("adam"))
 
 
 def test_replicas_of_another_number_than_the_backend_holds_are_refused() -> None:
-    """One replica for each local rank."""
     with pytest.raises(ValueError, match="1 replicas for 2 local ranks"):
         TrainingStep(InlineBackend([CPU] * 2), [replica()], ToyTask(), 8, None)
 
 
 @pytest.mark.parametrize("spec", [OptimizerSpec(), OptimizerSpec("sgd", momentum=0.9)])
 def test_a_restored_replica_goes_on_with_the_same_bits(spec: OptimizerSpec) -> None:
-    """Weights, moments and count taken to a fresh replica after two updates: the next two end alike."""
     settings = Settings(8, optimizer=spec, clip_norm=0.2)
     whole = run(InlineBackend([CPU]), settings)
     batches = settings.batches()
@@ -63,7 +60,6 @@ def test_a_restored_replica_goes_on_with_the_same_bits(spec: OptimizerSpec) -> N
 
 
 def test_buffers_are_reused() -> None:
-    """16 micro-batches need at most ceil(log2 M) gradients beside the running one, and no more at later steps."""
     settings = Settings(16, sizes=(16, 9, 9))
     step, (one,) = build(InlineBackend([CPU]), settings)
     held = []
@@ -75,8 +71,6 @@ def test_buffers_are_reused() -> None:
 
 
 def test_layout_digest_sees_name_shape_and_order() -> None:
-    """Layouts are compared by digest: a renamed, reshaped or reordered tensor changes it, equal ones do not."""
-
     def digest(*named: tuple[str, int]) -> int:
         model = nn.ParameterDict({name: nn.Parameter(torch.zeros(size)) for name, size in named})
         parameters = {name: model[name] for name, _ in named}

@@ -18,7 +18,7 @@ from andon.training.session import run_spec
 
 
 def test_values_by_hand() -> None:
-    """20 updates, 4 of warm-up: quarters of the peak, then half a cosine whose middle is the mean of both ends."""
+    """20 updates, 4 of warm-up: quarters of the peak, then half a cosine from 1.0 to 0.2."""
     schedule = WarmupCosine(1.0, 20, warmup_fraction=0.2, min_lr=0.2)
     assert [schedule.rate(step) for step in (1, 2, 3, 4)] == [0.25, 0.5, 0.75, 1.0]
     assert schedule.rate(12) == pytest.approx(0.6)  # halfway from 4 to 20: cos(pi / 2) = 0
@@ -28,7 +28,6 @@ def test_values_by_hand() -> None:
 
 @given(st.integers(1, 500), st.floats(0, 1), st.floats(1e-5, 1.0), st.floats(0, 1e-5))
 def test_shape(total: int, fraction: float, peak: float, low: float) -> None:
-    """Rises to the peak, reaches it where there is a warm-up, never rises again, ends at min_lr, is never 0 before."""
     schedule = WarmupCosine(peak, total, fraction, low)
     rates = [schedule.rate(step) for step in range(1, total + 1)]
     warmup = math.floor(fraction * total)
@@ -46,13 +45,11 @@ def test_shape(total: int, fraction: float, peak: float, low: float) -> None:
 
 @pytest.mark.parametrize("step", [0, 21])
 def test_a_step_outside_of_the_run_is_refused(step: int) -> None:
-    """A schedule does not go on by itself after its end."""
     with pytest.raises(ValueError, match=f"step {step} is outside 1 to 20"):
         WarmupCosine(1.0, 20).rate(step)
 
 
 def test_the_schedule_of_a_configuration() -> None:
-    """Every key of it counts: the peak after the warm-up, the lowest rate at the last step of the plan."""
     plan = BatchPlan(ids=tuple(range(40)), batch_size=4, micro_batches=2, seed=0, epochs=2, max_steps=None)
     config = load_config(None, ["optimizer.lr=0.5", "schedule.warmup_fraction=0.25", "schedule.min_lr=0.125"])
     schedule = schedule_of(run_spec(config, prepare(config), 1), plan)

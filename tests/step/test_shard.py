@@ -14,7 +14,6 @@ parts = st.integers(1, 70)
 
 @given(counts, parts)
 def test_balanced_ranges_cover_and_differ_by_at_most_one(count: int, number: int) -> None:
-    """End to end the ranges are range(count); sizes are floor or ceiling of the mean, the larger ones first."""
     bounds = balanced_bounds(count, number)
     assert [row for start, end in bounds for row in range(start, end)] == list(range(count))
     sizes = [end - start for start, end in bounds]
@@ -24,14 +23,12 @@ def test_balanced_ranges_cover_and_differ_by_at_most_one(count: int, number: int
 
 
 def test_balanced_ranges_by_hand() -> None:
-    """10 items in 4 parts are 3, 3, 2, 2; 2 items in 4 leave the last two parts empty."""
     assert balanced_bounds(10, 4) == ((0, 3), (3, 6), (6, 8), (8, 10))
     assert balanced_bounds(2, 4) == ((0, 1), (1, 2), (2, 2), (2, 2))
 
 
 @pytest.mark.parametrize(("count", "number"), [(-1, 2), (3, 0), (3, -1)])
 def test_an_impossible_split_is_refused(count: int, number: int) -> None:
-    """A negative count or no part is a mistake of the caller, named with its values."""
     with pytest.raises(ValueError, match=f"{count} items into {number} parts"):
         balanced_bounds(count, number)
 

@@ -15,7 +15,6 @@ from tests.support.toy import CPU, Settings, ToyTask, rate, record, replica
 
 
 def ran(settings: Settings, world: int, shares: tuple[int, ...] | None) -> list[dict[str, object]]:
-    """What every step did, with an audit of everything at each."""
     replicas = [replica(optimizer=settings.optimizer) for _ in range(world)]
     backend = InlineBackend([CPU] * world)
     audit = AuditSpec(1, None)
@@ -31,13 +30,11 @@ def ran(settings: Settings, world: int, shares: tuple[int, ...] | None) -> list[
     ids=["adamw", "sgd"],
 )
 def test_any_shares_give_the_bits_of_equal_ones(settings: Settings, shares: tuple[int, ...]) -> None:
-    """Ragged batches, ranks without a micro-batch, dropout, contracts and audits on."""
     assert ran(settings, len(shares), shares) == ran(settings, 2, None)
 
 
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=5).filter(any))
 def test_shares_are_runs_end_to_end(shares: list[int]) -> None:
-    """Each rank has as many as it is to have, one after another."""
     count = sum(shares)
     runs = rank_leaves(count, len(shares), shares)
     assert [len(run) for run in runs] == shares
@@ -46,6 +43,5 @@ def test_shares_are_runs_end_to_end(shares: list[int]) -> None:
 
 @pytest.mark.parametrize("shares", [(4,), (4, 5), (9, -1), (8, 0, 0)])
 def test_shares_that_do_not_fit_are_refused(shares: tuple[int, ...]) -> None:
-    """Not one a rank, not all micro-batches, or below 0."""
     with pytest.raises(ValueError, match="does not share out 8 micro-batches to 2 ranks"):
         rank_leaves(8, 2, shares)

@@ -29,11 +29,9 @@ class RaggedTask(ToyTask):
         self.more = more
 
     def planned_terms(self, ids: Sequence[int]) -> Sequence[int]:
-        """How often each row counts."""
         return [row % 4 for row in ids]
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> LeafLoss:
-        """Each row's cross-entropy as often as it counts; `more` is added to the count."""
         logits, times = model(batch["x"]), batch["id"] % 4
         losses = nn.functional.cross_entropy(logits, batch["y"], reduction="none")
         right = (logits.argmax(-1) == batch["y"]) * times
@@ -41,7 +39,6 @@ class RaggedTask(ToyTask):
 
 
 def _step(task: ToyTask, world: int) -> tuple[TrainingStep, list[Replica]]:
-    """Without dropout, which the plain loop below has not."""
     step, replicas = build(InlineBackend([CPU] * world), Settings(8), task)
     for replica in replicas:
         replica.model.get_submodule("dropout").p = 0.0  # type: ignore[assignment]
@@ -51,7 +48,6 @@ def _step(task: ToyTask, world: int) -> tuple[TrainingStep, list[Replica]]:
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_the_mean_is_over_terms_and_not_over_rows(world: int) -> None:
-    """Loss and gradient are those of a batch in which every row stands as often as it counts, by float64 in one go."""
     step, replicas = _step(RaggedTask(), world)
     model = copy.deepcopy(replicas[0].model).double()
     result = step(BATCH, 0.0, 1)
@@ -68,13 +64,11 @@ def test_the_mean_is_over_terms_and_not_over_rows(world: int) -> None:
 
 
 def test_the_bits_are_the_same_on_any_number_of_ranks() -> None:
-    """With a loss over ragged terms too."""
     results = [_step(RaggedTask(), world)[0](BATCH, rate(1), 1) for world in (1, 2, 3, 4)]
     assert len({(each.loss.hex(), each.grad_norm.hex(), tuple(each.digests.items())) for each in results}) == 1
 
 
 @pytest.mark.parametrize("more", [-1, 1])
 def test_a_rank_that_counts_otherwise_is_stopped_before_the_update(more: int) -> None:
-    """One term too many or too few in every micro-batch: the law names the micro-batch and both numbers."""
     with pytest.raises(Violation, match=r"content-planned .* is a sum of \d+ terms, its rows have \d+"):
         _step(RaggedTask(more), WORLD)[0](BATCH, rate(1), 1)

@@ -15,7 +15,6 @@ from andon.step.tree import finish, fold, subtree_roots
 
 
 def written_out(leaves: list[str]) -> str:
-    """The sum as text, by halving a list: another way to say the same tree."""
     if len(leaves) == 1:
         return leaves[0]
     half = len(leaves) // 2
@@ -23,12 +22,10 @@ def written_out(leaves: list[str]) -> str:
 
 
 def joined(left: str, right: str) -> str:
-    """Addition that shows its order."""
     return f"({left}{right})"
 
 
 def letters(count: int) -> list[str]:
-    """As many different one-letter leaves."""
     return [chr(0x100 + index) for index in range(count)]
 
 
@@ -39,7 +36,6 @@ runs = st.integers(1, 200).flatmap(
 
 @given(runs)
 def test_roots_partition_any_run(run: tuple[int, int, int]) -> None:
-    """The roots of a run cover its leaves once, from left to right, and there are at most 2 ceil(log2 M) of them."""
     leaves, start, end = run
     roots = subtree_roots((0, leaves), start, end)
     assert [leaf for low, high in roots for leaf in range(low, high)] == list(range(start, end))
@@ -47,7 +43,6 @@ def test_roots_partition_any_run(run: tuple[int, int, int]) -> None:
 
 
 def test_roots_by_hand() -> None:
-    """Of 8 leaves, rank 1 of 3 owns 3, 4 and 5: leaf 3 alone and the pair (4, 5)."""
     assert subtree_roots((0, 8), 3, 6) == ((3, 4), (4, 6))
     assert subtree_roots((0, 8), 0, 8) == ((0, 8),)
     assert subtree_roots((0, 8), 2, 2) == ()
@@ -56,7 +51,6 @@ def test_roots_by_hand() -> None:
 
 @given(st.integers(1, 200))
 def test_fold_sums_in_the_written_order(count: int) -> None:
-    """`fold` adds as the independently written recursion does, and for three leaves that is (a(bc))."""
     leaves = letters(count)
     assert fold((0, count), leaves.__getitem__, joined, str) == written_out(leaves)
     assert fold((0, 3), "abc".__getitem__, joined, str) == "(a(bc))"
@@ -80,13 +74,11 @@ class Buffers:
         self.computed: list[int] = []
 
     def leaf(self, index: int) -> Buffer:
-        """Overwrites what the leaf before left."""
         self.computed.append(index)
         self.scratch.held = self.leaves[index]
         return self.scratch
 
     def keep(self, value: Buffer) -> Buffer:
-        """A copy, unless it is one already."""
         if value is not self.scratch:
             return value
         self.live += 1
@@ -94,7 +86,6 @@ class Buffers:
         return Buffer(value.held)
 
     def add(self, left: Buffer, right: Buffer) -> Buffer:
-        """Overwrites left, and gives right back."""
         assert left is not self.scratch
         left.held = joined(left.held, right.held)
         if right is not self.scratch:
@@ -104,7 +95,6 @@ class Buffers:
 
 @given(st.integers(1, 300))
 def test_fold_needs_few_buffers(count: int) -> None:
-    """Leaves may share one buffer: the sum is right, leaves come from left to right, O(log M) copies live at once."""
     buffers = Buffers(letters(count))
     total = fold((0, count), buffers.leaf, buffers.add, buffers.keep)
     assert total.held == written_out(buffers.leaves)
@@ -114,7 +104,6 @@ def test_fold_needs_few_buffers(count: int) -> None:
 
 @given(st.integers(1, 120), st.integers(1, 130))
 def test_ranks_together_finish_the_same_tree(count: int, world: int) -> None:
-    """Whatever the world size, the ranks' roots finish to the text that one process gives."""
     leaves = letters(count)
     table = {
         node: fold(node, leaves.__getitem__, joined, str)
@@ -125,25 +114,21 @@ def test_ranks_together_finish_the_same_tree(count: int, world: int) -> None:
 
 
 def test_a_missing_root_is_an_error() -> None:
-    """A sum of fewer leaves than there are is never returned."""
     with pytest.raises(KeyError):
         finish((0, 4), {(0, 2): "ab", (2, 3): "c"}, joined)
 
 
 def worlds() -> Iterator[tuple[int, int]]:
-    """(micro-batches, ranks) up to 4096 ranks."""
     for count in (1, 5, 8, 4095, 4096):
         yield from ((count, world) for world in (1, 2, 3, 7, 64, 1000, 4095, 4096))
 
 
 def noncommutative(left: int, right: int) -> int:
-    """Addition in no order but the tree's, modulo a prime."""
     return (31 * left + 17 * right + 7) % 2_147_483_647
 
 
 @pytest.mark.parametrize(("count", "world"), list(worlds()))
 def test_worlds_that_no_machine_here_has(count: int, world: int) -> None:
-    """Up to 4096 ranks as pure functions: one sum, each rank hands over at most 2 ceil(log2 M) roots."""
     most = max(1, 2 * ceil(log2(count))) if count > 1 else 1
     table: dict[tuple[int, int], int] = {}
     for run in rank_leaves(count, world):

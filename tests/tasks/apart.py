@@ -26,14 +26,12 @@ Logits = Callable[[list[int]], torch.Tensor]
 
 
 def ragged(count: int, seed: int = 5) -> list[list[int]]:
-    """Rows of 1 to 12 tokens of the tiny vocabulary."""
     draw = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, 13, (count,), generator=draw).tolist()
     return [torch.randint(0, 32, (length,), generator=draw).tolist() for length in lengths]
 
 
 def tiny(head: str, *labels: str) -> ModelSpec:
-    """The tiny decoder with this head."""
     return replace(TINY, head=head, num_labels=len(labels), labels=labels)
 
 
@@ -66,7 +64,6 @@ def farthest(
 
 
 def _reference(run: Run) -> tuple[dict[str, torch.Tensor], Logits]:
-    """The weights as they are, in float64, and what the reference computes of a row by them."""
     model = run.primary.model
     parameters = canonical(dict(model.named_parameters()))
     for name in trainable_parameters(model):

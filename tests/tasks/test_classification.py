@@ -27,13 +27,11 @@ class Fixed(nn.Module):
         self.table = nn.Parameter(torch.tensor(table))
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Fixed:
-        """An output with `logits`, as transformers gives it."""
         self.logits = self.table[input_ids[:, 0]]
         return self
 
 
 def test_a_reader_is_told_the_name_of_a_class() -> None:
-    """Where names are known: of several labels too."""
     named = ClassificationTask([[3], [4]], [1, 0], num_labels=2, vocab_size=9, pad_id=0, names=["no", "yes"])
     assert [named.learned(row) for row in (0, 1)] == ["class 1 (yes)", "class 0 (no)"]
     assert task([[3]], [1]).learned(0) == "class 1"
@@ -87,7 +85,6 @@ def test_the_models_own_loss_stays_out_of_it() -> None:
 
 
 def test_padding_is_on_the_right_to_the_longest_row_in_eights() -> None:
-    """A function of the rows of the batch alone: 3 and 9 tokens make 16 columns, 3 alone make 8."""
     rows = task([[1, 2, 3], list(range(9))], [0, 1])
     batch = rows.load([1, 0], CPU)
     assert batch["input_ids"].tolist() == [[*range(9), *[PAD] * 7], [1, 2, 3, *[PAD] * 13]]
@@ -104,7 +101,6 @@ def test_padding_does_not_exceed_the_positions() -> None:
 
 @pytest.mark.parametrize("architecture", ["decoder", "encoder"])
 def test_what_stands_behind_a_row_does_not_matter(architecture: str) -> None:
-    """The mask covers the padding: the loss of a short row is the same beside a long one, up to rounding."""
     model = perturbed(adapted(architecture))
     rows = task([[1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 11, 12]], [2, 0])
     together = predictions(model, rows.load([0, 1], CPU))
@@ -114,7 +110,6 @@ def test_what_stands_behind_a_row_does_not_matter(architecture: str) -> None:
 
 
 def test_predictions_leave_the_mode_and_no_graph() -> None:
-    """Evaluation in the middle of training is without dropout and without trace."""
     model = adapted().train()
     found = predictions(model, task([[1]], [0]).load([0], CPU))
     assert model.training
@@ -129,7 +124,6 @@ def test_predictions_leave_the_mode_and_no_graph() -> None:
     data=st.data(),
 )
 def test_content_is_the_planned_digest_in_any_batch(rows: list[tuple[list[int], int]], data: st.DataObject) -> None:
-    """Whatever the neighbours, the order and so the padding."""
     given_rows = task([row for row, _ in rows], [label for _, label in rows])
     ids = data.draw(st.lists(st.integers(0, len(rows) - 1), min_size=1, max_size=6))
     batch = given_rows.load(ids, CPU)
@@ -147,7 +141,6 @@ def test_content_is_the_planned_digest_in_any_batch(rows: list[tuple[list[int], 
     ],
 )
 def test_content_sees_every_kind_of_tampering(key: str, row: int, column: int | None, value: int) -> None:
-    """A token, a label, a mask too long, a mask with a hole: the row's digest changes, its neighbour's does not."""
     rows = task([[1, 2, 3], [4, 5]], [0, 1])
     batch = {name: tensor.clone() for name, tensor in rows.load([0, 1], CPU).items()}
     batch[key][(row,) if column is None else (row, column)] = value
@@ -156,7 +149,6 @@ def test_content_sees_every_kind_of_tampering(key: str, row: int, column: int | 
 
 
 def test_content_tells_left_padding_from_right() -> None:
-    """The same tokens under a mask of the same length, but moved: an encoder sees other positions."""
     rows = task([[1, 2, 3]], [0])
     batch = {name: tensor.flip(1) if tensor.dim() == 2 else tensor for name, tensor in rows.load([0], CPU).items()}
     assert not torch.equal(rows.content(batch), rows.planned_content([0]))
@@ -171,14 +163,12 @@ def test_content_sees_a_mask_that_is_only_moved() -> None:
 
 
 def test_the_table_spans_its_chunks() -> None:
-    """More rows than one chunk of the table: every one is right."""
     rows = task([[index % PAD] * (1 + index % 5) for index in range(1100)], [index % 3 for index in range(1100)])
     ids = [0, 511, 512, 1023, 1024, 1099]
     assert torch.equal(rows.content(rows.load(ids, CPU)), rows.planned_content(ids))
 
 
 def test_all_wrong_rows_are_told_with_their_places() -> None:
-    """Labels out of range or of another type, ids outside of the vocabulary, no tokens, padding at the end."""
     with pytest.raises(InputError) as caught:
         ClassificationTask(
             [[1], [33], [-1], [], [1, PAD], [1], [1]],
@@ -197,7 +187,6 @@ def test_all_wrong_rows_are_told_with_their_places() -> None:
 
 
 def test_too_long_rows_and_wrong_weights_are_refused() -> None:
-    """A weight is finite and not negative; there is one for each class."""
     with pytest.raises(InputError, match="3 tokens are more than max_length 2"):
         ClassificationTask([[1, 2, 3]], [0], num_labels=3, vocab_size=33, pad_id=PAD, max_length=2)
     with pytest.raises(InputError, match="2 weights for 3 classes"):
@@ -221,8 +210,6 @@ def test_rows_that_do_not_exist_are_refused() -> None:
 
 @given(lengths=st.lists(st.integers(1, 9), max_size=200), rows=st.integers(1, 40))
 def test_evaluation_visits_every_row_once_longest_first(lengths: list[int], rows: int) -> None:
-    """Nothing is padded with rows seen before, nothing is dropped, and no row is padded more than order by length has
-    it: the longest of a batch is no longer than the shortest of the one before."""
     batches = evaluation_batches(lengths, rows)
     assert sorted(row for batch in batches for row in batch) == list(range(len(lengths)))
     assert all(len(batch) == rows for batch in batches[:-1])
@@ -232,7 +219,6 @@ def test_evaluation_visits_every_row_once_longest_first(lengths: list[int], rows
 
 
 def test_a_model_in_bfloat16_computes_in_it_and_its_head_does_not() -> None:
-    """Matrix products of the backbone are taken in half precision; the head's stay in its own, and so do the logits."""
     model = adapted("decoder", "bfloat16")
     seen: dict[str, torch.dtype] = {}
 

@@ -27,7 +27,6 @@ TABLES = st.integers(1, 6).flatmap(
 
 
 def entropy(logits: Logits, row: int) -> torch.Tensor:
-    """A row's binary cross entropies: -log p of what is there, -log (1 - p) of what is not."""
     found = logits(TOKENS[row])
     return sum(  # type: ignore[return-value]
         torch.log1p((-found[label] if label in WANTED[row] else found[label]).exp()) for label in range(LABELS)
@@ -35,12 +34,10 @@ def entropy(logits: Logits, row: int) -> torch.Tensor:
 
 
 def test_the_gradient_is_that_of_a_loop_in_float64() -> None:
-    """Of the mean over rows and labels of the global batch, on three ranks with ragged rows, for 50 updates."""
     assert farthest(tiny("multi-label", "a", "b", "c"), TASK, ROWS, entropy, [LABELS] * ROWS) <= 2e-6
 
 
 def test_a_row_has_a_term_for_each_label() -> None:
-    """Equal odds cost log 2 each, and the labels that a batch holds are those of its rows."""
     batch = TASK.load([0, 1, 2], CPU)
     assert [tuple(row.nonzero().flatten().tolist()) for row in batch["labels"]] == WANTED[:3]
     assert TASK.planned_terms([0, 1]) == (LABELS, LABELS)
@@ -54,14 +51,12 @@ def test_a_row_has_a_term_for_each_label() -> None:
 
 
 def test_a_label_that_is_none_is_refused_with_its_place() -> None:
-    """By the row that has it."""
     with pytest.raises(InputError, match="row 1: label 3 is not one of the 3 labels 0 to 2"):
         MultiLabelTask([[1], [2]], [(0,), (3,)], num_labels=3, vocab_size=33, pad_id=PAD)
 
 
 @given(TABLES)
 def test_scores_are_their_definitions(rows: list[tuple[list[bool], list[bool]]]) -> None:
-    """Counted yes by yes: F1 is 2 right of predicted and there, 0 where there is neither."""
     predicted, actual = ([pair[side] for pair in rows] for side in (0, 1))
     found = multi_label_scores(torch.tensor(predicted), torch.tensor(actual), [0.5] * len(rows))
 

@@ -19,13 +19,11 @@ ROWS = [("is it red", "it is red", "yes"), ("is it red", "it is blue", "no"), ("
 
 
 def written(path: Path, rows: list[tuple[str, str, str]]) -> Path:
-    """Rows with a question, a text and a label."""
     path.write_text("".join(json.dumps({"question": a, "text": b, "label": c}) + "\n" for a, b, c in rows))
     return path
 
 
 def test_both_texts_are_read_and_digested(tmp_path: Path) -> None:
-    """A letter that moves from one text to the other is another row; a task of numbers reads pairs too."""
     path = written(tmp_path / "rows.jsonl", ROWS)
     data = read(path, text_column="question", text_pair_column="text")
     assert [(row.text, row.pair) for row in data.rows] == [(a, b) for a, b, _ in ROWS]
@@ -46,7 +44,6 @@ def test_both_texts_are_read_and_digested(tmp_path: Path) -> None:
     ],
 )
 def test_a_second_text_that_is_none_is_told_with_its_line(tmp_path: Path, row: dict[str, object], fault: str) -> None:
-    """As the first one is."""
     path = written(tmp_path / "rows.jsonl", ROWS)
     with path.open("a") as file:
         file.write(json.dumps(row) + "\n")
@@ -58,7 +55,6 @@ def test_a_second_text_that_is_none_is_told_with_its_line(tmp_path: Path, row: d
 
 
 def test_a_pair_is_joined_as_the_tokenizer_joins_it_and_cut_at_the_longer_text() -> None:
-    """The embedded one puts its end token between them, which a text cannot spell, and has no types."""
     tokenizer = byte_tokenizer(pairs=True)
     (ids,), types = tokenizer.encode_pairs(["ab"], ["</s>c"], 100)
     first, second = tokenizer.encode(["ab", "</s>c"], 100)
@@ -72,8 +68,6 @@ def test_a_pair_is_joined_as_the_tokenizer_joins_it_and_cut_at_the_longer_text()
 
 
 def test_an_encoder_is_told_which_text_a_token_is_of() -> None:
-    """By the types that stand in the batch, under its digest; a decoder, which knows none, is given the rows all the
-    same."""
     rows, types = [[1, 2, 3, 4], [1, 2]], [[0, 0, 1, 1], [0, 1]]
     given, without = (
         ClassificationTask(rows, [0, 1], num_labels=3, vocab_size=33, pad_id=PAD, columns=columns)

@@ -21,12 +21,10 @@ TASK = RegressionTask(TOKENS, TARGETS, vocab_size=33, pad_id=PAD)
 
 
 def squared(logits: Logits, row: int) -> torch.Tensor:
-    """A row's squared error."""
     return (logits(TOKENS[row])[0] - TARGETS[row]) ** 2
 
 
 def test_the_gradient_is_that_of_a_loop_in_float64() -> None:
-    """Of the mean squared error over the global batch, on three ranks with ragged rows, for 50 updates."""
     assert farthest(tiny("regression", "value"), TASK, ROWS, squared, [1] * ROWS) <= 2e-6
 
 
@@ -34,7 +32,6 @@ class Constant(nn.Module):
     """Gives every row one number."""
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Constant:
-        """An output with `logits`, as transformers gives it."""
         self.logits = torch.full((len(input_ids), 1), 1.5)
         return self
 
@@ -49,7 +46,6 @@ def test_the_loss_is_a_sum_of_squares() -> None:
 
 
 def test_content_sees_the_last_bit_of_a_target() -> None:
-    """A target that is one bit off is another row, of the same tokens."""
     one, other = (
         RegressionTask([[1]], [target], vocab_size=33, pad_id=PAD) for target in (0.1, math.nextafter(0.1, 1))
     )
@@ -59,6 +55,5 @@ def test_content_sees_the_last_bit_of_a_target() -> None:
 
 @pytest.mark.parametrize("target", [math.nan, math.inf, -1e300])
 def test_a_target_that_no_model_can_give_is_refused_with_its_place(target: float) -> None:
-    """Not finite, or not in fp32."""
     with pytest.raises(InputError, match=r"rows\.csv:3: target"):
         RegressionTask([[1], [2]], [0.0, target], vocab_size=33, pad_id=PAD, places=["rows.csv:2", "rows.csv:3"])

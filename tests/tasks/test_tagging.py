@@ -24,7 +24,6 @@ WORDS = [sum(tag != NO_TAG for tag in tags) for tags in TAGS]
 
 
 def entropy(logits: Logits, row: int) -> torch.Tensor:
-    """-log p of the tag of each word, by what is read up to its first token: a decoder sees no more."""
     found = [
         -logits(TOKENS[row][: place + 1]).log_softmax(0)[tag] for place, tag in enumerate(TAGS[row]) if tag != NO_TAG
     ]
@@ -32,12 +31,10 @@ def entropy(logits: Logits, row: int) -> torch.Tensor:
 
 
 def test_the_gradient_is_that_of_a_loop_in_float64() -> None:
-    """Of the mean over the words of the global batch, on three ranks with ragged rows, for 50 updates."""
     assert farthest(tiny("tokens", *NAMES), TASK, ROWS, entropy, WORDS) <= 2e-6
 
 
 def test_terms_are_words_and_tags_are_digested() -> None:
-    """As many as were planned, whatever the padding; a tag that is changed is another row."""
     batch = TASK.load([3, 11], CPU)
     assert TASK.planned_terms([3, 11]) == [WORDS[3], WORDS[11]]
     assert int((batch["labels"] != NO_TAG).sum()) == WORDS[3] + WORDS[11]
@@ -52,13 +49,11 @@ def test_terms_are_words_and_tags_are_digested() -> None:
     [([0], "1 tags for 2 tokens"), ([0, 3], "tag 3 is not one of the 3 tags 0 to 2"), ([NO_TAG] * 2, "no word of it")],
 )
 def test_a_row_that_cannot_be_learned_is_refused_with_its_place(tags: list[int], fault: str) -> None:
-    """By the row that has it."""
     with pytest.raises(InputError, match=f"row 1: {fault}"):
         TaggingTask([[1], [1, 2]], [[0], tags], names=NAMES, vocab_size=33, pad_id=PAD)
 
 
 def test_words_that_were_cut_off_are_missed() -> None:
-    """Two words are read and right, the third was cut off: a span is missing, and a word is wrong."""
     task = TaggingTask([[1, 2]], [[0, 2]], names=NAMES, vocab_size=33, pad_id=PAD, unread={0: {2: 0}}, cut=[0])
     found = task.score([0], torch.tensor([[0.0, 0.1, 2.0, 0.3]], dtype=torch.float64))
     assert (found.words, found.accuracy, found.recall, found.precision) == (3, 2 / 3, 0.5, 1.0)
