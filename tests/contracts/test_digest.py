@@ -111,14 +111,6 @@ def test_chunks_do_not_show(words: int) -> None:
     assert word_sum(tensor) == expected
 
 
-@given(st.binary(min_size=8, max_size=160), st.data())
-@settings(deadline=None)
-def test_additive_over_shards(data: bytes, draw: st.DataObject) -> None:
-    cut = 8 * draw.draw(st.integers(0, len(data) // 8))
-    parts = word_sum(from_bytes(data[:cut])) + word_sum(from_bytes(data[cut:]), start=cut // 8)
-    assert parts % M64 == word_sum(from_bytes(data))
-
-
 def test_sealed_shards_are_the_tensor() -> None:
     tensor = torch.randn(10, 4)
     total = word_sum(tensor[:3]) + word_sum(tensor[3:], start=6)
@@ -165,9 +157,28 @@ def test_what_has_no_bytes_is_refused(tensor: torch.Tensor) -> None:
         tensor_digest(tensor)
 
 
-def test_empty_tensors_are_told_apart() -> None:
-    empties = [torch.empty(0), torch.empty(0, 3), torch.empty(3, 0), torch.empty(0, dtype=torch.int64), torch.zeros(1)]
-    assert len({tensor_digest(t) for t in empties}) == len(empties)
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        [torch.empty(0), torch.empty(0, 3), torch.empty(3, 0), torch.empty(0, dtype=torch.int64), torch.zeros(1)],
+        # Constant tensors of even length, which an XOR hashes to 0.
+        [torch.full((n,), value) for n in (2, 4, 64) for value in (0.0, 1.0, -1.0, 2.0)],
+        # The same bytes.
+        [
+            each
+            for data in [torch.arange(12, dtype=torch.int32)]
+            for each in (data, data.view(3, 4), data.view(4, 3), data.view(12, 1), data.view(torch.float32))
+        ],
+        # The same values in another order, at the distance of half a word, a word and more.
+        [
+            torch.tensor(values).float()
+            for values in ([1, 2, 3, 4, 5], [2, 1, 3, 4, 5], [3, 2, 1, 4, 5], [5, 2, 3, 4, 1])
+        ],
+    ],
+    ids=["empty", "constant", "shape and dtype", "order"],
+)
+def test_different_tensors_have_different_digests(tensors: list[torch.Tensor]) -> None:
+    assert len({tensor_digest(tensor) for tensor in tensors}) == len(tensors)
 
 
 def test_single_word_changes_are_always_seen() -> None:
@@ -181,33 +192,6 @@ def test_single_word_changes_are_always_seen() -> None:
     assert len(seen) == 1 + 32 * 32
 
 
-@pytest.mark.parametrize("fill", ["random", "zeros", "ones"])
-def test_pairs_of_flips_are_seen(fill: str) -> None:
-    generator = torch.Generator().manual_seed(7)
-    n = 5_900
-    base = {"random": torch.randn(n, generator=generator), "zeros": torch.zeros(n), "ones": torch.ones(n)}[fill]
-    words = base.view(torch.int64)
-    mixed = mix64(words + torch.arange(n // 2) * (GOLDEN - M64))
-    total = mixed.sum()
-    first, second = torch.randint(0, n // 2, (2, 20_000), generator=generator)
-    apart = first != second
-    first, second = first[apart], second[apart]
-
-    def changed(index: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        return mix64(new + index * (GOLDEN - M64)) - mixed[index]
-
-    for bit in (31, 63, 0, 32, 51):
-        mask = (1 << bit) if bit < 63 else -(2**63)
-        equal = changed(first, words[first] ^ mask) + changed(second, words[second] ^ mask)
-        opposite = changed(first, words[first] + mask) + changed(second, words[second] - mask)
-        assert not bool((equal == 0).any())
-        assert not bool((opposite == 0).any())
-        once = words.clone()
-        once[first[0]] ^= mask
-        once[second[0]] ^= mask
-        assert word_sum(once) == int(total + equal[0]) % M64
-
-
 def test_the_prototypes_blind_pair_is_seen() -> None:
     tensor = torch.ones(5_900_000)
     before = tensor_digest(tensor)
@@ -216,34 +200,12 @@ def test_the_prototypes_blind_pair_is_seen() -> None:
     assert tensor_digest(tensor) != before
 
 
-@given(st.lists(st.integers(-3, 3), min_size=2, max_size=12), st.data())
-@settings(deadline=None)
-def test_swaps_are_seen(values: list[int], draw: st.DataObject) -> None:
-    i = draw.draw(st.integers(0, len(values) - 1))
-    j = draw.draw(st.integers(0, len(values) - 1))
-    swapped = list(values)
-    swapped[i], swapped[j] = swapped[j], swapped[i]
-    same = tensor_digest(torch.tensor(values).float()) == tensor_digest(torch.tensor(swapped).float())
-    assert same == (values == swapped)
-
-
-def test_constants_are_told_apart() -> None:
-    tensors = [torch.full((n,), value) for n in (2, 4, 64) for value in (0.0, 1.0, -1.0, 2.0)]
-    assert len({tensor_digest(t) for t in tensors}) == len(tensors)
-
-
 def test_bits_count_not_values() -> None:
     patterns = [0x00000000, 0x80000000, 0x7FC00000, 0x7FC00001, 0xFFC00000, 0x7F800001, 0x7F800000, 0xFF800000]
     tensors = [from_bytes(struct.pack("<I", p), torch.float32) for p in patterns]
     assert len({tensor_digest(t) for t in tensors}) == len(patterns)
     stepped = [torch.stack([t, t], dim=1).reshape(-1)[::2] for t in tensors]
     assert [tensor_digest(t) for t in stepped] == [tensor_digest(t) for t in tensors]
-
-
-def test_shape_and_dtype_are_bound() -> None:
-    data = torch.arange(12, dtype=torch.int32)
-    variants = [data, data.view(3, 4), data.view(4, 3), data.view(12, 1), data.view(torch.float32)]
-    assert len({tensor_digest(t) for t in variants}) == len(variants)
 
 
 def test_tree_binds_names_and_not_order() -> None:

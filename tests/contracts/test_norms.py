@@ -39,15 +39,15 @@ def _true(flat: Tensor) -> float:
 
 
 @pytest.mark.parametrize("drawn", [_normal, _heavy, _equal])
-@pytest.mark.parametrize("count", [1, 63, 65, 1_000, 65_537, (1 << 20) + 3, 30_000_000])
+@pytest.mark.parametrize("count", [1, 63, 65, 1_000, 65_537, (1 << 20) + 3])
 def test_the_norm_is_that_of_float64_at_any_length(drawn: Callable[[int], Tensor], count: int) -> None:
     flat = drawn(count)
     assert float(flat_norm(flat)) == pytest.approx(_true(flat), rel=BOUND)
 
 
-@pytest.mark.parametrize("drawn", [_normal, _heavy, _equal])
-def test_torchs_own_norm_is_off_by_no_more_than_is_said(drawn: Callable[[int], Tensor]) -> None:
-    flat = drawn(30_000_000)
+def test_torchs_own_norm_of_a_long_tensor_is_off_by_no_more_than_is_said() -> None:
+    flat = _heavy(30_000_000)
+    assert float(flat_norm(flat)) == pytest.approx(_true(flat), rel=BOUND)
     assert float(torch.linalg.vector_norm(flat)) == pytest.approx(_true(flat), rel=torch_norm_error(flat.numel()))
 
 
@@ -62,6 +62,8 @@ def test_squares_are_added_by_halves(count: int) -> None:
     assert sum_of_squares(flat) == math.fsum(map(float, squares))
 
 
+# The default run shows the order of the additions, on which the bits depend: test_squares_are_added_by_halves.
+@pytest.mark.deep
 def test_the_bits_are_those_of_a_cpu_with_other_vectors() -> None:
     """torch is told to use no vector instructions, and several threads."""
     # Divisions, which every CPU rounds alike.

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -12,11 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from andon_contracts.checksum import MOST_SUMS, ROW, STRIDE
 from andon_contracts.digest import digests_by_name, mix_integer, tensor_digest, tree_digest, word_sum
-from andon_contracts.observe import Extremes, Observer, finite_total, nonfinite, norm_of, numbers, plain, word_sums
+from andon_contracts.observe import Extremes, Observer, finite_total, nonfinite, norm_of, plain, word_sums
 
 
 @pytest.mark.parametrize("place", [0, 999, 1000])
@@ -36,10 +34,7 @@ def test_finite_elements_are_finite_whatever_their_sum_is(dtype: torch.dtype) ->
     largest = torch.finfo(dtype).max if dtype.is_floating_point else 5
     assert not nonfinite(torch.full((2,), largest, dtype=dtype))
     assert math.isfinite(finite_total(torch.full((2,), 3e38)))
-
-
-def test_an_empty_tensor_is_finite() -> None:
-    assert not nonfinite(torch.zeros(0))
+    assert not nonfinite(torch.zeros(0, dtype=dtype))
 
 
 def test_sums_are_those_of_the_digest() -> None:
@@ -96,15 +91,6 @@ def test_one_bit_of_any_tensor_changes_the_digest(portable: bool, stable: bool) 
         assert observer.look(tensors).digest != before, index
         _flip(tensor, held.numel() - 1)
     assert observer.look(tensors).digest == before
-
-
-def test_the_order_counts_and_a_new_observer_sees_the_same() -> None:
-    tensors = _tensors()
-    observer = Observer()
-    observer.look(tensors[:3])
-    assert observer.look(tensors).digest == Observer().look(tensors).digest
-    exchanged = [*tensors[:-2], tensors[-1], tensors[-2]]
-    assert observer.look(exchanged).digest != observer.look(tensors).digest
 
 
 def test_another_layout_under_the_same_dtypes_is_read_anew() -> None:
@@ -310,28 +296,6 @@ def test_a_gradient_of_another_dtype_than_its_parameter_is_seen() -> None:
     ((index, low, high),) = seen.read()
     assert (index, high) == (0, 1.0)
     assert low == pytest.approx(1e-30)
-
-
-class _Stacks(TorchDispatchMode):
-    """Counts what is put together only to be read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        self.count += func is torch.ops.aten.stack.default
-        return func(*args, **(kwargs or {}))
-
-
-def test_one_number_is_read_as_it_is_and_several_at_once() -> None:
-    """On a GPU each stack is a launch: of a look at one group it would be one for nothing."""
-    with _Stacks() as seen:
-        (small,) = numbers([torch.tensor(-(2**63) + 1)])
-        assert (small, seen.count) == (-(2**63) + 1, 0)
-        assert (numbers([torch.tensor(2**62 + 1), torch.tensor(3)]), seen.count) == ([2**62 + 1, 3], 1)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

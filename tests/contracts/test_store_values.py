@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._C._distributed_c10d import HashStore
 
@@ -159,6 +159,7 @@ JSON = st.recursive(
 )
 
 
+@settings(max_examples=30)
 @given(
     st.binary(max_size=200)
     | JSON.map(lambda value: json.dumps(value).encode())
