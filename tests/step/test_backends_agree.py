@@ -1,4 +1,7 @@
-"""One result on every backend and any number of workers: the central promise of the step."""
+"""The same bits on every backend and any number of workers: ragged rows and dropout, clipped or not, either optimizer.
+
+This is the cheap test of that promise; one run of the command and the claim same-everywhere show it end to end.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from andon.step.optimizer import OptimizerSpec
 from tests.support.ranks import run_ranks
 from tests.support.toy import CPU, Settings, run
 
+pytestmark = pytest.mark.xdist_group("step_backends_agree")
 WORLDS = (1, 2, 3, 4)
 SETTINGS = {
     "adamw-clipped-m8": Settings(8, clip_norm=0.2),

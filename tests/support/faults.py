@@ -66,25 +66,16 @@ def _other_rows(replica: Replica) -> None:
     _wrap(replica, "gradients", around)
 
 
-def _twice(replica: Replica) -> None:
-    def around(gradients: Callable[..., Any], step: int, leaves: Any, roots: Any, task: Task, *, checked: bool) -> Any:
-        return gradients(step, leaves, [*roots, roots[-1]], task, checked=checked)
+def _roots(change: Callable[[list[Any]], list[Any]]) -> Callable[[Replica], None]:
+    """Plant: the culprit computes other partial sums than it was told to."""
 
-    _wrap(replica, "gradients", around)
+    def plant(replica: Replica) -> None:
+        def around(gradients: Callable[..., Any], step: int, leaves: Any, roots: Any, *rest: Any, checked: bool) -> Any:
+            return gradients(step, leaves, change(list(roots)), *rest, checked=checked)
 
+        _wrap(replica, "gradients", around)
 
-def _skipped(replica: Replica) -> None:
-    def around(gradients: Callable[..., Any], step: int, leaves: Any, roots: Any, task: Task, *, checked: bool) -> Any:
-        return gradients(step, leaves, roots[:-1], task, checked=checked)
-
-    _wrap(replica, "gradients", around)
-
-
-def _swapped(replica: Replica) -> None:
-    def around(gradients: Callable[..., Any], step: int, leaves: Any, roots: Any, task: Task, *, checked: bool) -> Any:
-        return gradients(step, leaves, roots[::-1], task, checked=checked)
-
-    _wrap(replica, "gradients", around)
+    return plant
 
 
 def _double_rate(replica: Replica) -> None:
@@ -120,9 +111,9 @@ FAULTS: Mapping[str, Fault] = {
     "moment flipped": Fault(_flip_moment, "optimizers-agree", "exp_avg_sq", early=False),
     "reduced gradient flipped": Fault(_flip_reduced_gradient, "gradients-agree", "second.weight"),
     "other rows": Fault(_other_rows, "content-planned", "micro-batch 3"),
-    "micro-batch computed twice": Fault(_twice, "samples-once", ""),
-    "micro-batch skipped": Fault(_skipped, "samples-once", ""),
-    "micro-batches out of order": Fault(_swapped, "samples-once", ""),
+    "micro-batch computed twice": Fault(_roots(lambda roots: [*roots, roots[-1]]), "samples-once", ""),
+    "micro-batch skipped": Fault(_roots(lambda roots: roots[:-1]), "samples-once", ""),
+    "micro-batches out of order": Fault(_roots(lambda roots: roots[::-1]), "samples-once", ""),
     "rate doubled": Fault(_double_rate, "learning-rate-planned", "learning rate"),
     "clipped twice": Fault(_clip_twice, "clip-once", "clipped gradient"),
     "not clipped": Fault(_no_clip, "clip-once", "clipped gradient"),
@@ -179,6 +170,11 @@ class SteepTask(ToyTask):
         found = super().loss_sum(model, batch)
         value = found.loss_sum.detach()
         return LeafLoss(value + self.scale * (found.loss_sum - value), found.correct)
+
+
+def cannot_read(*_: object) -> Any:
+    """In the place of a method of a task."""
+    raise OSError("the rows cannot be read")
 
 
 @dataclass(frozen=True)
