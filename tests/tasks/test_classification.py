@@ -130,36 +130,40 @@ def test_content_is_the_planned_digest_in_any_batch(rows: list[tuple[list[int], 
     assert torch.equal(given_rows.content(batch), given_rows.planned_content(ids))
 
 
+def _put(key: str, *place: int, value: int) -> Callable[[dict[str, torch.Tensor]], None]:
+    return lambda batch: batch[key].__setitem__(place, value)
+
+
+def _flip(batch: dict[str, torch.Tensor]) -> None:
+    """An encoder sees other positions."""
+    batch |= {name: tensor.flip(1) if tensor.dim() == 2 else tensor for name, tensor in batch.items()}
+
+
+def _roll(batch: dict[str, torch.Tensor]) -> None:
+    """As many ones as before, but over the wrong tokens."""
+    batch["attention_mask"] = batch["attention_mask"].roll(1, dims=1)
+
+
 @pytest.mark.parametrize(
-    ("key", "row", "column", "value"),
+    ("tamper", "changed"),
     [
-        ("input_ids", 0, 1, 9),
-        ("input_ids", 0, 2, 9),
-        ("labels", 0, None, 2),
-        ("attention_mask", 0, 3, 1),
-        ("attention_mask", 0, 0, 0),
+        (_put("input_ids", 0, 1, value=9), [True, False]),
+        (_put("input_ids", 0, 2, value=9), [True, False]),
+        (_put("labels", 0, value=2), [True, False]),
+        (_put("attention_mask", 0, 3, value=1), [True, False]),
+        (_put("attention_mask", 0, 0, value=0), [True, False]),
+        (_flip, [True, True]),
+        (_roll, [True, True]),
     ],
+    ids=["a token", "the last token", "a label", "mask too long", "mask with a hole", "left padding", "mask moved"],
 )
-def test_content_sees_every_kind_of_tampering(key: str, row: int, column: int | None, value: int) -> None:
+def test_content_sees_every_kind_of_tampering(
+    tamper: Callable[[dict[str, torch.Tensor]], None], changed: list[bool]
+) -> None:
     rows = task([[1, 2, 3], [4, 5]], [0, 1])
     batch = {name: tensor.clone() for name, tensor in rows.load([0, 1], CPU).items()}
-    batch[key][(row,) if column is None else (row, column)] = value
-    changed = rows.content(batch) != rows.planned_content([0, 1])
-    assert changed.tolist() == [True, False]
-
-
-def test_content_tells_left_padding_from_right() -> None:
-    rows = task([[1, 2, 3]], [0])
-    batch = {name: tensor.flip(1) if tensor.dim() == 2 else tensor for name, tensor in rows.load([0], CPU).items()}
-    assert not torch.equal(rows.content(batch), rows.planned_content([0]))
-
-
-def test_content_sees_a_mask_that_is_only_moved() -> None:
-    """As many ones as before, but over the wrong tokens: the count alone would not tell."""
-    rows = task([[1, 2, 3]], [0])
-    batch = dict(rows.load([0], CPU))
-    batch["attention_mask"] = batch["attention_mask"].roll(1, dims=1)
-    assert not torch.equal(rows.content(batch), rows.planned_content([0]))
+    tamper(batch)
+    assert (rows.content(batch) != rows.planned_content([0, 1])).tolist() == changed
 
 
 def test_the_table_spans_its_chunks() -> None:
