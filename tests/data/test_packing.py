@@ -42,16 +42,6 @@ def test_packs_are_those_of_the_plain_search(lengths: list[int], capacity: int) 
     assert best_fit(lengths, capacity) == plainly(lengths, capacity)
 
 
-@given(LENGTHS, st.integers(30, 50))
-def test_every_row_is_in_one_pack_and_no_pack_overflows(lengths: list[int], capacity: int) -> None:
-    """And no two packs could be one: the rows of the later would have fitted into the earlier."""
-    packs = best_fit(lengths, capacity)
-    assert sorted(place for pack in packs for place in pack) == list(range(len(lengths)))
-    filled = [sum(lengths[place] for place in pack) for pack in packs]
-    assert all(0 < tokens <= capacity for tokens in filled)
-    assert len(filled) < 2 or sum(sorted(filled)[:2]) > capacity
-
-
 def test_the_share_of_padding_is_what_is_left_over() -> None:
     packs = best_fit([6, 4, 5], 10)
     assert packs == [[0, 1], [2]]

@@ -24,11 +24,6 @@ def test_every_row_is_in_exactly_one_part_and_neither_is_empty(count: int, fract
     assert abs(len(validation) - count * fraction) <= 0.5 or len(validation) in (1, count - 1)
 
 
-@given(COUNTS, FRACTIONS, SEEDS)
-def test_the_split_is_a_function_of_its_arguments(count: int, fraction: float, seed: int) -> None:
-    assert frozen_split(count, fraction, seed) == frozen_split(count, fraction, seed)
-
-
 @given(SEEDS, SEEDS)
 def test_another_seed_draws_another_split(one: int, other: int) -> None:
     assume(one != other)

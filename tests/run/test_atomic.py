@@ -40,15 +40,6 @@ def test_a_file_is_old_or_new_at_every_point(tmp_path: Path, mode: Mode) -> None
     assert every_failure(make, lambda folder: write_whole(folder / "file", b"new" * 100), mode, check) >= 5
 
 
-def test_permissions_are_the_umasks(tmp_path: Path) -> None:
-    before = os.umask(0o027)
-    try:
-        write_whole(tmp_path / "file", b"x")
-    finally:
-        os.umask(before)
-    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o640
-
-
 @pytest.mark.parametrize("path", [Path("/proc/andon-run"), Path("/proc/andon-run/a/b")])
 def test_a_folder_that_never_was_is_not_called_gone(path: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot be written: nothing of that name can be made in /proc"), storage(path):

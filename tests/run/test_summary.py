@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from andon.console.problems import InputError
-from andon.run.folder import RunFolder, State
 from andon.run.summary import Head, Summary, read_summary, write_summary
 from andon_contracts.fields import Real
 
@@ -72,12 +71,3 @@ def test_a_wrong_summary_is_an_input_error(tmp_path: Path, text: str, says: str)
     assert "s.json" in str(caught.value)
     with pytest.raises(InputError, match="No such file"):
         read_summary(tmp_path / "none.json")
-
-
-def test_a_summary_finishes_a_run(tmp_path: Path) -> None:
-    run = RunFolder(tmp_path)
-    with run.open_for_writing():
-        write_summary(run.summary, replace(SUMMARY, finished=False))
-        assert run.state() is State.UNFINISHED
-        write_summary(run.summary, SUMMARY)
-        assert run.state() is State.FINISHED

@@ -50,6 +50,47 @@ def test_dropout_has_the_bits_of_a_cpu(shape: tuple[int, ...], inplace: bool, de
     assert torch.equal(host_drawn(lambda: work(device)), as_a_cpu_does(lambda: work("cpu")))
 
 
+def multi_head(chance: float, *, training: bool) -> Callable[[], torch.Tensor]:
+    attention = torch.nn.MultiheadAttention(8, 2, dropout=chance, batch_first=True).train(training)
+    return lambda: attention(X, X, X)[0]
+
+
+def in_place() -> torch.Tensor:
+    x = HALF.clone()
+    F.dropout(x, 0.3, inplace=True)
+    return x
+
+
+X = values((2, 5, 8))
+HALF = values((3, 40)).bfloat16()
+ALIKE: dict[str, Callable[[], torch.Tensor]] = {
+    "torch.dropout": lambda: torch.dropout(X, p=0.5, train=True) + torch.dropout(X, 0.5, False),
+    "bf16": lambda: F.dropout(HALF, 0.3),
+    "bf16 in place": in_place,
+    # Other kinds of dropout pass where they drop nothing.
+    "dropout1d in evaluation": lambda: F.dropout1d(X, 0.5, False),
+    "dropout1d at 0": lambda: F.dropout1d(X, 0.0, True),
+    "multi-head attention in evaluation": multi_head(0.5, training=False),
+    "multi-head attention without dropout": multi_head(0.0, training=True),
+}
+
+
+@pytest.mark.parametrize("work", ALIKE.values(), ids=ALIKE)
+def test_other_calls_have_the_bits_of_a_cpu(work: Callable[[], torch.Tensor]) -> None:
+    assert torch.equal(host_drawn(work), as_a_cpu_does(work))
+
+
+def test_a_scale_and_a_mask_of_numbers_count() -> None:
+    q, mask = values((1, 2, 5, 4)), torch.linspace(-2, 2, 25).view(5, 5)
+
+    def work() -> torch.Tensor:
+        named = F.scaled_dot_product_attention(q, q, q, attn_mask=mask, dropout_p=0.4, scale=2.0)
+        return torch.cat([named, F.scaled_dot_product_attention(q, q, q, mask, 0.4)])
+
+    found, expected = host_drawn(work), as_a_cpu_does(work)
+    assert (found - expected).norm() <= 1e-5 * expected.norm()
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("masked", ["causal", "mask", "none"])
@@ -87,24 +128,6 @@ def test_what_else_draws_is_refused(draw: Callable[[], torch.Tensor]) -> None:
     """Its numbers would belong to the device, and who computes would decide the result."""
     with pytest.raises(UnkeyedRandomnessError, match="cannot be keyed"):
         host_drawn(draw)
-
-
-def test_dropout_by_its_other_name() -> None:
-    x = values((2, 5, 8))
-
-    def work() -> torch.Tensor:
-        return torch.dropout(x, p=0.5, train=True) + torch.dropout(x, 0.5, False)
-
-    assert torch.equal(host_drawn(work), as_a_cpu_does(work))
-
-
-@pytest.mark.parametrize(("chance", "training"), [(0.5, False), (0.0, True)])
-def test_other_kinds_of_dropout_that_drop_nothing_pass(chance: float, training: bool) -> None:
-    x = values((2, 5, 8))
-    attention = torch.nn.MultiheadAttention(8, 2, dropout=chance, batch_first=True).train(training)
-    expected = attention(x, x, x)[0]
-    assert torch.equal(host_drawn(lambda: attention(x, x, x)[0]), expected)
-    assert torch.equal(host_drawn(lambda: F.dropout1d(x, chance, training)), x)
 
 
 def test_what_drops_nothing_draws_nothing() -> None:
@@ -170,22 +193,3 @@ def test_only_gpus_beside_cpus_draw_as_those_do(backend: str, more: dict[str, bo
         draws_as_cpus(backend, torch.device("cuda", 0), **({"checkpointing": False, "compiled": False} | more)) is drawn
     )
     assert not draws_as_cpus(backend, CPU, checkpointing=False, compiled=False)
-
-
-def test_a_scale_and_a_mask_of_numbers_count() -> None:
-    q = values((1, 2, 5, 4))
-    mask = torch.linspace(-2, 2, 25).view(5, 5)
-
-    def work() -> torch.Tensor:
-        named = F.scaled_dot_product_attention(q, q, q, attn_mask=mask, dropout_p=0.4, scale=2.0)
-        return torch.cat([named, F.scaled_dot_product_attention(q, q, q, mask, 0.4)])
-
-    found, expected = host_drawn(work), as_a_cpu_does(work)
-    assert (found - expected).norm() <= 1e-5 * expected.norm()
-
-
-def test_half_precision_draws_what_a_cpu_draws_for_it() -> None:
-    x = values((3, 40)).bfloat16()
-    y = x.clone()
-    assert torch.equal(host_drawn(lambda: F.dropout(y, 0.3, inplace=True)), as_a_cpu_does(lambda: F.dropout(x, 0.3)))
-    assert torch.equal(y == 0, host_drawn(lambda: F.dropout(x, 0.3)) == 0)

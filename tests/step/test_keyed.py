@@ -114,7 +114,7 @@ def test_the_key_alone_decides(draw: Draw) -> None:
 @pytest.mark.parametrize("intercept_all", [False, True])
 def test_threads_at_once_draw_as_one_thread_does(draw: Draw, intercept_all: bool) -> None:
     inside = threading.Barrier(THREADS, timeout=20)
-    visits = 25
+    visits = 10
 
     def work(thread: int) -> list[torch.Tensor]:
         randomness = KeyedRandomness(9, CPU, intercept_all=intercept_all)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil, log2
 
@@ -116,24 +115,3 @@ def test_ranks_together_finish_the_same_tree(count: int, world: int) -> None:
 def test_a_missing_root_is_an_error() -> None:
     with pytest.raises(KeyError):
         finish((0, 4), {(0, 2): "ab", (2, 3): "c"}, joined)
-
-
-def worlds() -> Iterator[tuple[int, int]]:
-    for count in (1, 5, 8, 4095, 4096):
-        yield from ((count, world) for world in (1, 2, 3, 7, 64, 1000, 4095, 4096))
-
-
-def noncommutative(left: int, right: int) -> int:
-    return (31 * left + 17 * right + 7) % 2_147_483_647
-
-
-@pytest.mark.parametrize(("count", "world"), list(worlds()))
-def test_worlds_that_no_machine_here_has(count: int, world: int) -> None:
-    most = max(1, 2 * ceil(log2(count))) if count > 1 else 1
-    table: dict[tuple[int, int], int] = {}
-    for run in rank_leaves(count, world):
-        roots = subtree_roots((0, count), run.start, run.stop)
-        assert len(roots) <= most
-        for node in roots:
-            table[node] = fold(node, int, noncommutative, int)
-    assert finish((0, count), table, noncommutative) == fold((0, count), int, noncommutative, int)
