@@ -32,14 +32,6 @@ def test_reals_travel_as_their_bits(value: float) -> None:
     assert math.isnan(real_of(bits_of(math.nan)))
 
 
-@given(words)
-def test_signed_keeps_the_64_bits(word: int) -> None:
-    """An unsigned word fits torch's int64 and is the same modulo 2^64; twice is once."""
-    assert -(1 << 63) <= signed(word) < 1 << 63
-    assert signed(word) % (1 << 64) == word
-    assert signed(signed(word)) == signed(word)
-
-
 @given(st.lists(st.tuples(words, words), min_size=1, max_size=5), st.integers(0, 1 << 40))
 def test_values_arrive_by_rank_and_name(values: list[tuple[int, int]], step: int) -> None:
     sent = [
@@ -52,27 +44,6 @@ def test_values_arrive_by_rank_and_name(values: list[tuple[int, int]], step: int
         assert observation.payload is not None
         assert observation.payload.tolist() == [rank, 2, 3, 4]
         assert observation.names_match
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        Observation(1, 4, 9, "there", {"a": 1, "b": 2}),
-        Observation(1, 4, 9, "here", {"a": 1, "c": 2}),
-        Observation(1, 4, 9, "here", {"b": 1, "a": 2}),
-    ],
-)
-def test_a_message_of_another_point_or_of_other_names_is_marked(other: Observation) -> None:
-    here = Observation(0, 4, 9, "here", {"a": 1, "b": 2})
-
-    def mixed(vectors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        sent: list[torch.Tensor] = []
-        gather_observations([other], lambda theirs: sent.extend(theirs) or theirs)
-        return [vectors[0], sent[0]]
-
-    mine, theirs = gather_observations([here], mixed)
-    assert mine.names_match
-    assert not theirs.names_match
 
 
 def _gather_without_rank_1() -> list[str]:

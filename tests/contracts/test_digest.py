@@ -181,31 +181,12 @@ def test_different_tensors_have_different_digests(tensors: list[torch.Tensor]) -
     assert len({tensor_digest(tensor) for tensor in tensors}) == len(tensors)
 
 
-def test_single_word_changes_are_always_seen() -> None:
-    words = torch.randn(32).view(torch.int32)
-    seen = {tensor_digest(words)}
-    for index in range(32):
-        for bit in range(32):
-            flipped = words.clone()
-            flipped[index] ^= torch.tensor(1 << bit if bit < 31 else -(2**31), dtype=torch.int32)
-            seen.add(tensor_digest(flipped))
-    assert len(seen) == 1 + 32 * 32
-
-
 def test_the_prototypes_blind_pair_is_seen() -> None:
     tensor = torch.ones(5_900_000)
     before = tensor_digest(tensor)
     tensor[2110131] = -1.0
     tensor[3813679] = -1.0
     assert tensor_digest(tensor) != before
-
-
-def test_bits_count_not_values() -> None:
-    patterns = [0x00000000, 0x80000000, 0x7FC00000, 0x7FC00001, 0xFFC00000, 0x7F800001, 0x7F800000, 0xFF800000]
-    tensors = [from_bytes(struct.pack("<I", p), torch.float32) for p in patterns]
-    assert len({tensor_digest(t) for t in tensors}) == len(patterns)
-    stepped = [torch.stack([t, t], dim=1).reshape(-1)[::2] for t in tensors]
-    assert [tensor_digest(t) for t in stepped] == [tensor_digest(t) for t in tensors]
 
 
 def test_tree_binds_names_and_not_order() -> None:
@@ -226,11 +207,6 @@ def test_rows_do_not_see_their_padding(rows: list[list[int]], draw: st.DataObjec
     for row, digest in zip(rows, digests, strict=True):
         total = reference_sum(struct.pack(f"<{len(row)}q", *row))
         assert digest == reference_mix((total + reference_mix((len(row) + GOLDEN) % M64)) % M64)
-
-
-def test_rows_bind_length_and_order() -> None:
-    values = torch.tensor([[0, 0, 0], [0, 0, 0], [1, 2, 0], [2, 1, 0], [0, 0, 0]])
-    assert len(set(row_digests(values, torch.tensor([0, 1, 2, 2, 3])).tolist())) == 5
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from andon_contracts.checksum import MOST_SUMS, ROW, STRIDE
 from andon_contracts.digest import digests_by_name, mix_integer, tensor_digest, tree_digest, word_sum
-from andon_contracts.observe import Extremes, Observer, finite_total, nonfinite, norm_of, plain, word_sums
+from andon_contracts.observe import Extremes, Observer, finite_total, nonfinite, plain, word_sums
 
 
 @pytest.mark.parametrize("place", [0, 999, 1000])
@@ -140,13 +140,6 @@ def test_what_was_copied_before_is_not_seen(dtype: torch.dtype) -> None:
     for value in (1, 2):
         Observer().look([torch.full((9_000,), value).to(dtype) for _ in range(7)])
         assert observer.look(short).digest == Observer().look(short).digest == before
-
-
-def test_the_norm_is_the_one_of_all_elements() -> None:
-    tensors = [t for t in _tensors() if t.is_floating_point()]
-    whole = torch.cat([plain(t).double().reshape(-1) for t in tensors])
-    assert Observer().look(tensors, norm=True).norm == pytest.approx(float(whole.norm()), rel=1e-5)
-    assert norm_of([]) == 0.0
 
 
 SHAPES = ((), (0, 4), (3,), (5, 7), (64, 9), (8_000,), (31_000,), (70_001,), (150_000,))

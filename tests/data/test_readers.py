@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from andon.console.problems import InputError
-from andon.data import formats
 from andon.data.readers import read, read_label_sets, read_targets
 from andon.data.rows import DataSet
 
@@ -241,10 +240,6 @@ def test_without_pyarrow_the_extra_to_install_is_named(tmp_path: Path, monkeypat
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     (said,) = faults(written(tmp_path, "a.parquet", b"PAR1"))
     assert "needs pyarrow; run: pip install '.[parquet]' in a checkout of andon" in said
-
-
-def test_every_known_kind_of_file_is_named_in_the_promise() -> None:
-    assert all(suffix in (read.__doc__ or "") for suffix in formats.KINDS)
 
 
 def test_numbers_are_read_as_they_are(tmp_path: Path) -> None:

@@ -38,12 +38,6 @@ def test_the_digest_follows_label_names_and_not_their_numbers() -> None:
     assert swapped.digest == made([("a", 0)]).digest != made([("a", 1)]).digest
 
 
-@given(TEXTS)
-def test_counts_add_up_to_all_rows(pairs: list[tuple[str, int]]) -> None:
-    counts = made(pairs).counts()
-    assert counts == tuple(sum(label == k for _, label in pairs) for k in range(len(LABELS)))
-
-
 def test_a_subset_keeps_ids_and_order_and_can_be_taken_again() -> None:
     data = made([("a", 0), ("b", 1), ("c", 2), ("d", 0)])
     some = data.subset([3, 1])

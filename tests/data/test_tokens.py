@@ -171,7 +171,19 @@ def _trained(kind: str) -> HuggingFaceTokenizer:
     return HuggingFaceTokenizer(base, 0, 1)
 
 
-KINDS = {kind: _trained(kind) for kind in ("bpe", "one word", "unigram", "wordpiece")} | {"bytes": BYTES}
+def closing_typed() -> HuggingFaceTokenizer:
+    base = byte_tokenizer().base
+    base.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A:0 </s>:2", pair="$A:0 </s>:0 $B:1 </s>:2", special_tokens=[("</s>", 2)]
+    )
+    base.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
+    return HuggingFaceTokenizer(base, 0, 3)
+
+
+KINDS = {kind: _trained(kind) for kind in ("bpe", "one word", "unigram", "wordpiece")} | {
+    "bytes": BYTES,
+    "typed": closing_typed(),
+}
 LONG = st.text(st.sampled_from("aab  b\nc\u0301"), min_size=100, max_size=300)
 
 
@@ -184,6 +196,7 @@ def test_the_beginning_of_a_long_text_gives_its_first_tokens(kind: str, text: st
         lambda: (tokenizer.encode([text, "ab", other], most), tokenizer.last_cut),
         lambda: (tokenizer.encode_pairs([text, "ab", text], ["ab", text, other], most), tokenizer.last_cut),
         lambda: (tokenizer.encode_words([" ".join(text.split()) or "a"], most), tokenizer.last_cut),
+        lambda: (tokenizer.types_of([text, "ab", other], most), tokenizer.last_cut),
     ]
     with pytest.MonkeyPatch.context() as patch:
         before = tokenizer.truncated
@@ -255,15 +268,6 @@ def test_data_configuration_and_run_folders_need_no_torch() -> None:
     assert found.stdout == "[]\n"
 
 
-def closing_typed() -> HuggingFaceTokenizer:
-    base = byte_tokenizer().base
-    base.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single="$A:0 </s>:2", pair="$A:0 </s>:0 $B:1 </s>:2", special_tokens=[("</s>", 2)]
-    )
-    base.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
-    return HuggingFaceTokenizer(base, 0, 3)
-
-
 def test_types_of_a_single_text_are_told_as_stock_tells_them() -> None:
     tokenizer, texts = closing_typed(), ["abc", "abcdefghij"]
     stock = tokenizer.base(texts, truncation=True, max_length=6)["token_type_ids"]
@@ -273,24 +277,6 @@ def test_types_of_a_single_text_are_told_as_stock_tells_them() -> None:
     assert columns == {"token_type_ids": (stock, 0)}
     assert [len(row) for row in tokens] == [4, 6]
     assert byte_tokenizer().types_of(texts, 6) == []
-
-
-def test_types_are_told_of_batches_and_of_beginnings(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer, texts = closing_typed(), ["ab", "ab" * 500, "", "ba" * 300, "b"]
-    whole = tokenizer.types_of(texts, 8)
-    assert whole == tokenizer.base(texts, truncation=True, max_length=8)["token_type_ids"]
-    called, sizes = tokenizer.base.__call__, list[int]()
-
-    def seen(self: Any, given: str | list[str], **how: Any) -> Any:
-        sizes.append(sum(map(len, given)))
-        return called(given, **how)
-
-    monkeypatch.setattr(tokens, "_WHOLE", 64)
-    monkeypatch.setattr(tokens, "_WHOLE_OF_A_TOKEN", 1)
-    monkeypatch.setattr(tokens, "_AT_ONCE", 2)
-    monkeypatch.setattr(type(tokenizer.base), "__call__", seen)
-    assert tokenizer.types_of(texts, 8) == whole
-    assert max(sizes) < 200
 
 
 def test_a_text_whose_types_the_native_code_gives_up_on_is_named() -> None:

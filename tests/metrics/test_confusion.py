@@ -26,12 +26,6 @@ PAIRS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=40)
 SMALL = Confusion(3, ((0, 0, 1), (0, 2, 1), (1, 1, 1)))
 
 
-def test_rows_are_actual_and_columns_predicted() -> None:
-    found = confusion_of(torch.tensor([0, 2, 1]), torch.tensor([0, 0, 1]), 3)
-    assert found == SMALL
-    assert found.table() == [[1, 0, 1], [0, 1, 0], [0, 0, 0]]
-
-
 @given(pairs=PAIRS)
 def test_every_cell_is_a_count(pairs: list[tuple[int, int]]) -> None:
     predicted, actual = (torch.tensor([pair[k] for pair in pairs], dtype=torch.int64) for k in (0, 1))

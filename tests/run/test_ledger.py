@@ -60,14 +60,6 @@ def test_lines_are_on_disk_at_their_step(tmp_path: Path) -> None:
     assert head_at(path, 1) == chain(lines[0])
 
 
-def test_a_reopened_ledger_goes_on(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.jsonl"
-    first = written(path, step(1), step(2))
-    both = written(path, step(3))
-    assert both.startswith(first)
-    assert verify_chain(both.splitlines(keepends=True))[0] == 3
-
-
 def test_a_torn_tail_is_cut_and_told(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     first = written(path, step(1))

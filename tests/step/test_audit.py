@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -129,23 +129,6 @@ def test_a_flipped_bit_in_a_partial_sum_is_found_each_time() -> None:
         assert owner in caught.value.finding.ranks
 
 
-@pytest.mark.parametrize(
-    "plant",
-    [lambda replica: plant_in_gradient(replica, 5, 3, 20), lambda replica: plant_in_sum(replica, 0, 3, 20)],
-    ids=["gradient", "sum"],
-)
-def test_without_an_audit_replicas_agree_on_the_wrong_weights(plant: Callable[[Replica], None]) -> None:
-    found = []
-    for planted in (True, False):
-        step, replicas = audited(inline(2), AuditSpec(0))
-        if planted:
-            plant(replicas[1])
-        do(step, SETTINGS.batches()[0])
-        (weights,) = {r.weights_digest() for r in replicas}
-        found.append(weights)
-    assert found[0] != found[1]
-
-
 def test_one_pair_that_disagrees_accuses_both_and_several_accuse_one() -> None:
     step, replicas = audited(inline(4), ALL)
     plant_in_gradient(replicas[2], 4, 0, 5)
@@ -262,13 +245,6 @@ class _FailsOnce(ToyTask):
         if self.row in ids and self.seen == 2:
             raise MemoryError("no memory for the audit")
         return super().load(ids, device)
-
-
-def test_an_error_in_the_audit_is_raised_as_itself() -> None:
-    batch = SETTINGS.batches()[0]
-    step, _ = audited(inline(2), ALL, _FailsOnce(batch.ids[0]))
-    with pytest.raises(MemoryError, match="no memory for the audit"):
-        do(step, batch)
 
 
 def _rank_that_fails(row: int) -> str:
