@@ -1,21 +1,25 @@
-"""The bundle: a part of each rank, tensors up to a stated limit, and no violation hidden by a disk that refuses."""
+"""What a rank leaves of a violation: the bundle, its tensor files without pickle, and torch's error file."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import struct
 import threading
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from andon_contracts import bundle
 from andon_contracts.act import Scene, conclude
 from andon_contracts.bundle import Evidence, write_part
+from andon_contracts.error_file import VARIABLE, tell_launcher, write_error_file
 from andon_contracts.record import Broken
 from andon_contracts.stacks import doing, stacks
-from andon_contracts.tensor_file import read_tensors
+from andon_contracts.tensor_file import NAMES, read_tensors, write_tensors
 from andon_contracts.violation import Finding, Violation
 
 FINDING = Finding("they differ", 4, (1,), "w", (("w", "aa bb"),))
@@ -89,3 +93,119 @@ def test_every_thread_is_in_the_stacks() -> None:
     finally:
         go.set()
         thread.join()
+
+
+# Tensor files without pickle.
+
+
+def _of_every_kind() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    made = {f"of {dtype}": torch.randn(3, 5, generator=generator).to(dtype) for dtype in NAMES}
+    return made | {"scalar": torch.tensor(2.5), "empty": torch.empty(0, 4), "turned": torch.arange(6.0).view(2, 3).t()}
+
+
+def _bits(tensor: torch.Tensor) -> list[int]:
+    found: list[int] = tensor.contiguous().reshape(-1).view(torch.uint8).tolist()
+    return found
+
+
+def test_every_kind_comes_back_to_the_bit(tmp_path: Path) -> None:
+    tensors = _of_every_kind()
+    write_tensors(tmp_path / "t.safetensors", tensors, {"step": "3"})
+    ours = read_tensors(tmp_path / "t.safetensors")
+    theirs = load_file(tmp_path / "t.safetensors")
+    for read in (ours, theirs):
+        assert read.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            assert (read[name].dtype, read[name].shape) == (tensor.dtype, tensor.shape)
+            assert _bits(read[name]) == _bits(tensor), name
+    assert [path.name for path in tmp_path.iterdir()] == ["t.safetensors"]
+
+
+def test_what_the_library_wrote_is_read(tmp_path: Path) -> None:
+    save_file({"b": torch.arange(5), "a": torch.ones(2, 2, dtype=torch.bfloat16)}, tmp_path / "t.safetensors")
+    assert read_tensors(tmp_path / "t.safetensors")["b"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_kind_that_the_format_lacks_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"z \(torch.complex128\)"):
+        write_tensors(tmp_path / "t", {"z": torch.ones(1, dtype=torch.complex128)})
+    assert list(tmp_path.iterdir()) == []
+
+
+def _file(header: object, body: bytes = b"") -> bytes:
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + body
+
+
+DAMAGED = {
+    "nothing": b"",
+    "shorter than its length field": b"\x01",
+    "a header longer than the file": struct.pack("<Q", 1 << 60) + b"{}",
+    "no JSON": struct.pack("<Q", 2) + b"{]",
+    "no object": _file([1]),
+    "bytes outside the file": _file({"a": {"dtype": "U8", "shape": [9], "data_offsets": [0, 9]}}, b"1234"),
+    "an end before its beginning": _file({"a": {"dtype": "U8", "shape": [0], "data_offsets": [4, 2]}}, b"1234"),
+    "a shape larger than its bytes": _file({"a": {"dtype": "F32", "shape": [9], "data_offsets": [0, 4]}}, b"1234"),
+    "a negative size": _file({"a": {"dtype": "U8", "shape": [-1, -4], "data_offsets": [0, 4]}}, b"1234"),
+    "an unknown kind": _file({"a": {"dtype": "X9", "shape": [4], "data_offsets": [0, 4]}}, b"1234"),
+    "no offsets": _file({"a": {"dtype": "U8", "shape": [4]}}, b"1234"),
+    "a pickle": b"\x80\x04\x95\x00\x00\x00\x00\x00\x00\x00\x00.",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_a_damaged_file_is_refused(damage: str, tmp_path: Path) -> None:
+    path = tmp_path / "damaged"
+    path.write_bytes(DAMAGED[damage])
+    with pytest.raises(ValueError, match="damaged"):
+        read_tensors(path)
+
+
+# Torch's error file.
+
+
+def _failures(folder: Path, codes: dict[int, int]) -> ChildFailedError:
+    return ChildFailedError(
+        "loop", {rank: ProcessFailure(rank, 100 + rank, code, str(folder / str(rank))) for rank, code in codes.items()}
+    )
+
+
+def test_the_culprit_is_the_root_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank in (0, 2, 1):
+        monkeypatch.setenv(VARIABLE, str(tmp_path / str(rank)))
+        tell_launcher("rank 1 of 3 failed\n  where    here", late=rank != 1)
+    found = _failures(tmp_path, {0: 1, 1: 1, 2: 1})
+    assert found.get_first_failure()[0] == 1
+    assert "rank 1 of 3 failed\n    where    here" in found.format_msg().partition("Root Cause")[2]
+
+
+def test_what_anybody_wrote_does_not_act_on_the_terminal_of_torchrun(tmp_path: Path) -> None:
+    write_error_file(tmp_path / "0", "bad row \x1b]0;t\x07", "bad row \x1b]0;t\x07\n  \u202e", 1)
+    printed = _failures(tmp_path, {0: 1}).format_msg()
+    assert "bad row \\x1b]0;t\\x07\n    \\u202e" in printed
+    assert "\x1b" not in printed
+
+
+def test_a_killed_rank_without_a_file_is_the_root_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "0"))
+    tell_launcher("rank 1 of 2 died", late=True)
+    assert _failures(tmp_path, {0: 1, 1: -9}).get_first_failure()[0] == 1
+
+
+def test_what_a_rank_wrote_of_itself_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "0"))
+    tell_launcher("the cause", late=False)
+    tell_launcher("something after it", late=False)
+    assert "the cause" in (tmp_path / "0").read_text()
+    tell_launcher("rank 1 died", late=True)
+    assert "rank 1 died" in (tmp_path / "0").read_text()
+    assert [path.name for path in tmp_path.iterdir()] == ["0"]
+
+
+def test_without_a_launcher_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    tell_launcher("x", late=False)
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "gone" / "0"))
+    tell_launcher("x", late=False)
+    assert list(tmp_path.iterdir()) == []

@@ -1,21 +1,197 @@
-"""The Triton kernels give the CPU's digests: of tensors, of rows, of several tensors at once. Those tests need a CUDA
-GPU with Triton. Where Triton is missing it is said, once.
+"""The Triton kernels give the CPU's digests, sums and extremes: of tensors, rows and lists of tensors.
+
+The kernels run on a GPU, where there is one with Triton. On a CPU those of lists run in Triton's interpreter, in a
+process that starts with TRITON_INTERPRET=1 and has Triton; without either the tests of kernels are left out.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import math
+import os
 import warnings
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
 
 from andon_contracts.digest import has_triton, mix64, row_digests, tensor_digest, word_sum
-from andon_contracts.observe import word_sums
+from andon_contracts.multi_tensor import ListSums, bring, equal_each, extremes_of_keys, list_extremes
+from andon_contracts.observe import Extremes, Observer, norm_of, word_sums
 
-on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+HAS_GPU = torch.cuda.is_available()
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
+DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+with_kernels = pytest.mark.skipif(not (HAS_GPU or INTERPRETED), reason="needs a CUDA GPU, or Triton's interpreter")
+on_a_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA GPU")
+
+SIZES = st.sampled_from([0, 1, 2, 7, 8, 15, 1000, 4096 * 8, 4096 * 8 + 6, 2 * 4096 * 8 + 13])
+
+
+def _kernels() -> ModuleType:
+    from andon_contracts import kernels
+
+    return kernels
+
+
+@with_kernels
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.tuples(SIZES, st.integers(0, 17), st.integers(0, 2)), min_size=1, max_size=12))
+def test_sums_are_those_of_each_tensor_wherever_it_lies(made: list[tuple[int, int, int]]) -> None:
+    memory = torch.randint(0, 256, (200_000,), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
+    there = memory.to(DEVICE)
+    rows = [(size, 3 * index, place) for index, (size, _, place) in enumerate(made)]
+    views = [there[offset : offset + size] for size, offset, _ in made]
+    sums = ListSums(DEVICE, rows, by=_kernels()).look(views).tolist()
+    for place, found in enumerate(sums):
+        expected = sum(
+            word_sum(memory[offset : offset + size], start)
+            for (size, offset, mine), (_, start, _) in zip(made, rows, strict=True)
+            if mine == place
+        )
+        assert found % 2**64 == expected % 2**64
+
+
+@with_kernels
+def test_a_tensor_that_moved_is_read_where_it_is_now() -> None:
+    sums = ListSums(DEVICE, [(80, 0, 0), (24, 0, 1)], by=_kernels())
+    first = [torch.arange(10, device=DEVICE), torch.arange(3, device=DEVICE)]
+    second = [torch.arange(10, 20, device=DEVICE), first[1]]
+    for tensors in (first, second, first, first):
+        assert [found % 2**64 for found in sums.look(tensors).tolist()] == [word_sum(each) for each in tensors]
+        tensors[1][0] += 1
+
+
+@with_kernels
+@settings(max_examples=25, deadline=None)
+@given(
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    st.lists(st.tuples(st.sampled_from([1, 3, 255, 4096, 9001]), st.integers(0, 9)), min_size=1, max_size=9),
+    st.lists(st.sampled_from([math.nan, -math.nan, math.inf, -math.inf, 0.0, -0.0, 60000.0]), max_size=3),
+)
+def test_extremes_are_those_of_each_tensor(dtype: torch.dtype, made: list[tuple[int, int]], odd: list[float]) -> None:
+    generator = torch.Generator().manual_seed(len(made))
+    tensors = [torch.randn(size + offset, generator=generator).to(dtype) for size, offset in made]
+    for value, tensor in zip(odd, tensors, strict=False):
+        tensor[-1] = value
+    views = [tensor.to(DEVICE)[offset:] for tensor, (_, offset) in zip(tensors, made, strict=True)]
+    found = extremes_of_keys(list_extremes(views, by=_kernels()).cpu())
+    expected = [
+        tuple(float(end) for end in torch.aminmax(tensor[o:])) for tensor, (_, o) in zip(tensors, made, strict=True)
+    ]
+    assert [[repr(end + 0.0) for end in pair] for pair in found] == [[repr(e + 0.0) for e in pair] for pair in expected]
+
+
+def test_what_lies_on_a_cpu_is_brought_as_it_is() -> None:
+    one, other = [torch.arange(3)], [torch.tensor(1.5), torch.tensor([True])]
+    before = [*one, *other]
+    bring(one, [], other)
+    assert all(now is was for now, was in zip([*one, *other], before, strict=True))
+
+
+def test_equal_tensors_are_told_from_others() -> None:
+    ones = [torch.zeros(3), torch.ones(2, 2), torch.zeros(0)]
+    assert equal_each(ones, [torch.zeros(3), torch.ones(2, 2).T * 2, torch.zeros(0)]) == [True, False, True]
+
+
+@on_a_gpu
+def test_what_devices_found_is_brought_together() -> None:
+    held = [
+        torch.tensor([1, -2], device="cuda"),
+        torch.tensor(1.5, device="cuda"),
+        torch.tensor([[7]], dtype=torch.int32),
+    ]
+    other = [torch.tensor([True, False, True], device="cuda"), torch.full((2, 2), math.inf, device="cuda").double()]
+    expected = [each.cpu() for each in [*held, *other]]
+    bring(held, other)
+    for now, was in zip([*held, *other], expected, strict=True):
+        assert (now.device.type, now.dtype, now.tolist()) == ("cpu", was.dtype, was.tolist())
+
+
+def _mixed() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    sizes = [(), (), (3,), (301, 7), (70_001,), (0,), (5, 5), (1,), (200_000,), (64,)]
+    dtypes = [torch.float32, torch.bfloat16, torch.float32, torch.int64, torch.float16]
+    return [torch.randn(size, generator=generator).mul(50).to(dtypes[i % 5]) for i, size in enumerate(sizes * 2)]
+
+
+@on_a_gpu
+@pytest.mark.parametrize("stable", [False, True])
+def test_the_digest_of_a_gpu_is_the_portable_one_of_a_cpu(stable: bool) -> None:
+    here = _mixed()
+    there = tuple(each.cuda() for each in here)
+    reader = Observer(stable=stable)
+    for _ in range(2):
+        assert reader.look(there).digest == Observer(portable=True).look(here).digest
+        here[3].add_(1)
+        there[3].add_(1)
+    views = [torch.arange(99.0)[3:], torch.ones(6, 5).T, torch.arange(9).bfloat16()[1:]]
+    assert Observer().look([v.cuda() for v in views]).digest == Observer(portable=True).look(views).digest
+
+
+@on_a_gpu
+def test_the_norm_of_a_list_on_a_gpu_is_that_of_all_elements() -> None:
+    there = [each.cuda() for each in _mixed() if each.is_floating_point()]
+    assert Observer().look(there, norm=True).norm == pytest.approx(norm_of(there), rel=1e-4)
+    assert Observer().look([torch.full((4,), 1e30).cuda()], norm=True).norm == math.inf
+
+
+@on_a_gpu
+def test_raw_gradients_are_read_as_they_were_when_a_pass_gave_them() -> None:
+    parameters = [nn.Parameter(torch.zeros(5, 3, device="cuda")) for _ in range(4)]
+    seen = Extremes(parameters)
+    gradients = [torch.full((5, 3), float(index), device="cuda") for index in range(4)]
+    gradients[2][1, 1] = math.nan
+    for index, gradient in enumerate(gradients):
+        seen.add(index, gradient)
+    seen.add(0, torch.full((5, 3), -7.0, device="cuda"))
+    seen.flush()
+    for gradient in gradients:
+        gradient.fill_(9.0)
+    found = seen.read()
+    assert [repr(each) for each in sorted(found, key=lambda each: each[:2])] == [
+        "(0, -7.0, -7.0)", "(0, 0.0, 0.0)", "(1, 1.0, 1.0)", "(2, nan, nan)", "(3, 3.0, 3.0)",
+    ]  # fmt: skip
+    seen.clear()
+    assert seen.read() == []
+    assert not seen.has(1)
+
+
+@on_a_gpu
+def test_a_gradient_that_another_hook_repairs_is_read_before_it() -> None:
+    parameter = nn.Parameter(torch.ones(4, device="cuda"))
+    seen = Extremes([parameter])
+    parameter.register_hook(lambda gradient: seen.add(0, gradient))  # type: ignore[no-untyped-call]
+    parameter.register_hook(lambda gradient: gradient.nan_to_num_(0.0))  # type: ignore[no-untyped-call]
+    (parameter * torch.tensor([1.0, math.nan, 1.0, 1.0], device="cuda")).sum().backward()  # type: ignore[no-untyped-call]
+    ((_, low, high),) = seen.read()
+    assert math.isnan(low)
+    assert math.isnan(high)
+
+
+@on_a_gpu
+def test_a_gradient_becomes_the_parameters_own_while_it_waits() -> None:
+    """No copy is made because somebody still looks at it."""
+    parameter = nn.Parameter(torch.ones(4096, device="cuda"))
+    seen = Extremes([parameter])
+    places: list[int] = []
+
+    def see(gradient: Tensor) -> None:
+        seen.add(0, gradient)
+        places.append(gradient.data_ptr())
+
+    parameter.register_hook(see)  # type: ignore[no-untyped-call]
+    (parameter * parameter).sum().backward()  # type: ignore[no-untyped-call]
+    assert parameter.grad is not None
+    assert [parameter.grad.data_ptr()] == places
+
+
+# Digests of tensors and of rows.
 
 
 @on_a_gpu

@@ -1,4 +1,4 @@
-"""What is read of tensors: word sums of flat memory, one digest of many tensors in their order, extremes, norms."""
+"""What is read of tensors: checksums and word sums of flat memory, one digest of many tensors, extremes, norms."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from andon_contracts.checksum import MOST_SUMS, ROW, STRIDE
+from andon_contracts.checksum import MOST_SUMS, ROW, STRIDE, checksum
 from andon_contracts.digest import digests_by_name, mix_integer, tensor_digest, tree_digest, word_sum
 from andon_contracts.observe import Extremes, Observer, finite_total, nonfinite, plain, word_sums
 
@@ -309,3 +309,39 @@ def test_what_is_made_for_the_host_is_made_there_whatever_the_default_device_is(
     expected = Observer().look(tensors).digest
     with torch.device("meta"):
         assert Observer().look(tensors).digest == expected
+
+
+# The checksum of flat memory.
+
+LENGTHS = (0, 1, 2, ROW, STRIDE - 1, STRIDE, STRIDE + 1, 5 * ROW, 5 * STRIDE, ROW * STRIDE, (1 << 19) + 3)
+"""In words: less than a row, whole rows or lines, with a rest of either, more than is folded at once."""
+
+
+def _random(words: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-(1 << 62), 1 << 62, (words,), generator=generator)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_one_bit_anywhere_is_seen(length: int) -> None:
+    words = _random(length)
+    seen = {checksum(words)}
+    places = sorted({0, length // 2, length - 1}) if length else []
+    for place in places:
+        for bit in (1, -(1 << 63)):
+            words[place] ^= bit
+            seen.add(checksum(words))
+            words[place] ^= bit
+    assert len(seen) == 1 + 2 * len(places)
+    assert checksum(words) in seen
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64, torch.complex128])
+def test_the_same_bytes_have_one_checksum_wherever_they_lie(dtype: torch.dtype) -> None:
+    raw = _random(3 * ROW).view(torch.uint8)
+    width = dtype.itemsize
+    for count in (0, 1, 8 * STRIDE // width + 1, raw.numel() // width):
+        size = count * width
+        shifted = torch.empty(size + width, dtype=torch.uint8)
+        shifted[width:] = raw[:size]
+        assert checksum(raw[:size].clone().view(dtype)) == checksum(shifted.view(dtype)[1:])

@@ -1,14 +1,26 @@
-"""Which rows an update trains on."""
+"""Which rows an update trains on, which rank computes them, and at which learning rate."""
 
 from __future__ import annotations
 
+import math
 from itertools import chain, pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from andon.backend.inprocess import InlineBackend
+from andon.config.load import load_config
+from andon.step.audit import AuditSpec
+from andon.step.optimizer import OptimizerSpec
 from andon.step.plan import BatchPlan, GlobalBatch, efficiency, epoch_order, rank_leaves
+from andon.step.schedule import WarmupCosine
+from andon.step.shard import balanced_bounds, shard_samples
+from andon.step.step import TrainingStep
+from andon.training.build import schedule_of
+from andon.training.material import prepare
+from andon.training.session import run_spec
+from tests.support.toy import CPU, Settings, ToyTask, rate, record, replica
 
 IDS = tuple(range(100, 137))
 plans = st.builds(
@@ -134,3 +146,129 @@ def test_batches_may_be_asked_for_in_any_order() -> None:
     there = {step: plan.batch(step) for step in range(1, plan.total_steps + 1)}
     assert {step: plan.batch(step) for step in reversed(there)} == there
     assert plan.epoch_of(0) == 0
+
+
+# Splits.
+
+counts = st.integers(0, 300)
+parts = st.integers(1, 70)
+
+
+@given(counts, parts)
+def test_balanced_ranges_cover_and_differ_by_at_most_one(count: int, number: int) -> None:
+    bounds = balanced_bounds(count, number)
+    assert [row for start, end in bounds for row in range(start, end)] == list(range(count))
+    sizes = [end - start for start, end in bounds]
+    assert len(sizes) == number
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] - sizes[-1] <= 1
+
+
+def test_balanced_ranges_by_hand() -> None:
+    assert balanced_bounds(10, 4) == ((0, 3), (3, 6), (6, 8), (8, 10))
+    assert balanced_bounds(2, 4) == ((0, 1), (1, 2), (2, 2), (2, 2))
+
+
+@pytest.mark.parametrize(("count", "number"), [(-1, 2), (3, 0), (3, -1)])
+def test_an_impossible_split_is_refused(count: int, number: int) -> None:
+    with pytest.raises(ValueError, match=f"{count} items into {number} parts"):
+        balanced_bounds(count, number)
+
+
+@given(st.lists(st.integers()), parts)
+def test_shards_keep_every_object_once_in_order(values: list[int], workers: int) -> None:
+    """F-DP-002: disjoint, complete, in order; each shard has floor(n / workers), the last also the remainder."""
+    samples = [[value] for value in values]
+    shards = shard_samples(samples, workers)
+    joined = [sample for shard in shards for sample in shard]
+    assert len(joined) == len(samples)
+    assert all(a is b for a, b in zip(joined, samples, strict=True))
+    size, rest = divmod(len(samples), workers)
+    assert [len(shard) for shard in shards] == [size] * (workers - 1) + [size + rest]
+
+
+@pytest.mark.parametrize("workers", [0, -3])
+def test_fewer_than_one_worker_is_the_callers_mistake(workers: int) -> None:
+    """V13: no worker is a `ValueError` that says what was passed, and no division by zero."""
+    with pytest.raises(ValueError, match=f"at least 1, got {workers}"):
+        shard_samples([1, 2], workers)
+
+
+# Unequal shares of micro-batches.
+
+
+def ran(settings: Settings, world: int, shares: tuple[int, ...] | None) -> list[dict[str, object]]:
+    replicas = [replica(optimizer=settings.optimizer) for _ in range(world)]
+    backend = InlineBackend([CPU] * world)
+    audit = AuditSpec(1, None)
+    step = TrainingStep(backend, replicas, ToyTask(), settings.micro_batches, settings.clip_norm, audit, shares=shares)
+    step.attest_start({})
+    return [dict(record(step(batch, rate(batch.step), batch.step), replicas)) for batch in settings.batches()]
+
+
+@pytest.mark.parametrize("shares", [(7, 0), (1, 6), (0, 5, 2), (3, 3, 1), (0, 0, 7), (1, 4, 1, 1)])
+@pytest.mark.parametrize(
+    "settings",
+    [Settings(7, clip_norm=0.05), Settings(7, optimizer=OptimizerSpec("sgd", momentum=0.9))],
+    ids=["adamw", "sgd"],
+)
+def test_any_shares_give_the_bits_of_equal_ones(settings: Settings, shares: tuple[int, ...]) -> None:
+    assert ran(settings, len(shares), shares) == ran(settings, 2, None)
+
+
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=5).filter(any))
+def test_shares_are_runs_end_to_end(shares: list[int]) -> None:
+    count = sum(shares)
+    runs = rank_leaves(count, len(shares), shares)
+    assert [len(run) for run in runs] == shares
+    assert [leaf for run in runs for leaf in run] == list(range(count))
+
+
+@pytest.mark.parametrize("shares", [(4,), (4, 5), (9, -1), (8, 0, 0)])
+def test_shares_that_do_not_fit_are_refused(shares: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="does not share out 8 micro-batches to 2 ranks"):
+        rank_leaves(8, 2, shares)
+
+
+# The learning rate.
+
+
+def test_values_by_hand() -> None:
+    """20 updates, 4 of warm-up: quarters of the peak, then half a cosine from 1.0 to 0.2."""
+    schedule = WarmupCosine(1.0, 20, warmup_fraction=0.2, min_lr=0.2)
+    assert [schedule.rate(step) for step in (1, 2, 3, 4)] == [0.25, 0.5, 0.75, 1.0]
+    assert schedule.rate(12) == pytest.approx(0.6)  # halfway from 4 to 20: cos(pi / 2) = 0
+    assert schedule.rate(8) == pytest.approx(0.2 + 0.8 * (1 + math.sqrt(0.5)) / 2)  # a quarter: cos(pi / 4)
+    assert schedule.rate(20) == 0.2
+
+
+@given(st.integers(1, 500), st.floats(0, 1), st.floats(1e-5, 1.0), st.floats(0, 1e-5))
+def test_shape(total: int, fraction: float, peak: float, low: float) -> None:
+    schedule = WarmupCosine(peak, total, fraction, low)
+    rates = [schedule.rate(step) for step in range(1, total + 1)]
+    warmup = math.floor(fraction * total)
+    assert rates == [WarmupCosine(peak, total, fraction, low).rate(step) for step in range(1, total + 1)]
+    assert all(a <= b for a, b in pairwise(rates[:warmup]))
+    falling = rates[max(0, warmup - 1) :]
+    assert all(a >= b for a, b in pairwise(falling))
+    assert max(rates) <= peak
+    if warmup:
+        assert rates[warmup - 1] == peak
+    if warmup < total:
+        assert rates[-1] == low
+    assert all(rate > 0 for rate in rates[:-1])
+
+
+@pytest.mark.parametrize("step", [0, 21])
+def test_a_schedule_has_no_step_outside_of_the_run(step: int) -> None:
+    with pytest.raises(ValueError, match=f"step {step} is outside 1 to 20"):
+        WarmupCosine(1.0, 20).rate(step)
+
+
+def test_the_schedule_of_a_configuration() -> None:
+    plan = BatchPlan(ids=tuple(range(40)), batch_size=4, micro_batches=2, seed=0, epochs=2, max_steps=None)
+    config = load_config(None, ["optimizer.lr=0.5", "schedule.warmup_fraction=0.25", "schedule.min_lr=0.125"])
+    schedule = schedule_of(run_spec(config, prepare(config), 1), plan)
+    assert plan.total_steps == 20
+    assert [schedule.rate(step) for step in (5, 20)] == [0.5, 0.125]
+    assert schedule.rate(4) == pytest.approx(0.4)

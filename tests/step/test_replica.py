@@ -1,4 +1,4 @@
-"""One model with its optimizer: what it refuses, how much it holds, how it is put back."""
+"""One model with its optimizer: flat buffers, what it refuses, how it is put back, and a master apart from it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,94 @@ import torch
 from torch import nn
 
 from andon.backend.inprocess import InlineBackend
+from andon.step.flat import FlatParameters, layout_of
 from andon.step.keyed import KeyedRandomness
 from andon.step.optimizer import OptimizerSpec
-from andon.step.replica import Replica
+from andon.step.replica import Replica, restore_state, state_tensors
 from andon.step.step import TrainingStep
-from tests.support.toy import CPU, Settings, ToyModel, ToyTask, build, rate, replica, run, trainable
+from andon_contracts.violation import Violation
+from tests.support.toy import CPU, SEED, Settings, ToyModel, ToyTask, build, rate, record, replica, run, trainable
+
+SHAPES = {"a": (3, 7), "b": (16,), "c": (1,), "d": (5, 2, 2)}
+"""21, 16, 1 and 20 elements: from multiples of 16 they start at 0, 32, 48 and 64, and the buffer has 96."""
+
+
+def _parameters() -> dict[str, nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()}
+
+
+def test_layout_by_hand() -> None:
+    slots, size = layout_of(_parameters())
+    assert [(slot.name, slot.start, slot.end) for slot in slots] == [
+        ("a", 0, 21),
+        ("b", 32, 48),
+        ("c", 48, 49),
+        ("d", 64, 84),
+    ]
+    assert size == 96
+
+
+def test_views_share_storage_both_ways() -> None:
+    parameters = _parameters()
+    before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    flat = FlatParameters(parameters, CPU)
+    assert flat.attached()
+    assert flat.count == 21 + 16 + 1 + 20
+    assert all(torch.equal(parameters[name], before[name]) for name in SHAPES)
+    flat.weights.data[64] = 5.0
+    assert parameters["d"].flatten()[0].item() == 5.0
+    parameters["c"].data.fill_(7.0)
+    assert flat.weights[48].item() == 7.0
+    assert flat.weight_views()["c"].item() == 7.0
+    (2.0 * parameters["c"]).sum().backward()  # type: ignore[no-untyped-call]
+    assert flat.gradient[48].item() == 2.0
+    assert flat.views(flat.gradient)["c"].item() == 2.0
+
+
+@pytest.mark.parametrize("what", ["weight", "gradient", "no gradient"])
+def test_a_parameter_that_left_is_noticed(what: str) -> None:
+    parameters = _parameters()
+    flat = FlatParameters(parameters, CPU)
+    if what == "weight":
+        parameters["b"].data = torch.zeros(16)
+    else:
+        parameters["b"].grad = torch.zeros(16) if what == "gradient" else None
+    assert not flat.attached()
+    flat.attach_gradient()
+    assert flat.attached() is (what != "weight")
+
+
+@pytest.mark.parametrize("spec", [OptimizerSpec("adamw", weight_decay=0.1), OptimizerSpec("sgd", momentum=0.9)])
+def test_gaps_stay_zero(spec: OptimizerSpec) -> None:
+    """After updates with decay, momentum and clipping, what lies between the tensors is 0.0, or digests would drift."""
+    step, (replica,) = build(InlineBackend([CPU]), Settings(8, optimizer=spec, clip_norm=0.1))
+    for batch in Settings(8).batches():
+        step(batch, rate(batch.step), batch.step)
+    flat = replica.parameters
+    gap = torch.ones(flat.size, dtype=torch.bool)
+    for slot in flat.slots:
+        gap[slot.start : slot.end] = False
+    assert gap.any()
+    states = [s for s in replica.optimizer_state().values() if s.numel() == flat.size]
+    for tensor in [flat.weights, flat.gradient, *states]:
+        assert not tensor[gap].view(torch.int32).any()
+        assert tensor[~gap].any()
+
+
+def test_half_precision_weights_are_refused() -> None:
+    """F44: small updates to bf16 weights are rounded away, so training them is refused by name and type."""
+    parameters = _parameters() | {"half": nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))}
+    with pytest.raises(ValueError, match=r"half is torch\.bfloat16"):
+        FlatParameters(parameters, CPU)
+
+
+def test_nothing_to_train_is_refused() -> None:
+    with pytest.raises(ValueError, match="no trainable parameters"):
+        FlatParameters({}, CPU)
+
+
+# One model with its optimizer.
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d(4), nn.InstanceNorm1d(4, track_running_stats=True)])
@@ -81,3 +164,75 @@ def test_base_digest_covers_buffers_and_every_frozen_weight() -> None:
         tensor[0] += 1.0
         seen.append(one.base_digest())
     assert len(set(seen)) == 3
+
+
+# A master apart, as ranks on GPUs have it beside ranks on CPUs.
+
+PLACED = {
+    "adamw": Settings(5, clip_norm=0.05),
+    "sgd": Settings(4, optimizer=OptimizerSpec("sgd", momentum=0.9)),
+    "plain": Settings(3, optimizer=OptimizerSpec("sgd"), clip_norm=1e9),
+}
+
+
+def placed(settings: Settings, *, apart: bool) -> Replica:
+    torch.manual_seed(0)
+    model = ToyModel()
+    randomness = KeyedRandomness(SEED, CPU)
+    return Replica(model, trainable(model), settings.optimizer, randomness, CPU, CPU if apart else None)
+
+
+def made(settings: Settings, masters: list[bool]) -> tuple[TrainingStep, list[Replica]]:
+    replicas = [placed(settings, apart=apart) for apart in masters]
+    step = TrainingStep(InlineBackend([CPU] * len(masters)), replicas, ToyTask(), 5, settings.clip_norm)
+    step.attest_start({})
+    return step, replicas
+
+
+@pytest.mark.parametrize("name", PLACED)
+@pytest.mark.parametrize("masters", [[True], [True, False], [False, True, True]])
+def test_an_update_apart_has_the_bits_of_one_in_place(name: str, masters: list[bool]) -> None:
+    settings = PLACED[name]
+    step, replicas = made(settings, masters)
+    plain, others = made(settings, [False] * len(masters))
+    for batch in settings.batches():
+        one = record(step(batch, rate(batch.step), batch.step), replicas)
+        assert one == record(plain(batch, rate(batch.step), batch.step), others)
+    for mine, its in zip(replicas, others, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine.model.parameters(), its.model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_a_state_goes_from_a_master_apart_to_one_in_place(name: str) -> None:
+    settings = PLACED[name]
+    batches = settings.batches()
+    first, (saved,) = made(settings, [True])
+    for batch in batches[:2]:
+        first(batch, rate(batch.step), batch.step)
+    kept = {key: value.clone() for key, value in state_tensors(saved).items()}
+    ended = []
+    for apart in (True, False):
+        fresh = placed(settings, apart=apart)
+        restore_state(fresh, kept, 2)
+        step = TrainingStep(InlineBackend([CPU]), [fresh], ToyTask(), 5, settings.clip_norm)
+        step.attest_start({})
+        ended.append([record(step(batch, rate(batch.step), batch.step), [fresh]) for batch in batches[2:]])
+    assert ended[0] == ended[1]
+
+
+def test_a_flip_in_the_weights_of_a_model_is_found_though_its_master_is_right() -> None:
+    settings = PLACED["adamw"]
+    step, replicas = made(settings, [True, False])
+    batches = settings.batches()
+    step(batches[0], rate(1), 1)
+    replicas[0].parameters.weights.data.view(torch.int32)[7] ^= 1 << 10
+    with pytest.raises(Violation, match="rank 0"):
+        step(batches[1], rate(2), 2)
+
+
+def test_an_update_that_the_model_is_not_given_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = PLACED["plain"]
+    step, replicas = made(settings, [False, True])
+    monkeypatch.setattr(type(replicas[1].master), "give", lambda self, parameters: None)
+    with pytest.raises(Violation, match="weights"):
+        step(settings.batches()[0], rate(1), 1)

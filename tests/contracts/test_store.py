@@ -1,11 +1,14 @@
-"""Whatever anybody puts into the ranks' store: what is none of ours is dropped and counted, and ends nothing."""
+"""The ranks' store: what others put into it without the secret, garbage in it, its thread, and who can reach it."""
 
 from __future__ import annotations
 
 import copy
 import json
 import math
+import socket
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,13 +21,101 @@ from andon_contracts.fields import Part
 from andon_contracts.liveness.diagnosis import Told
 from andon_contracts.liveness.end_messages import Whereabouts
 from andon_contracts.liveness.halt_link import HaltLink, Progress
+from andon_contracts.liveness.open_store import open_store
 from andon_contracts.liveness.pending_collectives import Counts
 from andon_contracts.liveness.process import Process
-from andon_contracts.liveness.signed import Signed, _signature
-from andon_contracts.liveness.store_link import Beat, Checked, Heartbeats
+from andon_contracts.liveness.signed import Signed, _signature, drawn, secret_in, words_of
+from andon_contracts.liveness.store_link import Beat, Checked, Heartbeats, StoreLink
+
+SECRET, OTHER = bytes(32), bytes(31) + b"\1"
+LIES = (b"", b"1", b"-", b"\xff" * 70, b"0" * 64, b"0" * 64 + b"1")
+
+
+def boards() -> tuple[Any, Signed]:
+    store = HashStore()
+    return store, Signed(store, SECRET)
+
+
+def test_what_a_rank_puts_is_there() -> None:
+    store, mine = boards()
+    theirs = Signed(store, SECRET)
+    mine.set("left 1", "1")
+    assert (theirs.get("left 1"), theirs.check(["left 1"]), theirs.multi_get(["left 1"])) == (b"1", True, [b"1"])
+    assert theirs.compare_set("pulled", "", "first") == b"first"
+    assert mine.compare_set("pulled", "", "second") == b"first"
+    assert mine.compare_set("pulled", b"first", "second") == b"second"
+    assert theirs.read("left 1", lambda body: body) == 1
+    assert mine.checked.dropped + theirs.checked.dropped == 0
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_value_without_the_secret_is_not_there(lie: bytes) -> None:
+    store, mine = boards()
+    Signed(store, OTHER).set("other", "1")
+    mine.set("left 2", "1")
+    lies = [lie, store.get("other"), store.get("left 2")]
+    for each in lies:
+        store.set("left 1", each)
+        for _ in range(2):
+            assert not mine.check(["left 1"])
+            assert mine.get("left 1") == b""
+            assert mine.multi_get(["left 1", "left 2"]) == [b"", b"1"]
+            assert mine.read("left 1", lambda body: body) is None
+    assert mine.checked.dropped == len([each for each in lies if each not in (b"", b"-")])
+
+
+@pytest.mark.parametrize("lie", [lie for lie in LIES if lie])
+def test_the_first_value_is_put_in_the_place_of_a_lie(lie: bytes) -> None:
+    store, mine = boards()
+    store.set("pulled", lie)
+    assert mine.compare_set("pulled", "", "first") == b"first"
+    assert Signed(store, SECRET).compare_set("pulled", "", "second") == b"first"
+
+
+def test_what_is_taken_away_keeps_nobody_waiting() -> None:
+    """A name that was there is not there: no call waits for it, where torch's own would."""
+    store, mine = boards()
+    for key in ("beat 0", "beat 1"):
+        mine.set(key, key)
+    store.delete_key("beat 1")
+    assert (mine.get("beat 1"), mine.check(["beat 1"])) == (b"", False)
+    assert mine.multi_get(["beat 0", "beat 1"]) == [b"beat 0", b""]
+    assert not store.check(["beat 1"])
+
+
+def test_an_old_sign_of_life_is_not_heard_again() -> None:
+    store, mine = boards()
+    theirs, beats = Heartbeats(Signed(store, SECRET), 1, Told, mine.checked), Heartbeats(mine, 0, Told, mine.checked)
+    kept = []
+    for step in (1, 2):
+        theirs.tell(Told(1, step, "update", waits=False, since_s=0.0, phase_s=0.0))
+        kept.append(store.get("beat 1"))
+        assert beats.hear([1])[1].told.step == step
+    store.set("beat 1", kept[0])
+    assert (beats.hear([1])[1].told.step, mine.checked.dropped) == (2, 1)
+    theirs.tell(Told(1, 3, "update", waits=False, since_s=0.0, phase_s=0.0))
+    assert beats.hear([1])[1].told.step == 3
+
+
+def test_a_well_formed_lie_is_no_beat_and_no_cause() -> None:
+    store, mine = boards()
+    sign = {"number": 9, "process": Process.here().to_json(), "told": Told(1, 2, "update").to_json()}
+    store.set("beat 1", json.dumps(sign))
+    store.set("pulled", json.dumps(Cause("died", "rank 1 of 2 died.", 1, 2, ranks=(1,)).to_json()))
+    assert Heartbeats(mine, 0, Told, mine.checked).hear([1]) == {}
+    assert mine.read("pulled", Cause.from_json) is None
+    assert mine.checked.dropped == 2
+
+
+def test_a_secret_is_gathered_as_integers() -> None:
+    secret = drawn()
+    arrived = {name: value - (1 << 64) * (value >> 63) for name, value in words_of(secret).items()}
+    assert secret_in(arrived) == secret != drawn()
+
+
+# Garbage.
 
 WORLD = 2
-SECRET = bytes(32)
 TOLD = Told(3, 2, "update", waits=True, since_s=0.5, phase_s=0.75, place="train.py:7", ended="x", exit=1, paused_s=0.25)
 PROGRESS = Progress(Whereabouts(2, "at its update", 0.5, 1), Counts(3, 2, "all", 1))
 CAUSE = Cause("died", "rank 1 of 2 died.", 1, 2, ranks=(1,))
@@ -202,3 +293,89 @@ def test_a_cause_that_holds_what_no_form_takes_is_told_all_the_same() -> None:
     assert [(found.kind, found.rank, found.clause) for found in learned] == [("violation", 0, "halt-together")]
     assert set(learned[0].text) == {"x"}
     assert link.checked.dropped == 0
+
+
+# The thread that speaks with the store.
+
+PAUSE_S = 600.0
+"""Between two rounds. A test that waited for it would run into the limit of the whole run."""
+
+
+def test_a_link_that_is_closed_ends_without_another_pause_or_round() -> None:
+    rounds: list[int] = []
+    said: list[str] = []
+    first = threading.Event()
+
+    def routine() -> float:
+        rounds.append(1)
+        first.set()
+        return PAUSE_S
+
+    link = StoreLink("link", routine, lambda error: None)
+    assert first.wait(PAUSE_S)
+    link.close(lambda: said.append("last"), 2 * PAUSE_S)
+    assert (said, rounds) == (["last"], [1])
+
+
+# Who can reach the store.
+
+HEAD = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n"
+ROUTES = "Iface\tDestination\tGateway\n"
+ETH = f"{ROUTES}eth0\t00000000\t010200C0\n"
+LOOPBACK6 = f"{'0' * 31}1 01 80 10 80       lo\n"
+PORT = "72D8"
+NUMBER = int(PORT, 16)
+HERE = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "MASTER_PORT": str(NUMBER)}
+
+
+def net(folder: Path, address: str, state: str = "0A", routes: str = ETH) -> Path:
+    table = "tcp" if len(address) == 8 else "tcp6"
+    (folder / table).write_text(f"{HEAD}   0: {address}:{PORT} 00000000:0000 {state} 0 0 0 0 0 17\n")
+    (folder / "route").write_text(routes)
+    (folder / "if_inet6").write_text(LOOPBACK6)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("address", "where"),
+    [("00000000", "on all interfaces"), ("0" * 32, "on all interfaces"), ("0102000A", "at 10.0.2.1")],
+)
+def test_it_says_where_others_reach_the_store(tmp_path: Path, address: str, where: str) -> None:
+    said = open_store(HERE, net(tmp_path, address))
+    assert said.startswith(f"the ranks' store listens {where} (port {NUMBER}), though all ranks are on this machine: ")
+    assert "\n" not in said
+    assert "close that port by a firewall, or start the ranks by andon train --workers N" in said
+
+
+@pytest.mark.parametrize("address", ["0100007F", "0" * 24 + "01000000", "0" * 16 + "FFFF0000" + "0100007F"])
+def test_the_loopback_alone_is_no_alarm(tmp_path: Path, address: str) -> None:
+    assert open_store(HERE, net(tmp_path, address)) == ""
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        HERE | {"WORLD_SIZE": "8"},
+        HERE | {"MASTER_PORT": str(NUMBER + 1)},
+        HERE | {"MASTER_PORT": "x"},
+        {name: value for name, value in HERE.items() if name != "LOCAL_WORLD_SIZE"},
+    ],
+)
+def test_several_machines_another_port_and_no_launcher_are_no_alarm(tmp_path: Path, variables: dict[str, str]) -> None:
+    assert open_store(variables, net(tmp_path, "00000000")) == ""
+
+
+def test_a_machine_without_a_network_is_no_alarm(tmp_path: Path) -> None:
+    assert open_store(HERE, net(tmp_path, "00000000", routes=ROUTES)) == ""
+    assert open_store(HERE, net(tmp_path, "00000000", state="01")) == ""
+    assert open_store(HERE, tmp_path / "none") == ""
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="proc(5)")
+def test_it_reads_this_machine(tmp_path: Path) -> None:
+    far = any(name != "lo" for _, name in socket.if_nameindex()) and len(Path("/proc/net/route").read_text()) > 150
+    for host, alarms in (("127.0.0.1", False), ("0.0.0.0", far)):
+        with socket.create_server((host, 0)) as server:
+            found = open_store(HERE | {"MASTER_PORT": str(server.getsockname()[1])})
+        assert bool(found) == alarms

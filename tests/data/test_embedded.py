@@ -1,4 +1,4 @@
-"""The embedded data set: deterministic, disjoint, ragged, labelled by what the snippets do, and not too easy."""
+"""The embedded data sets: functions of the seed, disjoint, ragged, and labelled by what the rows say."""
 
 from __future__ import annotations
 
@@ -12,8 +12,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from andon.data import rewriting
+from andon.data.chat import encode_conversations
+from andon.data.rewriting import EVAL_ROWS, RULES, TRAIN_ROWS
 from andon.data.rows import DataSet, frozen_split, shared_texts
 from andon.data.shell import SSC_LABELS, embedded, generate
+from andon.data.tokens import byte_tokenizer
 
 SEEDS = st.integers(0, 2**63 - 1)
 SIGNS = {
@@ -101,3 +105,39 @@ def test_counting_bytes_is_not_enough_to_tell_the_classes() -> None:
     features, labels = bytes_counted(held_out)
     accuracy = float(((features @ weights).argmax(1) == labels).float().mean())
     assert 0.5 < accuracy < 0.9
+
+
+# The embedded instructions.
+
+
+@given(st.integers(0, 2**63 - 1), st.integers(0, 120))
+def test_rows_are_a_function_of_the_seed_with_distinct_prompts_and_right_answers(seed: int, count: int) -> None:
+    data = rewriting.generate(seed, count)
+    assert data == rewriting.generate(seed, count)
+    assert len({*data.texts()}) == len(data) == count
+    for row in data.rows:
+        rule, field = row.messages[0].content.removesuffix(": ").split()
+        word = field.rstrip(".")
+        assert len(field) == 11
+        assert len(set(word)) == len(word)
+        letters = list(word)
+        following = [chr(ord(each) + 1) if each < "z" else "a" for each in letters]
+        wanted = {"copy": letters, "caps": [chr(ord(each) - 32) for each in letters], "next": following}
+        assert list(row.messages[1].content) == wanted[rule]
+        assert row.source == rule
+
+
+def test_what_is_held_out_is_never_trained_on() -> None:
+    train, held_out = rewriting.embedded(42)
+    assert (len(train), len(held_out)) == (TRAIN_ROWS, EVAL_ROWS)
+    assert not {*train.texts()} & {*held_out.texts()}
+    for each in (train, held_out):
+        assert each.ids == tuple(range(len(each)))
+        assert {row.source for row in each.rows} == {*RULES}
+    assert train.digest != rewriting.embedded(43)[0].digest
+
+
+def test_answers_are_ragged_and_fit_the_embedded_model() -> None:
+    rows = encode_conversations(byte_tokenizer(), rewriting.embedded(0)[0], 128).rows
+    assert {sum(map(bool, row.weights)) for row in rows} == set(range(4, 13))
+    assert max(len(row.ids) for row in rows) <= 40

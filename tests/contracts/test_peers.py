@@ -1,0 +1,466 @@
+"""What is concluded of other ranks: whether a process lives, one table of conclusions, and the words for it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from andon.console.exits import Exit
+from andon_contracts.liveness.diagnosis import (
+    Sign,
+    View,
+    behind,
+    gone,
+    informed,
+    lasts_s,
+    lost,
+    slowness,
+    speaks,
+    whom,
+)
+from andon_contracts.liveness.end_messages import Teller, Whereabouts
+from andon_contracts.liveness.halt_link import News
+from andon_contracts.liveness.peer_monitor import PeerMonitor
+from andon_contracts.liveness.pending_collectives import PendingCollectives
+from andon_contracts.liveness.process import Process, State, ending, memory_kills, who_kills
+from andon_contracts.liveness.rules import NOTICED, Conclusion, Patience, Seen, conclude, first
+
+BY_HAND = "by hand or by another program: the kernel killed nothing for want of memory"
+
+
+@pytest.fixture
+def child() -> Iterator[tuple[subprocess.Popen[bytes], Process]]:
+    program = "import json, dataclasses, sys; from andon_contracts.liveness.process import Process; "
+    program += "print(json.dumps(dataclasses.asdict(Process.here())), flush=True); sys.exit(int(input()))"
+    started = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert started.stdout is not None
+    yield started, Process(**json.loads(started.stdout.readline()))
+    started.kill()
+    started.communicate()
+
+
+def test_a_process_says_what_others_see_of_it(child: tuple[subprocess.Popen[bytes], Process]) -> None:
+    started, process = child
+    assert (process.pid, process.machine) == (started.pid, Process.here().machine)
+    assert process.look() == "runs"
+    assert process.exit_code() is None
+
+
+def test_a_stopped_process_is_told_from_a_gone_one(child: tuple[subprocess.Popen[bytes], Process]) -> None:
+    started, process = child
+    started.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, started.pid, os.WSTOPPED | os.WNOWAIT)
+    assert process.look() == "stopped"
+    assert process.kill()
+    os.waitid(os.P_PID, started.pid, os.WEXITED | os.WNOWAIT)
+    assert (process.look(), process.exit_code()) == ("gone", -signal.SIGKILL)
+    assert not process.kill()
+    started.wait()
+    assert (process.look(), process.exit_code()) == ("gone", None)
+
+
+def test_a_signal_to_a_process_that_ends_meanwhile_reached_nobody(
+    child: tuple[subprocess.Popen[bytes], Process], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, process = child
+
+    def too_late(pid: int) -> int:
+        started.kill()
+        started.wait()
+        raise OSError(errno.ENOSYS, "no handles of processes here")
+
+    monkeypatch.setattr(os, "pidfd_open", too_late)
+    assert not process.send(signal.SIGTERM)
+
+
+def test_an_exit_code_is_read(child: tuple[subprocess.Popen[bytes], Process]) -> None:
+    started, process = child
+    assert started.stdin is not None
+    started.stdin.write(b"7\n")
+    started.stdin.flush()
+    os.waitid(os.P_PID, started.pid, os.WEXITED | os.WNOWAIT)
+    assert process.exit_code() == 7
+
+
+def test_another_process_with_the_same_id_is_another(child: tuple[subprocess.Popen[bytes], Process]) -> None:
+    started, process = child
+    earlier = replace(process, started=process.started - 1)
+    assert earlier.look() == "gone"
+    assert not earlier.kill()
+    assert started.poll() is None
+
+
+def test_a_process_elsewhere_is_not_judged(child: tuple[subprocess.Popen[bytes], Process]) -> None:
+    far = replace(child[1], machine="another boot")
+    assert far.look() == "elsewhere"
+    assert not far.kill()
+    assert replace(far, machine="").look() == "elsewhere"
+    assert child[0].poll() is None
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (None, "is gone"),
+        (3, "ended with exit code 3"),
+        (-2, "was killed by SIGINT"),
+        (-99, "was killed by signal 99"),
+    ],
+)
+def test_an_end_in_words(code: int | None, words: str) -> None:
+    assert ending(code) == words
+    assert ending(-9).startswith("was killed by SIGKILL (")
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "limit", "words"),
+    [
+        ((0, 0), (1, 1), 3 << 30, "of its memory cgroup, whose limit is 3.0 GiB"),
+        ((2, 5), (4, 7), None, "out of memory: the kernel killed 2 of the processes of its memory cgroup"),
+        ((None, 0), (None, 1), None, "or killed by hand: the kernel killed 1 for want of memory on this machine"),
+        ((0, 0), (0, 1), None, BY_HAND),
+        ((None, 3), (None, 3), None, BY_HAND),
+        ((None, None), (None, None), None, "out of memory, or killed by hand"),
+    ],
+)
+def test_who_sent_a_kill(
+    before: tuple[int | None, int | None], now: tuple[int | None, int | None], limit: int | None, words: str
+) -> None:
+    assert words in who_kills(before, now, limit)
+
+
+@pytest.mark.skipif(not os.access("/sys/fs/cgroup/memory/tasks", os.W_OK), reason="needs root and a memory cgroup")
+def test_a_process_that_its_cgroup_has_killed_is_told_by_its_kernel() -> None:
+    group = Path(f"/sys/fs/cgroup/memory/andon-{os.getpid()}")
+    group.mkdir()
+    code = f"""
+import os, pathlib, subprocess, sys
+pathlib.Path({str(group / "tasks")!r}).write_text(str(os.getpid()))
+from andon_contracts.liveness.process import ending
+child = subprocess.run([sys.executable, "-c", "b = bytearray(1 << 28); b[::4096] = b'1' * (1 << 16)"], check=False)
+print(ending(child.returncode))
+"""
+    try:
+        (group / "memory.limit_in_bytes").write_text(str(1 << 26))
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    finally:
+        group.rmdir()
+    assert done.stdout.strip() == (
+        "was killed by SIGKILL (out of memory: the kernel killed 1 of the processes of its memory cgroup, "
+        "whose limit is 0.1 GiB)"
+    )
+
+
+def test_the_systems_own_count_of_memory_kills() -> None:
+    known = "oom_kill " in Path("/proc/vmstat").read_text()
+    assert (memory_kills() is not None) == known
+
+
+# One table of conclusions, for heartbeats and watches.
+
+PATIENCE = Patience(stopped_s=3.0, silent_s=5.0)
+WORLD = 3
+
+
+@pytest.mark.parametrize(
+    ("seen", "conclusion"),
+    [
+        (Seen("runs"), "there"),
+        (Seen("runs", behind=True), "behind"),
+        (Seen("elsewhere", silent_s=4.9), "there"),
+        (Seen("elsewhere", silent_s=5.0, behind=True), "silent"),
+        (Seen("stopped", stopped_s=2.9), "there"),
+        (Seen("stopped", stopped_s=3.0, silent_s=9.0), "stopped"),
+        (Seen("gone", silent_s=9.0), "died"),
+        (Seen("gone", exit=-9), "died"),
+        (Seen("gone", exit=0), "left"),
+        (Seen("gone", said=True, exit=0), "left"),
+        (Seen("stopped", said=True, exit=0, stopped_s=9.0), "left"),
+        (Seen("elsewhere", said=True, exit=1), "failed"),
+        (Seen("gone", said=True, exit=NOTICED["lost"]), "followed"),
+        (Seen("elsewhere", said=True, exit=NOTICED["silent"], silent_s=9.0), "followed"),
+    ],
+)
+def test_one_conclusion_from_what_was_seen(seen: Seen, conclusion: Conclusion) -> None:
+    assert conclude(seen, PATIENCE) == conclusion
+
+
+@pytest.mark.parametrize("state", ["runs", "stopped"])
+def test_a_process_that_is_seen_need_not_be_heard(state: State) -> None:
+    patience = Patience(silent_s=1.0, unseen=True)
+    assert conclude(Seen(state, silent_s=9.0), patience) == "there"
+    assert conclude(Seen("elsewhere", silent_s=9.0), patience) == "silent"
+
+
+def test_of_several_the_first_conclusion_asked_for_is_named_with_all_its_ranks() -> None:
+    concluded: dict[int, Conclusion] = {4: "left", 3: "silent", 2: "died", 1: "silent"}
+    assert first(concluded, ("silent", "died")) == ("silent", [1, 3])
+    assert first(concluded, ("stopped",)) == (None, [])
+
+
+@dataclass(frozen=True)
+class Peer:
+    """What can be seen of the process of a rank."""
+
+    state: State
+    code: int | None = None
+    pid: int = 7
+    host: str = "here"
+
+    def look(self) -> State:
+        return self.state
+
+    def exit_code(self) -> int | None:
+        return self.code
+
+
+@dataclass
+class Told:
+    """What a link knows: the processes of the others, and what the store says of all."""
+
+    processes: Mapping[int, Peer]
+    news: News | None
+    silent_s: float = 0.0
+    following: int = 1
+    broken: bool = False
+    keeper: int | None = None
+    ended: frozenset[int] = frozenset()
+    left: frozenset[int] = frozenset()
+
+    def ask(self) -> News | None:
+        return self.news
+
+
+HERE = Whereabouts(4, "at its update")
+BEFORE = Whereabouts(4, "before its forward pass")
+
+
+def monitor(peer: Peer, *, at: Whereabouts = HERE, left: bool = False, silent_s: float = 0.0) -> PeerMonitor:
+    news = News(frozenset({1}) if left else frozenset(), {0: HERE, 1: at, 2: HERE})
+    link = Told({1: peer, 2: Peer("runs")}, news, silent_s)
+    return PeerMonitor(link, 0, PATIENCE.silent_s, PendingCollectives(range(WORLD)))  # type: ignore[arg-type]
+
+
+def heard(sign: Sign) -> str:
+    here = Sign(ticks=9, step=4, phase="update", waits=True, since_s=9.0, phase_s=9.0, state="runs")
+    return whom(View(0, WORLD, {0: here, 1: sign, 2: here}, PATIENCE.silent_s))
+
+
+class DistStoreError(RuntimeError):
+    """As torch calls it where a store gave no answer."""
+
+
+@pytest.mark.parametrize(
+    ("watched", "beating", "said", "word"),
+    [
+        ({"peer": Peer("gone", -9)}, Sign(ticks=9, state="gone"), "died at step 4", "gone without a word"),
+        ({"peer": Peer("gone", 0)}, Sign(ticks=9, ended="finished"), "left at step 4", "ended: finished"),
+        ({"peer": Peer("runs"), "left": True}, Sign(ticks=9, ended="finished"), "left at", "ended: finished"),
+        ({"peer": Peer("stopped")}, Sign(ticks=9, state="stopped"), "is stopped (by", "is stopped (by"),
+        (
+            {"peer": Peer("elsewhere"), "silent_s": 5.0},
+            Sign(ticks=9, silent_s=5.0),
+            "no sign of life for 5 s",
+            "no sign of life for 5.0 s",
+        ),
+        ({"peer": Peer("runs"), "at": BEFORE}, Sign(ticks=8, state="runs"), "hangs at step 4", "hangs in the start"),
+    ],
+    ids=["died", "ended with 0", "left", "stopped", "silent", "behind"],
+)
+def test_a_watch_and_a_heartbeat_come_to_one_conclusion(
+    watched: dict[str, object], beating: Sign, said: str, word: str
+) -> None:
+    error = DistStoreError("Timed out waiting for rank 1")
+    found = monitor(**watched).missing(Teller(0, WORLD, HERE), error)  # type: ignore[arg-type]
+    assert found is not None
+    assert found.text.startswith("rank 1 of 3 ")
+    assert said in found.text
+    assert heard(beating).startswith("rank 1 of 3 ")
+    assert word in heard(beating)
+
+
+def test_who_is_itself_the_last_accuses_nobody_of_hanging() -> None:
+    ahead = Whereabouts(5, "before its forward pass")
+    link = Told({1: Peer("runs"), 2: Peer("runs")}, News(frozenset(), {0: HERE, 1: HERE, 2: ahead}))
+    found = PeerMonitor(link, 0, 5.0, PendingCollectives(range(WORLD))).missing(  # type: ignore[arg-type]
+        Teller(0, WORLD, HERE), DistStoreError("Timed out waiting")
+    )
+    assert found is not None
+    assert found.text.startswith("rank 0 of 3 waited in vain at step 4")
+    assert "rank 2 has been at step 5" in found.text
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_only_who_did_not_leave_in_order_is_missed(left: bool) -> None:
+    found = monitor(Peer("elsewhere"), left=left, silent_s=6.0).trouble(Teller(0, WORLD, HERE))
+    assert (found is None) == left
+
+
+def test_nothing_is_said_of_one_that_is_gone_before_the_store_says_whether_it_left() -> None:
+    watching = monitor(Peer("gone"))
+    link: Told = watching._link  # type: ignore[assignment]
+    news, link.news = link.news, None
+    assert watching.trouble(Teller(0, WORLD, HERE)) is None
+    link.news = news
+    found = watching.trouble(Teller(0, WORLD, HERE))
+    assert found is not None
+    assert found.kind == "died"
+
+
+# The words for slow, hung, silent and dead ranks.
+
+WAITS = Sign(ticks=9, step=4, phase="update", waits=True, since_s=6.0, phase_s=7.0, state="runs")
+WORKS = replace(WAITS, ticks=8, waits=False, place="train.py:7 load")
+SILENCE_S = 3.0
+
+
+def view(*signs: Sign, rank: int = 0) -> View:
+    return View(rank, len(signs), dict(enumerate(signs)), SILENCE_S)
+
+
+def test_who_only_noticed_another_ends_with_an_exit_that_says_so() -> None:
+    assert NOTICED == {"lost": Exit.RANK_LOST, "silent": Exit.RANK_SILENT}
+
+
+def test_ranks_that_have_come_less_far_are_behind() -> None:
+    assert behind({0: WAITS, 1: WORKS, 2: WAITS}) == [1]
+    assert behind({0: WAITS, 1: WAITS}) == []
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (replace(WORKS, state="stopped"), "rank 1 of 3 is stopped (by a signal, a debugger), last seen in"),
+        (replace(WORKS, silent_s=SILENCE_S), "rank 1 of 3 gave no sign of life for 3.0 s, last seen in the update of"),
+        (WORKS, "rank 1 of 3 hangs in the update of step 4 for 7.0 s, train.py:7 load"),
+        (replace(WORKS, state="gone"), "rank 1 of 3 is gone without a word, last seen in the update of step 4"),
+        (replace(WORKS, ended="LookupError: x", exit=1), "rank 1 of 3 ended: LookupError: x"),
+        (WAITS, "all ranks give signs of life, and none got through to the others in the update of step 4"),
+    ],
+)
+def test_a_wait_in_vain_has_one_explanation(other: Sign, words: str) -> None:
+    assert whom(view(WAITS, other, WAITS)).startswith(words)
+
+
+def test_an_error_of_its_own_comes_before_those_that_only_noticed() -> None:
+    noticed = replace(WAITS, ended="rank 2 is gone", exit=71)
+    assert gone(view(WAITS, noticed, replace(WAITS, ended="LookupError: x", exit=1))) == (
+        "rank 2 of 3 ended: LookupError: x"
+    )
+    assert gone(view(WAITS, noticed, WAITS)) == ""
+    assert lost(view(WAITS, noticed, WAITS)) == "rank 1 of 3 ended: rank 2 is gone"
+
+
+def test_ranks_that_finished_are_not_missed() -> None:
+    finished = replace(WAITS, ended="finished", silent_s=60.0)
+    assert gone(view(WORKS, finished)) == ""
+    assert "rank 1" not in slowness(view(WORKS, finished), 0.0)
+
+
+def test_hosts_are_named_where_they_are_others() -> None:
+    here, there = replace(WAITS, host="a"), replace(WORKS, host="b", silent_s=SILENCE_S)
+    found = view(here, there, replace(there, host="c"), replace(here, silent_s=SILENCE_S))
+    assert whom(found).startswith("ranks 1, 2, 3 of 4 (on b, c) gave no sign of life")
+
+
+@pytest.mark.parametrize(
+    ("signs", "words"),
+    [
+        (
+            (WAITS, WORKS, WAITS),
+            "rank 1 of 3 is slow: in the update of step 4 for 7.0 s, train.py:7 load; 2 wait for it",
+        ),
+        (
+            (WAITS, replace(WAITS, ticks=7, since_s=5.0)),
+            "all 2 ranks exchange in the update of step 4 for 6.0 s, 7.0 s",
+        ),
+        ((WAITS, WAITS), "all 2 ranks exchange in the update of step 4 for 6.0 s, 7.0 s after it began: what connects"),
+        ((WORKS, WORKS), "all 2 ranks are slow: in the update of step 4 for 7.0 s, train.py:7 load"),
+        ((WAITS, replace(WORKS, silent_s=4.0)), "rank 1 of 2 has given no sign of life for 4.0 s, last seen in"),
+        ((WAITS, replace(WORKS, silent_s=4.0, state="stopped")), "rank 1 of 2 is stopped, last seen in"),
+    ],
+)
+def test_slowness_has_a_rank_or_the_network_for_its_cause(signs: tuple[Sign, ...], words: str) -> None:
+    assert slowness(view(*signs), 0.1).startswith(words)
+    assert slowness(view(*signs), 0.1).endswith("; a step usually takes 0.1 s")
+
+
+SLOW_ENDED = replace(WORKS, ended="rank 1 of 4 is slow: in the update of step 4", exit=Exit.RANK_SILENT)
+
+
+@pytest.mark.parametrize(
+    ("signs", "words"),
+    [
+        ((WAITS, SLOW_ENDED, WAITS, WAITS), "rank 1 of 4 ended: rank 1 of 4 is slow: in the update of step 4; 3 wait"),
+        ((WAITS, SLOW_ENDED, replace(WAITS, silent_s=SILENCE_S)), "rank 1 of 3 ended: rank 1 of 4 is slow: in"),
+        (
+            (WAITS, SLOW_ENDED, replace(WAITS, ended="LookupError: x", exit=Exit.CRASHED)),
+            "rank 2 of 3 ended: LookupError: x; 1 waits",
+        ),
+        (
+            (WAITS, replace(WORKS, state="gone")),
+            "rank 1 of 2 is gone without a word, last seen in the update of step 4",
+        ),
+        (
+            (WAITS, replace(WAITS, ended="finished"), WAITS),
+            "ranks 0, 2 of 3 exchange in the update of step 4 for 6.0 s",
+        ),
+        ((WORKS, replace(WAITS, ended="finished")), "rank 0 of 2 is slow: in the update of step 4 for 7.0 s"),
+        ((WORKS,), "rank 0 is slow: in the update of step 4 for 7.0 s, train.py:7 load"),
+        ((WAITS,), "rank 0 is slow: in the update of step 4 for 6.0 s"),
+    ],
+)
+def test_a_network_is_not_slow_where_a_rank_has_ended(signs: tuple[Sign, ...], words: str) -> None:
+    assert slowness(view(*signs), 0.0).startswith(words)
+
+
+def test_only_what_cannot_be_seen_may_be_lost() -> None:
+    late = replace(WAITS, silent_s=SILENCE_S)
+    assert lost(view(WAITS, late, late)) == ""
+    assert lost(view(WAITS, late, replace(late, state="elsewhere"))).startswith("rank 2 of 3 gave no sign of life for")
+    ended = replace(late, ended="finished")
+    assert lost(view(WAITS, replace(late, state="stopped"), ended)) == "rank 2 of 3 ended: finished"
+
+
+@pytest.mark.parametrize("explanation", [whom, lost])
+def test_nobody_is_silent_where_nobody_can_be_heard(explanation: Callable[[View], str]) -> None:
+    far = replace(WAITS, silent_s=60.0, state="elsewhere")
+    deaf = replace(view(WAITS, far, far), deaf="the ranks' store is gone (x)")
+    assert explanation(deaf) == "the ranks' store is gone (x)"
+    assert slowness(deaf, 0.0) == "the ranks' store is gone (x); rank 0 of 3 is in the update of step 4 for 6.0 s"
+    said = replace(deaf, signs={**deaf.signs, 1: replace(far, ended="LookupError: x", exit=Exit.CRASHED)})
+    assert explanation(said) == "rank 1 of 3 ended: LookupError: x"
+    assert slowness(said, 0.0).startswith("rank 1 of 3 ended: LookupError: x")
+    stopped = replace(deaf, signs={**deaf.signs, 2: replace(far, state="stopped")})
+    assert slowness(stopped, 0.0).startswith("rank 2 of 3 is stopped")
+
+
+def test_a_sign_of_before_says_nothing_of_this_step() -> None:
+    assert informed(view(WAITS, replace(WORKS, silent_s=2.9)))
+    short = replace(WAITS, phase_s=4.0)
+    assert not informed(view(short, WORKS, replace(WORKS, silent_s=2.0)))
+    assert informed(view(short, replace(WORKS, silent_s=SILENCE_S)))
+    assert informed(view(short, replace(WORKS, silent_s=2.5, ended="finished")))
+
+
+def test_one_rank_speaks_for_all_that_are_heard() -> None:
+    unheard = replace(WAITS, silent_s=SILENCE_S)
+    assert speaks(view(WAITS, WAITS, WAITS))
+    assert not speaks(view(WAITS, WAITS, WAITS, rank=1))
+    assert speaks(view(unheard, WAITS, WAITS, rank=1))
+
+
+def test_what_lasts_is_a_wait_of_anyone_or_an_update() -> None:
+    evaluates = replace(WORKS, phase="evaluation", phase_s=99.0)
+    assert lasts_s(view(evaluates, evaluates)) == 0.0
+    assert lasts_s(view(evaluates, WAITS)) == WAITS.phase_s
+    assert lasts_s(view(evaluates, replace(WAITS, phase="evaluation"))) == WAITS.since_s
