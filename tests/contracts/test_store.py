@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch._C._distributed_c10d import HashStore
 
 from andon_contracts.causes import Cause
@@ -241,28 +239,6 @@ def test_a_field_that_is_missing_is_not_taken_for_its_default() -> None:
         body = CAUSE.to_json()
         del body[name]
         assert pulled(json.dumps(body).encode()) == ([], 1), name
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.sampled_from(["number", "process", "told"]), inner),
-    max_leaves=20,
-)
-
-
-@settings(max_examples=30)
-@given(
-    st.binary(max_size=200)
-    | JSON.map(lambda value: json.dumps(value).encode())
-    | st.integers(0, 400).map(lambda most: json.dumps(beat(TOLD)).encode()[:most])
-)
-def test_nothing_that_can_be_written_is_an_error(value: bytes) -> None:
-    whole = value == json.dumps(beat(TOLD)).encode()
-    for form in (Told, Progress):
-        found, dropped = heard(form, value)
-        assert (found is None) == (dropped == 1 or not value)
-        assert found is None or whole
-    assert Checked().read("", value, lambda body: Cause.from_json(body).among(WORLD)) is None
 
 
 def test_a_cause_is_told_where_garbage_stands() -> None:

@@ -263,14 +263,19 @@ def table_of_names(folder: Path) -> Path:
         ("[1.0]", "label [1.0] is a list, and a number is learned"),
         ("1e300", "label 1e+300 is beyond 3e+38, and a model gives numbers of fp32"),
         (f"1{'0' * 350}", "is beyond 3e+38, and a model gives numbers of fp32"),
+        ("\tnan", "label 'nan' is not finite"),
+        ("\t-inf", "label '-inf' is beyond"),
+        ("\t3,5", "label '3,5' is no number"),
+        ("\t1_0", "label '1_0' is no number"),  # for Python it is one
+        ("\t", "label '' is no number"),
     ],
 )
 def test_what_is_no_number_is_told_with_its_line(tmp_path: Path, label: str, fault: str) -> None:
-    path = written(
-        tmp_path,
-        "a.jsonl",
-        f'{{"text": "a", "label": 1}}\n{{"text": "b", "label": {label}}}\n{{"text": "c", "label": 2.5}}',
-    )
+    """In JSON, and behind a tab in a table."""
+    rows = [f'{{"text": "a", "label": {each}}}' for each in ("1", label, "2.5")]
+    path = written(tmp_path, "a.jsonl", "\n".join(rows))
+    if label.startswith("\t"):
+        path = written(tmp_path, "a.tsv", f"text\tlabel\nb{label}\nc\t2.5\n")
     with pytest.raises(InputError) as caught:
         read_targets(path)
     (line,) = str(caught.value).split("\n")
@@ -279,25 +284,15 @@ def test_what_is_no_number_is_told_with_its_line(tmp_path: Path, label: str, fau
 
 
 @pytest.mark.parametrize(
-    ("cell", "fault"),
+    ("name", "content", "task"),
     [
-        ("nan", "is not finite"),
-        ("-inf", "beyond"),
-        ("3,5", "is no number"),
-        ("1_0", "is no number"),
-        ("", "is no number"),
+        ("a.jsonl", '{"text": "a", "label": 0.5}', "regression"),
+        ("a.csv", "text,label\na,0.5\n", "regression"),
+        ("a.jsonl", '{"text": "a", "label": ["x"]}', "multi-label"),
     ],
 )
-def test_what_is_no_number_in_a_table_is_told_too(tmp_path: Path, cell: str, fault: str) -> None:
-    """Python would read some of them."""
-    path = written(tmp_path, "a.tsv", f"text\tlabel\na\t1\nb\t{cell}\n")
-    with pytest.raises(InputError, match=rf"a\.tsv:3: label '{cell}' .*{fault}"):
-        read_targets(path)
-
-
-def test_a_fraction_names_the_task_that_takes_it(tmp_path: Path) -> None:
-    for name, content in (("a.jsonl", '{"text": "a", "label": 0.5}'), ("a.csv", "text,label\na,0.5\n")):
-        assert all("--task regression" in line for line in faults(written(tmp_path, name, content)))
+def test_what_is_no_class_names_the_task_that_takes_it(tmp_path: Path, name: str, content: str, task: str) -> None:
+    assert all(f"--task {task}" in line for line in faults(written(tmp_path, name, content)))
 
 
 def test_sets_of_labels_are_lists_or_strings_with_a_separator(tmp_path: Path) -> None:
@@ -326,11 +321,6 @@ def test_what_is_no_set_of_labels_is_told_with_its_line(tmp_path: Path, labels: 
     assert str(caught.value).startswith(f"{path}:2: {fault}")
     with pytest.raises(InputError, match="no row has a label"):
         read_label_sets(written(tmp_path, "b.jsonl", '{"text": "a", "label": []}'))
-
-
-def test_a_list_as_a_class_names_the_task_that_takes_it(tmp_path: Path) -> None:
-    (line,) = faults(written(tmp_path, "a.jsonl", '{"text": "a", "label": ["x"]}'))
-    assert line.endswith("; to learn several labels a row: --task multi-label")
 
 
 def test_a_quotation_over_two_rows_of_a_tsv_joins_no_rows(tmp_path: Path) -> None:

@@ -177,16 +177,23 @@ def test_an_operation_that_takes_no_generator_is_refused() -> None:
         _keyed(draw, intercept_all=True)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_masks_that_are_drawn_again_in_the_backward_pass_are_refused(reentrant: bool) -> None:
+REPLAYING: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": replaying}
+
+
+@pytest.mark.parametrize("how", [{"use_reentrant": False}, {"use_reentrant": True}, REPLAYING])
+def test_checkpointing_that_draws_other_masks_again_is_refused(how: dict[str, Any]) -> None:
+    """The trial before step 1 refuses masks that are drawn anew, and neither refuses nor counts those drawn again."""
     x = torch.ones(20, requires_grad=True)
 
     def forward() -> LeafLoss:
-        y = checkpoint(lambda v: F.dropout(v, 0.5) * 3.0, x, use_reentrant=reentrant)
+        y = checkpoint(lambda v: F.dropout(v, 0.5) * 3.0, x, **how)
         return LeafLoss(y.sum(), torch.zeros((), dtype=torch.int64))
 
-    with pytest.raises(UnkeyedRandomnessError, match="backward"):
-        needs_full_interception(forward, CPU)
+    if how is REPLAYING:
+        assert needs_full_interception(forward, CPU) is False
+    else:
+        with pytest.raises(UnkeyedRandomnessError, match="backward"):
+            needs_full_interception(forward, CPU)
 
 
 @pytest.mark.parametrize("intercept_all", [False, True])
@@ -203,25 +210,13 @@ def test_what_is_computed_again_draws_what_it_drew(draw: Callable[..., torch.Ten
 
         with KeyedRandomness(9, CPU, intercept_all=intercept_all).micro_batch(4, 2):
             for _ in range(2):
-                options: dict[str, Any] = {"preserve_rng_state": False, "context_fn": replaying}
-                y = checkpoint(region, x, use_reentrant=False, **options) if again else region(x)
+                y = checkpoint(region, x, **REPLAYING) if again else region(x)
                 dropped = F.dropout(y, 0.3)
                 dropped.sum().backward()  # type: ignore[no-untyped-call]
         assert x.grad is not None
         return x.grad
 
     assert torch.equal(gradient(again=True), gradient(again=False))
-
-
-def test_replaying_is_enough_for_a_model_to_be_taken() -> None:
-    x = torch.ones(20, requires_grad=True)
-
-    def forward() -> LeafLoss:
-        options: dict[str, Any] = {"preserve_rng_state": False, "context_fn": replaying}
-        y = checkpoint(lambda v: F.dropout(v, 0.5) * 3.0, x, use_reentrant=False, **options)
-        return LeafLoss(y.sum(), torch.zeros((), dtype=torch.int64))
-
-    assert needs_full_interception(forward, CPU) is False
 
 
 def test_keys_are_apart() -> None:

@@ -17,6 +17,7 @@ from andon.step.step import RankFailed, TrainingStep
 from andon.step.task import Task
 from andon_contracts.policy import suspended
 from andon_contracts.violation import Violation
+from tests.step.test_audit import plant_in_gradient
 from tests.support.faults import CULPRIT, FAULTS, SETTINGS, WORLD, PoisonedTask, cannot_read
 from tests.support.ranks import run_ranks
 from tests.support.toy import CPU, Settings, ToyTask, build, rate, record, replica, run
@@ -173,16 +174,7 @@ def test_an_audit_is_judged_late_too(backend: Backend) -> None:
     """A bit that flips in a gradient is found by another rank, and the update that would have had it is held back."""
     step, replicas = late_step(backend, audit=AuditSpec(1, None))
     step(SETTINGS.batches()[0], rate(1), 1)
-    inner, flipped = replicas[1]._leaf, [False]
-
-    def wrong(at: int, leaf: object, task: Task, *, checked: bool) -> object:
-        found = inner(at, leaf, task, checked=checked)  # type: ignore[arg-type]
-        if not flipped[0]:
-            flipped[0] = True
-            replicas[1].parameters.gradient.view(torch.int32)[3] ^= 1 << 12
-        return found
-
-    replicas[1]._leaf = wrong  # type: ignore[method-assign, assignment]
+    plant_in_gradient(replicas[1], leaf=3, place=3, bit=12)
     violation, states = _caught(step, replicas)
     assert (violation.clause, violation.step) == ("audit", 2)
     assert states[0] == states[1] == states[2]

@@ -164,11 +164,6 @@ def test_balanced_ranges_cover_and_differ_by_at_most_one(count: int, number: int
     assert sizes[0] - sizes[-1] <= 1
 
 
-def test_balanced_ranges_by_hand() -> None:
-    assert balanced_bounds(10, 4) == ((0, 3), (3, 6), (6, 8), (8, 10))
-    assert balanced_bounds(2, 4) == ((0, 1), (1, 2), (2, 2), (2, 2))
-
-
 @pytest.mark.parametrize(("count", "number"), [(-1, 2), (3, 0), (3, -1)])
 def test_an_impossible_split_is_refused(count: int, number: int) -> None:
     with pytest.raises(ValueError, match=f"{count} items into {number} parts"):
