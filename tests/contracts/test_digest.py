@@ -7,7 +7,7 @@ import struct
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from andon_contracts.digest import (
@@ -62,13 +62,11 @@ def as_unsigned(tensor: torch.Tensor) -> list[int]:
 
 
 @given(st.binary(max_size=200), st.integers(0, 2**40))
-@settings(deadline=None)
 def test_word_sum_is_its_definition(data: bytes, start: int) -> None:
     assert word_sum(from_bytes(data), start) == reference_sum(data, start)
 
 
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=20))
-@settings(deadline=None)
 def test_mix64_is_splitmix64(values: list[int]) -> None:
     """mix64 shifts logically and multiplies modulo 2^64, on negative words too."""
     mixed = as_unsigned(mix64(torch.tensor(values, dtype=torch.int64)))
@@ -118,7 +116,6 @@ def test_sealed_shards_are_the_tensor() -> None:
 
 
 @given(st.integers(0, 3), st.integers(1, 5), st.integers(1, 5), st.integers(1, 4))
-@settings(deadline=None)
 def test_strides_do_not_show(offset: int, rows: int, columns: int, depth: int) -> None:
     base = torch.arange(offset + rows * columns * depth * 2, dtype=torch.float32)
     view = base[offset : offset + rows * columns * depth].view(rows, columns, depth)
@@ -198,7 +195,6 @@ def test_tree_binds_names_and_not_order() -> None:
 
 
 @given(st.lists(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=6), min_size=1, max_size=5), st.data())
-@settings(deadline=None)
 def test_rows_do_not_see_their_padding(rows: list[list[int]], draw: st.DataObject) -> None:
     width = max(map(len, rows)) + draw.draw(st.integers(0, 3))
     pad = draw.draw(st.integers(-5, 5))

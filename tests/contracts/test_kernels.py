@@ -40,7 +40,7 @@ def _kernels() -> ModuleType:
 
 
 @with_kernels
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.tuples(SIZES, st.integers(0, 17), st.integers(0, 2)), min_size=1, max_size=12))
 def test_sums_are_those_of_each_tensor_wherever_it_lies(made: list[tuple[int, int, int]]) -> None:
     memory = torch.randint(0, 256, (200_000,), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
@@ -68,7 +68,7 @@ def test_a_tensor_that_moved_is_read_where_it_is_now() -> None:
 
 
 @with_kernels
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     st.lists(st.tuples(st.sampled_from([1, 3, 255, 4096, 9001]), st.integers(0, 9)), min_size=1, max_size=9),

@@ -10,7 +10,7 @@ import struct
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from andon_contracts.fields import Real
@@ -129,7 +129,6 @@ def test_a_line_is_canonical_json() -> None:
 
 
 @given(st.floats(allow_nan=True, allow_infinity=True))
-@settings(deadline=None)
 def test_reals_survive_to_the_bit(value: float) -> None:
     text = json.dumps(Real.of(value).to_json(), allow_nan=False)
     read = Real.from_json(json.loads(text))
