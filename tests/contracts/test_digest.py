@@ -10,17 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from andon_contracts.digest import (
-    GOLDEN,
-    hex64,
-    join,
-    mix64,
-    row_digests,
-    seal,
-    tensor_digest,
-    tree_digest,
-    word_sum,
-)
+from andon_contracts.digest import GOLDEN, hex64, join, mix64, row_digests, seal, tensor_digest, tree_digest, word_sum
 
 M64 = 2**64
 DTYPES = [

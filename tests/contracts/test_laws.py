@@ -129,15 +129,7 @@ def test_the_odd_rank_is_named_and_the_cause_comes_first(
 
 
 @pytest.mark.parametrize("name", JUDGES)
-@pytest.mark.parametrize(
-    "stray",
-    [
-        {"step": STEP + 1},
-        {"sequence": 4},
-        {"names_match": False},
-        {"rank": 0},
-    ],
-)
+@pytest.mark.parametrize("stray", [{"step": STEP + 1}, {"sequence": 4}, {"names_match": False}, {"rank": 0}])
 def test_messages_that_do_not_belong_together_are_never_compared(name: str, stray: dict[str, int]) -> None:
     judge, good = JUDGES[name]
     observations = observed(good)

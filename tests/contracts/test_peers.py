@@ -15,18 +15,7 @@ from pathlib import Path
 import pytest
 
 from andon.console.exits import Exit
-from andon_contracts.liveness.diagnosis import (
-    Sign,
-    View,
-    behind,
-    gone,
-    informed,
-    lasts_s,
-    lost,
-    slowness,
-    speaks,
-    whom,
-)
+from andon_contracts.liveness.diagnosis import Sign, View, behind, gone, informed, lasts_s, lost, slowness, speaks, whom
 from andon_contracts.liveness.end_messages import Teller, Whereabouts
 from andon_contracts.liveness.halt_link import News
 from andon_contracts.liveness.peer_monitor import PeerMonitor
@@ -109,12 +98,7 @@ def test_a_process_elsewhere_is_not_judged(child: tuple[subprocess.Popen[bytes],
 
 @pytest.mark.parametrize(
     ("code", "words"),
-    [
-        (None, "is gone"),
-        (3, "ended with exit code 3"),
-        (-2, "was killed by SIGINT"),
-        (-99, "was killed by signal 99"),
-    ],
+    [(None, "is gone"), (3, "ended with exit code 3"), (-2, "was killed by SIGINT"), (-99, "was killed by signal 99")],
 )
 def test_an_end_in_words(code: int | None, words: str) -> None:
     assert ending(code) == words

@@ -30,11 +30,7 @@ def faults(path: Path) -> list[str]:
     return [line.replace(f"{path.parent}{os.sep}", "") for line in str(caught.value).split("\n")]
 
 
-GOOD: list[dict[str, object]] = [
-    {"messages": [ASKED, SAID]},
-    {"prompt": "a", "completion": "b"},
-    {"text": "a"},
-]
+GOOD: list[dict[str, object]] = [{"messages": [ASKED, SAID]}, {"prompt": "a", "completion": "b"}, {"text": "a"}]
 
 
 def with_messages(*messages: Any) -> dict[str, object]:

@@ -44,8 +44,7 @@ class _KnowsNothing(BaseHTTPRequestHandler):
 
 
 @pytest.mark.parametrize(
-    ("name", "part"),
-    [("nodir", "HF_HUB_OFFLINE"), ("my dir", "can be no hub id"), ("runs/a/b", "can be no hub id")],
+    ("name", "part"), [("nodir", "HF_HUB_OFFLINE"), ("my dir", "can be no hub id"), ("runs/a/b", "can be no hub id")]
 )
 def test_without_the_hub_a_name_that_is_no_folder_is_refused_as_both(name: str, part: str) -> None:
     """Whether it was meant as a folder or as a hub id, the line says why it is neither."""

@@ -32,12 +32,7 @@ def test_spans_are_these(tags: str, wanted: list[tuple[str, int, int]]) -> None:
     assert spans(tags.split(), scheme(tags.split())) == wanted
 
 
-WAYS = {
-    "B-PER": "{role}-{type}",
-    "B_PER": "{role}_{type}",
-    "B.PER": "{role}.{type}",
-    "PER-B": "{type}-{role}",
-}
+WAYS = {"B-PER": "{role}-{type}", "B_PER": "{role}_{type}", "B.PER": "{role}.{type}", "PER-B": "{type}-{role}"}
 SCHEMES = {"IOB": "BIIB", "IOBES": "BIES", "BILOU": "BILU", "BMEWO": "BMEW"}
 
 

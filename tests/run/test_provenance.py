@@ -137,10 +137,7 @@ def test_what_was_written_before_there_was_more_is_read() -> None:
     ("line", "expected"),
     [
         ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19 18:56:32 UTC 2023\n", "535.129.03"),
-        (
-            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\nGCC 13\n",
-            "570.86.15",
-        ),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\nGCC 13\n", "570.86.15"),
         ("something else\n", None),
         ("", None),
     ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -82,45 +84,39 @@ def test_gaps_stay_zero(spec: OptimizerSpec) -> None:
         assert tensor[~gap].any()
 
 
-def test_half_precision_weights_are_refused() -> None:
-    """F44: small updates to bf16 weights are rounded away, so training them is refused by name and type."""
-    parameters = _parameters() | {"half": nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))}
-    with pytest.raises(ValueError, match=r"half is torch\.bfloat16"):
-        FlatParameters(parameters, CPU)
-
-
-def test_nothing_to_train_is_refused() -> None:
-    with pytest.raises(ValueError, match="no trainable parameters"):
-        FlatParameters({}, CPU)
-
-
 # One model with its optimizer.
 
 
-@pytest.mark.parametrize("norm", [nn.BatchNorm1d(4), nn.InstanceNorm1d(4, track_running_stats=True)])
-def test_running_statistics_are_refused(norm: nn.Module) -> None:
-    """F11: statistics of the micro-batches that a rank happened to see differ by rank and by world size."""
-    model = nn.Sequential(nn.Linear(4, 4), norm)
-    with pytest.raises(ValueError, match="1 keeps running statistics"):
-        Replica(model, trainable(model), OptimizerSpec(), KeyedRandomness(1, CPU), CPU)
+def of_model(model: nn.Module, but: str = "") -> Replica:
+    some = {name: parameter for name, parameter in trainable(model).items() if name != but}
+    return Replica(model, some, OptimizerSpec(), KeyedRandomness(1, CPU), CPU)
 
 
-def test_a_weight_that_is_neither_trained_nor_frozen_is_refused() -> None:
-    """Its gradient would pile up for ever and never be applied."""
-    model = ToyModel()
-    some = {name: p for name, p in trainable(model).items() if name != "second.bias"}
-    with pytest.raises(ValueError, match=r"second\.bias requires a gradient"):
-        Replica(model, some, OptimizerSpec(), KeyedRandomness(1, CPU), CPU)
+HALF = {"half": nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))}
+STATISTICS = nn.InstanceNorm1d(4, track_running_stats=True)
 
 
-def test_an_unknown_optimizer_is_refused() -> None:
-    with pytest.raises(ValueError, match="'adam'; there are adamw and sgd"):
-        replica(optimizer=OptimizerSpec("adam"))
-
-
-def test_replicas_of_another_number_than_the_backend_holds_are_refused() -> None:
-    with pytest.raises(ValueError, match="1 replicas for 2 local ranks"):
-        TrainingStep(InlineBackend([CPU] * 2), [replica()], ToyTask(), 8, None)
+@pytest.mark.parametrize(
+    ("work", "said"),
+    [
+        # F44: small updates to bf16 weights are rounded away.
+        (lambda: FlatParameters(_parameters() | HALF, CPU), r"half is torch\.bfloat16"),
+        (lambda: FlatParameters({}, CPU), "no trainable parameters"),
+        # F11: statistics of the micro-batches that a rank happened to see differ by rank and by world size.
+        (lambda: of_model(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))), "1 keeps running statistics"),
+        (lambda: of_model(nn.Sequential(STATISTICS, nn.Linear(4, 4))), "0 keeps running statistics"),
+        # Its gradient would pile up for ever and never be applied.
+        (lambda: of_model(ToyModel(), but="second.bias"), r"second\.bias requires a gradient"),
+        (lambda: replica(optimizer=OptimizerSpec("adam")), "'adam'; there are adamw and sgd"),
+        (
+            lambda: TrainingStep(InlineBackend([CPU] * 2), [replica()], ToyTask(), 8, None),
+            "1 replicas for 2 local ranks",
+        ),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(work: Callable[[], object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        work()
 
 
 @pytest.mark.parametrize("spec", [OptimizerSpec(), OptimizerSpec("sgd", momentum=0.9)])
