@@ -234,13 +234,6 @@ def test_the_template_shows_every_key_and_fits_a_terminal() -> None:
     assert max(map(len, template().splitlines())) <= 120
 
 
-def test_every_setting_that_is_changed_in_the_template_takes_effect(tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text(template().replace("seed: 42 ", "seed: 7 ").replace("epochs: 2\n", "epochs: 5\n"), encoding="utf-8")
-    config = load_config(path)
-    assert (config.seed, config.training.epochs) == (7, 5)
-
-
 # What defines a run, and what only places it.
 
 PLACED = {

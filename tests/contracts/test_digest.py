@@ -168,14 +168,6 @@ def test_different_tensors_have_different_digests(tensors: list[torch.Tensor]) -
     assert len({tensor_digest(tensor) for tensor in tensors}) == len(tensors)
 
 
-def test_the_prototypes_blind_pair_is_seen() -> None:
-    tensor = torch.ones(5_900_000)
-    before = tensor_digest(tensor)
-    tensor[2110131] = -1.0
-    tensor[3813679] = -1.0
-    assert tensor_digest(tensor) != before
-
-
 def test_tree_binds_names_and_not_order() -> None:
     a, b = torch.zeros(3), torch.ones(3)
     tree = tree_digest({"a": a, "b": b})

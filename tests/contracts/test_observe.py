@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from andon_contracts.checksum import MOST_SUMS, ROW, STRIDE, checksum
-from andon_contracts.digest import digests_by_name, mix_integer, tensor_digest, tree_digest, word_sum
+from andon_contracts.digest import mix_integer, word_sum
 from andon_contracts.observe import Extremes, Observer, finite_total, nonfinite, plain, word_sums
 
 
@@ -44,18 +44,6 @@ def test_sums_are_those_of_the_digest() -> None:
     assert word_sums([first, second], finite=True).tolist() == [plain[0], 0, plain[1]]
     first[2] = math.inf
     assert word_sums([first], finite=True).tolist()[1] == 1
-
-
-def test_digests_tell_tensors_and_names_apart() -> None:
-    tensors = {"a": torch.arange(5.0), "b": torch.zeros(3)}
-    before, tree = digests_by_name(tensors), tree_digest(tensors)
-    assert before["a"] == tensor_digest(torch.arange(5.0))
-    assert tree_digest({"a": tensors["a"], "c": tensors["b"]}) != tree
-    tensors["b"].view(torch.int32)[2] = 1
-    after = digests_by_name(tensors)
-    assert after["a"] == before["a"]
-    assert after["b"] != before["b"]
-    assert tree_digest(tensors) != tree
 
 
 # Many tensors, one digest of all: small and large, of several dtypes, empty, 0-dim, strided, sparse,

@@ -95,16 +95,6 @@ def test_an_old_sign_of_life_is_not_heard_again() -> None:
     assert beats.hear([1])[1].told.step == 3
 
 
-def test_a_well_formed_lie_is_no_beat_and_no_cause() -> None:
-    store, mine = boards()
-    sign = {"number": 9, "process": Process.here().to_json(), "told": Told(1, 2, "update").to_json()}
-    store.set("beat 1", json.dumps(sign))
-    store.set("pulled", json.dumps(Cause("died", "rank 1 of 2 died.", 1, 2, ranks=(1,)).to_json()))
-    assert Heartbeats(mine, 0, Told, mine.checked).hear([1]) == {}
-    assert mine.read("pulled", Cause.from_json) is None
-    assert mine.checked.dropped == 2
-
-
 def test_a_secret_is_gathered_as_integers() -> None:
     secret = drawn()
     arrived = {name: value - (1 << 64) * (value >> 63) for name, value in words_of(secret).items()}

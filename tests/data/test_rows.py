@@ -139,14 +139,13 @@ def test_even_counts_give_weight_one() -> None:
 
 
 @pytest.mark.parametrize("kind", ["inverse", "sqrt_inverse"])
-def test_every_class_without_rows_is_refused_by_number(kind: ClassWeights) -> None:
+def test_every_class_without_rows_is_refused_by_number_or_name(kind: ClassWeights) -> None:
     with pytest.raises(InputError) as caught:
         class_weights(kind, [0, 3, 0])
     assert [problem.what[-1] for problem in caught.value.problems] == ["0", "2"]
     assert all(problem.where == "data.class_weights" for problem in caught.value.problems)
-
-
-def test_no_classes_have_no_weights() -> None:
+    with pytest.raises(InputError, match="there is none of class 'urgent'"):
+        class_weights(kind, [3, 0], ("usual", "urgent"))
     with pytest.raises(InputError):
         class_weights("uniform", [])
 
@@ -172,11 +171,6 @@ def test_the_labels_of_the_rarer_type_are_the_faults(typed: bool) -> None:
 def test_names_that_look_alike_are_found() -> None:
     composed, apart = "caf\u00e9", "cafe\u0301"
     assert alike(["pos", "neg", "pos ", "POS", composed, "cafe", apart]) == [["pos", "pos ", "POS"], [composed, apart]]
-
-
-def test_an_empty_class_is_refused_by_its_name() -> None:
-    with pytest.raises(InputError, match="there is none of class 'urgent'"):
-        class_weights("inverse", [3, 0], ("usual", "urgent"))
 
 
 # How often the rows of a file stand in an epoch.
@@ -210,11 +204,6 @@ def test_each_file_stands_there_as_often_as_its_weight_says(
         assert sum(times) == count
         assert max(times, default=0) - min(times, default=0) <= 1
         assert all(row + copy * total in found for row in rows for copy in range(stands[row]))
-
-
-def test_weights_of_one_leave_ids_as_they_are() -> None:
-    """So that files side by side are what they would be in one."""
-    assert mixed([0, 2, 3, 5], [3, 3], [1.0, 1.0], 7) == (0, 2, 3, 5)
 
 
 def test_what_is_drawn_is_a_matter_of_the_seed_and_the_files_place() -> None:

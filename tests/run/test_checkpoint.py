@@ -207,14 +207,6 @@ def test_damage_is_named_and_the_older_one_taken(tmp_path: Path, name: str, dama
     assert str(path / name) in rejected[0]
 
 
-@pytest.mark.parametrize("name", [TENSORS, STATE, MANIFEST])
-def test_a_file_of_another_checkpoint_is_refused(tmp_path: Path, name: str) -> None:
-    first, second = saved(tmp_path, 1, 1.0), saved(tmp_path, 2, 2.0)
-    shutil.copy(first / name, second / name)
-    with pytest.raises(CheckpointError):
-        load_checkpoint(second)
-
-
 def test_a_renamed_or_foreign_folder_is_refused(tmp_path: Path) -> None:
     path = saved(tmp_path, 1)
     other = path.rename(tmp_path / "step-00000009")
