@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import math
 import os
+import re
 from collections.abc import Sequence
 
 import pytest
@@ -60,7 +61,7 @@ def _gather_without_rank_1() -> list[str]:
 def test_a_gather_with_a_rank_that_is_gone_reports_the_closed_connection() -> None:
     """The error is that of the collective, not that of the short waits between which a rank looks for a halt."""
     (told,) = run_ranks(2, _gather_without_rank_1)[0].get()
-    assert "closed by peer" in told
+    assert re.search("closed by peer|Connection reset", told)
 
 
 def _leaves_a_gather() -> list[list[int]]:

@@ -28,7 +28,7 @@ from andon_falsify.reference.decoder import Decoder
 from andon_falsify.reference.params import Lora, canonical, canonical_name
 from tests.model.tiny import CPU, LORA, PAD, TINY
 
-STEPS = 8
+STEPS = 6
 WORLD = 3
 ROWS = 40
 Logits = Callable[[list[int]], torch.Tensor]
