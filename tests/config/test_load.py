@@ -1,4 +1,4 @@
-"""Configuration from a file, overrides and flags: what wins, what is said of each mistake, and what defines a run."""
+"""Configuration from a file, overrides and flags: precedence, error messages, the template, the identity of a run."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_values_that_go_together_are_taken() -> None:
         (b"- 1\n", (), "config.yaml:1: must hold keys and values, is [1]"),
         (b"seed: [1\n", (), "config.yaml:2: malformed YAML"),
         (b"seed: 1\nseed: 2\n", (), "config.yaml:2 seed: is there already, on line 1"),
-        # An override of a key in it does not hide that a section is none.
+        # The override of a key does not hide that the section in the file is wrong.
         (b"optimizer: adamw\n", ["optimizer.lr=1e-3"], "--set optimizer.lr: optimizer is no section, it is 'adamw'"),
     ],
 )
@@ -217,7 +217,7 @@ def test_a_configuration_cannot_be_changed() -> None:
         Config().run.workers = 3
 
 
-# The configuration that `andon init` writes.
+# The template that `andon init` writes.
 
 
 def test_the_template_is_read_back_to_the_defaults(tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def test_the_template_shows_every_key_and_fits_a_terminal() -> None:
     assert max(map(len, template().splitlines())) <= 120
 
 
-# What defines a run, and what only places it.
+# The identity of a run.
 
 PLACED = {
     "run.workers=4",

@@ -1,4 +1,4 @@
-"""What a rank leaves of a violation: the bundle, its tensor files without pickle, and torch's error file."""
+"""Files that a rank writes for a violation: the bundle, its tensors without pickle, and torch's error file."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The Triton kernels give the CPU's digests, sums and extremes: of tensors, rows and lists of tensors.
 
-The kernels run on a GPU, where there is one with Triton. On a CPU those of lists run in Triton's interpreter, in a
-process that starts with TRITON_INTERPRET=1 and has Triton; without either the tests of kernels are left out.
+These tests need a CUDA GPU with Triton. The kernels for lists of tensors also run on a CPU, in Triton's interpreter,
+if the process starts with TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations

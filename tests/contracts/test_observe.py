@@ -1,4 +1,4 @@
-"""What is read of tensors: checksums and word sums of flat memory, one digest of many tensors, extremes, norms."""
+"""Reading tensors: checksums and word sums of flat memory, one digest of many tensors, extremes, norms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is concluded of other ranks: whether a process lives, one table of conclusions, and the words for it."""
+"""Diagnosis of other ranks: the state of their processes, one table of conclusions, and the messages."""
 
 from __future__ import annotations
 
@@ -300,7 +300,7 @@ def test_nothing_is_said_of_one_that_is_gone_before_the_store_says_whether_it_le
     assert found.kind == "died"
 
 
-# The words for slow, hung, silent and dead ranks.
+# Messages for slow, hung, silent and dead ranks.
 
 WAITS = Sign(ticks=9, step=4, phase="update", waits=True, since_s=6.0, phase_s=7.0, state="runs")
 WORKS = replace(WAITS, ticks=8, waits=False, place="train.py:7 load")

@@ -1,4 +1,4 @@
-"""Contracts: how a predicate becomes one, the registry of clauses, the error, and the laws of what a run leaves."""
+"""Contracts: predicates as contracts, the registry of clauses, the error, and the laws of saved state."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def test_a_bare_message_is_its_own_finding() -> None:
     assert Violation("odd").finding == Finding(seen="odd")
 
 
-# The laws of what a run leaves.
+# The laws of saved state.
 
 WHOLE = Restored({"a": 1, "b": 2}, {"b": (2, 2), "a": (1, 1)}, 7)
 

@@ -233,7 +233,7 @@ LATER: list[tuple[int, Record, str]] = [
     (3, replace(START, plan=replace(RECORDS[0].plan, task="sft")), "plan has the unknown field 'task'"),
     (4, replace(STEP, draws="dropout in head (p = 0.1)"), "unknown field 'draws'"),
 ]
-"""The last version that cannot say a record, and what is wrong with a line of that version that does."""
+"""The last version that cannot hold a record, the record, and the error for a line of that version that holds it."""
 
 
 @pytest.mark.parametrize(("version", "record", "says"), LATER)

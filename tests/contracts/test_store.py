@@ -1,4 +1,4 @@
-"""The ranks' store: what others put into it without the secret, garbage in it, its thread, and who can reach it."""
+"""The ranks' store: values without the secret, garbage, the thread that talks to the store, ports open to others."""
 
 from __future__ import annotations
 
@@ -261,10 +261,10 @@ def test_a_cause_that_holds_what_no_form_takes_is_told_all_the_same() -> None:
     assert link.checked.dropped == 0
 
 
-# The thread that speaks with the store.
+# The thread that talks to the store.
 
 PAUSE_S = 600.0
-"""Between two rounds. A test that waited for it would run into the limit of the whole run."""
+"""Between two rounds, in seconds; a test that waits this long runs into its time limit."""
 
 
 def test_a_link_that_is_closed_ends_without_another_pause_or_round() -> None:
@@ -283,7 +283,7 @@ def test_a_link_that_is_closed_ends_without_another_pause_or_round() -> None:
     assert (said, rounds) == (["last"], [1])
 
 
-# Who can reach the store.
+# Ports that other machines reach.
 
 HEAD = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n"
 ROUTES = "Iface\tDestination\tGateway\n"

@@ -1,4 +1,4 @@
-"""The embedded data sets: functions of the seed, disjoint, ragged, and labelled by what the rows say."""
+"""The embedded data sets: functions of the seed, disjoint, ragged, with labels that follow from the text."""
 
 from __future__ import annotations
 

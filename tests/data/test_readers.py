@@ -271,7 +271,7 @@ def table_of_names(folder: Path) -> Path:
     ],
 )
 def test_what_is_no_number_is_told_with_its_line(tmp_path: Path, label: str, fault: str) -> None:
-    """In JSON, and behind a tab in a table."""
+    """As JSON, or as the cell of a table if the label begins with a tab."""
     rows = [f'{{"text": "a", "label": {each}}}' for each in ("1", label, "2.5")]
     path = written(tmp_path, "a.jsonl", "\n".join(rows))
     if label.startswith("\t"):

@@ -98,7 +98,7 @@ def test_fraction_zero_holds_nothing_back() -> None:
 
 @pytest.mark.parametrize(("count", "fraction"), [(1, 0.1), (0, 0.1), (5, 1.0), (5, -0.1), (5, float("nan"))])
 def test_what_cannot_be_split_is_refused(count: int, fraction: float) -> None:
-    """A split that would leave no row to train on, or a fraction that is none, is the user's mistake."""
+    """Splits that leave no row to train on, and fractions outside of 0 to 1."""
     with pytest.raises(InputError):
         frozen_split(count, fraction, 0)
 
@@ -173,7 +173,7 @@ def test_names_that_look_alike_are_found() -> None:
     assert alike(["pos", "neg", "pos ", "POS", composed, "cafe", apart]) == [["pos", "pos ", "POS"], [composed, apart]]
 
 
-# How often the rows of a file stand in an epoch.
+# Weights of files: how often their rows appear in an epoch.
 
 FILES = st.lists(st.tuples(st.integers(1, 30), st.sampled_from([0.05, 0.1, 0.25, 0.5, 1.0, 1.5, 2.0, 3.3])), min_size=1)
 

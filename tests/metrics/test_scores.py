@@ -24,7 +24,7 @@ def matrix_of(table: list[list[int]]) -> Confusion:
 
 
 def test_where_a_denominator_is_zero_the_score_is_zero() -> None:
-    """All predictions are of one class; and there is no row at all."""
+    """All predictions have one class, or there are no rows."""
     assert scores(matrix_of([[2, 0, 0], [1, 0, 0], [0, 0, 0]])).mcc == 0.0
     nothing = scores(Confusion(2, ()), [], [], [])
     assert (nothing.rows, nothing.accuracy, nothing.mcc, nothing.auroc, nothing.loss) == (0, 0.0, 0.0, None, 0.0)

@@ -1,4 +1,4 @@
-"""The ledger: appended whole, verified on opening, damage named by line; and what a repeated step must repeat."""
+"""The ledger: whole appends, verified on opening, damage named by line; and which fields a repeated step must match."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def test_handles_are_returned(tmp_path: Path) -> None:
     assert set(os.listdir("/proc/self/fd")) <= before
 
 
-# What a repeated step must have as before.
+# Fields that a repeated step must match.
 
 CHANGED = {
     "epoch": 1,
@@ -213,7 +213,7 @@ CHANGED = {
     "grad_norm": Real.of(-1.0),
     **{each.name: "ab" * 8 for each in fields(StepDigests)},
 }
-"""Of each field another value, where it can be by its last bit."""
+"""Another value for each field; real values differ in the last bit if possible."""
 
 
 def changed(record: Step, name: str, value: object) -> Step:

@@ -1,4 +1,4 @@
-"""Provenance and summary: what bits depend on is in the fingerprint; a wrong file is named by its field."""
+"""Provenance and summary: the fingerprint has what bits depend on; a wrong file is refused with its field."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ ON_GROUP: Mapping[str, tuple[CATCHER, tuple[str, int, tuple[int, ...], str]]] = 
     "other start": (_start(FAULTS["weight flipped"].plant), ("start-agrees", 0, (CULPRIT,), "weights")),
     "other base": (_other_base, ("base-frozen", 2, (CULPRIT,), "frozen.bias")),
 }
-"""How a rank catches a fault, and the clause, step, ranks and tensor that all ranks must name."""
+"""The function that runs a fault, and the clause, step, ranks and tensor that all ranks must report."""
 
 
 def _all_on_a_group() -> Mapping[str, Caught]:
@@ -218,7 +218,7 @@ def test_a_state_that_moved_between_two_updates_is_found_before_it_is_used(
     clause: str,
     ranks: tuple[int, ...],
 ) -> None:
-    """Replicas that agree are not enough: each is held to what its own last update, or the attested start, left."""
+    """Also if all replicas agree: each is compared with the state after its own last update, or with the attested start."""
     step, replicas = build(InlineBackend([CPU] * world), replace(SETTINGS, optimizer=OptimizerSpec()))
     if attested:
         step.attest_start({})

@@ -1,4 +1,4 @@
-"""Random numbers that depend on (seed, step, micro-batch) alone; and a CPU's masks for tensors that are elsewhere."""
+"""Random numbers that depend on (seed, step, micro-batch) alone, and masks drawn on the CPU for other devices."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ def test_keys_are_apart() -> None:
     assert all(0 <= value < 1 << 63 for value in keys)
 
 
-# Masks of a CPU for tensors that are elsewhere.
+# Masks drawn on the CPU for other devices.
 
 SHAPES = {"ragged": (3, 7, 5), "wide": (2, 4, 300)}
 DEVICES = [
@@ -281,7 +281,7 @@ ALIKE: dict[str, Callable[[], torch.Tensor]] = {
     "torch.dropout": lambda: torch.dropout(X, p=0.5, train=True) + torch.dropout(X, 0.5, False),
     "bf16": lambda: F.dropout(HALF, 0.3),
     "bf16 in place": in_place,
-    # Other kinds of dropout pass where they drop nothing.
+    # Other kinds of dropout pass if they drop nothing.
     "dropout1d in evaluation": lambda: F.dropout1d(X, 0.5, False),
     "dropout1d at 0": lambda: F.dropout1d(X, 0.0, True),
     "multi-head attention in evaluation": multi_head(0.5, training=False),
@@ -339,7 +339,7 @@ def test_attention_drops_what_a_cpu_does(masked: str, grouped: bool, device: str
     ids=["rand_like", "dropout1d", "alpha_dropout", "bernoulli_", "multi_head_attention"],
 )
 def test_what_else_draws_is_refused(draw: Callable[[], torch.Tensor]) -> None:
-    """Its numbers would belong to the device, and who computes would decide the result."""
+    """Its numbers would depend on the device that computes the micro-batch."""
     with pytest.raises(UnkeyedRandomnessError, match="cannot be keyed"):
         host_drawn(draw)
 

@@ -1,4 +1,4 @@
-"""One model with its optimizer: flat buffers, what it refuses, how it is put back, and a master apart from it."""
+"""A replica: flat buffers, refused models, restored state, and separate master weights."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_gaps_stay_zero(spec: OptimizerSpec) -> None:
         assert tensor[~gap].any()
 
 
-# One model with its optimizer.
+# The model with its optimizer.
 
 
 def of_model(model: nn.Module, but: str = "") -> Replica:
@@ -162,7 +162,7 @@ def test_base_digest_covers_buffers_and_every_frozen_weight() -> None:
     assert len(set(seen)) == 3
 
 
-# A master apart, as ranks on GPUs have it beside ranks on CPUs.
+# Separate master weights, as GPU ranks have them in a group with CPU ranks.
 
 PLACED = {
     "adamw": Settings(5, clip_norm=0.05),

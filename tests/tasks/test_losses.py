@@ -1,4 +1,4 @@
-"""Tasks of several labels, of numbers and of tags: loss, terms, gradient, content and scores, each worked out apart."""
+"""Tasks with several labels, numbers and tags: loss, terms, gradient, content and scores."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ LENGTHS = torch.randint(1, 13, (ROWS,), generator=DRAW).tolist()
 TOKENS = [torch.randint(0, 32, (length,), generator=DRAW).tolist() for length in LENGTHS]
 
 
-# Several labels of a text.
+# Several labels per text.
 
 LABELS = 3
 LABELLED = [
@@ -144,7 +144,7 @@ def test_scores_are_their_definitions(rows: list[tuple[list[bool], list[bool]]])
     assert (found.rows, found.loss) == (len(rows), 0.5)
 
 
-# A number of each text.
+# A number per text.
 
 TARGETS = [20 + math.sin(3 * row) for row in range(ROWS)]
 """Of one sign: where gradients of rows cancel, what is left of them has fewer digits."""
@@ -186,7 +186,7 @@ def test_a_target_that_no_model_can_give_is_refused_with_its_place(target: float
         RegressionTask([[1], [2]], [0.0, target], vocab_size=33, pad_id=PAD, places=["rows.csv:2", "rows.csv:3"])
 
 
-# A tag of each word.
+# A tag per word.
 
 NAMES = ("B-X", "I-X", "O")
 TAGS = [
