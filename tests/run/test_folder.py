@@ -188,37 +188,29 @@ def test_a_run_that_began_meanwhile_is_not_discarded(tmp_path: Path, monkeypatch
     assert run.begun()
 
 
-@pytest.mark.parametrize("reader", ["state", "newest_valid", "prune", "clean_leftovers"])
-def test_a_folder_that_cannot_be_read_is_no_empty_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: str
+READERS: dict[str, Callable[[Path], object]] = {
+    "state": lambda folder: RunFolder(folder).state(),
+    "newest_valid": newest_valid,
+    "prune": lambda folder: prune(folder, keep=1),
+    "clean_leftovers": clean_leftovers,
+}
+
+
+@pytest.mark.parametrize(("call", "reader"), [*(("scandir", name) for name in READERS), ("open", "state")])
+def test_a_disk_that_fails_is_named_and_no_folder_is_taken_for_an_empty_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, reader: str
 ) -> None:
-    """A disk that fails while a folder is looked at is an error in words: no run begins anew because of it."""
-
-    def failing(_path: object) -> object:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(os, "scandir", failing)
-    readers: dict[str, Callable[[], object]] = {
-        "state": lambda: RunFolder(tmp_path).state(),
-        "newest_valid": lambda: newest_valid(tmp_path),
-        "prune": lambda: prune(tmp_path, keep=1),
-        "clean_leftovers": lambda: clean_leftovers(tmp_path),
-    }
-    with pytest.raises(InputError, match=r"cannot be read: .*[Ii]nput/output error"):
-        readers[reader]()
-
-
-def test_a_lock_that_cannot_be_read_makes_no_folder_foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a run would begin anew, or a run whose lock cannot be read would pass for something else."""
     with RunFolder(tmp_path).open_for_writing():
         pass
     (tmp_path / "config.yaml").touch()
 
-    def failing(path: Path, *_: object) -> int:
+    def failing(path: object, *_: object) -> object:
         raise OSError(errno.EIO, "Input/output error", str(path))
 
-    monkeypatch.setattr(os, "open", failing)
-    with pytest.raises(InputError, match=r"\.lock: cannot be read: Input/output error"):
-        RunFolder(tmp_path).state()
+    monkeypatch.setattr(os, call, failing)
+    with pytest.raises(InputError, match=r"cannot be read: .*[Ii]nput/output error"):
+        READERS[reader](tmp_path)
 
 
 def test_what_stood_there_before_is_not_discarded(tmp_path: Path) -> None:

@@ -218,7 +218,7 @@ def test_a_state_that_moved_between_two_updates_is_found_before_it_is_used(
     clause: str,
     ranks: tuple[int, ...],
 ) -> None:
-    """Also if all replicas agree: each is compared with the state after its own last update, or with the attested start."""
+    """Also if all replicas agree: each is compared with the state after its last update, or with the attested start."""
     step, replicas = build(InlineBackend([CPU] * world), replace(SETTINGS, optimizer=OptimizerSpec()))
     if attested:
         step.attest_start({})
