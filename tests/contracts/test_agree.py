@@ -98,7 +98,7 @@ def _stop() -> None:
 
 
 def test_a_gather_that_was_left_keeps_nobody_from_going_on() -> None:
-    """The end of a group waits for its collectives: one that a halt left unfinished must not hold up who closes it."""
+    """Closing a group waits for its collectives; one that a halt left unfinished must not block the close."""
     for outcome in run_ranks(2, _leaves_a_gather, deadline_s=30.0):
         assert outcome.get() == [[0], [1]]
 
@@ -118,7 +118,7 @@ def _exchanged() -> list[list[list[int]]]:
     gather.connect()
     assert gather.connected
     rank = gather.rank
-    # Short ones, one of the whole width, and one that has to go through the group.
+    # Short messages, one of the full width, and one too long for the sockets.
     lengths = [1, 7, WIDTH, 3 * WIDTH] + [5] * ROUNDS
     found = [
         [row.tolist() for row in gather([torch.arange(length) - 2 * number - 1000 * rank])]
@@ -209,7 +209,7 @@ def test_a_rank_that_is_gone_is_an_error_that_says_so() -> None:
 
 
 class Pulled(Exception):
-    """What a rank heeds."""
+    """Raised by the halt callback."""
 
 
 def _waits() -> str:

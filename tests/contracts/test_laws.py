@@ -101,7 +101,7 @@ FAULTS = [
     ("reduced", {"norm": bits_of(math.inf)}, "finite", "reduced gradient"),
     ("reduced", {"rate": bits_of(0.2)}, "learning-rate-planned", "learning rate"),
     ("reduced", {"rate": bits_of(0.2), "planned": bits_of(0.2)}, "learning-rate-planned", "learning rate"),
-    # Other weights before the update give another gradient, and a gradient that differs may be NaN: the cause is said.
+    # Different weights give a different gradient, which may be NaN: the message names the weights, which are the cause.
     ("reduced", {"weights": 9, "gradient": 9, "nonfinite": 1}, "replicas-agree", "weights"),
     ("reduced", {"gradient": 9, "nonfinite": 1}, "gradients-agree", "gradient"),
     ("reduced", {"clipped": bits_of(0.4)}, "clip-once", "clipped gradient"),

@@ -391,8 +391,8 @@ def test_squares_are_added_by_halves(count: int) -> None:
 # The default run shows the order of the additions, on which the bits depend: test_squares_are_added_by_halves.
 @pytest.mark.deep
 def test_the_bits_are_those_of_a_cpu_with_other_vectors() -> None:
-    """torch is told to use no vector instructions, and several threads."""
-    # Divisions, which every CPU rounds alike.
+    """The second process runs torch without vector instructions and with three threads."""
+    # Every CPU rounds divisions the same way.
     flat = torch.arange(1, 3_000_001).remainder(1009) / torch.arange(1, 3_000_001).remainder(997).add(1)
     program = (
         "import torch; torch.set_num_threads(3); from andon_contracts.norms import flat_norm; "

@@ -554,7 +554,7 @@ def test_each_end_has_its_own_words(cause: Cause, line: str) -> None:
 
 
 def test_the_cord_pulled_by_hand_is_a_violation() -> None:
-    """A user who stops the run says that something must not be."""
+    """A user stops the run because something is wrong."""
     cause = Teller(1, 4, Whereabouts(3, POINTS[0], last_equal=2)).pulled("a row twice")
     assert cause.text.splitlines() == [
         "rank 1 of 4 pulled the cord at step 3, before its forward pass: a row twice.",

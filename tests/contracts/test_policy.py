@@ -92,7 +92,7 @@ def test_the_switch_turns_clauses_off_and_on_again() -> None:
 
 
 def test_a_predicate_that_is_not_marked_is_refused() -> None:
-    """Without a mark there would be no name, no count and icontract's own error: refused where it is written."""
+    """Without a mark a contract would have no name and no count, and would raise icontract's own error."""
 
     def unmarked(value: int) -> bool:
         return value > 0

@@ -48,9 +48,9 @@ THINKING = (
     "{{ m.content + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""As several in use: the last answer begins with thinking, the earlier ones are shown without."""
+"""As several templates in use: the last answer begins with thinking, earlier answers are shown without."""
 CLOSING = CHATML.replace("{% endif %}", "{% else %}{{ eos_token }}{% endif %}")
-"""As others: an end token behind the whole, and the end of each turn before it."""
+"""As other templates: an end token after the conversation, and an end of each turn before it."""
 BOS_EACH = "{{ bos_token }}" + CHATML
 
 TALK = (

@@ -1,4 +1,4 @@
-"""Files of labelled texts: what is read, and what is said of each fault."""
+"""Files of labelled texts: the formats, and an error message for each fault."""
 
 from __future__ import annotations
 

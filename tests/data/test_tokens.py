@@ -320,7 +320,7 @@ for _ in range(2):
 
 
 class _KnowsNothing(BaseHTTPRequestHandler):
-    """A hub without models, which notes what it is asked."""
+    """A hub without models that records the requests."""
 
     asked: list[str] = []  # noqa: RUF012
 
@@ -340,7 +340,7 @@ class _KnowsNothing(BaseHTTPRequestHandler):
     ("name", "part"), [("nodir", "HF_HUB_OFFLINE"), ("my dir", "can be no hub id"), ("runs/a/b", "can be no hub id")]
 )
 def test_without_the_hub_a_name_that_is_no_folder_is_refused_as_both(name: str, part: str) -> None:
-    """Whether it was meant as a folder or as a hub id, the line says why it is neither."""
+    """The message says that it is neither a folder nor a known hub id."""
     with pytest.raises(InputError, match=f"there is no folder '{name}' here, and .*{part}"):
         pretrained_tokenizer(name, local_only=False)
 

@@ -1,4 +1,4 @@
-"""Whole files and folders: old or new at every point, and a disk that refuses is said by name."""
+"""Atomic files and folders: old or new at every point of a crash, and errors of the disk name the path."""
 
 from __future__ import annotations
 

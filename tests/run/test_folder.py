@@ -1,4 +1,4 @@
-"""The run folder: one writer, whoever it is, and never a folder that is no run."""
+"""The run folder: one writer at a time, and only folders of runs are written to."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _OWNER = (
 @pytest.mark.parametrize("name", ["ledger.jsonl", "summary.json", "config.yaml", ".lock", ".launch"])
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
 def test_what_is_no_file_is_refused_by_name(tmp_path: Path, name: str, make: Callable[[Path], None]) -> None:
-    """Whoever would open a pipe would wait for a writer; neither it nor a folder counts for a run that has begun."""
+    """Opening a pipe would wait for a writer. Neither a pipe nor a folder counts as a run that has begun."""
     run = RunFolder(tmp_path / "run")
     with run.open_for_writing():
         run.config.write_text("seed: 1\n")
@@ -200,7 +200,7 @@ READERS: dict[str, Callable[[Path], object]] = {
 def test_a_disk_that_fails_is_named_and_no_folder_is_taken_for_an_empty_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, reader: str
 ) -> None:
-    """Otherwise a run would begin anew, or a run whose lock cannot be read would pass for something else."""
+    """Otherwise a run would start from scratch, or a run with an unreadable lock would pass for a foreign folder."""
     with RunFolder(tmp_path).open_for_writing():
         pass
     (tmp_path / "config.yaml").touch()

@@ -1,4 +1,4 @@
-"""The audit finds what replicas that agree cannot: a wrong bit that every rank is given alike."""
+"""The audit finds a wrong bit that reaches every rank, so that all replicas agree on it."""
 
 from __future__ import annotations
 

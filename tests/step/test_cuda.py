@@ -1,4 +1,4 @@
-"""The step on a GPU: nobody waits for the device inside an update, and what is wrong is held back by it."""
+"""The step on a GPU: the host never waits for the device inside an update, and the device holds a wrong update back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every fault planted on one replica is found at its step, by the clause that names it, on every rank alike."""
+"""Every fault planted on one replica is found at its step, by its clause, on every rank."""
 
 from __future__ import annotations
 
@@ -253,7 +253,7 @@ def _broken_on_culprit(where: str) -> None:
 
 @pytest.mark.parametrize("where", ["load", "planned_content"])
 def test_an_ordinary_error_on_one_rank_ends_all_of_them(where: str) -> None:
-    """Nobody waits for a rank that raised: it has its own error, the others hear which rank failed."""
+    """The rank that failed raises its own error; the others stop and name that rank."""
     outcomes = run_ranks(WORLD, _broken_on_culprit, where)
     assert [type(outcome.error) for outcome in outcomes] == [RankFailed, OSError, RankFailed]
     assert "rank 1 failed" in str(outcomes[0].error)

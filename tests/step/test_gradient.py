@@ -92,7 +92,7 @@ def test_norm_is_that_before_clipping_and_clipping_happens_once() -> None:
 
 
 def test_a_limit_near_zero_is_clipped_without_a_false_alarm() -> None:
-    """torch divides by norm + 1e-6, which shows where the limit is of that size; that is no violation."""
+    """torch divides by norm + 1e-6, which shows at limits of that size and does not break the clause."""
     settings = Settings(8, sizes=(10,), clip_norm=1e-7)
     step, _ = build(InlineBackend([CPU] * 2), settings)
     assert step(settings.batches()[0], rate(1), 1).grad_norm > 1e-3

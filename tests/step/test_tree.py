@@ -1,4 +1,4 @@
-"""The fixed tree: one order of summation, whoever holds which leaves."""
+"""The fixed tree: one order of summation for every distribution of leaves over ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows become a loss sum by a law that can be written down, and their digest tells what the model was given."""
+"""Classification: the loss is a sum in closed form, and a digest of the batch binds what the model receives."""
 
 from __future__ import annotations
 
